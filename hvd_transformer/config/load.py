@@ -1,0 +1,141 @@
+"""Puts a job's configuration together: defaults < preset < file < KEY=VALUE.
+
+Every wrong value is a `UserError` that names the key, where it was set and what is allowed.
+"""
+
+import difflib
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from hvd_transformer.config.checks import check
+from hvd_transformer.config.schema import KEYS, SECTIONS, Config
+from hvd_transformer.errors import UserError
+
+PRESETS = resources.files("hvd_transformer.config") / "presets"
+
+
+def preset_names() -> list[str]:
+    """The names that `--preset` takes."""
+    return sorted(item.name.removesuffix(".yaml") for item in PRESETS.iterdir() if item.name.endswith(".yaml"))
+
+
+def preset_summary(name: str) -> str:
+    """The first comment line of a preset's file."""
+    return (PRESETS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+
+
+def load(preset: str | None = None, file: Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """The checked configuration.
+
+    `overrides` are "KEY=VALUE" words with dotted keys. Raises `UserError`.
+    """
+    settings = _Settings()
+    if preset is not None:
+        if preset not in preset_names():
+            raise UserError(f"--preset {preset}: no such preset{_nearest(preset, preset_names())}; "
+                            f"there are: {', '.join(preset_names())}")
+        settings.add_text((PRESETS / f"{preset}.yaml").read_text(encoding="utf-8"), f"preset {preset}")
+    if file is not None:
+        settings.add_text(_read(file), str(file))
+    for word in overrides:
+        settings.add_word(word)
+    return settings.build()
+
+
+def load_file(file: Path) -> Config:
+    """A run directory's `config.yaml`."""
+    return load(file=file)
+
+
+def dump(config: Config) -> str:
+    """The configuration as YAML; `load(file=…)` of it gives the same configuration."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+class _Settings:
+    """Settings gathered so far, by dotted key, each with the place that set it."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.origins: dict[str, str] = {}
+
+    def add_text(self, text: str, origin: str) -> None:
+        try:
+            content = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            line = f", line {mark.line + 1}" if mark else ""
+            raise UserError(f"{origin}{line}: no valid YAML: {getattr(error, 'problem', None) or error}") from None
+        if content is None:
+            return
+        if not isinstance(content, dict):
+            raise UserError(f"{origin}: must hold keys and values, such as 'model:' with 'num_layers: 4' below it")
+        for name, value in content.items():
+            if name in SECTIONS:
+                if not isinstance(value, dict):
+                    raise UserError(f"{origin}: {name} must hold keys and values, not {value!r}")
+                for key, inner in value.items():
+                    self.add(f"{name}.{key}", inner, origin)
+            else:
+                self.add(str(name), value, origin)
+
+    def add_word(self, word: str) -> None:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise UserError(f"{word}: not of the form KEY=VALUE, such as training.max_steps=50")
+        parsed: Any = value
+        if value.startswith(("[", "{")):
+            try:
+                parsed = yaml.safe_load(value)
+            except yaml.YAMLError:
+                raise UserError(f"{word}: the value is no valid list") from None
+        self.add(key.strip(), parsed, "command line")
+
+    def add(self, key: str, value: Any, origin: str) -> None:
+        if key not in KEYS:
+            raise UserError(f"{key} ({origin}): unknown key{_nearest(key, KEYS)}")
+        self.values[key] = value
+        self.origins[key] = origin
+
+    def build(self) -> Config:
+        nested: dict[str, Any] = {}
+        for key, value in self.values.items():
+            section, _, name = key.rpartition(".")
+            (nested.setdefault(section, {}) if section else nested)[name] = value
+        try:
+            config = Config.model_validate(nested)
+        except ValidationError as error:
+            raise UserError(self._explain(error)) from None
+        check(config)
+        return config
+
+    def _explain(self, error: ValidationError) -> str:
+        first = error.errors()[0]
+        path = [str(part) for part in first["loc"]]
+        key = next(key for key in (".".join(path[:2]), path[0]) if key in KEYS)
+        allowed = first["msg"].removeprefix("Input should be ")
+        return f"{key}={self.values[key]} ({self.origins[key]}): must be {allowed}"
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: no valid UTF-8 at byte {error.start}") from None
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    """", did you mean …?", by the whole key or by its last part; empty where nothing is near."""
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    if not near:
+        leaves = {key.rpartition(".")[2]: key for key in known}
+        leaf = difflib.get_close_matches(word.rpartition(".")[2], list(leaves), n=1, cutoff=0.7)
+        near = [leaves[name] for name in leaf]
+    return f", did you mean {near[0]}?" if near else ""

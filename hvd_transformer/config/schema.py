@@ -1,0 +1,220 @@
+"""The typed schema: every setting once, with its type, range, default and one line of documentation.
+
+`hvd-train --help`, the checks, `config.yaml` and the rule of what may change when a run goes on all come
+from here.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def setting(default: Any, description: str, *, may_change: bool = False, **limits: Any) -> Any:
+    """One key: its default, its line in `--help`, its range.
+
+    `may_change`: a run may go on from a checkpoint although this key differs.
+    """
+    return Field(default, description=description, json_schema_extra={"may_change": may_change}, **limits)
+
+
+def _none_word(value: Any) -> Any:
+    return None if isinstance(value, str) and value.lower() in ("none", "null") else value
+
+
+# On the command line every value is a word: `training.max_steps=none` means no limit.
+OptionalCount = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_none_word)]
+OptionalPositive = Annotated[Annotated[float, Field(gt=0)] | None, BeforeValidator(_none_word)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """The Transformer."""
+
+    num_layers: int = setting(4, "Transformer blocks", ge=1)
+    d_model: int = setting(192, "width; a multiple of num_heads", ge=1)
+    num_heads: int = setting(6, "attention heads", ge=1)
+    d_feedforward: int = setting(768, "width inside the feed-forward part", ge=1)
+    dropout: float = setting(0.0, "share of activations dropped in training", ge=0, lt=1)
+    max_length: int = setting(1024, "longest sequence the positions reach to, in tokens", ge=1)
+    norm: Literal["pre", "post"] = setting(
+        "pre", "layer norm before each part (and once at the end), or after each part"
+    )
+    activation: Literal["relu", "gelu"] = setting("gelu", "nonlinearity of the feed-forward part")
+    position: Literal["sinusoidal", "learned", "rotary"] = setting(
+        "sinusoidal", "how a token's position enters the model"
+    )
+    tie_embeddings: bool = setting(True, "the output layer uses the token embedding's matrix")
+    loss_chunk: int = setting(
+        1024,
+        "tokens whose logits exist at once while the loss is computed",
+        may_change=True,
+        ge=1,
+    )
+
+
+class DataConfig(Section):
+    """What is trained on, and how it is cut."""
+
+    source: str = setting(
+        "python-docs",
+        "python-docs (embedded), wikitext2, wikitext103, penntreebank, a folder with train.txt, valid.txt and "
+        "test.txt, or one text file",
+    )
+    split: list[Fraction] = setting(
+        [0.9, 0.05, 0.05],
+        "shares of train, valid and test when source is one file; two numbers: no test split",
+        min_length=2,
+        max_length=3,
+    )
+    tokenizer: Literal["basic_english", "char", "bpe"] = setting(
+        "bpe", "torchtext's basic_english words, single characters, or byte-pair encoding"
+    )
+    vocab_size: OptionalCount = setting(
+        None, "largest vocabulary, <unk> included; none: every token (bpe: 4096)"
+    )
+    min_frequency: int = setting(1, "rarer tokens of the training split become <unk>", ge=1)
+    batching: Literal["windows", "columns"] = setting(
+        "windows",
+        "windows: fixed-length pieces in an order given by seed and epoch; columns: the text in batch_size "
+        "columns, each rank its own stretch of rows (the PyTorch tutorial's)",
+    )
+    sequence_length: int = setting(128, "tokens a sample", ge=1)
+    cache_dir: str = setting(
+        "~/.cache/hvd-transformer/data", "where downloads and token files are kept", may_change=True
+    )
+    workers: int = setting(
+        0, "processes that prepare the token files; 0: one a core", may_change=True, ge=0
+    )
+
+
+class ParallelConfig(Section):
+    """How the work is cut over ranks and devices."""
+
+    pipeline: int = setting(1, "pipeline stages a rank, each on a device of its own", may_change=True, ge=1)
+    micro_batches: int = setting(
+        1, "a round's samples are cut into at most this many pieces", may_change=True, ge=1
+    )
+
+
+class OptimizerConfig(Section):
+    """The optimizer and its learning rate."""
+
+    name: Literal["sgd", "adam", "adamw"] = setting("adamw", "the update rule")
+    lr: float = setting(1e-3, "peak learning rate of one data-parallel replica", gt=0)
+    lr_scaling: Literal["linear", "sqrt", "none"] = setting(
+        "linear", "how the rate grows with the number of replicas dp: lr x dp, lr x sqrt(dp), lr"
+    )
+    weight_decay: float = setting(
+        0.01, "weight decay; never on biases, norms and embeddings", ge=0
+    )
+    momentum: float = setting(0.0, "momentum of sgd", ge=0, lt=1)
+    betas: tuple[Beta, Beta] = setting((0.9, 0.95), "adam's and adamw's two decay rates")
+    eps: float = setting(1e-8, "adam's and adamw's epsilon", gt=0)
+    clip_norm: OptionalPositive = setting(1.0, "largest norm of the whole gradient; none: no clipping")
+    schedule: Literal["constant", "step", "cosine", "noam"] = setting(
+        "cosine",
+        "the rate after warm-up: constant; step: x gamma each epoch; cosine: down to lr x gamma at the end; "
+        "noam: with the inverse root of the step",
+    )
+    warmup_steps: int = setting(0, "steps of linear warm-up from zero", ge=0)
+    gamma: float = setting(0.1, "factor of the step and cosine schedules", ge=0, le=1)
+
+
+class TrainingConfig(Section):
+    """How long, how much at once, in which precision."""
+
+    epochs: int = setting(1, "passes over the training split", may_change=True, ge=1)
+    max_steps: OptionalCount = setting(None, "stop after this many steps; none: after the epochs", may_change=True)
+    batch_size: int = setting(8, "samples a replica takes in one round", may_change=True, ge=1)
+    eval_batch_size: OptionalCount = setting(None, "the same in evaluation; none: batch_size", may_change=True)
+    accumulation: int = setting(1, "rounds a step", may_change=True, ge=1)
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = setting(
+        "fp32", "number format of the computation; weights and sums are never below fp32"
+    )
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "auto", "auto: a GPU a rank where there is one, else the CPU", may_change=True
+    )
+    log_every: int = setting(10, "steps between two lines of metrics.jsonl", may_change=True, ge=1)
+    eval_every: OptionalCount = setting(
+        None, "steps between two evaluations; none: at the end of each epoch", may_change=True
+    )
+    compile: bool = setting(False, "compile the model's layers with torch.compile", may_change=True)
+
+
+class CommunicationConfig(Section):
+    """What Horovod sends, and when."""
+
+    bucket_mb: float = setting(
+        8.0, "size of one flat gradient bucket, in MiB; each is one allreduce", may_change=True, gt=0
+    )
+    compression: Literal["none", "fp16"] = setting(
+        "none", "number format of gradients on the wire; fp16 halves the bytes and rounds the sums", may_change=True
+    )
+    overlap: bool = setting(
+        True, "send each bucket as soon as it is full, while backward goes on", may_change=True
+    )
+
+
+class CheckpointConfig(Section):
+    """What is kept on disk, and where a run goes on from."""
+
+    every_steps: OptionalCount = setting(
+        200, "steps between two checkpoints; none: only with every_seconds and at the end", may_change=True
+    )
+    every_seconds: OptionalPositive = setting(
+        None, "seconds between two checkpoints, beside every_steps", may_change=True
+    )
+    keep_last: int = setting(3, "newest checkpoints kept", may_change=True, ge=1)
+    keep_best: bool = setting(
+        True, "keep the best checkpoint by validation loss, and test that one at the end", may_change=True
+    )
+    resume: str = setting(
+        "auto",
+        "auto: go on where output_dir's newest whole checkpoint ends; never: refuse an output_dir that has "
+        "one; or the checkpoint (or run directory) to start from",
+        may_change=True,
+    )
+
+
+class Config(Section):
+    """A whole job."""
+
+    task: Literal["language_model"] = setting("language_model", "what is trained")
+    output_dir: str = setting("runs/default", "the run directory", may_change=True)
+    seed: int = setting(1, "seed of the weights, of the data order and of dropout", ge=0, lt=2**63)
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    training: TrainingConfig = TrainingConfig()
+    communication: CommunicationConfig = CommunicationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """The configuration as dotted keys, in the schema's order: {"task": …, "model.num_layers": …}."""
+    flat: dict[str, Any] = {}
+    for name, value in config.model_dump(mode="json").items():
+        if isinstance(value, dict):
+            flat.update({f"{name}.{key}": inner for key, inner in value.items()})
+        else:
+            flat[name] = value
+    return flat
+
+
+KEYS: tuple[str, ...] = tuple(flatten(Config()))
+SECTIONS: tuple[str, ...] = tuple(dict.fromkeys(key.split(".")[0] for key in KEYS if "." in key))
+
+
+def may_change(key: str) -> bool:
+    """Whether a run may go on from a checkpoint made with another value of this dotted key."""
+    section, _, name = key.rpartition(".")
+    model = Config if not section else Config.model_fields[section].annotation
+    assert model is not None
+    extra = model.model_fields[name].json_schema_extra
+    return isinstance(extra, dict) and bool(extra["may_change"])
