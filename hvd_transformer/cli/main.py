@@ -1,0 +1,43 @@
+"""`hvd-transformer COMMAND`: the group of commands, each imported only when it is called."""
+
+from importlib import import_module
+
+import click
+
+from hvd_transformer.cli.errors import one_line_errors
+
+# Name → one line of help. The command is the function of that name in cli/<name>.py.
+COMMANDS = {
+    "prepare": "Write a data source's token files, before a job needs them.",
+    "report": "Draw a run directory's curves again: report.html and PNG files.",
+}
+
+
+class LazyGroup(click.Group):
+    """Knows its commands by name; imports one when it runs."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = getattr(import_module(f"hvd_transformer.cli.{cmd_name}"), cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="hvd-transformer")
+def group() -> None:
+    """Train Transformers on many hosts with Horovod. Training itself is `hvd-train`, under horovodrun or alone."""
+
+
+def main() -> None:
+    """The console script."""
+    with one_line_errors("hvd-transformer"):
+        group()

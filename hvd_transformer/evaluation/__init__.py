@@ -1,0 +1,1 @@
+"""Metrics as sums over every sample, reduced once."""

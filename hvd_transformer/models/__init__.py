@@ -1,0 +1,1 @@
+"""Plain single-device models, each an ordered list of layers."""

@@ -1,0 +1,1 @@
+"""Assembling a job, and the one loop for all tasks."""
