@@ -1,0 +1,132 @@
+"""`hvd-train`: the worker that horovodrun or mpirun starts on every rank; started alone it is a world of one."""
+
+import logging
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hvd_transformer.errors import UserError
+
+if TYPE_CHECKING:
+    from hvd_transformer.comm.world import World
+    from hvd_transformer.config import Config
+
+class _Help(click.Command):
+    """Adds every key of the configuration to `--help`, from the schema itself."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        from hvd_transformer.config.reference import reference
+
+        formatter.write("\n" + reference() + "\n")
+
+
+@click.command(cls=_Help, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--config", "file", type=click.Path(path_type=Path), help="A YAML file of settings.")
+@click.option("--preset", metavar="NAME", help="A set of settings that comes with the package (listed below).")
+@click.argument("settings", metavar="[KEY=VALUE ...]", nargs=-1)
+def command(file: Path | None, preset: str | None, settings: tuple[str, ...]) -> None:
+    """Train a Transformer on the ranks that horovodrun or mpirun started, or alone.
+
+    KEY=VALUE settings override --config, which overrides --preset.
+    """
+    from hvd_transformer.config import load
+
+    config, mistake = None, None
+    try:
+        config = load(preset, file, settings)
+    except UserError as error:
+        mistake = error
+    sys.exit(_work(config, mistake))
+
+
+def main() -> None:
+    """The console script."""
+    command()
+
+
+def _work(config: "Config | None", mistake: UserError | None) -> int:
+    """The exit code. A wrong setting is shown once, by rank 0, also when another rank made it."""
+    from hvd_transformer.comm.environment import launched
+
+    place = launched()
+    if mistake is not None and place.size == 1:
+        return _fail(mistake)
+
+    from hvd_transformer.comm.world import AgreedError, PeerLost, World, agree
+    from hvd_transformer.parallel.replicas import ReplicasDiffer
+    from hvd_transformer.training.job import run
+    from hvd_transformer.training.loop import Diverged
+    from hvd_transformer.training.stop import StopRequest
+
+    stop = StopRequest()
+    try:
+        world = World.start()
+    except UserError as error:
+        return _fail(error) if place.rank == 0 else 2
+    try:
+        config = agree(world, lambda: _raise_or_return(config, mistake))
+        agree(world, lambda: _same_configuration(config, world))
+        summary = run(config, world, stop)
+        world.close()
+        return 0 if summary["status"] == "finished" else 1
+    except UserError as error:
+        if world.rank == 0 or not isinstance(error, AgreedError):
+            _fail(error)
+        if isinstance(error, AgreedError):
+            world.close()  # waits until the message is out, before a launcher ends the job for the first exit code
+        return 2
+    except (Diverged, ReplicasDiffer) as error:
+        if world.rank == 0:
+            _fail(error)
+        return 1
+    except PeerLost as error:
+        _fail(error)
+        _leave(1)
+    except BaseException:
+        _report_crash(world.rank)
+        _leave(1)
+    return 1
+
+
+def _raise_or_return(config: "Config | None", mistake: UserError | None) -> "Config":
+    if mistake is not None:
+        raise mistake
+    assert config is not None
+    return config
+
+
+def _same_configuration(config: "Config", world: "World") -> None:
+    """Raises `UserError` naming the first key in which a rank differs from rank 0."""
+    from hvd_transformer.config.schema import flatten
+
+    first, *others = world.all_gather_objects(flatten(config))
+    for rank, other in enumerate(others, start=1):
+        for key, value in first.items():
+            if other[key] != value:
+                raise UserError(
+                    f"{key}: rank {rank} has {other[key]}, rank 0 has {value}; every rank needs the same configuration"
+                )
+
+
+def _fail(error: Exception) -> int:
+    print(f"hvd-train: {error}", file=sys.stderr, flush=True)
+    return 2
+
+
+def _report_crash(rank: int) -> None:
+    """A fault of ours: the whole traceback, on the screen and in this rank's log."""
+    text = traceback.format_exc()
+    logging.getLogger("hvd_transformer").error("%s", text)
+    print(f"hvd-train: rank {rank} failed:\n{text}", file=sys.stderr, flush=True)
+
+
+def _leave(code: int) -> None:
+    """Ends this process at once: an orderly shutdown would wait for ranks that may never come."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    logging.shutdown()
+    os._exit(code)

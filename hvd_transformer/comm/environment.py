@@ -1,0 +1,54 @@
+"""What the launcher's environment variables say, and good values for Horovod's own where the user set none."""
+
+import os
+from typing import NamedTuple
+
+# One family a launcher: horovodrun with gloo, Open MPI's mpirun (horovodrun with MPI too), MPICH and Intel MPI.
+_FAMILIES = (
+    ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+)
+
+
+class Launched(NamedTuple):
+    """This process's place, as its launcher told it."""
+
+    rank: int
+    size: int
+    local_size: int
+
+
+def launched() -> Launched:
+    """Rank, world size and ranks on this host; (0, 1, 1) when no launcher started this process."""
+    for rank, size, local_size in _FAMILIES:
+        if rank in os.environ and size in os.environ:
+            return Launched(
+                int(os.environ[rank]), int(os.environ[size]), int(os.environ.get(local_size, os.environ[size]))
+            )
+    return Launched(0, 1, 1)
+
+
+def set_defaults(local_size: int) -> None:
+    """Sets Horovod's and Open MPI's variables where the user set none. Call before `hvd.init`."""
+    defaults = {
+        # Gradients arrive in flat buckets, so fusing them again would only copy; and what is fused depends on
+        # timing, which with more than two ranks changes the order of the sums: runs would not repeat bit for bit.
+        "HOROVOD_FUSION_THRESHOLD": "0",
+        # Each cycle costs a round of messages. Measured on two cores: benchmarks/RESULTS.md.
+        "HOROVOD_CYCLE_TIME": "5",
+        # gloo's 30 seconds are too short for many hosts or a slow first step.
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": "300",
+        # No wait without an end: by default Horovod only warns of a stalled tensor.
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "900",
+    }
+    if local_size >= usable_cores():
+        # Open MPI spins while it waits; ranks that share cores would take them from each other's backward.
+        defaults["OMPI_MCA_mpi_yield_when_idle"] = "1"
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

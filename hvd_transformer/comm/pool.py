@@ -1,0 +1,132 @@
+"""An ordered map over several processes: over the other MPI ranks under mpirun, else over local processes.
+
+Both take in items as they finish earlier ones, so that a long input never lies in memory as a whole.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from itertools import chain, islice
+from typing import Any, Protocol, TypeVar
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+# So few items, of a few tenths of a second each, are done before processes have started.
+FEW_ITEMS = 8
+
+
+class OrderedMap(Protocol):
+    """Like the builtin `map`: results in the order of the items, each when it is asked for."""
+
+    def __call__(self, function: Callable[[A], B], items: Iterable[A], /) -> Iterator[B]: ...
+
+
+@contextmanager
+def worker_map(processes: int) -> Iterator[OrderedMap | None]:
+    """A map over the MPI ranks where mpirun started several, else `process_map(processes)`.
+
+    Under MPI every rank must enter: rank 0 gets the map, the others work until it leaves, and get None.
+    """
+    if mpi_size() == 1:
+        with process_map(processes) as mapped:
+            yield mapped
+        return
+    from mpi4py import MPI
+    from mpi4py.futures import MPICommExecutor
+
+    _one_thread()
+    executor: Any
+    with MPICommExecutor(MPI.COMM_WORLD, root=0) as executor:
+        yield None if executor is None else _ExecutorMap(executor, MPI.COMM_WORLD.Get_size() - 1)
+
+
+@contextmanager
+def process_map(processes: int) -> Iterator[OrderedMap]:
+    """A map over so many local processes (0: one a core), started when there are more than a few items.
+
+    With one process it is the builtin `map`.
+    """
+    processes = processes or len(os.sched_getaffinity(0))
+    if processes == 1:
+        yield map
+        return
+    with ExitStack() as stack:
+        yield _LazyMap(processes, stack)
+
+
+def mpi_size() -> int:
+    """Number of ranks that mpirun started; 1 without it."""
+    names = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE")
+    return next((int(os.environ[name]) for name in names if name in os.environ), 1)
+
+
+class _ExecutorMap:
+    """Keeps two items a worker under way."""
+
+    def __init__(self, executor: Executor, workers: int) -> None:
+        self.executor = executor
+        self.in_flight = 2 * workers
+
+    def __call__(self, function: Callable[[A], B], items: Iterable[A], /) -> Iterator[B]:
+        waiting: deque[Future[B]] = deque()
+        try:
+            for item in items:
+                waiting.append(self.executor.submit(function, item))
+                if len(waiting) >= self.in_flight:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+class _LazyMap:
+    """Starts its processes with the first long input, and keeps them for the next."""
+
+    def __init__(self, processes: int, stack: ExitStack) -> None:
+        self.processes = processes
+        self.stack = stack
+        self.mapped: _ExecutorMap | None = None
+
+    def __call__(self, function: Callable[[A], B], items: Iterable[A], /) -> Iterator[B]:
+        rest = iter(items)
+        first = list(islice(rest, FEW_ITEMS + 1))
+        if len(first) <= FEW_ITEMS:
+            return map(function, first)
+        if self.mapped is None:
+            executor = ProcessPoolExecutor(
+                self.processes,
+                mp_context=multiprocessing.get_context(
+                    "spawn"
+                ),  # our threads, locks and MPI do not survive a fork
+                initializer=_start_worker,
+            )
+            self.stack.enter_context(executor)
+            self.mapped = _ExecutorMap(executor, self.processes)
+        return self.mapped(function, chain(first, rest))
+
+
+def _start_worker() -> None:
+    """Ctrl-C is the parent's to handle; and a worker whose parent was killed ends too."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _one_thread()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent: Any = multiprocessing.parent_process()
+    parent.join()
+    os._exit(1)
+
+
+def _one_thread() -> None:
+    """The workers are the parallelism: their libraries must not start a thread a core each."""
+    for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):
+        os.environ.setdefault(name, "1")

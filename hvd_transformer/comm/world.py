@@ -1,0 +1,149 @@
+"""The world of ranks and its collectives over Horovod; without a launcher, a world of one that needs none."""
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from hvd_transformer.comm.environment import launched, set_defaults, usable_cores
+from hvd_transformer.errors import UserError
+
+Result = TypeVar("Result")
+Operation = Literal["sum", "min", "max"]
+
+
+class PeerLost(RuntimeError):
+    """A collective could not end because another rank has gone."""
+
+
+class AgreedError(UserError):
+    """A `UserError` that every rank raises alike: rank 0 alone has to show it."""
+
+
+class World:
+    """All ranks of the job, as one of them sees it.
+
+    Every collective must be called by all ranks; the asynchronous ones with the same names.
+    """
+
+    def __init__(self) -> None:
+        self._horovod: ModuleType | None = None
+        self.rank, self.size, self.local_rank, self.local_size = 0, 1, 0, 1
+        self.backend = "none"
+        self.host = socket.gethostname()
+
+    @classmethod
+    def start(cls) -> "World":
+        """Joins the ranks that this process's launcher started, or is a world of one.
+
+        Raises `UserError` where ranks were launched but Horovod is not installed.
+        """
+        world = cls()
+        place = launched()
+        _share_cores(place.local_size)
+        if place.size == 1:
+            return world
+        set_defaults(place.local_size)
+        try:
+            import horovod.torch as hvd
+        except ImportError as error:
+            raise UserError(
+                f"started as one of {place.size} ranks, but Horovod cannot be imported ({error}); "
+                "build it with docker/build_horovod.sh"
+            ) from None
+        hvd.init()
+        world._horovod = hvd
+        world.rank, world.size = hvd.rank(), hvd.size()
+        world.local_rank, world.local_size = hvd.local_rank(), hvd.local_size()
+        world.backend = "mpi" if hvd.mpi_enabled() else "gloo"
+        return world
+
+    def all_reduce_async_(self, tensor: Tensor, name: str, operation: Operation = "sum") -> Callable[[], None]:
+        """Reduces a contiguous tensor over the ranks, in place; returns the function that waits for the end."""
+        hvd = self._horovod
+        if hvd is None:
+            return _done
+        kinds = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
+        handle = self._guard(lambda: hvd.allreduce_async_(tensor, name=name, op=kinds[operation]))
+        return lambda: self._guard(lambda: hvd.synchronize(handle))
+
+    def all_reduce_(self, tensor: Tensor, name: str, operation: Operation = "sum") -> Tensor:
+        """Reduces a contiguous tensor over the ranks, in place, and waits."""
+        self.all_reduce_async_(tensor, name, operation)()
+        return tensor
+
+    def broadcast_(self, tensor: Tensor, name: str, root: int = 0) -> Tensor:
+        """Overwrites a contiguous tensor with the root's."""
+        hvd = self._horovod
+        if hvd is not None:
+            self._guard(lambda: hvd.broadcast_(tensor, root_rank=root, name=name))
+        return tensor
+
+    def all_gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's JSON-able value, in rank order. Travels as JSON: nothing is unpickled."""
+        hvd = self._horovod
+        if hvd is None:
+            return [value]
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = self._guard(lambda: hvd.allgather(torch.tensor([data.numel()]), name="objects.sizes")).tolist()
+        joined = self._guard(lambda: hvd.allgather(data, name="objects.bytes"))
+        return [json.loads(bytes(part.tolist())) for part in joined.split(sizes)]
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Rank 0's JSON-able value."""
+        return self.all_gather_objects(value if self.rank == 0 else None)[0]
+
+    def barrier(self) -> None:
+        """Waits until every rank is here."""
+        hvd = self._horovod
+        if hvd is not None:
+            self._guard(lambda: hvd.barrier())
+
+    def close(self) -> None:
+        """Leaves the world in good order: all ranks must call it."""
+        hvd = self._horovod
+        if hvd is not None:
+            self.barrier()
+            hvd.shutdown()
+            self._horovod = None
+
+    def _guard(self, action: Callable[[], Any]) -> Any:
+        assert self._horovod is not None
+        from horovod.common.exceptions import HorovodInternalError
+
+        try:
+            return action()
+        except HorovodInternalError as error:
+            raise PeerLost(f"rank {self.rank} on {self.host} lost another rank: {error}") from None
+
+
+def agree(world: World, action: Callable[[], Result]) -> Result:
+    """Runs `action` on every rank; a `UserError` of any rank is raised on all of them, so that all end alike.
+
+    `action` may not wait for other ranks after it can fail.
+    """
+    result: Result | None = None
+    message = None
+    try:
+        result = action()
+    except UserError as error:
+        message = str(error)
+    for rank, failure in enumerate(world.all_gather_objects(message)):
+        if failure is not None:
+            raise AgreedError(failure if rank == 0 else f"rank {rank}: {failure}")
+    return cast(Result, result)
+
+
+def _share_cores(local_size: int) -> None:
+    """One share of this host's cores a rank; without it every rank would use them all."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, usable_cores() // local_size))
+
+
+def _done() -> None:
+    """Nothing to wait for."""

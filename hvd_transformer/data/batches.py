@@ -1,0 +1,85 @@
+"""Cuts a token file into the batches that a language model trains on and is evaluated on."""
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hvd_transformer.data.permutation import Permutation
+from hvd_transformer.data.sampler import Replica, share
+
+
+class Tokens(Protocol):
+    """A long sequence of token numbers, read by slices (`data.tokens.TokenFile`)."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, place: slice) -> NDArray[np.unsignedinteger]: ...
+
+
+class Batch(NamedTuple):
+    """Token numbers and the ones that follow them, both [B, T], int64."""
+
+    inputs: Tensor
+    targets: Tensor
+
+
+class Windows:
+    """Training samples of `length` tokens, one after the other, in an order given by seed and epoch alone.
+
+    Each epoch cuts the text at another offset, below `length`. Nothing grows with the number of tokens.
+    """
+
+    def __init__(self, tokens: Tokens, length: int, seed: int) -> None:
+        self.tokens, self.length, self.seed = tokens, length, seed
+        # One window fewer than would fit leaves room to move the cut; what it leaves out changes each epoch.
+        self.num_units = max(1, (len(tokens) - 1) // length - 1)
+
+    def batch(self, epoch: int, units: range) -> Batch:
+        """The samples at these positions of the epoch's order."""
+        order = Permutation(self.num_units, (self.seed, epoch))
+        slack = min(self.length, len(self.tokens) - self.num_units * self.length)
+        offset = int(np.random.SeedSequence((self.seed, epoch, 1)).generate_state(1)[0]) % slack
+        starts = order[np.arange(units.start, units.stop)] * self.length + offset
+        return _batch([self.tokens[start : start + self.length + 1] for start in starts.tolist()])
+
+
+class Columns:
+    """The text as `num_columns` columns, cut into stretches of `length` rows (the PyTorch tutorial's `batchify`).
+
+    A unit is one stretch with all its columns. The last stretch may be shorter; tokens that do not fill a row
+    are left out, as in the tutorial.
+    """
+
+    def __init__(self, tokens: Tokens, num_columns: int, length: int) -> None:
+        self.tokens, self.num_columns, self.length = tokens, num_columns, length
+        self.num_rows = len(tokens) // num_columns
+        self.num_units = max(0, -(-(self.num_rows - 1) // length))
+
+    def batch(self, epoch: int, units: range) -> Batch:
+        """The stretch at this position; the order is the text's in every epoch."""
+        (unit,) = units
+        first = unit * self.length
+        last = min(first + self.length, self.num_rows - 1)
+        starts = [column * self.num_rows for column in range(self.num_columns)]
+        return _batch([self.tokens[start + first : start + last + 1] for start in starts])
+
+
+def evaluation_batches(tokens: Tokens, length: int, batch_size: int, replica: Replica) -> Iterator[Batch]:
+    """This replica's part of all windows: together the replicas see each token but the first as target once."""
+    last = len(tokens) - 1
+    windows = share(-(-last // length), replica)
+    starts = [window * length for window in windows]
+    whole = [start for start in starts if start + length <= last]
+    for index in range(0, len(whole), batch_size):
+        yield _batch([tokens[start : start + length + 1] for start in whole[index : index + batch_size]])
+    for start in starts[len(whole) :]:
+        yield _batch([tokens[start : last + 1]])
+
+
+def _batch(rows: list[NDArray[np.unsignedinteger]]) -> Batch:
+    block = torch.from_numpy(np.stack(rows).astype(np.int64))
+    return Batch(block[:, :-1].contiguous(), block[:, 1:].contiguous())

@@ -1,0 +1,102 @@
+"""The embedded corpus: the English documentation that every Python carries, in a fixed order.
+
+The language reference of `pydoc_data.topics`, then the docstrings of the standard library, found by parsing
+its sources: nothing of it is imported or run.
+"""
+
+import ast
+import inspect
+import platform
+import sys
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+# Tests, a whole editor, demos, installers and old copies: little English, or text of other projects.
+SKIPPED = {"__pycache__", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "site-packages", "test", "tests"}
+SKIPPED |= {"_vendor", "turtledemo"}
+SHARES = {"train": 0.9, "valid": 0.05, "test": 0.05}
+
+
+def version() -> str:
+    """What the corpus depends on: one and the same Python gives one and the same text."""
+    return f"{platform.python_implementation().lower()}-{platform.python_version()}"
+
+
+def write_splits(folder: Path) -> None:
+    """Writes train.txt, valid.txt and test.txt.
+
+    A document (a topic, or a module's docstrings) goes whole to the split that is farthest below its share.
+    """
+    sizes = dict.fromkeys(SHARES, 0)
+    files = {name: (folder / f"{name}.txt").open("wb") for name in SHARES}
+    try:
+        for document in documents():
+            data = f"{document}\n\n".encode("utf-8", "replace")
+            split = min(SHARES, key=lambda name: sizes[name] / SHARES[name])
+            sizes[split] += len(data)
+            files[split].write(data)
+    finally:
+        for file in files.values():
+            file.close()
+
+
+def documents() -> Iterator[str]:
+    """The documents in order; a docstring that occurred before is left out."""
+    library = Path(sysconfig.get_path("stdlib"))
+    seen: set[str] = set()
+    for source in [library / "pydoc_data" / "topics.py", *_sources(library)]:
+        try:
+            tree = _parse(source)
+        except (
+            OSError,
+            SyntaxError,
+            ValueError,
+        ):  # not there, or no Python: some systems strip their library
+            continue
+        if source.parent.name == "pydoc_data":
+            yield from _topics(tree)
+            continue
+        docstrings = [text for text in _docstrings(tree) if text not in seen]
+        docstrings = list(dict.fromkeys(docstrings))
+        seen.update(docstrings)
+        if docstrings:
+            yield "\n\n".join(docstrings)
+
+
+def _sources(library: Path) -> list[Path]:
+    sources: list[Path] = []
+    for name in sorted(sys.stdlib_module_names - SKIPPED):
+        module, package = library / f"{name}.py", library / name
+        if package.is_dir():
+            found = sorted(package.rglob("*.py"))
+            sources += [path for path in found if not SKIPPED & set(path.relative_to(library).parts)]
+        elif module.is_file():
+            sources.append(module)
+    return sources
+
+
+def _parse(source: Path) -> ast.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the library's own invalid escapes
+        return ast.parse(source.read_bytes())
+
+
+def _topics(tree: ast.Module) -> Iterator[str]:
+    """The texts of `topics = {name: text, …}`, by name."""
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
+            topics = ast.literal_eval(statement.value)
+            yield from (inspect.cleandoc(topics[name]) for name in sorted(topics))
+
+
+def _docstrings(node: ast.AST) -> Iterator[str]:
+    """Docstrings in the order of the source."""
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        text = ast.get_docstring(node, clean=True)
+        if text:
+            yield text
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.ExceptHandler):
+            yield from _docstrings(child)

@@ -1,0 +1,247 @@
+"""From text to token numbers and back: basic_english words, characters, byte-level byte-pair encoding."""
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvd_transformer.errors import UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+UNKNOWN = "<unk>"  # always token 0
+BPE_VOCAB_SIZE = 4096
+Ids = NDArray[np.uint32]
+
+# The byte-pair pattern never joins a character with white space behind it: cutting there changes no token.
+_UNIT_END = re.compile(r"(?<=\S)(?=[ \n])")
+_UNIT_CHARACTERS = 2**14
+
+
+class Tokenizer(ABC):
+    """A fixed vocabulary, `<unk>` first. Goes to other processes as its kind and its JSON text."""
+
+    kind: ClassVar[str]
+    file_name: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int: ...
+
+    @abstractmethod
+    def encode(self, text: str) -> Ids:
+        """Token numbers (T,)."""
+
+    @abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text: exact for byte pairs and known characters; words joined by spaces for basic_english."""
+
+    @abstractmethod
+    def to_json(self) -> str:
+        """All of it as JSON text; the same for the same vocabulary."""
+
+    def save(self, folder: Path) -> None:
+        """Writes `folder`/`file_name`."""
+        (folder / self.file_name).write_text(self.to_json(), encoding="utf-8")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (self.kind, self.to_json())
+
+
+class VocabularyTokenizer(Tokenizer):
+    """Words or characters, each with a number."""
+
+    file_name = "vocabulary.json"
+
+    def __init__(self, tokens: Sequence[str]) -> None:
+        self.tokens = list(tokens)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def _json(self) -> str:
+        return json.dumps({"kind": self.kind, "tokens": self.tokens}, ensure_ascii=False, indent=0)
+
+    def to_json(self) -> str:
+        return self._json
+
+    @staticmethod
+    @abstractmethod
+    def count(text: str) -> Counter[str]:
+        """How often each token occurs."""
+
+
+class WordTokenizer(VocabularyTokenizer):
+    """torchtext's basic_english, line by line; line ends are no tokens."""
+
+    kind = "basic_english"
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {token: number for number, token in enumerate(self.tokens)}
+
+    def encode(self, text: str) -> Ids:
+        get = self._numbers.get
+        return np.fromiter((get(word, 0) for word in _words(text)), np.uint32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return " ".join(self.tokens[number] for number in ids)
+
+    @staticmethod
+    def count(text: str) -> Counter[str]:
+        return Counter(_words(text))
+
+
+class CharTokenizer(VocabularyTokenizer):
+    """Single characters, line feeds among them."""
+
+    kind = "char"
+
+    @cached_property
+    def _table(self) -> Ids:
+        """Code point → token number."""
+        table = np.zeros(0x110000, np.uint32)
+        for number, character in enumerate(self.tokens[1:], start=1):
+            table[ord(character)] = number
+        return table
+
+    def encode(self, text: str) -> Ids:
+        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
+        return np.take(self._table, codes)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return "".join(self.tokens[number] for number in ids)
+
+    @staticmethod
+    def count(text: str) -> Counter[str]:
+        return Counter(text)
+
+
+class BPETokenizer(Tokenizer):
+    """Byte-level byte-pair encoding by Hugging Face's tokenizers. Every text comes back whole."""
+
+    kind = "bpe"
+    file_name = "tokenizer.json"
+
+    def __init__(self, model: "HuggingFaceTokenizer") -> None:
+        self.model = model
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model.get_vocab_size())
+
+    def encode(self, text: str) -> Ids:
+        encodings = self.model.encode_batch_fast(list(_units(text)), add_special_tokens=False)
+        arrays = [np.array(encoding.ids, np.uint32) for encoding in encodings]
+        return np.concatenate(arrays) if arrays else np.empty(0, np.uint32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self.model.decode([int(number) for number in ids], skip_special_tokens=False))
+
+    @cached_property
+    def _json(self) -> str:
+        return str(self.model.to_str())
+
+    def to_json(self) -> str:
+        return self._json
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int | None, min_frequency: int) -> "BPETokenizer":
+        """Learns the merges from texts read one by one; what stays in memory is the set of distinct words."""
+        from tokenizers import Tokenizer as Model
+        from tokenizers import decoders, models, pre_tokenizers, trainers
+
+        model = Model(models.BPE())
+        model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        model.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size or BPE_VOCAB_SIZE,
+            min_frequency=min_frequency,
+            special_tokens=[UNKNOWN],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        model.train_from_iterator((unit for text in texts for unit in _units(text)), trainer)
+        return cls(model)
+
+
+VOCABULARY_KINDS: dict[str, type[VocabularyTokenizer]] = {
+    tokenizer.kind: tokenizer for tokenizer in (WordTokenizer, CharTokenizer)
+}
+
+
+def build_vocabulary(
+    kind: str, counts: Counter[str], vocab_size: int | None, min_frequency: int
+) -> VocabularyTokenizer:
+    """The vocabulary that torchtext makes of the counts: by falling frequency, then by code point.
+
+    Raises `UserError` where nothing but `<unk>` is left.
+    """
+    from torchtext.vocab import Vocab
+
+    max_size = None if vocab_size is None else vocab_size - 1  # torchtext's does not count <unk>
+    tokens = Vocab(counts, max_size=max_size, min_freq=min_frequency, specials=[UNKNOWN]).itos
+    if len(tokens) < 2:
+        raise UserError(
+            f"data.min_frequency={min_frequency}: leaves a vocabulary of one, {UNKNOWN}; the most frequent "
+            f"token of the training split occurs {max(counts.values(), default=0)} times"
+        )
+    return VOCABULARY_KINDS[kind](tokens)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """What `Tokenizer.save` wrote. Raises `UserError` where there is none, or a damaged one."""
+    for file_name in (BPETokenizer.file_name, VocabularyTokenizer.file_name):
+        path = folder / file_name
+        if not path.is_file():
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+            content = json.loads(text)
+            kind = BPETokenizer.kind if file_name == BPETokenizer.file_name else content["kind"]
+            return _restore(kind, text)
+        except Exception as error:  # tokenizers raises the bare class
+            raise UserError(f"{path}: no valid tokenizer: {error}") from None
+    raise UserError(
+        f"{folder}: no tokenizer; it must hold {BPETokenizer.file_name} or {VocabularyTokenizer.file_name}"
+    )
+
+
+@lru_cache(maxsize=2)  # a process that gets one piece after the other builds its tables once
+def _restore(kind: str, text: str) -> Tokenizer:
+    if kind == BPETokenizer.kind:
+        from tokenizers import Tokenizer as Model
+
+        return BPETokenizer(Model.from_str(text))
+    tokens = json.loads(text)["tokens"]
+    if not tokens or tokens[0] != UNKNOWN or not all(isinstance(token, str) for token in tokens):
+        raise ValueError(f"its tokens must be a list of strings, {UNKNOWN} first")
+    return VOCABULARY_KINDS[kind](tokens)
+
+
+def _words(text: str) -> Iterator[str]:
+    from torchtext.data.utils import get_tokenizer
+
+    split = get_tokenizer("basic_english")
+    for line in text.split("\n"):
+        yield from split(line)
+
+
+def _units(text: str) -> Iterator[str]:
+    """The text in parts of some thousand characters whose tokens together are those of the whole text."""
+    start = 0
+    while start < len(text):
+        found = _UNIT_END.search(text, min(start + _UNIT_CHARACTERS, len(text)))
+        end = found.start() if found else len(text)
+        yield text[start:end]
+        start = end

@@ -1,0 +1,64 @@
+"""The decoder-only language model: an ordered list of layers, so that a pipeline can cut it anywhere."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hvd_transformer.config.schema import ModelConfig
+from hvd_transformer.models.layers import Block, TokenEmbedding
+from hvd_transformer.models.losses import projected_cross_entropy
+
+
+class LanguageModelHead(nn.Module):
+    """The final norm (pre-norm models) and the vocabulary projection, with its loss."""
+
+    def __init__(self, vocab_size: int, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.d_model) if config.norm == "pre" else nn.Identity()
+        self.weight = nn.Parameter(torch.empty(vocab_size, config.d_model))
+        # As in the tutorial, a free output layer has a bias; tied, it is the embedding's matrix alone.
+        self.bias = None if config.tie_embeddings else nn.Parameter(torch.zeros(vocab_size))
+        self.loss_chunk = config.loss_chunk
+        nn.init.normal_(self.weight, std=config.d_model**-0.5)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[B, T, D] to logits [B, T, V]."""
+        return F.linear(self.norm(hidden), self.weight, self.bias)
+
+    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Sum of the cross-entropies of `targets` [B, T]."""
+        return projected_cross_entropy(
+            self.norm(hidden).flatten(0, 1), self.weight, self.bias, targets.flatten(), self.loss_chunk
+        )
+
+
+class LanguageModel(nn.Module):
+    """Predicts each next token. `layers` is the whole model, in order: embedding, blocks, head."""
+
+    def __init__(self, vocab_size: int, config: ModelConfig) -> None:
+        super().__init__()
+        self.embedding = TokenEmbedding(vocab_size, config)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.head = LanguageModelHead(vocab_size, config)
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.embedding.weight
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return [self.embedding, *self.blocks, self.head]
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """Token numbers [B, T] to the last block's output [B, T, D]."""
+        hidden: Tensor = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Token numbers [B, T] to logits [B, T, V]."""
+        logits: Tensor = self.head(self.hidden(tokens))
+        return logits
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+        """(sum of the cross-entropies, number of tokens) of `targets` [B, T] after `tokens` [B, T]."""
+        return self.head.loss(self.hidden(tokens), targets), targets.numel()

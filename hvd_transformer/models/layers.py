@@ -1,0 +1,101 @@
+"""The layers of a Transformer, each a plain module from [B, T, D] to [B, T, D]."""
+
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hvd_transformer.config.schema import ModelConfig
+from hvd_transformer.models.positions import LearnedPositions, RotaryPositions, SinusoidalPositions
+
+
+class TokenEmbedding(nn.Module):
+    """Token numbers [B, T] to vectors [B, T, D]: embedding × √D, positions, dropout (Vaswani et al. 2017, 3.4)."""
+
+    def __init__(self, vocab_size: int, config: ModelConfig) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, config.d_model)
+        # After × √D the vectors have unit variance; tied, the first logits have too.
+        nn.init.normal_(self.embedding.weight, std=config.d_model**-0.5)
+        self.scale = config.d_model**0.5
+        self.positions: nn.Module
+        if config.position == "sinusoidal":
+            self.positions = SinusoidalPositions(config.max_length, config.d_model)
+        elif config.position == "learned":
+            self.positions = LearnedPositions(config.max_length, config.d_model)
+        else:
+            self.positions = nn.Identity()  # rotary: in the attention
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden: Tensor = self.dropout(self.positions(self.embedding(tokens) * self.scale))
+        return hidden
+
+
+class SelfAttention(nn.Module):
+    """Causal multi-head attention (Vaswani et al. 2017, 3.2) through `scaled_dot_product_attention`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.qkv = nn.Linear(config.d_model, 3 * config.d_model)  # rows: query, key, value, as in torch.nn
+        self.output = nn.Linear(config.d_model, config.d_model)
+        self.dropout = config.dropout
+        self.rotary = RotaryPositions(config.d_model // config.num_heads) if config.position == "rotary" else None
+        nn.init.xavier_uniform_(self.qkv.weight)
+        nn.init.zeros_(self.qkv.bias)
+        nn.init.zeros_(self.output.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        # [B, T, 3D] → three of [B, H, T, D/H]
+        query, key, value = self.qkv(hidden).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        if self.rotary is not None:
+            query, key = self.rotary(query, key)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, dropout_p=self.dropout if self.training else 0.0, is_causal=True
+        )
+        output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        return output
+
+
+class FeedForward(nn.Module):
+    """Two matrices with a nonlinearity between them (Vaswani et al. 2017, 3.3)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input = nn.Linear(config.d_model, config.d_feedforward)
+        self.output = nn.Linear(config.d_feedforward, config.d_model)
+        self.activation = F.gelu if config.activation == "gelu" else F.relu
+        self.dropout = nn.Dropout(config.dropout)
+        for linear in (self.input, self.output):
+            nn.init.xavier_uniform_(linear.weight)
+            nn.init.zeros_(linear.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self.output(self.dropout(self.activation(self.input(hidden))))
+        return output
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each with a residual connection and a layer norm before (pre) or after (post) it."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention = SelfAttention(config)
+        self.feedforward = FeedForward(config)
+        self.norm1 = nn.LayerNorm(config.d_model)
+        self.norm2 = nn.LayerNorm(config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+        self.norm: Literal["pre", "post"] = config.norm
+        if config.norm == "pre":
+            # Each block adds twice to the residual stream; this keeps its variance (Radford et al. 2019, 2.3).
+            for linear in (self.attention.output, self.feedforward.output):
+                linear.weight.data.mul_((2 * config.num_layers) ** -0.5)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.norm == "pre":
+            hidden = hidden + self.dropout(self.attention(self.norm1(hidden)))
+            return hidden + self.dropout(self.feedforward(self.norm2(hidden)))
+        hidden = self.norm1(hidden + self.dropout(self.attention(hidden)))
+        normed: Tensor = self.norm2(hidden + self.dropout(self.feedforward(hidden)))
+        return normed

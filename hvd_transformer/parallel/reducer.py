@@ -1,0 +1,93 @@
+"""Fills the gradient buckets during backward and sums them over the ranks, overlapped with backward.
+
+    backward      | layer 4 | layer 3 | layer 2 | layer 1 |
+    bucket 0                | ===== allreduce ===== |
+    bucket 1                          | ===== allreduce ===== |
+    bucket 2                                              | ===== |      `finish` waits for this one
+
+The hooks run after a parameter's gradient is complete (`register_post_accumulate_grad_hook`), copy it into the
+bucket and drop it, so that a gradient exists once. With several rounds a step only the last one sends.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hvd_transformer.comm.world import World
+from hvd_transformer.parallel.flat import Bucket, Slot
+
+
+class GradientReducer:
+    """One step: `begin`, backward any number of times (`last` before the last one), `finish`.
+
+    Afterwards every bucket's `gradients` hold the sum over all backwards and all ranks.
+    `compression="fp16"` sends half precision; the sums are then rounded to it.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], world: World, *, overlap: bool = True, compression: str = "none"):
+        self.buckets, self.world = buckets, world
+        self.overlap, self.compression = overlap and world.size > 1, compression
+        self._sending = False
+        self._missing: list[int] = []
+        self._written: list[set[str]] = [set() for _ in buckets]
+        self._waits: dict[int, Callable[[], None]] = {}
+        for index, bucket in enumerate(buckets):
+            for slot in bucket.slots:
+                slot.parameter.register_post_accumulate_grad_hook(self._hook(index, slot))
+
+    def begin(self) -> None:
+        """Forgets the last step's gradients."""
+        self._sending = False
+        for written in self._written:
+            written.clear()
+
+    def last(self) -> None:
+        """The next backward is this step's last on this rank: buckets are sent as they fill."""
+        self._missing = [len(bucket.slots) for bucket in self.buckets]
+        self._sending = self.overlap
+
+    def finish(self) -> None:
+        """Sends what was not sent, then waits until every bucket holds the sum over the ranks."""
+        for index, bucket in enumerate(self.buckets):
+            for slot in bucket.slots:
+                if slot.name not in self._written[index]:  # no gradient here: unused, or a rank without samples
+                    slot.view(bucket.gradients).zero_()
+            if index not in self._waits:
+                self._send(index)
+        for index in sorted(self._waits):
+            self._waits[index]()
+        self._waits.clear()
+
+    def _hook(self, index: int, slot: Slot) -> Callable[[nn.Parameter], None]:
+        place = slot.view(self.buckets[index].gradients)
+        written = self._written[index]
+
+        def store(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            if slot.name in written:
+                place.add_(parameter.grad)
+            else:
+                place.copy_(parameter.grad)
+                written.add(slot.name)
+            parameter.grad = None
+            if self._sending:
+                self._missing[index] -= 1
+                if self._missing[index] == 0:
+                    self._send(index)
+
+        return store
+
+    def _send(self, index: int) -> None:
+        gradients = self.buckets[index].gradients
+        if self.compression == "none" or self.world.size == 1:
+            self._waits[index] = self.world.all_reduce_async_(gradients, f"bucket.{index}")
+            return
+        small = gradients.to(torch.float16)
+        wait = self.world.all_reduce_async_(small, f"bucket.{index}")
+
+        def arrive() -> None:
+            wait()
+            gradients.copy_(small)
+
+        self._waits[index] = arrive

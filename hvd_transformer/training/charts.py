@@ -1,0 +1,193 @@
+"""The three charts of a run, as PNG bytes: loss, learning rate, throughput."""
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+from numpy.typing import NDArray
+
+Rows = Sequence[Mapping[str, Any]]
+Floats = NDArray[np.float64]
+Curve = tuple[Floats, Floats]  # steps, values
+
+BLUE, ORANGE, GREY, INK = "#2265ad", "#d1600a", "#8a8f98", "#2b2f36"
+# A chart is some 1,000 pixels wide: more points than these are averaged.
+MOST_POINTS = 1000
+
+
+def loss_chart(rows: Rows) -> bytes:
+    """Train and valid loss by step. Where perplexity is reported, the right axis reads it off."""
+    figure, (axes,) = _figure("Loss", 1)
+    raw = _series(rows, "loss")
+    valid = _series(rows, "valid_loss", average=False)
+    smooth = _draw(axes, raw, "train")
+    if valid[0].size:
+        best = int(np.argmin(valid[1]))
+        label = f"valid {valid[1][-1]:.3f}"
+        if best != valid[1].size - 1:
+            label += f" (best {valid[1][best]:.3f} at step {int(valid[0][best]):,})"
+        axes.plot(*valid, color=ORANGE, linewidth=1.6, label=label, **_markers(valid, 60))
+    axes.set_ylabel("loss (nats)")
+    _frame_loss(axes, np.concatenate([raw[1], smooth, valid[1]]))
+    if any(key.endswith("perplexity") for row in rows for key in row):
+        _perplexity_axis(axes)
+    _legend(axes, "best")
+    return _png(figure, [axes], [raw, valid])
+
+
+def learning_rate_chart(rows: Rows) -> bytes:
+    """The learning rate, and under it the gradient's norm before clipping."""
+    figure, (top, bottom) = _figure("Learning rate and gradient norm", 2)
+    rate = _series(rows, "lr", average=False)
+    top.plot(*rate, color=BLUE, linewidth=1.8, **_markers(rate, 10))
+    top.set_ylabel("learning rate")
+    top.set_ylim(bottom=0)
+    top.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
+    norms = _series(rows, "grad_norm")
+    _draw(bottom, norms, "norm")
+    bottom.set_ylabel("gradient norm")
+    positive = norms[1][norms[1] > 0]
+    if positive.size and positive.max() > 50 * positive.min():
+        bottom.set_yscale("log")
+        bottom.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    else:
+        bottom.set_ylim(bottom=0)
+    return _png(figure, [top, bottom], [rate, norms])
+
+
+def throughput_chart(rows: Rows) -> bytes:
+    """Tokens a second of the whole job, with its median."""
+    figure, (axes,) = _figure("Throughput", 1)
+    speed = _series(rows, "tokens_per_second")
+    axes.plot(*speed, color=BLUE, linewidth=1.2, **_markers(speed, 10))
+    if speed[0].size:
+        median = float(np.median(speed[1]))
+        axes.axhline(median, color=INK, linewidth=1.2, linestyle=(0, (5, 3)), label=f"median {median:,.0f}")
+    axes.set_ylabel("tokens per second, all ranks")
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    _legend(axes, "lower right")
+    return _png(figure, [axes], [speed])
+
+
+def _series(rows: Rows, key: str, average: bool = True) -> Curve:
+    """Steps and finite values of `key`; long ones as means over neighbouring points."""
+    points = [(row["step"], row[key]) for row in rows if is_number(row.get(key))]
+    steps, values = np.array(points, dtype=np.float64).reshape(-1, 2).T
+    size = math.ceil(steps.size / MOST_POINTS)
+    if size <= 1:
+        return steps, values
+    starts = np.arange(0, steps.size, size)
+    if not average:
+        return steps[starts], values[starts]
+    counts = np.diff(np.append(starts, steps.size))
+    return np.add.reduceat(steps, starts) / counts, np.add.reduceat(values, starts) / counts
+
+
+def is_number(value: object) -> bool:
+    """Whether a value of a line can be drawn: null, words and switches cannot."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _draw(axes: Axes, series: Curve, name: str) -> Floats:
+    """A line; a noisy one of many points pale, under its running median. Returns the values drawn strong."""
+    steps, values = series
+    if steps.size >= 60:
+        axes.plot(steps, values, color=BLUE, linewidth=0.8, alpha=0.3)
+        values = _running_median(values, max(2, steps.size // 80))
+    label = f"{name} {values[-1]:.3f}" if steps.size else None
+    axes.plot(steps, values, color=BLUE, linewidth=1.8, label=label, **_markers(series, 10))
+    return values
+
+
+def _markers(series: Curve, most: int) -> dict[str, Any]:
+    """Points are marked where there are few: a single one would not show as a line."""
+    return {"marker": "o", "markersize": 3.5} if series[0].size <= most else {}
+
+
+def _running_median(values: Floats, reach: int) -> Floats:
+    """Over `reach` points on both sides: a spike of fewer points leaves no trace.
+
+    Near the start over fewer, so that the steep beginning stays where it is.
+    """
+    nears = [min(reach, index) for index in range(values.size)]
+    return np.array([np.median(values[i - near : i + near + 1]) for i, near in enumerate(nears)])
+
+
+def _frame_loss(axes: Axes, values: Floats) -> None:
+    """The range of the bulk of the values: one spike must not flatten the rest."""
+    if values.size < 2:
+        return
+    low, high = float(values.min()), float(values.max())
+    bulk = float(np.quantile(values, 0.98))
+    if high - low > 5 * (bulk - low) > 0:
+        high = bulk + 0.3 * (bulk - low)
+    margin = 0.06 * (high - low) or 0.1 * max(1.0, abs(low))
+    axes.set_ylim(low - margin, high + margin)
+
+
+def _perplexity_axis(axes: Axes) -> None:
+    """A right axis with round perplexities at the height of their logarithm."""
+    low, high = axes.get_ylim()
+    if high > 50:  # diverged: no perplexity anyone would read
+        return
+    margin = 0.04 * (high - low)  # none beside the step axis's last number
+    right = axes.twinx()
+    right.set_ylim(low, high)
+    decades = range(math.floor(low / math.log(10)), math.ceil(high / math.log(10)) + 1)
+    for digits in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), tuple(x / 10 for x in range(10, 100, 2))):
+        ticks = [digit * 10.0**decade for decade in decades for digit in digits]
+        ticks = [tick for tick in ticks if low + margin <= math.log(tick) <= high]
+        if len(ticks) >= 6:
+            break
+    right.set_yticks([math.log(tick) for tick in ticks], [f"{tick:,.5g}" for tick in ticks])
+    right.set_ylabel("perplexity (log scale)")
+    _plain(right)
+
+
+def _figure(title: str, panels: int) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(8.0, 3.8 if panels == 1 else 5.2), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
+    axes = list(figure.subplots(panels, 1, sharex=True, squeeze=False).flat)
+    for panel in axes:
+        panel.grid(color="#e4e6ea", linewidth=0.8)
+        panel.set_axisbelow(True)
+        _plain(panel)
+    return figure, axes
+
+
+def _plain(axes: Axes) -> None:
+    axes.spines[["top", "left", "right"]].set_visible(False)
+    axes.spines["bottom"].set_color("#b9bec6")
+    axes.tick_params(which="both", colors=INK, length=0, labelsize=9)
+    axes.yaxis.label.set_color(INK)
+
+
+def _legend(axes: Axes, place: str) -> None:
+    """Names and last values in the lines' own colours."""
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc=place, frameon=False, labelcolor="linecolor", handlelength=1.6, fontsize=10)
+
+
+def _png(figure: Figure, panels: Sequence[Axes], curves: Sequence[Curve]) -> bytes:
+    """Finish the step axis, and render."""
+    bottom = panels[-1]
+    bottom.set_xlabel("step", color=INK)
+    bottom.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 2.5, 5, 10], integer=True))
+    bottom.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    last = max((float(steps[-1]) for steps, _ in curves if steps.size), default=1.0)
+    bottom.set_xlim(0, max(1.0, 1.01 * last))
+    for panel in panels:
+        if not any(np.size(line.get_xdata()) for line in panel.get_lines()):
+            panel.set_yticks([])
+            panel.text(0.5, 0.5, "no values yet", transform=panel.transAxes, ha="center", color=GREY)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()

@@ -1,0 +1,127 @@
+"""Assembles a job from its configuration on every rank, and runs it."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hvd_transformer.comm.world import World, agree
+from hvd_transformer.config import Config
+from hvd_transformer.data.prepare import PreparedData, prepare
+from hvd_transformer.data.sampler import Replica
+from hvd_transformer.parallel.flat import make_buckets
+from hvd_transformer.parallel.layout import Layout
+from hvd_transformer.parallel.replicas import broadcast_parameters, check_replicas
+from hvd_transformer.training import snapshot
+from hvd_transformer.training.language_model_task import LanguageModelTask
+from hvd_transformer.training.loop import Trainer
+from hvd_transformer.training.optimizer import names_without_decay
+from hvd_transformer.training.precision import weight_dtype
+from hvd_transformer.training.progress import Progress, Silent
+from hvd_transformer.training.run_directory import RunDirectory
+from hvd_transformer.training.session import Session
+from hvd_transformer.training.stop import StopRequest
+
+log = logging.getLogger("hvd_transformer")
+
+
+def run(config: Config, world: World, stop: StopRequest) -> dict[str, Any]:
+    """Trains; returns the summary, whose `status` is "finished" or "stopped". Collective.
+
+    Raises `UserError` (on every rank) before training starts where the input is wrong.
+    """
+    progress = Progress() if world.rank == 0 else Silent()
+    layout = agree(world, lambda: Layout.of(config, world))
+    directory = RunDirectory(config)
+    checkpoint = agree(world, lambda: directory.claim(config, progress.message) if world.rank == 0 else None)
+    _log_to(directory.path / "logs" / f"rank-{world.rank:03d}.log")
+    log.info("rank %d of %d (%s) on %s, %s", world.rank, world.size, world.backend, world.host, layout.device)
+
+    data = agree(world, lambda: _prepare(config, progress, stop))
+    agree(world, lambda: _same_data(data, world))
+    position, state = snapshot.read_position(checkpoint, data.digest, world)
+    task = agree(world, lambda: _make_task(config, data, layout))
+    names = dict(task.model.named_parameters())
+    buckets = make_buckets(names, names_without_decay(task.model), int(config.communication.bucket_mb * 2**20))
+    trainer = Trainer(config, world, layout, task, buckets, position)
+    if state is None:
+        broadcast_parameters(buckets, world)
+    else:
+        snapshot.load(trainer, checkpoint, state, world)
+    check_replicas(buckets, world, "at the start")
+    if config.training.compile:
+        for block in task.model.blocks:
+            block.compile()
+
+    progress.message(_headline(config, world, layout, trainer, data))
+    if state is not None:
+        progress.message(f"going on from {checkpoint} after step {position.step} of {trainer.total_steps}")
+    session = Session(config, world, trainer, directory, progress, data.digest)
+    status = session.train(stop)
+    check_replicas(buckets, world, "at the end")
+    summary = session.finish(status)
+    _say_goodbye(summary, stop, directory.path, progress)
+    return summary
+
+
+def _log_to(file: Path) -> None:
+    """Each rank's own log; the screen is rank 0's progress alone."""
+    file.parent.mkdir(parents=True, exist_ok=True)  # on other hosts, too
+    handler = logging.FileHandler(file, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.handlers = [handler]
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
+
+def _prepare(config: Config, progress: Silent, stop: StopRequest) -> PreparedData:
+    from hvd_transformer.comm.pool import worker_map
+
+    with worker_map(config.data.workers) as mapper:
+        return prepare(config.data, map=mapper, report=progress.message, should_stop=lambda: bool(stop))
+
+
+def _same_data(data: PreparedData, world: World) -> None:
+    from hvd_transformer.errors import UserError
+
+    digests = world.all_gather_objects([world.host, data.digest])
+    for host, digest in digests:
+        if digest != digests[0][1]:
+            raise UserError(f"data.source: host {host} has other text than host {digests[0][0]}; copy one to all hosts")
+
+
+def _make_task(config: Config, data: PreparedData, layout: Layout) -> LanguageModelTask:
+    """The model is made alike on every rank from the seed alone."""
+    torch.manual_seed(config.seed)
+    torch.set_default_dtype(weight_dtype(config.training.precision))
+    try:
+        task = LanguageModelTask(config, data, Replica(layout.replica, layout.dp))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    task.model.to(layout.device)
+    return task
+
+
+def _headline(config: Config, world: World, layout: Layout, trainer: Trainer, data: PreparedData) -> str:
+    weights = sum(slot.parameter.numel() for bucket in trainer.buckets for slot in bucket.slots)
+    ranks = "1 rank" if world.size == 1 else f"{world.size} ranks over {world.backend}"
+    step_tokens = trainer.task.usual_count * config.training.accumulation * layout.dp
+    return (
+        f"{config.task}: {weights:,} parameters on {ranks} ({layout.device.type}), {config.data.source}: "
+        f"{len(data.splits['train']):,} training tokens, vocabulary {data.tokenizer.vocab_size:,}, "
+        f"{trainer.total_steps:,} steps of {step_tokens:,} tokens"
+    )
+
+
+def _say_goodbye(summary: dict[str, Any], stop: StopRequest, path: Path, progress: Silent) -> None:
+    if summary["status"] == "stopped":
+        progress.message(
+            f"stopped after step {summary['steps']} ({stop.signal or 'asked on another rank'}); everything is saved: "
+            f"the same command goes on from here\nrun directory: {path}"
+        )
+        return
+    lines = [f"valid perplexity {summary['valid_perplexity']:.2f} (best, at step {summary['best_step']})"]
+    if "test_perplexity" in summary:
+        lines.append(f"test perplexity {summary['test_perplexity']:.2f}")
+    progress.message(f"done: {', '.join(lines)}\nrun directory: {path}")

@@ -1,0 +1,60 @@
+"""Language modelling as a task: token files in windows or columns, and the decoder-only model."""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from hvd_transformer.config.schema import Config
+from hvd_transformer.data.batches import Batch, Columns, Windows, evaluation_batches
+from hvd_transformer.data.prepare import PreparedData
+from hvd_transformer.data.sampler import ColumnSampler, Replica, WindowSampler
+from hvd_transformer.errors import UserError
+from hvd_transformer.models.language_model import LanguageModel
+
+
+class LanguageModelTask:
+    """Implements `training.task.Task`. The model is made on the default device, in the default type."""
+
+    def __init__(self, config: Config, data: PreparedData, replica: Replica) -> None:
+        training, length = config.training, config.data.sequence_length
+        self.data, self.replica, self.length = data, replica, length
+        self.eval_batch_size = training.eval_batch_size or training.batch_size
+        self.model = LanguageModel(data.tokenizer.vocab_size, config.model)
+        self.usual_count = training.batch_size * length
+        tokens = data.splits["train"]
+        self.samples: Windows | Columns
+        self.sampler: WindowSampler | ColumnSampler
+        if config.data.batching == "windows":
+            needed = length + 1
+            self.samples = Windows(tokens, length, config.seed)
+            self.sampler = WindowSampler(
+                self.samples.num_units, training.batch_size, training.accumulation, replica
+            )
+        else:
+            needed = 2 * training.batch_size
+            self.samples = Columns(tokens, training.batch_size, length)
+            self.sampler = ColumnSampler(self.samples.num_units, training.accumulation, replica)
+        if len(tokens) < needed:
+            raise UserError(
+                f"data.source={config.data.source}: the training split has {len(tokens)} tokens, but one sample of "
+                f"data.sequence_length={length} needs {needed}"
+            )
+        for split in ("valid", "test"):
+            if self.has_split(split) and len(data.splits[split]) < 2:
+                raise UserError(
+                    f"data.source={config.data.source}: the {split} split has {len(data.splits[split])} tokens; "
+                    "evaluation needs at least 2"
+                )
+
+    def batch(self, epoch: int, units: range) -> Batch:
+        return self.samples.batch(epoch, units)
+
+    def has_split(self, split: str) -> bool:
+        return split in self.data.splits
+
+    def evaluation_batches(self, split: str) -> Iterator[Batch]:
+        return evaluation_batches(self.data.splits[split], self.length, self.eval_batch_size, self.replica)
+
+    def loss(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, int]:
+        inputs, targets = batch
+        return self.model.loss(inputs, targets)

@@ -1,0 +1,75 @@
+"""Claiming `output_dir`: is it ours, can it be written, and is there a checkpoint to go on from?"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+
+from hvd_transformer import atomic
+from hvd_transformer.checkpoint.store import CheckpointStore, read_state, resolve
+from hvd_transformer.config import Config, dump
+from hvd_transformer.config.schema import flatten, may_change
+from hvd_transformer.errors import UserError
+
+
+class RunDirectory:
+    """The folder of one run. Rank 0's process claims it and writes to it; every rank keeps a log in it."""
+
+    def __init__(self, config: Config) -> None:
+        self.path = Path(config.output_dir).expanduser()
+        self.store = CheckpointStore(self.path / "checkpoints", config.checkpoint.keep_last)
+
+    def claim(self, config: Config, warn: Callable[[str], None]) -> Path | None:
+        """Makes the folder or takes an earlier run's; returns the checkpoint to go on from, if any.
+
+        Raises `UserError` and changes nothing where the folder is another's, cannot be written, or holds a
+        run whose configuration does not agree.
+        """
+        self._check_folder()
+        if config.checkpoint.resume == "never" and self.store.steps():
+            raise UserError(
+                f"checkpoint.resume=never: {self.path} has checkpoints, which a new run would overwrite; "
+                "choose another output_dir, or checkpoint.resume=auto to go on"
+            )
+        checkpoint = self.store.newest_whole(warn)
+        if checkpoint is None and config.checkpoint.resume not in ("auto", "never"):
+            checkpoint = resolve(Path(config.checkpoint.resume).expanduser())
+        if checkpoint is not None:
+            check_agreement(config, checkpoint)
+        self.store.clean()
+        (self.path / "logs").mkdir(exist_ok=True)
+        try:
+            atomic.write_text(self.path / "config.yaml", dump(config))
+        except OSError as error:
+            raise UserError(f"output_dir={self.path}: cannot be written: {error.strerror}") from None
+        return checkpoint
+
+    def _check_folder(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            present = sorted(entry.name for entry in self.path.iterdir())
+        except OSError as error:
+            raise UserError(f"output_dir={self.path}: cannot be made: {error.strerror}") from None
+        if not os.access(self.path, os.W_OK | os.X_OK):
+            raise UserError(f"output_dir={self.path}: cannot be written")
+        # A first start that was killed early leaves no more than logs and half a configuration.
+        ours = {"config.yaml", "logs"}
+        if present and not ours.intersection(present) and any(not name.startswith(".") for name in present):
+            raise UserError(
+                f"output_dir={self.path}: holds other files ({present[0]}) and is no run directory; "
+                "choose a new or empty folder"
+            )
+
+
+def check_agreement(config: Config, checkpoint: Path) -> None:
+    """Raises `UserError` naming the first key that must be the same as in the checkpoint and is not."""
+    wanted = flatten(config)
+    made_with = read_state(checkpoint).get("config", {})
+    for key, value in made_with.items():
+        if key in wanted and wanted[key] != value and not may_change(key):
+            here, there = (yaml.safe_dump(item).splitlines()[0] for item in (wanted[key], value))
+            raise UserError(
+                f"{key}={here}: the checkpoint {checkpoint} was made with {key}={there}; use that value, "
+                "or another output_dir for a new run"
+            )

@@ -1,0 +1,27 @@
+"""The learning rate as a pure function of the position in the job, so that there is no state to restore."""
+
+import math
+
+from hvd_transformer.config.schema import OptimizerConfig
+
+
+def peak_rate(config: OptimizerConfig, dp: int) -> float:
+    """`optimizer.lr` scaled to dp replicas (Goyal et al. 2017, arXiv 1706.02677, section 2.1)."""
+    scale = {"linear": float(dp), "sqrt": math.sqrt(dp), "none": 1.0}[config.lr_scaling]
+    return config.lr * scale
+
+
+def learning_rate(config: OptimizerConfig, dp: int, step: int, epoch: int, total_steps: int) -> float:
+    """The rate of the update number `step` (from 0) in `epoch` (from 0), of a job of `total_steps`."""
+    peak, warmup = peak_rate(config, dp), config.warmup_steps
+    if step < warmup:
+        warm = peak * (step + 1) / warmup
+        return warm * config.gamma**epoch if config.schedule == "step" else warm
+    if config.schedule == "constant":
+        return peak
+    if config.schedule == "step":
+        return peak * config.gamma**epoch
+    if config.schedule == "noam":  # Vaswani et al. 2017, section 5.3, scaled so that its highest value is the peak
+        return peak * math.sqrt(warmup / (step + 1))
+    done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    return peak * (config.gamma + (1 - config.gamma) * 0.5 * (1 + math.cos(math.pi * done)))

@@ -1,0 +1,203 @@
+"""One run from its first step to its summary: the loop, with what is shown, recorded, evaluated and saved."""
+
+import json
+import logging
+import time
+from typing import Any
+
+from hvd_transformer import atomic
+from hvd_transformer.checkpoint.writer import CheckpointWriter
+from hvd_transformer.comm.world import World, agree
+from hvd_transformer.config import Config
+from hvd_transformer.data.sampler import Step
+from hvd_transformer.evaluation.evaluate import Evaluation, perplexity
+from hvd_transformer.parallel.replicas import check_replicas
+from hvd_transformer.training import snapshot
+from hvd_transformer.training.loop import StepResult, Trainer
+from hvd_transformer.training.metrics_log import MetricsLog
+from hvd_transformer.training.progress import Silent
+from hvd_transformer.training.report import write_report
+from hvd_transformer.training.run_directory import RunDirectory
+from hvd_transformer.training.stop import StopRequest
+
+log = logging.getLogger(__name__)
+
+
+class Session:
+    """Runs a `Trainer` to the end of the job or to a stop; rank 0 writes the run directory."""
+
+    def __init__(
+        self, config: Config, world: World, trainer: Trainer, run: RunDirectory, progress: Silent, data_digest: str
+    ) -> None:
+        self.config, self.world, self.trainer, self.run = config, world, trainer, run
+        self.progress, self.data_digest = progress, data_digest
+        self.metrics: MetricsLog | None = None
+        self.writer: CheckpointWriter | None = None
+        if world.rank == 0:
+            self.metrics = MetricsLog(run.path, trainer.position.step, self.warn)
+            self.writer = CheckpointWriter(run.store, self.warn)
+        self.saved_step = trainer.position.step if trainer.position.step else None
+        self.saved_at = time.monotonic()
+        self.last_loss: float | None = None
+        self.valid: Evaluation | None = None
+
+    def train(self, stop: StopRequest) -> str:
+        """Steps until the end ("finished") or until a rank was asked to stop ("stopped"). Collective."""
+        position = self.trainer.position
+        self.progress.start(self.trainer.total_steps, position.step)
+        stopped = False
+        try:
+            for plan in self.trainer.steps():
+                result = self.trainer.step(plan, stop=bool(stop), save=self._save_due_by_time())
+                self._record(result)
+                stopped = result.stop
+                best = self._evaluate() if self._evaluation_due(plan) and not stopped else False
+                every = self.config.checkpoint.every_steps
+                if best or result.save or stopped or (every and position.step % every == 0):
+                    self.save(best)
+                if stopped:
+                    break
+            self.save(best=False)
+        finally:
+            self.progress.stop()
+            if self.writer is not None:
+                self.writer.wait()
+        return "stopped" if stopped else "finished"
+
+    def finish(self, status: str) -> dict[str, Any]:
+        """Tests the best weights (after "finished"), writes summary and report; returns the summary. Collective."""
+        summary = self._summary(status)
+        if status == "finished":
+            best = self._load_best()
+            for split in ("valid", "test"):
+                if self.trainer.task.has_split(split) and not (split == "valid" and self.valid and not best):
+                    result = self.trainer.evaluate(split)
+                    summary |= {f"{split}_loss": result.loss, f"{split}_perplexity": result.perplexity}
+        if self.metrics is not None:
+            self.metrics.close()
+            try:
+                atomic.write_text(self.run.path / "summary.json", json.dumps(_finite(summary), indent=1) + "\n")
+                write_report(self.run.path)
+            except OSError as error:
+                self.warn(f"{self.run.path}: summary and report could not be written: {error}")
+        if self.writer is not None:
+            self.writer.close()
+        return summary
+
+    def save(self, best: bool) -> None:
+        """A checkpoint of this step, unless there is one; the replicas are compared first. Collective."""
+        position = self.trainer.position
+        if self.saved_step == position.step and not best:
+            return
+        checksum = check_replicas(self.trainer.buckets, self.world, f"step {position.step}")
+        if self.writer is not None:
+            began = time.perf_counter()
+            self.writer.submit(snapshot.take(self.trainer, self.data_digest, checksum, best))
+            log.info("step %d: checkpoint, %.3f s for the copy", position.step, time.perf_counter() - began)
+        self.saved_step, self.saved_at = position.step, time.monotonic()
+
+    def warn(self, text: str) -> None:
+        """A line on rank 0's screen and in its log."""
+        log.warning(text)
+        self.progress.message(f"warning: {text}")
+
+    def _record(self, result: StepResult) -> None:
+        position = self.trainer.position
+        position.seconds += result.seconds
+        interval = position.interval
+        interval["loss"] += result.loss * result.count
+        interval["count"] += result.count
+        interval["seconds"] += result.seconds
+        due = position.step % self.config.training.log_every == 0 or position.step == self.trainer.total_steps
+        if not due and position.step > 1:
+            return
+        loss = interval["loss"] / interval["count"]
+        speed = interval["count"] / interval["seconds"]
+        self.last_loss = loss
+        self.progress.step(position.step, position.epoch + 1, loss, perplexity(loss), result.learning_rate, speed)
+        log.info("step %d: loss %.5f, gradient norm %.4f", position.step, loss, result.grad_norm)
+        if self.metrics is not None:
+            self.metrics.write(
+                position.step,
+                epoch=position.epoch,
+                samples=position.samples,
+                loss=loss,
+                perplexity=perplexity(loss),
+                lr=result.learning_rate,
+                grad_norm=result.grad_norm,
+                tokens_per_second=speed,
+                loss_scale=self.trainer.scaler.scale,
+            )
+        if due:
+            position.interval = dict.fromkeys(interval, 0.0)
+
+    def _evaluation_due(self, plan: Step) -> bool:
+        step, every = self.trainer.position.step, self.config.training.eval_every
+        ends = not plan.remaining if every is None else step % every == 0
+        return ends or step == self.trainer.total_steps
+
+    def _evaluate(self) -> bool:
+        """Evaluates the validation split; whether it is the best so far and to be kept."""
+        position = self.trainer.position
+        began = time.perf_counter()
+        self.valid = self.trainer.evaluate("valid")
+        best = position.best_loss is None or self.valid.loss < position.best_loss
+        if best:
+            position.best_loss, position.best_step = self.valid.loss, position.step
+        mark = "  (best so far)" if best else f"  (best: {perplexity(position.best_loss or 0):.2f} at {position.best_step})"
+        self.progress.message(
+            f"step {position.step}: valid loss {self.valid.loss:.4f}, valid perplexity {self.valid.perplexity:.2f}{mark}"
+        )
+        log.info("step %d: valid loss %.5f, %.1f s", position.step, self.valid.loss, time.perf_counter() - began)
+        if self.metrics is not None:
+            self.metrics.write(
+                position.step, epoch=position.epoch, valid_loss=self.valid.loss, valid_perplexity=self.valid.perplexity
+            )
+        return best and self.config.checkpoint.keep_best
+
+    def _save_due_by_time(self) -> bool:
+        """Rank 0's clock decides, so that the ranks agree."""
+        every = self.config.checkpoint.every_seconds
+        return self.world.rank == 0 and every is not None and time.monotonic() - self.saved_at >= every
+
+    def _load_best(self) -> bool:
+        """The best weights, where the last ones are not the best."""
+        position = self.trainer.position
+        if not self.config.checkpoint.keep_best or position.best_step in (None, position.step):
+            return False
+        folder = self.run.store.best() if self.world.rank == 0 else None
+        if not self.world.broadcast_object(folder is not None):
+            self.warn("the best checkpoint is not whole; the last weights are tested instead")
+            return False
+        snapshot.load_weights(self.trainer.buckets, folder, self.world)
+        return True
+
+    def _summary(self, status: str) -> dict[str, Any]:
+        trainer, position = self.trainer, self.trainer.position
+        weights = sum(slot.parameter.numel() for bucket in trainer.buckets for slot in bucket.slots)
+        tokens = position.samples * self.config.data.sequence_length
+        return {
+            "status": status,
+            "steps": position.step,
+            "epochs": position.epoch,
+            "samples": position.samples,
+            "seconds": round(position.seconds, 3),
+            "tokens_per_second": round(tokens / position.seconds, 1) if position.seconds else None,
+            "world": self.world.size,
+            "dp": trainer.layout.dp,
+            "tp": 1,
+            "pp": 1,
+            "backend": self.world.backend,
+            "device": trainer.layout.device.type,
+            "parameters": weights,
+            "train_loss": self.last_loss,
+            "valid_loss": self.valid.loss if self.valid else None,
+            "valid_perplexity": self.valid.perplexity if self.valid else None,
+            "best_step": position.best_step,
+            "best_valid_loss": position.best_loss,
+        }
+
+
+def _finite(summary: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinities."""
+    return {key: None if isinstance(value, float) and not abs(value) < float("inf") else value for key, value in summary.items()}

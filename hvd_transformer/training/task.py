@@ -1,0 +1,44 @@
+"""What the loop asks of a task: batches in, `(loss_sum, count)` out. The rest of training is the same for all."""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from hvd_transformer.data.sampler import Intervals, Step
+
+# A batch is a named tuple of tensors whose first dimension counts the samples.
+Batch = tuple[Tensor, ...]
+
+
+class Sampler(Protocol):
+    """Which units of an epoch this replica takes, step by step (`data.sampler`)."""
+
+    def num_steps(self, remaining: Intervals | None = None) -> int: ...
+
+    def epoch(self, remaining: Intervals | None = None) -> Iterator[Step]: ...
+
+
+class Task(Protocol):
+    """One kind of model and its data, as one replica sees it."""
+
+    model: nn.Module
+    sampler: Sampler
+    # Targets of one full round of one replica: keeps gradients near their mean while they are summed.
+    usual_count: int
+
+    def batch(self, epoch: int, units: range) -> Batch:
+        """The training samples of these units."""
+        ...
+
+    def has_split(self, split: str) -> bool:
+        """Whether there is a "valid" or "test" split."""
+        ...
+
+    def evaluation_batches(self, split: str) -> Iterator[Batch]:
+        """This replica's part of a whole split."""
+        ...
+
+    def loss(self, batch: Batch) -> tuple[Tensor, int]:
+        """(sum of the losses, number of targets)."""
+        ...

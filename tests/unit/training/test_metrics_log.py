@@ -1,0 +1,155 @@
+"""metrics.jsonl and TensorBoard hold the same numbers, each step once, whatever happened."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from hvd_transformer.training.metrics_log import MetricsLog
+
+
+def fail(message: str) -> None:
+    pytest.fail(message)
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    text = (folder / "metrics.jsonl").read_text()
+    assert text == "" or text.endswith("\n")
+    return [json.loads(line, parse_constant=fail) for line in text.splitlines()]
+
+
+def curve(folder: Path, key: str) -> list[tuple[int, float]]:
+    """What TensorBoard shows."""
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(key)]
+
+
+def test_same_numbers_in_both(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, 0, fail)
+    assert rows(tmp_path) == []
+    log.write(10, epoch=1, loss=5.5, lr=1e-3)
+    # Readable while the run goes on.
+    assert rows(tmp_path) == [{"step": 10, "epoch": 1, "loss": 5.5, "lr": 1e-3}]
+    log.write(10, valid_loss=5.25, valid_perplexity=math.exp(5.25))
+    log.write(20, epoch=1, loss=4.5, lr=9e-4)
+    assert curve(tmp_path, "loss") == [(10, 5.5), (20, 4.5)]
+    log.close()
+    assert rows(tmp_path)[1] == {"step": 10, "valid_loss": 5.25, "valid_perplexity": math.exp(5.25)}
+    assert curve(tmp_path, "valid_loss") == [(10, 5.25)]
+    assert curve(tmp_path, "lr") == [(10, pytest.approx(1e-3)), (20, pytest.approx(9e-4))]
+
+
+def test_nan_and_infinity_are_null(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, 0, fail)
+    log.write(1, loss=float("nan"), grad_norm=float("inf"), lr=0.5)
+    log.close()
+    assert rows(tmp_path) == [{"step": 1, "loss": None, "grad_norm": None, "lr": 0.5}]
+    assert math.isnan(curve(tmp_path, "loss")[0][1])
+
+
+def test_a_resumed_run_holds_each_step_once(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, 0, fail)
+    for step in (10, 20, 30, 40):
+        log.write(step, loss=step / 10)
+    log.write(20, valid_loss=1.0)
+    log.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 50, "lo')
+    log = MetricsLog(tmp_path, 20, fail)
+    assert [row["step"] for row in rows(tmp_path)] == [10, 20, 20]
+    for step in (30, 40, 50):
+        log.write(step, loss=-step / 10)
+    log.close()
+    assert [(row["step"], row.get("loss")) for row in rows(tmp_path)] == [
+        (10, 1),
+        (20, 2),
+        (20, None),
+        (30, -3),
+        (40, -4),
+        (50, -5),
+    ]
+    assert curve(tmp_path, "loss") == [(10, 1), (20, 2), (30, -3), (40, -4), (50, -5)]
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize(
+    "tail", [b'{"step": 2', b'{"step": 2}', b"\0\0\0\0", b'[1]\n{"st', b'"\xff\n', b"{}\n"]
+)
+def test_torn_and_foreign_lines_are_removed(tmp_path: Path, tail: bytes) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 2.0}\n' + tail)
+    log = MetricsLog(tmp_path, 5, fail)
+    log.write(6, loss=1.0)
+    log.close()
+    assert [row["step"] for row in rows(tmp_path)] == [1, 6]
+
+
+def test_a_file_that_needs_no_repair_is_not_rewritten(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    inode = (tmp_path / "metrics.jsonl").stat().st_ino
+    MetricsLog(tmp_path, 1, fail).close()
+    assert (tmp_path / "metrics.jsonl").stat().st_ino == inode
+
+
+def test_a_long_run_keeps_tensorboard_small(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, 0, fail)
+    for step in range(0, 4_000_000, 100):
+        log.write(step, loss=1.0)
+    log.close()
+    assert len(rows(tmp_path)) == 40_000
+    points = curve(tmp_path, "loss")
+    assert 10_000 < len(points) < 25_000
+    assert [step for step, _ in points[:100]] == list(range(0, 10_000, 100))
+
+
+FULL_DISK = """
+import resource, signal, sys
+from pathlib import Path
+from hvd_transformer.training.metrics_log import MetricsLog
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the limit is then an OSError, half of it done
+hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+warnings = []
+log = MetricsLog(Path(sys.argv[1]), 0, warnings.append)
+for step in range(1, 101):
+    if step == 41:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    if step == 81:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    log.write(step, loss=step / 7, grad_norm=1.0, text_to_make_the_line_longer=1)
+log.close()
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+log = MetricsLog(Path(sys.argv[1]) / "second", 0, warnings.append)
+log.write(1, loss=1.0)
+log.close()
+resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+print(*warnings, sep="\\n")
+"""
+
+
+def test_a_full_disk_is_told_once_and_loses_nothing(tmp_path: Path) -> None:
+    (tmp_path / "second").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, tmp_path], capture_output=True, text=True, check=True
+    )
+    warnings = done.stdout.splitlines()
+    assert [warning.split(": ")[0] for warning in warnings] == [
+        str(tmp_path / "metrics.jsonl"),
+        str(tmp_path / "second" / "metrics.jsonl"),
+    ]
+    assert "cannot write: File too large" in warnings[0]
+    assert done.stderr == ""
+    assert [row["step"] for row in rows(tmp_path)] == list(range(1, 101))
+    assert [step for step, _ in curve(tmp_path, "loss")] == list(range(1, 101))
+    assert rows(tmp_path / "second") == []
+
+
+def test_start_up_imports_no_tensorboard() -> None:
+    program = "import sys, hvd_transformer.training.metrics_log as m; print('tensorboard' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -1,0 +1,146 @@
+"""The report of a run: whole, going on, hardly begun, or no run at all."""
+
+import base64
+import io
+import json
+import math
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+from hvd_transformer.cli.report import report
+from hvd_transformer.errors import UserError
+from hvd_transformer.training.report import write_report
+
+CHARTS = ("loss.png", "learning_rate.png", "throughput.png")
+
+
+class Page(HTMLParser):
+    """A page's words and pictures; fails where tags do not match."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.images: list[bytes] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "img":
+            source = dict(attrs)["src"] or ""
+            assert source.startswith("data:image/png;base64,")
+            self.images.append(base64.b64decode(source.split(",")[1]))
+        elif tag != "meta":
+            self.open.append(tag)
+        assert tag not in ("link", "script")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style" and data.strip():
+            self.words.append(data.strip())
+
+
+def write_run(folder: Path, steps: int) -> None:
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(10, steps + 1, 10):
+            loss = 3 + 5 * math.exp(-step / 100)
+            line = {"step": step, "epoch": 1, "loss": loss, "lr": 1e-3, "grad_norm": 1.0}
+            file.write(json.dumps(line | {"tokens_per_second": 12345.6}) + "\n")
+            if step % 100 == 0:
+                line = {"step": step, "valid_loss": loss, "valid_perplexity": math.exp(loss)}
+                file.write(json.dumps(line) + "\n")
+
+
+def check(run: Path) -> Page:
+    path = write_report(run)
+    assert path == run / "report.html"
+    page = Page(path.read_text(encoding="utf-8"))
+    assert len(page.images) == len(CHARTS)
+    for name, embedded in zip(CHARTS, page.images, strict=True):
+        data = (run / name).read_bytes()
+        assert data == embedded
+        image = Image.open(io.BytesIO(data))
+        image.load()
+        assert image.width == 1200
+        assert len(image.convert("RGB").getcolors(1 << 24) or []) > 10
+    assert not [path for path in run.iterdir() if path.name.startswith(".")]
+    return page
+
+
+def test_a_whole_run(tmp_path: Path) -> None:
+    write_run(tmp_path, 1000)
+    (tmp_path / "config.yaml").write_text("task: language_model\ndata:\n  source: <b>&amp;\n")
+    summary = {"status": "completed", "steps": 1000, "seconds": 3723.4, "test_perplexity": 19.123456}
+    (tmp_path / "summary.json").write_text(json.dumps(summary | {"world": 2, "test_bleu": None}))
+    page = check(tmp_path)
+    words = page.words
+    assert words[words.index("test perplexity") + 1] == "19.12"
+    assert words[words.index("tokens per second") + 1] == "12,346"
+    assert words[words.index("seconds") + 1] == "1:02:03"
+    assert words[words.index("steps") + 1] == "1,000"
+    assert words[words.index("test_bleu") + 1] == "none"
+    assert "task: language_model\ndata:\n  source: <b>&amp;" in words
+
+
+def test_a_run_that_still_goes(tmp_path: Path) -> None:
+    write_run(tmp_path, 250)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 260, "loss": 3.')
+    words = check(tmp_path).words
+    assert words[words.index("steps") + 1] == "250"
+    assert "No config.yaml." in words
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [],
+        [{"step": 1, "loss": 5.0, "lr": 0.0, "grad_norm": 0.0, "tokens_per_second": 0.0}],
+        [{"step": 0, "valid_loss": 5.0, "valid_perplexity": 148.4}],
+        [{"step": 1, "loss": None, "grad_norm": None}, {"step": 2, "loss": 4.0, "lr": 1e-9}],
+        [{"step": step, "loss": None, "valid_loss": None, "valid_perplexity": None} for step in range(200)],
+        [{"step": step, "loss": 4.0, "valid_loss": 4.0, "valid_perplexity": 54.6} for step in (1, 2)],
+        [{"step": step, "loss": 0.0, "valid_loss": 1e-9, "valid_perplexity": 1.0} for step in range(90)],
+        [{"step": step, "loss": 1e30 if step == 40 else 4, "grad_norm": 10.0**step} for step in range(90)],
+        [{"step": step, "loss": 1e30, "valid_loss": 1e30, "valid_perplexity": None} for step in range(90)],
+    ],
+    ids=["empty", "one", "valid-only", "null", "all-null", "flat", "zero", "spike", "diverged"],
+)
+@pytest.mark.filterwarnings("error")
+def test_few_and_odd_lines(tmp_path: Path, lines: list[dict[str, float | None]]) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    check(tmp_path)
+
+
+def test_a_long_run_is_drawn(tmp_path: Path) -> None:
+    line = '{"step": %d, "loss": %f, "lr": 0.001, "grad_norm": 1.0, "tokens_per_second": 1000.0}\n'
+    (tmp_path / "metrics.jsonl").write_text("".join(line % (i, 3 + i % 7) for i in range(200_000)))
+    check(tmp_path)
+
+
+def test_foreign_folders(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"not a run directory: no metrics\.jsonl in it$"):
+        write_report(tmp_path)
+    with pytest.raises(UserError, match=r"none: not a run directory: no such file or directory$"):
+        write_report(tmp_path / "none")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command(tmp_path: Path) -> None:
+    write_run(tmp_path, 100)
+    result = CliRunner().invoke(report, [str(tmp_path)])
+    assert result.exit_code == 0
+    assert result.output == f"{tmp_path / 'report.html'}\n"
+    (tmp_path / "loss.png").unlink()
+    (tmp_path / "loss.png").mkdir()
+    (tmp_path / "loss.png" / "inside").touch()
+    failed = CliRunner().invoke(report, [str(tmp_path)])
+    assert isinstance(failed.exception, UserError)
+    assert "cannot write the report" in str(failed.exception)
