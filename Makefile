@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := $(CURDIR)/.venv
 BIN := $(VENV)/bin
 OUTPUT ?= runs/python-docs
+# ruff reads no setup.cfg; this is its only caller.
+RUFF := --line-length 120 --target-version py310 --no-cache
 export PATH := $(BIN):$(PATH)
 # Open MPI refuses to run as root (containers, CI) unless told twice.
 export OMPI_ALLOW_RUN_AS_ROOT ?= 1
@@ -17,8 +19,8 @@ test: install
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: install
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff check $(RUFF) --select E,F,W,I,B,UP,SIM,RET,C4,PTH,PIE .
+	$(BIN)/ruff format $(RUFF) --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -1,7 +1,7 @@
 """A run's checkpoints on disk: written aside and renamed, verified before use, old ones removed.
 
-    checkpoints/step-00000200/   model.safetensors  optimizer.safetensors  state.json  MANIFEST.json
-    checkpoints/latest → step-00000200      checkpoints/best → step-00000150
+checkpoints/step-00000200/   model.safetensors  optimizer.safetensors  state.json  MANIFEST.json
+checkpoints/latest → step-00000200      checkpoints/best → step-00000150
 """
 
 import json
@@ -42,7 +42,7 @@ class CheckpointStore:
         self.folder, self.keep_last = folder, keep_last
 
     def save(self, snapshot: Snapshot) -> Path:
-        """Writes one checkpoint; it appears whole or not at all. Raises `OSError` and leaves the others as they were."""
+        """Writes one checkpoint, whole or not at all. Raises `OSError` and leaves the others as they were."""
         self.folder.mkdir(parents=True, exist_ok=True)
         final = self.folder / f"step-{snapshot.step:08d}"
         aside = self.folder / f".saving-{final.name}-{os.getpid()}"

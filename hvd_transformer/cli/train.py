@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hvd_transformer.comm.world import World
     from hvd_transformer.config import Config
 
+
 class _Help(click.Command):
     """Adds every key of the configuration to `--help`, from the schema itself."""
 

@@ -24,7 +24,9 @@ def launched() -> Launched:
     for rank, size, local_size in _FAMILIES:
         if rank in os.environ and size in os.environ:
             return Launched(
-                int(os.environ[rank]), int(os.environ[size]), int(os.environ.get(local_size, os.environ[size]))
+                int(os.environ[rank]),
+                int(os.environ[size]),
+                int(os.environ.get(local_size, os.environ[size])),
             )
     return Launched(0, 1, 1)
 

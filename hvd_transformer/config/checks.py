@@ -8,9 +8,7 @@ def check(config: Config) -> None:
     """Raises `UserError` with the keys that do not fit and what would."""
     model, data, optimizer, training = config.model, config.data, config.optimizer, config.training
     if model.d_model % model.num_heads:
-        raise UserError(
-            f"model.d_model={model.d_model}: must be a multiple of model.num_heads={model.num_heads}"
-        )
+        raise UserError(f"model.d_model={model.d_model}: must be a multiple of model.num_heads={model.num_heads}")
     if model.position == "rotary" and (model.d_model // model.num_heads) % 2:
         raise UserError(
             f"model.position=rotary: needs an even width a head, but model.d_model={model.d_model} / "

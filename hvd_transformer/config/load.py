@@ -37,8 +37,10 @@ def load(preset: str | None = None, file: Path | None = None, overrides: Sequenc
     settings = _Settings()
     if preset is not None:
         if preset not in preset_names():
-            raise UserError(f"--preset {preset}: no such preset{_nearest(preset, preset_names())}; "
-                            f"there are: {', '.join(preset_names())}")
+            raise UserError(
+                f"--preset {preset}: no such preset{_nearest(preset, preset_names())}; "
+                f"there are: {', '.join(preset_names())}"
+            )
         settings.add_text((PRESETS / f"{preset}.yaml").read_text(encoding="utf-8"), f"preset {preset}")
     if file is not None:
         settings.add_text(_read(file), str(file))
@@ -132,7 +134,7 @@ def _read(file: Path) -> str:
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:
-    """", did you mean …?", by the whole key or by its last part; empty where nothing is near."""
+    """ ", did you mean …?", by the whole key or by its last part; empty where nothing is near."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     if not near:
         leaves = {key.rpartition(".")[2]: key for key in known}

@@ -1,6 +1,6 @@
 """The documentation of every key, written from the schema itself: the lower half of `hvd-train --help`."""
 
-from typing import Any, get_args, get_origin, Literal
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 

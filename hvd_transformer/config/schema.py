@@ -74,9 +74,7 @@ class DataConfig(Section):
     tokenizer: Literal["basic_english", "char", "bpe"] = setting(
         "bpe", "torchtext's basic_english words, single characters, or byte-pair encoding"
     )
-    vocab_size: OptionalCount = setting(
-        None, "largest vocabulary, <unk> included; none: every token (bpe: 4096)"
-    )
+    vocab_size: OptionalCount = setting(None, "largest vocabulary, <unk> included; none: every token (bpe: 4096)")
     min_frequency: int = setting(1, "rarer tokens of the training split become <unk>", ge=1)
     batching: Literal["windows", "columns"] = setting(
         "windows",
@@ -87,18 +85,14 @@ class DataConfig(Section):
     cache_dir: str = setting(
         "~/.cache/hvd-transformer/data", "where downloads and token files are kept", may_change=True
     )
-    workers: int = setting(
-        0, "processes that prepare the token files; 0: one a core", may_change=True, ge=0
-    )
+    workers: int = setting(0, "processes that prepare the token files; 0: one a core", may_change=True, ge=0)
 
 
 class ParallelConfig(Section):
     """How the work is cut over ranks and devices."""
 
     pipeline: int = setting(1, "pipeline stages a rank, each on a device of its own", may_change=True, ge=1)
-    micro_batches: int = setting(
-        1, "a round's samples are cut into at most this many pieces", may_change=True, ge=1
-    )
+    micro_batches: int = setting(1, "a round's samples are cut into at most this many pieces", may_change=True, ge=1)
 
 
 class OptimizerConfig(Section):
@@ -109,9 +103,7 @@ class OptimizerConfig(Section):
     lr_scaling: Literal["linear", "sqrt", "none"] = setting(
         "linear", "how the rate grows with the number of replicas dp: lr x dp, lr x sqrt(dp), lr"
     )
-    weight_decay: float = setting(
-        0.01, "weight decay; never on biases, norms and embeddings", ge=0
-    )
+    weight_decay: float = setting(0.01, "weight decay; never on biases, norms and embeddings", ge=0)
     momentum: float = setting(0.0, "momentum of sgd", ge=0, lt=1)
     betas: tuple[Beta, Beta] = setting((0.9, 0.95), "adam's and adamw's two decay rates")
     eps: float = setting(1e-8, "adam's and adamw's epsilon", gt=0)
@@ -153,11 +145,11 @@ class CommunicationConfig(Section):
         8.0, "size of one flat gradient bucket, in MiB; each is one allreduce", may_change=True, gt=0
     )
     compression: Literal["none", "fp16"] = setting(
-        "none", "number format of gradients on the wire; fp16 halves the bytes and rounds the sums", may_change=True
+        "none",
+        "number format of gradients on the wire; fp16 halves the bytes and rounds the sums",
+        may_change=True,
     )
-    overlap: bool = setting(
-        True, "send each bucket as soon as it is full, while backward goes on", may_change=True
-    )
+    overlap: bool = setting(True, "send each bucket as soon as it is full, while backward goes on", may_change=True)
 
 
 class CheckpointConfig(Section):

@@ -57,10 +57,10 @@ def build_once(
     waited raise the same; where it dies, the next one starts again and removes what was left.
     Raises `UserError` and `Stopped`.
     """
-    found = load(folder)
-    if found is not None:
-        return found
     try:
+        found = load(folder)
+        if found is not None:
+            return found
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder.with_name(f"{folder.name}.lock"), should_stop) as (lock_file, error):
             found = load(folder)
@@ -122,9 +122,7 @@ def _try_lock(file: IO[str]) -> bool:
         return False
     except OSError as error:
         if error.errno in _NO_LOCKS:
-            raise UserError(
-                f"{file.name}: its file system has no file locks; choose another data.cache_dir"
-            ) from None
+            raise UserError(f"{file.name}: its file system has no file locks; choose another data.cache_dir") from None
         raise
     return True
 
@@ -158,6 +156,7 @@ def _failure_noted(lock_file: IO[str]) -> Iterator[None]:
 
 
 def _explain(error: OSError, place: Path) -> str:
-    return (
-        f"{error.filename or place}: {error.strerror}; data.cache_dir must be a folder to write to, with room"
-    )
+    path, cache = Path(error.filename or place), place.parent
+    if path != cache and path not in cache.parents and cache not in path.parents:
+        return f"{path}: {error.strerror}"
+    return f"{path}: {error.strerror}; data.cache_dir must be a folder to write to, with room"

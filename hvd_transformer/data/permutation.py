@@ -35,11 +35,13 @@ class Permutation:
         left, right = values >> shift, values & self._mask
         for key in self._round_keys:
             left, right = right, left ^ (_mix(right + key) & self._mask)
-        return (left << shift) | right
+        joined: NDArray[np.uint64] = (left << shift) | right
+        return joined
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """splitmix64's finalizer (Steele, Lea and Flood 2014)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    mixed: NDArray[np.uint64] = values ^ (values >> np.uint64(31))
+    return mixed

@@ -72,7 +72,8 @@ def prepare(
     """The corpus as token files, made now unless they are there.
 
     Memory is bounded by a few pieces and the vocabulary's counts. Several processes may call this at once:
-    one works, the others wait. Raises `UserError` for what is wrong with the data, `Stopped` after `should_stop`.
+    one works, the others wait. Raises `UserError` for what is wrong with the data, `Stopped` where
+    `should_stop` said so.
     """
     corpus = open_corpus(config, report, should_stop)
     settings = _settings(config, corpus)
@@ -134,9 +135,7 @@ class _Preparation:
     def write(self, folder: Path, settings: dict[str, Any]) -> None:
         """Fills the folder; `build_once` gives it its name."""
         megabytes = sum(span.size for span in self.corpus.spans.values()) / 1e6
-        self.report(
-            f"Preparing {self.corpus.name}: {megabytes:.1f} MB of text, tokenizer {self.config.tokenizer}"
-        )
+        self.report(f"Preparing {self.corpus.name}: {megabytes:.1f} MB of text, tokenizer {self.config.tokenizer}")
         tokenizer = self._make_tokenizer()
         tokenizer.save(folder)
         index: dict[str, Any] = {
@@ -153,9 +152,7 @@ class _Preparation:
                 for split, span in self.corpus.spans.items()
             },
         }
-        index["digest"] = _sha256(
-            json.dumps(index, sort_keys=True)
-        )  # before the paths, which differ between hosts
+        index["digest"] = _sha256(json.dumps(index, sort_keys=True))  # before the paths, which differ between hosts
         index["settings"] = {"source": self.config.source, **settings}
         (folder / "index.json").write_text(json.dumps(index, indent=2, ensure_ascii=False), encoding="utf-8")
 
@@ -177,9 +174,7 @@ class _Preparation:
         dtype = token_dtype(tokenizer.vocab_size)
         digest, count = hashlib.sha256(), 0
         with path.open("wb") as file:
-            for tokens in self.map(
-                partial(_encode, tokenizer, dtype), self._pieces(span, f"encoding {split}")
-            ):
+            for tokens in self.map(partial(_encode, tokenizer, dtype), self._pieces(span, f"encoding {split}")):
                 data = tokens.tobytes()
                 digest.update(data)
                 file.write(data)
@@ -196,9 +191,7 @@ class _Preparation:
                 raise Stopped
             if time.monotonic() - reported > REPORT_SECONDS:
                 reported = time.monotonic()
-                self.report(
-                    f"{self.corpus.name}: {phase}, {100 * (piece.start - span.start) / span.size:.0f} %"
-                )
+                self.report(f"{self.corpus.name}: {phase}, {100 * (piece.start - span.start) / span.size:.0f} %")
             yield piece
 
 

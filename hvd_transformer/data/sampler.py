@@ -93,9 +93,7 @@ class ColumnSampler:
 
     def _stretches(self, remaining: Intervals | None) -> list[Intervals]:
         intervals = [(0, self.num_units)] if remaining is None else remaining
-        parts = [
-            share(_length(intervals), Replica(rank, self.replica.size)) for rank in range(self.replica.size)
-        ]
+        parts = [share(_length(intervals), Replica(rank, self.replica.size)) for rank in range(self.replica.size)]
         return [_cut(intervals, part.start, part.stop) for part in parts]
 
 

@@ -56,9 +56,7 @@ class TokenFile:
             while chunk := file.read(2**20):
                 digest.update(chunk)
         if digest.hexdigest() != self.sha256:
-            raise UserError(
-                f"{self.path}: damaged, its checksum differs; remove its folder to prepare it again"
-            )
+            raise UserError(f"{self.path}: damaged, its checksum differs; remove its folder to prepare it again")
 
     def _open(self) -> NDArray[Any]:
         self._check_size()
@@ -70,6 +68,5 @@ class TokenFile:
         if not self.is_whole():
             size = self.path.stat().st_size if self.path.is_file() else "no"
             raise UserError(
-                f"{self.path}: damaged, {size} bytes instead of {self.num_bytes}; "
-                "remove its folder to prepare it again"
+                f"{self.path}: damaged, {size} bytes instead of {self.num_bytes}; remove its folder to prepare it again"
             )

@@ -15,7 +15,7 @@ class LanguageModelHead(nn.Module):
     def __init__(self, vocab_size: int, config: ModelConfig) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(config.d_model) if config.norm == "pre" else nn.Identity()
-        self.weight = nn.Parameter(torch.empty(vocab_size, config.d_model))
+        self.weight: Tensor = nn.Parameter(torch.empty(vocab_size, config.d_model))
         # As in the tutorial, a free output layer has a bias; tied, it is the embedding's matrix alone.
         self.bias = None if config.tie_embeddings else nn.Parameter(torch.zeros(vocab_size))
         self.loss_chunk = config.loss_chunk

@@ -15,15 +15,13 @@ def projected_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None,
     of `chunk` tokens at a time, forward and backward: the gradients are formed beside the loss, so the logits
     are computed once (the idea of Liger-Kernel's fused linear cross-entropy, arXiv 2410.10989, section 3.2).
     """
-    loss: Tensor = _ProjectedCrossEntropy.apply(hidden, weight, bias, targets, chunk)
+    loss: Tensor = _ProjectedCrossEntropy.apply(hidden, weight, bias, targets, chunk)  # type: ignore[no-untyped-call]
     return loss
 
 
 class _ProjectedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         loss = torch.zeros((), dtype=torch.promote_types(wide, weight.dtype), device=hidden.device)
         wants_gradient = any(ctx.needs_input_grad)

@@ -9,9 +9,7 @@ from torch import Tensor, nn
 def sinusoidal_table(length: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Sines and cosines of every position, [length, width] (Vaswani et al. 2017, section 3.5)."""
     positions = torch.arange(length, dtype=torch.float64, device=device)
-    rates = torch.exp(
-        torch.arange(0, width, 2, dtype=torch.float64, device=device) * (-math.log(10000.0) / width)
-    )
+    rates = torch.exp(torch.arange(0, width, 2, dtype=torch.float64, device=device) * (-math.log(10000.0) / width))
     angles = positions[:, None] * rates
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1).to(dtype)
 
@@ -60,15 +58,13 @@ class RotaryPositions(nn.Module):
 
     def _tables(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         table = self.table
-        if (
-            table is None
-            or table[0].size(0) < length
-            or table[0].dtype != like.dtype
-            or table[0].device != like.device
-        ):
+        if table is None or table[0].size(0) < length or table[0].dtype != like.dtype or table[0].device != like.device:
             pairs = sinusoidal_table(length, self.head_width, torch.float64, like.device).unflatten(1, (-1, 2))
             sine, cosine = pairs.unbind(-1)
-            table = (torch.cat([cosine, cosine], dim=-1).to(like.dtype), torch.cat([-sine, sine], dim=-1).to(like.dtype))
+            table = (
+                torch.cat([cosine, cosine], dim=-1).to(like.dtype),
+                torch.cat([-sine, sine], dim=-1).to(like.dtype),
+            )
             self.table = table
         return table[0][:length], table[1][:length]
 

@@ -70,9 +70,7 @@ def make_buckets(parameters: Mapping[str, nn.Parameter], no_decay: Set[str], buc
     return [Bucket(group, no_decay) for group in _cut(reversed(list(parameters.items())), bucket_bytes)]
 
 
-def _cut(
-    parameters: Iterable[tuple[str, nn.Parameter]], bucket_bytes: int
-) -> Iterator[list[tuple[str, nn.Parameter]]]:
+def _cut(parameters: Iterable[tuple[str, nn.Parameter]], bucket_bytes: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
     """Groups of one dtype and device, closed as soon as they reach the size."""
     open_groups: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in parameters:

@@ -27,9 +27,7 @@ class LanguageModelTask:
         if config.data.batching == "windows":
             needed = length + 1
             self.samples = Windows(tokens, length, config.seed)
-            self.sampler = WindowSampler(
-                self.samples.num_units, training.batch_size, training.accumulation, replica
-            )
+            self.sampler = WindowSampler(self.samples.num_units, training.batch_size, training.accumulation, replica)
         else:
             needed = 2 * training.batch_size
             self.samples = Columns(tokens, training.batch_size, length)

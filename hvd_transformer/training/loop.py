@@ -63,6 +63,7 @@ class Position:
 class StepResult:
     """What one step brought, the same on every rank."""
 
+    epoch: int  # counted from 0
     loss: float
     count: int
     grad_norm: float
@@ -76,7 +77,13 @@ class Trainer:
     """Weights, optimizer and position of a job, and what a step and an evaluation do to them."""
 
     def __init__(
-        self, config: Config, world: World, layout: Layout, task: Task, buckets: list[Bucket], position: Position
+        self,
+        config: Config,
+        world: World,
+        layout: Layout,
+        task: Task,
+        buckets: list[Bucket],
+        position: Position,
     ) -> None:
         self.config, self.world, self.layout, self.task = config, world, layout, task
         self.buckets, self.position = buckets, position
@@ -123,12 +130,12 @@ class Trainer:
         self.reducer.finish()
         wait()
         loss_total, count_total, samples, stops, saves = sums.tolist()
-        rate = learning_rate(
-            self.config.optimizer, self.layout.dp, position.step, position.epoch, self.total_steps
-        )
+        rate = learning_rate(self.config.optimizer, self.layout.dp, position.step, position.epoch, self.total_steps)
         norm = self._update(usual / (count_total * self.scaler.scale), rate, loss_total / count_total)
+        epoch = position.epoch
         self._advance(plan, int(samples))
         return StepResult(
+            epoch=epoch,
             loss=loss_total / count_total,
             count=int(count_total),
             grad_norm=norm,

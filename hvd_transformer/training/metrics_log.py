@@ -35,9 +35,7 @@ class MetricsLog:
 
     def write(self, step: int, **values: float | int) -> None:
         """One line. NaN and infinities, which JSON does not have, become null."""
-        line = {"step": step} | {
-            key: value if math.isfinite(value) else None for key, value in values.items()
-        }
+        line = {"step": step} | {key: value if math.isfinite(value) else None for key, value in values.items()}
         errors = [self._lines.append(json.dumps(line, allow_nan=False).encode() + b"\n")]
         if due := {key: value for key, value in values.items() if self._due(key, step)}:
             errors.append(self._event_file().append(event_file.scalars(step, due)))
@@ -132,12 +130,20 @@ class _AppendedFile:
 def _cut_after(path: Path, step: int) -> None:
     """Remove the lines after `step`, and those that are torn."""
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        data = path.read_bytes()
     except FileNotFoundError:
         return
-    kept = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= step]
-    if len(kept) < len(lines):
-        atomic.write_bytes(path, b"".join(kept))
+    lines = data.splitlines(keepends=True)
+    kept = b"".join(line for line in lines if line.endswith(b"\n") and _step_of(line) <= step)
+    if kept == data:
+        return
+    try:
+        atomic.write_bytes(path, kept)
+    except OSError:
+        # No room for a second file: what goes is nearly always the end, and cutting that off needs none.
+        if not data.startswith(kept):
+            raise
+        os.truncate(path, len(kept))
 
 
 def _step_of(line: bytes) -> float:

@@ -19,9 +19,7 @@ class Silent:
     def start(self, total_steps: int, first_step: int) -> None:
         """Begin. `first_step` counts the steps already done: 0, or those of the checkpoint."""
 
-    def step(
-        self, step: int, epoch: int, loss: float, perplexity: float, lr: float, tokens_per_second: float
-    ) -> None:
+    def step(self, step: int, epoch: int, loss: float, perplexity: float, lr: float, tokens_per_second: float) -> None:
         """The numbers after `step`; cheap enough for every step."""
 
     def message(self, text: str) -> None:
@@ -72,9 +70,7 @@ class Progress(Silent):
         with suppress(OSError):
             self._view.start(self._state)
 
-    def step(
-        self, step: int, epoch: int, loss: float, perplexity: float, lr: float, tokens_per_second: float
-    ) -> None:
+    def step(self, step: int, epoch: int, loss: float, perplexity: float, lr: float, tokens_per_second: float) -> None:
         state = self._state
         assert state is not None, "step() before start()"
         now = time.monotonic()

@@ -98,9 +98,7 @@ def _read_summary(path: Path) -> dict[str, Any]:
     return summary if isinstance(summary, dict) else {}
 
 
-def _page(
-    run: Path, rows: list[dict[str, Any]], summary: Mapping[str, Any], images: Mapping[str, bytes]
-) -> str:
+def _page(run: Path, rows: list[dict[str, Any]], summary: Mapping[str, Any], images: Mapping[str, bytes]) -> str:
     folder = run.resolve()
     name = escape(folder.name)
     newest = {key: value for row in rows for key, value in row.items() if value is not None}
@@ -112,8 +110,7 @@ def _page(
     )
     pictures = "\n".join(_picture(key, png) for key, png in images.items())
     table = "\n".join(
-        f"<tr><th>{escape(key)}</th><td>{escape(_words(key, value))}</td></tr>"
-        for key, value in summary.items()
+        f"<tr><th>{escape(key)}</th><td>{escape(_words(key, value))}</td></tr>" for key, value in summary.items()
     )
     status = summary.get("status", "no summary.json yet: the run goes on, or was cut off")
     return f"""<!DOCTYPE html>

@@ -7,7 +7,7 @@ from typing import Any
 
 from hvd_transformer import atomic
 from hvd_transformer.checkpoint.writer import CheckpointWriter
-from hvd_transformer.comm.world import World, agree
+from hvd_transformer.comm.world import World
 from hvd_transformer.config import Config
 from hvd_transformer.data.sampler import Step
 from hvd_transformer.evaluation.evaluate import Evaluation, perplexity
@@ -27,7 +27,13 @@ class Session:
     """Runs a `Trainer` to the end of the job or to a stop; rank 0 writes the run directory."""
 
     def __init__(
-        self, config: Config, world: World, trainer: Trainer, run: RunDirectory, progress: Silent, data_digest: str
+        self,
+        config: Config,
+        world: World,
+        trainer: Trainer,
+        run: RunDirectory,
+        progress: Silent,
+        data_digest: str,
     ) -> None:
         self.config, self.world, self.trainer, self.run = config, world, trainer, run
         self.progress, self.data_digest = progress, data_digest
@@ -144,14 +150,17 @@ class Session:
         best = position.best_loss is None or self.valid.loss < position.best_loss
         if best:
             position.best_loss, position.best_step = self.valid.loss, position.step
-        mark = "  (best so far)" if best else f"  (best: {perplexity(position.best_loss or 0):.2f} at {position.best_step})"
+        mark = "best so far" if best else f"best: step {position.best_step}"
         self.progress.message(
-            f"step {position.step}: valid loss {self.valid.loss:.4f}, valid perplexity {self.valid.perplexity:.2f}{mark}"
+            f"step {position.step}: valid loss {self.valid.loss:.4f}, valid perplexity {self.valid.perplexity:.2f} ({mark})"
         )
         log.info("step %d: valid loss %.5f, %.1f s", position.step, self.valid.loss, time.perf_counter() - began)
         if self.metrics is not None:
             self.metrics.write(
-                position.step, epoch=position.epoch, valid_loss=self.valid.loss, valid_perplexity=self.valid.perplexity
+                position.step,
+                epoch=position.epoch,
+                valid_loss=self.valid.loss,
+                valid_perplexity=self.valid.perplexity,
             )
         return best and self.config.checkpoint.keep_best
 
@@ -200,4 +209,7 @@ class Session:
 
 def _finite(summary: dict[str, Any]) -> dict[str, Any]:
     """JSON has no infinities."""
-    return {key: None if isinstance(value, float) and not abs(value) < float("inf") else value for key, value in summary.items()}
+    return {
+        key: None if isinstance(value, float) and not abs(value) < float("inf") else value
+        for key, value in summary.items()
+    }

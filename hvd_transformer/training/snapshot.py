@@ -23,7 +23,11 @@ FORMAT = 1
 def take(trainer: Trainer, data_digest: str, checksum: int, best: bool) -> Snapshot:
     """Copies everything to host memory: all that training has to wait for."""
     copies = [bucket.parameters.to("cpu", copy=True) for bucket in trainer.buckets]
-    model = {slot.name: slot.view(copy) for bucket, copy in zip(trainer.buckets, copies, strict=True) for slot in bucket.slots}
+    model = {
+        slot.name: slot.view(copy)
+        for bucket, copy in zip(trainer.buckets, copies, strict=True)
+        for slot in bucket.slots
+    }
     states = [{key: flat.to("cpu") for key, flat in state.items()} for state in trainer.optimizer.flat_state()]
     return Snapshot(
         step=trainer.position.step,

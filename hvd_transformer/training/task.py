@@ -22,10 +22,16 @@ class Sampler(Protocol):
 class Task(Protocol):
     """One kind of model and its data, as one replica sees it."""
 
-    model: nn.Module
-    sampler: Sampler
-    # Targets of one full round of one replica: keeps gradients near their mean while they are summed.
-    usual_count: int
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def sampler(self) -> Sampler: ...
+
+    @property
+    def usual_count(self) -> int:
+        """Targets of one full round of one replica: keeps gradients near their mean while they are summed."""
+        ...
 
     def batch(self, epoch: int, units: range) -> Batch:
         """The training samples of these units."""

@@ -149,6 +149,27 @@ def test_a_full_disk_is_told_once_and_loses_nothing(tmp_path: Path) -> None:
     assert rows(tmp_path / "second") == []
 
 
+RESUME_ON_A_FULL_DISK = """
+import resource, signal, sys
+from pathlib import Path
+from hvd_transformer.training.metrics_log import MetricsLog
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+log = MetricsLog(Path(sys.argv[1]), 0, print)
+for step in range(1, 101):
+    log.write(step, loss=1.0)
+log.close()
+resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
+MetricsLog(Path(sys.argv[1]), 60, print).close()
+"""
+
+
+def test_a_full_disk_does_not_hinder_going_on(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", RESUME_ON_A_FULL_DISK, tmp_path], check=True)
+    assert [row["step"] for row in rows(tmp_path)] == list(range(1, 61))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "tensorboard"]
+
+
 def test_start_up_imports_no_tensorboard() -> None:
     program = "import sys, hvd_transformer.training.metrics_log as m; print('tensorboard' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

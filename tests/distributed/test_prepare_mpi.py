@@ -1,0 +1,60 @@
+"""`mpirun -np N hvd-transformer prepare`: the ranks share the work, one speaks, the files are the same."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BIN = Path(sys.executable).parent
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(not (BIN / "mpirun").exists(), reason=f"no mpirun in {BIN}"),
+]
+
+
+def prepare(*words: str, ranks: int = 1) -> subprocess.CompletedProcess:
+    mpirun = [BIN / "mpirun", "--oversubscribe", "-np", str(ranks)] if ranks > 1 else []
+    environment = {
+        **os.environ,
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
+    command = [*mpirun, BIN / "hvd-transformer", "prepare", *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """Enough for several pieces."""
+    for split, lines in {"train": 200000, "valid": 20000, "test": 2000}.items():
+        text = "".join(f"line {number} of the {split} split, être 日本\n" for number in range(lines))
+        (tmp_path / f"{split}.txt").write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", ["basic_english", "bpe"])
+def test_ranks_write_the_same_files(corpus, kind):
+    words = (f"data.source={corpus}", f"data.tokenizer={kind}", "data.vocab_size=400")
+    alone = prepare(*words, f"data.cache_dir={corpus / 'alone'}", "data.workers=1")
+    ranks = prepare(*words, f"data.cache_dir={corpus / 'ranks'}", ranks=3)
+    assert (alone.returncode, ranks.returncode) == (0, 0), ranks.stderr
+    assert ranks.stdout.count("folder: ") == 1
+    files = [
+        {path.name: path.read_bytes() for path in next((corpus / name / "prepared").glob("*[!k]")).iterdir()}
+        for name in ("alone", "ranks")
+    ]
+    assert files[0] == files[1]
+
+
+def test_an_error_of_a_rank_ends_all_with_code_2(corpus):
+    size = (corpus / "train.txt").stat().st_size
+    with (corpus / "train.txt").open("ab") as file:
+        file.write(b"\xff\n")
+    words = (f"data.source={corpus}", "data.tokenizer=basic_english", f"data.cache_dir={corpus / 'cache'}")
+    result = prepare(*words, ranks=3)
+    assert result.returncode == 2
+    assert result.stderr.count(f"train.txt: no valid UTF-8 at byte {size} ") == 1
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,158 @@
+"""Every form of data.source, and every way it can be wrong."""
+
+import ast
+import inspect
+import re
+import sysconfig
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_transformer.config.schema import DataConfig
+from hvd_transformer.data import python_docs
+from hvd_transformer.data.corpora import open_corpus
+from hvd_transformer.errors import UserError
+
+
+def read(span):
+    return span.path.read_bytes()[span.start : span.end]
+
+
+def fill(folder: Path, *names: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        (folder / name).write_text(f"text of {name}\n")
+    return folder
+
+
+def test_python_docs(tmp_path):
+    config = DataConfig(cache_dir=str(tmp_path / "a"))
+    corpus = open_corpus(config)
+    assert list(corpus.spans) == ["train", "valid", "test"]
+    texts = {split: read(span).decode() for split, span in corpus.spans.items()}
+    total = sum(map(len, texts.values()))
+    assert total > 1_000_000
+    assert 0.85 < len(texts["train"]) / total < 0.93
+    assert 0.03 < len(texts["valid"]) / total < 0.08
+    assert 0.03 < len(texts["test"]) / total < 0.08
+    whole = "".join(texts.values())
+    # Known documents, each once: a topic, and a class of a module that is parsed, never imported.
+    source = Path(sysconfig.get_path("stdlib"), "collections", "__init__.py").read_text()
+    [counter] = [
+        node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "Counter"
+    ]
+    assert whole.count(ast.get_docstring(counter)) == 1
+    from pydoc_data.topics import topics
+
+    assert whole.count(inspect.cleandoc(topics["assert"]).strip()) == 1
+    again = open_corpus(DataConfig(cache_dir=str(tmp_path / "b")))
+    assert {split: read(span).decode() for split, span in again.spans.items()} == texts
+    assert again.identity == corpus.identity
+
+
+def test_python_docs_document_is_in_one_split_only(tmp_path):
+    python_docs.write_splits(tmp_path)
+    splits = {name: (tmp_path / f"{name}.txt").read_text() for name in python_docs.SHARES}
+    documents = list(python_docs.documents())
+    for document in documents:
+        if len(document) > 200:
+            assert sum(f"{document}\n\n" in text for text in splits.values()) == 1
+    assert sum(len(document) + 2 for document in documents) == sum(map(len, splits.values()))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("train.txt", "valid.txt", "test.txt"),
+        ("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens"),
+        ("wiki.train.raw", "wiki.valid.raw", "wiki.test.raw"),
+        ("ptb.train.txt", "ptb.valid.txt", "ptb.test.txt"),
+        ("train.txt", "val.txt", "test.txt"),
+        ("train.raw", "validation.txt", "test.raw"),
+    ],
+)
+def test_folder(tmp_path, names):
+    folder = fill(tmp_path / "corpus", *names, "README.md")
+    corpus = open_corpus(DataConfig(source=str(folder), cache_dir=str(tmp_path)))
+    assert [read(span).decode() for span in corpus.spans.values()] == [f"text of {name}\n" for name in names]
+    assert corpus.name == "corpus"
+
+
+def test_published_folder_filled_by_hand_needs_no_network(tmp_path):
+    names = ("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens")
+    fill(tmp_path / "wikitext2", *names)
+    corpus = open_corpus(DataConfig(source="wikitext2", cache_dir=str(tmp_path)))
+    assert [span.path for span in corpus.spans.values()] == [tmp_path / "wikitext2" / name for name in names]
+
+
+def test_published_folder_filled_in_part(tmp_path):
+    folder = fill(tmp_path / "wikitext2", "wiki.train.tokens")
+    with pytest.raises(UserError, match="no file of the valid split; accepted names: .*wiki.valid.tokens"):
+        open_corpus(DataConfig(source="wikitext2", cache_dir=str(tmp_path)))
+    assert (folder / "wiki.train.tokens").exists()
+
+
+@settings(deadline=None)
+@given(
+    lines=st.lists(st.text("aé", max_size=9), min_size=1, max_size=60),
+    split=st.sampled_from([[0.9, 0.05, 0.05], [0.8, 0.2], [0.5, 0.25, 0.25], [0.4, 0.3]]),
+)
+def test_one_file_is_cut_at_line_ends(tmp_path_factory, lines, split):
+    path = tmp_path_factory.mktemp("file") / "text.txt"
+    data = "".join(f"{line}\n" for line in lines).encode()
+    path.write_bytes(data)
+    try:
+        corpus = open_corpus(DataConfig(source=str(path), split=split, cache_dir=str(path.parent)))
+    except UserError as error:
+        assert re.search(r"leaves the (train|valid|test) split empty", str(error))
+        return
+    assert list(corpus.spans) == ["train", "valid", "test"][: len(split)]
+    position, share = 0, 0.0
+    longest = max(len(line.encode()) + 1 for line in lines)
+    for span, fraction in zip(corpus.spans.values(), split, strict=True):
+        share += fraction
+        assert span.start == position
+        assert 0 <= span.end - share * len(data) + 1 <= longest + 1
+        assert read(span).endswith(b"\n")
+        position = span.end
+    if sum(split) == 1:
+        assert position == len(data)
+
+
+def make_bad(kind: str, folder: Path) -> tuple[str, str]:
+    """A wrong source, and what its message must say."""
+    if kind == "missing":
+        return str(
+            folder / "nowhere"
+        ), r"nowhere: no such file or folder, and no known name; known are python-docs"
+    if kind == "misspelt":
+        return "wikitext-2", r"no known name, did you mean wikitext2\?"
+    if kind == "empty folder":
+        return str(fill(folder / "corpus")), r"corpus: the folder is empty; it must hold train.txt, valid.txt"
+    if kind == "no test file":
+        fill(folder / "corpus", "train.txt", "valid.txt")
+        return str(
+            folder / "corpus"
+        ), r"corpus: no file of the test split; accepted names: test.txt, .*wiki.test"
+    if kind == "empty split":
+        fill(folder / "corpus", "train.txt", "test.txt")
+        (folder / "corpus" / "valid.txt").touch()
+        return str(folder / "corpus"), r"valid.txt: the valid split is empty"
+    if kind == "empty file":
+        (folder / "text.txt").touch()
+        return str(folder / "text.txt"), r"text.txt: the file is empty"
+    assert kind == "one line"
+    (folder / "text.txt").write_text("a single line")
+    return str(folder / "text.txt"), r"text.txt: data.split=\[0.9, 0.05, 0.05\] leaves the valid split empty"
+
+
+@pytest.mark.parametrize(
+    "kind", ["missing", "misspelt", "empty folder", "no test file", "empty split", "empty file", "one line"]
+)
+def test_bad_source(tmp_path, kind):
+    source, message = make_bad(kind, tmp_path)
+    with pytest.raises(UserError, match=message) as error:
+        open_corpus(DataConfig(source=source, cache_dir=str(tmp_path / "cache")))
+    assert "\n" not in str(error.value)

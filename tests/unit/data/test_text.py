@@ -1,0 +1,78 @@
+"""Reading a file in pieces, against reading it whole."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_transformer.data.text import Piece, TextSpan, line_end, read_pieces
+from hvd_transformer.errors import UserError
+
+TEXTS = st.text(st.sampled_from("ab  \n\n\t.<br />é\u00a0\u2028日😀"), max_size=300)
+
+
+def pieces(path, data, size):
+    path.write_bytes(data)
+    return list(read_pieces(TextSpan(path, 0, len(data)), size))
+
+
+@settings(deadline=None, max_examples=200)
+@given(text=TEXTS, size=st.integers(8, 40))
+def test_pieces_are_the_text_in_bounded_parts_of_whole_characters(tmp_path_factory, text, size):
+    path = tmp_path_factory.mktemp("text") / "text"
+    found = pieces(path, text.encode(), size)
+    assert "".join(piece.text() for piece in found) == text
+    assert all(0 < len(piece.data) <= size for piece in found)
+    assert [piece.start for piece in found] == [
+        sum(len(before.data) for before in found[:n]) for n in range(len(found))
+    ]
+
+
+def test_a_piece_ends_at_a_line_end_where_it_can(tmp_path):
+    data = b"one two three\nfour five\nsix seven\n\n  eight\nnine ten eleven\n" * 50
+    found = pieces(tmp_path / "text", data, 100)
+    assert len(found) > 10
+    assert all(piece.data.startswith(b"\n") for piece in found[1:])
+
+
+def test_only_the_span_is_read(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(b"0123456789" * 10)
+    assert (
+        b"".join(piece.data for piece in read_pieces(TextSpan(path, 5, 42), 8)) == (b"0123456789" * 10)[5:42]
+    )
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    before=st.text("a\n é😀", max_size=60),
+    wrong=st.sampled_from(
+        [b"\xff", b"\x80", b"\xc3", b"\xe2\x82", b"\xf0\x9f\x98", b"\xc0\x80", b"\xed\xa0\x80"]
+    ),
+    after=st.text("a\n é", max_size=60),
+    size=st.integers(8, 40),
+)
+def test_invalid_utf8_is_named_by_file_and_offset(tmp_path_factory, before, wrong, after, size):
+    path = tmp_path_factory.mktemp("text") / "text"
+    data = before.encode() + wrong + after.encode()
+    with pytest.raises(UnicodeDecodeError) as expected:
+        data.decode()
+    with pytest.raises(UserError, match=rf"^{path}: no valid UTF-8 at byte {expected.value.start} "):
+        for piece in pieces(path, data, size):
+            piece.text()
+
+
+def test_offset_counts_from_the_start_of_the_file(tmp_path):
+    with pytest.raises(UserError, match="at byte 1007 "):
+        Piece(tmp_path / "text", 1000, b"1234567\xff").text()
+
+
+@given(
+    data=st.lists(st.sampled_from([b"\n", b"a", b"bcd"]), max_size=30).map(b"".join),
+    target=st.integers(0, 60),
+)
+def test_line_end_is_the_first_boundary_from_there(tmp_path_factory, data, target):
+    path = tmp_path_factory.mktemp("text") / "text"
+    path.write_bytes(data)
+    target = min(target, len(data))
+    boundaries = {0, len(data)} | {n + 1 for n, byte in enumerate(data) if byte == 0x0A}
+    assert line_end(path, target) == min(boundary for boundary in boundaries if boundary >= target)
