@@ -43,7 +43,8 @@ def _launcher_terminal() -> Path | None:
 
 def _ancestors() -> list[Path]:
     """This process's parents in /proc, nearest first."""
-    result, process = [], Path("/proc/self")
+    result: list[Path] = []
+    process = Path("/proc/self")
     while True:
         try:
             status = (process / "status").read_text()

@@ -95,8 +95,8 @@ class Block(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         if self.norm == "pre":
             hidden = hidden + self.dropout(self.attention(self.norm1(hidden)))
-            hidden = hidden + self.dropout(self.feedforward(self.norm2(hidden)))
-            return hidden
+            output: Tensor = hidden + self.dropout(self.feedforward(self.norm2(hidden)))
+            return output
         hidden = self.norm1(hidden + self.dropout(self.attention(hidden)))
-        hidden = self.norm2(hidden + self.dropout(self.feedforward(hidden)))
-        return hidden
+        normed: Tensor = self.norm2(hidden + self.dropout(self.feedforward(hidden)))
+        return normed

@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 
+from hvd_transformer.comm.pool import process_map
+from hvd_transformer.comm.terminal import screen
 from hvd_transformer.comm.world import World, agree
 from hvd_transformer.config import Config
 from hvd_transformer.data.prepare import PreparedData, prepare
 from hvd_transformer.data.sampler import Replica
+from hvd_transformer.errors import UserError
 from hvd_transformer.parallel.flat import make_buckets
 from hvd_transformer.parallel.layout import Layout
 from hvd_transformer.parallel.replicas import broadcast_parameters, check_replicas
@@ -31,7 +34,7 @@ def run(config: Config, world: World, stop: StopRequest) -> dict[str, Any]:
 
     Raises `UserError` (on every rank) before training starts where the input is wrong.
     """
-    progress = Progress() if world.rank == 0 else Silent()
+    progress = Progress(*screen()) if world.rank == 0 else Silent()
     layout = agree(world, lambda: Layout.of(config, world))
     directory = RunDirectory(config)
     checkpoint = agree(world, lambda: directory.claim(config, progress.message) if world.rank == 0 else None)
@@ -76,15 +79,11 @@ def _log_to(file: Path) -> None:
 
 
 def _prepare(config: Config, progress: Silent, stop: StopRequest) -> PreparedData:
-    from hvd_transformer.comm.pool import worker_map
-
-    with worker_map(config.data.workers) as mapper:
+    with process_map(config.data.workers) as mapper:
         return prepare(config.data, map=mapper, report=progress.message, should_stop=lambda: bool(stop))
 
 
 def _same_data(data: PreparedData, world: World) -> None:
-    from hvd_transformer.errors import UserError
-
     digests = world.all_gather_objects([world.host, data.digest])
     for host, digest in digests:
         if digest != digests[0][1]:

@@ -56,9 +56,11 @@ class Progress(Silent):
     A screen that is gone, or a full disk behind it, does not end the training.
     """
 
-    def __init__(self, stream: TextIO | None = None, every_seconds: float = 5.0) -> None:
+    def __init__(self, stream: TextIO | None = None, terminal: bool | None = None, every_seconds: float = 5.0) -> None:
+        """`terminal`: whether the stream is one; None: ask it."""
         stream = sys.stdout if stream is None else stream
-        terminal = stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+        terminal = stream.isatty() if terminal is None else terminal
+        terminal = terminal and os.environ.get("TERM") not in ("dumb", "unknown")
         self._view = _Bar(stream) if terminal else _Lines(stream, every_seconds)
         self._encoding = stream.encoding or "utf-8"
         self._state: _State | None = None

@@ -10,6 +10,7 @@ from hvd_transformer.checkpoint.writer import CheckpointWriter
 from hvd_transformer.comm.world import World
 from hvd_transformer.config import Config
 from hvd_transformer.data.sampler import Step
+from hvd_transformer.errors import UserError
 from hvd_transformer.evaluation.evaluate import Evaluation, perplexity
 from hvd_transformer.parallel.replicas import check_replicas
 from hvd_transformer.training import snapshot
@@ -57,7 +58,7 @@ class Session:
                 result = self.trainer.step(plan, stop=bool(stop), save=self._save_due_by_time())
                 self._record(result)
                 stopped = result.stop
-                best = self._evaluate() if self._evaluation_due(plan) and not stopped else False
+                best = self._evaluate(result.epoch) if self._evaluation_due(plan) and not stopped else False
                 every = self.config.checkpoint.every_steps
                 if best or result.save or stopped or (every and position.step % every == 0):
                     self.save(best)
@@ -84,7 +85,7 @@ class Session:
             try:
                 atomic.write_text(self.run.path / "summary.json", json.dumps(_finite(summary), indent=1) + "\n")
                 write_report(self.run.path)
-            except OSError as error:
+            except (OSError, UserError) as error:
                 self.warn(f"{self.run.path}: summary and report could not be written: {error}")
         if self.writer is not None:
             self.writer.close()
@@ -120,12 +121,12 @@ class Session:
         loss = interval["loss"] / interval["count"]
         speed = interval["count"] / interval["seconds"]
         self.last_loss = loss
-        self.progress.step(position.step, position.epoch + 1, loss, perplexity(loss), result.learning_rate, speed)
+        self.progress.step(position.step, result.epoch + 1, loss, perplexity(loss), result.learning_rate, speed)
         log.info("step %d: loss %.5f, gradient norm %.4f", position.step, loss, result.grad_norm)
         if self.metrics is not None:
             self.metrics.write(
                 position.step,
-                epoch=position.epoch,
+                epoch=result.epoch + 1,
                 samples=position.samples,
                 loss=loss,
                 perplexity=perplexity(loss),
@@ -142,23 +143,22 @@ class Session:
         ends = not plan.remaining if every is None else step % every == 0
         return ends or step == self.trainer.total_steps
 
-    def _evaluate(self) -> bool:
-        """Evaluates the validation split; whether it is the best so far and to be kept."""
+    def _evaluate(self, epoch: int) -> bool:
+        """Evaluates the validation split in an epoch (from 0); whether it is the best so far and to be kept."""
         position = self.trainer.position
         began = time.perf_counter()
         self.valid = self.trainer.evaluate("valid")
         best = position.best_loss is None or self.valid.loss < position.best_loss
         if best:
             position.best_loss, position.best_step = self.valid.loss, position.step
+        numbers = f"valid loss {self.valid.loss:.4f}, valid perplexity {self.valid.perplexity:.2f}"
         mark = "best so far" if best else f"best: step {position.best_step}"
-        self.progress.message(
-            f"step {position.step}: valid loss {self.valid.loss:.4f}, valid perplexity {self.valid.perplexity:.2f} ({mark})"
-        )
+        self.progress.message(f"step {position.step}: {numbers} ({mark})")
         log.info("step %d: valid loss %.5f, %.1f s", position.step, self.valid.loss, time.perf_counter() - began)
         if self.metrics is not None:
             self.metrics.write(
                 position.step,
-                epoch=position.epoch,
+                epoch=epoch + 1,
                 valid_loss=self.valid.loss,
                 valid_perplexity=self.valid.perplexity,
             )

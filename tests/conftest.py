@@ -1,0 +1,61 @@
+"""Fixtures that every test may use: real data, and real ranks."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
+
+Ranks = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The public data sets beside the checkout."""
+    folder = REPOSITORY.parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip(f"needs the data sets in {folder}")
+    return folder
+
+
+def rank_environment() -> dict[str, str]:
+    """One thread a rank, the venv's own commands first, and Open MPI allowed to run as root."""
+    return {
+        **os.environ,
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def launcher(num_ranks: int, backend: str) -> list[str]:
+    """The words that start `num_ranks` ranks on this machine: backend gloo, mpi (both horovodrun) or mpirun."""
+    if num_ranks == 1:
+        return []
+    if backend == "mpirun":
+        return ["mpirun", "-np", str(num_ranks), "--oversubscribe"]
+    return ["horovodrun", "-np", str(num_ranks), "-H", f"localhost:{num_ranks}", f"--{backend}"]
+
+
+@pytest.fixture
+def ranks() -> Ranks:
+    """Runs a command on real ranks and returns what it printed: ranks(2, ["hvd-train", …], backend="gloo")."""
+    pytest.importorskip("horovod", reason="needs Horovod")
+
+    def run(
+        num_ranks: int, command: Sequence[str | Path], backend: str = "gloo", timeout: float = 240
+    ) -> subprocess.CompletedProcess[str]:
+        words = [*launcher(num_ranks, backend), *map(str, command)]
+        if shutil.which(words[0], path=str(BIN)) is None and shutil.which(words[0]) is None:
+            pytest.skip(f"needs {words[0]}")
+        return subprocess.run(words, env=rank_environment(), capture_output=True, text=True, timeout=timeout)
+
+    return run
