@@ -45,7 +45,7 @@ def launcher(num_ranks: int, backend: str) -> list[str]:
     return ["horovodrun", "-np", str(num_ranks), "-H", f"localhost:{num_ranks}", f"--{backend}"]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def ranks() -> Ranks:
     """Runs a command on real ranks and returns what it printed: ranks(2, ["hvd-train", …], backend="gloo")."""
     pytest.importorskip("horovod", reason="needs Horovod")

@@ -40,7 +40,8 @@ def worker_map(processes: int) -> Iterator[OrderedMap | None]:
     from mpi4py import MPI
     from mpi4py.futures import MPICommExecutor
 
-    _one_thread()
+    if MPI.COMM_WORLD.Get_rank():
+        _one_thread()
     executor: Any
     with MPICommExecutor(MPI.COMM_WORLD, root=0) as executor:
         yield None if executor is None else _ExecutorMap(executor, MPI.COMM_WORLD.Get_size() - 1)
@@ -103,7 +104,9 @@ class _LazyMap:
         if self.mapped is None:
             executor = ProcessPoolExecutor(
                 self.processes,
-                mp_context=multiprocessing.get_context("spawn"),  # our threads, locks and MPI do not survive a fork
+                mp_context=multiprocessing.get_context(
+                    "spawn"
+                ),  # our threads, locks and MPI do not survive a fork
                 initializer=_start_worker,
             )
             self.stack.enter_context(executor)

@@ -70,7 +70,7 @@ def open_corpus(config: DataConfig, report: Report = silent, should_stop: Should
     near = difflib.get_close_matches(source, SOURCES, n=1, cutoff=0.6)
     hint = f", did you mean {near[0]}?" if near else ""
     raise UserError(
-        f"data.source={source}: no such file or folder, and no known name{hint}; known are {', '.join(SOURCES)}"
+        f"data.source={source}: no such file or folder, and no known name{hint}; known: {', '.join(SOURCES)}"
     )
 
 

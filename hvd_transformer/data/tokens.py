@@ -56,7 +56,9 @@ class TokenFile:
             while chunk := file.read(2**20):
                 digest.update(chunk)
         if digest.hexdigest() != self.sha256:
-            raise UserError(f"{self.path}: damaged, its checksum differs; remove its folder to prepare it again")
+            raise UserError(
+                f"{self.path}: damaged, its checksum differs; remove its folder to prepare it again"
+            )
 
     def _open(self) -> NDArray[Any]:
         self._check_size()
@@ -67,6 +69,5 @@ class TokenFile:
     def _check_size(self) -> None:
         if not self.is_whole():
             size = self.path.stat().st_size if self.path.is_file() else "no"
-            raise UserError(
-                f"{self.path}: damaged, {size} bytes instead of {self.num_bytes}; remove its folder to prepare it again"
-            )
+            damage = f"damaged, {size} bytes instead of {self.num_bytes}"
+            raise UserError(f"{self.path}: {damage}; remove its folder to prepare it again")

@@ -19,7 +19,7 @@ class LanguageModelHead(nn.Module):
         # As in the tutorial, a free output layer has a bias; tied, it is the embedding's matrix alone.
         self.bias = None if config.tie_embeddings else nn.Parameter(torch.zeros(vocab_size))
         self.loss_chunk = config.loss_chunk
-        nn.init.normal_(self.weight, std=config.d_model**-0.5)
+        nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[B, T, D] to logits [B, T, V]."""

@@ -15,14 +15,15 @@ class TokenEmbedding(nn.Module):
     def __init__(self, vocab_size: int, config: ModelConfig) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, config.d_model)
-        # After × √D the vectors have unit variance; tied, the first logits have too.
-        nn.init.normal_(self.embedding.weight, std=config.d_model**-0.5)
         self.scale = config.d_model**0.5
+        # After × √D the vectors have unit variance. Tied, that would have each token predict itself at first.
+        std = 0.02 if config.tie_embeddings else 1 / self.scale
+        nn.init.normal_(self.embedding.weight, std=std)
         self.positions: nn.Module
         if config.position == "sinusoidal":
             self.positions = SinusoidalPositions(config.max_length, config.d_model)
         elif config.position == "learned":
-            self.positions = LearnedPositions(config.max_length, config.d_model)
+            self.positions = LearnedPositions(config.max_length, config.d_model, std * self.scale)
         else:
             self.positions = nn.Identity()  # rotary: in the attention
         self.dropout = nn.Dropout(config.dropout)

@@ -31,10 +31,10 @@ class SinusoidalPositions(nn.Module):
 class LearnedPositions(nn.Module):
     """Adds a learned vector a position to [B, T, D]."""
 
-    def __init__(self, max_length: int, width: int) -> None:
+    def __init__(self, max_length: int, width: int, std: float) -> None:
         super().__init__()
         self.embedding = nn.Embedding(max_length, width)
-        nn.init.normal_(self.embedding.weight, std=width**-0.5)
+        nn.init.normal_(self.embedding.weight, std=std)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden + self.embedding.weight[: hidden.size(1)].to(hidden.dtype)

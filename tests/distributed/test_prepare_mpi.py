@@ -29,7 +29,7 @@ def prepare(*words: str, ranks: int = 1) -> subprocess.CompletedProcess:
 @pytest.fixture
 def corpus(tmp_path):
     """Enough for several pieces."""
-    for split, lines in {"train": 200000, "valid": 20000, "test": 2000}.items():
+    for split, lines in {"train": 120000, "valid": 20000, "test": 2000}.items():
         text = "".join(f"line {number} of the {split} split, être 日本\n" for number in range(lines))
         (tmp_path / f"{split}.txt").write_text(text, encoding="utf-8")
     return tmp_path

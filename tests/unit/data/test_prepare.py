@@ -1,4 +1,4 @@
-"""Preparation: the tokens that one pass over the whole text would give, whoever works and whatever interrupts."""
+"""Preparation gives the tokens of one pass over the whole text, whoever works and whatever interrupts."""
 
 import json
 import os

@@ -116,8 +116,9 @@ def test_bpe_vocabulary(bpe):
 
 def test_bpe_training_is_the_same_in_every_process(bpe):
     script = (
-        "import json, sys; from pathlib import Path; from hvd_transformer.data.tokenizers import BPETokenizer;"
-        "text = Path(json.__file__).read_text();"
+        "import json, sys\nfrom pathlib import Path\n"
+        "from hvd_transformer.data.tokenizers import BPETokenizer\n"
+        "text = Path(json.__file__).read_text()\n"
         "sys.stdout.write(BPETokenizer.train([text], 600, 1).to_json())"
     )
     for threads in ("1", "3"):

@@ -1,0 +1,61 @@
+"""What every contestant trains: a language model of 7.26 million parameters on synthetic tokens in memory."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from hvd_transformer.config import Config, load
+from hvd_transformer.data.batches import Batch, Windows, evaluation_batches
+from hvd_transformer.data.sampler import Replica, WindowSampler
+from hvd_transformer.models.language_model import LanguageModel
+
+VOCAB_SIZE = 16_000
+NUM_TOKENS = 1_000_000
+# 4 blocks of 789,760 weights, the tied embedding's 16,000 × 256 and the final norm's 512: 7,255,552.
+SETTINGS = (
+    "model.num_layers=4",
+    "model.d_model=256",
+    "model.num_heads=4",
+    "model.d_feedforward=1024",
+    "data.sequence_length=128",
+    "training.batch_size=8",
+    "training.device=cpu",
+    "training.epochs=1000000",  # the driver says when it is over
+    "optimizer.name=adamw",
+    "optimizer.lr=1e-4",
+    "optimizer.clip_norm=1.0",
+    "optimizer.schedule=constant",
+)
+
+
+def make_config(settings: Sequence[str] = ()) -> Config:
+    """The workload's configuration; everything else is the package's default. `settings`: KEY=VALUE words."""
+    return load(overrides=[*SETTINGS, *settings])
+
+
+class SyntheticTask:
+    """Implements `training.task.Task`: random tokens, cut into windows by the package's own code."""
+
+    def __init__(self, config: Config, replica: Replica) -> None:
+        training, length = config.training, config.data.sequence_length
+        self.replica, self.length, self.batch_size = replica, length, training.batch_size
+        self.tokens = np.random.default_rng(config.seed).integers(VOCAB_SIZE, size=NUM_TOKENS, dtype=np.uint16)
+        self.windows = Windows(self.tokens, length, config.seed)
+        self.sampler = WindowSampler(self.windows.num_units, training.batch_size, training.accumulation, replica)
+        self.usual_count = training.batch_size * length
+        torch.manual_seed(config.seed)
+        self.model = LanguageModel(VOCAB_SIZE, config.model)
+
+    def batch(self, epoch: int, units: range) -> Batch:
+        return self.windows.batch(epoch, units)
+
+    def has_split(self, split: str) -> bool:
+        return split == "valid"
+
+    def evaluation_batches(self, split: str) -> Iterator[Batch]:
+        return evaluation_batches(self.tokens[:10_000], self.length, self.batch_size, self.replica)
+
+    def loss(self, batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, int]:
+        inputs, targets = batch
+        return self.model.loss(inputs, targets)

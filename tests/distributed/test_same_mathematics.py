@@ -1,0 +1,162 @@
+"""Any number of ranks, rounds, buckets and micro-batches train like one plain torch script on the same batches."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import plain
+import pytest
+from jobs import MANY_RUNS, relative_difference, steps, tiny, weights, write_corpus, write_runs
+from plain import Case
+
+pytestmark = pytest.mark.distributed
+
+SAMPLES = 16  # a step, over all ranks and rounds
+TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
+
+CASES = [
+    Case("adamw-cosine", "adamw", 8e-3, schedule="cosine", warmup_steps=4),
+    Case(
+        "sgd-step", "sgd", 0.4, schedule="step", lr_scaling="linear", warmup_steps=3, gamma=0.5, momentum=0.9,
+        clip_norm=0.3, norm="post", activation="relu", position="learned", tie_embeddings=False,
+    ),
+    Case("adam-noam", "adam", 4e-3, schedule="noam", warmup_steps=6, lr_scaling="sqrt", clip_norm=None),
+    # Adam divides by the root of squared gradients: a larger epsilon keeps float32's rounding of gradients that are
+    # zero but for it (those of the attention's key biases) from becoming whole updates.
+    Case("adamw-fp32", "adamw", 8e-3, schedule="cosine", warmup_steps=4, eps=1e-4, precision="fp32"),
+    Case("sgd-fp32", "sgd", 0.2, momentum=0.9, clip_norm=0.3, tie_embeddings=False, precision="fp32"),
+]  # fmt: skip
+
+# Rounds a step, micro-batches, bucket size, overlap. 16 samples on 2 ranks in 3 micro-batches are 3 + 3 + 2.
+# Each case goes two of the four ways; on 4 ranks, where a step is slow, one.
+WAYS = [(1, 3, 0.001, True), (2, 1, 0.01, True), (2, 3, 8, False), (1, 1, 8, True)]
+
+# Three epochs of 97 windows: 6 full steps and one with a single sample, which all ranks but one go without.
+WINDOWS = 97
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "text", train=(WINDOWS + 1) * 12 + 5)
+
+
+@cache
+def windows_reference(corpus: Path, case: Case) -> plain.Trained:
+    every = plain.window_steps(plain.encode(corpus, "train"), case, SAMPLES)
+    return plain.train(corpus, case, [*tiny(corpus), *case.words(dp=1)], every)
+
+
+def differences(run: Path, wanted: plain.Trained) -> dict[str, float]:
+    """The largest relative difference from the reference, of each thing that a run leaves."""
+    numbers, losses, norms, rates = zip(*steps(run, "loss", "grad_norm", "lr"), strict=True)
+    assert numbers == tuple(range(1, len(wanted.losses) + 1))
+    pairs = {"loss": (losses, wanted.losses), "norm": (norms, wanted.norms), "rate": (rates, wanted.rates)}
+    result = {
+        name: max(abs(value - want) / want for value, want in zip(*both, strict=True)) for name, both in pairs.items()
+    }
+    return {"weights": relative_difference(weights(run), wanted.weights)} | result
+
+
+def check(found: dict[str, dict[str, float]], limits: dict[str, float]) -> None:
+    """Shows the largest difference (`pytest -s`), and fails with all that are over their limit."""
+    worst: dict[float, float] = {}
+    for name, limit in limits.items():
+        worst[limit] = max(worst.get(limit, 0.0), *found[name].values())
+    print("largest relative differences:", ", ".join(f"{value:.1e} (limit {limit})" for limit, value in worst.items()))
+    over = {name: values for name, values in found.items() if not max(values.values()) <= limits[name]}
+    assert not over
+
+
+@pytest.mark.parametrize(("dp", "backend"), [(1, ""), (2, "gloo"), (2, "mpi"), (4, "gloo")])
+def test_ranks_rounds_and_buckets_change_nothing(ranks, corpus, tmp_path, dp, backend):
+    runs, found, limits = {}, {}, {}
+    for number, case in enumerate(CASES):
+        for rounds, pieces, bucket, overlap in (WAYS * 2)[number % 4 :][: 1 if dp == 4 else 2]:
+            size = SAMPLES // dp // rounds
+            name = f"{case.name}-{rounds}x{size}-{pieces}-{bucket}-{overlap}"
+            runs[name] = [
+                *tiny(corpus),
+                *case.words(dp),
+                f"output_dir={tmp_path / name}",
+                f"training.batch_size={size}",
+                f"training.accumulation={rounds}",
+                f"parallel.micro_batches={min(pieces, size)}",
+                f"communication.bucket_mb={bucket}",
+                f"communication.overlap={overlap}",
+            ]
+    result = ranks(dp, [*MANY_RUNS, write_runs(tmp_path / "runs.json", list(runs.values()))], backend=backend)
+    assert result.returncode == 0, result.stdout + result.stderr
+    for case in CASES:
+        for name in (name for name in runs if name.startswith(f"{case.name}-")):
+            found[name] = differences(tmp_path / name, windows_reference(corpus, case))
+            limits[name] = TOLERANCE[case.precision]
+    check(found, limits)
+
+
+COLUMNS = 8
+COLUMN_RUNS = {f"columns-{case.name}-{rounds}": (case, rounds) for case in CASES[:2] for rounds in (1, 2)}
+
+NARROW_CASE = replace(CASES[3], num_steps=40)
+# Precision, compression and how near the losses of float32 stay.
+NARROW_RUNS = {
+    "wire": ("fp32", "fp16", 1e-2),
+    "bf16": ("bf16", "none", 5e-2),
+    "fp16": ("fp16", "none", 5e-2),
+    "bf16-wire": ("bf16", "fp16", 5e-2),
+    "fp16-wire": ("fp16", "fp16", 5e-2),
+}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(ranks, corpus, tmp_path_factory) -> Path:
+    """The folder of the runs in columns and of those in lower precision, all of one launch."""
+    folder = tmp_path_factory.mktemp("runs")
+    runs = [
+        [
+            *tiny(corpus),
+            *case.words(dp=2),
+            f"output_dir={folder / name}",
+            "data.batching=columns",
+            f"training.batch_size={COLUMNS}",
+            f"training.accumulation={rounds}",
+            "parallel.micro_batches=3",
+            "communication.bucket_mb=0.01",
+        ]
+        for name, (case, rounds) in COLUMN_RUNS.items()
+    ] + [
+        [
+            *tiny(corpus),
+            *replace(NARROW_CASE, precision=precision).words(dp=2),
+            f"output_dir={folder / name}",
+            f"training.batch_size={SAMPLES // 4}",
+            "training.accumulation=2",
+            "communication.bucket_mb=0.01",
+            f"communication.compression={compression}",
+        ]
+        for name, (precision, compression, _) in NARROW_RUNS.items()
+    ]
+    result = ranks(2, [*MANY_RUNS, write_runs(folder / "runs.json", runs)])
+    assert result.returncode == 0, result.stdout + result.stderr
+    return folder
+
+
+def test_columns_train_like_the_tutorial(two_ranks, corpus):
+    """13 batches of the tutorial, the last of two rows: rank 0 has the first 6, and none for the last step."""
+    found = {}
+    for name, (case, rounds) in COLUMN_RUNS.items():
+        every = plain.column_steps(plain.encode(corpus, "train"), case, COLUMNS, 2, rounds)
+        wanted = plain.train(corpus, case, [*tiny(corpus), *case.words(dp=1)], every)
+        found[name] = differences(two_ranks / name, wanted)
+    check(found, dict.fromkeys(found, 1e-9))
+
+
+def test_lower_precision_stays_near(two_ranks, corpus):
+    """Half precision on the wire or in the matrix products: near float32, and the loss falls."""
+    wanted = windows_reference(corpus, NARROW_CASE)
+    assert wanted.losses[-1] < 0.8 * wanted.losses[0]
+    found = {name: differences(two_ranks / name, wanted) for name in NARROW_RUNS}
+    check(
+        {name: {"loss": values["loss"]} for name, values in found.items()},
+        {name: limit for name, (_, _, limit) in NARROW_RUNS.items()},
+    )
+    assert found["wire"]["weights"] < 1e-2

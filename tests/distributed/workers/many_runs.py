@@ -1,0 +1,47 @@
+"""Runs `hvd-train` for every list of settings of a JSON file, one after the other in one world: many_runs.py FILE.
+
+With RECORD_UNITS in the environment each rank notes there the units of data that it takes: lines "EPOCH UNIT".
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from hvd_transformer.comm.world import World
+from hvd_transformer.config import load
+from hvd_transformer.training import job, session
+from hvd_transformer.training.language_model_task import LanguageModelTask
+from hvd_transformer.training.stop import StopRequest
+
+
+def record_units(output_dir: str, rank: int) -> None:
+    """Every call of `batch` from now on adds to OUTPUT_DIR/../units-NAME-RANK."""
+    run = Path(output_dir)
+    file = run.with_name(f"units-{run.name}-{rank}")
+    original = ORIGINAL_BATCH
+
+    def batch(task, epoch, units):
+        with file.open("a", encoding="utf-8") as opened:
+            opened.writelines(f"{epoch} {unit}\n" for unit in units)
+        return original(task, epoch, units)
+
+    LanguageModelTask.batch = batch
+
+
+ORIGINAL_BATCH = LanguageModelTask.batch
+
+
+def main() -> None:
+    session.write_report = lambda run: run  # its charts take longer than these runs; test_run_directory.py has them
+    stop, world = StopRequest(), World.start()
+    for words in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
+        config = load(overrides=words)
+        if "RECORD_UNITS" in os.environ:
+            record_units(config.output_dir, world.rank)
+        job.run(config, world, stop)
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

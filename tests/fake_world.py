@@ -1,0 +1,45 @@
+"""A world of several ranks in one process: it writes down what is called and plays the others itself."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvd_transformer.comm.world import World
+
+
+class FakeWorld(World):
+    """Rank `rank` of `size`.
+
+    The other ranks hold the same tensors as this one; a sum is there only after its wait. `others` turns this
+    rank's object into the list of all ranks'.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 2, others: Callable[[Any], list[Any]] | None = None) -> None:
+        super().__init__()
+        self.rank, self.size = rank, size
+        self.events: list[str] = []
+        self.sent: dict[str, Tensor] = {}  # as they were when they were sent
+        self._others = others or (lambda value: [value] * size)
+
+    def all_reduce_async_(self, tensor: Tensor, name: str, operation: str = "sum") -> Callable[[], None]:
+        assert tensor.is_contiguous()
+        self.events.append(f"send {name}")
+        self.sent[name] = tensor.detach().clone()
+
+        def wait() -> None:
+            self.events.append(f"wait {name}")
+            if operation == "sum":
+                tensor.mul_(self.size)
+
+        return wait
+
+    def broadcast_(self, tensor: Tensor, name: str, root: int = 0) -> Tensor:
+        """Rank 0 sends ones where this is another rank."""
+        self.events.append(f"broadcast {name}")
+        return tensor if self.rank == root else tensor.copy_(torch.ones_like(tensor))
+
+    def all_gather_objects(self, value: Any) -> list[Any]:
+        self.events.append("gather")
+        return self._others(value)

@@ -1,0 +1,67 @@
+"""Settings that do not go together are refused with the keys; the nearest ones that do are taken."""
+
+import pytest
+
+from hvd_transformer.config import load
+from hvd_transformer.errors import UserError
+
+# (settings that fit, the one that then does not, all keys and numbers the message must name)
+CASES = [
+    (["model.d_model=96", "model.num_heads=6"], "model.num_heads=7", ["model.d_model=96", "model.num_heads=7"]),
+    (
+        ["model.d_model=12", "model.num_heads=6", "model.position=rotary"],
+        "model.num_heads=4",
+        ["model.position=rotary", "model.d_model=12", "model.num_heads=4"],
+    ),
+    (["model.d_model=7", "model.num_heads=7", "model.position=learned"], "model.position=sinusoidal", ["d_model", "7"]),
+    (
+        ["model.max_length=64", "data.sequence_length=64"],
+        "data.sequence_length=65",
+        ["data.sequence_length=65", "model.max_length=64"],
+    ),
+    (["data.split=[0.9, 0.1]"], "data.split=[0.9, 0.05, 0.06]", ["data.split=[0.9, 0.05, 0.06]", "1"]),
+    (["data.split=[0.1, 0.0]"], "data.split=[0.0, 1.0]", ["data.split=[0.0, 1.0]", "above 0"]),
+    (["data.vocab_size=257"], "data.vocab_size=256", ["data.vocab_size=256", "data.tokenizer=bpe", "257"]),
+    (["data.tokenizer=char", "data.vocab_size=2"], "data.vocab_size=1", ["data.vocab_size=1", "at least 2"]),
+    (
+        ["optimizer.schedule=noam", "optimizer.warmup_steps=1"],
+        "optimizer.warmup_steps=0",
+        ["optimizer.schedule=noam", "optimizer.warmup_steps", "at least 1"],
+    ),
+    (
+        ["optimizer.name=sgd", "optimizer.momentum=0.9"],
+        "optimizer.name=adam",
+        ["optimizer.momentum=0.9", "optimizer.name=sgd"],
+    ),
+    (
+        ["training.batch_size=4", "parallel.micro_batches=4"],
+        "parallel.micro_batches=5",
+        ["parallel.micro_batches=5", "training.batch_size=4"],
+    ),
+    (
+        ["communication.compression=fp16", "training.precision=fp32"],
+        "training.precision=fp64",
+        ["communication.compression=fp16", "training.precision=fp64"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("fitting", "change", "named"), CASES, ids=[change for _, change, _ in CASES])
+def test_a_combination_that_cannot_work_is_refused_with_its_keys(
+    fitting: list[str], change: str, named: list[str]
+) -> None:
+    load(overrides=fitting)
+    with pytest.raises(UserError) as caught:
+        load(overrides=[*fitting, change])
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(part in message for part in named), message
+
+
+def test_shares_that_add_up_to_one_but_for_rounding_are_taken() -> None:
+    assert sum([0.7, 0.2, 0.1]) != 1.0
+    load(overrides=["data.split=[0.7, 0.2, 0.1]"])
+
+
+def test_a_small_bpe_vocabulary_is_only_refused_for_bpe() -> None:
+    assert load(overrides=["data.vocab_size=10", "data.tokenizer=basic_english"]).data.vocab_size == 10

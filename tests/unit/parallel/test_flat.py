@@ -1,0 +1,132 @@
+"""Buckets hold every parameter once, in backward's order, and the model goes on training in them."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from hvd_transformer.parallel.flat import make_buckets
+
+FORMATS = [torch.float32, torch.float64, torch.bfloat16]
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[dict[str, nn.Parameter], set[str], int]:
+    """Named parameters of any shapes and formats, which of them are not decayed, and a bucket size."""
+    shapes = draw(st.lists(st.lists(st.integers(1, 9), max_size=3), min_size=1, max_size=12))
+    parameters = {
+        f"p{number}": nn.Parameter(torch.randn(shape).to(draw(st.sampled_from(FORMATS))))
+        for number, shape in enumerate(shapes)
+    }
+    no_decay = {name for name in parameters if draw(st.booleans())}
+    return parameters, no_decay, draw(st.sampled_from([1, 100, 1000, 2**20]))
+
+
+@settings(deadline=None, max_examples=100)
+@given(models())
+def test_every_parameter_has_one_place_and_keeps_its_value(
+    made: tuple[dict[str, nn.Parameter], set[str], int],
+) -> None:
+    parameters, no_decay, bucket_bytes = made
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    buckets = make_buckets(parameters, no_decay, bucket_bytes)
+
+    slots = [slot for bucket in buckets for slot in bucket.slots]
+    assert sorted(slot.name for slot in slots) == sorted(parameters)
+    assert all(slot.parameter is parameters[slot.name] for slot in slots)
+    for name, parameter in parameters.items():
+        assert torch.equal(parameter, before[name]) and parameter.shape == shapes[name]
+
+    for bucket in buckets:
+        assert bucket.parameters.shape == bucket.gradients.shape
+        assert bucket.parameters.dtype == bucket.gradients.dtype
+        assert not bucket.gradients.any()
+        taken = torch.zeros(bucket.parameters.numel())
+        for slot in bucket.slots:
+            assert slot.parameter.dtype == bucket.parameters.dtype
+            assert slot.start * slot.parameter.element_size() % 64 == 0
+            assert slot.parameter.data_ptr() == bucket.parameters.data_ptr() + slot.start * slot.parameter.element_size()
+            taken[slot.start : slot.stop] += 1
+            assert slot.view(bucket.gradients).data_ptr() == bucket.gradients[slot.start :].data_ptr()
+        # Nobody's place is another's, and what is no one's is zero.
+        assert taken.max() == 1
+        assert not bucket.parameters[taken == 0].any()
+
+
+@settings(deadline=None, max_examples=60)
+@given(models())
+def test_decayed_parameters_come_first_and_the_halves_cut_between(
+    made: tuple[dict[str, nn.Parameter], set[str], int],
+) -> None:
+    parameters, no_decay, bucket_bytes = made
+    for bucket in make_buckets(parameters, no_decay, bucket_bytes):
+        halves = list(bucket.halves())
+        places = [index for place, _ in halves for index in range(place.start, place.stop)]
+        assert places == list(range(bucket.parameters.numel()))
+        assert len({decayed for _, decayed in halves}) == len(halves)
+        for slot in bucket.slots:
+            (decayed,) = [flag for place, flag in halves if place.start <= slot.start < place.stop]
+            (end,) = [flag for place, flag in halves if place.start <= slot.stop - 1 < place.stop]
+            assert decayed == end == (slot.name not in no_decay)
+
+
+@settings(deadline=None, max_examples=60)
+@given(models())
+def test_buckets_follow_backward_and_are_closed_when_full(
+    made: tuple[dict[str, nn.Parameter], set[str], int],
+) -> None:
+    parameters, no_decay, bucket_bytes = made
+    buckets = make_buckets(parameters, no_decay, bucket_bytes)
+    for dtype in FORMATS:
+        kind = [bucket for bucket in buckets if bucket.parameters.dtype == dtype]
+        own = [name for name, parameter in parameters.items() if parameter.dtype == dtype]
+        expected: list[set[str]] = []
+        size = bucket_bytes
+        for name in reversed(own):  # the last layer's gradients are there first
+            if size >= bucket_bytes:
+                expected.append(set())
+                size = 0
+            expected[-1].add(name)
+            size += parameters[name].numel() * parameters[name].element_size()
+        assert [{slot.name for slot in bucket.slots} for bucket in kind] == expected
+
+
+@settings(deadline=None, max_examples=40)
+@given(models())
+def test_within_a_bucket_parameters_follow_backward(made: tuple[dict[str, nn.Parameter], set[str], int]) -> None:
+    parameters, no_decay, bucket_bytes = made
+    backward = list(reversed(parameters))
+    for bucket in make_buckets(parameters, no_decay, bucket_bytes):
+        for group in (False, True):
+            names = [slot.name for slot in bucket.slots if (slot.name in no_decay) == group]
+            assert names == sorted(names, key=backward.index)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 600, 2**20])
+def test_a_model_trains_through_the_views(bucket_bytes: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+    plain = copy.deepcopy(model)
+    buckets = make_buckets(dict(model.named_parameters()), set(), bucket_bytes)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(5):
+        inputs = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        for one in (model, plain):
+            one.zero_grad()
+            one(inputs).square().sum().backward()
+        optimizer.step()
+        for bucket in buckets:
+            for slot in bucket.slots:
+                slot.view(bucket.gradients).copy_(slot.parameter.grad)
+            bucket.parameters -= 0.1 * bucket.gradients
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-15)
+
+
+def test_the_picture_of_the_first_line() -> None:
+    parameters = {f"{kind}{i}": nn.Parameter(torch.full([1], float(i))) for i in (5, 6, 7) for kind in ("w", "b")}
+    (bucket,) = make_buckets(parameters, {"b5", "b6", "b7"}, 2**20)
+    assert [slot.name for slot in bucket.slots] == ["w7", "w6", "w5", "b7", "b6", "b5"]

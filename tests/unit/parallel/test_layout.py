@@ -1,0 +1,60 @@
+"""Which replica a rank is, and which device it computes on, or a clear word why it cannot."""
+
+import pytest
+import torch
+from fake_world import FakeWorld
+
+from hvd_transformer.comm.world import World
+from hvd_transformer.config import load
+from hvd_transformer.errors import UserError
+from hvd_transformer.parallel.layout import Layout
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[torch.device]:
+    """Pretends that this host has so many GPUs; the list gets those that are chosen."""
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    return chosen
+
+
+def test_alone_it_is_the_only_replica() -> None:
+    layout = Layout.of(load(overrides=["training.device=cpu"]), World())
+    assert layout == Layout(dp=1, replica=0, device=torch.device("cpu"))
+
+
+def test_every_rank_is_a_replica() -> None:
+    layout = Layout.of(load(overrides=["training.device=cpu"]), FakeWorld(rank=2, size=5))
+    assert (layout.dp, layout.replica) == (5, 2)
+
+
+def test_a_device_that_is_not_there_is_told_with_host_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 1)
+    world = FakeWorld(rank=1)
+    world.local_rank, world.local_size, world.host = 1, 2, "node7"
+    with pytest.raises(UserError) as caught:
+        Layout.of(load(overrides=["training.device=cuda"]), world)
+    message = str(caught.value)
+    assert message.startswith("training.device=cuda: host node7 has 1 GPUs for 2 ranks")
+    assert "training.device=cpu" in message
+
+
+def test_auto_takes_a_gpu_a_rank_where_every_rank_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = gpus(monkeypatch, 2)
+    world = FakeWorld(rank=3, size=4)
+    world.local_rank, world.local_size = 1, 2
+    assert Layout.of(load(), world).device == torch.device("cuda", 1)
+    assert chosen == [torch.device("cuda", 1)]
+
+
+def test_auto_is_the_cpu_for_all_where_one_rank_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = gpus(monkeypatch, 2)
+    world = FakeWorld(0, 3, others=lambda mine: [mine, True, False])
+    assert Layout.of(load(), world).device == torch.device("cpu")
+    assert chosen == []
+
+
+def test_a_pipeline_is_not_there_yet() -> None:
+    with pytest.raises(UserError, match="parallel.pipeline=2: .*set parallel.pipeline=1"):
+        Layout.of(load("tutorial-1b"), World())

@@ -1,0 +1,205 @@
+"""Gradients add up as in plain autograd, and each bucket is sent once: as soon as it is full, never before."""
+
+import copy
+
+import pytest
+import torch
+from fake_world import FakeWorld
+from torch import Tensor, nn
+
+from hvd_transformer.comm.world import World
+from hvd_transformer.parallel.flat import Bucket, make_buckets
+from hvd_transformer.parallel.reducer import GradientReducer
+
+EVERY_PARAMETER, ALL_IN_ONE = 1, 2**20
+
+
+class Layers(nn.Module):
+    """Three linear layers, of which `use` says which take part; they report when backward has reached them."""
+
+    def __init__(self, events: list[str] | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3)).double()
+        self.events = events
+
+    def forward(self, inputs: Tensor, use: tuple[int, ...] = (0, 1, 2)) -> Tensor:
+        hidden = inputs
+        for number in use:
+            hidden = self.layers[number](hidden)
+            if self.events is not None:
+                hidden.register_hook(lambda grad, number=number: self.events.append(f"backward {number}"))
+            hidden = hidden.tanh()
+        return hidden.square().sum()
+
+
+def made(world: World, bucket_bytes: int, **options: object) -> tuple[Layers, Layers, list[Bucket], GradientReducer]:
+    """The model in buckets, a plain copy of it, the buckets and their reducer."""
+    torch.manual_seed(0)
+    model = Layers(world.events if isinstance(world, FakeWorld) else None)
+    plain = Layers()
+    plain.load_state_dict(copy.deepcopy(model.state_dict()))
+    buckets = make_buckets(dict(model.named_parameters()), set(), bucket_bytes)
+    return model, plain, buckets, GradientReducer(buckets, world, **options)
+
+
+def inputs(number: int) -> Tensor:
+    return torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+
+
+def reduced(buckets: list[Bucket]) -> dict[str, Tensor]:
+    return {slot.name: slot.view(bucket.gradients).clone() for bucket in buckets for slot in bucket.slots}
+
+
+def expect(buckets: list[Bucket], plain: Layers, factor: float = 1.0) -> None:
+    own = reduced(buckets)
+    for name, parameter in plain.named_parameters():
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(own[name], factor * grad, rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+@pytest.mark.parametrize("bucket_bytes", [EVERY_PARAMETER, 120, ALL_IN_ONE])
+def test_gradients_of_several_backwards_add_up_as_in_autograd(bucket_bytes: int, rounds: int) -> None:
+    model, plain, buckets, reducer = made(World(), bucket_bytes)
+    for step in range(2):  # the second step must not see the first
+        plain.zero_grad()
+        reducer.begin()
+        for number in range(rounds):
+            if number == rounds - 1:
+                reducer.last()
+            model(inputs(10 * step + number)).backward()
+            plain(inputs(10 * step + number)).backward()
+        reducer.finish()
+        expect(buckets, plain)
+        # A gradient exists once: in its bucket.
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("bucket_bytes", [EVERY_PARAMETER, ALL_IN_ONE])
+def test_unused_parameters_get_zero_also_after_a_step_that_used_them(bucket_bytes: int) -> None:
+    model, plain, buckets, reducer = made(World(), bucket_bytes)
+    for use in ((0, 1, 2), (0, 2), (1,)):
+        plain.zero_grad()
+        reducer.begin()
+        reducer.last()
+        model(inputs(1), use).backward()
+        plain(inputs(1), use).backward()
+        reducer.finish()
+        expect(buckets, plain)
+    assert not reduced(buckets)["layers.0.weight"].any()
+    assert reduced(buckets)["layers.1.weight"].any()
+
+
+def test_a_parameter_used_in_one_round_alone_keeps_that_rounds_gradient() -> None:
+    model, plain, buckets, reducer = made(World(), ALL_IN_ONE)
+    reducer.begin()
+    for number, use in enumerate([(0, 1), (1, 2), (2,)]):
+        if number == 2:
+            reducer.last()
+        model(inputs(number), use).backward()
+        plain(inputs(number), use).backward()
+    reducer.finish()
+    expect(buckets, plain)
+
+
+def test_a_step_without_any_backward_is_all_zeros() -> None:
+    """A rank whose replica has no sample in an epoch's last step."""
+    model, plain, buckets, reducer = made(FakeWorld(), EVERY_PARAMETER)
+    for samples in (True, False):
+        reducer.begin()
+        if samples:
+            reducer.last()
+            model(inputs(0)).backward()
+        reducer.finish()
+    assert all(not gradient.any() for gradient in reduced(buckets).values())
+
+
+def test_buckets_are_sent_while_backward_goes_on() -> None:
+    world = FakeWorld()
+    model, plain, buckets, reducer = made(world, EVERY_PARAMETER)
+    assert len(buckets) == 6
+    reducer.begin()
+    reducer.last()
+    model(inputs(0)).backward()
+    plain(inputs(0)).backward()
+    events = list(world.events)
+    reducer.finish()
+    # Bucket 0 and 1 are the last layer's bias and weight, and so on down.
+    assert events.index("send bucket.0") < events.index("backward 1")
+    assert events.index("send bucket.1") < events.index("backward 0")
+    assert events.index("backward 0") < events.index("send bucket.5")
+    assert not any(event.startswith("wait") for event in events)
+    expect(buckets, plain, factor=2.0)
+
+
+def test_nothing_is_sent_before_the_last_round() -> None:
+    world = FakeWorld()
+    model, plain, buckets, reducer = made(world, EVERY_PARAMETER)
+    reducer.begin()
+    for number in range(2):
+        model(inputs(number)).backward()
+        plain(inputs(number)).backward()
+    assert not any(event.startswith("send") for event in world.events)
+    reducer.last()
+    model(inputs(2)).backward()
+    plain(inputs(2)).backward()
+    reducer.finish()
+    # What was sent was complete.
+    for index, bucket in enumerate(buckets):
+        for slot in bucket.slots:
+            grad = plain.get_parameter(slot.name).grad
+            torch.testing.assert_close(slot.view(world.sent[f"bucket.{index}"]), grad, rtol=1e-13, atol=1e-15)
+    expect(buckets, plain, factor=2.0)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("bucket_bytes", [EVERY_PARAMETER, 120, ALL_IN_ONE])
+def test_each_bucket_is_sent_once_and_waited_for_once(bucket_bytes: int, overlap: bool) -> None:
+    world = FakeWorld(size=3)
+    model, plain, buckets, reducer = made(world, bucket_bytes, overlap=overlap)
+    for step, use in enumerate([(0, 1, 2), (0, 2)]):
+        world.events.clear()
+        plain.zero_grad()
+        reducer.begin()
+        model(inputs(step), use).backward()
+        plain(inputs(step), use).backward()
+        reducer.last()
+        model(inputs(step + 5), use).backward()
+        plain(inputs(step + 5), use).backward()
+        early = [event for event in world.events if event.startswith("send")]
+        assert overlap or not early
+        reducer.finish()
+        for kind in ("send", "wait"):
+            seen = [event for event in world.events if event.startswith(kind)]
+            assert sorted(seen) == sorted(f"{kind} bucket.{index}" for index in range(len(buckets)))
+        expect(buckets, plain, factor=3.0)
+
+
+def test_half_precision_on_the_wire_rounds_what_is_sent() -> None:
+    world = FakeWorld()
+    model, plain, buckets, reducer = made(world, 120, compression="fp16")
+    reducer.begin()
+    reducer.last()
+    model(inputs(0)).backward()
+    plain(inputs(0)).backward()
+    reducer.finish()
+    own = reduced(buckets)
+    assert all(tensor.dtype == torch.float16 for tensor in world.sent.values())
+    for name, parameter in plain.named_parameters():
+        assert own[name].dtype == torch.float64
+        torch.testing.assert_close(own[name], (parameter.grad.half() * 2).double(), rtol=0, atol=0)
+
+
+def test_a_parameter_used_twice_is_complete_when_it_is_sent() -> None:
+    world = FakeWorld()
+    weight = nn.Parameter(torch.tensor([2.0, 3.0]))
+    (bucket,) = make_buckets({"weight": weight}, set(), 1)
+    reducer = GradientReducer([bucket], world)
+    reducer.begin()
+    reducer.last()
+    ((weight * 5).tanh() * weight).sum().backward()  # as a tied embedding
+    reducer.finish()
+    reference = weight.detach().clone().requires_grad_()
+    ((reference * 5).tanh() * reference).sum().backward()
+    torch.testing.assert_close(world.sent["bucket.0"][:2], reference.grad)
+    assert [event for event in world.events if event.startswith("send")] == ["send bucket.0"]

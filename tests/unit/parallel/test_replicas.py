@@ -1,0 +1,118 @@
+"""The checksum sees every bit and every place, and the ranks that differ are named."""
+
+import pytest
+import torch
+from fake_world import FakeWorld
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from hvd_transformer.comm.world import World
+from hvd_transformer.parallel.flat import Bucket, make_buckets
+from hvd_transformer.parallel.replicas import ReplicasDiffer, broadcast_parameters, check_replicas, checksum
+
+LONG = 2**21 + 12_345  # more than two of the pieces that it is summed in
+
+
+def numbers(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def flipped(tensor: Tensor, bit: int) -> Tensor:
+    """A copy with one bit of its memory the other way."""
+    copy = tensor.clone()
+    copy.view(torch.uint8)[bit // 8] ^= 1 << bit % 8
+    return copy
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data(), st.sampled_from([torch.float32, torch.float64]))
+def test_one_flipped_bit_changes_it(data: st.DataObject, dtype: torch.dtype) -> None:
+    tensor = numbers(37, dtype)
+    bit = data.draw(st.integers(0, tensor.nbytes * 8 - 1))
+    assert checksum([tensor]) != checksum([flipped(tensor, bit)])
+
+
+@pytest.mark.parametrize("place", [0, 2**20 - 1, 2**20, 2**21, LONG - 1])
+@pytest.mark.parametrize("bit", [0, 22, 31])
+def test_one_flipped_bit_in_a_long_tensor_changes_it(place: int, bit: int) -> None:
+    tensor = numbers(LONG)
+    assert checksum([tensor]) != checksum([flipped(tensor, 32 * place + bit)])
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_two_swapped_values_change_it(data: st.DataObject) -> None:
+    tensor = numbers(50)
+    first, second = data.draw(st.lists(st.integers(0, 49), min_size=2, max_size=2, unique=True))
+    swapped = tensor.clone()
+    swapped[first], swapped[second] = tensor[second], tensor[first]
+    assert checksum([tensor]) != checksum([swapped])
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 2**20), (5, 2**21 + 5), (2**20, 2**21), (0, LONG - 1)])
+def test_values_swapped_far_apart_change_it(first: int, second: int) -> None:
+    tensor = numbers(LONG)
+    swapped = tensor.clone()
+    swapped[first], swapped[second] = tensor[second], tensor[first]
+    assert checksum([tensor]) != checksum([swapped])
+
+
+def test_zero_and_minus_zero_differ_and_so_do_tensors_in_another_order() -> None:
+    assert checksum([torch.zeros(3)]) != checksum([-torch.zeros(3)])
+    first, second = numbers(20), numbers(20) + 1
+    assert checksum([first, second]) != checksum([second, first])
+
+
+@pytest.mark.parametrize("count", [1, 37, LONG])
+def test_equal_tensors_have_equal_ones_wherever_they_lie(count: int) -> None:
+    tensor = numbers(count)
+    elsewhere = torch.cat([torch.ones(3), tensor])[3:]
+    assert checksum([tensor]) == checksum([elsewhere]) == checksum([tensor.clone().requires_grad_()])
+    assert 0 <= checksum([tensor]) < 2**64
+
+
+def buckets() -> list[Bucket]:
+    return make_buckets({"a": nn.Parameter(numbers(9)), "b": nn.Parameter(numbers(4).double())}, set(), 1)
+
+
+def test_equal_replicas_pass_with_their_checksum() -> None:
+    own = buckets()
+    expected = checksum([bucket.parameters for bucket in own])
+    assert check_replicas(own, FakeWorld(size=4), "step 1") == expected == check_replicas(own, World(), "alone")
+
+
+@pytest.mark.parametrize("me", [0, 1, 2])
+@pytest.mark.parametrize("stranger", [0, 1, 2])
+def test_the_rank_that_differs_is_named_on_every_rank(stranger: int, me: int) -> None:
+    right = checksum([bucket.parameters for bucket in buckets()])
+    own = buckets()
+    if me == stranger:
+        own[0].parameters[0] += 1
+    wrong = checksum([bucket.parameters for bucket in own]) if me == stranger else right + 1
+
+    def others(value: int) -> list[int]:
+        sums = [right] * 3
+        sums[stranger] = wrong
+        assert sums[me] == value
+        return sums
+
+    with pytest.raises(ReplicasDiffer) as caught:
+        check_replicas(own, FakeWorld(me, 3, others), "step 7")
+    message = str(caught.value)
+    assert message == f"step 7: the weights of rank {stranger} differ from those of the other ranks"
+
+
+def test_several_differing_ranks_are_all_named() -> None:
+    world = FakeWorld(0, 5, lambda value: [value, 1, value, value, 2])
+    with pytest.raises(ReplicasDiffer, match="rank 1, 4 differ"):
+        check_replicas(buckets(), world, "at the end")
+
+
+def test_broadcast_gives_every_parameter_rank_zeros_value() -> None:
+    own = buckets()
+    broadcast_parameters(own, FakeWorld(rank=1))
+    assert all((slot.parameter == 1).all() for bucket in own for slot in bucket.slots)
+    mine = buckets()
+    broadcast_parameters(mine, FakeWorld(rank=0))
+    assert checksum([bucket.parameters for bucket in mine]) == checksum([bucket.parameters for bucket in buckets()])
