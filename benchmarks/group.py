@@ -17,7 +17,7 @@ from benchmarks.channel import Channel, Listener
 from benchmarks.processes import ProcessTree
 
 REPOSITORY = Path(__file__).parent.parent
-_LAST_LINES = 40
+_LAST_LINES = 80
 
 
 class ContestantFailed(RuntimeError):
@@ -100,8 +100,8 @@ class Group:
 
     def end(self, patience: float = 20) -> None:
         """After `release`: waits until all has ended, and ends what does not by itself."""
-        for number, seconds in ((None, patience), (signal.SIGTERM, 7.0), (signal.SIGKILL, 7.0)):
-            if number is signal.SIGTERM:  # launchers pass it on and tidy up
+        for number, seconds in ((None, patience), (signal.SIGTERM, 15.0), (signal.SIGKILL, 5.0)):
+            if number is signal.SIGTERM:  # launchers pass it on and tidy up; horovodrun takes up to 10 s
                 for launcher in self._launchers:
                     launcher.send_signal(number)
             elif number is signal.SIGKILL:
@@ -127,7 +127,7 @@ class Group:
     def _all_ended(self, seconds: float) -> bool:
         """Within so many seconds; a launcher's helpers, which tidy up after it, count too."""
         deadline = time.monotonic() + seconds
-        while any([launcher.poll() is None for launcher in self._launchers]) or self._tree:
+        while any(launcher.poll() is None for launcher in self._launchers) or self._tree:
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.02)
@@ -147,7 +147,7 @@ class Group:
 
     def _failure(self, what: str) -> ContestantFailed:
         self.release()
-        self.end(patience=3)  # its launcher may still be writing the reason
+        self.end(patience=5)  # its launcher may still be writing the reason
         output = (self._folder / "output").read_text(encoding="utf-8", errors="replace")
         lines = output.splitlines()[-_LAST_LINES:]
         return ContestantFailed(

@@ -133,7 +133,7 @@ def _running() -> Iterator[list[Group]]:
         for group in groups:
             group.release()
         for group in groups:
-            group.end(patience=20 if finished else 3)
+            group.end(patience=20 if finished else 10)
         signal.signal(signal.SIGINT, interrupt)
 
 

@@ -10,7 +10,7 @@ from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data import python_docs
 from hvd_transformer.data.download import PUBLISHED, fetch
 from hvd_transformer.data.once import Report, ShouldStop, build_once, never, silent
-from hvd_transformer.data.text import TextSpan, line_end
+from hvd_transformer.data.text import TextSpan, boundary
 from hvd_transformer.errors import UserError
 
 SPLITS = ("train", "valid", "test")
@@ -140,7 +140,7 @@ def _folder_spans(folder: Path) -> dict[str, TextSpan]:
 
 
 def _file_spans(path: Path, shares: Iterable[float]) -> dict[str, TextSpan]:
-    """Cuts one file at the line ends next behind the shares of its bytes."""
+    """Cuts one file at the line ends next behind the shares of its bytes (see `text.boundary`)."""
     size = path.stat().st_size
     if not size:
         raise UserError(f"{path}: the file is empty; it must hold text")
@@ -148,7 +148,7 @@ def _file_spans(path: Path, shares: Iterable[float]) -> dict[str, TextSpan]:
     start, total = 0, 0.0
     for split, share in zip(SPLITS, shares, strict=False):
         total += share
-        end = size if total > 1 - 1e-9 else max(start, line_end(path, round(total * size)))
+        end = size if total > 1 - 1e-9 else max(start, boundary(path, round(total * size)))
         if end == start:
             raise UserError(
                 f"{path}: data.split={list(shares)} leaves the {split} split empty (cuts are at line ends); "

@@ -86,16 +86,20 @@ def _cut(data: bytes) -> int:
     return len(data)
 
 
-def line_end(path: Path, target: int) -> int:
-    """The first line boundary at or after byte `target`; the file's size where no line ends behind it."""
+def boundary(path: Path, target: int, reach: int = 2**20) -> int:
+    """Where to cut a text at or after byte `target`: the first line boundary.
+
+    Where no line ends within `reach` bytes (text8 is one line of 100 MB): behind the first space, else at the
+    first whole character.
+    """
+    if target <= 0:
+        return 0
     with path.open("rb") as file:
-        if target <= 0:
-            return 0
         file.seek(target - 1)
-        position = target - 1
-        while chunk := file.read(2**16):
-            found = chunk.find(b"\n")
-            if found >= 0:
-                return position + found + 1
-            position += len(chunk)
-    return position
+        data = file.read(reach)
+    for mark in (b"\n", b" "):
+        found = data.find(mark)
+        if found >= 0:
+            return target + found
+    rest = data[1:]
+    return target + next((place for place, byte in enumerate(rest) if byte & 0xC0 != 0x80), len(rest))

@@ -6,7 +6,7 @@ from jobs import MANY_RUNS, summary, tiny, weights, write_corpus, write_runs
 
 pytestmark = pytest.mark.distributed
 
-# Sizes of the valid and the test split, windows of 12: shorter than a window, exactly so many, fewer than ranks, uneven.
+# Characters of the valid and the test split: below a window of 12, fewer windows than ranks, whole windows, uneven.
 SIZES = [(7, 13), (12 * 8 + 1, 27), (150, 12 * 7), (401, 2)]
 BATCHES = [1, 3, 8]
 SAMPLES = 12  # a step, so that every number of ranks trains the same weights

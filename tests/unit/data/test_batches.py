@@ -194,12 +194,11 @@ def test_ten_gigabytes_of_tokens_train_in_constant_memory(ten_gigabytes: TokenFi
         assert windows.num_units == (HUGE - 1) // length - 1
         sampler = WindowSampler(windows.num_units, 8, 1, Replica(1, 2))
         assert sampler.num_steps() == -(-windows.num_units // 16)
-        for number in range(20):  # everywhere in the epoch
-            step = next(iter(sampler.epoch([(windows.num_units * number // 20, windows.num_units)])))
+        for number in range(8):  # everywhere in the epoch
+            step = next(iter(sampler.epoch([(windows.num_units * number // 8, windows.num_units)])))
             assert windows.batch(0, step.rounds[0]).inputs.shape == (8, length)
         columns = Columns(ten_gigabytes, 20, 35)
-        for unit in range(0, columns.num_units, columns.num_units // 4):
-            assert columns.batch(0, range(unit, unit + 1)).inputs.size(0) == 20
+        assert columns.batch(0, range(10**6, 10**6 + 1)).inputs.shape == (20, 35)
         assert sum(1 for _ in evaluation_batches(ten_gigabytes, length, 8, Replica(3, 100_000))) == 7
         peak = tracemalloc.get_traced_memory()[1]
     finally:
@@ -216,8 +215,8 @@ def test_ten_gigabytes_of_tokens_train_in_constant_memory(ten_gigabytes: TokenFi
 def test_evaluation_of_ten_gigabytes_starts_in_constant_memory(ten_gigabytes: TokenFile) -> None:
     tracemalloc.start()
     try:
-        next(evaluation_batches(ten_gigabytes, 8192, 8, Replica()))
+        next(evaluation_batches(ten_gigabytes, 2**15, 1, Replica()))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 5 * 2**20
+    assert peak < 3 * 2**20

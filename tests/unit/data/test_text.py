@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_transformer.data.text import Piece, TextSpan, line_end, read_pieces
+from hvd_transformer.data.text import Piece, TextSpan, boundary, read_pieces
 from hvd_transformer.errors import UserError
 
 TEXTS = st.text(st.sampled_from("ab  \n\n\t.<br />é\u00a0\u2028日😀"), max_size=300)
@@ -67,12 +67,20 @@ def test_offset_counts_from_the_start_of_the_file(tmp_path):
 
 
 @given(
-    data=st.lists(st.sampled_from([b"\n", b"a", b"bcd"]), max_size=30).map(b"".join),
+    data=st.lists(st.sampled_from([b"\n", b"a", b"bcd"]), max_size=30).map(lambda parts: b"".join(parts) + b"\n"),
     target=st.integers(0, 60),
 )
-def test_line_end_is_the_first_boundary_from_there(tmp_path_factory, data, target):
+def test_the_cut_is_the_first_line_boundary_from_there(tmp_path_factory, data, target):
     path = tmp_path_factory.mktemp("text") / "text"
     path.write_bytes(data)
     target = min(target, len(data))
-    boundaries = {0, len(data)} | {n + 1 for n, byte in enumerate(data) if byte == 0x0A}
-    assert line_end(path, target) == min(boundary for boundary in boundaries if boundary >= target)
+    ends = {0, len(data)} | {n + 1 for n, byte in enumerate(data) if byte == 0x0A}
+    assert boundary(path, target) == min(end for end in ends if end >= target)
+
+
+def test_a_text_of_one_line_is_cut_behind_a_space_or_a_character(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(b"one two three")
+    assert boundary(path, 5) == len(b"one two ")
+    path.write_text("\u4e00\u4e8c\u4e09", encoding="utf-8")  # three bytes each
+    assert [boundary(path, target) for target in (3, 4, 5, 6)] == [3, 6, 6, 6]

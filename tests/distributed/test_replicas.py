@@ -1,0 +1,90 @@
+"""Ranks that go apart, die or disagree: every job ends soon, with a message that says which rank and why."""
+
+import re
+import subprocess
+import time
+
+import pytest
+from conftest import rank_environment
+from jobs import FAULTY, TRAIN, lines, started, state, tiny, write_corpus
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "text", train=12000)
+
+
+@pytest.fixture
+def settings(corpus, tmp_path):
+    run = tmp_path / "run"
+    return [
+        *tiny(corpus),
+        f"output_dir={run}",
+        "communication.bucket_mb=0.001",
+        "checkpoint.every_steps=5",
+        "training.max_steps=40",
+    ]
+
+
+def test_a_corrupted_replica_is_named(ranks, settings, tmp_path):
+    result = ranks(3, [*FAULTY, 1, 12, "corrupt", *settings], backend="mpirun", timeout=90)
+    assert result.returncode == 1
+    message = "hvd-train: step 15: the weights of rank 1 differ from those of the other ranks"
+    assert result.stderr.count(message) == 1
+    assert "Traceback" not in result.stderr
+    # Nothing of the two weights was saved after they went apart.
+    assert state(tmp_path / "run")["position"]["step"] == 10
+
+
+@pytest.mark.parametrize(
+    ("backend", "fault"), [("gloo", "die"), ("gloo", "raise"), ("mpirun", "raise"), ("mpirun", "die")]
+)
+def test_a_rank_that_fails_in_mid_step_ends_the_others(settings, tmp_path, backend, fault):
+    with started(3, [*FAULTY, 1, 20, fault, *settings], backend, tmp_path / "output") as job:
+        deadline = time.monotonic() + 90
+        while not (metrics := tmp_path / "run/metrics.jsonl").exists() or metrics.read_bytes().count(b"\n") < 19:
+            assert time.monotonic() < deadline and job.popen.poll() is None, job.text()
+            time.sleep(0.02)
+        began = time.monotonic()
+        code = job.wait(20)
+        job.wait_gone(20)
+        seconds = time.monotonic() - began
+    text = job.text()
+    print(f"{backend}, {fault}: all gone {seconds:.1f} s after step 19, code {code}\n{text}")
+    assert code != 0
+    assert seconds < 10
+    assert [line["step"] for line in lines(tmp_path / "run")] == list(range(1, 20))
+    if fault == "raise":
+        assert "hvd-train: rank 1 failed:" in text
+        assert "RuntimeError: this rank has a fault" in text
+        assert "RuntimeError: this rank has a fault" in (tmp_path / "run/logs/rank-001.log").read_text()
+    elif backend == "gloo":
+        assert re.search(r"hvd-train: rank [02] on \S+ lost another rank", text)
+    else:
+        assert "signal 9" in text
+
+
+def test_ranks_with_different_settings_say_which(settings):
+    words = ["mpirun", "--oversubscribe", "-np", "1", TRAIN, *settings, "optimizer.lr=0.5"]
+    words += [":", "-np", "1", TRAIN, *settings, "optimizer.lr=0.25"]
+    result = subprocess.run(words, env=rank_environment(), capture_output=True, text=True, timeout=90)
+    assert result.returncode == 2
+    said = [line for line in result.stderr.splitlines() if line.startswith("hvd-train")]
+    assert said == ["hvd-train: optimizer.lr: rank 1 has 0.25, rank 0 has 0.5; every rank needs the same configuration"]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpirun"])
+def test_a_wrong_key_is_said_once(ranks, settings, tmp_path, backend):
+    result = ranks(2, [TRAIN, *settings, "training.max_step=5"], backend=backend, timeout=90)
+    wanted = "hvd-train: training.max_step (command line): unknown key, did you mean training.max_steps?"
+    assert result.stderr.count("hvd-train: ") == 1
+    assert result.stderr.count(wanted) == 1
+    assert "Traceback" not in result.stderr
+    if backend == "mpirun":
+        assert result.returncode == 2
+    else:  # horovodrun's own code is always 1; the worker's is in its text
+        assert result.returncode == 1
+        assert re.search(r"Exit code: +2\b|exit code:? +2\b", result.stdout + result.stderr)
+    assert not (tmp_path / "run").exists()

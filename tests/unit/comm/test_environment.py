@@ -1,0 +1,81 @@
+"""The launchers' variables say who this process is; Horovod's own get good values where the user set none."""
+
+import os
+
+import pytest
+
+from hvd_transformer.comm.environment import Launched, launched, set_defaults, usable_cores
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if nothing had started this process."""
+    for name in os.environ:
+        if name.startswith(("HOROVOD_", "OMPI_", "PMI_", "MPI_", "PMIX_")):
+            monkeypatch.delenv(name)
+
+
+FAMILIES = {
+    "horovodrun with gloo": ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE"),
+    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "MPICH and Intel MPI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+}
+
+
+def test_alone_is_a_world_of_one() -> None:
+    assert launched() == Launched(rank=0, size=1, local_size=1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_launcher_is_understood(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in zip(FAMILIES[family], ("5", "8", "4"), strict=True):
+        monkeypatch.setenv(name, value)
+    assert launched() == Launched(rank=5, size=8, local_size=4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_the_local_size_all_ranks_may_be_here(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in zip(FAMILIES[family][:2], ("1", "3"), strict=True):
+        monkeypatch.setenv(name, value)
+    assert launched() == Launched(rank=1, size=3, local_size=3)
+
+
+@pytest.mark.parametrize("name", ["HOROVOD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK"])
+def test_half_a_family_is_none(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "3")
+    assert launched().size == 1
+
+
+def test_horovodruns_own_word_counts_before_the_mpi_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """horovodrun started inside an MPI or Slurm allocation."""
+    for name, value in [("PMI_RANK", "0"), ("PMI_SIZE", "1"), ("HOROVOD_RANK", "2"), ("HOROVOD_SIZE", "4")]:
+        monkeypatch.setenv(name, value)
+    assert launched()[:2] == (2, 4)
+
+
+def test_defaults_are_set_and_the_users_own_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "42")
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    set_defaults(local_size=1)
+    assert os.environ["HOROVOD_CYCLE_TIME"] == "42"
+    assert os.environ["HOROVOD_FUSION_THRESHOLD"] == "0"
+    assert int(os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"]) > 30
+    assert int(os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"]) > 0
+
+
+def test_mpi_yields_only_where_ranks_share_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    for ranks, cores, yields in [(2, 2, True), (4, 2, True), (2, 16, False)]:
+        monkeypatch.setattr(os, "environ", {})
+        monkeypatch.setattr("hvd_transformer.comm.environment.usable_cores", lambda cores=cores: cores)
+        set_defaults(local_size=ranks)
+        assert ("OMPI_MCA_mpi_yield_when_idle" in os.environ) == yields
+
+
+def test_usable_cores_are_those_this_process_may_run_on() -> None:
+    cores = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(cores)})
+        assert usable_cores() == 1
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert usable_cores() == len(cores)

@@ -1,0 +1,79 @@
+"""A job small enough for a unit test: a real task and trainer over tokens in memory."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from hvd_transformer.comm.world import World
+from hvd_transformer.config import Config, load
+from hvd_transformer.data.sampler import Replica
+from hvd_transformer.parallel.flat import make_buckets
+from hvd_transformer.parallel.layout import Layout
+from hvd_transformer.training.language_model_task import LanguageModelTask
+from hvd_transformer.training.loop import Position, Trainer
+from hvd_transformer.training.optimizer import names_without_decay
+from hvd_transformer.training.precision import weight_dtype
+
+VOCABULARY = 11
+
+SMALL = [
+    "model.num_layers=1",
+    "model.d_model=8",
+    "model.num_heads=2",
+    "model.d_feedforward=12",
+    "model.max_length=16",
+    "model.loss_chunk=7",
+    "data.sequence_length=5",
+    "data.tokenizer=char",
+    "training.batch_size=4",
+    "training.epochs=100",
+    "training.max_steps=12",
+    # The key biases have no gradient but rounding, which a smaller epsilon makes as large as any other.
+    "optimizer.eps=1e-4",
+    "optimizer.lr=0.05",
+]
+
+
+def tokens(count: int, seed: int = 0) -> np.ndarray:
+    """A text with something to learn: mostly each token plus three."""
+    generator = np.random.default_rng(seed)
+    steps = np.where(generator.random(count) < 0.8, 3, generator.integers(0, VOCABULARY, count))
+    return (np.cumsum(steps) % VOCABULARY).astype("<u2")
+
+
+SPLITS = {"train": tokens(213), "valid": tokens(58, seed=1)}
+
+
+def settings(*overrides: str) -> Config:
+    return load(overrides=[*SMALL, *overrides])
+
+
+def trainer(config: Config, world: World | None = None, position: Position | None = None, replica: int = 0) -> Trainer:
+    """The job's trainer, its weights by the seed, on one of the world's ranks."""
+    world = world or World()
+    data = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=VOCABULARY), splits=SPLITS)
+    torch.manual_seed(config.seed)
+    torch.set_default_dtype(weight_dtype(config.training.precision))
+    try:
+        task = LanguageModelTask(config, data, Replica(replica, world.size))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    bucket_bytes = int(config.communication.bucket_mb * 2**20)
+    buckets = make_buckets(dict(task.model.named_parameters()), names_without_decay(task.model), bucket_bytes)
+    layout = Layout(dp=world.size, replica=replica, device=torch.device("cpu"))
+    return Trainer(config, world, layout, task, buckets, position or Position())
+
+
+def run(job: Trainer, num_steps: int | None = None) -> list[float]:
+    """Takes the next steps (None: all); the losses."""
+    losses = []
+    for plan in job.steps():
+        losses.append(job.step(plan).loss)
+        if len(losses) == num_steps:
+            break
+    return losses
+
+
+def weights(job: Trainer) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in job.task.model.named_parameters()}

@@ -1,0 +1,91 @@
+"""Learning rates against their closed forms and torch's own schedulers."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from hvd_transformer.config.schema import OptimizerConfig
+from hvd_transformer.training.schedule import learning_rate, peak_rate
+
+
+def config(**values: object) -> OptimizerConfig:
+    return OptimizerConfig(**{"lr": 0.4, "gamma": 0.1, **values})
+
+
+@pytest.mark.parametrize(("scaling", "factor"), [("linear", 9.0), ("sqrt", 3.0), ("none", 1.0)])
+@pytest.mark.parametrize("schedule", ["constant", "step", "cosine", "noam"])
+def test_the_rate_grows_with_the_replicas_as_asked(scaling: str, factor: float, schedule: str) -> None:
+    one = config(lr_scaling=scaling, schedule=schedule, warmup_steps=3)
+    assert peak_rate(one, 9) == pytest.approx(0.4 * factor)
+    for step in range(12):
+        alone, nine = (learning_rate(one, dp, step, step // 4, 12) for dp in (1, 9))
+        assert nine == pytest.approx(alone * factor)
+
+
+def torch_rates(scheduler: type, num_steps: int, **options: object) -> list[float]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.4)
+    made = scheduler(optimizer, **options)
+    rates = []
+    for _ in range(num_steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        made.step()
+    return rates
+
+
+def test_step_is_torchs_steplr_with_one_decay_an_epoch() -> None:
+    expected = torch_rates(torch.optim.lr_scheduler.StepLR, 20, step_size=4, gamma=0.95)
+    own = [learning_rate(config(schedule="step", gamma=0.95), 1, step, step // 4, 20) for step in range(20)]
+    assert own == pytest.approx(expected, rel=1e-12)
+
+
+def test_cosine_is_torchs_annealing() -> None:
+    expected = torch_rates(torch.optim.lr_scheduler.CosineAnnealingLR, 50, T_max=50, eta_min=0.04)
+    own = [learning_rate(config(schedule="cosine"), 1, step, 0, 50) for step in range(50)]
+    assert own == pytest.approx(expected, rel=1e-9)
+
+
+def test_cosine_starts_at_the_peak_after_warm_up_and_ends_at_its_share() -> None:
+    made = config(schedule="cosine", warmup_steps=10)
+    assert learning_rate(made, 1, 10, 0, 110) == pytest.approx(0.4)
+    assert learning_rate(made, 1, 60, 0, 110) == pytest.approx((0.4 + 0.04) / 2)
+    assert learning_rate(made, 1, 110, 0, 110) == pytest.approx(0.04)
+    # A job that goes on longer than was planned stays at the end's rate.
+    assert learning_rate(made, 1, 500, 0, 110) == pytest.approx(0.04)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "noam"])
+def test_warm_up_is_a_straight_line_to_the_peak(schedule: str) -> None:
+    made = config(schedule=schedule, warmup_steps=8)
+    rates = [learning_rate(made, 1, step, 0, 100) for step in range(8)]
+    assert rates == pytest.approx([0.4 * step / 8 for step in range(1, 9)])
+
+
+def test_warm_up_over_an_epochs_end_is_decayed_too() -> None:
+    made = config(schedule="step", warmup_steps=8, gamma=0.5)
+    assert [learning_rate(made, 1, step, step // 4, 100) for step in (3, 4, 7, 8)] == pytest.approx(
+        [0.4 * 4 / 8, 0.4 * 5 / 8 / 2, 0.4 / 2, 0.4 / 4]
+    )
+
+
+def test_noam_is_the_papers_up_to_a_factor() -> None:
+    made = config(schedule="noam", warmup_steps=16)
+    own = [learning_rate(made, 1, step, 0, 100) for step in range(100)]
+    paper = [512**-0.5 * min(number**-0.5, number * 16**-1.5) for number in range(1, 101)]
+    factor = 0.4 / max(paper)
+    assert own == pytest.approx([factor * rate for rate in paper])
+    assert max(own) == own[15] == pytest.approx(0.4)
+
+
+def test_constant_stays_and_needs_no_number_of_steps() -> None:
+    assert {learning_rate(config(schedule="constant"), 1, step, step, 1) for step in (0, 5, 10**6)} == {0.4}
+
+
+@pytest.mark.parametrize("schedule", ["constant", "step", "cosine", "noam"])
+@pytest.mark.parametrize("total", [1, 2, 5])
+def test_a_job_shorter_than_its_warm_up_has_rates_too(schedule: str, total: int) -> None:
+    made = config(schedule=schedule, warmup_steps=5)
+    rates = [learning_rate(made, 1, step, 0, total) for step in range(total)]
+    assert all(math.isfinite(rate) and 0 < rate <= 0.4 for rate in rates)

@@ -1,0 +1,155 @@
+"""A job goes on from its files as if it had never stopped, however its parameters lie in buckets."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from small_job import run, settings, trainer, weights
+
+from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, CheckpointStore, Snapshot
+from hvd_transformer.comm.world import World
+from hvd_transformer.errors import UserError
+from hvd_transformer.training import snapshot
+from hvd_transformer.training.loop import Position, Trainer
+
+SETTINGS = [
+    "model.dropout=0.1",
+    "training.max_steps=14",
+    "optimizer.schedule=cosine",
+    "optimizer.warmup_steps=3",
+    "training.accumulation=2",
+]
+OPTIMIZERS = {
+    "sgd": ["optimizer.name=sgd"],
+    "momentum": ["optimizer.name=sgd", "optimizer.momentum=0.9"],
+    "adamw": ["optimizer.name=adamw"],
+}
+
+
+def saved(job: Trainer, folder: Path) -> Path:
+    return CheckpointStore(folder, keep_last=9).save(snapshot.take(job, "digest", checksum=5, best=False))
+
+
+def resumed(checkpoint: Path, *overrides: str) -> Trainer:
+    position, state = snapshot.read_position(checkpoint, "digest", World())
+    job = trainer(settings(*overrides), position=position)
+    with torch.no_grad():
+        for bucket in job.buckets:
+            bucket.parameters.fill_(7)  # whatever was there before
+    snapshot.load(job, checkpoint, state, World())
+    return job
+
+
+def everything(job: Trainer) -> dict[str, torch.Tensor]:
+    taken = snapshot.take(job, "digest", 0, False).tensors
+    return {f"{file}/{name}": tensor for file, tensors in taken.items() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("batching", ["windows", "columns"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_broken_job_ends_with_the_weights_of_an_unbroken_one(
+    optimizer: str, batching: str, precision: str, tmp_path: Path
+) -> None:
+    words = [*SETTINGS, *OPTIMIZERS[optimizer], f"data.batching={batching}", f"training.precision={precision}"]
+    unbroken = trainer(settings(*words))
+    losses = run(unbroken)
+    first = trainer(settings(*words))
+    before = run(first, 4)  # in the middle of the first epoch
+    second = resumed(saved(first, tmp_path), *words)
+    middle = run(second, 5)
+    third = resumed(saved(second, tmp_path), *words)
+    assert before + middle + run(third) == losses
+    for name, weight in weights(unbroken).items():
+        assert torch.equal(weights(third)[name], weight), name
+    assert third.position == unbroken.position
+    assert third.scaler.state() == unbroken.scaler.state()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("here", "there"), [(8.0, 1e-6), (1e-6, 8.0), (0.001, 0.0005)])
+def test_the_state_is_exact_under_other_bucket_sizes(optimizer: str, here: float, there: float, tmp_path: Path) -> None:
+    words = [*SETTINGS, *OPTIMIZERS[optimizer]]
+    job = trainer(settings(*words, f"communication.bucket_mb={here}"))
+    run(job, 3)
+    other = resumed(saved(job, tmp_path), *words, f"communication.bucket_mb={there}")
+    assert len(other.buckets) != len(job.buckets)
+    old, new = everything(job), everything(other)
+    assert old.keys() == new.keys()
+    for name, tensor in old.items():
+        assert torch.equal(new[name], tensor) and new[name].dtype == tensor.dtype, name
+    # And it trains on to the same place, but for the order in which the norm is summed.
+    assert run(other) == pytest.approx(run(job), rel=1e-4)
+
+
+def test_a_snapshot_is_a_copy() -> None:
+    job = trainer(settings("optimizer.name=adamw"))
+    run(job, 2)
+    taken = snapshot.take(job, "digest", 0, False)
+    before = {name: tensor.clone() for tensors in taken.tensors.values() for name, tensor in tensors.items()}
+    position = json.dumps(taken.state)
+    run(job, 2)
+    for tensors in taken.tensors.values():
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, before[name]), name
+    assert json.dumps(taken.state) == position
+
+
+def test_the_files_name_every_weight_once_and_its_moments() -> None:
+    job = trainer(settings("optimizer.name=adamw"))
+    run(job, 1)
+    taken = snapshot.take(job, "digest", 77, True)
+    names = set(weights(job))
+    assert set(taken.tensors[MODEL]) == names
+    assert set(taken.tensors[OPTIMIZER]) == {f"{key}.{name}" for key in ("exp_avg", "exp_avg_sq") for name in names}
+    assert taken.best and taken.step == 1 and taken.state["weights_checksum"] == 77
+    assert json.loads(json.dumps(taken.state)) == taken.state
+
+
+def test_a_position_survives_json() -> None:
+    position = Position(step=5, updates=4, epoch=2, remaining=[(3, 7), (9, 20)], samples=99, best_loss=1.5, best_step=2)
+    position.interval["loss"] = 0.1 + 0.2
+    assert Position.load(json.loads(json.dumps(position.state()))) == position
+
+
+def test_without_a_checkpoint_a_job_begins_at_the_beginning() -> None:
+    assert snapshot.read_position(None, "digest", World()) == (Position(), None)
+
+
+def test_other_tokens_and_other_formats_are_refused(tmp_path: Path) -> None:
+    job = trainer(settings())
+    run(job, 1)
+    checkpoint = saved(job, tmp_path)
+    with pytest.raises(UserError, match="trained on other tokens than data.source gives now"):
+        snapshot.read_position(checkpoint, "another digest", World())
+    state = json.loads((checkpoint / "state.json").read_text())
+    (checkpoint / "state.json").write_text(json.dumps(state | {"format": 99}))
+    with pytest.raises(UserError, match="format 99, but this version reads format 1"):
+        snapshot.read_position(checkpoint, "digest", World())
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("model.d_feedforward=16", "blocks.0.feedforward.input.weight is [12, 8], not [16, 8]"),
+        ("model.num_layers=2", "blocks.1.attention.output.bias is in the model but not in the file"),
+        ("model.tie_embeddings=false", "head.bias is in the model but not in the file"),
+    ],
+)
+def test_a_checkpoint_of_another_model_names_the_weight(change: str, named: str, tmp_path: Path) -> None:
+    job = trainer(settings())
+    run(job, 1)
+    checkpoint = saved(job, tmp_path)
+    with pytest.raises(UserError) as caught:
+        snapshot.load_weights(trainer(settings(change)).buckets, checkpoint, World())
+    assert str(caught.value).startswith(str(checkpoint / MODEL))
+    assert "of another model: " in str(caught.value)
+    if "not [" in named:  # the first that differs is named; which one that is, is its own affair
+        assert "[12" in str(caught.value) and "[16" in str(caught.value)
+    else:
+        assert named in str(caught.value)
+
+
+def test_a_snapshot_is_what_the_store_takes() -> None:
+    assert isinstance(snapshot.take(trainer(settings()), "digest", 0, False), Snapshot)
