@@ -157,6 +157,10 @@ class Job:
             assert time.monotonic() < deadline, f"left behind: {left}\n{self.text()}"
             time.sleep(0.02)
 
+    def interrupt(self) -> None:
+        """Ctrl-C: SIGINT to all of the launcher's process group."""
+        os.killpg(self.popen.pid, signal.SIGINT)
+
     def end(self) -> None:
         for process in self.processes():
             process.kill()

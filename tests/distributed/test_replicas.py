@@ -81,10 +81,11 @@ def test_a_wrong_key_is_said_once(ranks, settings, tmp_path, backend):
     wanted = "hvd-train: training.max_step (command line): unknown key, did you mean training.max_steps?"
     assert result.stderr.count("hvd-train: ") == 1
     assert result.stderr.count(wanted) == 1
-    assert "Traceback" not in result.stderr
     if backend == "mpirun":
         assert result.returncode == 2
-    else:  # horovodrun's own code is always 1; the worker's is in its text
+        assert "Traceback" not in result.stderr
+    else:  # horovodrun's own code is always 1; the worker's is in its text, after a traceback of its own
+        assert not re.search(r"^\[\d\].*Traceback", result.stderr, re.MULTILINE)
         assert result.returncode == 1
-        assert re.search(r"Exit code: +2\b|exit code:? +2\b", result.stdout + result.stderr)
+        assert "Exit code: 2\n" in result.stderr
     assert not (tmp_path / "run").exists()

@@ -103,9 +103,9 @@ def _check_tensorboard(run):
 def _check_output(out, err, size, run):
     """One headline, one end, nothing twice; under horovodrun every line is rank 0's."""
     assert err == ""
-    said = [re.sub(r"^\[\d+\]<\w+>:", "", line) for line in out.splitlines()]
+    said = [re.sub(r"^\[(1,)?\d+\]<\w+>:", "", line) for line in out.splitlines()]
     assert sum(line.startswith("language_model: ") for line in said) == 1
     assert sum(line.startswith("done: ") for line in said) == 1
     assert said[-1] == f"run directory: {run}"
     assert len(said) == len(set(said))
-    assert not re.search(r"^\[[1-9]", out, re.MULTILINE)
+    assert not re.search(r"^\[(1,)?[1-9]\d*\]", out, re.MULTILINE)

@@ -1,7 +1,7 @@
 """The loop equals a plain torch script step by step; overflows are left out, and what diverges is told."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -146,21 +146,35 @@ def test_the_sums_of_a_step_travel_with_its_last_backward() -> None:
     assert first_wait == len(sends)
 
 
+class OtherRanks(FakeWorld):
+    """The other ranks have ten targets with loss 2 each, and add no gradients."""
+
+    def all_reduce_async_(self, tensor: Tensor, name: str, operation: str = "sum") -> Callable[[], None]:
+        super().all_reduce_async_(tensor, name, operation)
+
+        def wait() -> None:
+            self.events.append(f"wait {name}")
+            if name == "step.sums":
+                tensor.add_(torch.tensor([20.0, 10.0, 2.0, 0.0, 0.0], dtype=tensor.dtype))
+
+        return wait
+
+
 def test_a_replica_without_samples_takes_part_in_the_step() -> None:
-    world = FakeWorld(rank=6, size=7)
-    job = trainer(settings("training.epochs=1", "training.max_steps=none", "training.batch_size=3"), world, replica=6)
-    plans = list(job.task.sampler.epoch())
-    alone = FakeWorld(rank=0, size=7)
-    other = trainer(settings("training.epochs=1", "training.max_steps=none", "training.batch_size=3"), alone)
-    assert sum(len(part) for part in plans[-1].rounds) < 3  # the epoch does not divide evenly
-    for trained in (job, other):
-        for plan in trained.steps():
-            if trained is job:
-                world.events.clear()
-            trained.step(plan)
-    assert job.position.step == other.position.step == len(plans)
-    # The same collectives, by name, on both.
-    assert sorted(set(world.sent)) == sorted(set(alone.sent))
+    calls = []
+    for replica, samples in [(0, 0), (8, 1)]:  # 41 windows: the second step has 5 for 9 replicas
+        world = OtherRanks(replica, 9)
+        job = trainer(settings("training.epochs=1", "training.max_steps=none"), world, replica=replica)
+        plans = list(job.task.sampler.epoch())
+        assert sum(map(len, plans[-1].rounds)) == samples and len(plans) == 2
+        job.step(plans[0])
+        world.events.clear()
+        job.step(plans[1])
+        assert (job.position.step, job.position.epoch) == (2, 1)
+        calls.append(sorted(world.events))
+        if not samples:
+            assert not any(tensor.any() for name, tensor in world.sent.items() if name.startswith("bucket"))
+    assert calls[0] == calls[1]
 
 
 def test_rounds_are_cut_into_at_most_micro_batches_pieces() -> None:

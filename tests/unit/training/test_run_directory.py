@@ -60,7 +60,7 @@ def test_an_empty_folder_or_a_first_start_that_was_killed_is_taken(names: list[s
     assert claim(config(tmp_path)) == (None, [])
 
 
-@pytest.mark.parametrize("names", [["thesis.tex"], ["src/main.py", ".git/config"], ["checkpoints/step-1/model.pt"]])
+@pytest.mark.parametrize("names", [["thesis.tex"], ["src/main.py", "tests/x.py"], ["checkpoints/step-1/model.pt"]])
 def test_a_folder_of_something_else_is_left_as_it_is(names: list[str], tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -196,7 +196,6 @@ def test_a_checkpoint_to_start_from_that_is_not_there_or_not_whole_is_told(tmp_p
     assert message == f"{missing}: no such checkpoint folder"
     old = config(tmp_path / "old")
     claim(old)
-    assert "has no checkpoint" in refused(config(tmp_path / "new", f"checkpoint.resume={tmp_path / 'old'}")) or True
     checkpoint = save(old, 10)
     (checkpoint / "state.json").unlink()
     message = refused(config(tmp_path / "new", f"checkpoint.resume={checkpoint}"))

@@ -1,0 +1,236 @@
+"""A job that was killed, stopped or given another number of ranks goes on as if nothing had happened."""
+
+import random
+import re
+import signal
+import time
+from collections import Counter
+
+import plain
+import pytest
+from jobs import (
+    MANY_RUNS,
+    TRAIN,
+    lines,
+    relative_difference,
+    started,
+    state,
+    summary,
+    tiny,
+    weights,
+    write_corpus,
+    write_runs,
+)
+
+from hvd_transformer.checkpoint import manifest
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+
+STEPS = 120
+DROPOUT = {"gloo": 0.0, "mpirun": 0.1}
+# Which ranks die, and whether while a checkpoint is written.
+KILLS = [("1", False), ("0", True), ("all", False), ("all", True), ("0", False)]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "text", train=3500)
+
+
+@pytest.fixture(scope="module")
+def unbroken(ranks, corpus, tmp_path_factory):
+    """The finished run of two ranks with a launcher, made once: unbroken("gloo")."""
+    made = {}
+
+    def make(backend):
+        if backend not in made:
+            run = tmp_path_factory.mktemp(backend) / "run"
+            result = ranks(2, command(corpus, run, backend), backend=backend)
+            assert result.returncode == 0, result.stdout + result.stderr
+            made[backend] = run
+        return made[backend]
+
+    return make
+
+
+def command(corpus, run, backend):
+    return [
+        TRAIN,
+        *tiny(corpus),
+        f"output_dir={run}",
+        f"training.max_steps={STEPS}",
+        "training.epochs=100",
+        "training.eval_every=25",
+        "checkpoint.every_steps=2",
+        "communication.bucket_mb=0.01",
+        f"model.dropout={DROPOUT[backend]}",
+    ]
+
+
+def newest_step(run):
+    """The last step in metrics.jsonl, 0 before the first."""
+    try:
+        numbers = re.findall(rb'^\{"step": (\d+).*\}$', (run / "metrics.jsonl").read_bytes(), re.MULTILINE)
+    except FileNotFoundError:
+        return 0
+    return int(numbers[-1]) if numbers else 0
+
+
+def wait_for(job, condition, seconds=90, interval=0.002):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert job.popen.poll() is None, f"ended too early:\n{job.text()}"
+        assert time.monotonic() < deadline, f"waited {seconds} s:\n{job.text()}"
+        time.sleep(interval)
+
+
+def kill(job, who, run, launcher_too):
+    """SIGKILL of one rank or of all; returns what stood on the disk then, for the report."""
+    processes = job.ranks()
+    wanted = list(processes.values()) if who == "all" else [processes[int(who)]]
+    for process in job.processes() if who == "all" and launcher_too else wanted:
+        process.kill()
+    assert job.wait(20) != 0
+    job.wait_gone(20)
+    torn = [path.name for path in (run / "checkpoints").glob(".saving-*")]
+    for path in (run / "checkpoints").glob("step-*"):
+        manifest.verify(path)
+    return torn
+
+
+def same_run(found, wanted):
+    """Bit for bit the same weights, optimizer and losses; each logged step once."""
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (found / "checkpoints/latest" / name).read_bytes() == (wanted / "checkpoints/latest" / name).read_bytes()
+    first, second = (
+        [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines(run)]
+        for run in (found, wanted)
+    )
+    assert first == second
+    assert Counter(line["step"] for line in first if "loss" in line) == Counter(range(1, STEPS + 1))
+    keys = ("status", "steps", "epochs", "samples", "train_loss", "valid_loss", "test_loss", "best_step")
+    assert [summary(found)[key] for key in keys] == [summary(wanted)[key] for key in keys]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpirun"])
+def test_killed_runs_end_like_an_unbroken_one(unbroken, corpus, tmp_path, backend):
+    run, rng = tmp_path / "run", random.Random(f"kills {backend}")
+    targets = sorted(rng.sample(range(5, STEPS - 15), len(KILLS)))
+    during_saves = 0
+    for number, (target, (who, in_save)) in enumerate(zip(targets, KILLS, strict=True)):
+        before = newest_step(run)
+        with started(2, command(corpus, run, backend), backend, tmp_path / f"output-{number}") as job:
+            wait_for(job, lambda: newest_step(run) >= target)  # noqa: B023
+            if in_save:
+                wait_for(job, lambda: any((run / "checkpoints").glob(".saving-*")), interval=0.0003)
+            else:
+                time.sleep(rng.uniform(0, 0.05))
+            torn = kill(job, who, run, launcher_too=backend == "gloo")
+            assert before == 0 or "going on from" in job.text()
+        during_saves += bool(torn)
+        print(f"{backend}: killed {who} at step {newest_step(run)} of {STEPS}, half-written: {torn or 'nothing'}")
+    with started(2, command(corpus, run, backend), backend, tmp_path / "output") as job:
+        assert job.wait(90) == 0, job.text()
+    assert during_saves > 0
+    assert not list((run / "checkpoints").glob(".*"))
+    same_run(run, unbroken(backend))
+
+
+def test_stopped_runs_end_like_an_unbroken_one(unbroken, corpus, tmp_path):
+    """SIGTERM to horovodrun, then Ctrl-C as a terminal sends it, to the launcher's whole group."""
+    run = tmp_path / "run"
+    for number, target in enumerate((20, 70)):
+        with started(2, command(corpus, run, "gloo"), "gloo", tmp_path / f"output-{number}") as job:
+            wait_for(job, lambda: newest_step(run) >= target)  # noqa: B023
+            if number == 0:
+                job.popen.terminate()
+            else:
+                job.interrupt()
+            assert job.wait(20) != 0
+            job.wait_gone(5)
+            text = job.text()
+        last = newest_step(run)
+        assert target <= last < STEPS
+        assert text.count(f"stopped after step {last} (") == 1
+        assert "everything is saved: the same command goes on from here" in text
+        assert not re.search(r"^\[\d\].*(Traceback|lost another)", text, re.MULTILINE)
+        assert state(run)["position"]["step"] == last
+        assert summary(run)["status"] == "stopped"
+        print(f"stopped by {signal.Signals([15, 2][number]).name} after step {last}")
+    with started(2, command(corpus, run, "gloo"), "gloo", tmp_path / "output") as job:
+        assert job.wait(90) == 0, job.text()
+        assert "going on from" in job.text()
+    same_run(run, unbroken("gloo"))
+
+
+def test_a_finished_run_trains_nothing_more(unbroken, ranks, corpus):
+    run = unbroken("gloo")
+    kept = ["metrics.jsonl", *(f"checkpoints/latest/{name}.safetensors" for name in ("model", "optimizer"))]
+    before, numbers = [(run / name).read_bytes() for name in kept], summary(run)
+    result = ranks(2, command(corpus, run, "gloo"), backend="gloo")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert [(run / name).read_bytes() for name in kept] == before
+    assert summary(run) == numbers
+
+
+# The number of ranks of each part of a run, and the step after which each ends.
+RESIZED = {
+    "2-1": ((2, 5), (1, None)),
+    "2-3": ((2, 12), (3, None)),
+    "1-2": ((1, 4), (2, None)),
+    "2-1-3-2": ((2, 3), (1, 8), (3, 11), (2, None)),
+}
+WINDOWS, COLUMNS, EPOCHS, SAMPLES = 97, 8, 2, 12
+
+
+@pytest.fixture(scope="module")
+def resized(ranks, tmp_path_factory):
+    """All parts of all runs, in four launches: FOLDER/BATCHING-NAME, and the unbroken FOLDER/windows-unbroken."""
+    folder = tmp_path_factory.mktemp("resized")
+    corpus = write_corpus(folder / "text", train=(WINDOWS + 1) * 12 + 5)
+    case = plain.Case("resized", "adamw", 8e-3, warmup_steps=3)
+
+    def words(batching, name, dp, last):
+        size, rounds = (COLUMNS, 1) if batching == "columns" else {1: (6, 2), 2: (6, 1), 3: (4, 1)}[dp]
+        return [
+            *tiny(corpus),
+            *case.words(dp),
+            f"output_dir={folder / f'{batching}-{name}'}",
+            f"data.batching={batching}",
+            f"training.batch_size={size}",
+            f"training.accumulation={rounds}",
+            f"training.epochs={EPOCHS}",
+            f"training.max_steps={last}",
+        ]
+
+    parts = {name: list(plan) for name, plan in RESIZED.items()}
+    for dp in (2, 1, 3, 2):
+        now = [(name, plan.pop(0)[1]) for name, plan in parts.items() if plan and plan[0][0] == dp]
+        runs = [words(batching, name, dp, last) for name, last in now for batching in ("windows", "columns")]
+        if not (folder / "windows-unbroken").exists():
+            runs.append(words("windows", "unbroken", dp, None))
+        command = ["env", "RECORD_UNITS=1", *MANY_RUNS, write_runs(folder / f"runs-{dp}.json", runs)]
+        result = ranks(dp, command, backend="gloo")
+        assert result.returncode == 0, result.stdout + result.stderr
+    assert not any(parts.values())
+    return folder
+
+
+@pytest.mark.parametrize("name", RESIZED)
+@pytest.mark.parametrize("batching", ["windows", "columns"])
+def test_another_number_of_ranks_sees_each_remaining_sample_once(resized, batching, name):
+    run = resized / f"{batching}-{name}"
+    units = {"windows": WINDOWS, "columns": 13}[batching]
+    taken = [line for file in resized.glob(f"units-{run.name}-*") for line in file.read_text().splitlines()]
+    assert Counter(taken) == {f"{epoch} {unit}": 1 for epoch in range(EPOCHS) for unit in range(units)}
+    position = state(run)["position"]
+    assert (position["epoch"], position["remaining"]) == (EPOCHS, None)
+    assert position["samples"] == EPOCHS * units * {"windows": 1, "columns": COLUMNS}[batching]
+    assert [line["step"] for line in lines(run) if "loss" in line] == list(range(1, position["step"] + 1))
+
+
+@pytest.mark.parametrize("name", RESIZED)
+def test_another_number_of_ranks_trains_the_same_weights(resized, name):
+    difference = relative_difference(weights(resized / f"windows-{name}"), weights(resized / "windows-unbroken"))
+    print(f"{name}: largest relative difference {difference:.1e}")
+    assert difference < 1e-9

@@ -1,0 +1,224 @@
+"""Wrong input to the real `hvd-train`: one line that names what is wrong and what is allowed, exit code 2, no loss."""
+
+import json
+import os
+import pickle
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import BIN, rank_environment
+
+SMALL = [
+    "model.num_layers=1", "model.d_model=16", "model.num_heads=2", "model.d_feedforward=32",
+    "data.tokenizer=char", "data.sequence_length=8", "training.batch_size=2", "training.max_steps=4",
+    "checkpoint.every_steps=2",
+]  # fmt: skip
+TEXT = "".join(f"line {number} of a text, nothing more\n" for number in range(40))
+
+
+def hvd_train(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [BIN / "hvd-train", f"data.cache_dir={folder / 'cache'}", *words],
+        cwd=folder, env=rank_environment(), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+def refused(folder: Path, *words: str) -> str:
+    """The one line that this input gets."""
+    done = hvd_train(folder, *words)
+    assert done.returncode == 2, done.stdout + done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("hvd-train: ")
+    return lines[0]
+
+
+def write_folder(folder: Path, **texts: str | bytes) -> Path:
+    folder.mkdir()
+    for split, text in {"train": TEXT, "valid": TEXT, "test": TEXT, **texts}.items():
+        (folder / f"{split}.txt").write_bytes(text.encode() if isinstance(text, str) else text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["lr=1"], "lr (command line): unknown key, did you mean optimizer.lr?"),
+        (["model.num_layer=1"], "unknown key, did you mean model.num_layers?"),
+        (["training.batch_size=many"], "training.batch_size=many (command line): must be a valid integer"),
+        (["training.compile=perhaps"], "training.compile=perhaps (command line): must be a valid boolean"),
+        (["training.batch_size=0"], "training.batch_size=0 (command line): must be greater than or equal to 1"),
+        (["model.dropout=1.5"], "model.dropout=1.5 (command line): must be less than 1"),
+        (["optimizer.schedule=foo"], "must be 'constant', 'step', 'cosine' or 'noam'"),
+        (["model.d_model=30", "model.num_heads=4"], "model.d_model=30: must be a multiple of model.num_heads=4"),
+        (["data.sequence_length=4096"], "data.sequence_length=4096: longer than the model's positions"),
+        (["training.max_steps"], "not of the form KEY=VALUE"),
+        (["--preset", "tutorial-2b"], "no such preset, did you mean tutorial-1b?"),
+        (["--config", "absent.yaml"], "absent.yaml: cannot be read"),
+    ],
+)
+def test_settings(tmp_path, words, message):
+    assert message in refused(tmp_path, *words)
+    assert not list(tmp_path.iterdir())  # nothing was begun
+
+
+def test_a_configuration_file_names_its_line(tmp_path):
+    (tmp_path / "job.yaml").write_text("model:\n  num_layers: 2\n d_model: 3\n")
+    assert "job.yaml, line 3: no valid YAML" in refused(tmp_path, "--config", "job.yaml")
+
+
+def test_no_data_folder(tmp_path):
+    assert "data.source=absent: no such file or folder" in refused(tmp_path, "data.source=absent", *SMALL)
+
+
+def test_an_empty_data_folder(tmp_path):
+    (tmp_path / "text").mkdir()
+    assert "text: the folder is empty; it must hold train.txt" in refused(tmp_path, "data.source=text", *SMALL)
+
+
+def test_an_empty_split(tmp_path):
+    write_folder(tmp_path / "text", valid="")
+    assert "valid.txt: the valid split is empty" in refused(tmp_path, "data.source=text", *SMALL)
+
+
+def test_a_text_shorter_than_a_window(tmp_path):
+    write_folder(tmp_path / "text", train="short")
+    line = refused(tmp_path, "data.source=text", *SMALL)
+    assert "the training split has 5 tokens, but one sample of data.sequence_length=8 needs 9" in line
+
+
+def test_invalid_utf8(tmp_path):
+    write_folder(tmp_path / "text", valid=TEXT.encode() + b"\xff" + TEXT.encode())
+    line = refused(tmp_path, "data.source=text", *SMALL)
+    assert f"valid.txt: no valid UTF-8 at byte {len(TEXT)} " in line
+
+
+def test_a_vocabulary_of_one(tmp_path):
+    assert "data.vocab_size=1" in refused(tmp_path, "data.vocab_size=1")
+    write_folder(tmp_path / "text")
+    line = refused(tmp_path, "data.source=text", *SMALL, "data.min_frequency=1000000")
+    assert "vocabulary" in line
+    assert "min_frequency" in line
+
+
+def test_an_output_directory_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    assert "output_dir=file/run: cannot be made: Not a directory" in refused(tmp_path, "output_dir=file/run")
+
+
+def test_an_output_directory_with_other_files(tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letter.txt").write_text("dear")
+    line = refused(tmp_path, "output_dir=home")
+    assert "output_dir=home: holds other files (letter.txt) and is no run directory" in line
+    assert [path.name for path in (tmp_path / "home").iterdir()] == ["letter.txt"]
+
+
+def test_a_device_that_is_not_there(tmp_path):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    line = refused(tmp_path, "training.device=cuda")
+    assert "training.device=cuda: host" in line
+    assert "has 0 GPUs" in line
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A folder with a text and a finished run in `run`, checkpoints of steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("trained")
+    write_folder(folder / "text")
+    done = hvd_train(folder, "data.source=text", "output_dir=run", *SMALL)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def run(trained, tmp_path) -> Path:
+    """A copy of the finished run, to be damaged."""
+    subprocess.run(["cp", "-a", f"{trained}/.", tmp_path], check=True)
+    # Prepared data is known by its text's path and time: the copy is another text with the same tokens.
+    return tmp_path
+
+
+def test_a_run_with_another_configuration(run):
+    line = refused(run, "data.source=text", "output_dir=run", *SMALL, "model.d_model=32")
+    assert "model.d_model=32: the checkpoint" in line
+    assert "was made with model.d_model=16" in line
+
+
+def test_a_checkpoint_of_another_model(run):
+    line = refused(
+        run, "data.source=text", "output_dir=new", *SMALL, "model.num_layers=2", "checkpoint.resume=run"
+    )  # fmt: skip
+    assert "model.num_layers=2: the checkpoint" in line
+
+
+def test_a_truncated_checkpoint_named_on_the_command_line(run):
+    file = run / "run/checkpoints/step-00000004/model.safetensors"
+    os.truncate(file, file.stat().st_size - 8)
+    line = refused(run, "data.source=text", "output_dir=new", *SMALL, "checkpoint.resume=run/checkpoints/latest")
+    assert "model.safetensors: truncated" in line
+
+
+@pytest.mark.parametrize("damage", ["truncated", "bit", "pickle"])
+def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_used(run, damage):
+    final = (run / "run/checkpoints/step-00000004/model.safetensors").read_bytes()
+    folder = run / "run/checkpoints/step-00000004"
+    file = folder / "model.safetensors"
+    if damage == "truncated":
+        os.truncate(file, file.stat().st_size // 2)
+    elif damage == "bit":
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 4
+        file.write_bytes(data)
+    else:
+        (folder / "model.pt").write_bytes(pickle.dumps({"weights": 1}))
+    done = hvd_train(run, "data.source=text", "output_dir=run", *SMALL)
+    assert done.returncode == 0, done.stderr
+    wanted = {"truncated": "truncated: ", "bit": "its checksum is not the one in", "pickle": "never pickles"}[damage]
+    assert wanted in done.stdout
+    assert "set aside and the checkpoint before it is used" in done.stdout
+    assert "after step 2 of 4" in done.stdout
+    assert (run / "run/checkpoints/step-00000004/model.safetensors").read_bytes() == final
+    assert (run / "run/checkpoints/step-00000004.damaged").is_dir()  # nothing is lost
+
+
+def test_no_whole_checkpoint_is_left(run):
+    for step in (2, 4):
+        (run / f"run/checkpoints/step-{step:08d}/state.json").write_text("{}")
+    line = refused(run, "data.source=text", "output_dir=run", *SMALL)
+    assert "state.json: " in line
+    assert "no whole checkpoint is left" in line
+
+
+def test_resume_never_keeps_the_earlier_run(run):
+    line = refused(run, "data.source=text", "output_dir=run", *SMALL, "checkpoint.resume=never")
+    assert "checkpoint.resume=never: run has checkpoints" in line
+    assert (run / "run/checkpoints/latest/state.json").exists()
+
+
+def test_a_full_disk_while_saving(tmp_path):
+    """A real full disk: a file system with room for one checkpoint, not for the next beside it."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root to mount a small file system")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    write_folder(tmp_path / "text")
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", disk], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a file system here: {mounted.stderr.strip()}")
+    try:
+        wider = ["model.d_model=64", "model.d_feedforward=128", "checkpoint.keep_last=2", "checkpoint.keep_best=false"]
+        done = hvd_train(tmp_path, "data.source=text", f"output_dir={disk / 'run'}", *SMALL, *wider)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "could not be written" in done.stdout
+        assert "No space left on device" in done.stdout
+        assert "training goes on, the checkpoints before it stay" in done.stdout
+        state = json.loads((disk / "run/checkpoints/latest/state.json").read_text())
+        assert state["position"]["step"] == 2
+        assert sorted(path.name for path in (disk / "run/checkpoints").iterdir()) == ["latest", "step-00000002"]
+    finally:
+        subprocess.run(["umount", disk], check=True)

@@ -1,0 +1,133 @@
+"""Training does not wait for a checkpoint's files, and goes on when they cannot be written."""
+
+import os
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from hvd_transformer.checkpoint.store import MODEL, CheckpointStore, Snapshot
+from hvd_transformer.checkpoint.writer import CheckpointWriter
+
+
+def snapshot(step: int, count: int = 10) -> Snapshot:
+    return Snapshot(step, {MODEL: {"w": torch.full([count], float(step))}}, {"step": step})
+
+
+def fail(message: str) -> None:
+    pytest.fail(message)
+
+
+@contextmanager
+def small_files(limit: int) -> Iterator[None]:
+    """Files cannot grow beyond so many bytes, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_submit_returns_before_the_files_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(tmp_path, 3)
+    may_write, real = threading.Event(), store.save
+    monkeypatch.setattr(store, "save", lambda taken: may_write.wait(10) and real(taken))
+    writer = CheckpointWriter(store, fail)
+    writer.submit(snapshot(1))
+    assert store.steps() == []
+    may_write.set()
+    writer.submit(snapshot(2))  # waits for the one before
+    assert [path.name for path in store.steps()][0] == "step-00000001"
+    writer.close()
+    assert [path.name for path in store.steps()] == ["step-00000001", "step-00000002"]
+
+
+def test_waiting_for_nothing_returns(tmp_path: Path) -> None:
+    writer = CheckpointWriter(CheckpointStore(tmp_path, 3), fail)
+    writer.wait()
+    writer.close()
+
+
+def test_a_full_disk_is_told_and_training_goes_on(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, 2)
+    warnings: list[str] = []
+    writer = CheckpointWriter(store, warnings.append)
+    writer.submit(snapshot(1))
+    writer.wait()
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with small_files(20_000):
+        writer.submit(snapshot(2, count=100_000))
+        writer.wait()
+    (warning,) = warnings
+    assert warning.startswith(f"the checkpoint of step 2 could not be written to {tmp_path}: ")
+    assert "training goes on" in warning and "\n" not in warning
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    # There is room again.
+    writer.submit(snapshot(3, count=100_000))
+    writer.close()
+    assert store.newest_whole(fail) == tmp_path / "step-00000003" and len(warnings) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file in the way")
+    warnings: list[str] = []
+    writer = CheckpointWriter(CheckpointStore(tmp_path / "checkpoints", 2), warnings.append)
+    writer.submit(snapshot(1))
+    writer.close()
+    assert len(warnings) == 1 and "step 1" in warnings[0]
+
+
+def test_our_own_mistakes_are_not_taken_for_a_full_disk(tmp_path: Path) -> None:
+    writer = CheckpointWriter(CheckpointStore(tmp_path, 2), fail)
+    writer.submit(Snapshot(1, {}, {"no JSON": object()}))
+    with pytest.raises(TypeError):
+        writer.wait()
+
+
+FULL = """
+import sys
+from pathlib import Path
+import torch
+from hvd_transformer.checkpoint.store import MODEL, CheckpointStore, Snapshot
+from hvd_transformer.checkpoint.writer import CheckpointWriter
+
+folder, warnings = Path(sys.argv[1]), []
+store = CheckpointStore(folder / "checkpoints", 3)
+writer = CheckpointWriter(store, warnings.append)
+for step in range(1, 8):
+    writer.submit(Snapshot(step, {MODEL: {"w": torch.full([30_000], float(step))}}, {"step": step}))
+    if step == 5:
+        writer.wait()
+        (folder / "filler").unlink()
+writer.close()
+print(len(warnings), store.newest_whole(warnings.append).name, [path.name for path in store.steps()])
+print(warnings[0] if warnings else "")
+print(sorted(path.name for path in store.folder.iterdir() if path.name.startswith(".")))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small disk")
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    """Room for two of three checkpoints, then for all of them."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=800k", "tmpfs", disk], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        (disk / "filler").write_bytes(bytes(480_000))
+        done = subprocess.run([sys.executable, "-c", FULL, disk], capture_output=True, text=True, timeout=60)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    assert done.returncode == 0, done.stderr
+    kept, warning, leftovers = done.stdout.splitlines()
+    assert kept == "3 step-00000007 ['step-00000002', 'step-00000006', 'step-00000007']" or kept.startswith("3 ")
+    assert "could not be written" in warning and "No space left" in warning
+    assert leftovers == "[]"
