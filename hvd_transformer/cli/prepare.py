@@ -7,9 +7,7 @@ import click
 
 @click.command()
 @click.option("--config", "file", type=click.Path(path_type=Path), metavar="FILE", help="Settings as YAML.")
-@click.option(
-    "--preset", metavar="NAME", help="Settings that come with the package; `hvd-train --help` lists them."
-)
+@click.option("--preset", metavar="NAME", help="Settings that come with the package; `hvd-train --help` lists them.")
 @click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
 def prepare(file: Path | None, preset: str | None, settings: tuple[str, ...]) -> None:
     """Write a data source's token files, before a job needs them.

@@ -104,9 +104,7 @@ class _LazyMap:
         if self.mapped is None:
             executor = ProcessPoolExecutor(
                 self.processes,
-                mp_context=multiprocessing.get_context(
-                    "spawn"
-                ),  # our threads, locks and MPI do not survive a fork
+                mp_context=multiprocessing.get_context("spawn"),  # our threads, locks and MPI do not survive a fork
                 initializer=_start_worker,
             )
             self.stack.enter_context(executor)

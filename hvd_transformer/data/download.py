@@ -41,8 +41,7 @@ PUBLISHED = {
         (
             ("https://wikitext.smerity.com/wikitext-2-v1.zip",),
             tuple(
-                "https://raw.githubusercontent.com/pytorch/examples/main/word_language_model/data/wikitext-2/"
-                + name
+                "https://raw.githubusercontent.com/pytorch/examples/main/word_language_model/data/wikitext-2/" + name
                 for name in ("train.txt", "valid.txt", "test.txt")
             ),
         ),
@@ -101,9 +100,7 @@ def fetch(data_set: Published, folder: Path, by_hand: Path, report: Report, shou
         finally:
             shutil.rmtree(attempt)
     names = ", ".join(data_set.files.values())
-    raise UserError(
-        f"{data_set.name} cannot be downloaded ({'; '.join(reasons)}); put {names} into {by_hand} by hand"
-    )
+    raise UserError(f"{data_set.name} cannot be downloaded ({'; '.join(reasons)}); put {names} into {by_hand} by hand")
 
 
 def _download(address: str, folder: Path, should_stop: ShouldStop) -> Path:

@@ -122,9 +122,7 @@ def _try_lock(file: IO[str]) -> bool:
         return False
     except OSError as error:
         if error.errno in _NO_LOCKS:
-            raise UserError(
-                f"{file.name}: its file system has no file locks; choose another data.cache_dir"
-            ) from None
+            raise UserError(f"{file.name}: its file system has no file locks; choose another data.cache_dir") from None
         raise
     return True
 

@@ -135,9 +135,7 @@ class _Preparation:
     def write(self, folder: Path, settings: dict[str, Any]) -> None:
         """Fills the folder; `build_once` gives it its name."""
         megabytes = sum(span.size for span in self.corpus.spans.values()) / 1e6
-        self.report(
-            f"Preparing {self.corpus.name}: {megabytes:.1f} MB of text, tokenizer {self.config.tokenizer}"
-        )
+        self.report(f"Preparing {self.corpus.name}: {megabytes:.1f} MB of text, tokenizer {self.config.tokenizer}")
         tokenizer = self._make_tokenizer()
         tokenizer.save(folder)
         index: dict[str, Any] = {
@@ -154,9 +152,7 @@ class _Preparation:
                 for split, span in self.corpus.spans.items()
             },
         }
-        index["digest"] = _sha256(
-            json.dumps(index, sort_keys=True)
-        )  # before the paths, which differ between hosts
+        index["digest"] = _sha256(json.dumps(index, sort_keys=True))  # before the paths, which differ between hosts
         index["settings"] = {"source": self.config.source, **settings}
         (folder / "index.json").write_text(json.dumps(index, indent=2, ensure_ascii=False), encoding="utf-8")
 
@@ -178,9 +174,7 @@ class _Preparation:
         dtype = token_dtype(tokenizer.vocab_size)
         digest, count = hashlib.sha256(), 0
         with path.open("wb") as file:
-            for tokens in self.map(
-                partial(_encode, tokenizer, dtype), self._pieces(span, f"encoding {split}")
-            ):
+            for tokens in self.map(partial(_encode, tokenizer, dtype), self._pieces(span, f"encoding {split}")):
                 data = tokens.tobytes()
                 digest.update(data)
                 file.write(data)
@@ -197,9 +191,7 @@ class _Preparation:
                 raise Stopped
             if time.monotonic() - reported > REPORT_SECONDS:
                 reported = time.monotonic()
-                self.report(
-                    f"{self.corpus.name}: {phase}, {100 * (piece.start - span.start) / span.size:.0f} %"
-                )
+                self.report(f"{self.corpus.name}: {phase}, {100 * (piece.start - span.start) / span.size:.0f} %")
             yield piece
 
 

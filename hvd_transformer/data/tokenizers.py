@@ -212,9 +212,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             return _restore(kind, text)
         except Exception as error:  # tokenizers raises the bare class
             raise UserError(f"{path}: no valid tokenizer: {error}") from None
-    raise UserError(
-        f"{folder}: no tokenizer; it must hold {BPETokenizer.file_name} or {VocabularyTokenizer.file_name}"
-    )
+    raise UserError(f"{folder}: no tokenizer; it must hold {BPETokenizer.file_name} or {VocabularyTokenizer.file_name}")
 
 
 @lru_cache(maxsize=2)  # a process that gets one piece after the other builds its tables once

@@ -56,9 +56,7 @@ class TokenFile:
             while chunk := file.read(2**20):
                 digest.update(chunk)
         if digest.hexdigest() != self.sha256:
-            raise UserError(
-                f"{self.path}: damaged, its checksum differs; remove its folder to prepare it again"
-            )
+            raise UserError(f"{self.path}: damaged, its checksum differs; remove its folder to prepare it again")
 
     def _open(self) -> NDArray[Any]:
         self._check_size()

@@ -45,6 +45,8 @@ class Position:
     seconds: float = 0.0
     best_loss: float | None = None
     best_step: int | None = None
+    evaluated_step: int | None = None
+    train_loss: float | None = None  # of the last line of metrics.jsonl
     # Since the last line of metrics.jsonl.
     interval: dict[str, float] = field(default_factory=lambda: {"loss": 0.0, "count": 0.0, "seconds": 0.0})
 

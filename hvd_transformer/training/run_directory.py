@@ -68,7 +68,9 @@ def check_agreement(config: Config, checkpoint: Path) -> None:
     made_with = read_state(checkpoint).get("config", {})
     for key, value in made_with.items():
         if key in wanted and wanted[key] != value and not may_change(key):
-            here, there = (yaml.safe_dump(item, default_flow_style=True).splitlines()[0] for item in (wanted[key], value))
+            here, there = (
+                yaml.safe_dump(item, default_flow_style=True).split("\n")[0] for item in (wanted[key], value)
+            )
             raise UserError(
                 f"{key}={here}: the checkpoint {checkpoint} was made with {key}={there}; use that value, "
                 "or another output_dir for a new run"

@@ -9,7 +9,6 @@ from hvd_transformer import atomic
 from hvd_transformer.checkpoint.writer import CheckpointWriter
 from hvd_transformer.comm.world import World
 from hvd_transformer.config import Config
-from hvd_transformer.data.sampler import Step
 from hvd_transformer.errors import UserError
 from hvd_transformer.evaluation.evaluate import Evaluation, perplexity
 from hvd_transformer.parallel.replicas import check_replicas
@@ -45,7 +44,6 @@ class Session:
             self.writer = CheckpointWriter(run.store, self.warn)
         self.saved_step = trainer.position.step if trainer.position.step else None
         self.saved_at = time.monotonic()
-        self.last_loss: float | None = None
         self.valid: Evaluation | None = None
 
     def train(self, stop: StopRequest) -> str:
@@ -54,11 +52,13 @@ class Session:
         self.progress.start(self.trainer.total_steps, position.step)
         stopped = False
         try:
+            if position.step and self._evaluate_if_due():  # stopped or killed before it could be
+                self.save(best=True)
             for plan in self.trainer.steps():
                 result = self.trainer.step(plan, stop=bool(stop), save=self._save_due_by_time())
                 self._record(result)
                 stopped = result.stop
-                best = self._evaluate(result.epoch) if self._evaluation_due(plan) and not stopped else False
+                best = not stopped and self._evaluate_if_due()
                 every = self.config.checkpoint.every_steps
                 if best or result.save or stopped or (every and position.step % every == 0):
                     self.save(best)
@@ -120,7 +120,7 @@ class Session:
             return
         loss = interval["loss"] / interval["count"]
         speed = interval["count"] / interval["seconds"]
-        self.last_loss = loss
+        position.train_loss = loss
         self.progress.step(position.step, result.epoch + 1, loss, perplexity(loss), result.learning_rate, speed)
         log.info("step %d: loss %.5f, gradient norm %.4f", position.step, loss, result.grad_norm)
         if self.metrics is not None:
@@ -138,14 +138,14 @@ class Session:
         if due:
             position.interval = dict.fromkeys(interval, 0.0)
 
-    def _evaluation_due(self, plan: Step) -> bool:
-        step, every = self.trainer.position.step, self.config.training.eval_every
-        ends = not plan.remaining if every is None else step % every == 0
-        return ends or step == self.trainer.total_steps
-
-    def _evaluate(self, epoch: int) -> bool:
-        """Evaluates the validation split in an epoch (from 0); whether it is the best so far and to be kept."""
-        position = self.trainer.position
+    def _evaluate_if_due(self) -> bool:
+        """Evaluates the validation split when it is time; whether it is the best so far and to be kept."""
+        position, every = self.trainer.position, self.config.training.eval_every
+        epoch_ended = position.remaining is None
+        due = epoch_ended if every is None else position.step % every == 0
+        if position.evaluated_step == position.step or not (due or position.step == self.trainer.total_steps):
+            return False
+        position.evaluated_step = position.step
         began = time.perf_counter()
         self.valid = self.trainer.evaluate("valid")
         best = position.best_loss is None or self.valid.loss < position.best_loss
@@ -158,7 +158,7 @@ class Session:
         if self.metrics is not None:
             self.metrics.write(
                 position.step,
-                epoch=epoch + 1,
+                epoch=position.epoch + (0 if epoch_ended else 1),
                 valid_loss=self.valid.loss,
                 valid_perplexity=self.valid.perplexity,
             )
@@ -199,7 +199,7 @@ class Session:
             "backend": self.world.backend,
             "device": trainer.layout.device.type,
             "parameters": weights,
-            "train_loss": self.last_loss,
+            "train_loss": position.train_loss,
             "valid_loss": self.valid.loss if self.valid else None,
             "valid_perplexity": self.valid.perplexity if self.valid else None,
             "best_step": position.best_step,

@@ -156,7 +156,13 @@ def test_none_as_a_word_means_no_limit() -> None:
 @pytest.mark.parametrize("key", [key for key in KEYS if len(key.rpartition(".")[2]) > 3])
 def test_a_misspelt_key_is_told_the_nearest(key: str) -> None:
     section, dot, leaf = key.rpartition(".")
-    for wrong in (leaf[:-1], leaf[:1] + leaf[2:], leaf[:2] + leaf[3:2:-1] + leaf[4:], leaf + "x", leaf.replace("_", "")):
+    for wrong in (
+        leaf[:-1],
+        leaf[:1] + leaf[2:],
+        leaf[:2] + leaf[3:2:-1] + leaf[4:],
+        leaf + "x",
+        leaf.replace("_", ""),
+    ):
         if section + dot + wrong not in KEYS:
             message = refused(f"{section}{dot}{wrong}=1")
             assert message == f"{section}{dot}{wrong} (command line): unknown key, did you mean {key}?"

@@ -43,7 +43,9 @@ def test_value_and_gradients_equal_torchs(chunk: int, with_bias: bool) -> None:
 @pytest.mark.parametrize("chunk", [2, N])
 def test_gradcheck(chunk: int) -> None:
     hidden, weight, bias, targets = operands(True)
-    assert torch.autograd.gradcheck(lambda *args: projected_cross_entropy(*args, targets, chunk), (hidden, weight, bias))
+    assert torch.autograd.gradcheck(
+        lambda *args: projected_cross_entropy(*args, targets, chunk), (hidden, weight, bias)
+    )
 
 
 def test_equal_targets_in_a_chunk_are_all_counted() -> None:

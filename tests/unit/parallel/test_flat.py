@@ -49,7 +49,9 @@ def test_every_parameter_has_one_place_and_keeps_its_value(
         for slot in bucket.slots:
             assert slot.parameter.dtype == bucket.parameters.dtype
             assert slot.start * slot.parameter.element_size() % 64 == 0
-            assert slot.parameter.data_ptr() == bucket.parameters.data_ptr() + slot.start * slot.parameter.element_size()
+            assert (
+                slot.parameter.data_ptr() == bucket.parameters.data_ptr() + slot.start * slot.parameter.element_size()
+            )
             taken[slot.start : slot.stop] += 1
             assert slot.view(bucket.gradients).data_ptr() == bucket.gradients[slot.start :].data_ptr()
         # Nobody's place is another's, and what is no one's is zero.

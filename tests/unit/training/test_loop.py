@@ -103,7 +103,9 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_training_equals_a_plain_script(case: str) -> None:
-    config = settings("training.precision=fp64", "model.position=sinusoidal", "training.max_steps=25", *CASES[case].split())
+    config = settings(
+        "training.precision=fp64", "model.position=sinusoidal", "training.max_steps=25", *CASES[case].split()
+    )
     job = trainer(config)
     plain = PlainTransformer(VOCABULARY, config.model).double().copy_from(job.task.model)
     steps = column_steps(config) if config.data.batching == "columns" else window_steps(config, job)
