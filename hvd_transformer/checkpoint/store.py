@@ -22,6 +22,7 @@ from hvd_transformer.checkpoint.manifest import DamagedCheckpoint
 from hvd_transformer.errors import UserError
 
 _STEP = re.compile(r"step-(\d{8,})")
+_REPLACED = ".replaced-"
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 
 
@@ -57,12 +58,15 @@ class CheckpointStore:
             for path in aside.iterdir():
                 _sync(path)
             _sync(aside)
-            self._remove(final)  # the same step once more, as after a resume from an older checkpoint
+            if final.exists():  # the same step once more, with what an evaluation added
+                final.rename(self.folder / f"{_REPLACED}{final.name}")
             aside.rename(final)
             _sync(self.folder)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
+            self._settle_replaced()
             raise
+        self._settle_replaced()
         self._point("latest", final.name)
         if snapshot.best:
             self._point("best", final.name)
@@ -81,6 +85,7 @@ class CheckpointStore:
 
         Raises `DamagedCheckpoint` where there are checkpoints and none is whole.
         """
+        self._settle_replaced()
         last: DamagedCheckpoint | None = None
         for path in reversed(self.steps()):
             try:
@@ -113,6 +118,15 @@ class CheckpointStore:
                     shutil.rmtree(path, ignore_errors=True)
                 else:
                     path.unlink(missing_ok=True)
+
+    def _settle_replaced(self) -> None:
+        """A writer killed between its two renames leaves only the older version, under another name."""
+        for path in self.folder.glob(f"{_REPLACED}*"):
+            final = self.folder / path.name.removeprefix(_REPLACED)
+            if final.exists():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.rename(final)
 
     def _point(self, name: str, target: str) -> None:
         aside = self.folder / f".{name}-{os.getpid()}"

@@ -13,7 +13,7 @@ import yaml
 from pydantic import ValidationError
 
 from hvd_transformer.config.checks import check
-from hvd_transformer.config.schema import KEYS, SECTIONS, Config
+from hvd_transformer.config.schema import KEYS, SECTIONS, Config, field
 from hvd_transformer.errors import UserError
 
 PRESETS = resources.files("hvd_transformer.config") / "presets"
@@ -70,9 +70,7 @@ class _Settings:
         try:
             content = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            mark = getattr(error, "problem_mark", None)
-            line = f", line {mark.line + 1}" if mark else ""
-            raise UserError(f"{origin}{line}: no valid YAML: {getattr(error, 'problem', None) or error}") from None
+            raise UserError(f"{origin}, line {_line(error, text)}: no valid YAML: {_problem(error)}") from None
         if content is None:
             return
         if not isinstance(content, dict):
@@ -101,6 +99,8 @@ class _Settings:
     def add(self, key: str, value: Any, origin: str) -> None:
         if key not in KEYS:
             raise UserError(f"{key} ({origin}): unknown key{_nearest(key, KEYS)}")
+        if isinstance(value, bool) and field(key).annotation is not bool:  # pydantic would take it for 0 or 1
+            raise UserError(f"{key}={str(value).lower()} ({origin}): must not be true or false")
         self.values[key] = value
         self.origins[key] = origin
 
@@ -120,8 +120,20 @@ class _Settings:
         first = error.errors()[0]
         path = [str(part) for part in first["loc"]]
         key = next(key for key in (".".join(path[:2]), path[0]) if key in KEYS)
-        allowed = first["msg"].removeprefix("Input should be ")
-        return f"{key}={self.values[key]} ({self.origins[key]}): must be {allowed}"
+        message = first["msg"]
+        wanted = message.partition(" should ")[2] or message
+        return f"{key}={self.values[key]} ({self.origins[key]}): must {wanted}"
+
+
+def _line(error: yaml.YAMLError, text: str) -> int:
+    if isinstance(error, yaml.reader.ReaderError):  # a character that no YAML may hold
+        return text.count("\n", 0, error.position) + 1
+    mark = getattr(error, "problem_mark", None)
+    return mark.line + 1 if mark else 1
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    return getattr(error, "problem", None) or getattr(error, "reason", None) or str(error).splitlines()[0]
 
 
 def _read(file: Path) -> str:

@@ -7,6 +7,7 @@ from here.
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 
 def setting(default: Any, description: str, *, may_change: bool = False, **limits: Any) -> Any:
@@ -64,6 +65,7 @@ class DataConfig(Section):
         "python-docs",
         "python-docs (embedded), wikitext2, wikitext103, penntreebank, a folder with train.txt, valid.txt and "
         "test.txt, or one text file",
+        min_length=1,
     )
     split: list[Fraction] = setting(
         [0.9, 0.05, 0.05],
@@ -177,7 +179,7 @@ class Config(Section):
     """A whole job."""
 
     task: Literal["language_model"] = setting("language_model", "what is trained")
-    output_dir: str = setting("runs/default", "the run directory", may_change=True)
+    output_dir: str = setting("runs/default", "the run directory", may_change=True, min_length=1)
     seed: int = setting(1, "seed of the weights, of the data order and of dropout", ge=0, lt=2**63)
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -203,10 +205,15 @@ KEYS: tuple[str, ...] = tuple(flatten(Config()))
 SECTIONS: tuple[str, ...] = tuple(dict.fromkeys(key.split(".")[0] for key in KEYS if "." in key))
 
 
+def field(key: str) -> FieldInfo:
+    """The schema's entry of a dotted key."""
+    section, _, name = key.rpartition(".")
+    model = Config.model_fields[section].annotation if section else Config
+    assert isinstance(model, type) and issubclass(model, Section)
+    return model.model_fields[name]
+
+
 def may_change(key: str) -> bool:
     """Whether a run may go on from a checkpoint made with another value of this dotted key."""
-    section, _, name = key.rpartition(".")
-    model = Config if not section else Config.model_fields[section].annotation
-    assert model is not None
-    extra = model.model_fields[name].json_schema_extra
+    extra = field(key).json_schema_extra
     return isinstance(extra, dict) and bool(extra["may_change"])

@@ -30,7 +30,8 @@ class Batch(NamedTuple):
 class Windows:
     """Training samples of `length` tokens, one after the other, in an order given by seed and epoch alone.
 
-    Each epoch cuts the text at another offset, below `length`. Nothing grows with the number of tokens.
+    Each epoch cuts the text at another offset, so that over the epochs every token has its turn at every place.
+    Nothing grows with the number of tokens.
     """
 
     def __init__(self, tokens: Tokens, length: int, seed: int) -> None:
@@ -41,7 +42,7 @@ class Windows:
     def batch(self, epoch: int, units: range) -> Batch:
         """The samples at these positions of the epoch's order."""
         order = Permutation(self.num_units, (self.seed, epoch))
-        slack = min(self.length, len(self.tokens) - self.num_units * self.length)
+        slack = len(self.tokens) - self.num_units * self.length
         offset = int(np.random.SeedSequence((self.seed, epoch, 1)).generate_state(1)[0]) % slack
         starts = order[np.arange(units.start, units.stop)] * self.length + offset
         return _batch([self.tokens[start : start + self.length + 1] for start in starts.tolist()])
@@ -72,12 +73,12 @@ def evaluation_batches(tokens: Tokens, length: int, batch_size: int, replica: Re
     """This replica's part of all windows: together the replicas see each token but the first as target once."""
     last = len(tokens) - 1
     windows = share(-(-last // length), replica)
-    starts = [window * length for window in windows]
-    whole = [start for start in starts if start + length <= last]
-    for index in range(0, len(whole), batch_size):
-        yield _batch([tokens[start : start + length + 1] for start in whole[index : index + batch_size]])
-    for start in starts[len(whole) :]:
-        yield _batch([tokens[start : last + 1]])
+    whole = range(windows.start, min(windows.stop, last // length))
+    for first in range(whole.start, whole.stop, batch_size):
+        batch = whole[first - whole.start : first - whole.start + batch_size]
+        yield _batch([tokens[window * length : window * length + length + 1] for window in batch])
+    for window in range(whole.stop, windows.stop):  # the text's end, shorter than a window
+        yield _batch([tokens[window * length : last + 1]])
 
 
 def _batch(rows: list[NDArray[np.unsignedinteger]]) -> Batch:

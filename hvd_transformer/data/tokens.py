@@ -1,6 +1,7 @@
 """Token files: the token numbers of one split, 16 or 32 bit, mapped into memory when they are first read."""
 
 import hashlib
+import mmap
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,11 @@ class TokenFile:
         self._check_size()
         if not self.count:  # an empty file cannot be mapped
             return np.empty(0, self.dtype)
-        return np.asarray(np.memmap(self.path, dtype=self.dtype, mode="r", shape=(self.count,)))
+        with self.path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if hasattr(mmap, "MADV_RANDOM"):  # windows come in shuffled order: reading ahead would be in vain
+            mapped.madvise(mmap.MADV_RANDOM)
+        return np.frombuffer(mapped, dtype=self.dtype)
 
     def _check_size(self) -> None:
         if not self.is_whole():

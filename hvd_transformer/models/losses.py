@@ -15,16 +15,20 @@ def projected_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None,
     of `chunk` tokens at a time, forward and backward: the gradients are formed beside the loss, so the logits
     are computed once (the idea of Liger-Kernel's fused linear cross-entropy, arXiv 2410.10989, section 3.2).
     """
-    loss: Tensor = _ProjectedCrossEntropy.apply(hidden, weight, bias, targets, chunk)  # type: ignore[no-untyped-call]
+    # Inside `forward` gradients look wanted also under no_grad: evaluation would form them in vain.
+    wants = torch.is_grad_enabled()
+    loss: Tensor = _ProjectedCrossEntropy.apply(hidden, weight, bias, targets, chunk, wants)  # type: ignore[no-untyped-call]
     return loss
 
 
 class _ProjectedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int, wants: bool
+    ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         loss = torch.zeros((), dtype=torch.promote_types(wide, weight.dtype), device=hidden.device)
-        wants_gradient = any(ctx.needs_input_grad)
+        wants_gradient = wants and any(ctx.needs_input_grad)
         grad_hidden = torch.empty_like(hidden) if wants_gradient else None
         grad_weight = torch.zeros_like(weight) if wants_gradient else None
         grad_bias = torch.zeros_like(bias) if wants_gradient and bias is not None else None
@@ -50,4 +54,4 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grads = [None if saved is None else saved * grad.to(saved.dtype) for saved in ctx.saved_tensors]
-        return (*grads, None, None)
+        return (*grads, None, None, None)

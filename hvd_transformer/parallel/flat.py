@@ -71,12 +71,19 @@ def make_buckets(parameters: Mapping[str, nn.Parameter], no_decay: Set[str], buc
 
 
 def _cut(parameters: Iterable[tuple[str, nn.Parameter]], bucket_bytes: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """Groups of one dtype and device, closed as soon as they reach the size."""
-    open_groups: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
+    """Groups of one dtype and device, of at most the size; a parameter beyond it has a bucket of its own.
+
+    A large one must not keep smaller ones waiting: a tied embedding is the last that backward finishes.
+    """
+    groups: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     for name, parameter in parameters:
         kind = (parameter.dtype, parameter.device)
-        group = open_groups.setdefault(kind, [])
-        group.append((name, parameter))
-        if sum(item.numel() * item.element_size() for _, item in group) >= bucket_bytes:
-            yield open_groups.pop(kind)
-    yield from open_groups.values()
+        size = parameter.numel() * parameter.element_size()
+        if kind in groups and sizes[kind] + size > bucket_bytes:
+            yield groups.pop(kind)
+        if kind not in groups:
+            groups[kind], sizes[kind] = [], 0
+        groups[kind].append((name, parameter))
+        sizes[kind] += size
+    yield from groups.values()

@@ -9,7 +9,7 @@ from torch import Tensor
 from hvd_transformer.comm.world import World
 from hvd_transformer.parallel.flat import Bucket
 
-# Positions are weighted by powers of an odd number (modulo 2^64), so that swapped values are seen too.
+# Each position has an odd weight of its own (modulo 2^64), so that swapped values are seen too.
 _CHUNK = 1 << 20
 _MULTIPLIER = 6364136223846793005
 

@@ -8,7 +8,7 @@ import yaml
 
 from hvd_transformer import atomic
 from hvd_transformer.checkpoint.store import CheckpointStore, read_state, resolve
-from hvd_transformer.config import Config, dump
+from hvd_transformer.config import Config, dump, load_file
 from hvd_transformer.config.schema import flatten, may_change
 from hvd_transformer.errors import UserError
 
@@ -23,7 +23,7 @@ class RunDirectory:
     def claim(self, config: Config, warn: Callable[[str], None]) -> Path | None:
         """Makes the folder or takes an earlier run's; returns the checkpoint to go on from, if any.
 
-        Raises `UserError` and changes nothing where the folder is another's, cannot be written, or holds a
+        Raises `UserError` and loses nothing where the folder is another's, cannot be written, or holds a
         run whose configuration does not agree.
         """
         self._check_folder()
@@ -38,9 +38,9 @@ class RunDirectory:
         if checkpoint is not None:
             check_agreement(config, checkpoint)
         self.store.clean()
-        (self.path / "logs").mkdir(exist_ok=True)
         try:
             atomic.write_text(self.path / "config.yaml", dump(config))
+            (self.path / "logs").mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(f"output_dir={self.path}: cannot be written: {error.strerror}") from None
         return checkpoint
@@ -53,21 +53,33 @@ class RunDirectory:
             raise UserError(f"output_dir={self.path}: cannot be made: {error.strerror}") from None
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise UserError(f"output_dir={self.path}: cannot be written")
-        # A first start that was killed early leaves no more than logs and half a configuration.
-        ours = {"config.yaml", "logs"}
-        if present and not ours.intersection(present) and any(not name.startswith(".") for name in present):
+        # A start that was killed early leaves dot files; a rank on a host that rank 0 was not on, its log.
+        others = [name for name in present if not name.startswith(".")]
+        logs_alone = others == ["logs"] and all(log.match("rank-*.log") for log in (self.path / "logs").glob("*"))
+        if others and not logs_alone and not self._is_ours():
             raise UserError(
-                f"output_dir={self.path}: holds other files ({present[0]}) and is no run directory; "
+                f"output_dir={self.path}: holds other files ({others[0]}) and is no run directory; "
                 "choose a new or empty folder"
             )
+
+    def _is_ours(self) -> bool:
+        """Whether the configuration in the folder is one of hvd-train."""
+        file = self.path / "config.yaml"
+        try:
+            content = yaml.safe_load(file.read_text(encoding="utf-8"))
+            return isinstance(content, dict) and "output_dir" in content and bool(load_file(file))
+        except (OSError, ValueError, yaml.YAMLError, UserError):
+            return False
 
 
 def check_agreement(config: Config, checkpoint: Path) -> None:
     """Raises `UserError` naming the first key that must be the same as in the checkpoint and is not."""
     wanted = flatten(config)
+    # There the batch is the number of columns, which says what a stretch of rows is.
+    fixed = {"training.batch_size"} if config.data.batching == "columns" else set()
     made_with = read_state(checkpoint).get("config", {})
     for key, value in made_with.items():
-        if key in wanted and wanted[key] != value and not may_change(key):
+        if key in wanted and wanted[key] != value and (key in fixed or not may_change(key)):
             here, there = (
                 yaml.safe_dump(item, default_flow_style=True).split("\n")[0] for item in (wanted[key], value)
             )

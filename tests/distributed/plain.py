@@ -169,7 +169,7 @@ def window_steps(tokens: Tensor, case: Case, samples_a_step: int) -> Iterator[tu
     while True:
         order = Permutation(count, (case.seed, epoch))[np.arange(count)].tolist()
         assert sorted(order) == list(range(count))
-        spare = min(length, len(tokens) - count * length)
+        spare = len(tokens) - count * length
         offset = int(np.random.SeedSequence((case.seed, epoch, 1)).generate_state(1)[0]) % spare
         for first in range(0, count, samples_a_step):
             starts = [offset + number * length for number in order[first : first + samples_a_step]]

@@ -3,6 +3,7 @@
 corrupt: that rank changes one weight after that step.
 die: that rank kills itself in the middle of the backward of that step.
 raise: the same, with an exception.
+overflow: the loss scale of that rank's float16 starts so high that the first steps are left out.
 """
 
 import os
@@ -13,6 +14,7 @@ from hvd_transformer.cli.train import main
 from hvd_transformer.comm.environment import launched
 from hvd_transformer.parallel.reducer import GradientReducer
 from hvd_transformer.training.loop import Trainer
+from hvd_transformer.training.precision import LossScaler
 
 RANK, STEP, FAULT = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 
@@ -49,7 +51,23 @@ def fail_in_a_backward() -> None:
     GradientReducer.last = last
 
 
+def overflow_at_first() -> None:
+    original = LossScaler.__init__
+
+    def init(scaler, *words):
+        original(scaler, *words)
+        scaler.scale = 2.0**40
+
+    LossScaler.__init__ = init
+
+
+FAULTS = {
+    "corrupt": corrupt_after_a_step,
+    "die": fail_in_a_backward,
+    "raise": fail_in_a_backward,
+    "overflow": overflow_at_first,
+}
 if launched().rank == RANK:
-    corrupt_after_a_step() if FAULT == "corrupt" else fail_in_a_backward()
+    FAULTS[FAULT]()
 sys.argv[1:4] = []
 main()

@@ -92,6 +92,11 @@ def test_a_step_of_windows_is_the_same_samples_over_any_number_of_replicas(
     assert together == [units([step]) for step in alone[0]]
 
 
+def units_of(every: list[list[Step]], which: slice) -> list[list[int]]:
+    """The units of some steps of every replica."""
+    return [units(steps[which]) for steps in every]
+
+
 @settings(deadline=None, max_examples=100)
 @given(st.integers(1, 200), st.integers(1, 9), st.integers(1, 4), replicas)
 def test_rounds_of_windows_are_never_more_or_larger_than_asked(
@@ -103,6 +108,9 @@ def test_rounds_of_windows_are_never_more_or_larger_than_asked(
             assert len(step.rounds) <= rounds and all(len(part) <= batch_size for part in step.rounds)
         # All but the last step are full.
         assert all([len(part) for part in step.rounds] == [batch_size] * rounds for step in steps[:-1])
+        # And the last one has no more rounds than its samples need.
+        left = num_units - sum(map(len, units_of(every, slice(-1))))
+        assert len(steps[-1].rounds) == -(-left // (batch_size * size))
     # In the last one no replica has two samples more than another in a round.
     for parts in zip(*(steps[-1].rounds for steps in every), strict=True):
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
@@ -129,7 +137,7 @@ def test_shares_are_contiguous_and_fair(total: int, size: int) -> None:
 
 def test_the_picture_of_the_first_line() -> None:
     steps = all_replicas(lambda replica: WindowSampler(12, 3, 1, replica), 2)
-    assert [step.rounds for step in steps[0]] == [[range(0, 3)], [range(6, 9)]]
+    assert [step.rounds for step in steps[0]] == [[range(3)], [range(6, 9)]]
     assert [step.rounds for step in steps[1]] == [[range(3, 6)], [range(9, 12)]]
     columns = all_replicas(lambda replica: ColumnSampler(8, 2, replica), 2)
     assert [units([step]) for step in columns[0]] == [[0, 1], [2, 3]]

@@ -92,8 +92,8 @@ CASES = {
     "momentum, accumulation, tiny buckets": "optimizer.name=sgd optimizer.momentum=0.9 optimizer.lr=0.1 "
     "optimizer.schedule=step optimizer.gamma=0.5 optimizer.warmup_steps=3 data.batching=columns "
     "training.accumulation=3 parallel.micro_batches=3 communication.bucket_mb=1e-6",
-    "adamw, windows": "optimizer.name=adamw optimizer.schedule=cosine optimizer.warmup_steps=4 optimizer.clip_norm=none "
-    "parallel.micro_batches=3 communication.bucket_mb=0.001 optimizer.weight_decay=0.3",
+    "adamw, windows": "optimizer.name=adamw optimizer.schedule=cosine optimizer.warmup_steps=4 "
+    "optimizer.clip_norm=none parallel.micro_batches=3 communication.bucket_mb=0.001 optimizer.weight_decay=0.3",
     "adamw, windows, accumulation, small clip": "optimizer.name=adamw optimizer.schedule=cosine "
     "training.accumulation=4 parallel.micro_batches=2 optimizer.clip_norm=0.01 model.position=learned",
     "adam, columns": "optimizer.name=adam optimizer.schedule=constant data.batching=columns "

@@ -7,7 +7,7 @@ import pytest
 import torch
 from small_job import run, settings, trainer, weights
 
-from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, CheckpointStore, Snapshot
+from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, CheckpointStore
 from hvd_transformer.comm.world import World
 from hvd_transformer.errors import UserError
 from hvd_transformer.training import snapshot
@@ -146,7 +146,3 @@ def test_a_checkpoint_of_another_model_names_the_weight(change: str, named: str,
         snapshot.load_weights(trainer(settings(change)).buckets, checkpoint, World())
     assert str(caught.value).startswith(str(checkpoint / MODEL))
     assert f"of another model: {named}" in str(caught.value)
-
-
-def test_a_snapshot_is_what_the_store_takes() -> None:
-    assert isinstance(snapshot.take(trainer(settings()), "digest", 0, False), Snapshot)

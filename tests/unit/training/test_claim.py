@@ -71,21 +71,12 @@ def test_a_folder_of_something_else_is_left_as_it_is(names: list[str], tmp_path:
     assert contents(tmp_path) == before
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="run_directory.py _check_folder: one entry called logs (or config.yaml) makes any folder ours; "
-    "a killed first start leaves nothing but logs and hidden files",
-)
 def test_another_projects_logs_do_not_make_its_folder_ours(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "thesis.tex").write_text("precious")
     assert "holds other files" in refused(config(tmp_path))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="run_directory.py _check_folder: a foreign config.yaml passes for ours and is then overwritten: data lost",
-)
 def test_another_programs_config_yaml_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("server: {port: 80}\n")
     (tmp_path / "app.py").write_text("precious")
@@ -156,11 +147,6 @@ def test_the_key_that_differs_is_named_with_both_values(word: str, here: str, th
     assert contents(tmp_path) == before
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="schema.py: training.batch_size may always change, but with data.batching=columns it is the number of "
-    "columns: in the middle of an epoch the remaining units then mean other tokens, or lie behind the text's end",
-)
 def test_the_number_of_columns_may_not_change_on_the_way(tmp_path: Path) -> None:
     made = config(tmp_path, "data.batching=columns")
     claim(made)
