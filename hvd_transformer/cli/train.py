@@ -58,6 +58,7 @@ def _work(config: "Config | None", mistake: UserError | None) -> int:
         return _fail(mistake)
 
     from hvd_transformer.comm.world import AgreedError, PeerLost, World, agree
+    from hvd_transformer.data.once import Stopped
     from hvd_transformer.parallel.replicas import ReplicasDiffer
     from hvd_transformer.training.job import run
     from hvd_transformer.training.loop import Diverged
@@ -84,6 +85,9 @@ def _work(config: "Config | None", mistake: UserError | None) -> int:
         if world.rank == 0:
             _fail(error)
         return 1
+    except Stopped:
+        _fail(UserError("stopped while the data was prepared; the same command begins again"))
+        _leave(1)
     except PeerLost as error:
         _fail(error)
         _leave(1)

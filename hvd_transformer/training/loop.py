@@ -42,6 +42,7 @@ class Position:
     epoch: int = 0
     remaining: Intervals | None = None  # of this epoch; None: all of it
     samples: int = 0
+    targets: int = 0  # what the losses were the mean of: tokens
     seconds: float = 0.0
     best_loss: float | None = None
     best_step: int | None = None
@@ -135,7 +136,7 @@ class Trainer:
         rate = learning_rate(self.config.optimizer, self.layout.dp, position.step, position.epoch, self.total_steps)
         norm = self._update(usual / (count_total * self.scaler.scale), rate, loss_total / count_total)
         epoch = position.epoch
-        self._advance(plan, int(samples))
+        self._advance(plan, int(samples), int(count_total))
         return StepResult(
             epoch=epoch,
             loss=loss_total / count_total,
@@ -195,10 +196,11 @@ class Trainer:
         self.position.updates += 1
         return norm
 
-    def _advance(self, plan: Step, samples: int) -> None:
+    def _advance(self, plan: Step, samples: int, targets: int) -> None:
         position = self.position
         position.step += 1
         position.samples += samples
+        position.targets += targets
         position.remaining = plan.remaining
         if not plan.remaining:
             position.epoch += 1

@@ -184,14 +184,13 @@ class Session:
     def _summary(self, status: str) -> dict[str, Any]:
         trainer, position = self.trainer, self.trainer.position
         weights = sum(slot.parameter.numel() for bucket in trainer.buckets for slot in bucket.slots)
-        tokens = position.samples * self.config.data.sequence_length
         return {
             "status": status,
             "steps": position.step,
             "epochs": position.epoch,
             "samples": position.samples,
             "seconds": round(position.seconds, 3),
-            "tokens_per_second": round(tokens / position.seconds, 1) if position.seconds else None,
+            "tokens_per_second": round(position.targets / position.seconds, 1) if position.seconds else None,
             "world": self.world.size,
             "dp": trainer.layout.dp,
             "tp": 1,
