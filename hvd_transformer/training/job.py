@@ -62,9 +62,15 @@ def run(config: Config, world: World, stop: StopRequest) -> dict[str, Any]:
         progress.message(f"going on from {checkpoint} after step {position.step} of {trainer.total_steps}")
     session = Session(config, world, trainer, directory, progress, data.digest)
     status = session.train(stop)
+    if status == "stopped":  # said first: a launcher may not wait for what follows
+        progress.message(
+            f"stopped after step {position.step} ({stop.signal or 'asked on another rank'}); everything is saved: "
+            f"the same command goes on from here\nrun directory: {directory.path}"
+        )
     check_replicas(buckets, world, "at the end")
     summary = session.finish(status)
-    _say_goodbye(summary, stop, directory.path, progress)
+    if status == "finished":
+        progress.message(f"{_results(summary)}\nrun directory: {directory.path}")
     return summary
 
 
@@ -113,14 +119,8 @@ def _headline(config: Config, world: World, layout: Layout, trainer: Trainer, da
     )
 
 
-def _say_goodbye(summary: dict[str, Any], stop: StopRequest, path: Path, progress: Silent) -> None:
-    if summary["status"] == "stopped":
-        progress.message(
-            f"stopped after step {summary['steps']} ({stop.signal or 'asked on another rank'}); everything is saved: "
-            f"the same command goes on from here\nrun directory: {path}"
-        )
-        return
-    lines = [f"valid perplexity {summary['valid_perplexity']:.2f} (best, at step {summary['best_step']})"]
+def _results(summary: dict[str, Any]) -> str:
+    text = f"done: valid perplexity {summary['valid_perplexity']:.2f} (best, at step {summary['best_step']})"
     if "test_perplexity" in summary:
-        lines.append(f"test perplexity {summary['test_perplexity']:.2f}")
-    progress.message(f"done: {', '.join(lines)}\nrun directory: {path}")
+        text += f", test perplexity {summary['test_perplexity']:.2f}"
+    return text

@@ -38,6 +38,7 @@ class FlatOptimizer:
                 if params
             ],
         )
+        self._zero_state()
 
     def step(self, learning_rate: float) -> None:
         """One update at this rate."""
@@ -45,21 +46,8 @@ class FlatOptimizer:
             group["lr"] = learning_rate
         self.optimizer.step()
 
-    def zero_state(self) -> None:
-        """Makes the state of an optimizer that has taken no step, so that there is something to load into."""
-        for parts in self._parts:
-            for _, part in parts:
-                state = self.optimizer.state[part]
-                if isinstance(self.optimizer, torch.optim.SGD):
-                    if self.optimizer.defaults["momentum"]:
-                        state["momentum_buffer"] = torch.zeros_like(part)
-                else:
-                    state["step"] = torch.zeros((), dtype=torch.float32, device=part.device)
-                    state["exp_avg"] = torch.zeros_like(part)
-                    state["exp_avg_sq"] = torch.zeros_like(part)
-
     def flat_state(self) -> list[dict[str, Tensor]]:
-        """The state of each bucket, as flat tensors like its parameters: {"exp_avg": …}; empty before step 1."""
+        """The state of each bucket, as flat tensors like its parameters: {"exp_avg": …}."""
         result = []
         for bucket, parts in zip(self.buckets, self._parts, strict=True):
             flat: dict[str, Tensor] = {}
@@ -72,7 +60,6 @@ class FlatOptimizer:
 
     def load_flat_state(self, states: Sequence[dict[str, Tensor]], num_updates: int) -> None:
         """The reverse; `num_updates` is the number of steps behind that state."""
-        self.zero_state()
         for flat, parts in zip(states, self._parts, strict=True):
             for place, part in parts:
                 state = self.optimizer.state[part]
@@ -80,6 +67,19 @@ class FlatOptimizer:
                     state[key].copy_(value[place])
                 if "step" in state:
                     state["step"].fill_(num_updates)
+
+    def _zero_state(self) -> None:
+        """The state before the first step: torch makes it only then, but it is saved and loaded at any time."""
+        for parts in self._parts:
+            for _, part in parts:
+                state = self.optimizer.state[part]
+                if isinstance(self.optimizer, torch.optim.SGD):
+                    if self.optimizer.defaults["momentum"]:
+                        state["momentum_buffer"] = torch.zeros_like(part)
+                else:
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=part.device)
+                    state["exp_avg"] = torch.zeros_like(part)
+                    state["exp_avg_sq"] = torch.zeros_like(part)
 
 
 def _make(config: OptimizerConfig, groups: list[dict[str, object]]) -> torch.optim.Optimizer:

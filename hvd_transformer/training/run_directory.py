@@ -1,8 +1,12 @@
 """Claiming `output_dir`: is it ours, can it be written, and is there a checkpoint to go on from?"""
 
+import fcntl
 import os
+import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import yaml
 
@@ -12,6 +16,9 @@ from hvd_transformer.config import Config, dump, load_file
 from hvd_transformer.config.schema import flatten, may_change
 from hvd_transformer.errors import UserError
 
+# A job that was just killed may take a moment to be gone.
+LOCK_SECONDS = 5.0
+
 
 class RunDirectory:
     """The folder of one run. Rank 0's process claims it and writes to it; every rank keeps a log in it."""
@@ -19,6 +26,7 @@ class RunDirectory:
     def __init__(self, config: Config) -> None:
         self.path = Path(config.output_dir).expanduser()
         self.store = CheckpointStore(self.path / "checkpoints", config.checkpoint.keep_last)
+        self._lock_file: IO[str] | None = None
 
     def claim(self, config: Config, warn: Callable[[str], None]) -> Path | None:
         """Makes the folder or takes an earlier run's; returns the checkpoint to go on from, if any.
@@ -27,6 +35,14 @@ class RunDirectory:
         run whose configuration does not agree.
         """
         self._check_folder()
+        self._lock()
+        try:
+            return self._take(config, warn)
+        except UserError:
+            self._unlock()
+            raise
+
+    def _take(self, config: Config, warn: Callable[[str], None]) -> Path | None:
         if config.checkpoint.resume == "never" and self.store.steps():
             raise UserError(
                 f"checkpoint.resume=never: {self.path} has checkpoints, which a new run would overwrite; "
@@ -61,6 +77,32 @@ class RunDirectory:
                 f"output_dir={self.path}: holds other files ({others[0]}) and is no run directory; "
                 "choose a new or empty folder"
             )
+
+    def _lock(self) -> None:
+        """Two jobs in one folder would remove each other's files. The lock ends with this process, however it ends."""
+        lock_file = self._lock_file = (self.path / ".lock").open("a+", encoding="utf-8")
+        limit = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > limit:
+                    lock_file.seek(0)
+                    raise UserError(
+                        f"output_dir={self.path}: another job is writing to it ({lock_file.read()}); "
+                        "wait for it, end it, or choose another folder"
+                    ) from None
+                time.sleep(0.1)
+            except OSError:  # a file system without locks
+                return
+        lock_file.truncate(0)
+        lock_file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        lock_file.flush()
+
+    def _unlock(self) -> None:
+        if self._lock_file is not None:
+            self._lock_file.close()
 
     def _is_ours(self) -> bool:
         """Whether the configuration in the folder is one of hvd-train."""

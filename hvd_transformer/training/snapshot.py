@@ -69,7 +69,6 @@ def read_position(folder: Path | None, data_digest: str, world: World) -> tuple[
 def load(trainer: Trainer, folder: Path | None, state: dict[str, Any], world: World) -> None:
     """Weights and optimizer of a checkpoint: rank 0 reads, all get them. Collective."""
     load_weights(trainer.buckets, folder, world)
-    trainer.optimizer.zero_state()
     flats = trainer.optimizer.flat_state()
 
     def read() -> None:

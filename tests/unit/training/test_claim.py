@@ -205,3 +205,15 @@ def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
     shutil.copytree(newest, newest.with_name(".saving-step-00000020-123"))
     assert claim(made)[0] == newest
     assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+def test_two_jobs_cannot_write_to_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvd_transformer.training.run_directory.LOCK_SECONDS", 0.2)
+    made = config(tmp_path)
+    first = RunDirectory(made)
+    assert first.claim(made, print) is None
+    message = refused(made)
+    assert "another job is writing to it" in message
+    assert f"process {os.getpid()} on " in message
+    del first  # the lock goes with its owner
+    assert claim(made) == (None, [])

@@ -233,7 +233,7 @@ def test_an_overflow_leaves_the_step_out_and_halves_the_scale() -> None:
     assert job.scaler.scale == 2.0**59
     assert (job.position.step, job.position.updates) == (1, 0)
     assert all(torch.equal(weight, before[name]) for name, weight in weights(job).items())
-    assert job.optimizer.flat_state() == [{}] * len(job.buckets)
+    assert not any(flat.any() for state in job.optimizer.flat_state() for flat in state.values())
     # Afterwards it goes on as if that step had not been.
     job.scaler.scale = 2.0**10
     assert math.isfinite(job.step(next(plans)).grad_norm)
