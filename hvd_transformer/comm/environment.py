@@ -33,12 +33,14 @@ def launched() -> Launched:
 
 def set_defaults(local_size: int) -> None:
     """Sets Horovod's and Open MPI's variables where the user set none. Call before `hvd.init`."""
+    gloo = os.environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo"  # as horovodrun says; mpirun says nothing
     defaults = {
         # Gradients arrive in flat buckets, so fusing them again would only copy; and what is fused depends on
         # timing, which with more than two ranks changes the order of the sums: runs would not repeat bit for bit.
         "HOROVOD_FUSION_THRESHOLD": "0",
-        # Each cycle costs a round of messages. Measured on two cores: benchmarks/RESULTS.md.
-        "HOROVOD_CYCLE_TIME": "5",
+        # Milliseconds. Each cycle costs a round of messages, dearer over gloo's sockets; waiting for the next one
+        # costs too. Measured on two cores: benchmarks/RESULTS.md.
+        "HOROVOD_CYCLE_TIME": "10" if gloo else "2",
         # gloo's 30 seconds are too short for many hosts or a slow first step.
         "HOROVOD_GLOO_TIMEOUT_SECONDS": "300",
         # No wait without an end: by default Horovod only warns of a stalled tensor.

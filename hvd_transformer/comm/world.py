@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Literal, TypeVar, cast
@@ -14,6 +15,8 @@ from hvd_transformer.comm.environment import launched, set_defaults, usable_core
 from hvd_transformer.errors import UserError
 
 Result = TypeVar("Result")
+# Between two looks at a collective that has not ended.
+POLL_SECONDS = 0.0005
 Operation = Literal["sum", "min", "max"]
 
 
@@ -70,7 +73,7 @@ class World:
             return _done
         kinds = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
         handle = self._guard(lambda: hvd.allreduce_async_(tensor, name=name, op=kinds[operation]))
-        return lambda: self._guard(lambda: hvd.synchronize(handle))
+        return lambda: self._wait(handle)
 
     def all_reduce_(self, tensor: Tensor, name: str, operation: Operation = "sum") -> Tensor:
         """Reduces a contiguous tensor over the ranks, in place, and waits."""
@@ -81,7 +84,7 @@ class World:
         """Overwrites a contiguous tensor with the root's."""
         hvd = self._horovod
         if hvd is not None:
-            self._guard(lambda: hvd.broadcast_(tensor, root_rank=root, name=name))
+            self._wait(self._guard(lambda: hvd.broadcast_async_(tensor, root_rank=root, name=name)))
         return tensor
 
     def all_gather_objects(self, value: Any) -> list[Any]:
@@ -90,8 +93,9 @@ class World:
         if hvd is None:
             return [value]
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = self._guard(lambda: hvd.allgather(torch.tensor([data.numel()]), name="objects.sizes")).tolist()
-        joined = self._guard(lambda: hvd.allgather(data, name="objects.bytes"))
+        size = torch.tensor([data.numel()])
+        sizes = self._wait(self._guard(lambda: hvd.allgather_async(size, name="objects.sizes"))).tolist()
+        joined = self._wait(self._guard(lambda: hvd.allgather_async(data, name="objects.bytes")))
         return [json.loads(bytes(part.tolist())) for part in joined.split(sizes)]
 
     def broadcast_object(self, value: Any) -> Any:
@@ -100,9 +104,7 @@ class World:
 
     def barrier(self) -> None:
         """Waits until every rank is here."""
-        hvd = self._horovod
-        if hvd is not None:
-            self._guard(lambda: hvd.barrier())
+        self.all_reduce_(torch.zeros(1), "barrier")
 
     def close(self) -> None:
         """Leaves the world in good order: all ranks must call it."""
@@ -111,6 +113,17 @@ class World:
             self.barrier()
             hvd.shutdown()
             self._horovod = None
+
+    def _wait(self, handle: Any) -> Any:
+        """The result of an asynchronous collective.
+
+        Horovod's own wait spins; asleep, this rank leaves its core to the others and to its own transfer.
+        """
+        hvd = self._horovod
+        assert hvd is not None
+        while not hvd.poll(handle):
+            time.sleep(POLL_SECONDS)
+        return self._guard(lambda: hvd.synchronize(handle))
 
     def _guard(self, action: Callable[[], Any]) -> Any:
         assert self._horovod is not None

@@ -70,9 +70,7 @@ def test_processes_end_with_a_killed_parent(tmp_path):
         "        print(*set(mapped(number, range(50))), flush=True)\n"
         "        time.sleep(60)\n"
     )
-    with subprocess.Popen(
-        [sys.executable, tmp_path / "script.py"], stdout=subprocess.PIPE, text=True
-    ) as parent:
+    with subprocess.Popen([sys.executable, tmp_path / "script.py"], stdout=subprocess.PIPE, text=True) as parent:
         workers = [int(word) for word in parent.stdout.readline().split()]
         assert workers
         parent.send_signal(signal.SIGKILL)

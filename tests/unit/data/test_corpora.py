@@ -124,18 +124,14 @@ def test_one_file_is_cut_at_line_ends(tmp_path_factory, lines, split):
 def make_bad(kind: str, folder: Path) -> tuple[str, str]:
     """A wrong source, and what its message must say."""
     if kind == "missing":
-        return str(
-            folder / "nowhere"
-        ), r"nowhere: no such file or folder, and no known name; known: python-docs"
+        return str(folder / "nowhere"), r"nowhere: no such file or folder, and no known name; known: python-docs"
     if kind == "misspelt":
         return "wikitext-2", r"no known name, did you mean wikitext2\?"
     if kind == "empty folder":
         return str(fill(folder / "corpus")), r"corpus: the folder is empty; it must hold train.txt, valid.txt"
     if kind == "no test file":
         fill(folder / "corpus", "train.txt", "valid.txt")
-        return str(
-            folder / "corpus"
-        ), r"corpus: no file of the test split; accepted names: test.txt, .*wiki.test"
+        return str(folder / "corpus"), r"corpus: no file of the test split; accepted names: test.txt, .*wiki.test"
     if kind == "empty split":
         fill(folder / "corpus", "train.txt", "test.txt")
         (folder / "corpus" / "valid.txt").touch()

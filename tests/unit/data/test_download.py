@@ -129,6 +129,4 @@ def test_a_download_that_stands_still_ends(server, open_tiny, monkeypatch):
 def test_published_data_sets_are_torchtexts():
     from torchtext.datasets.language_modeling import PennTreebank
 
-    assert [list(addresses) for addresses in corpora.PUBLISHED["penntreebank"].addresses] == [
-        PennTreebank.urls
-    ]
+    assert [list(addresses) for addresses in corpora.PUBLISHED["penntreebank"].addresses] == [PennTreebank.urls]

@@ -134,9 +134,7 @@ def test_found_again_and_keyed_by_all_that_matters(corpus, tmp_path):
     messages = []
     first = prepare(configure(corpus, tmp_path, tokenizer="char"), report=messages.append)
     assert len(messages) == 1
-    assert (
-        prepare(configure(corpus, tmp_path, tokenizer="char"), report=messages.append).folder == first.folder
-    )
+    assert prepare(configure(corpus, tmp_path, tokenizer="char"), report=messages.append).folder == first.folder
     assert len(messages) == 1
     folders = {first.folder}
     changes = {"vocab_size": 5, "min_frequency": 3, "tokenizer": "basic_english"}

@@ -37,17 +37,13 @@ def test_a_piece_ends_at_a_line_end_where_it_can(tmp_path):
 def test_only_the_span_is_read(tmp_path):
     path = tmp_path / "text"
     path.write_bytes(b"0123456789" * 10)
-    assert (
-        b"".join(piece.data for piece in read_pieces(TextSpan(path, 5, 42), 8)) == (b"0123456789" * 10)[5:42]
-    )
+    assert b"".join(piece.data for piece in read_pieces(TextSpan(path, 5, 42), 8)) == (b"0123456789" * 10)[5:42]
 
 
 @settings(deadline=None, max_examples=200)
 @given(
     before=st.text("a\n é😀", max_size=60),
-    wrong=st.sampled_from(
-        [b"\xff", b"\x80", b"\xc3", b"\xe2\x82", b"\xf0\x9f\x98", b"\xc0\x80", b"\xed\xa0\x80"]
-    ),
+    wrong=st.sampled_from([b"\xff", b"\x80", b"\xc3", b"\xe2\x82", b"\xf0\x9f\x98", b"\xc0\x80", b"\xed\xa0\x80"]),
     after=st.text("a\n é", max_size=60),
     size=st.integers(8, 40),
 )

@@ -16,9 +16,7 @@ def write(path, numbers, dtype):
     return TokenFile(path, dtype, len(numbers), hashlib.sha256(data).hexdigest())
 
 
-@pytest.mark.parametrize(
-    ("vocab_size", "dtype"), [(2, "<u2"), (65536, "<u2"), (65537, "<u4"), (267735, "<u4")]
-)
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(2, "<u2"), (65536, "<u2"), (65537, "<u4"), (267735, "<u4")])
 def test_the_number_format_holds_the_largest_token(vocab_size, dtype, tmp_path):
     assert token_dtype(vocab_size) == dtype
     tokens = write(tmp_path / "x.bin", [0, vocab_size - 1], dtype)

@@ -78,9 +78,7 @@ def test_a_resumed_run_holds_each_step_once(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-@pytest.mark.parametrize(
-    "tail", [b'{"step": 2', b'{"step": 2}', b"\0\0\0\0", b'[1]\n{"st', b'"\xff\n', b"{}\n"]
-)
+@pytest.mark.parametrize("tail", [b'{"step": 2', b'{"step": 2}', b"\0\0\0\0", b'[1]\n{"st', b'"\xff\n', b"{}\n"])
 def test_torn_and_foreign_lines_are_removed(tmp_path: Path, tail: bytes) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 2.0}\n' + tail)
     log = MetricsLog(tmp_path, 5, fail)
@@ -134,9 +132,7 @@ print(*warnings, sep="\\n")
 
 def test_a_full_disk_is_told_once_and_loses_nothing(tmp_path: Path) -> None:
     (tmp_path / "second").mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, tmp_path], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", FULL_DISK, tmp_path], capture_output=True, text=True, check=True)
     warnings = done.stdout.splitlines()
     assert [warning.split(": ")[0] for warning in warnings] == [
         str(tmp_path / "metrics.jsonl"),

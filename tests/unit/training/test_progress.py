@@ -136,9 +136,7 @@ def test_every_step_costs_little() -> None:
     assert (time.perf_counter() - start) / 10_000 < 100e-6
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0:00"), (83.4, "1:23"), (3600, "1:00:00"), (59.6, "1:00")]
-)
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (83.4, "1:23"), (3600, "1:00:00"), (59.6, "1:00")])
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
