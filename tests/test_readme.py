@@ -1,11 +1,9 @@
 """Runs every command of the README, in its order, as a reader would."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, rank_environment
@@ -71,5 +69,5 @@ def test_every_file_and_folder_that_the_readme_names_is_there():
 
 def test_the_presets_of_the_readme_are_the_presets():
     table = README.split("| preset | what |")[1].split("\n\n")[0]
-    presets = {Path(name).stem for name in os.listdir(REPOSITORY / "hvd_transformer" / "config" / "presets")}
+    presets = {path.stem for path in (REPOSITORY / "hvd_transformer" / "config" / "presets").iterdir()}
     assert set(re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)) == presets

@@ -81,7 +81,8 @@ def test_perplexity_is_that_of_a_plain_torch_script(ranks, shared_data, tmp_path
         (folder / f"{split}.txt").symlink_to(shared_data / "wikitext-2" / f"{name}.txt")
     settings = [
         "seed=5", f"model.d_model={WIDTH}", "model.num_heads=2", "model.num_layers=2", "model.d_feedforward=128",
-        "data.tokenizer=basic_english", f"data.min_frequency={MIN_FREQUENCY}", f"data.sequence_length={LENGTH}", f"training.batch_size={BATCH // 2}",
+        "data.tokenizer=basic_english", f"data.min_frequency={MIN_FREQUENCY}",
+        f"data.sequence_length={LENGTH}", f"training.batch_size={BATCH // 2}",
         f"training.max_steps={NUM_STEPS}", "training.epochs=10", "training.eval_batch_size=64",
         f"training.eval_every={NUM_STEPS}", f"optimizer.lr={RATE}", "optimizer.lr_scaling=none",
         "optimizer.schedule=constant", "optimizer.warmup_steps=40", "optimizer.weight_decay=0",
