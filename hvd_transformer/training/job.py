@@ -113,8 +113,9 @@ def _headline(config: Config, world: World, layout: Layout, trainer: Trainer, da
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks over {world.backend}"
     step_tokens = trainer.task.usual_count * config.training.accumulation * layout.dp
     return (
-        f"{config.task}: {weights:,} parameters on {ranks} ({layout.device.type}), {config.data.source}: "
-        f"{len(data.splits['train']):,} training tokens, vocabulary {data.tokenizer.vocab_size:,}, "
+        f"{config.task}: {weights:,} parameters on {ranks} ({layout.device.type})\n"
+        f"{config.data.source}: {len(data.splits['train']):,} training tokens, "
+        f"vocabulary {data.tokenizer.vocab_size:,}; "
         f"{trainer.total_steps:,} steps of {step_tokens:,} tokens"
     )
 
