@@ -2,11 +2,10 @@
 
 import fcntl
 import os
-import socket
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
 
 import yaml
 
@@ -26,7 +25,7 @@ class RunDirectory:
     def __init__(self, config: Config) -> None:
         self.path = Path(config.output_dir).expanduser()
         self.store = CheckpointStore(self.path / "checkpoints", config.checkpoint.keep_last)
-        self._lock_file: IO[str] | None = None
+        self._release: Callable[[], object] | None = None
 
     def claim(self, config: Config, warn: Callable[[str], None]) -> Path | None:
         """Makes the folder or takes an earlier run's; returns the checkpoint to go on from, if any.
@@ -39,7 +38,7 @@ class RunDirectory:
         try:
             return self._take(config, warn)
         except UserError:
-            self._unlock()
+            self.release()
             raise
 
     def _take(self, config: Config, warn: Callable[[str], None]) -> Path | None:
@@ -80,29 +79,28 @@ class RunDirectory:
 
     def _lock(self) -> None:
         """Two jobs in one folder would remove each other's files. The lock ends with this process, however it ends."""
-        lock_file = self._lock_file = (self.path / ".lock").open("a+", encoding="utf-8")
+        folder = os.open(self.path, os.O_RDONLY)
+        self._release = weakref.finalize(self, os.close, folder)
         limit = time.monotonic() + LOCK_SECONDS
         while True:
             try:
-                fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
             except BlockingIOError:
                 if time.monotonic() > limit:
-                    lock_file.seek(0)
+                    self.release()
                     raise UserError(
-                        f"output_dir={self.path}: another job is writing to it ({lock_file.read()}); "
-                        "wait for it, end it, or choose another folder"
+                        f"output_dir={self.path}: another job is writing to it; wait for it, end it, or choose "
+                        "another folder"
                     ) from None
                 time.sleep(0.1)
             except OSError:  # a file system without locks
                 return
-        lock_file.truncate(0)
-        lock_file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        lock_file.flush()
 
-    def _unlock(self) -> None:
-        if self._lock_file is not None:
-            self._lock_file.close()
+    def release(self) -> None:
+        """Lets another job have the folder; the end of this process does, too."""
+        if self._release is not None:
+            self._release()
 
     def _is_ours(self) -> bool:
         """Whether the configuration in the folder is one of hvd-train."""
