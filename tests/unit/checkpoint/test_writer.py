@@ -53,6 +53,7 @@ def test_waiting_for_nothing_returns(tmp_path: Path) -> None:
     writer = CheckpointWriter(CheckpointStore(tmp_path, 3), fail)
     writer.wait()
     writer.close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_full_disk_is_told_and_training_goes_on(tmp_path: Path) -> None:

@@ -109,15 +109,19 @@ def test_silent_and_messages_before_the_start(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_screen_that_cannot_be_written_does_not_end_the_run(clock: Clock) -> None:
+    failures = []
+
     class Full(io.StringIO):
         def flush(self) -> None:
-            raise OSError(errno.ENOSPC, "no space")
+            failures.append(OSError(errno.ENOSPC, "no space"))
+            raise failures[-1]
 
     progress = Progress(Full())
     progress.start(10, 0)
     show(progress, 1)
     progress.message("x")
     progress.stop()
+    assert len(failures) >= 2  # the step and the message did meet the full disk
 
 
 def test_a_terminal_without_utf8(clock: Clock) -> None:
