@@ -15,9 +15,9 @@ from benchmarks.workload import SyntheticTask, make_config
 from hvd_transformer.comm.world import World
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.models.language_model import LanguageModel
-from hvd_transformer.parallel.flat import make_buckets
 from hvd_transformer.parallel.layout import Layout
 from hvd_transformer.parallel.replicas import broadcast_parameters, check_replicas
+from hvd_transformer.training.allocator import keep_freed_memory
 from hvd_transformer.training.loop import Position, Trainer
 from hvd_transformer.training.optimizer import names_without_decay
 from hvd_transformer.training.schedule import peak_rate
@@ -25,14 +25,13 @@ from hvd_transformer.training.schedule import peak_rate
 
 def trainer(socket: str, settings: Sequence[str]) -> None:
     """Ours: what `training.job.run` assembles, less files and progress."""
+    keep_freed_memory()
     config = make_config(settings)
     world = World.start()
     layout = Layout.of(config, world)
     task = SyntheticTask(config, Replica(layout.replica, layout.dp))
-    names = dict(task.model.named_parameters())
-    buckets = make_buckets(names, names_without_decay(task.model), int(config.communication.bucket_mb * 2**20))
-    job = Trainer(config, world, layout, task, buckets, Position())
-    broadcast_parameters(buckets, world)
+    job = Trainer(config, world, layout, task, Position())
+    broadcast_parameters(job.buckets, world)
     plans = job.steps()
 
     def step() -> int:
@@ -41,7 +40,7 @@ def trainer(socket: str, settings: Sequence[str]) -> None:
         return sum(map(len, plan.rounds)) * task.length
 
     serve(socket, step)
-    check_replicas(buckets, world, "after the benchmark")
+    check_replicas(job.buckets, world, "after the benchmark")
     world.close()
 
 

@@ -80,6 +80,17 @@ class World:
         self.all_reduce_async_(tensor, name, operation)()
         return tensor
 
+    def all_gather_async(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
+        """Joins the ranks' contiguous tensors along their first dimension, whose size may differ between ranks.
+
+        Returns the function that waits for the result: all ranks' parts, in rank order.
+        """
+        hvd = self._horovod
+        if hvd is None:
+            return lambda: tensor
+        handle = self._guard(lambda: hvd.allgather_async(tensor, name=name))
+        return lambda: cast(Tensor, self._wait(handle))
+
     def broadcast_(self, tensor: Tensor, name: str, root: int = 0) -> Tensor:
         """Overwrites a contiguous tensor with the root's."""
         hvd = self._horovod
@@ -89,13 +100,12 @@ class World:
 
     def all_gather_objects(self, value: Any) -> list[Any]:
         """Every rank's JSON-able value, in rank order. Travels as JSON: nothing is unpickled."""
-        hvd = self._horovod
-        if hvd is None:
+        if self._horovod is None:
             return [value]
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         size = torch.tensor([data.numel()])
-        sizes = self._wait(self._guard(lambda: hvd.allgather_async(size, name="objects.sizes"))).tolist()
-        joined = self._wait(self._guard(lambda: hvd.allgather_async(data, name="objects.bytes")))
+        sizes = self.all_gather_async(size, "objects.sizes")().tolist()
+        joined = self.all_gather_async(data, "objects.bytes")()
         return [json.loads(bytes(part.tolist())) for part in joined.split(sizes)]
 
     def broadcast_object(self, value: Any) -> Any:

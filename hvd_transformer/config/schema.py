@@ -50,11 +50,10 @@ class ModelConfig(Section):
         "sinusoidal", "how a token's position enters the model"
     )
     tie_embeddings: bool = setting(True, "the output layer uses the token embedding's matrix")
-    loss_chunk: int = setting(
-        1024,
-        "tokens whose logits exist at once while the loss is computed",
+    loss_chunk: OptionalCount = setting(
+        None,
+        "tokens whose logits exist at once while the loss is computed; none: 256 on a CPU, 4096 on a GPU",
         may_change=True,
-        ge=1,
     )
 
 
@@ -152,6 +151,12 @@ class CommunicationConfig(Section):
         may_change=True,
     )
     overlap: bool = setting(True, "send each bucket as soon as it is full, while backward goes on", may_change=True)
+    embedding_rows: Literal["auto", "always", "never"] = setting(
+        "auto",
+        "send the gradient of embedding lookups as one row a token, not as a matrix of the vocabulary's size; "
+        "auto: while a step has fewer tokens than the vocabulary",
+        may_change=True,
+    )
 
 
 class CheckpointConfig(Section):

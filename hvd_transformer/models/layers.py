@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hvd_transformer.config.schema import ModelConfig
+from hvd_transformer.models.embedding import Embedding
 from hvd_transformer.models.positions import LearnedPositions, RotaryPositions, SinusoidalPositions
 
 
@@ -14,7 +15,7 @@ class TokenEmbedding(nn.Module):
 
     def __init__(self, vocab_size: int, config: ModelConfig) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocab_size, config.d_model)
+        self.embedding = Embedding(vocab_size, config.d_model)
         self.scale = config.d_model**0.5
         # After × √D the vectors have unit variance. Tied, that would have each token predict itself at first.
         std = 0.02 if config.tie_embeddings else 1 / self.scale

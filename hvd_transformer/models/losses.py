@@ -7,14 +7,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+# Tokens a chunk. On a CPU the logits should stay below the 32 MiB from where on glibc takes each block anew from the
+# kernel, page by page: that is a tenth of a step. A GPU wants large matrices.
+CPU_CHUNK, GPU_CHUNK = 256, 4096
 
-def projected_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int) -> Tensor:
+
+def projected_cross_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int | None = None
+) -> Tensor:
     """Sum over tokens of the cross-entropy of `hidden @ weight.T + bias`.
 
     hidden [N, D], weight [V, D], bias [V] or None, targets [N] → scalar in float32 or wider. Holds the logits
-    of `chunk` tokens at a time, forward and backward: the gradients are formed beside the loss, so the logits
-    are computed once (the idea of Liger-Kernel's fused linear cross-entropy, arXiv 2410.10989, section 3.2).
+    of `chunk` tokens (None: a good number for the device) at a time, forward and backward: the gradients are
+    formed beside the loss, so the logits are computed once (the idea of Liger-Kernel's fused linear cross-entropy,
+    arXiv 2410.10989, section 3.2).
     """
+    chunk = chunk or (CPU_CHUNK if hidden.device.type == "cpu" else GPU_CHUNK)
     # Inside `forward` gradients look wanted also under no_grad: evaluation would form them in vain.
     wants = torch.is_grad_enabled()
     loss: Tensor = _ProjectedCrossEntropy.apply(hidden, weight, bias, targets, chunk, wants)  # type: ignore[no-untyped-call]
@@ -46,7 +54,10 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
                 grad_bias += slope.sum(0)
             slope = slope.to(logits.dtype)
             grad_hidden[start : start + chunk] = slope @ weight.to(logits.dtype)
-            grad_weight += slope.t() @ part.to(logits.dtype)
+            if grad_weight.dtype == slope.dtype:
+                grad_weight.addmm_(slope.t(), part)
+            else:
+                grad_weight += slope.t() @ part.to(logits.dtype)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         return loss
 

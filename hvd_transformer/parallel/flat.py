@@ -65,19 +65,26 @@ class Bucket:
             yield slice(self.decay_stop, self.parameters.numel()), False
 
 
-def make_buckets(parameters: Mapping[str, nn.Parameter], no_decay: Set[str], bucket_bytes: int) -> list[Bucket]:
-    """Cuts the model's named parameters (in the model's order) into buckets of about `bucket_bytes`."""
-    return [Bucket(group, no_decay) for group in _cut(reversed(list(parameters.items())), bucket_bytes)]
+def make_buckets(
+    parameters: Mapping[str, nn.Parameter], no_decay: Set[str], bucket_bytes: int, alone: Set[str] = frozenset()
+) -> list[Bucket]:
+    """Cuts the model's named parameters (in the model's order) into buckets of about `bucket_bytes`.
 
-
-def _cut(parameters: Iterable[tuple[str, nn.Parameter]], bucket_bytes: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """Groups of one dtype and device, of at most the size; a parameter beyond it has a bucket of its own.
-
-    A large one must not keep smaller ones waiting: a tied embedding is the last that backward finishes.
+    Those named in `alone` share a bucket with no other.
     """
+    return [Bucket(group, no_decay) for group in _cut(reversed(list(parameters.items())), bucket_bytes, alone)]
+
+
+def _cut(
+    parameters: Iterable[tuple[str, nn.Parameter]], bucket_bytes: int, alone: Set[str]
+) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """Groups of one dtype and device, of at most the size; a parameter beyond it has a bucket of its own."""
     groups: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     for name, parameter in parameters:
+        if name in alone:
+            yield [(name, parameter)]
+            continue
         kind = (parameter.dtype, parameter.device)
         size = parameter.numel() * parameter.element_size()
         if kind in groups and sizes[kind] + size > bucket_bytes:

@@ -5,42 +5,70 @@
     bucket 1                          | ===== allreduce ===== |
     bucket 2                                              | ===== |      `finish` waits for this one
 
+A tied embedding's bucket is the exception: its dense part is there first and is sent alone, and the rows of its
+lookups follow when backward ends (`parallel.rows`).
+
 The hooks run after a parameter's gradient is complete (`register_post_accumulate_grad_hook`), copy it into the
 bucket and drop it, so that a gradient exists once. With several rounds a step only the last one sends.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from hvd_transformer.comm.world import World
 from hvd_transformer.parallel.flat import Bucket, Slot
+from hvd_transformer.parallel.rows import RowGradient
 
 
 class GradientReducer:
     """One step: `begin`, backward any number of times (`last` before the last one), `finish`.
 
     Afterwards every bucket's `gradients` hold the sum over all backwards and all ranks.
-    `compression="fp16"` sends half precision; the sums are then rounded to it.
+    `compression="fp16"` sends half precision; the sums are then rounded to it. `rows` names the
+    parameters whose lookups travel as rows (give each a bucket alone) and says whether they get a dense gradient,
+    too; `take_rows` is what their lookups give them to.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], world: World, *, overlap: bool = True, compression: str = "none"):
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        world: World,
+        *,
+        overlap: bool = True,
+        compression: str = "none",
+        rows: Mapping[str, bool] | None = None,
+    ) -> None:
         self.buckets, self.world = buckets, world
         self.overlap, self.compression = overlap and world.size > 1, compression
         self._sending = False
         self._missing: list[int] = []
         self._written: list[set[str]] = [set() for _ in buckets]
         self._waits: dict[int, Callable[[], None]] = {}
+        self._rows: dict[str, RowGradient] = {}
+        self._rows_only: set[int] = set()  # buckets without any dense gradient
+        wire = torch.float16 if compression == "fp16" and world.size > 1 else None
         for index, bucket in enumerate(buckets):
             for slot in bucket.slots:
+                if rows is not None and slot.name in rows:
+                    place = slot.view(bucket.gradients)
+                    self._rows[slot.name] = RowGradient(place, f"rows.{slot.name}", world, wire or place.dtype)
+                    if len(bucket.slots) == 1 and not rows[slot.name]:
+                        self._rows_only.add(index)
                 slot.parameter.register_post_accumulate_grad_hook(self._hook(index, slot))
+
+    def take_rows(self, name: str) -> Callable[[Tensor, Tensor], None]:
+        """What a lookup of this parameter calls in backward, with its tokens [N] and their gradients [N, D]."""
+        return self._rows[name].take
 
     def begin(self) -> None:
         """Forgets the last step's gradients."""
         self._sending = False
         for written in self._written:
             written.clear()
+        for row in self._rows.values():
+            row.clear()
 
     def last(self) -> None:
         """The next backward is this step's last on this rank: buckets are sent as they fill."""
@@ -53,11 +81,14 @@ class GradientReducer:
             for slot in bucket.slots:
                 if slot.name not in self._written[index]:  # no gradient here: unused, or a rank without samples
                     slot.view(bucket.gradients).zero_()
-            if index not in self._waits:
+            if index not in self._waits and index not in self._rows_only:
                 self._send(index)
+        add_rows = [row.send() for row in self._rows.values()]
         for index in sorted(self._waits):
             self._waits[index]()
         self._waits.clear()
+        for add in add_rows:
+            add()
 
     def _hook(self, index: int, slot: Slot) -> Callable[[nn.Parameter], None]:
         place = slot.view(self.buckets[index].gradients)

@@ -13,13 +13,12 @@ from hvd_transformer.config import Config
 from hvd_transformer.data.prepare import PreparedData, prepare
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.errors import UserError
-from hvd_transformer.parallel.flat import make_buckets
 from hvd_transformer.parallel.layout import Layout
 from hvd_transformer.parallel.replicas import broadcast_parameters, check_replicas
 from hvd_transformer.training import snapshot
+from hvd_transformer.training.allocator import keep_freed_memory
 from hvd_transformer.training.language_model_task import LanguageModelTask
 from hvd_transformer.training.loop import Trainer
-from hvd_transformer.training.optimizer import names_without_decay
 from hvd_transformer.training.precision import weight_dtype
 from hvd_transformer.training.progress import Progress, Silent
 from hvd_transformer.training.run_directory import RunDirectory
@@ -34,6 +33,7 @@ def run(config: Config, world: World, stop: StopRequest) -> dict[str, Any]:
 
     Raises `UserError` (on every rank) before training starts where the input is wrong.
     """
+    keep_freed_memory()
     progress = Progress(*screen()) if world.rank == 0 else Silent()
     layout = agree(world, lambda: Layout.of(config, world))
     directory = RunDirectory(config)
@@ -45,14 +45,12 @@ def run(config: Config, world: World, stop: StopRequest) -> dict[str, Any]:
     agree(world, lambda: _same_data(data, world))
     position, state = snapshot.read_position(checkpoint, data.digest, world)
     task = agree(world, lambda: _make_task(config, data, layout))
-    names = dict(task.model.named_parameters())
-    buckets = make_buckets(names, names_without_decay(task.model), int(config.communication.bucket_mb * 2**20))
-    trainer = Trainer(config, world, layout, task, buckets, position)
+    trainer = Trainer(config, world, layout, task, position)
     if state is None:
-        broadcast_parameters(buckets, world)
+        broadcast_parameters(trainer.buckets, world)
     else:
         snapshot.load(trainer, checkpoint, state, world)
-    check_replicas(buckets, world, "at the start")
+    check_replicas(trainer.buckets, world, "at the start")
     if config.training.compile:
         for block in task.model.blocks:
             block.compile()
@@ -67,7 +65,7 @@ def run(config: Config, world: World, stop: StopRequest) -> dict[str, Any]:
             f"stopped after step {position.step} ({stop.signal or 'asked on another rank'}); everything is saved: "
             f"the same command goes on from here\nrun directory: {directory.path}"
         )
-    check_replicas(buckets, world, "at the end")
+    check_replicas(trainer.buckets, world, "at the end")
     summary = session.finish(status)
     if status == "finished":
         progress.message(f"{_results(summary)}\nrun directory: {directory.path}")

@@ -20,10 +20,11 @@ from hvd_transformer.comm.world import World
 from hvd_transformer.config.schema import Config
 from hvd_transformer.data.sampler import Intervals, Step
 from hvd_transformer.evaluation.evaluate import Evaluation, evaluate
-from hvd_transformer.parallel.flat import Bucket
+from hvd_transformer.parallel.flat import make_buckets
 from hvd_transformer.parallel.layout import Layout
 from hvd_transformer.parallel.reducer import GradientReducer
-from hvd_transformer.training.optimizer import FlatOptimizer
+from hvd_transformer.training.embedding_rows import row_parameters
+from hvd_transformer.training.optimizer import FlatOptimizer, names_without_decay
 from hvd_transformer.training.precision import LossScaler, autocast
 from hvd_transformer.training.schedule import learning_rate
 from hvd_transformer.training.task import Batch, Task
@@ -85,19 +86,30 @@ class Trainer:
         world: World,
         layout: Layout,
         task: Task,
-        buckets: list[Bucket],
         position: Position,
     ) -> None:
-        self.config, self.world, self.layout, self.task = config, world, layout, task
-        self.buckets, self.position = buckets, position
-        self.optimizer = FlatOptimizer(config.optimizer, buckets)
+        self.config, self.world, self.layout, self.task, self.position = config, world, layout, task, position
+        communication, model = config.communication, task.model
+        num_tokens = task.usual_count * config.training.accumulation * layout.dp  # a step
+        rows = row_parameters(model, communication.embedding_rows, num_tokens)
+        self.buckets = make_buckets(
+            dict(model.named_parameters()),
+            names_without_decay(model),
+            int(communication.bucket_mb * 2**20),
+            alone=rows.keys(),
+        )
+        self.optimizer = FlatOptimizer(config.optimizer, self.buckets)
         self.scaler = LossScaler(config.training.precision)
         self.reducer = GradientReducer(
-            buckets,
+            self.buckets,
             world,
-            overlap=config.communication.overlap,
-            compression=config.communication.compression,
+            overlap=communication.overlap,
+            compression=communication.compression,
+            rows={name: row.dense for name, row in rows.items()},
         )
+        for name, row in rows.items():
+            for embedding in row.embeddings:
+                embedding.take_rows = self.reducer.take_rows(name)
         self.total_steps = self._count_steps()
 
     def steps(self) -> Iterator[Step]:

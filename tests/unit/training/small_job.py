@@ -8,11 +8,9 @@ import torch
 from hvd_transformer.comm.world import World
 from hvd_transformer.config import Config, load
 from hvd_transformer.data.sampler import Replica
-from hvd_transformer.parallel.flat import make_buckets
 from hvd_transformer.parallel.layout import Layout
 from hvd_transformer.training.language_model_task import LanguageModelTask
 from hvd_transformer.training.loop import Position, Trainer
-from hvd_transformer.training.optimizer import names_without_decay
 from hvd_transformer.training.precision import weight_dtype
 
 VOCABULARY = 11
@@ -59,10 +57,8 @@ def trainer(config: Config, world: World | None = None, position: Position | Non
         task = LanguageModelTask(config, data, Replica(replica, world.size))
     finally:
         torch.set_default_dtype(torch.float32)
-    bucket_bytes = int(config.communication.bucket_mb * 2**20)
-    buckets = make_buckets(dict(task.model.named_parameters()), names_without_decay(task.model), bucket_bytes)
     layout = Layout(dp=world.size, replica=replica, device=torch.device("cpu"))
-    return Trainer(config, world, layout, task, buckets, position or Position())
+    return Trainer(config, world, layout, task, position or Position())
 
 
 def run(job: Trainer, num_steps: int | None = None) -> list[float]:

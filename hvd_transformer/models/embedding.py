@@ -1,0 +1,44 @@
+"""A token embedding whose gradient can be had as rows, one a token, in place of a matrix that is mostly zero."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+# Called in backward with the token numbers [N] and the gradient of their vectors [N, D].
+TakeRows = Callable[[Tensor, Tensor], None]
+
+
+class Embedding(nn.Embedding):
+    """`nn.Embedding`; while `take_rows` is set, lookups give their gradient to it, and none to the weight.
+
+    A tied weight's gradient is then complete as soon as the output layer has its part, at the start of backward.
+    """
+
+    take_rows: TakeRows | None = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Token numbers [...] to vectors [..., D]."""
+        if self.take_rows is None or not torch.is_grad_enabled():
+            return super().forward(tokens)
+        # Something that wants a gradient, so that backward comes by; the weight itself stays out of the graph.
+        anchor = torch.empty(0, requires_grad=True)
+        vectors: Tensor = _Lookup.apply(anchor, tokens, self.weight.detach(), self.take_rows)  # type: ignore[no-untyped-call]
+        return vectors
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tokens: Tensor, weight: Tensor, take_rows: TakeRows) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.take_rows = take_rows
+        return nn.functional.embedding(tokens, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
+        (tokens,) = ctx.saved_tensors
+        ctx.take_rows(tokens.flatten(), grad.flatten(0, -2))
+        return None, None, None, None

@@ -1,0 +1,59 @@
+"""Gradients of embedding lookups as rows: gathered from the ranks, not summed as matrices that are mostly zero.
+
+    dense   V × D numbers a rank, known when backward ends
+    rows    N × D numbers a rank and N token numbers, for the N tokens that the rank looked up
+
+A tied embedding's other part, the output layer's, is dense and known when backward begins: its allreduce is hidden
+behind all of backward, and the few rows follow at the end.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from hvd_transformer.comm.world import World
+
+
+class RowGradient:
+    """One step's rows of one parameter: `take` in backward, `send`, then the function that `send` returned.
+
+    `place` [V, D] is where the parameter's gradient lies, `wire` the number format of the way.
+    """
+
+    def __init__(self, place: Tensor, name: str, world: World, wire: torch.dtype) -> None:
+        self.place, self.name, self.world, self.wire = place, name, world, wire
+        self._taken: list[tuple[Tensor, Tensor]] = []
+
+    def take(self, tokens: Tensor, rows: Tensor) -> None:
+        """Remembers the gradient of a lookup: tokens [N], rows [N, D]."""
+        self._taken.append((tokens, rows))
+
+    def clear(self) -> None:
+        """Forgets what an unfinished step left."""
+        self._taken.clear()
+
+    def send(self) -> Callable[[], None]:
+        """Starts the gathering; the function returned waits for it and adds every rank's rows, in rank order.
+
+        So all ranks add the same numbers in the same order, and their replicas stay the same bit for bit.
+        """
+        tokens, rows = _joined(self._taken, self.place)
+        self.clear()
+        wait_tokens = self.world.all_gather_async(tokens, f"{self.name}.tokens")
+        wait_rows = self.world.all_gather_async(rows.to(self.wire), f"{self.name}.rows")
+        return lambda: _add_rows(self.place, wait_tokens(), wait_rows())
+
+
+def _joined(taken: Sequence[tuple[Tensor, Tensor]], place: Tensor) -> tuple[Tensor, Tensor]:
+    if not taken:  # a rank without samples
+        return place.new_empty(0, dtype=torch.int64), place.new_empty(0, place.size(1))
+    return torch.cat([tokens for tokens, _ in taken]), torch.cat([rows for _, rows in taken]).to(place.dtype)
+
+
+def _add_rows(place: Tensor, tokens: Tensor, rows: Tensor) -> None:
+    rows = rows.to(place.dtype)
+    if place.is_cuda:  # index_add_ is not deterministic there, embedding's own backward is
+        place.add_(torch.ops.aten.embedding_dense_backward(rows, tokens, place.size(0), -1, False))
+    else:
+        place.index_add_(0, tokens, rows)
