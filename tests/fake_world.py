@@ -35,6 +35,17 @@ class FakeWorld(World):
 
         return wait
 
+    def all_gather_async(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
+        assert tensor.is_contiguous()
+        self.events.append(f"send {name}")
+        self.sent[name] = tensor.detach().clone()
+
+        def wait() -> Tensor:
+            self.events.append(f"wait {name}")
+            return torch.cat([tensor] * self.size)
+
+        return wait
+
     def broadcast_(self, tensor: Tensor, name: str, root: int = 0) -> Tensor:
         """Rank 0 sends ones where this is another rank."""
         self.events.append(f"broadcast {name}")

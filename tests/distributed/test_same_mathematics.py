@@ -27,9 +27,15 @@ CASES = [
     Case("sgd-fp32", "sgd", 0.2, momentum=0.9, clip_norm=0.3, tie_embeddings=False, precision="fp32"),
 ]  # fmt: skip
 
-# Rounds a step, micro-batches, bucket size, overlap. 16 samples on 2 ranks in 3 micro-batches are 3 + 3 + 2.
-# Each case goes two of the four ways; on 4 ranks, where a step is slow, and over MPI one.
-WAYS = [(1, 3, 0.001, True), (2, 1, 0.01, True), (2, 3, 8, False), (1, 1, 8, True)]
+# Rounds a step, micro-batches, bucket size, overlap, whether embedding lookups travel as rows. 16 samples on 2 ranks
+# in 3 micro-batches are 3 + 3 + 2. Each case goes two of the four ways; on 4 ranks, where a step is slow, and over
+# MPI one.
+WAYS = [
+    (1, 3, 0.001, True, "always"),
+    (2, 1, 0.01, True, "auto"),
+    (2, 3, 8, False, "always"),
+    (1, 1, 8, True, "never"),
+]
 
 # Three epochs of 97 windows: 6 full steps and one with a single sample, which all ranks but one go without.
 WINDOWS = 97
@@ -71,9 +77,11 @@ def check(found: dict[str, dict[str, float]], limits: dict[str, float]) -> None:
 def test_ranks_rounds_and_buckets_change_nothing(ranks, corpus, tmp_path, dp, backend):
     runs, found, limits = {}, {}, {}
     for number, case in enumerate(CASES):
-        for rounds, pieces, bucket, overlap in (WAYS * 2)[number % 4 :][: 1 if dp == 4 or backend == "mpi" else 2]:
+        for rounds, pieces, bucket, overlap, rows in (WAYS * 2)[number % 4 :][
+            : 1 if dp == 4 or backend == "mpi" else 2
+        ]:
             size = SAMPLES // dp // rounds
-            name = f"{case.name}-{rounds}x{size}-{pieces}-{bucket}-{overlap}"
+            name = f"{case.name}-{rounds}x{size}-{pieces}-{bucket}-{overlap}-{rows}"
             runs[name] = [
                 *tiny(corpus),
                 *case.words(dp),
@@ -83,6 +91,7 @@ def test_ranks_rounds_and_buckets_change_nothing(ranks, corpus, tmp_path, dp, ba
                 f"parallel.micro_batches={min(pieces, size)}",
                 f"communication.bucket_mb={bucket}",
                 f"communication.overlap={overlap}",
+                f"communication.embedding_rows={rows}",
             ]
     result = ranks(dp, [*MANY_RUNS, write_runs(tmp_path / "runs.json", list(runs.values()))], backend=backend)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -121,6 +130,7 @@ def two_ranks(ranks, corpus, tmp_path_factory) -> Path:
             f"training.accumulation={rounds}",
             "parallel.micro_batches=3",
             "communication.bucket_mb=0.01",
+            "communication.embedding_rows=always",
         ]
         for name, (case, rounds) in COLUMN_RUNS.items()
     ] + [
@@ -132,6 +142,7 @@ def two_ranks(ranks, corpus, tmp_path_factory) -> Path:
             "training.accumulation=2",
             "communication.bucket_mb=0.01",
             f"communication.compression={compression}",
+            "communication.embedding_rows=always",
         ]
         for name, (precision, compression, _) in NARROW_RUNS.items()
     ]

@@ -1,6 +1,7 @@
 """Gradients add up as in plain autograd, and each bucket is sent once: as soon as it is full, never before."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -203,3 +204,63 @@ def test_a_parameter_used_twice_is_complete_when_it_is_sent() -> None:
     ((reference * 5).tanh() * reference).sum().backward()
     torch.testing.assert_close(world.sent["bucket.0"][:2], reference.grad)
     assert [event for event in world.events if event.startswith("send")] == ["send bucket.0"]
+
+
+class Lookup(nn.Module):
+    """A matrix looked up and, if tied, used as an output layer; its lookups' gradient goes to `take`."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(7, 3, dtype=torch.float64))
+        self.linear = nn.Linear(3, 3).double()
+        self.tied = tied
+
+    def forward(self, tokens: Tensor, take: Callable[[Tensor, Tensor], None] | None = None) -> Tensor:
+        if take is None:
+            vectors = self.matrix[tokens]
+        else:
+            vectors = self.matrix.detach()[tokens].requires_grad_()
+            vectors.register_hook(lambda grad: take(tokens, grad))
+        hidden = self.linear(vectors).tanh()
+        return (hidden @ self.matrix.t() if self.tied else hidden).square().sum()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_of_all_ranks_and_rounds_are_added(tied: bool, size: int) -> None:
+    torch.manual_seed(0)
+    world = FakeWorld(size=size)
+    model, plain = Lookup(tied), Lookup(tied)
+    plain.load_state_dict(copy.deepcopy(model.state_dict()))
+    buckets = make_buckets(dict(model.named_parameters()), set(), ALL_IN_ONE, alone={"matrix"})
+    assert [[slot.name for slot in bucket.slots] for bucket in buckets if len(bucket.slots) == 1] == [["matrix"]]
+    reducer = GradientReducer(buckets, world, rows={"matrix": tied})
+    take = reducer.take_rows("matrix")
+    batches = torch.tensor([[1, 1, 4], [4, 0, 1]])
+    for rounds in (2, 1, 0):  # the second step must not see the first; the third is one without samples
+        world.events.clear()
+        plain.zero_grad()
+        reducer.begin()
+        for number in range(rounds):
+            if number == rounds - 1:
+                reducer.last()
+            model(batches[number], take).backward()
+            plain(batches[number]).backward()
+        reducer.finish()
+        expect(buckets, plain, factor=size)
+        # A matrix without a dense gradient is not sent.
+        index = next(index for index, bucket in enumerate(buckets) if bucket.slots[0].name == "matrix")
+        assert (f"send bucket.{index}" in world.events) == tied
+        assert world.events.count("send rows.matrix.rows") == 1
+
+
+def test_an_unfinished_steps_rows_are_forgotten() -> None:
+    world = FakeWorld(size=1)
+    weight = nn.Parameter(torch.ones(4, 2))
+    (bucket,) = make_buckets({"weight": weight}, set(), 1)
+    reducer = GradientReducer([bucket], world, rows={"weight": False})
+    reducer.begin()
+    reducer.take_rows("weight")(torch.tensor([1]), torch.ones(1, 2))
+    reducer.begin()
+    reducer.finish()
+    assert not bucket.gradients.any()

@@ -1,0 +1,61 @@
+"""Which embeddings travel as rows, and that a job trains alike whichever way they go."""
+
+import pytest
+import torch
+from small_job import run, settings, trainer, weights
+from torch import nn
+
+from hvd_transformer.models.embedding import Embedding
+from hvd_transformer.training.embedding_rows import row_parameters
+
+
+class Shared(nn.Module):
+    """Two lookups and an output layer of one weight, and a lookup of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source, self.target, self.output = Embedding(10, 4), Embedding(10, 4), nn.Linear(4, 10)
+        self.target.weight = self.output.weight = self.source.weight
+        self.other = Embedding(20, 4)
+
+
+def test_tied_and_free_weights_are_told_apart() -> None:
+    model = Shared()
+    rows = row_parameters(model, "always", 10**6)
+    assert {name: (row.embeddings, row.dense) for name, row in rows.items()} == {
+        "source.weight": ([model.source, model.target], True),
+        "other.weight": ([model.other], False),
+    }
+
+
+def test_auto_takes_rows_while_they_are_fewer_than_the_vocabulary() -> None:
+    assert list(row_parameters(Shared(), "auto", 9)) == ["source.weight", "other.weight"]
+    assert list(row_parameters(Shared(), "auto", 10)) == ["other.weight"]
+    assert not row_parameters(Shared(), "auto", 20)
+    assert not row_parameters(Shared(), "never", 1)
+
+
+def test_a_frozen_weight_has_no_rows() -> None:
+    model = Shared()
+    model.other.weight.requires_grad_(False)
+    assert list(row_parameters(model, "always", 1)) == ["source.weight"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_train_like_matrices(tied: bool) -> None:
+    jobs = {
+        choice: trainer(
+            settings(
+                "training.precision=fp64",
+                f"communication.embedding_rows={choice}",
+                f"model.tie_embeddings={tied}",
+            )
+        )
+        for choice in ("always", "never")
+    }
+    losses = {choice: run(job) for choice, job in jobs.items()}
+    assert losses["always"] == pytest.approx(losses["never"], rel=1e-10)
+    wanted = weights(jobs["never"])
+    for name, weight in weights(jobs["always"]).items():
+        torch.testing.assert_close(weight, wanted[name], rtol=1e-8, atol=1e-10)
+    assert jobs["always"].task.model.embedding.embedding.take_rows is not None
