@@ -4,11 +4,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hvd_transformer.config import Config, load
 from hvd_transformer.data.batches import Batch, Windows, evaluation_batches
 from hvd_transformer.data.sampler import Replica, WindowSampler
 from hvd_transformer.models.language_model import LanguageModel
+from hvd_transformer.parallel.pipeline import Layer, MicroBatch
+from hvd_transformer.training.language_model_task import language_model_layers
 
 VOCAB_SIZE = 16_000
 NUM_TOKENS = 1_000_000
@@ -56,6 +59,13 @@ class SyntheticTask:
     def evaluation_batches(self, split: str) -> Iterator[Batch]:
         return evaluation_batches(self.tokens[:10_000], self.length, self.batch_size, self.replica)
 
-    def loss(self, batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, int]:
+    @property
+    def layers(self) -> list[Layer]:
+        return language_model_layers(self.model)
+
+    def micro_batch(self, batch: tuple[Tensor, ...]) -> MicroBatch:
         inputs, targets = batch
-        return self.model.loss(inputs, targets)
+        return MicroBatch((inputs,), (targets,))
+
+    def num_targets(self, batch: tuple[Tensor, ...]) -> int:
+        return batch[1].numel()

@@ -33,6 +33,12 @@ def check(config: Config) -> None:
         raise UserError("optimizer.schedule=noam: needs optimizer.warmup_steps of at least 1")
     if optimizer.momentum and optimizer.name != "sgd":
         raise UserError(f"optimizer.momentum={optimizer.momentum}: only with optimizer.name=sgd")
+    partition = config.parallel.partition
+    if isinstance(partition, str) and partition not in ("auto", "uniform") and ":" not in partition:
+        raise UserError(
+            f"parallel.partition={partition}: must be auto, uniform, a list of layers a stage, or "
+            "package.module:function"
+        )
     if config.parallel.micro_batches > training.batch_size:
         raise UserError(
             f"parallel.micro_batches={config.parallel.micro_batches}: more than the "

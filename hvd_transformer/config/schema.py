@@ -94,6 +94,22 @@ class ParallelConfig(Section):
 
     pipeline: int = setting(1, "pipeline stages a rank, each on a device of its own", may_change=True, ge=1)
     micro_batches: int = setting(1, "a round's samples are cut into at most this many pieces", may_change=True, ge=1)
+    schedule: Literal["gpipe", "1f1b"] = setting(
+        "1f1b",
+        "order of a stage's work: all forwards first, or one forward, one backward, which holds fewer activations",
+        may_change=True,
+    )
+    partition: str | list[int] = setting(
+        "auto",
+        "layers a stage: auto (measured once, then the best of all cuts), uniform, a list such as [5, 4, 5], or "
+        "package.module:function from a layer's name to its stage",
+        may_change=True,
+    )
+    recompute: Literal["never", "always", "except_last"] = setting(
+        "never",
+        "compute a block's activations again in backward, not keep them: for every micro-batch, or all but the last",
+        may_change=True,
+    )
 
 
 class OptimizerConfig(Section):

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hvd_transformer.config.schema import ModelConfig
+from hvd_transformer.models.dropout import number_dropouts
 from hvd_transformer.models.layers import Block, TokenEmbedding
 from hvd_transformer.models.losses import projected_cross_entropy
 
@@ -42,6 +43,7 @@ class LanguageModel(nn.Module):
         self.head = LanguageModelHead(vocab_size, config)
         if config.tie_embeddings:
             self.head.weight = self.embedding.embedding.weight
+        number_dropouts(self)
 
     @property
     def layers(self) -> list[nn.Module]:

@@ -2,10 +2,12 @@
 
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hvd_transformer.config.schema import ModelConfig
+from hvd_transformer.models.dropout import Dropout
 from hvd_transformer.models.embedding import Embedding
 from hvd_transformer.models.positions import LearnedPositions, RotaryPositions, SinusoidalPositions
 
@@ -27,7 +29,7 @@ class TokenEmbedding(nn.Module):
             self.positions = LearnedPositions(config.max_length, config.d_model, std * self.scale)
         else:
             self.positions = nn.Identity()  # rotary: in the attention
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden: Tensor = self.dropout(self.positions(self.embedding(tokens) * self.scale))
@@ -35,14 +37,17 @@ class TokenEmbedding(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Causal multi-head attention (Vaswani et al. 2017, 3.2) through `scaled_dot_product_attention`."""
+    """Causal multi-head attention (Vaswani et al. 2017, 3.2) through `scaled_dot_product_attention`.
+
+    With dropout on the attention weights they exist as a whole in training: [B, H, T, T].
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.num_heads = config.num_heads
         self.qkv = nn.Linear(config.d_model, 3 * config.d_model)  # rows: query, key, value, as in torch.nn
         self.output = nn.Linear(config.d_model, config.d_model)
-        self.dropout = config.dropout
+        self.dropout = Dropout(config.dropout)
         self.rotary = RotaryPositions(config.d_model // config.num_heads) if config.position == "rotary" else None
         nn.init.xavier_uniform_(self.qkv.weight)
         nn.init.zeros_(self.qkv.bias)
@@ -53,9 +58,12 @@ class SelfAttention(nn.Module):
         query, key, value = self.qkv(hidden).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         if self.rotary is not None:
             query, key = self.rotary(query, key)
-        mixed = F.scaled_dot_product_attention(
-            query, key, value, dropout_p=self.dropout if self.training else 0.0, is_causal=True
-        )
+        if self.training and self.dropout.rate:  # the fused kernels draw from torch's own generator
+            scores = (query @ key.transpose(-2, -1)) * query.size(-1) ** -0.5
+            future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+            mixed = self.dropout(scores.masked_fill(future, -torch.inf).softmax(-1)) @ value
+        else:
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return output
 
@@ -68,7 +76,7 @@ class FeedForward(nn.Module):
         self.input = nn.Linear(config.d_model, config.d_feedforward)
         self.output = nn.Linear(config.d_feedforward, config.d_model)
         self.activation = F.gelu if config.activation == "gelu" else F.relu
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         for linear in (self.input, self.output):
             nn.init.xavier_uniform_(linear.weight)
             nn.init.zeros_(linear.bias)
@@ -87,7 +95,7 @@ class Block(nn.Module):
         self.feedforward = FeedForward(config)
         self.norm1 = nn.LayerNorm(config.d_model)
         self.norm2 = nn.LayerNorm(config.d_model)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.norm: Literal["pre", "post"] = config.norm
         if config.norm == "pre":
             # Each block adds twice to the residual stream; this keeps its variance (Radford et al. 2019, 2.3).

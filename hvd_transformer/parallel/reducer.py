@@ -12,23 +12,22 @@ The hooks run after a parameter's gradient is complete (`register_post_accumulat
 bucket and drop it, so that a gradient exists once. With several rounds a step only the last one sends.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from hvd_transformer.comm.world import World
 from hvd_transformer.parallel.flat import Bucket, Slot
-from hvd_transformer.parallel.rows import RowGradient
+from hvd_transformer.parallel.rows import RowGradient, RowPlan
 
 
 class GradientReducer:
-    """One step: `begin`, backward any number of times (`last` before the last one), `finish`.
+    """One step: `begin`, backward any number of times (`last` before each bucket's last one), `finish`.
 
     Afterwards every bucket's `gradients` hold the sum over all backwards and all ranks.
     `compression="fp16"` sends half precision; the sums are then rounded to it. `rows` names the
-    parameters whose lookups travel as rows (give each a bucket alone) and says whether they get a dense gradient,
-    too; `take_rows` is what their lookups give them to.
+    parameters whose lookups give their gradient to `take_rows`; one whose rows are gathered needs a bucket alone.
     """
 
     def __init__(
@@ -38,24 +37,31 @@ class GradientReducer:
         *,
         overlap: bool = True,
         compression: str = "none",
-        rows: Mapping[str, bool] | None = None,
+        rows: Mapping[str, RowPlan] | None = None,
     ) -> None:
         self.buckets, self.world = buckets, world
         self.overlap, self.compression = overlap and world.size > 1, compression
-        self._sending = False
-        self._missing: list[int] = []
+        self._sending = [False] * len(buckets)
+        self._missing = [0] * len(buckets)
         self._written: list[set[str]] = [set() for _ in buckets]
         self._waits: dict[int, Callable[[], None]] = {}
         self._rows: dict[str, RowGradient] = {}
+        self._gathered: list[RowGradient] = []
+        self._added: dict[int, list[RowGradient]] = {}  # by bucket, which then is not complete before `finish`
         self._rows_only: set[int] = set()  # buckets without any dense gradient
         wire = torch.float16 if compression == "fp16" and world.size > 1 else None
         for index, bucket in enumerate(buckets):
             for slot in bucket.slots:
                 if rows is not None and slot.name in rows:
                     place = slot.view(bucket.gradients)
-                    self._rows[slot.name] = RowGradient(place, f"rows.{slot.name}", world, wire or place.dtype)
-                    if len(bucket.slots) == 1 and not rows[slot.name]:
-                        self._rows_only.add(index)
+                    row = RowGradient(place, f"rows.{slot.name}", world, wire or place.dtype)
+                    self._rows[slot.name] = row
+                    if not rows[slot.name].gather:
+                        self._added.setdefault(index, []).append(row)
+                    else:
+                        self._gathered.append(row)
+                        if not rows[slot.name].dense:
+                            self._rows_only.add(index)
                 slot.parameter.register_post_accumulate_grad_hook(self._hook(index, slot))
 
     def take_rows(self, name: str) -> Callable[[Tensor, Tensor], None]:
@@ -64,16 +70,20 @@ class GradientReducer:
 
     def begin(self) -> None:
         """Forgets the last step's gradients."""
-        self._sending = False
+        self._sending = [False] * len(self.buckets)
         for written in self._written:
             written.clear()
         for row in self._rows.values():
             row.clear()
 
-    def last(self) -> None:
-        """The next backward is this step's last on this rank: buckets are sent as they fill."""
-        self._missing = [len(bucket.slots) for bucket in self.buckets]
-        self._sending = self.overlap
+    def last(self, indices: Iterable[int] | None = None) -> None:
+        """The next backward is this step's last one for these buckets (None: all): they are sent as they fill.
+
+        Stages of a pipeline may call this, and run their backwards, side by side.
+        """
+        for index in range(len(self.buckets)) if indices is None else indices:
+            self._missing[index] = len(self.buckets[index].slots)
+            self._sending[index] = self.overlap and index not in self._added
 
     def finish(self) -> None:
         """Sends what was not sent, then waits until every bucket holds the sum over the ranks."""
@@ -81,9 +91,11 @@ class GradientReducer:
             for slot in bucket.slots:
                 if slot.name not in self._written[index]:  # no gradient here: unused, or a rank without samples
                     slot.view(bucket.gradients).zero_()
+            for row in self._added.get(index, ()):
+                row.add()
             if index not in self._waits and index not in self._rows_only:
                 self._send(index)
-        add_rows = [row.send() for row in self._rows.values()]
+        add_rows = [row.send() for row in self._gathered]
         for index in sorted(self._waits):
             self._waits[index]()
         self._waits.clear()
@@ -102,7 +114,7 @@ class GradientReducer:
                 place.copy_(parameter.grad)
                 written.add(slot.name)
             parameter.grad = None
-            if self._sending:
+            if self._sending[index]:
                 self._missing[index] -= 1
                 if self._missing[index] == 0:
                     self._send(index)

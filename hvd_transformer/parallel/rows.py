@@ -8,11 +8,19 @@ behind all of backward, and the few rows follow at the end.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hvd_transformer.comm.world import World
+
+
+class RowPlan(NamedTuple):
+    """How the gradient of a parameter's lookups goes."""
+
+    dense: bool  # another layer gives the parameter a gradient, too: it is tied
+    gather: bool  # the ranks' rows are gathered, not added to the matrix before that is sent
 
 
 class RowGradient:
@@ -32,6 +40,11 @@ class RowGradient:
     def clear(self) -> None:
         """Forgets what an unfinished step left."""
         self._taken.clear()
+
+    def add(self) -> None:
+        """Adds this rank's own rows, for a matrix that is sent as a whole."""
+        _add_rows(self.place, *_joined(self._taken, self.place))
+        self.clear()
 
     def send(self) -> Callable[[], None]:
         """Starts the gathering; the function returned waits for it and adds every rank's rows, in rank order.

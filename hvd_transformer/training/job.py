@@ -102,7 +102,6 @@ def _make_task(config: Config, data: PreparedData, layout: Layout) -> LanguageMo
         task = LanguageModelTask(config, data, Replica(layout.replica, layout.dp))
     finally:
         torch.set_default_dtype(torch.float32)
-    task.model.to(layout.device)
     return task
 
 

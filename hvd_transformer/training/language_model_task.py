@@ -10,6 +10,7 @@ from hvd_transformer.data.prepare import PreparedData
 from hvd_transformer.data.sampler import ColumnSampler, Replica, WindowSampler
 from hvd_transformer.errors import UserError
 from hvd_transformer.models.language_model import LanguageModel
+from hvd_transformer.parallel.pipeline import Layer, MicroBatch
 
 
 class LanguageModelTask:
@@ -53,6 +54,22 @@ class LanguageModelTask:
     def evaluation_batches(self, split: str) -> Iterator[Batch]:
         return evaluation_batches(self.data.splits[split], self.length, self.eval_batch_size, self.replica)
 
-    def loss(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, int]:
+    @property
+    def layers(self) -> list[Layer]:
+        return language_model_layers(self.model)
+
+    def micro_batch(self, batch: tuple[Tensor, ...]) -> MicroBatch:
         inputs, targets = batch
-        return self.model.loss(inputs, targets)
+        return MicroBatch((inputs,), (targets,))
+
+    def num_targets(self, batch: tuple[Tensor, ...]) -> int:
+        return batch[1].numel()
+
+
+def language_model_layers(model: LanguageModel) -> list[Layer]:
+    """Token numbers in, the sum of the cross-entropies out."""
+    return [
+        Layer("embedding", model.embedding, model.embedding, recompute=False),
+        *(Layer(f"blocks.{number}", block, block) for number, block in enumerate(model.blocks)),
+        Layer("head", model.head, model.head.loss, recompute=False),  # it forms its gradients in forward
+    ]

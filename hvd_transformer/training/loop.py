@@ -1,6 +1,6 @@
 """The one training loop, for all tasks.
 
-One step of a rank, with `accumulation` rounds cut into micro-batches:
+One step of a rank, with `accumulation` rounds cut into micro-batches, each round streamed through the stages:
 
     round 1                         round 2
     forward backward | … | forward backward | forward        backward      | update
@@ -9,24 +9,29 @@ One step of a rank, with `accumulation` rounds cut into micro-batches:
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
-import numpy as np
 import torch
+from torch import Tensor, nn
 
 from hvd_transformer.comm.world import World
 from hvd_transformer.config.schema import Config
 from hvd_transformer.data.sampler import Intervals, Step
 from hvd_transformer.evaluation.evaluate import Evaluation, evaluate
+from hvd_transformer.models.dropout import dropout_place
 from hvd_transformer.parallel.flat import make_buckets
 from hvd_transformer.parallel.layout import Layout
+from hvd_transformer.parallel.pipeline import Pipeline
 from hvd_transformer.parallel.reducer import GradientReducer
 from hvd_transformer.training.embedding_rows import row_parameters
 from hvd_transformer.training.optimizer import FlatOptimizer, names_without_decay
 from hvd_transformer.training.precision import LossScaler, autocast
 from hvd_transformer.training.schedule import learning_rate
+from hvd_transformer.training.stages import make_stages
 from hvd_transformer.training.task import Batch, Task
 
 
@@ -90,22 +95,37 @@ class Trainer:
     ) -> None:
         self.config, self.world, self.layout, self.task, self.position = config, world, layout, task, position
         communication, model = config.communication, task.model
+        self.stages = make_stages(config, task, layout, world)
+        self.pipeline = Pipeline(
+            self.stages,
+            schedule=config.parallel.schedule,
+            recompute=config.parallel.recompute,
+            context=self._context,
+            threads=max(1, torch.get_num_threads() // len(self.stages)),
+        )
         num_tokens = task.usual_count * config.training.accumulation * layout.dp  # a step
         rows = row_parameters(model, communication.embedding_rows, num_tokens)
-        self.buckets = make_buckets(
-            dict(model.named_parameters()),
-            names_without_decay(model),
-            int(communication.bucket_mb * 2**20),
-            alone=rows.keys(),
-        )
-        self.optimizer = FlatOptimizer(config.optimizer, self.buckets)
+        # Each stage's own, so that it can send and update without the others.
+        stage_buckets = [
+            make_buckets(
+                parameters,
+                names_without_decay(model),
+                int(communication.bucket_mb * 2**20),
+                alone={name for name, row in rows.items() if row.gather},
+            )
+            for parameters in self._parameters()
+        ]
+        self.buckets = [bucket for buckets in stage_buckets for bucket in buckets]
+        ends = list(accumulate(map(len, stage_buckets), initial=0))
+        self._stage_indices = [range(*pair) for pair in pairwise(ends)]
+        self.optimizers = [FlatOptimizer(config.optimizer, buckets) for buckets in stage_buckets]
         self.scaler = LossScaler(config.training.precision)
         self.reducer = GradientReducer(
             self.buckets,
             world,
             overlap=communication.overlap,
             compression=communication.compression,
-            rows={name: row.dense for name, row in rows.items()},
+            rows={name: row.plan for name, row in rows.items()},
         )
         for name, row in rows.items():
             for embedding in row.embeddings:
@@ -129,21 +149,39 @@ class Trainer:
         # Sums of losses, targets, samples and wishes: float64, reduced while the last backward runs.
         sums = torch.zeros(5, dtype=torch.float64)
         sums[3:] = torch.tensor([float(stop), float(save)])
-        wait = None
         usual = self.task.usual_count * self.config.training.accumulation * self.layout.dp
-        for number, (micro, last) in enumerate(self._micro_batches(plan)):
-            self._seed_dropout(number)
-            with autocast(self.config.training.precision, self.layout.device):
-                loss_sum, count = self.task.loss(micro)
-            sums[:3] += torch.tensor([loss_sum.item(), count, micro[0].size(0)], dtype=torch.float64)
-            if last:
-                wait = self.world.all_reduce_async_(sums, "step.sums")
-                self.reducer.last()
-            (loss_sum * (self.scaler.scale / usual)).backward()
-        if wait is None:  # a rank that has no sample in an epoch's last step
-            wait = self.world.all_reduce_async_(sums, "step.sums")
+        waits: list[Callable[[], None]] = []
+
+        def send_sums(losses: Sequence[Tensor]) -> None:
+            for loss in losses:
+                sums[0] += loss.item()
+            waits.append(self.world.all_reduce_async_(sums, "step.sums"))
+
+        rounds = [units for units in plan.rounds if units]
+        losses: list[Tensor] = []
+        number = 0
+        for index, units in enumerate(rounds):
+            micro_batches = self._micro_batches(units)
+            sums[1] += sum(self.task.num_targets(batch) for batch in micro_batches)
+            sums[2] += sum(batch[0].size(0) for batch in micro_batches)
+
+            def before_last_backward(stage: int, latest: Sequence[Tensor]) -> None:
+                if stage == len(self.stages) - 1:
+                    send_sums([*losses, *latest])  # noqa: B023 - called within this round
+                self.reducer.last(self._stage_indices[stage])
+
+            options = {"before_last_backward": before_last_backward} if index == len(rounds) - 1 else {}
+            losses += self.pipeline.train(
+                [self.task.micro_batch(batch) for batch in micro_batches],
+                self.scaler.scale / usual,
+                first_number=number,
+                **options,
+            )
+            number += len(micro_batches)
+        if not rounds:  # a rank that has no sample in an epoch's last step
+            send_sums([])
         self.reducer.finish()
-        wait()
+        waits[0]()
         loss_total, count_total, samples, stops, saves = sums.tolist()
         rate = learning_rate(self.config.optimizer, self.layout.dp, position.step, position.epoch, self.total_steps)
         norm = self._update(usual / (count_total * self.scaler.scale), rate, loss_total / count_total)
@@ -164,26 +202,43 @@ class Trainer:
         """The whole split, shared over the ranks."""
         self.task.model.eval()
 
-        def loss(batch: Batch) -> tuple[torch.Tensor, int]:
-            with autocast(self.config.training.precision, self.layout.device):
-                return self.task.loss(self._to_device(batch))
+        def losses() -> Iterator[tuple[Tensor, int]]:
+            batches = self.task.evaluation_batches(split)
+            # Enough at a time to keep all stages busy.
+            while group := list(islice(batches, 1 if len(self.stages) == 1 else 8 * len(self.stages))):
+                found = self.pipeline.evaluate([self.task.micro_batch(self._pinned(batch)) for batch in group])
+                yield from zip(found, map(self.task.num_targets, group), strict=True)
 
-        return evaluate(loss, self.task.evaluation_batches(split), self.world)
+        return evaluate(lambda result: result, losses(), self.world)
 
-    def _micro_batches(self, plan: Step) -> Iterator[tuple[Batch, bool]]:
-        """The step's pieces, each with whether it is the last."""
-        pending: Batch | None = None
-        for units in plan.rounds:
-            if not units:
-                continue
-            batch = self._to_device(self.task.batch(self.position.epoch, units))
-            size = -(-batch[0].size(0) // self.config.parallel.micro_batches)
-            for micro in zip(*(tensor.split(size) for tensor in batch), strict=True):
-                if pending is not None:
-                    yield pending, False
-                pending = micro
-        if pending is not None:
-            yield pending, True
+    def optimizer_state(self) -> list[dict[str, Tensor]]:
+        """The optimizer's state of each bucket, as flat tensors like its parameters: {"exp_avg": …}."""
+        return [state for optimizer in self.optimizers for state in optimizer.flat_state()]
+
+    def load_optimizer_state(self, states: Sequence[dict[str, Tensor]]) -> None:
+        """The reverse, at the position's number of updates."""
+        for optimizer, indices in zip(self.optimizers, self._stage_indices, strict=True):
+            optimizer.load_flat_state([states[index] for index in indices], self.position.updates)
+
+    def _parameters(self) -> list[dict[str, nn.Parameter]]:
+        """Each stage's parameters by name, in the model's order. A tied one belongs to the last stage that has it:
+        the output layer's, where its dense gradient comes from."""
+        stage_of = {
+            id(weight): number
+            for number, stage in enumerate(self.stages)
+            for layer in stage.layers
+            for weight in layer.module.parameters()
+        }
+        result: list[dict[str, nn.Parameter]] = [{} for _ in self.stages]
+        for name, weight in self.task.model.named_parameters():
+            result[stage_of[id(weight)]][name] = weight
+        return result
+
+    def _micro_batches(self, units: range) -> list[Batch]:
+        """The pieces of one round, the last smaller where they do not divide it."""
+        batch = self._pinned(self.task.batch(self.position.epoch, units))
+        size = -(-batch[0].size(0) // self.config.parallel.micro_batches)
+        return list(zip(*(tensor.split(size) for tensor in batch), strict=True))
 
     def _update(self, factor: float, rate: float, loss: float) -> float:
         """Scales the summed gradients to the mean, clips, and steps the optimizer; returns the norm."""
@@ -203,7 +258,7 @@ class Trainer:
         if factor != 1.0:
             for bucket in self.buckets:
                 bucket.gradients.mul_(factor)
-        self.optimizer.step(rate)
+        self.pipeline.map(lambda stage: self.optimizers[stage].step(rate))
         self.scaler.good()
         self.position.updates += 1
         return norm
@@ -227,13 +282,13 @@ class Trainer:
             total += (training.epochs - position.epoch - 1) * sampler.num_steps()
         return total if training.max_steps is None else min(total, max(training.max_steps, position.step))
 
-    def _seed_dropout(self, number: int) -> None:
-        """Dropout depends on the place in the job alone: there is no random state to save."""
-        if self.config.model.dropout:
-            place = (self.config.seed, self.position.step, self.layout.replica, number)
-            torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0]))
+    @contextmanager
+    def _context(self, number: int) -> Iterator[None]:
+        """Around the layers of this step's micro-batch `number`."""
+        place = (self.config.seed, self.position.step, self.layout.replica, number)
+        with autocast(self.config.training.precision, self.layout.device), dropout_place(*place):
+            yield
 
-    def _to_device(self, batch: Batch) -> Batch:
-        if self.layout.device.type == "cpu":
-            return batch
-        return tuple(tensor.pin_memory().to(self.layout.device, non_blocking=True) for tensor in batch)
+    def _pinned(self, batch: Batch) -> Batch:
+        """In memory that a GPU copies from while it computes."""
+        return batch if self.layout.device.type == "cpu" else tuple(tensor.pin_memory() for tensor in batch)

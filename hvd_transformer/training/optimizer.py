@@ -16,7 +16,7 @@ def names_without_decay(model: nn.Module) -> set[str]:
 
 
 class FlatOptimizer:
-    """Updates the buckets' parameters from their gradients."""
+    """Updates the buckets' parameters from their gradients. No buckets (a stage without weights): nothing to do."""
 
     def __init__(self, config: OptimizerConfig, buckets: Sequence[Bucket]) -> None:
         self.buckets = buckets
@@ -30,21 +30,23 @@ class FlatOptimizer:
                 parts.append((place, part))
                 groups[decayed].append(part)
             self._parts.append(parts)
-        self.optimizer = _make(
-            config,
-            [
-                {"params": params, "weight_decay": config.weight_decay if decayed else 0.0}
-                for decayed, params in groups.items()
-                if params
-            ],
-        )
-        self._zero_state()
+        if buckets:
+            self.optimizer = _make(
+                config,
+                [
+                    {"params": params, "weight_decay": config.weight_decay if decayed else 0.0}
+                    for decayed, params in groups.items()
+                    if params
+                ],
+            )
+            self._zero_state()
 
     def step(self, learning_rate: float) -> None:
         """One update at this rate."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self.optimizer.step()
+        if self.buckets:
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+            self.optimizer.step()
 
     def flat_state(self) -> list[dict[str, Tensor]]:
         """The state of each bucket, as flat tensors like its parameters: {"exp_avg": …}."""

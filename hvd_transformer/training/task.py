@@ -1,11 +1,12 @@
-"""What the loop asks of a task: batches in, `(loss_sum, count)` out. The rest of training is the same for all."""
+"""What the loop asks of a task: its layers, and batches. The rest of training is the same for all."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor, nn
 
 from hvd_transformer.data.sampler import Intervals, Step
+from hvd_transformer.parallel.pipeline import Layer, MicroBatch
 
 # A batch is a named tuple of tensors whose first dimension counts the samples.
 Batch = tuple[Tensor, ...]
@@ -45,6 +46,15 @@ class Task(Protocol):
         """This replica's part of a whole split."""
         ...
 
-    def loss(self, batch: Batch) -> tuple[Tensor, int]:
-        """(sum of the losses, number of targets)."""
+    @property
+    def layers(self) -> Sequence[Layer]:
+        """The whole model, in order; the last one returns the sum of the losses."""
+        ...
+
+    def micro_batch(self, batch: Batch) -> MicroBatch:
+        """A batch (or a part of one) as the layers take it."""
+        ...
+
+    def num_targets(self, batch: Batch) -> int:
+        """What the sum of the losses is divided by, for their mean."""
         ...

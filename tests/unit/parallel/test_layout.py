@@ -21,7 +21,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[torch.device]:
 
 def test_alone_it_is_the_only_replica() -> None:
     layout = Layout.of(load(overrides=["training.device=cpu"]), World())
-    assert layout == Layout(dp=1, replica=0, device=torch.device("cpu"))
+    assert layout == Layout(dp=1, replica=0, devices=(torch.device("cpu"),))
 
 
 def test_every_rank_is_a_replica() -> None:
@@ -55,6 +55,25 @@ def test_auto_is_the_cpu_for_all_where_one_rank_has_no_gpu(monkeypatch: pytest.M
     assert chosen == []
 
 
-def test_a_pipeline_is_not_there_yet() -> None:
-    with pytest.raises(UserError, match="parallel.pipeline=2: .*set parallel.pipeline=1"):
-        Layout.of(load("tutorial-1b"), World())
+def test_each_stage_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = gpus(monkeypatch, 4)
+    world = FakeWorld(rank=3, size=4)
+    world.local_rank, world.local_size = 1, 2
+    layout = Layout.of(load(overrides=["parallel.pipeline=2"]), world)
+    assert layout.devices == (torch.device("cuda", 2), torch.device("cuda", 3))
+    assert chosen == [torch.device("cuda", 2)]
+
+
+def test_too_few_gpus_for_the_stages_is_told_with_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 5)
+    world = FakeWorld(rank=1)
+    world.local_rank, world.local_size, world.host = 1, 2, "node7"
+    with pytest.raises(UserError) as caught:
+        Layout.of(load(overrides=["training.device=cuda", "parallel.pipeline=4"]), world)
+    assert str(caught.value).startswith("training.device=cuda: host node7 has 5 GPUs for 2 ranks × 4 stages")
+    assert "at most 1 ranks" in str(caught.value)
+
+
+def test_on_the_cpu_every_stage_is_a_thread() -> None:
+    layout = Layout.of(load(overrides=["training.device=cpu", "parallel.pipeline=3"]), World())
+    assert layout.devices == (torch.device("cpu"),) * 3

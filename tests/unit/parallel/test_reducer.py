@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hvd_transformer.comm.world import World
 from hvd_transformer.parallel.flat import Bucket, make_buckets
 from hvd_transformer.parallel.reducer import GradientReducer
+from hvd_transformer.parallel.rows import RowPlan
 
 EVERY_PARAMETER, ALL_IN_ONE = 1, 2**20
 
@@ -226,15 +227,16 @@ class Lookup(nn.Module):
 
 
 @pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
-def test_rows_of_all_ranks_and_rounds_are_added(tied: bool, size: int) -> None:
+def test_rows_of_all_ranks_and_rounds_are_added(tied: bool, gather: bool, size: int) -> None:
     torch.manual_seed(0)
     world = FakeWorld(size=size)
     model, plain = Lookup(tied), Lookup(tied)
     plain.load_state_dict(copy.deepcopy(model.state_dict()))
-    buckets = make_buckets(dict(model.named_parameters()), set(), ALL_IN_ONE, alone={"matrix"})
-    assert [[slot.name for slot in bucket.slots] for bucket in buckets if len(bucket.slots) == 1] == [["matrix"]]
-    reducer = GradientReducer(buckets, world, rows={"matrix": tied})
+    buckets = make_buckets(dict(model.named_parameters()), set(), ALL_IN_ONE, alone={"matrix"} if gather else set())
+    assert len(buckets) == 1 + gather
+    reducer = GradientReducer(buckets, world, rows={"matrix": RowPlan(tied, gather)})
     take = reducer.take_rows("matrix")
     batches = torch.tensor([[1, 1, 4], [4, 0, 1]])
     for rounds in (2, 1, 0):  # the second step must not see the first; the third is one without samples
@@ -248,17 +250,17 @@ def test_rows_of_all_ranks_and_rounds_are_added(tied: bool, size: int) -> None:
             plain(batches[number]).backward()
         reducer.finish()
         expect(buckets, plain, factor=size)
-        # A matrix without a dense gradient is not sent.
-        index = next(index for index, bucket in enumerate(buckets) if bucket.slots[0].name == "matrix")
-        assert (f"send bucket.{index}" in world.events) == tied
-        assert world.events.count("send rows.matrix.rows") == 1
+        # A matrix without a dense gradient is not sent, nor are rows that are in it.
+        sent = sum(event.startswith("send bucket.") for event in world.events)
+        assert sent == (1 + tied if gather else 1)
+        assert world.events.count("send rows.matrix.rows") == gather
 
 
 def test_an_unfinished_steps_rows_are_forgotten() -> None:
     world = FakeWorld(size=1)
     weight = nn.Parameter(torch.ones(4, 2))
     (bucket,) = make_buckets({"weight": weight}, set(), 1)
-    reducer = GradientReducer([bucket], world, rows={"weight": False})
+    reducer = GradientReducer([bucket], world, rows={"weight": RowPlan(dense=False, gather=True)})
     reducer.begin()
     reducer.take_rows("weight")(torch.tensor([1]), torch.ones(1, 2))
     reducer.begin()

@@ -57,7 +57,7 @@ def trainer(config: Config, world: World | None = None, position: Position | Non
         task = LanguageModelTask(config, data, Replica(replica, world.size))
     finally:
         torch.set_default_dtype(torch.float32)
-    layout = Layout(dp=world.size, replica=replica, device=torch.device("cpu"))
+    layout = Layout(dp=world.size, replica=replica, devices=(torch.device("cpu"),) * config.parallel.pipeline)
     return Trainer(config, world, layout, task, position or Position())
 
 

@@ -1,5 +1,7 @@
 """Which embeddings travel as rows, and that a job trains alike whichever way they go."""
 
+from typing import Literal
+
 import pytest
 import torch
 from small_job import run, settings, trainer, weights
@@ -29,10 +31,13 @@ def test_tied_and_free_weights_are_told_apart() -> None:
 
 
 def test_auto_takes_rows_while_they_are_fewer_than_the_vocabulary() -> None:
-    assert list(row_parameters(Shared(), "auto", 9)) == ["source.weight", "other.weight"]
-    assert list(row_parameters(Shared(), "auto", 10)) == ["other.weight"]
-    assert not row_parameters(Shared(), "auto", 20)
-    assert not row_parameters(Shared(), "never", 1)
+    def gathered(choice: Literal["auto", "always", "never"], num_tokens: int) -> list[str]:
+        return [name for name, row in row_parameters(Shared(), choice, num_tokens).items() if row.gather]
+
+    assert gathered("auto", 9) == ["source.weight", "other.weight"]
+    assert gathered("auto", 10) == ["other.weight"]
+    assert not gathered("auto", 20)
+    assert not gathered("never", 1)
 
 
 def test_a_frozen_weight_has_no_rows() -> None:

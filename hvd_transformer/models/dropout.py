@@ -1,0 +1,74 @@
+"""Dropout whose random numbers depend on its place in the job alone: seed, step, replica, micro-batch, layer.
+
+torch's CPU generator is one for the whole process: stages of a pipeline that run side by side would draw from it in
+any order. Here each call seeds a generator of its own, so a run repeats bit for bit whatever the partition and the
+timing, a layer computed again drops the same values, and a checkpoint has no random state to keep.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class _Here(threading.local):
+    """What this thread computes now, and its generators."""
+
+    place: tuple[int, ...] | None = None
+
+    def __init__(self) -> None:
+        self.generators: dict[torch.device, torch.Generator] = {}
+
+
+_here = _Here()
+
+
+@contextmanager
+def dropout_place(*place: int) -> Iterator[None]:
+    """What this thread computes inside belongs to this place in the job, such as (seed, step, replica, micro-batch)."""
+    before, _here.place = _here.place, place
+    try:
+        yield
+    finally:
+        _here.place = before
+
+
+class Dropout(nn.Module):
+    """Sets values to zero with probability `rate` while training, and scales the others by 1 / (1 - rate).
+
+    Outside of a `dropout_place` it draws from torch's own generator. `number` tells the model's dropouts apart.
+    """
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate, self.number = rate, 0
+
+    def forward(self, values: Tensor) -> Tensor:
+        if not self.training or self.rate == 0:
+            return values
+        if _here.place is None:
+            return F.dropout(values, self.rate)
+        mask = torch.empty_like(values).bernoulli_(1 - self.rate, generator=self._generator(values.device))
+        return values * mask.div_(1 - self.rate)
+
+    def extra_repr(self) -> str:
+        return f"rate={self.rate}, number={self.number}"
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        """One a thread and device, seeded for this call."""
+        assert _here.place is not None
+        generator = _here.generators.get(device)
+        if generator is None:
+            generator = _here.generators[device] = torch.Generator(device)
+        (seed,) = np.random.SeedSequence((*_here.place, self.number)).generate_state(1, np.uint64)
+        return generator.manual_seed(int(seed) & (2**63 - 1))
+
+
+def number_dropouts(model: nn.Module) -> None:
+    """Numbers a model's dropouts in its own order. Call once, when the model is whole."""
+    for number, module in enumerate(module for module in model.modules() if isinstance(module, Dropout)):
+        module.number = number

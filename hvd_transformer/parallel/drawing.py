@@ -1,0 +1,103 @@
+"""Draws a pipeline's timeline: a line of characters a stage for a terminal, or panels with colours as a PNG file.
+
+stage 0  0 1 2 . . . [0 ]. . 3 [1 ]
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from hvd_transformer.parallel.schedule import Operation, Timeline, bubble, makespan
+
+# Apart in hue for the colour-blind, and in lightness on paper; black numbers are easy to read on both.
+COLOURS = {"forward": "#8ec1ee", "backward": "#e08214"}
+
+
+def draw_text(timeline: Timeline, width: int) -> str:
+    """A line a stage of at most `width` characters, time to the right, and a legend below.
+
+    Forwards are bare numbers, backwards in brackets; letters where there is no room for brackets. Where numbers have
+    no room they are taken modulo 10, and what is shorter than half a character may be missing.
+    """
+    label = len(f"stage {len(timeline) - 1}  ")
+    if width <= label:
+        raise ValueError(f"a width of {width} leaves no room beside the stages' names")
+    columns, scale = _scale(timeline, width - label)
+    cells = [
+        [(operation, round(start * scale), round(end * scale)) for operation, start, end in operations]
+        for operations in timeline
+    ]
+    digits = len(str(max((operation.micro_batch for row in cells for operation, _, _ in row), default=0)))
+    gap = 1 if digits > 1 else 0  # beside a forward, or 10 11 reads as 1011
+    spare = {"forward": gap, "backward": 2}
+    room = min((stop - start - spare[operation.kind] for row in cells for operation, start, stop in row), default=1)
+    brackets = all(stop - start >= 3 for row in cells for operation, start, stop in row if operation.kind == "backward")
+    shown = digits if brackets and room >= digits else 1
+    lines = []
+    for stage, row in enumerate(cells):
+        line = ["."] * columns
+        for operation, start, stop in row:
+            line[start:stop] = _cell(operation, stop - start, shown, brackets)
+        lines.append(f"{f'stage {stage}':<{label}}{''.join(line)}")
+    backward = "[0]" if brackets else "a"
+    modulo = ", numbers modulo 10" if shown < digits else ""
+    lines.append(f"0 forward of micro-batch 0, {backward} its backward, . idle ({bubble(timeline):.0%}){modulo}")
+    return "\n".join(lines)
+
+
+def _scale(timeline: Timeline, columns: int) -> tuple[int, float]:
+    """Columns in use and columns a unit of time: the shortest operation gets a whole number of them, where it can,
+    so that equal times look equal."""
+    length = makespan(timeline) or 1.0
+    shortest = min((end - start for operations in timeline for _, start, end in operations if end > start), default=1.0)
+    scale = columns / length
+    if shortest * scale >= 1:
+        scale = int(shortest * scale) / shortest
+    return round(length * scale), scale
+
+
+def _cell(operation: Operation, width: int, shown: int, brackets: bool) -> str:
+    """Exactly `width` characters; `shown` are the digits of a number that there is room for."""
+    number = str(operation.micro_batch)[-shown:]
+    if not brackets:
+        return (number if operation.kind == "forward" else "abcdefghij"[int(number)]) * width
+    return f"{number:^{width}}"[:width] if operation.kind == "forward" else f"[{number:^{width - 2}}]"
+
+
+def draw_png(timelines: Mapping[str, Timeline], file: Path) -> None:
+    """One panel a schedule, titled with its name and bubble, on one scale of time."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    length = max(makespan(timeline) for timeline in timelines.values()) or 1.0
+    cells = [cell for timeline in timelines.values() for operations in timeline for cell in operations]
+    # The panels are some 640 points wide, and a digit is less wide than high.
+    font_size = min(
+        (640 * (end - start) / length / len(str(operation.micro_batch)) for operation, start, end in cells), default=9.0
+    )
+    rows = [len(timeline) for timeline in timelines.values()]
+    figure = Figure(figsize=(10, 0.8 + sum(0.5 + 0.36 * row for row in rows)), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
+    for axes, (name, timeline) in zip(panels, timelines.items(), strict=True):
+        for stage, operations in enumerate(timeline):
+            for (kind, micro_batch), start, end in operations:
+                axes.barh(stage, end - start, 0.86, start, color=COLOURS[kind], edgecolor="white", linewidth=0.8)
+                if font_size >= 4:  # smaller ones nobody could read
+                    place = (start + end) / 2, stage
+                    axes.text(*place, str(micro_batch), ha="center", va="center_baseline", fontsize=min(font_size, 9))
+        axes.set_title(f"{name}: bubble {bubble(timeline):.1%}", loc="left", fontsize=11)
+        axes.set_xlim(0, length)
+        axes.set_ylim(len(timeline) - 0.5, -0.5)
+        axes.set_yticks(range(len(timeline)))
+        axes.set_ylabel("stage")
+        axes.tick_params(axis="y", length=0)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+    panels[-1].set_xlabel("time")
+    figure.legend(
+        handles=[Patch(color=colour, label=kind) for kind, colour in COLOURS.items()],
+        loc="outside upper right",
+        ncols=2,
+        frameon=False,
+    )
+    figure.savefig(file, format="png")

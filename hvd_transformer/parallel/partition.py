@@ -1,0 +1,166 @@
+"""Cuts a model's layers into the contiguous stages of a pipeline; a partition is the number of layers a stage.
+
+layers   | embed | 0 | 1 | 2 | 3 | 4 | output |
+[3, 2, 2]  `--- stage 0 --´`- 1 -´`---- 2 ----´
+"""
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from importlib import import_module
+from itertools import accumulate, pairwise
+
+from hvd_transformer.errors import UserError
+
+# Of a stage and its first and last layer (exclusive); None where it may not be.
+Price = Callable[[int, int, int], float | None]
+
+
+def uniform(num_layers: int, num_stages: int) -> list[int]:
+    """As even as possible. The remainder goes to the first stages: the last one often has the heavy output layer."""
+    _check_number(num_layers, num_stages)
+    share, rest = divmod(num_layers, num_stages)
+    return [share + (stage < rest) for stage in range(num_stages)]
+
+
+def balanced(
+    costs: Sequence[float],
+    num_stages: int,
+    memory: Sequence[Sequence[float]] | None = None,
+    limit: float | None = None,
+) -> list[int]:
+    """The partition whose costliest stage costs least; of several such, the one with the smallest sum of squared
+    stage costs, and of several such, the one with more layers in earlier stages.
+
+    `memory[s][l]` are the bytes that layer l needs on stage s; no stage may need more than `limit`. Raises UserError
+    where nothing fits.
+    """
+    if (memory is None) != (limit is None):
+        raise ValueError("memory and limit belong together")
+    num_layers = len(costs)
+    _check_number(num_layers, num_stages)
+    work = [0, *accumulate(_whole(costs))]
+    held = [[0, *accumulate(row)] for row in memory or []]
+
+    def need(stage: int, start: int, stop: int) -> float:
+        return held[stage][stop] - held[stage][start]
+
+    def cost(stage: int, start: int, stop: int) -> int | None:
+        fits = limit is None or need(stage, start, stop) <= limit
+        return work[stop] - work[start] if fits else None
+
+    cut = _best_cut(num_layers, num_stages, cost, max)
+    if cut is None:
+        least = _best_cut(num_layers, num_stages, need, max)
+        assert least is not None and limit is not None
+        raise UserError(
+            f"parallel.partition=auto: no cut into {num_stages} stages fits {_size(limit)} a stage; "
+            f"at least {_size(least[0])} would do"
+        )
+    largest = cut[0]
+
+    def squared(stage: int, start: int, stop: int) -> int | None:
+        own = cost(stage, start, stop)
+        return own**2 if own is not None and own <= largest else None
+
+    # A second search: in one, the best end of the model would depend on what its beginning costs.
+    cut = _best_cut(num_layers, num_stages, squared, operator.add)
+    assert cut is not None
+    return cut[1]
+
+
+def explicit(parts: Sequence[int], num_layers: int, num_stages: int) -> list[int]:
+    """A user's own list, checked."""
+    origin = f"parallel.partition={list(parts)}"
+    if len(parts) != num_stages:
+        raise UserError(f"{origin}: {len(parts)} stages; parallel.pipeline={num_stages} needs {num_stages}")
+    for stage, part in enumerate(parts):
+        if part < 1:
+            raise UserError(f"{origin}: stage {stage} has {part} layers; each needs at least 1")
+    if sum(parts) != num_layers:
+        raise UserError(f"{origin}: adds up to {sum(parts)} layers; the model has {num_layers}")
+    return list(parts)
+
+
+def by_function(path: str, names: Sequence[str], num_stages: int) -> list[int]:
+    """Asks the user's function `package.module:function` for each layer's stage, by the layer's name."""
+    _check_number(len(names), num_stages)
+    origin = f"parallel.partition={path}"
+    function = _load(path, origin)
+    stages: list[int] = []
+    for name in names:
+        try:
+            stage = function(name)
+        except Exception as error:
+            raise UserError(f"{origin}: layer {name}: {_first_line(error)}") from error
+        if not isinstance(stage, int) or isinstance(stage, bool):
+            raise UserError(f"{origin}: layer {name}: returned {stage!r}; must be a stage's number")
+        if not 0 <= stage < num_stages:
+            raise UserError(f"{origin}: layer {name}: stage {stage}; must be 0 to {num_stages - 1}")
+        stages.append(stage)
+    if stages[0] != 0:
+        raise UserError(f"{origin}: layer {names[0]}: stage {stages[0]}; the first layer must be on stage 0")
+    for name, (before, stage) in zip(names[1:], pairwise(stages), strict=True):
+        if stage not in (before, before + 1):
+            allowed = f"{before} or {before + 1}" if before + 1 < num_stages else before
+            raise UserError(f"{origin}: layer {name}: stage {stage} after {before}; must be {allowed}")
+    if stages[-1] != num_stages - 1:
+        raise UserError(f"{origin}: layer {names[-1]}: stage {stages[-1]}; the last must be on {num_stages - 1}")
+    return [stages.count(stage) for stage in range(num_stages)]
+
+
+def _check_number(num_layers: int, num_stages: int) -> None:
+    if num_stages > num_layers:
+        raise UserError(
+            f"parallel.pipeline={num_stages}: more stages than the model's {num_layers} layers; at most {num_layers}"
+        )
+
+
+def _whole(costs: Sequence[float]) -> list[int]:
+    """The costs in a unit that makes them whole numbers, so that no tie is decided by rounding."""
+    exact = [Fraction(cost) for cost in costs]
+    unit = math.lcm(*(cost.denominator for cost in exact))
+    return [int(cost * unit) for cost in exact]
+
+
+def _best_cut(
+    num_layers: int, num_stages: int, price: Price, join: Callable[[float, float], float]
+) -> tuple[float, list[int]] | None:
+    """The lowest total and its partition, by dynamic programming from the last stage to the first."""
+    best: dict[int, tuple[float, list[int]]] = {num_layers: (0, [])}  # by the first layer of the stages that are cut
+    for stage in reversed(range(num_stages)):
+        found: dict[int, tuple[float, list[int]]] = {}
+        for start in range(stage, num_layers) if stage else [0]:
+            for stop in range(start + 1, num_layers + 1):
+                own = price(stage, start, stop) if stop in best else None
+                if own is None:
+                    continue
+                total = join(own, best[stop][0])
+                if start not in found or total <= found[start][0]:
+                    found[start] = total, [stop - start, *best[stop][1]]
+        best = found
+    return best.get(0)
+
+
+def _load(path: str, origin: str) -> Callable[[str], object]:
+    module, _, name = path.partition(":")
+    if not module or not name:
+        raise UserError(f"{origin}: must be of the form package.module:function")
+    try:
+        function = getattr(import_module(module), name)
+    except Exception as error:
+        raise UserError(f"{origin}: cannot be imported: {_first_line(error)}") from error
+    if not callable(function):
+        raise UserError(f"{origin}: {name} is no function")
+    checked: Callable[[str], object] = function
+    return checked
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+
+
+def _size(num_bytes: float) -> str:
+    """Rounded up: less would not do."""
+    return f"{math.ceil(num_bytes):,} bytes ({math.ceil(num_bytes / 2**30 * 100) / 100:.2f} GiB)"

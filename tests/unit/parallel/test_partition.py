@@ -1,0 +1,191 @@
+"""Layers are cut into contiguous stages: the best of all cuts, or a user's own, or one line that says why not."""
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_transformer.errors import UserError
+from hvd_transformer.parallel.partition import balanced, by_function, explicit, uniform
+
+NAMES = ["embed", "layer.0", "layer.1", "output"]
+
+
+def all_cuts(num_layers: int, num_stages: int) -> Iterator[list[int]]:
+    for inner in combinations(range(1, num_layers), num_stages - 1):
+        yield [stop - start for start, stop in pairwise([0, *inner, num_layers])]
+
+
+def stage_sums(rows: Sequence[Sequence[int]], parts: list[int]) -> list[int]:
+    """The sum over each stage's layers of that stage's row."""
+    starts = [sum(parts[:stage]) for stage in range(len(parts))]
+    return [sum(row[start : start + part]) for row, start, part in zip(rows, starts, parts, strict=True)]
+
+
+def rank(costs: list[int], parts: list[int]) -> tuple[int, int]:
+    """Smaller is better: the costliest stage, then the sum of squares."""
+    sums = stage_sums([costs] * len(parts), parts)
+    return max(sums), sum(value**2 for value in sums)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[list[int], int]:
+    """Costs of up to eight layers, many of them equal, and a number of stages."""
+    costs = draw(st.lists(st.integers(0, 6), min_size=1, max_size=8))
+    return costs, draw(st.integers(1, len(costs)))
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_stages", "parts"),
+    [(7, 3, [3, 2, 2]), (8, 3, [3, 3, 2]), (6, 3, [2, 2, 2]), (4, 4, [1, 1, 1, 1]), (5, 1, [5])],
+)
+def test_uniform_gives_the_remainder_to_the_first(num_layers: int, num_stages: int, parts: list[int]) -> None:
+    assert uniform(num_layers, num_stages) == parts
+    assert balanced([0.1] * num_layers, num_stages) == parts
+
+
+@settings(deadline=None, max_examples=300)
+@given(models())
+def test_balanced_is_the_best_of_all_cuts(model: tuple[list[int], int]) -> None:
+    costs, num_stages = model
+    parts = balanced(costs, num_stages)
+    cuts = list(all_cuts(len(costs), num_stages))
+    assert parts in cuts
+    assert rank(costs, parts) == min(rank(costs, cut) for cut in cuts)
+    assert parts == max(cut for cut in cuts if rank(costs, cut) == rank(costs, parts))
+
+
+@settings(deadline=None, max_examples=300)
+@given(models(), st.data())
+def test_balanced_is_the_best_of_all_cuts_that_fit_or_tells_what_would(
+    model: tuple[list[int], int], data: st.DataObject
+) -> None:
+    costs, num_stages = model
+    row = st.lists(st.integers(0, 6), min_size=len(costs), max_size=len(costs))
+    memory = data.draw(st.lists(row, min_size=num_stages, max_size=num_stages))
+    cuts = list(all_cuts(len(costs), num_stages))
+    need = [max(stage_sums(memory, cut)) for cut in cuts]
+    limit = data.draw(st.integers(0, max(need) + 1))
+    fitting = [cut for cut, bytes_ in zip(cuts, need, strict=True) if bytes_ <= limit]
+    if fitting:
+        parts = balanced(costs, num_stages, memory, limit)
+        assert parts in fitting
+        assert rank(costs, parts) == min(rank(costs, cut) for cut in fitting)
+    else:
+        with pytest.raises(UserError, match=rf"at least {min(need)} bytes \("):
+            balanced(costs, num_stages, memory, limit)
+        assert balanced(costs, num_stages, memory, min(need)) in cuts
+
+
+def test_evenness_does_not_cost_the_largest_stage_anything() -> None:
+    assert balanced([5, 5, 9, 1], 3) == [1, 1, 2]  # 5, 5, 10 and not 10, 9, 1, whose squares are more
+    assert balanced([1, 1, 6, 6, 1], 3) == [2, 1, 2]  # 7 at most, and [3, 1, 1] would need 8
+
+
+def test_rounding_decides_no_tie() -> None:
+    """Floats near 1e16 are 2 apart: added up as floats, stages that differ by 1 would look equal, or equal ones not."""
+    assert balanced([0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1], 3) == [3, 2, 2]
+    assert balanced([1e16, 1.0, 1.0, 1e16], 2) == [2, 2]
+    assert balanced([1e16, 1.0, 1e16, 1.0, 1.0], 2) == [2, 3]
+
+
+def test_what_does_not_fit_is_told_in_one_line() -> None:
+    gib = 2**30
+    with pytest.raises(UserError) as caught:
+        balanced([1, 1, 1], 2, [[gib, gib, gib], [gib, gib, gib // 2]], gib)
+    assert str(caught.value) == (
+        "parallel.partition=auto: no cut into 2 stages fits 1,073,741,824 bytes (1.00 GiB) a stage; "
+        "at least 1,610,612,736 bytes (1.50 GiB) would do"
+    )
+
+
+def test_memory_without_limit_is_refused() -> None:
+    with pytest.raises(ValueError, match="belong together"):
+        balanced([1, 1], 2, memory=[[1, 1], [1, 1]])
+    with pytest.raises(ValueError, match="belong together"):
+        balanced([1, 1], 2, limit=1)
+
+
+def test_more_stages_than_layers_is_told() -> None:
+    message = r"^parallel\.pipeline=5: more stages than the model's 4 layers; at most 4$"
+    with pytest.raises(UserError, match=message):
+        uniform(4, 5)
+    with pytest.raises(UserError, match=message):
+        balanced([1.0] * 4, 5)
+    with pytest.raises(UserError, match=message):
+        by_function("math:floor", NAMES, 5)
+
+
+def test_an_explicit_list_is_taken_as_it_is() -> None:
+    assert explicit([1, 4, 2], num_layers=7, num_stages=3) == [1, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([3, 4], "parallel.partition=[3, 4]: 2 stages; parallel.pipeline=3 needs 3"),
+        ([3, 0, 4], "parallel.partition=[3, 0, 4]: stage 1 has 0 layers; each needs at least 1"),
+        ([8, -2, 1], "parallel.partition=[8, -2, 1]: stage 1 has -2 layers; each needs at least 1"),
+        ([3, 2, 3], "parallel.partition=[3, 2, 3]: adds up to 8 layers; the model has 7"),
+    ],
+)
+def test_a_wrong_list_is_told(parts: list[int], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        explicit(parts, num_layers=7, num_stages=3)
+    assert str(caught.value) == message
+
+
+@pytest.fixture
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "users_stages.py").write_text(
+        "stages = {'embed': 0, 'layer.0': 0, 'layer.1': 1, 'output': 1}\n"
+        "of = stages.__getitem__\n"
+        "def fail(name): raise RuntimeError('first line\\nsecond line')\n"
+        "def returning(value): return lambda name: value if name == 'layer.1' else stages[name]\n"
+        "none, half, true = returning(None), returning(1.0), returning(True)\n"
+        "negative, large, back = returning(-1), returning(3), lambda name: 1 - stages[name]\n"
+        "zero = lambda name: 0\n"
+        "gap = lambda name: 2 * stages[name]\n"
+        "falls = lambda name: {'layer.0': 1, 'layer.1': 0}.get(name, stages[name])\n"
+    )
+    (tmp_path / "users_broken.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return "users_stages"
+
+
+def test_a_function_names_each_layers_stage(user_module: str) -> None:
+    assert by_function(f"{user_module}:of", NAMES, 2) == [2, 2]
+    assert by_function(f"{user_module}:of", ["embed", "layer.0", "layer.0", "output"], 2) == [3, 1]
+    assert by_function(f"{user_module}:zero", NAMES, 1) == [4]
+
+
+@pytest.mark.parametrize(
+    ("path", "num_stages", "message"),
+    [
+        ("users_stages", 2, "must be of the form package.module:function"),
+        (":of", 2, "must be of the form package.module:function"),
+        ("users_stages:", 2, "must be of the form package.module:function"),
+        ("users_nowhere:of", 2, "cannot be imported: ModuleNotFoundError: No module named 'users_nowhere'"),
+        ("users_broken:of", 2, "cannot be imported: ZeroDivisionError: division by zero"),
+        ("users_stages:off", 2, "cannot be imported: AttributeError: module 'users_stages' has no attribute 'off'"),
+        ("users_stages:stages", 2, "stages is no function"),
+        ("users_stages:fail", 2, "layer embed: RuntimeError: first line"),
+        ("users_stages:none", 2, "layer layer.1: returned None; must be a stage's number"),
+        ("users_stages:half", 2, "layer layer.1: returned 1.0; must be a stage's number"),
+        ("users_stages:true", 2, "layer layer.1: returned True; must be a stage's number"),
+        ("users_stages:negative", 2, "layer layer.1: stage -1; must be 0 to 1"),
+        ("users_stages:large", 3, "layer layer.1: stage 3; must be 0 to 2"),
+        ("users_stages:back", 2, "layer embed: stage 1; the first layer must be on stage 0"),
+        ("users_stages:gap", 3, "layer layer.1: stage 2 after 0; must be 0 or 1"),
+        ("users_stages:falls", 2, "layer layer.1: stage 0 after 1; must be 1"),
+        ("users_stages:falls", 3, "layer layer.1: stage 0 after 1; must be 1 or 2"),
+        ("users_stages:of", 3, "layer output: stage 1; the last must be on 2"),
+    ],
+)
+def test_a_wrong_function_is_told_with_the_layer(user_module: str, path: str, num_stages: int, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        by_function(path, NAMES, num_stages)
+    assert str(caught.value) == f"parallel.partition={path}: {message}"

@@ -1,0 +1,190 @@
+"""The engine alone: what it holds, what it hands over, and how it ends when something fails."""
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hvd_transformer.comm.world import PeerLost
+from hvd_transformer.parallel.pipeline import Layer, MicroBatch, Pipeline, Stage, StageFailed
+
+CPU = torch.device("cpu")
+NUM_LAYERS = 8
+
+
+class Scale(nn.Module):
+    """values × weight for a tuple of values and a mask that has no gradient, which it passes on."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(1.0 + number / 10, dtype=torch.float64))
+
+    def forward(self, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        return (values * self.weight).sin(), mask
+
+
+class Loss(nn.Module):
+    def forward(self, values: Tensor, mask: Tensor, targets: Tensor) -> Tensor:
+        return (((values - targets) ** 2) * mask).sum()
+
+
+def made(num_stages: int, wrap: Callable[[str, nn.Module], Callable] = lambda name, module: module, **options):
+    """(modules, pipeline) of 8 layers and a loss, cut evenly."""
+    modules = [*(Scale(number) for number in range(NUM_LAYERS)), Loss()]
+    layers = [Layer(f"layer{number}", module, wrap(f"layer{number}", module)) for number, module in enumerate(modules)]
+    ends = [len(layers) * stage // num_stages for stage in range(num_stages + 1)]
+    stages = [Stage(layers[start:end], CPU) for start, end in zip(ends, ends[1:], strict=False)]
+    return modules, Pipeline(stages, context=lambda number: nullcontext(), **options)
+
+
+def micro_batches(count: int) -> list[MicroBatch]:
+    """Of one to three samples each."""
+    generator = torch.Generator().manual_seed(0)
+    result = []
+    for number in range(count):
+        size = 1 + number % 3
+        values, targets = torch.randn(2, size, dtype=torch.float64, generator=generator)
+        result.append(MicroBatch((values, torch.arange(size)), (targets,)))
+    return result
+
+
+def plain(modules: list[nn.Module], batches: list[MicroBatch]) -> tuple[list[Tensor], list[Tensor]]:
+    """Losses and gradients of the micro-batches one after the other."""
+    losses = []
+    for batch in batches:
+        tensors = batch.inputs
+        for module in modules[:-1]:
+            tensors = module(*tensors)
+        losses.append(modules[-1](*tensors, *batch.targets))
+        (losses[-1] * 0.5).backward()
+    grads = [module.weight.grad.clone() for module in modules[:-1]]
+    for module in modules[:-1]:
+        module.weight.grad = None
+    return [loss.detach() for loss in losses], grads
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 9])
+def test_tuples_with_tensors_without_a_gradient(num_stages: int, schedule: str) -> None:
+    modules, pipeline = made(num_stages, schedule=schedule)
+    for count in (1, 4, 7):
+        batches = micro_batches(count)
+        losses, grads = plain(modules, batches)
+        assert all(map(torch.equal, pipeline.evaluate(batches), losses))
+        assert all(module.weight.grad is None for module in modules[:-1])
+        assert all(map(torch.equal, pipeline.train(batches, 0.5), losses))
+        assert all(torch.equal(module.weight.grad, grad) for module, grad in zip(modules[:-1], grads, strict=True))
+        for module in modules[:-1]:
+            module.weight.grad = None
+    pipeline.close()
+
+
+@pytest.mark.parametrize(("schedule", "most"), [("gpipe", [6, 6, 6]), ("1f1b", [3, 2, 1])])
+def test_a_stage_holds_no_more_activations_than_its_schedule_says(schedule: str, most: list[int]) -> None:
+    """Counted by when the tensors that stages keep are freed."""
+    held, peak = Counter(), Counter()
+    lock = threading.Lock()
+
+    class Counted(torch.autograd.Function):
+        """Identity whose saved state counts as long as the graph lives."""
+
+        @staticmethod
+        def forward(ctx, values: Tensor, stage: int) -> Tensor:
+            ctx.stage = stage
+            with lock:
+                held[stage] += 1
+                peak[stage] = max(peak[stage], held[stage])
+            return values.clone()
+
+        @staticmethod
+        def backward(ctx, grad: Tensor):
+            with lock:
+                held[ctx.stage] -= 1
+            return grad, None
+
+    firsts = {"layer0": 0, "layer3": 1, "layer6": 2}  # of three stages of three layers
+
+    def wrap(name: str, module: nn.Module):
+        if name not in firsts:
+            return module
+        return lambda values, mask: module(Counted.apply(values.requires_grad_(), firsts[name]), mask)
+
+    _, pipeline = made(3, wrap, schedule=schedule)
+    pipeline.train(micro_batches(6), 1.0)
+    assert [peak[stage] for stage in range(3)] == most
+    assert not any(held.values())
+    pipeline.close()
+
+
+@pytest.mark.parametrize(("recompute", "calls"), [("never", 5), ("always", 10), ("except_last", 9)])
+def test_recompute_calls_a_layer_again(recompute: str, calls: int) -> None:
+    counts: Counter[str] = Counter()
+
+    def wrap(name: str, module: nn.Module):
+        return lambda *tensors: counts.update([name]) or module(*tensors)
+
+    _, pipeline = made(2, wrap, recompute=recompute)
+    pipeline.train(micro_batches(5), 1.0)
+    # The input of the whole model has no gradient: nothing is computed again for it but by its own weight.
+    assert counts["layer1"] == counts["layer6"] == calls
+    pipeline.close()
+
+
+class Trap(torch.autograd.Function):
+    """Identity that fails in backward."""
+
+    @staticmethod
+    def forward(ctx, values: Tensor, error: Exception) -> Tensor:
+        ctx.error = error
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        raise ctx.error
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("number", [0, 2, 5])
+def test_a_failing_stage_stops_all_and_is_named(number: int, stage: int, direction: str, schedule: str) -> None:
+    layer, error, calls = f"layer{3 * stage + 1}", ValueError("bad luck"), Counter()
+
+    def wrap(name: str, module: nn.Module):
+        def run(*tensors: Tensor):
+            result = module(*tensors)
+            calls[name] += 1
+            if name == layer and calls[name] == number + 1:
+                if direction == "forward":
+                    raise error
+                return Trap.apply(result[0], error), result[1]
+            return result
+
+        return run
+
+    _, pipeline = made(3, wrap, schedule=schedule)
+    with pytest.raises(StageFailed) as caught:
+        pipeline.train(micro_batches(6), 1.0)
+    named = f"layer {layer}" if direction == "forward" else f"layers layer{3 * stage} to layer{3 * stage + 2}"
+    assert str(caught.value) == f"stage {stage}, {named}, micro-batch {number}, {direction}: bad luck"
+    assert caught.value.__cause__ is error
+    # The workers are free again, and end.
+    assert pipeline.map(lambda stage: stage) == [0, 1, 2]
+    pipeline.close()
+    assert not any(thread.name.startswith("stage-") for thread in threading.enumerate())
+
+
+def test_a_lost_rank_is_told_as_such() -> None:
+    modules, pipeline = made(2)
+
+    def hook(_: Tensor) -> None:
+        raise PeerLost("rank 1 lost another rank")
+
+    modules[1].weight.register_post_accumulate_grad_hook(hook)
+    with pytest.raises(PeerLost):
+        pipeline.train(micro_batches(3), 1.0)
+    pipeline.close()

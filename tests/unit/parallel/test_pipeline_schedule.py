@@ -1,0 +1,163 @@
+"""Every stage does every micro-batch once, in the papers' order, and the clock agrees with the closed forms."""
+
+import math
+from typing import Literal, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_transformer.parallel.schedule import (
+    Operation,
+    Schedule,
+    bubble,
+    forward_only,
+    make_schedule,
+    makespan,
+    most_in_flight,
+    simulate,
+)
+
+Kind = Literal["gpipe", "1f1b"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+sizes = st.integers(1, 7)
+
+
+def operations(text: str) -> list[Operation]:
+    """`F0 B0` as operations."""
+    kinds: dict[str, Literal["forward", "backward"]] = {"F": "forward", "B": "backward"}
+    return [Operation(kinds[word[0]], int(word[1:])) for word in text.split()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "stages"),
+    [
+        ("gpipe", ["F0 F1 F2 F3 B0 B1 B2 B3"] * 3),
+        # Figure 4 of Narayanan et al. 2021, with one stage and four micro-batches fewer.
+        ("1f1b", ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]),
+    ],
+)
+def test_three_stages_and_four_micro_batches_as_in_the_papers(kind: Kind, stages: list[str]) -> None:
+    assert make_schedule(kind, 3, 4) == [operations(stage) for stage in stages]
+
+
+def test_one_micro_batch_goes_through_and_back() -> None:
+    for kind in KINDS:
+        assert make_schedule(kind, 4, 1) == [operations("F0 B0")] * 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(sizes, sizes)
+def test_every_stage_does_every_micro_batch_once_and_in_order(kind: Kind, num_stages: int, count: int) -> None:
+    schedule = make_schedule(kind, num_stages, count)
+    assert len(schedule) == num_stages
+    for stage in schedule:
+        assert len(stage) == 2 * count
+        for direction in ("forward", "backward"):
+            assert [operation.micro_batch for operation in stage if operation.kind == direction] == list(range(count))
+
+
+@given(sizes, sizes)
+def test_in_flight_are_all_in_gpipe_and_the_stages_that_follow_in_1f1b(num_stages: int, count: int) -> None:
+    assert [most_in_flight(stage) for stage in make_schedule("gpipe", num_stages, count)] == [count] * num_stages
+    assert [most_in_flight(stage) for stage in make_schedule("1f1b", num_stages, count)] == [
+        min(num_stages - stage, count) for stage in range(num_stages)
+    ]
+
+
+def test_a_forward_without_backward_holds_nothing_afterwards() -> None:
+    assert forward_only(2, 3) == [operations("F0 F1 F2")] * 2
+    assert most_in_flight(operations("F0 F1 F2")) == 1
+    assert most_in_flight([]) == 0
+
+
+@pytest.mark.parametrize(("num_stages", "count"), [(0, 1), (1, 0), (-1, 2)])
+def test_no_stage_or_no_micro_batch_is_refused(num_stages: int, count: int) -> None:
+    with pytest.raises(ValueError, match=f"^{num_stages} stages and {count} micro-batches"):
+        make_schedule("1f1b", num_stages, count)
+
+
+def test_an_unknown_schedule_is_refused() -> None:
+    with pytest.raises(ValueError, match="'zigzag'"):
+        make_schedule("zigzag", 2, 2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(sizes, sizes, st.integers(1, 9), st.integers(1, 9))
+def test_equal_stages_idle_as_long_as_the_closed_form(
+    kind: Kind, num_stages: int, count: int, forward: int, backward: int
+) -> None:
+    schedule = make_schedule(kind, num_stages, count)
+    timeline = simulate(schedule, [forward] * num_stages, [backward] * num_stages)
+    assert makespan(timeline) == (count + num_stages - 1) * (forward + backward)
+    assert math.isclose(bubble(timeline), (num_stages - 1) / (count + num_stages - 1), abs_tol=1e-12)
+
+
+@given(sizes, sizes)
+def test_forwards_alone_have_the_same_bubble(num_stages: int, count: int) -> None:
+    timeline = simulate(forward_only(num_stages, count), [3] * num_stages, [0] * num_stages)
+    assert makespan(timeline) == 3 * (count + num_stages - 1)
+    assert math.isclose(bubble(timeline), (num_stages - 1) / (count + num_stages - 1), abs_tol=1e-12)
+
+
+@settings(deadline=None)
+@given(st.data(), st.sampled_from(KINDS), sizes, sizes)
+def test_an_operation_starts_as_soon_as_what_it_needs_has_ended(
+    data: st.DataObject, kind: Kind, num_stages: int, count: int
+) -> None:
+    times = st.lists(st.integers(0, 9), min_size=num_stages, max_size=num_stages)
+    forward, backward = data.draw(times), data.draw(times)
+    schedule = make_schedule(kind, num_stages, count)
+    timeline = simulate(schedule, forward, backward)
+    ends = {(stage, *operation): end for stage, line in enumerate(timeline) for operation, _, end in line}
+    for stage, line in enumerate(timeline):
+        assert [operation for operation, _, _ in line] == schedule[stage]
+        free = 0.0
+        for (direction, micro_batch), start, end in line:
+            needed = [free]
+            if direction == "forward":
+                assert end - start == forward[stage]
+                if stage > 0:
+                    needed.append(ends[stage - 1, "forward", micro_batch])
+            else:
+                assert end - start == backward[stage]
+                needed.append(ends[stage, "forward", micro_batch])
+                if stage < num_stages - 1:
+                    needed.append(ends[stage + 1, "backward", micro_batch])
+            assert start == max(needed)
+            free = end
+
+
+def test_unequal_stages_by_hand() -> None:
+    timeline = simulate(make_schedule("1f1b", 2, 2), [1, 2], [3, 4])
+    assert [[(start, end) for _, start, end in line] for line in timeline] == [
+        [(0, 1), (1, 2), (7, 10), (13, 16)],
+        [(1, 3), (3, 7), (7, 9), (9, 13)],
+    ]
+    assert bubble(timeline) == 1 - (8 + 12) / 32
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stuck"),
+    [
+        # Each waits for what the other does next.
+        (["F0 B0 F1 B1", "F1 F0 B0 B1"], "stage 0 before backward 0, stage 1 before forward 1"),
+        (["B0 F0"], "stage 0 before backward 0"),
+        (["F0 B0", "F0"], "stage 0 before backward 0"),  # no stage will do it
+        (["F0", "F0 F1"], "stage 1 before forward 1"),
+    ],
+)
+def test_a_deadlock_is_told_with_the_stages_that_wait(schedule: list[str], stuck: str) -> None:
+    stages: Schedule = [operations(stage) for stage in schedule]
+    with pytest.raises(ValueError, match=f"^the schedule deadlocks: {stuck}$"):
+        simulate(stages, [1.0] * len(stages), [1.0] * len(stages))
+
+
+@pytest.mark.parametrize(("forward", "backward"), [([1.0], [1.0, 1.0]), ([1.0, 1.0], [1.0, 1.0, 1.0])])
+def test_times_for_another_number_of_stages_are_refused(forward: list[float], backward: list[float]) -> None:
+    with pytest.raises(ValueError, match="2 stages, times for"):
+        simulate(make_schedule("gpipe", 2, 2), forward, backward)
+
+
+def test_no_time_at_all_has_no_bubble() -> None:
+    assert bubble(simulate(forward_only(2, 2), [0, 0], [0, 0])) == 0

@@ -1,0 +1,92 @@
+"""A job whose model is cut into stages trains bit for bit like one that is not, whatever the cut and the schedule."""
+
+from functools import cache
+
+import pytest
+import torch
+from small_job import run, settings, trainer, weights
+
+from hvd_transformer.config import Config
+from hvd_transformer.errors import UserError
+from hvd_transformer.training.loop import Trainer
+
+NUM_BLOCKS = 4  # with embedding and output layer: 6 layers
+
+
+def config(*words: str) -> Config:
+    return settings(f"model.num_layers={NUM_BLOCKS}", "model.dropout=0.3", "training.max_steps=3", *words)
+
+
+@cache
+def unpiped(*words: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    job = trainer(config(*words))
+    return run(job), weights(job)
+
+
+def expect_same(job: Trainer, *words: str) -> None:
+    """The same losses and weights as without a pipeline, with the same other settings."""
+    losses, wanted = unpiped(*words)
+    assert run(job) == losses
+    found = weights(job)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(weight, wanted[name]) for name, weight in found.items())
+
+
+@pytest.mark.parametrize("recompute", ["never", "always", "except_last"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_stages_schedules_and_recompute_change_no_bit(stages: int, schedule: str, recompute: str) -> None:
+    for pieces in (1, 2, 3, 5, 8, 16):
+        same = ("training.batch_size=16", f"parallel.micro_batches={pieces}")
+        words = [f"parallel.schedule={schedule}", f"parallel.recompute={recompute}", "parallel.partition=uniform"]
+        expect_same(trainer(config(*same, f"parallel.pipeline={stages}", *words)), *same)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("rows", ["always", "never"])
+def test_embeddings_on_the_first_and_the_last_stage_stay_in_step(rows: str, tied: bool) -> None:
+    same = (
+        f"communication.embedding_rows={rows}",
+        f"model.tie_embeddings={tied}",
+        "training.batch_size=5",
+        "parallel.micro_batches=3",
+        "training.accumulation=2",
+        "training.precision=fp64",
+    )
+    expect_same(trainer(config(*same, "parallel.pipeline=3", "parallel.partition=[1, 4, 1]")), *same)
+
+
+def test_every_cut_gives_the_same_also_the_measured_one() -> None:
+    same = ("parallel.micro_batches=2", "training.batch_size=4")
+    for cut in ("[1, 5]", "[5, 1]", "[3, 3]", "auto"):
+        expect_same(trainer(config(*same, "parallel.pipeline=2", f"parallel.partition={cut}")), *same)
+
+
+def test_measuring_leaves_no_gradient_and_no_trace_in_the_weights() -> None:
+    before = weights(trainer(config()))
+    job = trainer(config("parallel.pipeline=3", "parallel.micro_batches=2"))
+    assert sum(len(stage.layers) for stage in job.stages) == NUM_BLOCKS + 2
+    assert all(weight.grad is None for weight in job.task.model.parameters())
+    assert all(torch.equal(weight, before[name]) for name, weight in weights(job).items())
+
+
+def test_evaluation_runs_through_the_stages() -> None:
+    plain, piped = trainer(config()), trainer(config("parallel.pipeline=3", "parallel.partition=uniform"))
+    assert plain.evaluate("valid") == piped.evaluate("valid")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["parallel.pipeline=7"], "parallel.pipeline=7: more stages than the model's 6 layers"),
+        (["parallel.pipeline=2", "parallel.partition=[2, 3]"], "parallel.partition=[2, 3]: "),
+        (["parallel.pipeline=2", "parallel.partition=[6, 0]"], "parallel.partition=[6, 0]: "),
+        (["parallel.pipeline=2", "parallel.partition=[2, 2, 2]"], "parallel.partition=[2, 2, 2]: "),
+        (["parallel.pipeline=2", "parallel.partition=no.such.module:cut"], "parallel.partition=no.such.module:cut: "),
+        (["parallel.pipeline=2", "parallel.partition=even"], "parallel.partition=even: must be auto, uniform"),
+    ],
+)
+def test_a_cut_that_cannot_be_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        trainer(config(*words))
+    assert str(caught.value).startswith(message)
