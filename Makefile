@@ -26,6 +26,7 @@ lint: install
 
 bench: install
 	$(BIN)/python -m benchmarks.data_parallel
+	$(BIN)/python -m benchmarks.pipeline
 
 install: $(VENV)/installed
 

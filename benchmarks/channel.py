@@ -2,7 +2,7 @@
 
 process:  connects when it is ready to train
 driver:   {"steps": 10, "warmup": 2}
-process:  {"tokens": 10240, "seconds": 3.4}      the driver sends the next block, or closes: the end
+process:  {"tokens": 10240, "seconds": 3.4, "loss": 9.6}      the driver sends the next block, or closes: the end
 """
 
 import json
@@ -10,9 +10,16 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _LARGEST_MESSAGE = 1 << 16
+
+
+class Done(NamedTuple):
+    """What one step of a process brought."""
+
+    tokens: int  # of the step's, this process's share
+    loss: float | None  # None: this process does not see it
 
 
 class Channel:
@@ -62,15 +69,16 @@ class Listener:
         self._socket.close()
 
 
-def serve(address: str, step: Callable[[], int]) -> None:
-    """A process's side: runs blocks of steps until the driver closes. `step` returns the tokens this process took."""
+def serve(address: str, step: Callable[[], Done]) -> None:
+    """A process's side: runs blocks of steps until the driver closes. The loss is that of a block's last step."""
     channel = Channel.connect(address)
     while (request := channel.receive()) is not None:
         for _ in range(request["warmup"]):
             step()
         began = time.perf_counter()
-        tokens = sum(step() for _ in range(request["steps"]))
-        channel.send({"tokens": tokens, "seconds": time.perf_counter() - began})
+        done = [step() for _ in range(request["steps"])]
+        seconds = time.perf_counter() - began
+        channel.send({"tokens": sum(one.tokens for one in done), "seconds": seconds, "loss": done[-1].loss})
     channel.close()
 
 

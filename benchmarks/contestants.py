@@ -2,17 +2,21 @@
 
 trainer   the package's own `Trainer.step` over Horovod; started without a launcher, a world of one
 ddp       torch's DistributedDataParallel over gloo, as its documentation has it; started by torchrun
+torch1f1b torch's PipelineStage and Schedule1F1B over gloo, one stage a rank; started by torchrun
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
 
 import click
 import torch
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from benchmarks.channel import serve
+from benchmarks.channel import Done, serve
 from benchmarks.workload import SyntheticTask, make_config
 from hvd_transformer.comm.world import World
+from hvd_transformer.config.schema import Config
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.models.language_model import LanguageModel
 from hvd_transformer.parallel.layout import Layout
@@ -34,10 +38,10 @@ def trainer(socket: str, settings: Sequence[str]) -> None:
     broadcast_parameters(job.buckets, world)
     plans = job.steps()
 
-    def step() -> int:
+    def step() -> Done:
         plan = next(plans)
-        job.step(plan)
-        return sum(map(len, plan.rounds)) * task.length
+        loss = job.step(plan).loss
+        return Done(sum(map(len, plan.rounds)) * task.length, loss)
 
     serve(socket, step)
     check_replicas(job.buckets, world, "after the benchmark")
@@ -63,37 +67,95 @@ def ddp(socket: str, settings: Sequence[str]) -> None:
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     task = SyntheticTask(config, Replica(rank, size))
     model = nn.parallel.DistributedDataParallel(LossModule(task.model))
-    no_decay, options = names_without_decay(task.model), config.optimizer
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for name, weight in task.model.named_parameters():
-        groups[name not in no_decay].append(weight)
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": groups[True], "weight_decay": options.weight_decay},
-            {"params": groups[False], "weight_decay": 0.0},
-        ],
-        lr=peak_rate(options, size),
-        betas=options.betas,
-        eps=options.eps,
-        fused=True,
-    )
-    clip_norm = options.clip_norm
+    optimizer = make_adamw(config, task.model, list(task.model.parameters()), size)
+    clip_norm, units = config.optimizer.clip_norm, make_units(config, task)
     assert clip_norm is not None
-    units = (part for epoch in range(config.training.epochs) for plan in task.sampler.epoch() for part in plan.rounds)
 
-    def step() -> int:
+    def step() -> Done:
         part = next(units)
         optimizer.zero_grad(set_to_none=True)
-        model(*task.batch(0, part)).backward()
+        loss = model(*task.batch(0, part))
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()
-        return len(part) * task.length
+        return Done(len(part) * task.length, loss.item())
 
     serve(socket, step)
     torch.distributed.destroy_process_group()
 
 
-KINDS: dict[str, Callable[[str, Sequence[str]], None]] = {"trainer": trainer, "ddp": ddp}
+def torch_1f1b(socket: str, settings: Sequence[str]) -> None:
+    """The pipeline's peer: the same layers, cut at `parallel.partition`, a rank a stage, with torch's own tools."""
+    config = make_config(settings)
+    torch.distributed.init_process_group("gloo")
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    task = SyntheticTask(config, Replica(0, 1))  # each rank makes the same model and keeps its stage
+    counts = config.parallel.partition
+    assert isinstance(counts, list) and len(counts) == size
+    *_, head = layers = task.layers
+    start, stop = list(pairwise(accumulate(counts, initial=0)))[rank]
+    own, last = [layer.module for layer in layers[start:stop]], rank == size - 1
+    parameters = [weight for module in own for weight in module.parameters()]
+    stage = PipelineStage(nn.Sequential(*(own[:-1] if last else own)), rank, size, torch.device("cpu"))
+
+    def loss_of(hidden: Tensor, targets: Tensor) -> Tensor:
+        loss = head.run(hidden, targets)
+        assert isinstance(loss, Tensor)
+        return loss / task.usual_count
+
+    schedule = Schedule1F1B(stage, config.parallel.micro_batches, loss_fn=loss_of, scale_grads=False)
+    optimizer = make_adamw(config, task.model, parameters, 1)
+    clip_norm, units = config.optimizer.clip_norm, make_units(config, task)
+    assert clip_norm is not None
+
+    def step() -> Done:
+        part = next(units)
+        inputs, targets = task.batch(0, part)
+        optimizer.zero_grad(set_to_none=True)
+        losses: list[Tensor] = []
+        schedule.step(
+            *([] if rank else [inputs]),
+            target=targets if last else None,
+            losses=losses if last else None,
+            return_outputs=False,
+        )
+        squared = nn.utils.get_total_norm([weight.grad for weight in parameters if weight.grad is not None]) ** 2
+        torch.distributed.all_reduce(squared)
+        nn.utils.clip_grads_with_norm_(parameters, clip_norm, squared.sqrt())
+        optimizer.step()
+        # The last rank speaks for all.
+        return Done(len(part) * task.length, sum(loss.item() for loss in losses)) if last else Done(0, None)
+
+    serve(socket, step)
+    torch.distributed.destroy_process_group()
+
+
+def make_adamw(config: Config, model: nn.Module, parameters: Sequence[nn.Parameter], dp: int) -> torch.optim.AdamW:
+    """torch's AdamW of these of the model's parameters, set as ours."""
+    no_decay, options = names_without_decay(model), config.optimizer
+    chosen = {id(weight) for weight in parameters}
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, weight in model.named_parameters():
+        if id(weight) in chosen:
+            groups[name not in no_decay].append(weight)
+    return torch.optim.AdamW(
+        [
+            {"params": groups[True], "weight_decay": options.weight_decay},
+            {"params": groups[False], "weight_decay": 0.0},
+        ],
+        lr=peak_rate(options, dp),
+        betas=options.betas,
+        eps=options.eps,
+        fused=True,
+    )
+
+
+def make_units(config: Config, task: SyntheticTask) -> Iterator[range]:
+    """What each round takes, epoch after epoch."""
+    return (part for _ in range(config.training.epochs) for plan in task.sampler.epoch() for part in plan.rounds)
+
+
+KINDS: dict[str, Callable[[str, Sequence[str]], None]] = {"trainer": trainer, "ddp": ddp, "torch1f1b": torch_1f1b}
 
 
 @click.command()

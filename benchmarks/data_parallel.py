@@ -7,7 +7,9 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -36,7 +38,7 @@ def contestants() -> list[Contestant]:
     return [
         horovod(GLOO, "gloo"),
         horovod(MPI, "mpi"),
-        torchrun(DDP),
+        torchrun(DDP, "ddp"),
         Contestant(LIMIT, [worker("trainer")] * RANKS, RANKS, ENVIRONMENT),
     ]
 
@@ -52,30 +54,54 @@ def horovod(name: str, backend: str, *settings: str, **environment: str) -> Cont
     return Contestant(name, [[*launcher, *worker("trainer", *settings)]], RANKS, {**ENVIRONMENT, **environment})
 
 
-def torchrun(name: str) -> Contestant:
-    """torch's DistributedDataParallel under torchrun, all on the loopback interface."""
+def torchrun(name: str, kind: str, *settings: str) -> Contestant:
+    """A contestant of torch's own tools under torchrun, all on the loopback interface."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     launcher = ["torchrun", "--nproc-per-node", str(RANKS), "--master-addr", "127.0.0.1", "--master-port", port]
     # torchrun puts Python before the words itself.
-    return Contestant(name, [[*launcher, *worker("ddp")[1:]]], RANKS, {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"})
+    return Contestant(
+        name, [[*launcher, *worker(kind, *settings)[1:]]], RANKS, {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"}
+    )
 
 
-@click.command()
-@click.option("--rounds", default=7, show_default=True, type=click.IntRange(1), help="Blocks of each contestant.")
-@click.option("--steps", default=10, show_default=True, type=click.IntRange(1), help="Measured steps a block.")
-@click.option("--warmup", default=2, show_default=True, type=click.IntRange(0), help="Steps before them, unmeasured.")
-@click.option("--json", "file", type=click.Path(path_type=Path), help="Write every figure to this file, too.")
-def main(rounds: int, steps: int, warmup: int, file: Path | None) -> None:
-    """Measure data-parallel training against torch DistributedDataParallel and against no communication."""
+def measuring(command: Callable[..., None]) -> Callable[..., None]:
+    """A benchmark's options: `rounds`, `steps`, `warmup` and `file`."""
+    for option in reversed(
+        [
+            click.option("--rounds", default=7, show_default=True, type=click.IntRange(1), help="Blocks of each."),
+            click.option("--steps", default=10, show_default=True, type=click.IntRange(1), help="Measured a block."),
+            click.option("--warmup", default=2, show_default=True, type=click.IntRange(0), help="Before, unmeasured."),
+            click.option("--json", "file", type=click.Path(path_type=Path), help="Write every figure to this, too."),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+def run(
+    names: Sequence[Contestant],
+    targets: Sequence[Target],
+    options: Options,
+    file: Path | None,
+    more: Mapping[str, Any] | None = None,
+) -> None:
+    """Measures, prints the table, writes every figure and `more` to the file; ends the process where one failed."""
     try:
-        result = measure(contestants(), Options(rounds, steps, warmup), lambda line: click.echo(line, err=True))
+        result = measure(names, options, lambda line: click.echo(line, err=True))
     except ContestantFailed as error:
         click.echo(f"benchmark: {error}", err=True)
         sys.exit(1)
-    click.echo(table(result, TARGETS))
+    click.echo(table(result, targets))
     if file is not None:
-        write_text(file, json.dumps(as_json(result, TARGETS), indent=1) + "\n")
+        write_text(file, json.dumps({**as_json(result, targets), **(more or {})}, indent=1) + "\n")
+
+
+@click.command()
+@measuring
+def main(rounds: int, steps: int, warmup: int, file: Path | None) -> None:
+    """Measure data-parallel training against torch DistributedDataParallel and against no communication."""
+    run(contestants(), TARGETS, Options(rounds, steps, warmup), file)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import mean
 
 from benchmarks.channel import Channel, Listener
 from benchmarks.processes import ProcessTree
@@ -49,6 +50,7 @@ class Group:
         self._tree = ProcessTree()
         self._frozen: tuple[float, float] | None = None  # when, and the CPU time by then
         self._idle_seconds = self._idle_cpu = 0.0
+        self.losses: list[float] = []  # of each block's last step, the mean of the processes that know it
 
     def start(self) -> None:
         """Returns when all processes have connected, and freezes them. Raises `ContestantFailed`."""
@@ -74,7 +76,7 @@ class Group:
         for channel in self._channels:
             with suppress(ConnectionError):  # `receive` says so
                 channel.send({"steps": steps, "warmup": warmup})
-        rate = 0.0
+        rate, losses = 0.0, []
         for channel in self._channels:
             try:
                 answer = channel.receive(self._timeout)
@@ -83,7 +85,10 @@ class Group:
             if answer is None:
                 raise self._failure("lost a process while it trained")
             rate += answer["tokens"] / answer["seconds"]
+            if answer["loss"] is not None:
+                losses.append(answer["loss"])
         self._freeze()
+        self.losses.append(mean(losses))
         return rate
 
     @property

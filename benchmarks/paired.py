@@ -43,10 +43,12 @@ class Target:
 
 @dataclass(frozen=True)
 class Result:
-    """Tokens a second of every contestant in every round; and the cores it used while others were measured."""
+    """Of every contestant: tokens a second and the last loss of every round, and the cores it used while others were
+    measured."""
 
     options: Options
     rates: dict[str, list[float]]
+    losses: dict[str, list[float]]
     idle: dict[str, float]
 
     def ratios(self, target: Target) -> tuple[str, list[float]]:
@@ -70,7 +72,8 @@ def measure(contestants: Sequence[Contestant], options: Options, say: Callable[[
                 rates[group.name].append(group.block(options.steps, options.warmup))
             latest = ", ".join(f"{name} {values[-1]:,.0f}" for name, values in rates.items())
             say(f"round {number + 1} of {options.rounds}: {latest}")
-        return Result(options, rates, {group.name: group.idle_share for group in groups})
+        losses = {group.name: group.losses for group in groups}
+        return Result(options, rates, losses, {group.name: group.idle_share for group in groups})
 
 
 def table(result: Result, targets: Sequence[Target]) -> str:
@@ -99,6 +102,7 @@ def as_json(result: Result, targets: Sequence[Target]) -> dict[str, object]:
         "machine": machine(),
         **asdict(result.options),
         "tokens_per_second": result.rates,
+        "losses": result.losses,
         "idle_cores": result.idle,
         "ratios": ratios,
     }

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import BIN, rank_environment
 
 SMALL = [
@@ -61,6 +62,38 @@ def write_folder(folder: Path, **texts: str | bytes) -> Path:
 def test_settings(tmp_path, words, message):
     assert message in refused(tmp_path, *words)
     assert not list(tmp_path.iterdir())  # nothing was begun
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["parallel.pipeline=4"], "parallel.pipeline=4: more stages than the model's 3 layers; at most 3"),
+        (["parallel.partition=[1, 1]"], "parallel.partition=[1, 1]: "),
+        (["parallel.partition=[3, 0]"], "parallel.partition=[3, 0]: "),
+        (["parallel.partition=[1, 1, 1]"], "parallel.partition=[1, 1, 1]: "),
+        (["parallel.partition=halves"], "parallel.partition=halves: must be auto, uniform, a list"),
+        (["parallel.partition=absent.module:cut"], "parallel.partition=absent.module:cut: cannot be imported"),
+        (["parallel.micro_batches=3"], "parallel.micro_batches=3: more than the training.batch_size=2 samples"),
+        (["parallel.schedule=zigzag"], "must be 'gpipe' or '1f1b'"),
+        (["training.device=cuda"], "for 1 ranks × 2 stages"),
+    ],
+)
+def test_a_pipeline_that_cannot_be(tmp_path, words, message):
+    if "cuda" in words[0] and torch.cuda.device_count() > 1:
+        pytest.skip("this machine has the GPUs")
+    assert message in refused(tmp_path, *SMALL, "parallel.pipeline=2", "data.source=absent", *words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_partition_function_of_the_working_directory(tmp_path):
+    (tmp_path / "cut.py").write_text("def halves(name):\n    return int(name != 'embedding')\n")
+    text = write_folder(tmp_path / "text")
+    words = ["parallel.pipeline=2", "parallel.partition=cut:halves", f"data.source={text}", "output_dir=run", "profile=true"]
+    done = hvd_train(tmp_path, *SMALL, *words)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run/summary.json").read_text())["pp"] == 2
+    names = {event["name"] for event in json.loads((tmp_path / "run/timeline-000.json").read_text())["traceEvents"]}
+    assert names >= {"forward 0", "backward 0", "update"}
 
 
 def test_a_configuration_file_names_its_line(tmp_path):

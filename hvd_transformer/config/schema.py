@@ -201,6 +201,9 @@ class Config(Section):
 
     task: Literal["language_model"] = setting("language_model", "what is trained")
     output_dir: str = setting("runs/default", "the run directory", may_change=True, min_length=1)
+    profile: bool = setting(
+        False, "write timeline-NNN.json, a Chrome trace a rank, of the steps 3 to 7 of this start", may_change=True
+    )
     seed: int = setting(1, "seed of the weights, of the data order and of dropout", ge=0, lt=2**63)
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()

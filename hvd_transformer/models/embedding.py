@@ -22,10 +22,12 @@ class Embedding(nn.Embedding):
     def forward(self, tokens: Tensor) -> Tensor:
         """Token numbers [...] to vectors [..., D]."""
         if self.take_rows is None or not torch.is_grad_enabled():
-            return super().forward(tokens)
+            return nn.functional.embedding(tokens, self.weight.to(tokens.device))
         # Something that wants a gradient, so that backward comes by; the weight itself stays out of the graph.
-        anchor = torch.empty(0, requires_grad=True)
-        vectors: Tensor = _Lookup.apply(anchor, tokens, self.weight.detach(), self.take_rows)  # type: ignore[no-untyped-call]
+        anchor = torch.empty(0, requires_grad=True, device=tokens.device)
+        # Tied to an output layer on another device it is copied from there.
+        weight = self.weight.detach().to(tokens.device)
+        vectors: Tensor = _Lookup.apply(anchor, tokens, weight, self.take_rows)  # type: ignore[no-untyped-call]
         return vectors
 
 

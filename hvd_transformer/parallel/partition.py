@@ -6,6 +6,7 @@ layers   | embed | 0 | 1 | 2 | 3 | 4 | output |
 
 import math
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from importlib import import_module
@@ -147,6 +148,8 @@ def _load(path: str, origin: str) -> Callable[[str], object]:
     module, _, name = path.partition(":")
     if not module or not name:
         raise UserError(f"{origin}: must be of the form package.module:function")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # a console script does not look where the user stands
     try:
         function = getattr(import_module(module), name)
     except Exception as error:

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from hvd_transformer.comm.world import PeerLost
 from hvd_transformer.parallel.channel import Aborted, Channel
 from hvd_transformer.parallel.schedule import Operation, Schedule, forward_only, make_schedule
+from hvd_transformer.parallel.timeline import Timeline
 
 Tensors = tuple[Tensor, ...]
 Recompute = Literal["never", "always", "except_last"]
@@ -58,7 +59,7 @@ class Pipeline:
     """The stages and their workers. The last layer returns a loss.
 
     `context(number)` surrounds the layers of micro-batch `number`: autocast, the place of dropout. `threads`: the
-    torch threads of each worker.
+    torch threads of each worker. `timeline` gets what each stage does when.
     """
 
     def __init__(
@@ -69,8 +70,10 @@ class Pipeline:
         recompute: Recompute = "never",
         context: Callable[[int], AbstractContextManager[Any]],
         threads: int = 1,
+        timeline: Timeline | None = None,
     ) -> None:
         self.stages, self.schedule, self.recompute, self.context = stages, schedule, recompute, context
+        self.timeline = timeline or Timeline(0, [])
         self._workers = [
             ThreadPoolExecutor(1, f"stage-{stage}", torch.set_num_threads, (threads,))
             for stage in range(len(stages) if len(stages) > 1 else 0)
@@ -175,15 +178,16 @@ class _Run:
         micro = self.micro_batches[number]
         first, last = stage == 0, stage == len(self.pipeline.stages) - 1
         received = micro.inputs if first else self._down[stage].get()
-        inputs = tuple(tensor.to(device, non_blocking=True).detach() for tensor in received)
+        inputs = tuple(tensor.detach() for tensor in self._moved(received, device, stage))
         if not first and torch.is_grad_enabled():
             inputs = tuple(tensor.requires_grad_(tensor.is_floating_point()) for tensor in inputs)
         again = torch.is_grad_enabled() and self._recomputes(number)
         tensors = inputs
-        for layer in layers:
-            if last and layer is layers[-1]:
-                tensors += tuple(tensor.to(device, non_blocking=True) for tensor in micro.targets)
-            tensors = self._call(layer, tensors, self.first_number + number, again and layer.recompute)
+        with self.pipeline.timeline.span(f"stage {stage}", f"forward {self.first_number + number}"):
+            for layer in layers:
+                if last and layer is layers[-1]:
+                    tensors += tuple(tensor.to(device, non_blocking=True) for tensor in micro.targets)
+                tensors = self._call(layer, tensors, self.first_number + number, again and layer.recompute)
         if last:
             self.losses.append(tensors[0].detach())
         else:
@@ -198,16 +202,25 @@ class _Run:
             self.before_last_backward(stage, self.losses)
         inputs, outputs = held.pop(number)
         if grads is None:
-            torch.autograd.backward(outputs[0], torch.full_like(outputs[0], self.scale))
-        else:
-            pairs = [
-                (tensor, grad.to(tensor.device, non_blocking=True))
-                for tensor, grad in zip(outputs, grads, strict=True)
-                if tensor.requires_grad and grad is not None
-            ]
-            torch.autograd.backward([tensor for tensor, _ in pairs], [grad for _, grad in pairs])
+            outputs, grads = outputs[:1], (torch.full_like(outputs[0], self.scale),)
+        pairs = [
+            (tensor, grad)
+            for tensor, grad in zip(outputs, grads, strict=True)
+            if tensor.requires_grad and grad is not None
+        ]
+        wanting = [tensor for tensor, _ in pairs]
+        moved = self._moved([grad for _, grad in pairs], self.pipeline.stages[stage].device, stage)
+        with self.pipeline.timeline.span(f"stage {stage}", f"backward {self.first_number + number}"):
+            torch.autograd.backward(wanting, moved)
         if stage > 0:
             self._up[stage - 1].put(tuple(tensor.grad for tensor in inputs))
+
+    def _moved(self, tensors: Sequence[Tensor], device: torch.device, stage: int) -> Tensors:
+        """To this stage's device; torch lets the streams of both wait as they must."""
+        if all(tensor.device == device for tensor in tensors):
+            return tuple(tensors)
+        with self.pipeline.timeline.span(f"copies to stage {stage}", "copy"):
+            return tuple(tensor.to(device, non_blocking=True) for tensor in tensors)
 
     def _call(self, layer: Layer, tensors: Tensors, number: int, again: bool) -> Tensors:
         def run(*inputs: Tensor) -> Tensors:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from hvd_transformer.comm.world import World
 from hvd_transformer.parallel.flat import Bucket, Slot
 from hvd_transformer.parallel.rows import RowGradient, RowPlan
+from hvd_transformer.parallel.timeline import Timeline
 
 
 class GradientReducer:
@@ -38,8 +39,10 @@ class GradientReducer:
         overlap: bool = True,
         compression: str = "none",
         rows: Mapping[str, RowPlan] | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         self.buckets, self.world = buckets, world
+        self.timeline = timeline or Timeline(0, [])
         self.overlap, self.compression = overlap and world.size > 1, compression
         self._sending = [False] * len(buckets)
         self._missing = [0] * len(buckets)
@@ -124,13 +127,18 @@ class GradientReducer:
     def _send(self, index: int) -> None:
         gradients = self.buckets[index].gradients
         if self.compression == "none" or self.world.size == 1:
-            self._waits[index] = self.world.all_reduce_async_(gradients, f"bucket.{index}")
+            self._waits[index] = self._all_reduce(gradients, index)
             return
         small = gradients.to(torch.float16)
-        wait = self.world.all_reduce_async_(small, f"bucket.{index}")
+        wait = self._all_reduce(small, index)
 
         def arrive() -> None:
             wait()
             gradients.copy_(small)
 
         self._waits[index] = arrive
+
+    def _all_reduce(self, tensor: Tensor, index: int) -> Callable[[], None]:
+        wait = self.world.all_reduce_async_(tensor, f"bucket.{index}")
+        size = tensor.numel() * tensor.element_size()
+        return self.timeline.watch(f"allreduce bucket {index}", f"{size / 2**20:.1f} MiB", wait)

@@ -61,7 +61,8 @@ class RowGradient:
 def _joined(taken: Sequence[tuple[Tensor, Tensor]], place: Tensor) -> tuple[Tensor, Tensor]:
     if not taken:  # a rank without samples
         return place.new_empty(0, dtype=torch.int64), place.new_empty(0, place.size(1))
-    return torch.cat([tokens for tokens, _ in taken]), torch.cat([rows for _, rows in taken]).to(place.dtype)
+    tokens, rows = (torch.cat(parts) for parts in zip(*taken, strict=True))
+    return tokens.to(place.device), rows.to(place.device, place.dtype)  # a tied matrix is on its last stage's device
 
 
 def _add_rows(place: Tensor, tokens: Tensor, rows: Tensor) -> None:

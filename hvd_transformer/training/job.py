@@ -23,6 +23,7 @@ from hvd_transformer.training.precision import weight_dtype
 from hvd_transformer.training.progress import Progress, Silent
 from hvd_transformer.training.run_directory import RunDirectory
 from hvd_transformer.training.session import Session
+from hvd_transformer.training.stages import check_partition
 from hvd_transformer.training.stop import StopRequest
 
 log = logging.getLogger("hvd_transformer")
@@ -36,6 +37,7 @@ def run(config: Config, world: World, stop: StopRequest) -> dict[str, Any]:
     keep_freed_memory()
     progress = Progress(*screen()) if world.rank == 0 else Silent()
     layout = agree(world, lambda: Layout.of(config, world))
+    agree(world, lambda: check_partition(config))
     directory = RunDirectory(config)
     checkpoint = agree(world, lambda: directory.claim(config, progress.message) if world.rank == 0 else None)
     _log_to(directory.path / "logs" / f"rank-{world.rank:03d}.log")

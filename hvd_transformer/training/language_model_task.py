@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from hvd_transformer.config.schema import Config
+from hvd_transformer.config.schema import Config, ModelConfig
 from hvd_transformer.data.batches import Batch, Columns, Windows, evaluation_batches
 from hvd_transformer.data.prepare import PreparedData
 from hvd_transformer.data.sampler import ColumnSampler, Replica, WindowSampler
@@ -64,6 +64,11 @@ class LanguageModelTask:
 
     def num_targets(self, batch: tuple[Tensor, ...]) -> int:
         return batch[1].numel()
+
+
+def layer_names(config: ModelConfig) -> list[str]:
+    """The names of `language_model_layers`, without a model."""
+    return ["embedding", *(f"blocks.{number}" for number in range(config.num_layers)), "head"]
 
 
 def language_model_layers(model: LanguageModel) -> list[Layer]:

@@ -27,6 +27,7 @@ from hvd_transformer.parallel.flat import make_buckets
 from hvd_transformer.parallel.layout import Layout
 from hvd_transformer.parallel.pipeline import Pipeline
 from hvd_transformer.parallel.reducer import GradientReducer
+from hvd_transformer.parallel.timeline import Timeline
 from hvd_transformer.training.embedding_rows import row_parameters
 from hvd_transformer.training.optimizer import FlatOptimizer, names_without_decay
 from hvd_transformer.training.precision import LossScaler, autocast
@@ -55,7 +56,9 @@ class Position:
     evaluated_step: int | None = None
     train_loss: float | None = None  # of the last line of metrics.jsonl
     # Since the last line of metrics.jsonl.
-    interval: dict[str, float] = field(default_factory=lambda: {"loss": 0.0, "count": 0.0, "seconds": 0.0})
+    interval: dict[str, float] = field(
+        default_factory=lambda: {"loss": 0.0, "count": 0.0, "seconds": 0.0, "steps": 0.0}
+    )
 
     def state(self) -> dict[str, Any]:
         return asdict(self)
@@ -96,12 +99,14 @@ class Trainer:
         self.config, self.world, self.layout, self.task, self.position = config, world, layout, task, position
         communication, model = config.communication, task.model
         self.stages = make_stages(config, task, layout, world)
+        self.timeline = Timeline(world.rank, [f"stage {stage}" for stage in range(len(self.stages))])
         self.pipeline = Pipeline(
             self.stages,
             schedule=config.parallel.schedule,
             recompute=config.parallel.recompute,
             context=self._context,
             threads=max(1, torch.get_num_threads() // len(self.stages)),
+            timeline=self.timeline,
         )
         num_tokens = task.usual_count * config.training.accumulation * layout.dp  # a step
         rows = row_parameters(model, communication.embedding_rows, num_tokens)
@@ -126,6 +131,7 @@ class Trainer:
             overlap=communication.overlap,
             compression=communication.compression,
             rows={name: row.plan for name, row in rows.items()},
+            timeline=self.timeline,
         )
         for name, row in rows.items():
             for embedding in row.embeddings:
@@ -258,7 +264,12 @@ class Trainer:
         if factor != 1.0:
             for bucket in self.buckets:
                 bucket.gradients.mul_(factor)
-        self.pipeline.map(lambda stage: self.optimizers[stage].step(rate))
+
+        def update(stage: int) -> None:
+            with self.timeline.span(f"stage {stage}", "update"):
+                self.optimizers[stage].step(rate)
+
+        self.pipeline.map(update)
         self.scaler.good()
         self.position.updates += 1
         return norm

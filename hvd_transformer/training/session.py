@@ -21,6 +21,8 @@ from hvd_transformer.training.run_directory import RunDirectory
 from hvd_transformer.training.stop import StopRequest
 
 log = logging.getLogger(__name__)
+# The steps of a start that `profile` records; the first ones are slower than the rest.
+PROFILED = range(3, 8)
 
 
 class Session:
@@ -54,8 +56,11 @@ class Session:
         try:
             if position.step and self._evaluate_if_due():  # stopped or killed before it could be
                 self.save(best=True)
-            for plan in self.trainer.steps():
+            for number, plan in enumerate(self.trainer.steps(), start=1):
+                self.trainer.timeline.recording = self.config.profile and number in PROFILED
                 result = self.trainer.step(plan, stop=bool(stop), save=self._save_due_by_time())
+                if number == PROFILED[-1]:
+                    self._write_timeline()
                 self._record(result)
                 stopped = result.stop
                 best = not stopped and self._evaluate_if_due()
@@ -64,6 +69,7 @@ class Session:
                     self.save(best)
                 if stopped:
                     break
+            self._write_timeline()  # of a run shorter than that
             self.save(best=False)
         finally:
             self.progress.stop()
@@ -115,6 +121,7 @@ class Session:
         interval["loss"] += result.loss * result.count
         interval["count"] += result.count
         interval["seconds"] += result.seconds
+        interval["steps"] += 1
         due = position.step % self.config.training.log_every == 0 or position.step == self.trainer.total_steps
         if not due and position.step > 1:
             return
@@ -122,7 +129,12 @@ class Session:
         speed = interval["count"] / interval["seconds"]
         position.train_loss = loss
         self.progress.step(position.step, result.epoch + 1, loss, perplexity(loss), result.learning_rate, speed)
-        log.info("step %d: loss %.5f, gradient norm %.4f", position.step, loss, result.grad_norm)
+        milliseconds = 1000 * interval["seconds"] / interval["steps"]
+        log.info(
+            "epoch %d, step %d of %d, lr %.3e, %.1f ms a step, loss %.5f, perplexity %.2f, gradient norm %.4f",
+            result.epoch + 1, position.step, self.trainer.total_steps, result.learning_rate, milliseconds, loss,
+            perplexity(loss), result.grad_norm,
+        )  # fmt: skip
         if self.metrics is not None:
             self.metrics.write(
                 position.step,
@@ -133,6 +145,7 @@ class Session:
                 lr=result.learning_rate,
                 grad_norm=result.grad_norm,
                 tokens_per_second=speed,
+                milliseconds_per_step=milliseconds,
                 loss_scale=self.trainer.scaler.scale,
             )
         if due:
@@ -164,6 +177,19 @@ class Session:
             )
         return best and self.config.checkpoint.keep_best
 
+    def _write_timeline(self) -> None:
+        timeline = self.trainer.timeline
+        timeline.recording = False
+        if timeline.written or not timeline.has_spans:
+            return
+        timeline.written = True
+        file = self.run.path / f"timeline-{self.world.rank:03d}.json"
+        try:
+            atomic.write_text(file, timeline.trace())
+            log.info("steps %d to %d of this start are in %s", PROFILED[0], PROFILED[-1], file)
+        except OSError as error:
+            self.warn(f"{file}: cannot be written: {error}")
+
     def _save_due_by_time(self) -> bool:
         """Rank 0's clock decides, so that the ranks agree."""
         every = self.config.checkpoint.every_seconds
@@ -194,7 +220,7 @@ class Session:
             "world": self.world.size,
             "dp": trainer.layout.dp,
             "tp": 1,
-            "pp": 1,
+            "pp": len(trainer.stages),
             "backend": self.world.backend,
             "device": trainer.layout.device.type,
             "parameters": weights,

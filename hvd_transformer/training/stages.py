@@ -12,11 +12,17 @@ from hvd_transformer.config.schema import Config
 from hvd_transformer.parallel import partition
 from hvd_transformer.parallel.layout import Layout
 from hvd_transformer.parallel.pipeline import Layer, MicroBatch, Stage, Tensors
+from hvd_transformer.training.language_model_task import layer_names
 from hvd_transformer.training.precision import autocast
 from hvd_transformer.training.task import Task
 
 # Each layer is timed so often; the median counts.
 _REPEATS = 5
+
+
+def check_partition(config: Config) -> None:
+    """Raises `UserError` where the model cannot be cut so. Needs no data and no model."""
+    _given(config, layer_names(config.model))
 
 
 def make_stages(config: Config, task: Task, layout: Layout, world: World) -> list[Stage]:
@@ -35,18 +41,27 @@ def make_stages(config: Config, task: Task, layout: Layout, world: World) -> lis
 
 def _counts(config: Config, task: Task, layout: Layout, measures: bool) -> list[int]:
     """Layers a stage. Rank 0 alone measures, as another rank would measure something else."""
-    wanted, num_stages, layers = config.parallel.partition, config.parallel.pipeline, task.layers
-    even = partition.uniform(len(layers), num_stages)  # refuses more stages than layers
-    if isinstance(wanted, list):
-        return partition.explicit(wanted, len(layers), num_stages)
-    if ":" in wanted:
-        return partition.by_function(wanted, [layer.name for layer in layers], num_stages)
-    if wanted == "uniform" or num_stages == 1 or not measures:
-        return even
-    size = -(-config.training.batch_size // config.parallel.micro_batches)
-    batch = tuple(tensor[:size] for tensor in task.batch(0, range(config.training.batch_size)))
+    layers, num_stages = task.layers, config.parallel.pipeline
+    given = _given(config, [layer.name for layer in layers])
+    if given is not None or num_stages == 1 or not measures:
+        return given or partition.uniform(len(layers), num_stages)
+    units = next(units for step in task.sampler.epoch() for units in step.rounds if units)
+    samples = task.batch(0, units)
+    size = -(-samples[0].size(0) // config.parallel.micro_batches)
+    batch = tuple(tensor[:size] for tensor in samples)
     with autocast(config.training.precision, layout.device):
         return partition.balanced(layer_seconds(layers, task.micro_batch(batch), layout.device), num_stages)
+
+
+def _given(config: Config, names: Sequence[str]) -> list[int] | None:
+    """The layers a stage where the configuration says so; None where they are to be measured."""
+    wanted, num_stages = config.parallel.partition, config.parallel.pipeline
+    even = partition.uniform(len(names), num_stages)  # refuses more stages than layers
+    if isinstance(wanted, list):
+        return partition.explicit(wanted, len(names), num_stages)
+    if ":" in wanted:
+        return partition.by_function(wanted, names, num_stages)
+    return even if wanted == "uniform" else None
 
 
 def layer_seconds(layers: Sequence[Layer], micro_batch: MicroBatch, device: torch.device) -> list[float]:

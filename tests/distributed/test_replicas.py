@@ -39,10 +39,12 @@ def test_a_corrupted_replica_is_named(ranks, settings, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("backend", "fault"), [("gloo", "die"), ("gloo", "raise"), ("mpirun", "raise"), ("mpirun", "die")]
+    ("backend", "fault", "stages"),
+    [("gloo", "die", 1), ("gloo", "raise", 1), ("mpirun", "raise", 1), ("mpirun", "die", 1), ("gloo", "raise", 3)],
 )
-def test_a_rank_that_fails_in_mid_step_ends_the_others(settings, tmp_path, backend, fault):
-    with started(3, [*FAULTY, 1, 20, fault, *settings], backend, tmp_path / "output") as job:
+def test_a_rank_that_fails_in_mid_step_ends_the_others(settings, tmp_path, backend, fault, stages):
+    words = [*settings, f"parallel.pipeline={stages}", "parallel.partition=uniform"]
+    with started(3, [*FAULTY, 1, 20, fault, *words], backend, tmp_path / "output") as job:
         deadline = time.monotonic() + 90
         while not (metrics := tmp_path / "run/metrics.jsonl").exists() or metrics.read_bytes().count(b"\n") < 19:
             assert time.monotonic() < deadline and job.popen.poll() is None, job.text()
@@ -60,6 +62,8 @@ def test_a_rank_that_fails_in_mid_step_ends_the_others(settings, tmp_path, backe
         assert "hvd-train: rank 1 failed:" in text
         assert "RuntimeError: this rank has a fault" in text
         assert "RuntimeError: this rank has a fault" in (tmp_path / "run/logs/rank-001.log").read_text()
+        where = r"StageFailed: stage \d, layers \S+ to \S+, micro-batch 0, backward: this rank has a fault"
+        assert bool(re.search(where, text)) == (stages > 1)
     elif backend == "gloo":
         assert re.search(r"hvd-train: rank [02] on \S+ lost another rank", text)
     else:

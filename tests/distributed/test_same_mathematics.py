@@ -27,14 +27,14 @@ CASES = [
     Case("sgd-fp32", "sgd", 0.2, momentum=0.9, clip_norm=0.3, tie_embeddings=False, precision="fp32"),
 ]  # fmt: skip
 
-# Rounds a step, micro-batches, bucket size, overlap, whether embedding lookups travel as rows. 16 samples on 2 ranks
-# in 3 micro-batches are 3 + 3 + 2. Each case goes two of the four ways; on 4 ranks, where a step is slow, and over
-# MPI one.
+# Rounds a step, micro-batches, bucket size, overlap, whether embedding lookups travel as rows, the pipeline. 16 samples
+# on 2 ranks in 3 micro-batches are 3 + 3 + 2. Each case goes two of the four ways; on 4 ranks, where a step is slow,
+# and over MPI one.
 WAYS = [
-    (1, 3, 0.001, True, "always"),
-    (2, 1, 0.01, True, "auto"),
-    (2, 3, 8, False, "always"),
-    (1, 1, 8, True, "never"),
+    (1, 3, 0.001, True, "always", ["parallel.pipeline=2"]),
+    (2, 1, 0.01, True, "auto", []),
+    (2, 3, 8, False, "always", ["parallel.pipeline=3", "parallel.schedule=gpipe", "parallel.recompute=always"]),
+    (1, 2, 8, True, "never", ["parallel.pipeline=2", "parallel.partition=[3, 1]"]),
 ]
 
 # Three epochs of 97 windows: 6 full steps and one with a single sample, which all ranks but one go without.
@@ -77,11 +77,11 @@ def check(found: dict[str, dict[str, float]], limits: dict[str, float]) -> None:
 def test_ranks_rounds_and_buckets_change_nothing(ranks, corpus, tmp_path, dp, backend):
     runs, found, limits = {}, {}, {}
     for number, case in enumerate(CASES):
-        for rounds, pieces, bucket, overlap, rows in (WAYS * 2)[number % 4 :][
+        for rounds, pieces, bucket, overlap, rows, pipeline in (WAYS * 2)[number % 4 :][
             : 1 if dp == 4 or backend == "mpi" else 2
         ]:
             size = SAMPLES // dp // rounds
-            name = f"{case.name}-{rounds}x{size}-{pieces}-{bucket}-{overlap}-{rows}"
+            name = f"{case.name}-{rounds}x{size}-{pieces}-{bucket}-{overlap}-{rows}-{len(pipeline)}"
             runs[name] = [
                 *tiny(corpus),
                 *case.words(dp),
@@ -92,6 +92,7 @@ def test_ranks_rounds_and_buckets_change_nothing(ranks, corpus, tmp_path, dp, ba
                 f"communication.bucket_mb={bucket}",
                 f"communication.overlap={overlap}",
                 f"communication.embedding_rows={rows}",
+                *pipeline,
             ]
     result = ranks(dp, [*MANY_RUNS, write_runs(tmp_path / "runs.json", list(runs.values()))], backend=backend)
     assert result.returncode == 0, result.stdout + result.stderr

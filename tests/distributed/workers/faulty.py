@@ -32,7 +32,7 @@ def corrupt_after_a_step() -> None:
 
 
 def fail_in_a_backward() -> None:
-    original = GradientReducer.last
+    original = GradientReducer.begin
     calls = 0
 
     def fail(*_):
@@ -40,15 +40,15 @@ def fail_in_a_backward() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         raise RuntimeError("this rank has a fault")
 
-    def last(reducer):
+    def begin(reducer):
         nonlocal calls
         calls += 1
-        if calls == STEP:  # one round a step
+        if calls == STEP:
             buckets = reducer.buckets
             buckets[len(buckets) // 2].slots[0].parameter.register_hook(fail)
         original(reducer)
 
-    GradientReducer.last = last
+    GradientReducer.begin = begin
 
 
 def overflow_at_first() -> None:

@@ -1,9 +1,11 @@
 """A job whose model is cut into stages trains bit for bit like one that is not, whatever the cut and the schedule."""
 
+import json
 from functools import cache
 
 import pytest
 import torch
+from fake_world import FakeWorld
 from small_job import run, settings, trainer, weights
 
 from hvd_transformer.config import Config
@@ -62,6 +64,11 @@ def test_every_cut_gives_the_same_also_the_measured_one() -> None:
         expect_same(trainer(config(*same, "parallel.pipeline=2", f"parallel.partition={cut}")), *same)
 
 
+def test_columns_are_measured_and_trained_too() -> None:
+    same = ("data.batching=columns", "parallel.micro_batches=3", "training.batch_size=4")
+    expect_same(trainer(config(*same, "parallel.pipeline=2")), *same)
+
+
 def test_measuring_leaves_no_gradient_and_no_trace_in_the_weights() -> None:
     before = weights(trainer(config()))
     job = trainer(config("parallel.pipeline=3", "parallel.micro_batches=2"))
@@ -90,3 +97,29 @@ def test_a_cut_that_cannot_be_is_refused(words: list[str], message: str) -> None
     with pytest.raises(UserError) as caught:
         trainer(config(*words))
     assert str(caught.value).startswith(message)
+
+
+def test_the_timeline_shows_every_operation_in_its_lane() -> None:
+    words = ["parallel.pipeline=2", "parallel.partition=uniform", "parallel.micro_batches=3", "training.batch_size=6"]
+    world = FakeWorld()
+    job = trainer(config(*words, "communication.embedding_rows=never"), world)
+    plans = job.steps()
+    job.step(next(plans))  # not recorded
+    job.timeline.recording = True
+    job.step(next(plans))
+    job.timeline.close()
+    events = json.loads(job.timeline.trace())["traceEvents"]
+    lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    spans = sorted((event for event in events if event["ph"] == "X"), key=lambda event: event["ts"])
+    seen = [(lanes[event["tid"]], event["name"]) for event in spans]
+    first, second = ([name for lane, name in seen if lane == f"stage {stage}"] for stage in (0, 1))
+    assert first == [*(f"forward {n}" for n in (0, 1)), "backward 0", "forward 2", "backward 1", "backward 2", "update"]
+    assert second == [f"{kind} {n}" for n in range(3) for kind in ("forward", "backward")] + ["update"]
+    assert sum(lane.startswith("allreduce") for lane, _ in seen) == len(job.buckets)
+    assert {event["pid"] for event in events} == {world.rank}
+    # A micro-batch reaches the second stage after the first, and its gradient comes back after that.
+    ends = {(lanes[event["tid"]], event["name"]): event["ts"] + event["dur"] for event in spans}
+    starts = {(lanes[event["tid"]], event["name"]): event["ts"] for event in spans}
+    for number in range(3):
+        assert starts["stage 1", f"forward {number}"] >= ends["stage 0", f"forward {number}"]
+        assert starts["stage 0", f"backward {number}"] >= ends["stage 1", f"backward {number}"]

@@ -1,0 +1,107 @@
+"""Pipeline parallel training: ours in both schedules, torch's Schedule1F1B over gloo, and no pipeline at all.
+
+Tokens a second of one model in 2 stages on this machine, one thread each; see PIPELINE in `benchmarks.workload`. Ours
+are two threads of one process, torch's are two processes.
+
+The ideal is what 2 stages that pass tensors on for nothing would gain over none: 2 M / (M + 1) for M micro-batches,
+less what they lose where one stage has more to do.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import torch
+
+from benchmarks.data_parallel import ENVIRONMENT, measuring, run, torchrun, worker
+from benchmarks.group import Contestant
+from benchmarks.paired import Options, Target
+from benchmarks.workload import PIPELINE, SyntheticTask, make_config
+from hvd_transformer.data.sampler import Replica
+from hvd_transformer.parallel import schedule
+from hvd_transformer.training.allocator import keep_freed_memory
+from hvd_transformer.training.stages import layer_seconds
+
+F1B, GPIPE, NONE, TORCH = "pipeline of 2, 1F1B", "pipeline of 2, gpipe", "no pipeline", "torch 1F1B"
+CUT = (5, 5)  # layers a stage, for all: the embedding and 4 blocks, 4 blocks and the head
+STAGES = ("parallel.pipeline=2", f"parallel.partition={list(CUT)}")
+# Of a layer's time; backward has about twice as many multiplications.
+_FORWARD = 1 / 3
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Seconds of each stage for one micro-batch, forward and backward, measured alone on one thread."""
+
+    seconds: Sequence[float]
+    micro_batches: int
+
+    @property
+    def imbalance(self) -> float:
+        """The slowest stage's time over the mean."""
+        return max(self.seconds) * len(self.seconds) / sum(self.seconds)
+
+    @property
+    def ideal(self) -> float:
+        """The speed-up of 1F1B over no pipeline, where passing tensors on costs nothing."""
+        plan = schedule.make_schedule("1f1b", len(self.seconds), self.micro_batches)
+        forward = [seconds * _FORWARD for seconds in self.seconds]
+        backward = [seconds * (1 - _FORWARD) for seconds in self.seconds]
+        return sum(self.seconds) * self.micro_batches / schedule.makespan(schedule.simulate(plan, forward, backward))
+
+    def __str__(self) -> str:
+        times = " and ".join(f"{1000 * seconds:.1f}" for seconds in self.seconds)
+        even = len(self.seconds) * self.micro_batches / (self.micro_batches + len(self.seconds) - 1)
+        return (
+            f"stages of {times} ms a micro-batch: the slowest {self.imbalance:.3f} of the mean; "
+            f"{self.micro_batches} micro-batches: ideal speed-up {self.ideal:.3f} ({even:.3f} were they even)"
+        )
+
+
+def measure_stages() -> Stages:
+    """Each stage of the workload alone, on one thread of this process."""
+    config = make_config(PIPELINE)
+    task = SyntheticTask(config, Replica(0, 1))
+    count = config.parallel.micro_batches
+    batch = tuple(tensor[: config.training.batch_size // count] for tensor in task.batch(0, range(task.batch_size)))
+    keep_freed_memory()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        micro_batch = task.micro_batch(batch)
+        layer_seconds(task.layers, micro_batch, torch.device("cpu"))  # the first time is slower
+        seconds = layer_seconds(task.layers, micro_batch, torch.device("cpu"))
+    finally:
+        torch.set_num_threads(threads)
+    return Stages([sum(seconds[: CUT[0]]), sum(seconds[CUT[0] :])], count)
+
+
+def contestants() -> list[Contestant]:
+    """The four; ours of one process each, torch's of one a stage."""
+    return [
+        ours(F1B, *STAGES, "parallel.schedule=1f1b"),
+        ours(GPIPE, *STAGES, "parallel.schedule=gpipe"),
+        ours(NONE),
+        torchrun(TORCH, "torch1f1b", *PIPELINE, *STAGES),
+    ]
+
+
+def ours(name: str, *settings: str) -> Contestant:
+    """The package's own training in one process."""
+    return Contestant(name, [worker("trainer", *PIPELINE, *settings)], 1, ENVIRONMENT)
+
+
+@click.command()
+@measuring
+def main(rounds: int, steps: int, warmup: int, file: Path | None) -> None:
+    """Measure training in a pipeline of 2 stages against torch's Schedule1F1B and against no pipeline."""
+    stages = measure_stages()
+    targets = [Target([F1B], TORCH, 1.05), Target([F1B], NONE, 0.95 * stages.ideal)]
+    figures = {"seconds": list(stages.seconds), "imbalance": stages.imbalance, "ideal": stages.ideal}
+    run(contestants(), targets, Options(rounds, steps, warmup), file, {"stages": figures})
+    click.echo(str(stages))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What a configuration costs, found without training."""

@@ -1,0 +1,316 @@
+"""What `hvd-transformer plan` says, against closed forms, torch's own optimizers and a real run of the layers."""
+
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+from hvd_transformer.cli import main as cli
+from hvd_transformer.cli.plan import plan as command
+from hvd_transformer.config import load
+from hvd_transformer.errors import UserError
+from hvd_transformer.models.dropout import dropout_place
+from hvd_transformer.models.language_model import LanguageModel
+from hvd_transformer.parallel.schedule import Operation
+from hvd_transformer.perf.plan import Plan, StageCost, make_plan, peak_activations
+from hvd_transformer.perf.plan_text import plan_text
+from hvd_transformer.training.language_model_task import language_model_layers
+
+V, LAYERS, D, F, T = 97, 3, 24, 40, 10
+SMALL = [
+    f"model.num_layers={LAYERS}", f"model.d_model={D}", "model.num_heads=4", f"model.d_feedforward={F}",
+    "model.max_length=16", f"data.sequence_length={T}", "training.batch_size=6",
+]  # fmt: skip
+
+
+def small_plan(*words: str) -> Plan:
+    return make_plan(load(overrides=[*SMALL, *words]), V)
+
+
+# Weights of one block: qkv and output; the two of the feed-forward part; two norms. Each with its biases.
+BLOCK = (3 * D * D + 3 * D) + (D * D + D) + (D * F + F) + (F * D + D) + 4 * D
+
+
+@pytest.mark.parametrize(
+    ("words", "embedding", "head"),
+    [
+        (["model.tie_embeddings=false", "model.norm=post"], V * D, V * D + V),
+        (["model.tie_embeddings=true", "model.norm=pre"], 0, V * D + 2 * D),
+        (["model.tie_embeddings=true", "model.norm=post", "model.position=learned"], 16 * D, V * D),
+    ],
+)
+def test_parameters_of_each_layer(words: list[str], embedding: int, head: int) -> None:
+    """A tied matrix counts once, with the output layer."""
+    plan = small_plan(*words)
+    assert [layer.parameters for layer in plan.layers] == [embedding, *[BLOCK] * LAYERS, head]
+    model = LanguageModel(V, plan.config.model)
+    assert plan.parameters == sum(weight.numel() for weight in model.parameters())
+
+
+def test_the_tutorials_model() -> None:
+    plan = make_plan(load("tutorial-1b"))
+    assert plan.parameters == 1_041_453_167
+    assert (plan.vocab_size, plan.vocab_origin.partition(":")[0]) == (28_783, "assumed")
+    assert (plan.micro_batch_size, plan.num_micro_batches) == (3, 7)  # 20 samples in at most 8 pieces
+    assert [plan.memory(stage)[:3] for stage in plan.stages] == [
+        [4 * stage.parameters, 4 * stage.parameters, 0] for stage in plan.stages
+    ]
+
+
+def test_flops_of_a_block_and_the_head() -> None:
+    plan = small_plan("model.dropout=0")
+    _, block, *_, head = plan.layers
+    tokens = 6 * T
+    products = 2 * tokens * (4 * D * D + 2 * D * F)
+    attention = 2 * tokens * T * D  # of one of its two products, over all heads; the mask saves nothing here
+    assert block.forward_flops == products + 2 * attention
+    assert block.backward_flops == 2 * products + 5 * attention  # the fused kernel forms the scores again
+    # Logits, and the gradients of what they come from: all in forward.
+    assert (head.forward_flops, head.backward_flops) == (3 * 2 * tokens * V * D, 0)
+
+
+def really_kept(config, first: int, stop: int) -> int:
+    """Bytes that layers first..stop - 1 of the real model on the CPU hold for their backward, with both ends."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64 if config.training.precision == "fp64" else torch.float32)
+    try:
+        model = LanguageModel(V, config.model).train()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    mixed = torch.autocast("cpu", torch.bfloat16) if config.training.precision == "bf16" else nullcontext()
+    size = -(-config.training.batch_size // config.parallel.micro_batches)
+    tokens, targets = torch.randint(0, V, (size, T)), torch.randint(0, V, (size, T))
+    tensors, ends, saved = (tokens,), [], []
+
+    def pack(tensor):
+        saved.append(tensor)
+        return tensor
+
+    for number, layer in enumerate(language_model_layers(model)):
+        kept = number in range(first, stop)
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor) if kept else nullcontext()
+        tensors += (targets,) if layer.name == "head" else ()
+        if number == first:
+            tensors = tuple(tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in tensors)
+            ends += tensors
+        with hooks, mixed, dropout_place(1, 2):
+            result = layer.run(*tensors)
+        tensors = (result,)
+        if number == stop - 1:
+            ends += tensors
+    lasting = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    for module in model.modules():  # of positions
+        table = getattr(module, "table", None)
+        tables = () if table is None else table if isinstance(table, tuple) else (table,)
+        lasting |= {tensor.untyped_storage().data_ptr() for tensor in tables}
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in [*saved, *ends]}
+    return sum(num_bytes for pointer, num_bytes in storages.items() if pointer not in lasting)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.norm=pre", "model.activation=gelu"],
+        ["model.norm=post", "model.activation=relu", "model.tie_embeddings=false"],
+        ["model.dropout=0.2", "model.position=learned"],
+        ["model.position=rotary", "parallel.micro_batches=2"],
+        ["training.precision=bf16", "model.dropout=0.1", "model.position=rotary"],
+        ["training.precision=fp64"],
+    ],
+)
+def test_activations_are_those_of_a_real_run(words: list[str]) -> None:
+    words = [*words, "parallel.pipeline=2", "parallel.partition=[2, 3]"]
+    plan = small_plan(*words)
+    # 1F1B's last stage has one micro-batch in flight, its first of two stages two (where there are two).
+    in_flight = min(2, plan.num_micro_batches)
+    assert plan.stages[0].activations["1f1b", "never"] == in_flight * really_kept(plan.config, 0, 2)
+    assert plan.stages[1].activations["1f1b", "never"] == really_kept(plan.config, 2, 5)
+
+
+def test_activations_grow_with_the_micro_batches_in_flight() -> None:
+    one = small_plan("parallel.pipeline=3", "parallel.partition=uniform", "training.batch_size=2")
+    many = small_plan(
+        "parallel.pipeline=3", "parallel.partition=uniform", "training.batch_size=10", "parallel.micro_batches=5"
+    )
+    for number, (single, stage) in enumerate(zip(one.stages, many.stages, strict=True)):
+        kept = single.activations["gpipe", "never"]
+        assert stage.activations["gpipe", "never"] == 5 * kept
+        assert stage.activations["1f1b", "never"] == (3 - number) * kept
+
+
+def test_a_recomputed_block_keeps_its_input_alone() -> None:
+    plan = small_plan("parallel.pipeline=2", "parallel.partition=[3, 2]", "parallel.micro_batches=6", "model.dropout=0")
+    block = plan.layers[1]
+    hidden = T * D * 4  # one sample, float32
+    kept = T * 8 + 3 * hidden  # the token numbers, each block's input, the stage's output
+    again = block.activation_bytes - hidden
+    assert plan.stages[0].activations["gpipe", "always"] == 6 * kept + again
+    assert plan.stages[0].activations["1f1b", "always"] == 2 * kept + again
+    assert plan.stages[0].activations["gpipe", "except_last"] == max(
+        5 * kept + plan.stages[0].activations["gpipe", "never"] // 6,  # before the first backward, the last kept whole
+        5 * kept + plan.stages[0].activations["gpipe", "never"] // 6 + again,
+    )
+
+
+def test_peak_by_hand() -> None:
+    """Forward 0, forward 1, backward 0, backward 1: 10 whole, 3 where computed again, which takes 5 for a moment."""
+    operations = [Operation(kind, number) for kind in ("forward", "backward") for number in (0, 1)]
+    assert peak_activations(operations, "never", 10, 3, 5) == 20
+    assert peak_activations(operations, "always", 10, 3, 5) == 3 + 3 + 5
+    assert peak_activations(operations, "except_last", 10, 3, 5) == 3 + 10 + 5
+
+
+@pytest.mark.parametrize(
+    ("words", "make"),
+    [
+        (["optimizer.name=sgd"], lambda weights: torch.optim.SGD(weights, lr=0.1)),
+        (["optimizer.name=sgd", "optimizer.momentum=0.9"], lambda weights: torch.optim.SGD(weights, 0.1, 0.9)),
+        (["optimizer.name=adam"], torch.optim.Adam),
+        (["optimizer.name=adamw"], torch.optim.AdamW),
+    ],
+)
+def test_optimizer_state_is_torchs(words: list[str], make) -> None:
+    plan = small_plan(*words, "parallel.pipeline=2")
+    model = LanguageModel(V, plan.config.model)
+    optimizer = make(model.parameters())
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    buffers = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.ndim > 0
+    ]
+    assert sum(stage.optimizer for stage in plan.stages) == sum(value.nbytes for value in buffers)
+    assert sum(stage.gradients for stage in plan.stages) == sum(weight.grad.nbytes for weight in model.parameters())
+
+
+@pytest.mark.parametrize(("stages", "count"), [(1, 3), (2, 1), (3, 5), (4, 16)])
+def test_bubble_of_equal_stages(stages: int, count: int) -> None:
+    config = load(overrides=[f"parallel.pipeline={stages}"])
+    equal = [StageCost([], 0, {}, forward_flops=7, backward_flops=14)] * stages
+    plan = Plan(config, V, "", 1, count, [], equal)
+    for schedule in ("gpipe", "1f1b"):
+        assert plan.bubble(schedule) == pytest.approx((stages - 1) / (count + stages - 1))
+        assert plan.speed_up(schedule) == pytest.approx(stages * count / (count + stages - 1))
+
+
+def test_auto_evens_out_the_flops() -> None:
+    """Each block is as heavy as the next; the head of this vocabulary as about two of them."""
+    plan = small_plan("parallel.pipeline=2", "model.num_layers=6", "parallel.partition=auto")
+    costs = [layer.forward_flops + layer.backward_flops for layer in plan.layers]
+    best = min(max(sum(costs[:cut]), sum(costs[cut:])) for cut in range(1, len(costs)))
+    assert max(stage.forward_flops + stage.backward_flops for stage in plan.stages) == best
+    assert sum(costs[:4]) != best != sum(costs[4:])  # the even cut is not the best one
+
+
+def test_recompute_makes_backward_longer_by_the_blocks_forward() -> None:
+    options = ["parallel.pipeline=2", "parallel.partition=[3, 2]", "parallel.micro_batches=3"]
+    never, always = (small_plan(*options, f"parallel.recompute={kind}") for kind in ("never", "always"))
+    forward = never.layers[1].forward_flops
+    for number, blocks in enumerate((2, 1)):
+        more = always.stages[number].backward_flops - never.stages[number].backward_flops
+        assert more == blocks * forward > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "given", "expected"),
+    [
+        (["data.vocab_size=300"], None, 300),
+        (["data.vocab_size=300"], 500, 500),
+        ([], None, 4096),  # the schema's default of byte pairs
+        (["data.source=wikitext2", "data.tokenizer=basic_english"], None, 28_783),
+    ],
+)
+def test_vocabulary(words: list[str], given: int | None, expected: int) -> None:
+    assert make_plan(load(overrides=[*SMALL, *words]), given).vocab_size == expected
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["data.source=input.txt", "data.tokenizer=char"],
+        ["data.source=wikitext2", "data.tokenizer=basic_english", "data.min_frequency=2"],
+        ["data.source=wikitext103", "data.tokenizer=basic_english"],
+    ],
+)
+def test_a_vocabulary_that_only_the_data_knows(words: list[str]) -> None:
+    with pytest.raises(UserError, match="--vocab-size"):
+        make_plan(load(overrides=[*SMALL, *words]))
+
+
+def test_text_is_narrow_and_its_arithmetic_adds_up() -> None:
+    plan = make_plan(load("tutorial-1b"))
+    text = plan_text(plan, 80, 4.0)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\x1b" not in text
+    sums = [line for line in text.splitlines() if " = " in line and line.startswith("stage ")]
+    assert len(sums) == 2
+    for line, stage in zip(sums, plan.stages, strict=True):
+        parts, _, rest = line.partition(": ")[2].partition(" = ")
+        total, _, answer = rest.partition(" of 4.00: ")
+        assert sum(map(float, parts.split(" + "))) == pytest.approx(float(total))
+        # Rounded up to hundredths of a GiB, each of the four.
+        assert 0 <= float(total) * 2**30 - sum(plan.memory(stage)) <= 0.04 * 2**30
+        assert answer == ("fits" if sum(plan.memory(stage)) <= 4 * 2**30 else "does not fit")
+    assert {line.rpartition(": ")[2] for line in sums} == {"fits", "does not fit"}
+
+
+def test_many_micro_batches_are_drawn_in_part() -> None:
+    words = ["parallel.pipeline=2", "training.batch_size=40", "parallel.micro_batches=40"]
+    assert "8 of its 40 micro-batches" in plan_text(small_plan(*words), 80)
+    assert "of its" not in plan_text(small_plan(*words), 2000)
+
+
+def test_command(tmp_path: Path) -> None:
+    picture = tmp_path / "schedules.png"
+    words = [*SMALL, "--vocab-size", "97", "--memory-gib", "1", "parallel.pipeline=2", "--output", str(picture)]
+    done = CliRunner().invoke(command, words, catch_exceptions=False)
+    assert done.exit_code == 0
+    model = LanguageModel(97, load(overrides=SMALL).model)
+    assert f"{sum(weight.numel() for weight in nn.ParameterList(model.parameters())):,}" in done.output.splitlines()[0]
+    assert "fits" in done.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--preset", "nope"], "no such preset"),
+        (["model.nope=1"], "unknown key"),
+        (["--config", "/nonexistent.yaml"], "cannot be read"),
+        (["--vocab-size", "1"], "at least 2"),
+        (["--memory-gib", "0"], "above 0"),
+        (["--memory-gib", "nan"], "above 0"),
+        (["--output", "picture.pdf"], ".png"),
+        (["--output", "/nonexistent/picture.png"], "cannot be written"),
+        (["parallel.pipeline=6"], "at most 5"),
+        (["parallel.pipeline=2", "parallel.partition=[1, 1]"], "the model has 5"),
+        (["data.tokenizer=char"], "--vocab-size"),
+    ],
+)
+def test_wrong_input_is_one_line(words: list[str], told: str, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["hvd-transformer", "plan", *SMALL, *words])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("hvd-transformer: ")
+    assert told in line
+
+
+def test_help_imports_no_torch() -> None:
+    script = (
+        "import sys; from click.testing import CliRunner; from hvd_transformer.cli.main import group\n"
+        "done = CliRunner().invoke(group, ['plan', '--help'])\n"
+        "assert done.exit_code == 0 and '--memory-gib' in done.output, done.output\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
