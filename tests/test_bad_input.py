@@ -88,7 +88,13 @@ def test_a_pipeline_that_cannot_be(tmp_path, words, message):
 def test_a_partition_function_of_the_working_directory(tmp_path):
     (tmp_path / "cut.py").write_text("def halves(name):\n    return int(name != 'embedding')\n")
     text = write_folder(tmp_path / "text")
-    words = ["parallel.pipeline=2", "parallel.partition=cut:halves", f"data.source={text}", "output_dir=run", "profile=true"]
+    words = [
+        "parallel.pipeline=2",
+        "parallel.partition=cut:halves",
+        f"data.source={text}",
+        "output_dir=run",
+        "profile=true",
+    ]
     done = hvd_train(tmp_path, *SMALL, *words)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run/summary.json").read_text())["pp"] == 2

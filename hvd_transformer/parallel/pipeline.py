@@ -26,6 +26,8 @@ from hvd_transformer.parallel.timeline import Timeline
 Tensors = tuple[Tensor, ...]
 Recompute = Literal["never", "always", "except_last"]
 Result = TypeVar("Result")
+# Called with the stage and the losses so far.
+BeforeLastBackward = Callable[[int, Sequence[Tensor]], None]
 
 
 class Layer(NamedTuple):
@@ -85,7 +87,7 @@ class Pipeline:
         scale: float,
         *,
         first_number: int = 0,
-        before_last_backward: Callable[[int, Sequence[Tensor]], None] = lambda stage, losses: None,
+        before_last_backward: BeforeLastBackward | None = None,
     ) -> list[Tensor]:
         """Forward and backward of all; returns their losses. Gradients are those of scale × the sum of the losses.
 
@@ -142,7 +144,7 @@ class _Run:
         schedule: Schedule,
         first_number: int = 0,
         scale: float = 1.0,
-        before_last_backward: Callable[[int, Sequence[Tensor]], None] = lambda stage, losses: None,
+        before_last_backward: BeforeLastBackward | None = None,
     ) -> None:
         self.pipeline, self.micro_batches, self.schedule = pipeline, micro_batches, schedule
         self.first_number, self.scale, self.before_last_backward = first_number, scale, before_last_backward
@@ -198,7 +200,7 @@ class _Run:
     def _backward(self, stage: int, number: int, held: dict[int, _Held]) -> None:
         last = stage == len(self.pipeline.stages) - 1
         grads = None if last else self._up[stage].get()
-        if number == len(self.micro_batches) - 1:
+        if self.before_last_backward is not None and number == len(self.micro_batches) - 1:
             self.before_last_backward(stage, self.losses)
         inputs, outputs = held.pop(number)
         if grads is None:

@@ -85,6 +85,36 @@ class StepResult:
     seconds: float
 
 
+class _StepSums:
+    """Losses, targets, samples and wishes of a step, summed over all ranks while the last backward runs."""
+
+    def __init__(self, world: World, stop: bool, save: bool) -> None:
+        self._world = world
+        self._sums = torch.tensor([0, 0, 0, stop, save], dtype=torch.float64)
+        self._wait: Callable[[], None] | None = None
+
+    def add_batches(self, batches: Sequence[Batch], task: Task) -> None:
+        for batch in batches:
+            self._sums[1] += task.num_targets(batch)
+            self._sums[2] += batch[0].size(0)
+
+    def add_losses(self, losses: Sequence[Tensor]) -> None:
+        for loss in losses:
+            self._sums[0] += loss.item()
+
+    def send(self, losses: Sequence[Tensor]) -> None:
+        """With the last losses."""
+        self.add_losses(losses)
+        self._wait = self._world.all_reduce_async_(self._sums, "step.sums")
+
+    def result(self) -> tuple[float, float, float, float, float]:
+        """(losses, targets, samples, wishes to stop, wishes to save) of all ranks."""
+        assert self._wait is not None
+        self._wait()
+        loss, count, samples, stops, saves = self._sums.tolist()
+        return loss, count, samples, stops, saves
+
+
 class Trainer:
     """Weights, optimizer and position of a job, and what a step and an evaluation do to them."""
 
@@ -123,6 +153,9 @@ class Trainer:
         self.buckets = [bucket for buckets in stage_buckets for bucket in buckets]
         ends = list(accumulate(map(len, stage_buckets), initial=0))
         self._stage_indices = [range(*pair) for pair in pairwise(ends)]
+        # In the model's order, so that their norm does not depend on stages and buckets.
+        slots = {slot.name: slot.view(bucket.gradients) for bucket in self.buckets for slot in bucket.slots}
+        self._gradients = [slots[name] for name, _ in model.named_parameters()]
         self.optimizers = [FlatOptimizer(config.optimizer, buckets) for buckets in stage_buckets]
         self.scaler = LossScaler(config.training.precision)
         self.reducer = GradientReducer(
@@ -152,43 +185,33 @@ class Trainer:
         position = self.position
         self.task.model.train()
         self.reducer.begin()
-        # Sums of losses, targets, samples and wishes: float64, reduced while the last backward runs.
-        sums = torch.zeros(5, dtype=torch.float64)
-        sums[3:] = torch.tensor([float(stop), float(save)])
+        sums = _StepSums(self.world, stop, save)
         usual = self.task.usual_count * self.config.training.accumulation * self.layout.dp
-        waits: list[Callable[[], None]] = []
+        rounds = [self._micro_batches(units) for units in plan.rounds if units]
+        for batches in rounds:
+            sums.add_batches(batches, self.task)
 
-        def send_sums(losses: Sequence[Tensor]) -> None:
-            for loss in losses:
-                sums[0] += loss.item()
-            waits.append(self.world.all_reduce_async_(sums, "step.sums"))
+        def before_last_backward(stage: int, losses: Sequence[Tensor]) -> None:
+            if stage == len(self.stages) - 1:
+                sums.send(losses)
+            self.reducer.last(self._stage_indices[stage])
 
-        rounds = [units for units in plan.rounds if units]
-        losses: list[Tensor] = []
         number = 0
-        for index, units in enumerate(rounds):
-            micro_batches = self._micro_batches(units)
-            sums[1] += sum(self.task.num_targets(batch) for batch in micro_batches)
-            sums[2] += sum(batch[0].size(0) for batch in micro_batches)
-
-            def before_last_backward(stage: int, latest: Sequence[Tensor]) -> None:
-                if stage == len(self.stages) - 1:
-                    send_sums([*losses, *latest])  # noqa: B023 - called within this round
-                self.reducer.last(self._stage_indices[stage])
-
-            options = {"before_last_backward": before_last_backward} if index == len(rounds) - 1 else {}
-            losses += self.pipeline.train(
-                [self.task.micro_batch(batch) for batch in micro_batches],
+        for index, batches in enumerate(rounds):
+            last = index == len(rounds) - 1
+            losses = self.pipeline.train(
+                [self.task.micro_batch(batch) for batch in batches],
                 self.scaler.scale / usual,
                 first_number=number,
-                **options,
+                before_last_backward=before_last_backward if last else None,
             )
-            number += len(micro_batches)
+            if not last:
+                sums.add_losses(losses)
+            number += len(batches)
         if not rounds:  # a rank that has no sample in an epoch's last step
-            send_sums([])
+            sums.send([])
         self.reducer.finish()
-        waits[0]()
-        loss_total, count_total, samples, stops, saves = sums.tolist()
+        loss_total, count_total, samples, stops, saves = sums.result()
         rate = learning_rate(self.config.optimizer, self.layout.dp, position.step, position.epoch, self.total_steps)
         norm = self._update(usual / (count_total * self.scaler.scale), rate, loss_total / count_total)
         epoch = position.epoch
@@ -248,8 +271,7 @@ class Trainer:
 
     def _update(self, factor: float, rate: float, loss: float) -> float:
         """Scales the summed gradients to the mean, clips, and steps the optimizer; returns the norm."""
-        norms = [torch.linalg.vector_norm(bucket.gradients) for bucket in self.buckets]
-        norm = factor * float(torch.linalg.vector_norm(torch.stack(norms)))
+        norm = factor * float(nn.utils.get_total_norm(self._gradients))
         if not math.isfinite(norm) or not math.isfinite(loss):
             if self.scaler.active and self.scaler.scale > 1:
                 self.scaler.overflow()

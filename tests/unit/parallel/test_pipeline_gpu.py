@@ -1,0 +1,51 @@
+"""The pipeline on one GPU: gradients as without one, and no memory that grows."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from hvd_transformer.parallel.pipeline import Layer, MicroBatch, Pipeline, Stage
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+class Loss(nn.Module):
+    def forward(self, values: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return ((values - targets) ** 2).sum()
+
+
+def made(num_stages: int, schedule: str) -> tuple[list[nn.Module], Pipeline]:
+    torch.manual_seed(0)
+    device = torch.device("cuda")
+    modules = [*(nn.Sequential(nn.Linear(64, 64), nn.GELU()).to(device) for _ in range(7)), Loss()]
+    layers = [Layer(f"layer{number}", module, module) for number, module in enumerate(modules)]
+    size = len(layers) // num_stages
+    stages = [Stage(layers[start : start + size], device) for start in range(0, len(layers), size)]
+    return modules, Pipeline(stages, schedule=schedule, context=lambda number: nullcontext())
+
+
+def micro_batches() -> list[MicroBatch]:
+    generator = torch.Generator().manual_seed(1)
+    return [MicroBatch(*((torch.randn(5, 64, generator=generator),) for _ in range(2))) for _ in range(8)]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_gradients_are_those_of_one_stage_and_memory_stays(num_stages: int, schedule: str) -> None:
+    plain, one = made(1, schedule)
+    piped, several = made(num_stages, schedule)
+    one.train(micro_batches(), 1.0)
+    several.train(micro_batches(), 1.0)
+    torch.cuda.synchronize()
+    for own, wanted in zip(piped[:-1], plain[:-1], strict=True):
+        for weight, other in zip(own.parameters(), wanted.parameters(), strict=True):
+            torch.testing.assert_close(weight.grad, other.grad, rtol=1e-4, atol=1e-5)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(200):
+        several.train(micro_batches(), 1.0)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= before + 2**20
+    several.close()
