@@ -13,6 +13,7 @@ from hvd_transformer.parallel import partition
 from hvd_transformer.parallel.pipeline import Recompute
 from hvd_transformer.parallel.schedule import Operation, Timeline, bubble, make_schedule, simulate
 from hvd_transformer.perf.layer_costs import LayerCost, layer_costs, size
+from hvd_transformer.training.stages import check_partition, given_partition
 
 ScheduleName = Literal["gpipe", "1f1b"]
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
@@ -91,7 +92,7 @@ def make_plan(config: Config, vocab_size: int | None = None) -> Plan:
     words, origin = _vocabulary(config, vocab_size)
     size_ = math.ceil(config.training.batch_size / config.parallel.micro_batches)
     count = math.ceil(config.training.batch_size / size_)
-    partition.uniform(config.model.num_layers + 2, config.parallel.pipeline)  # refuses more stages than layers
+    check_partition(config)
     layers = layer_costs(config, words, size_)
     ends = [0]
     for number in _cut(config, layers):
@@ -149,14 +150,12 @@ def _vocabulary(config: Config, given: int | None) -> tuple[int, str]:
 
 def _cut(config: Config, layers: Sequence[LayerCost]) -> list[int]:
     """Layers a stage, as training.stages does it; "auto" by FLOPs in place of seconds."""
-    wanted, num_stages = config.parallel.partition, config.parallel.pipeline
-    if isinstance(wanted, list):
-        return partition.explicit(wanted, len(layers), num_stages)
-    if ":" in wanted:
-        return partition.by_function(wanted, [layer.name for layer in layers], num_stages)
-    if wanted == "uniform":
-        return partition.uniform(len(layers), num_stages)
-    return partition.balanced([layer.forward_flops + layer.backward_flops for layer in layers], num_stages)
+    given = given_partition(config, [layer.name for layer in layers])
+    if given is not None:
+        return given
+    return partition.balanced(
+        [layer.forward_flops + layer.backward_flops for layer in layers], config.parallel.pipeline
+    )
 
 
 def _stage(config: Config, layers: Sequence[LayerCost], index: int, count: int) -> StageCost:

@@ -22,7 +22,7 @@ _REPEATS = 5
 
 def check_partition(config: Config) -> None:
     """Raises `UserError` where the model cannot be cut so. Needs no data and no model."""
-    _given(config, layer_names(config.model))
+    given_partition(config, layer_names(config.model))
 
 
 def make_stages(config: Config, task: Task, layout: Layout, world: World) -> list[Stage]:
@@ -42,7 +42,7 @@ def make_stages(config: Config, task: Task, layout: Layout, world: World) -> lis
 def _counts(config: Config, task: Task, layout: Layout, measures: bool) -> list[int]:
     """Layers a stage. Rank 0 alone measures, as another rank would measure something else."""
     layers, num_stages = task.layers, config.parallel.pipeline
-    given = _given(config, [layer.name for layer in layers])
+    given = given_partition(config, [layer.name for layer in layers])
     if given is not None or num_stages == 1 or not measures:
         return given or partition.uniform(len(layers), num_stages)
     units = next(units for step in task.sampler.epoch() for units in step.rounds if units)
@@ -53,8 +53,11 @@ def _counts(config: Config, task: Task, layout: Layout, measures: bool) -> list[
         return partition.balanced(layer_seconds(layers, task.micro_batch(batch), layout.device), num_stages)
 
 
-def _given(config: Config, names: Sequence[str]) -> list[int] | None:
-    """The layers a stage where the configuration says so; None where they are to be measured."""
+def given_partition(config: Config, names: Sequence[str]) -> list[int] | None:
+    """The layers a stage where the configuration says so; None where the best cut is to be found ("auto").
+
+    Raises `UserError` where the named layers cannot be cut so.
+    """
     wanted, num_stages = config.parallel.partition, config.parallel.pipeline
     even = partition.uniform(len(names), num_stages)  # refuses more stages than layers
     if isinstance(wanted, list):
