@@ -8,8 +8,8 @@
 A tied embedding's bucket is the exception: its dense part is there first and is sent alone, and the rows of its
 lookups follow when backward ends (`parallel.rows`).
 
-The hooks run after a parameter's gradient is complete (`register_post_accumulate_grad_hook`), copy it into the
-bucket and drop it, so that a gradient exists once. With several rounds a step only the last one sends.
+The hooks run after a parameter's gradient is complete (`register_post_accumulate_grad_hook`) and copy the step's first
+into the bucket, where autograd adds the next ones: a gradient exists once. With several rounds only the last one sends.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -74,6 +74,7 @@ class GradientReducer:
     def begin(self) -> None:
         """Forgets the last step's gradients."""
         self._sending = [False] * len(self.buckets)
+        self._drop_gradients()
         for written in self._written:
             written.clear()
         for row in self._rows.values():
@@ -104,6 +105,12 @@ class GradientReducer:
         self._waits.clear()
         for add in add_rows:
             add()
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                slot.parameter.grad = None
 
     def _hook(self, index: int, slot: Slot) -> Callable[[nn.Parameter], None]:
         place = slot.view(self.buckets[index].gradients)
@@ -111,12 +118,10 @@ class GradientReducer:
 
         def store(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            if slot.name in written:
-                place.add_(parameter.grad)
-            else:
+            if parameter.grad is not place:  # the first of this step; the next ones autograd itself adds to it
                 place.copy_(parameter.grad)
+                parameter.grad = place
                 written.add(slot.name)
-            parameter.grad = None
             if self._sending[index]:
                 self._missing[index] -= 1
                 if self._missing[index] == 0:

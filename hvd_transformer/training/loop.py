@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, chain, islice, pairwise
 from typing import Any
 
 import torch
@@ -153,9 +153,12 @@ class Trainer:
         self.buckets = [bucket for buckets in stage_buckets for bucket in buckets]
         ends = list(accumulate(map(len, stage_buckets), initial=0))
         self._stage_indices = [range(*pair) for pair in pairwise(ends)]
-        # In the model's order, so that their norm does not depend on stages and buckets.
-        slots = {slot.name: slot.view(bucket.gradients) for bucket in self.buckets for slot in bucket.slots}
-        self._gradients = [slots[name] for name, _ in model.named_parameters()]
+        # Each stage's, with their places in the model.
+        place = {name: number for number, (name, _) in enumerate(model.named_parameters())}
+        self._gradients = [
+            [(place[slot.name], slot.view(bucket.gradients)) for bucket in buckets for slot in bucket.slots]
+            for buckets in stage_buckets
+        ]
         self.optimizers = [FlatOptimizer(config.optimizer, buckets) for buckets in stage_buckets]
         self.scaler = LossScaler(config.training.precision)
         self.reducer = GradientReducer(
@@ -271,7 +274,7 @@ class Trainer:
 
     def _update(self, factor: float, rate: float, loss: float) -> float:
         """Scales the summed gradients to the mean, clips, and steps the optimizer; returns the norm."""
-        norm = factor * float(nn.utils.get_total_norm(self._gradients))
+        norm = factor * self._norm()
         if not math.isfinite(norm) or not math.isfinite(loss):
             if self.scaler.active and self.scaler.scale > 1:
                 self.scaler.overflow()
@@ -283,18 +286,28 @@ class Trainer:
         clip_norm = self.config.optimizer.clip_norm
         if clip_norm is not None:
             factor *= min(1.0, clip_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
-        if factor != 1.0:
-            for bucket in self.buckets:
-                bucket.gradients.mul_(factor)
 
         def update(stage: int) -> None:
             with self.timeline.span(f"stage {stage}", "update"):
+                if factor != 1.0:
+                    for index in self._stage_indices[stage]:
+                        self.buckets[index].gradients.mul_(factor)
                 self.optimizers[stage].step(rate)
 
         self.pipeline.map(update)
         self.scaler.good()
         self.position.updates += 1
         return norm
+
+    def _norm(self) -> float:
+        """Of all gradients. The parameters' own are joined in the model's order: stages and buckets change no bit."""
+
+        def norms(stage: int) -> list[tuple[int, Tensor]]:
+            return [(place, torch.linalg.vector_norm(gradient)) for place, gradient in self._gradients[stage]]
+
+        found = dict(chain.from_iterable(self.pipeline.map(norms)))
+        joined = torch.stack([found[place].to(self.layout.device) for place in sorted(found)])
+        return float(torch.linalg.vector_norm(joined))
 
     def _advance(self, plan: Step, samples: int, targets: int) -> None:
         position = self.position
