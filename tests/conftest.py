@@ -4,10 +4,11 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 REPOSITORY = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
@@ -22,6 +23,15 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"needs the data sets in {folder}")
     return folder
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """The sums of a matrix product depend on the number of threads; stages share this process's among them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def rank_environment() -> dict[str, str]:

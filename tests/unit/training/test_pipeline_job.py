@@ -12,6 +12,8 @@ from hvd_transformer.config import Config
 from hvd_transformer.errors import UserError
 from hvd_transformer.training.loop import Trainer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NUM_BLOCKS = 4  # with embedding and output layer: 6 layers
 
 

@@ -84,6 +84,7 @@ def test_the_state_is_exact_under_other_bucket_sizes(optimizer: str, here: float
     assert run(other) == pytest.approx(run(job), rel=1e-4)
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("here", "there"), [(4, 1), (1, 3), (4, 2)])
 def test_a_checkpoint_does_not_depend_on_the_stages(here: int, there: int, tmp_path: Path) -> None:
     words = [*SETTINGS, "model.num_layers=2", "optimizer.clip_norm=0.01", "parallel.micro_batches=2"]
