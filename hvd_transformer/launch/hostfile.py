@@ -1,0 +1,189 @@
+"""Hosts and their slots, from `-H` or from a host file in any of the usual forms."""
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+from ipaddress import IPv6Address
+from pathlib import Path
+from typing import NamedTuple
+
+from hvd_transformer.errors import UserError
+from hvd_transformer.launch.rank_table import read_rank_table
+
+MAX_SLOTS = 1024
+MAX_HOSTS = 10_000
+_MAX_BYTES = 1 << 20
+_FORMS = "allowed are: host, host:2, host slots=2, node[01-08]:2, [fe80::1]:2"
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")  # never a dash first: ssh would take it for an option
+_SLOT_WORD = re.compile(r"(slots|max[-_]slots)=(.*)")
+
+
+class Host(NamedTuple):
+    """A host and how many ranks it takes. An IPv6 address stands without brackets."""
+
+    name: str
+    slots: int
+
+
+def parse_hosts(text: str) -> list[Host]:
+    """The hosts of a `-H host:2,node[01-08]:4` option.
+
+    Raises `UserError` that names the malformed item.
+    """
+    items = re.split(r",(?![^\[\]]*\])", text)  # not at the commas of a range
+    places = [(f"-H {_quoted(item)}", item.strip()) for item in items]
+    return _unique((where, host) for where, item in places for host in _hosts([item], where))
+
+
+def read_hostfile(file: Path) -> list[Host]:
+    """The hosts of a file: Horovod's, Open MPI's or MPICH's lines, or a MindSpore rank table.
+
+    Raises `UserError` that names file and line, also where the file cannot be read.
+    """
+    try:
+        with file.open("rb") as stream:
+            data = stream.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
+    except ValueError as error:  # a NUL in the path
+        raise UserError(f"--hostfile: {error}") from None
+    if len(data) > _MAX_BYTES:
+        raise UserError(f"{file}: larger than 1 MiB, which no host file is")
+    try:
+        return parse_hostfile(data.decode("utf-8-sig"), str(file))
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{file}, line {line}: no valid UTF-8") from None
+
+
+def parse_hostfile(text: str, name: str) -> list[Host]:
+    """The hosts of a host file's text; `name` is what messages call the file.
+
+    Raises `UserError` that names file and line.
+    """
+    if text.lstrip().startswith("{"):
+        table = read_rank_table(text, name)
+        return _unique((where, Host(_name(host, where), _slots(str(slots), where))) for where, host, slots in table)
+    found = _unique(_lines(text, name))
+    if not found:
+        raise UserError(f"{name}: no hosts; {_FORMS}, one a line")
+    return found
+
+
+def assign(hosts: list[Host], num_ranks: int) -> list[Host]:
+    """The hosts, in order, with no more slots than ranks: horovodrun would start a rank in each slot.
+
+    Raises `UserError` where the slots are too few.
+    """
+    total = sum(host.slots for host in hosts)
+    if num_ranks > total:
+        raise UserError(f"-np {num_ranks}: the hosts have {total} slot{'s' * (total != 1)}")
+    result, left = [], num_ranks
+    for host in hosts:
+        if left:
+            result.append(Host(host.name, min(host.slots, left)))
+            left -= result[-1].slots
+    return result
+
+
+def _lines(text: str, name: str) -> Iterator[tuple[str, Host]]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        words = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split()
+        where = f"{name}, line {number}"
+        for host in _hosts(words, where) if words else ():
+            yield where, host
+
+
+def _hosts(words: list[str], where: str) -> list[Host]:
+    """The hosts of one line or item: a name, perhaps a range, its slots behind a colon or as words."""
+    first, *rest = words
+    bracketed = re.fullmatch(r"\[([^\[\]]*:[^\[\]]*)\](.*)", first)
+    if bracketed:
+        names, tail = [_address(bracketed[1], where)], bracketed[2]
+    else:
+        pattern, colon, count = first.partition(":")
+        if ":" in count and "[" not in first:
+            raise UserError(f"{where}: {_quoted(first)}: more than one colon; an IPv6 address stands in brackets")
+        names, tail = _expand(pattern, where), colon + count
+    counts = {}
+    if tail:
+        if not tail.startswith(":"):
+            raise UserError(f"{where}: {_quoted(first)}: {_FORMS}")
+        counts["slots"] = _slots(tail[1:], where)
+    for word in rest:
+        match = _SLOT_WORD.fullmatch(word)
+        if not match:
+            raise UserError(f"{where}: {_quoted(word)} after the host; {_FORMS}, and max_slots=4 behind slots=2")
+        key = match[1].replace("-", "_")
+        if key in counts:
+            raise UserError(f"{where}: two numbers of {key}")
+        counts[key] = _slots(match[2], where)
+    slots = counts.get("slots", 1)
+    if counts.get("max_slots", slots) < slots:
+        raise UserError(f"{where}: max_slots={counts['max_slots']} is below slots={slots}")
+    return [Host(host, slots) for host in names]
+
+
+def _expand(pattern: str, where: str) -> list[str]:
+    """node[01-03,07] as node01, node02, node03, node07; several ranges as all combinations."""
+    texts = re.split(r"\[([^\[\]]*)\]", pattern)  # names and ranges, in turn
+    choices = [[text] if at % 2 == 0 else _numbers(text, where) for at, text in enumerate(texts)]
+    total = 1
+    for choice in choices:
+        total *= len(choice)
+    if total > MAX_HOSTS:
+        raise UserError(f"{where}: {_quoted(pattern)} is {total} hosts; at most {MAX_HOSTS} are allowed")
+    return [_name("".join(parts), where) for parts in itertools.product(*choices)]
+
+
+def _numbers(text: str, where: str) -> list[str]:
+    """The numbers of a range such as 01-04,07, as wide as they are written."""
+    result: list[str] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part.strip())
+        first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
+        if int(last) < int(first):
+            raise UserError(f"{where}: [{_quoted(text)[1:-1]}]: no range of numbers such as [01-08] or [1-4,7]")
+        if len(result) + int(last) - int(first) >= MAX_HOSTS:
+            raise UserError(f"{where}: [{_quoted(text)[1:-1]}]: more than {MAX_HOSTS} hosts")
+        width = len(first) if first.startswith("0") else 0
+        result += [str(number).zfill(width) for number in range(int(first), int(last) + 1)]
+    return result
+
+
+def _name(text: str, where: str) -> str:
+    if not _NAME.fullmatch(text):
+        raise UserError(f"{where}: {_quoted(text)} is no host name (letters, digits, '.', '-' and '_'); {_FORMS}")
+    return text
+
+
+def _address(text: str, where: str) -> str:
+    try:
+        return str(IPv6Address(text))
+    except ValueError:
+        raise UserError(f"{where}: {_quoted(text)} is no IPv6 address") from None
+
+
+def _slots(text: str, where: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,6}", text) or not 1 <= int(text) <= MAX_SLOTS:
+        raise UserError(f"{where}: {_quoted(text)} slots; a host has 1 to {MAX_SLOTS}")
+    return int(text)
+
+
+def _unique(found: Iterable[tuple[str, Host]]) -> list[Host]:
+    """The hosts. Raises `UserError` where one is there twice, and so its slots, or where they are too many."""
+    places: dict[str, str] = {}
+    result = []
+    for where, host in found:
+        if host.name.lower() in places:
+            raise UserError(f"{where}: host {host.name} is there already: {places[host.name.lower()]}")
+        places[host.name.lower()] = where
+        result.append(host)
+        if len(result) > MAX_HOSTS:
+            raise UserError(f"{where}: more than {MAX_HOSTS} hosts")
+    return result
+
+
+def _quoted(text: str) -> str:
+    """On one line and not too long, whatever it holds."""
+    return ascii(text if len(text) <= 40 else text[:37] + "...")

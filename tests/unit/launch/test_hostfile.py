@@ -1,0 +1,202 @@
+"""Every usual form of a host file gives hosts and slots; anything else is told in one line that names file and line."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from hvd_transformer.errors import UserError
+from hvd_transformer.launch.hostfile import Host, assign, parse_hostfile, parse_hosts, read_hostfile
+
+
+def refused(text: str) -> str:
+    """The one line that this host file gets."""
+    with pytest.raises(UserError) as caught:
+        parse_hostfile(text, "hosts")
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    assert message.startswith("hosts")
+    return message
+
+
+LINES = {
+    "host slots=2": [("host", 2)],
+    "host slots = 2 max_slots=4": [("host", 2)],
+    "host slots=2 max-slots=2": [("host", 2)],
+    "host:2": [("host", 2)],
+    "host": [("host", 1)],
+    "10.0.0.1:8": [("10.0.0.1", 8)],
+    "a.b-c_d:1024": [("a.b-c_d", 1024)],
+    "[fe80::1]:2": [("fe80::1", 2)],
+    "[fe80::1] slots=3": [("fe80::1", 3)],
+    "[::1]": [("::1", 1)],
+    "node[01-03]": [("node01", 1), ("node02", 1), ("node03", 1)],
+    "node[01-02,07]:2": [("node01", 2), ("node02", 2), ("node07", 2)],
+    "node[9-11].net slots=4": [("node9.net", 4), ("node10.net", 4), ("node11.net", 4)],
+    "r[1-2]n[1-2]": [("r1n1", 1), ("r1n2", 1), ("r2n1", 1), ("r2n2", 1)],
+    "  host:2\t# the fast one": [("host", 2)],
+    "# nothing\n\n \t\nhost:2\r\nother\r\n": [("host", 2), ("other", 1)],
+}
+
+
+@pytest.mark.parametrize("text", LINES)
+def test_each_form(text: str) -> None:
+    assert parse_hostfile(text, "hosts") == LINES[text]
+
+
+OPTIONS = {
+    "h1:2,h2:2": [("h1", 2), ("h2", 2)],
+    " h1:2 , h2 ": [("h1", 2), ("h2", 1)],
+    "node[01-02,05]:2,other:1": [("node01", 2), ("node02", 2), ("node05", 2), ("other", 1)],
+    "[fe80::1]:2,h2": [("fe80::1", 2), ("h2", 1)],
+}
+
+
+@pytest.mark.parametrize("text", OPTIONS)
+def test_the_option(text: str) -> None:
+    assert parse_hosts(text) == OPTIONS[text]
+
+
+@pytest.mark.parametrize("text", ["", ",", "h1:2,", "h1:2,,h2", "h1 slots=2", "h1:0", "h1:2,h1:2", "-h:2", "h1:2\nh2"])
+def test_a_malformed_option_is_one_line(text: str) -> None:
+    with pytest.raises(UserError, match=r"^-H .*$"):
+        parse_hosts(text)
+
+
+MALFORMED = {
+    "host:0": "line 1: '0' slots; a host has 1 to 1024",
+    "\nhost:-1": "line 2: '-1' slots",
+    "host slots=999999999999999999999": "slots; a host has 1 to 1024",
+    "host slots=": "'' slots",
+    "host slots=two": "'two' slots",
+    "host:2.5": "'2.5' slots",
+    "host:²": "'\\xb2' slots",
+    "host 2": "'2' after the host; allowed are: host, host:2, host slots=2",
+    "host:2 slots=2": "two numbers of slots",
+    "host slots=2 slots=3": "two numbers of slots",
+    "host slots=4 max_slots=2": "max_slots=2 is below slots=4",
+    "host slots=4 cpus=2": "'cpus=2' after the host",
+    "fe80::1": "'fe80::1': more than one colon; an IPv6 address stands in brackets",
+    "[fe80::x]:2": "'fe80::x' is no IPv6 address",
+    "[fe80::1]2": "'[fe80::1]2': allowed are",
+    "-oProxyCommand=x": "is no host name",
+    "user@host:2": "'user@host' is no host name",
+    "host;reboot": "is no host name",
+    "höst": "'h\\xf6st' is no host name",
+    "node[1-": "'node[1-' is no host name",
+    "node[]": "[]: no range of numbers such as [01-08]",
+    "node[8-1]": "[8-1]: no range of numbers",
+    "node[a-c]": "[a-c]: no range of numbers",
+    "node[0-99999]": "[0-99999]: more than 10000 hosts",
+    "a[0-999]b[0-999]": "'a[0-999]b[0-999]' is 1000000 hosts; at most 10000",
+    "a\nb\nA": "line 3: host A is there already: hosts, line 1",
+    "node[1-3]\nnode2:4": "line 2: host node2 is there already: hosts, line 1",
+    "a[0-6000]\nb[0-6000]": "line 2: more than 10000 hosts",
+    "": "no hosts",
+    "# only\n\n# comments": "no hosts",
+    "x" * 300: "is no host name",
+    "{": "line 1: no valid JSON",
+    "{}": 'must hold "version": "1.0"',
+    '{"version": "1.0"}': "server_list must be a list of servers",
+    '{"version": "1.0", "server_list": [3]}': "server_list[0]: must hold server_id",
+    '{"version": "1.0", "server_list": [{"server_id": "a"}]}': "server_list[0]: device must be a list",
+    '{"version": "1.0", "server_list": [{"server_id": "a b", "device": [1]}]}': "server_list[0]: 'a b' is no host name",
+    '{"version": "1.0", "server_count": 2, "server_list": [1]}': "1 servers, which is not its server_count",
+    '{"a":' * 100000: "no rank table",
+    '{"version": ' + "1" * 5000 + "}": "no rank table",
+}
+
+
+@pytest.mark.parametrize("text", MALFORMED, ids=lambda text: ascii(text)[:30])
+def test_a_malformed_line_is_named_with_what_is_allowed(text: str) -> None:
+    assert MALFORMED[text] in refused(text)
+
+
+def test_a_hundred_host_files_with_one_damaged_line_each() -> None:
+    """The damage is always found, in its line."""
+    rng = random.Random(4)
+    for _ in range(150):
+        lines = [rng.choice([f"n{at}:2", f"n{at} slots=2", f"n{at}", f"r{at}x[1-3]", "# text"]) for at in range(9)]
+        broken = rng.randrange(len(lines))
+        place = rng.choice(["host:2", "host slots=2", "host[1-2]:2"])
+        at = rng.randrange(len(place) + 1)
+        lines[broken] = place[:at] + rng.choice(";@!$&*()<>?/\\|^~`'\"é{}") + place[at:]
+        assert refused("\n".join(lines)).startswith(f"hosts, line {broken + 1}: ")
+
+
+@given(
+    st.one_of(
+        st.text(), st.text(alphabet="n1[]-,: #=\nslotmax_{}\"'"), st.lists(st.sampled_from(list(LINES))).map("\n".join)
+    )
+)
+@example('{"version": "1.0", "server_list": [{"server_id": "n", "device": [{}, {}]}]}')
+def test_any_text_gives_hosts_or_one_line(text: str) -> None:
+    try:
+        hosts = parse_hostfile(text, "hosts")
+    except UserError as error:
+        assert len(str(error).splitlines()) == 1
+        return
+    assert hosts
+    assert len({host.name for host in hosts}) == len(hosts)
+    assert all(1 <= host.slots <= 1024 for host in hosts)
+
+
+def test_a_file_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes(b"host:2\nh\xf6st:2\n")
+    (tmp_path / "large").write_bytes(b"# \n" * 400_000)
+    for name, message in {
+        "missing": "missing: cannot be read: No such file or directory",
+        ".": "cannot be read: Is a directory",
+        "latin": "latin, line 2: no valid UTF-8",
+        "large": "larger than 1 MiB",
+        "a\0b": "null byte",
+    }.items():
+        with pytest.raises(UserError, match=f"^[^\n]*{message}[^\n]*$"):
+            read_hostfile(tmp_path / name)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_name(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_bytes(b"\xef\xbb\xbfhost:2\r\n")
+    assert read_hostfile(tmp_path / "hosts") == [Host("host", 2)]
+
+
+EXAMPLES = {
+    "localhost": [("localhost", 2)],
+    "two-nodes": [("node1", 4), ("node2", 4)],
+    "eight-nodes-mixed": [
+        *((f"node0{number}", 8) for number in (1, 2, 3, 4)),
+        *((f"node0{number}", 4) for number in (5, 7, 8)),
+        ("login.cluster", 2),
+    ],
+    "rank-table.json": [("10.0.0.1", 2), ("10.0.0.2", 2)],
+}
+
+
+def test_every_example_is_parsed() -> None:
+    folder = REPOSITORY / "hostfiles"
+    assert {path.name: read_hostfile(path) for path in folder.iterdir()} == EXAMPLES
+
+
+def test_a_rank_table_from_another_tool(tmp_path: Path) -> None:
+    servers = [
+        {"server_id": f"10.0.0.{at}", "device": [{"device_id": str(rank)} for rank in range(8)]} for at in (1, 2)
+    ]
+    (tmp_path / "table.json").write_text(json.dumps({"version": "1.0", "server_list": servers}))
+    assert read_hostfile(tmp_path / "table.json") == [("10.0.0.1", 8), ("10.0.0.2", 8)]
+
+
+def test_slots_are_trimmed_to_the_ranks() -> None:
+    assert assign([Host("localhost", 4)], 2) == [("localhost", 2)]
+    hosts = [Host("a", 4), Host("b", 4), Host("c", 4)]
+    assert assign(hosts, 12) == hosts
+    assert assign(hosts, 6) == [("a", 4), ("b", 2)]
+    assert assign(hosts, 1) == [("a", 1)]
+
+
+def test_more_ranks_than_slots_names_both_numbers() -> None:
+    with pytest.raises(UserError, match="^-np 9: the hosts have 8 slots$"):
+        assign([Host("a", 4), Host("b", 4)], 9)
