@@ -27,6 +27,7 @@ lint: install
 bench: install
 	$(BIN)/python -m benchmarks.data_parallel
 	$(BIN)/python -m benchmarks.pipeline
+	$(BIN)/python -m benchmarks.partition
 
 install: $(VENV)/installed
 

@@ -45,6 +45,7 @@ def trainer(socket: str, settings: Sequence[str]) -> None:
 
     serve(socket, step)
     check_replicas(job.buckets, world, "after the benchmark")
+    job.close()
     world.close()
 
 

@@ -1,4 +1,4 @@
-"""Pipeline parallel training: ours in both schedules, torch's Schedule1F1B over gloo, and no pipeline at all.
+"""Pipeline parallel training: ours in its three schedules, torch's Schedule1F1B over gloo, and no pipeline at all.
 
 Tokens a second of one model in 2 stages on this machine, one thread each; see PIPELINE in `benchmarks.workload`. Ours
 are two threads of one process, torch's are two processes.
@@ -21,9 +21,10 @@ from benchmarks.workload import PIPELINE, SyntheticTask, make_config
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.parallel import schedule
 from hvd_transformer.training.allocator import keep_freed_memory
-from hvd_transformer.training.stages import layer_seconds
+from hvd_transformer.training.layer_measure import measure_layers
 
-F1B, GPIPE, NONE, TORCH = "pipeline of 2, 1F1B", "pipeline of 2, gpipe", "no pipeline", "torch 1F1B"
+F1B, GPIPE, ZERO = "pipeline of 2, 1F1B", "pipeline of 2, gpipe", "pipeline of 2, zero bubble"
+NONE, TORCH = "no pipeline", "torch 1F1B"
 CUT = (5, 5)  # layers a stage, for all: the embedding and 4 blocks, 4 blocks and the head
 STAGES = ("parallel.pipeline=2", f"parallel.partition={list(CUT)}")
 # Of a layer's time; backward has about twice as many multiplications.
@@ -66,22 +67,17 @@ def measure_stages() -> Stages:
     count = config.parallel.micro_batches
     batch = tuple(tensor[: config.training.batch_size // count] for tensor in task.batch(0, range(task.batch_size)))
     keep_freed_memory()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        micro_batch = task.micro_batch(batch)
-        layer_seconds(task.layers, micro_batch, torch.device("cpu"))  # the first time is slower
-        seconds = layer_seconds(task.layers, micro_batch, torch.device("cpu"))
-    finally:
-        torch.set_num_threads(threads)
+    costs = measure_layers(task.layers, task.micro_batch(batch), torch.device("cpu"))
+    seconds = [cost.seconds for cost in costs]
     return Stages([sum(seconds[: CUT[0]]), sum(seconds[CUT[0] :])], count)
 
 
 def contestants() -> list[Contestant]:
-    """The four; ours of one process each, torch's of one a stage."""
+    """All five; ours of one process each, torch's of one a stage."""
     return [
         ours(F1B, *STAGES, "parallel.schedule=1f1b"),
         ours(GPIPE, *STAGES, "parallel.schedule=gpipe"),
+        ours(ZERO, *STAGES, "parallel.schedule=zero_bubble"),
         ours(NONE),
         torchrun(TORCH, "torch1f1b", *PIPELINE, *STAGES),
     ]
@@ -97,7 +93,11 @@ def ours(name: str, *settings: str) -> Contestant:
 def main(rounds: int, steps: int, warmup: int, file: Path | None) -> None:
     """Measure training in a pipeline of 2 stages against torch's Schedule1F1B and against no pipeline."""
     stages = measure_stages()
-    targets = [Target([F1B], TORCH, 1.05), Target([F1B], NONE, 0.95 * stages.ideal)]
+    targets = [
+        target
+        for name in (F1B, ZERO)
+        for target in (Target([name], TORCH, 1.05), Target([name], NONE, 0.95 * stages.ideal))
+    ]
     figures = {"seconds": list(stages.seconds), "imbalance": stages.imbalance, "ideal": stages.ideal}
     run(contestants(), targets, Options(rounds, steps, warmup), file, {"stages": figures})
     click.echo(str(stages))

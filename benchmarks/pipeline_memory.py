@@ -1,12 +1,13 @@
-"""Memory of a pipeline's activations: both schedules, with and without recompute, 4 stages, 8 micro-batches.
+"""Memory of a pipeline's activations against what `plan` says: every schedule and recompute setting, 4 stages.
 
-Each in a process of its own, which counts in two ways:
+Each in a process of its own, which runs three steps and counts in three ways:
 
-saved    the tensors that autograd keeps for backward, in bytes, each stage's peak. A block that is computed again
-         keeps its input alone; what that one block keeps while it is computed again is not counted.
-process  how far the process's peak (VmHWM) lies above what it had before the step.
-
-A stage's peak divided by what a single micro-batch saves there is how many it held.
+allocated  the bytes of all tensors that a stage's operations made and that are alive, each stage's peak: activations,
+           what one block makes while it is computed again, gradients on their way. Weights and their gradients were
+           there before. The plan's figures are of the same.
+held       the tensors that autograd keeps for backward, each stage's peak divided by what a single micro-batch keeps
+           there: so many micro-batches it held (with `except_last` counted in whole ones).
+process    how far the process's peak (VmHWM) lies above what it had before the step.
 """
 
 import ctypes
@@ -17,26 +18,27 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import accumulate, pairwise, product
 from pathlib import Path
-from typing import Literal
 
 import click
 import torch
-from torch import Tensor
 
+from benchmarks.saved_tensors import SavedTensors
 from benchmarks.workload import PIPELINE, SyntheticTask, make_config
 from hvd_transformer.atomic import write_text
 from hvd_transformer.data.sampler import Replica
-from hvd_transformer.parallel.pipeline import Pipeline, Stage
-from hvd_transformer.parallel.schedule import make_schedule, most_in_flight
+from hvd_transformer.models.linear import Product
+from hvd_transformer.parallel.later import Later
+from hvd_transformer.parallel.pipeline import Pipeline, Recompute, Stage
+from hvd_transformer.parallel.schedule import SCHEDULES, ScheduleName, make_schedule, most_in_flight
+from hvd_transformer.perf.allocated import Allocated
+from hvd_transformer.perf.plan import RECOMPUTES, make_plan
 
-Kind = Literal["gpipe", "1f1b"]
-Recompute = Literal["never", "always"]
-KINDS: tuple[Kind, ...] = ("gpipe", "1f1b")
-RECOMPUTES: tuple[Recompute, ...] = ("never", "always")
 CUT = (3, 2, 2, 3)  # 2 blocks a stage; the embedding with the first, the head with the last
-MICRO_BATCHES = 8
+CONFIG = make_config([*PIPELINE, f"parallel.pipeline={len(CUT)}", f"parallel.partition={list(CUT)}"])
+TOLERANCE = 0.15  # between the plan and what is measured
 _MIB = 2**20
 
 
@@ -44,103 +46,73 @@ _MIB = 2**20
 class Memory:
     """One process's figures, in bytes and by stage."""
 
-    schedule: Kind
+    schedule: ScheduleName
     recompute: Recompute
-    saved: list[int]  # the peak
-    single: list[int]  # what one micro-batch alone saves
+    allocated: list[int]  # at the peak
+    held: list[float]  # micro-batches at the peak
     process: int
-
-    @property
-    def held(self) -> list[float]:
-        """Micro-batches that each stage held at its peak."""
-        return [peak / one for peak, one in zip(self.saved, self.single, strict=True)]
-
-    @property
-    def allowed(self) -> list[int]:
-        """Micro-batches that each stage may hold: all with gpipe, N - s with 1f1b."""
-        return [most_in_flight(operations) for operations in make_schedule(self.schedule, len(CUT), MICRO_BATCHES)]
 
     @property
     def as_promised(self) -> bool:
         """A hundredth is for what a stage saves beside its micro-batches."""
-        return all(held <= allowed + 0.01 for held, allowed in zip(self.held, self.allowed, strict=True))
+        schedule = make_schedule(self.schedule, len(CUT), CONFIG.parallel.micro_batches)
+        return all(held <= most_in_flight(own) + 0.01 for held, own in zip(self.held, schedule, strict=True))
 
 
-class SavedTensors:
-    """Counts the bytes that autograd saves in the thread that enters it, until that leaves; weights do not count."""
-
-    def __init__(self, weights: Sequence[Tensor]) -> None:
-        self._weights = {weight.untyped_storage().data_ptr() for weight in weights}
-        self._users: dict[int, int] = {}  # of each storage, by its address
-        self._bytes = self.peak = 0
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
-
-    def enter(self) -> None:
-        self._hooks.__enter__()
-
-    def leave(self) -> None:
-        self._hooks.__exit__()
-
-    def add(self, address: int, size: int) -> None:
-        self._users[address] = self._users.get(address, 0) + 1
-        if self._users[address] == 1 and address not in self._weights:
-            self._bytes += size
-            self.peak = max(self.peak, self._bytes)
-
-    def remove(self, address: int, size: int) -> None:
-        self._users[address] -= 1
-        if self._users[address] == 0 and address not in self._weights:
-            self._bytes -= size
-
-    def take_peak(self) -> int:
-        """Since the last call."""
-        peak, self.peak = self.peak, self._bytes
-        return peak
-
-    def _pack(self, tensor: Tensor) -> "_Saved":
-        return _Saved(self, tensor)
-
-
-class _Saved:
-    """One saved tensor, until autograd lets go of it."""
-
-    def __init__(self, counter: SavedTensors, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self.tensor, self._counter, self._place = tensor, counter, (storage.data_ptr(), storage.nbytes())
-        counter.add(*self._place)
-
-    def __del__(self) -> None:
-        self._counter.remove(*self._place)
-
-
-def measure(kind: Kind, recompute: Recompute) -> Memory:
-    """One step in this process, after one of a single micro-batch, which also makes the gradients."""
+def measure(kind: ScheduleName, recompute: Recompute) -> Memory:
+    """Some steps in this process."""
     torch.set_num_threads(1)
-    config = make_config(PIPELINE)
-    task = SyntheticTask(config, Replica(0, 1))
+    task = SyntheticTask(CONFIG, Replica(0, 1))
     inputs, targets = task.batch(0, range(task.batch_size))
-    size = task.batch_size // MICRO_BATCHES
+    size = task.batch_size // CONFIG.parallel.micro_batches
     pieces = zip(inputs.split(size), targets.split(size), strict=True)
     micro_batches = [task.micro_batch(piece) for piece in pieces]
+    _prepare_gradients(task)
+    # Numbered CPUs have the pipeline copy from stage to stage, as between GPUs: each stage holds its own.
     stages = [
-        Stage(task.layers[start:stop], torch.device("cpu")) for start, stop in pairwise(accumulate(CUT, initial=0))
+        Stage(task.layers[start:stop], torch.device("cpu", number))
+        for number, (start, stop) in enumerate(pairwise(accumulate(CUT, initial=0)))
     ]
     pipeline = Pipeline(stages, schedule=kind, recompute=recompute, context=lambda number: nullcontext())
+    for stage, later in zip(stages, pipeline.later, strict=True):
+        _leave_products(stage, later)
     weights = list(task.model.parameters())
-    counters = [SavedTensors(weights) for _ in stages]
-    # In the workers themselves: hooks are a thread's own. Not in `context`, which is inside a checkpoint: there they
-    # would take the tensors from the checkpoint, and keep them.
-    pipeline.map(lambda stage: counters[stage].enter())
+    saved = [SavedTensors(weights) for _ in stages]
+    # In the workers themselves: hooks and modes are a thread's own. Not in `context`, which is inside a checkpoint:
+    # there the hooks would take the tensors from the checkpoint, and keep them.
+    pipeline.map(lambda stage: saved[stage].enter())
     pipeline.train(micro_batches[:1], 1.0)
-    single = [counter.take_peak() for counter in counters]
+    single = [counter.take_peak() for counter in saved]
+    pipeline.train(micro_batches, 1.0)
+    held = [counter.take_peak() / one for counter, one in zip(saved, single, strict=True)]
+    pipeline.map(lambda stage: saved[stage].leave())
+    allocated = [Allocated() for _ in stages]
+    pipeline.map(lambda stage: allocated[stage].__enter__())
     ctypes.CDLL(None).malloc_trim(0)
     before = _reset_peak()
     pipeline.train(micro_batches, 1.0)
     process = _status("VmHWM") - before
-    saved = [counter.take_peak() for counter in counters]
-    pipeline.map(lambda stage: counters[stage].leave())
+    pipeline.map(lambda stage: allocated[stage].__exit__(None, None, None))
     pipeline.close()
-    return Memory(kind, recompute, saved, single, process)
+    return Memory(kind, recompute, [counter.peak for counter in allocated], held, process)
+
+
+def _prepare_gradients(task: SyntheticTask) -> None:
+    """As in training: they are there before, and lookups add rows to theirs."""
+    for weight in task.model.parameters():
+        weight.grad = torch.zeros_like(weight)
+    embedding = task.model.embedding.embedding
+    gradient = embedding.weight.grad
+    assert gradient is not None
+    embedding.take_rows = lambda tokens, rows: gradient.index_add_(0, tokens, rows)
+
+
+def _leave_products(stage: Stage, later: Later) -> None:
+    """As in training: linear layers' weights get their gradients when the stage has time for it."""
+    for module in (module for layer in stage.layers for module in layer.module.modules()):
+        if isinstance(module, Product):
+            add = module.add_product
+            module.take_product = lambda values, grad, add=add: later(partial(add, values, grad))  # type: ignore[misc]
 
 
 def _reset_peak() -> int:
@@ -157,49 +129,95 @@ def _status(key: str) -> int:
     raise LookupError(key)
 
 
-def measure_all() -> list[Memory]:
+def measure_all(schedules: Sequence[ScheduleName]) -> list[Memory]:
     """Each in a new process, one after the other."""
     memories = []
-    for kind, recompute in product(KINDS, RECOMPUTES):
+    for kind, recompute in product(schedules, RECOMPUTES):
         # Started anew, not forked: a child would have its parent's memory.
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
             memories.append(process.submit(measure, kind, recompute).result())
     return memories
 
 
-def table(memories: Sequence[Memory]) -> str:
-    """The figures for people."""
-    stages = range(len(CUT))
-    lines = [
-        f"{'':17}  saved at the peak, MiB{'':{7 * len(CUT) - 14}}    micro-batches held",
-        f"{'schedule':8} {'recompute':8} "
-        + "".join(f"{f'stage {stage}':>8}" for stage in stages)
-        + f"{'sum':>8}  "
-        + "".join(f"{stage:>6}" for stage in stages)
-        + f"{'process, MiB':>14}",
-    ]
-    lines += [
-        f"{memory.schedule:8} {memory.recompute:9}"
-        + "".join(f"{saved / _MIB:>8.1f}" for saved in [*memory.saved, sum(memory.saved)])
-        + "  "
-        + "".join(f"{held:>6.2f}" for held in memory.held)
-        + f"{memory.process / _MIB:>14.1f}"
+@dataclass(frozen=True)
+class Comparison:
+    """What was measured of each stage and of their sum, and what the plan says of the same."""
+
+    name: str
+    measured: list[float]
+    planned: list[float]
+
+    @property
+    def agrees(self) -> bool:
+        """Within the tolerance."""
+        pairs = zip(self.measured, self.planned, strict=True)
+        return all(abs(planned / measured - 1) <= TOLERANCE for measured, planned in pairs)
+
+
+def compare(memories: Sequence[Memory]) -> list[Comparison]:
+    """MiB of each setting, and how many times less `always` takes than `never`."""
+    stages = make_plan(CONFIG).stages
+    peaks = {
+        (memory.schedule, memory.recompute): Comparison(
+            f"{memory.schedule} {memory.recompute}, MiB",
+            _mib(memory.allocated),
+            _mib([stage.activations[memory.schedule, memory.recompute] for stage in stages]),
+        )
         for memory in memories
-    ]
+    }
+    factors = []
+    for schedule in dict.fromkeys(memory.schedule for memory in memories):
+        never, always = peaks[schedule, "never"], peaks[schedule, "always"]
+        measured, planned = _ratio(never.measured, always.measured), _ratio(never.planned, always.planned)
+        factors.append(Comparison(f"{schedule} never / always", measured, planned))
+    return [*peaks.values(), *factors]
+
+
+def _mib(stages: Sequence[int]) -> list[float]:
+    return [num_bytes / _MIB for num_bytes in [*stages, sum(stages)]]
+
+
+def _ratio(above: Sequence[float], below: Sequence[float]) -> list[float]:
+    return [one / other for one, other in zip(above, below, strict=True)]
+
+
+def table(memories: Sequence[Memory], comparisons: Sequence[Comparison]) -> str:
+    """The figures for people."""
+    columns = [*(f"stage {stage}" for stage in range(len(CUT))), "sum"]
+    lines = [f"{'allocated at the peak':38}" + "".join(f"{column:>9}" for column in columns)]
+    for comparison in comparisons:
+        for kind, values in (("measured", comparison.measured), ("plan", comparison.planned)):
+            name = comparison.name if kind == "measured" else ""
+            lines.append(f"{name:29} {kind:8}" + "".join(f"{value:9.2f}" for value in values))
+    agree = all(comparison.agrees for comparison in comparisons)
+    lines += [f"the plan is {'' if agree else 'NOT '}within {TOLERANCE:.0%} of what is measured", ""]
+    lines += [f"{'micro-batches held':38}" + "".join(f"{column:>9}" for column in columns[:-1]) + "  process, MiB"]
+    for memory in memories:
+        held = "".join(f"{held:9.2f}" for held in memory.held)
+        lines.append(f"{memory.schedule + ' ' + memory.recompute:38}{held}{memory.process / _MIB:14.1f}")
     verdict = "no stage held more" if all(memory.as_promised for memory in memories) else "A STAGE HELD MORE"
-    lines += ["", f"gpipe may hold {MICRO_BATCHES} micro-batches a stage, 1f1b N - s in stage s of N: {verdict}"]
+    all_of_them = CONFIG.parallel.micro_batches
+    lines.append(f"Stage s of N may hold {all_of_them} with gpipe, N - s with 1f1b, N with zero_bubble: {verdict}")
     return "\n".join(lines)
 
 
 @click.command()
+@click.option(
+    "--schedule", "schedules", type=click.Choice(SCHEDULES), multiple=True, default=SCHEDULES, help="Only this."
+)
 @click.option("--json", "file", type=click.Path(path_type=Path), help="Write every figure to this file, too.")
-def main(file: Path | None) -> None:
-    """Measure the memory of activations in a pipeline of 4 stages; fails where a stage holds more than it may."""
-    memories = measure_all()
-    click.echo(table(memories))
+def main(schedules: tuple[ScheduleName, ...], file: Path | None) -> None:
+    """Measure the memory of activations in a pipeline of 4 stages.
+
+    Fails where a stage holds more micro-batches than it may, or the plan is wrong.
+    """
+    memories = measure_all(schedules)
+    comparisons = compare(memories)
+    click.echo(table(memories, comparisons))
     if file is not None:
-        write_text(file, json.dumps([{**asdict(memory), "held": memory.held} for memory in memories], indent=1) + "\n")
-    sys.exit(not all(memory.as_promised for memory in memories))
+        figures = {"memories": list(map(asdict, memories)), "comparisons": list(map(asdict, comparisons))}
+        write_text(file, json.dumps(figures, indent=1) + "\n")
+    sys.exit(not all(part.as_promised for part in memories) or not all(part.agrees for part in comparisons))
 
 
 if __name__ == "__main__":

@@ -71,9 +71,9 @@ class PlainTransformer(nn.Module):
             ours |= {"head.weight": self.head.weight, "head.bias": self.head.bias}
         return ours
 
-    def copy_from(self, model: nn.Module) -> "PlainTransformer":
-        """Takes the weights of a `LanguageModel`: each of them, once."""
-        weights, ours = dict(model.named_parameters()), self.by_our_names()
+    def load(self, weights: dict[str, Tensor]) -> "PlainTransformer":
+        """Takes the weights of a `LanguageModel` by name: each of them, once."""
+        ours = self.by_our_names()
         assert weights.keys() == ours.keys()
         with torch.no_grad():
             for name, parameter in ours.items():

@@ -34,7 +34,7 @@ def test_every_command_works_in_the_readme_s_order(tmp_path):
     assert len(ran) > 8
     summaries = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("runs/*/summary.json")}
     assert {name: summary["world"] for name, summary in summaries.items()} == {
-        "alone": 1, "gloo": 2, "mpi": 2, "mpirun": 2, "readme": 1, "again": 1,
+        "alone": 1, "gloo": 2, "mpi": 2, "mpirun": 2, "launch": 2, "readme": 1, "again": 1,
     }  # fmt: skip
     assert summaries["gloo"]["steps"] == 40  # its second command went on
     assert summaries["readme"]["test_loss" if "test_loss" in summaries["readme"] else "valid_loss"] > 0
@@ -59,7 +59,7 @@ def test_the_two_commands_are_targets_that_do_what_the_readme_says():
 def test_every_file_and_folder_that_the_readme_names_is_there():
     linked = re.findall(r"\]\(([^)#:]+)\)", README)
     assert linked
-    for name in [*linked, "hvd_transformer/comm/environment.py"]:
+    for name in [*linked, "hvd_transformer/comm/environment.py", "hvd_transformer/launch/environment.py"]:
         assert (REPOSITORY / name).exists(), name
     tree = README.split("### The code")[1].split("```")[1]
     rooms = re.findall(r"^  (\w+)/", tree, re.MULTILINE)

@@ -32,7 +32,8 @@ def plan(
     from hvd_transformer.config import load
     from hvd_transformer.errors import UserError
     from hvd_transformer.parallel.drawing import draw_png
-    from hvd_transformer.perf.plan import SCHEDULES, make_plan
+    from hvd_transformer.parallel.schedule import SCHEDULES
+    from hvd_transformer.perf.plan import make_plan
     from hvd_transformer.perf.plan_text import plan_text
 
     if memory_gib is not None and not (memory_gib > 0 and math.isfinite(memory_gib)):

@@ -49,6 +49,8 @@ def set_defaults(local_size: int) -> None:
     if local_size >= usable_cores():
         # Open MPI spins while it waits; ranks that share cores would take them from each other's backward.
         defaults["OMPI_MCA_mpi_yield_when_idle"] = "1"
+    if os.environ.get("HOROVOD_AUTOTUNE") == "1":  # it searches among what nobody has set
+        del defaults["HOROVOD_FUSION_THRESHOLD"], defaults["HOROVOD_CYCLE_TIME"]
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 

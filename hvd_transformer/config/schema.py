@@ -84,7 +84,9 @@ class DataConfig(Section):
     )
     sequence_length: int = setting(128, "tokens a sample", ge=1)
     cache_dir: str = setting(
-        "~/.cache/hvd-transformer/data", "where downloads and token files are kept", may_change=True
+        "~/.cache/hvd-transformer/data",
+        "where downloads, token files and measured layer times are kept",
+        may_change=True,
     )
     workers: int = setting(0, "processes that prepare the token files; 0: one a core", may_change=True, ge=0)
 
@@ -94,9 +96,10 @@ class ParallelConfig(Section):
 
     pipeline: int = setting(1, "pipeline stages a rank, each on a device of its own", may_change=True, ge=1)
     micro_batches: int = setting(1, "a round's samples are cut into at most this many pieces", may_change=True, ge=1)
-    schedule: Literal["gpipe", "1f1b"] = setting(
+    schedule: Literal["gpipe", "1f1b", "zero_bubble"] = setting(
         "1f1b",
-        "order of a stage's work: all forwards first, or one forward, one backward, which holds fewer activations",
+        "order of a stage's work: all forwards first; one forward, one backward, which holds fewer activations; or "
+        "that with the weights' gradients kept for when a stage would wait",
         may_change=True,
     )
     partition: str | list[int] = setting(

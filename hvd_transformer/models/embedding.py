@@ -22,11 +22,10 @@ class Embedding(nn.Embedding):
     def forward(self, tokens: Tensor) -> Tensor:
         """Token numbers [...] to vectors [..., D]."""
         if self.take_rows is None or not torch.is_grad_enabled():
-            return nn.functional.embedding(tokens, self.weight.to(tokens.device))
+            return nn.functional.embedding(tokens.to(self.weight.device), self.weight).to(tokens.device)
         # Something that wants a gradient, so that backward comes by; the weight itself stays out of the graph.
         anchor = torch.empty(0, requires_grad=True, device=tokens.device)
-        # Tied to an output layer on another device it is copied from there.
-        weight = self.weight.detach().to(tokens.device)
+        weight = self.weight.detach()
         vectors: Tensor = _Lookup.apply(anchor, tokens, weight, self.take_rows)  # type: ignore[no-untyped-call]
         return vectors
 
@@ -36,7 +35,8 @@ class _Lookup(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, tokens: Tensor, weight: Tensor, take_rows: TakeRows) -> Tensor:
         ctx.save_for_backward(tokens)
         ctx.take_rows = take_rows
-        return nn.functional.embedding(tokens, weight)
+        # Tied to an output layer on another device, the matrix stays there and the rows travel.
+        return nn.functional.embedding(tokens.to(weight.device), weight).to(tokens.device)
 
     @staticmethod
     @once_differentiable

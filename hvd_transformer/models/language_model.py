@@ -7,10 +7,11 @@ from torch import Tensor, nn
 from hvd_transformer.config.schema import ModelConfig
 from hvd_transformer.models.dropout import number_dropouts
 from hvd_transformer.models.layers import Block, TokenEmbedding
+from hvd_transformer.models.linear import Product
 from hvd_transformer.models.losses import projected_cross_entropy
 
 
-class LanguageModelHead(nn.Module):
+class LanguageModelHead(Product):
     """The final norm (pre-norm models) and the vocabulary projection, with its loss."""
 
     def __init__(self, vocab_size: int, config: ModelConfig) -> None:
@@ -28,8 +29,9 @@ class LanguageModelHead(nn.Module):
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Sum of the cross-entropies of `targets` [B, T]."""
+        values = self.norm(hidden).flatten(0, 1)
         return projected_cross_entropy(
-            self.norm(hidden).flatten(0, 1), self.weight, self.bias, targets.flatten(), self.loss_chunk
+            values, self.weight, self.bias, targets.flatten(), self.loss_chunk, self.take_product
         )
 
 

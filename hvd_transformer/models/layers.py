@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from hvd_transformer.config.schema import ModelConfig
 from hvd_transformer.models.dropout import Dropout
 from hvd_transformer.models.embedding import Embedding
+from hvd_transformer.models.linear import Linear
 from hvd_transformer.models.positions import LearnedPositions, RotaryPositions, SinusoidalPositions
 
 
@@ -45,8 +46,8 @@ class SelfAttention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.num_heads = config.num_heads
-        self.qkv = nn.Linear(config.d_model, 3 * config.d_model)  # rows: query, key, value, as in torch.nn
-        self.output = nn.Linear(config.d_model, config.d_model)
+        self.qkv = Linear(config.d_model, 3 * config.d_model)  # rows: query, key, value, as in torch.nn
+        self.output = Linear(config.d_model, config.d_model)
         self.dropout = Dropout(config.dropout)
         self.rotary = RotaryPositions(config.d_model // config.num_heads) if config.position == "rotary" else None
         nn.init.xavier_uniform_(self.qkv.weight)
@@ -73,8 +74,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.input = nn.Linear(config.d_model, config.d_feedforward)
-        self.output = nn.Linear(config.d_feedforward, config.d_model)
+        self.input = Linear(config.d_model, config.d_feedforward)
+        self.output = Linear(config.d_feedforward, config.d_model)
         self.activation = F.gelu if config.activation == "gelu" else F.relu
         self.dropout = Dropout(config.dropout)
         for linear in (self.input, self.output):

@@ -7,45 +7,72 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hvd_transformer.models.linear import TakeProduct
+
 # Tokens a chunk. On a CPU the logits should stay below the 32 MiB from where on glibc takes each block anew from the
 # kernel, page by page: that is a tenth of a step. A GPU wants large matrices.
 CPU_CHUNK, GPU_CHUNK = 256, 4096
 
 
 def projected_cross_entropy(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    chunk: int | None = None,
+    take_product: TakeProduct | None = None,
 ) -> Tensor:
     """Sum over tokens of the cross-entropy of `hidden @ weight.T + bias`.
 
-    hidden [N, D], weight [V, D], bias [V] or None, targets [N] → scalar in float32 or wider. Holds the logits
-    of `chunk` tokens (None: a good number for the device) at a time, forward and backward: the gradients are
-    formed beside the loss, so the logits are computed once (the idea of Liger-Kernel's fused linear cross-entropy,
-    arXiv 2410.10989, section 3.2).
+    hidden [N, D], weight [V, D], bias [V] or None, targets [N] → scalar in float32 or wider. Holds the logits of
+    `chunk` tokens (None: a good number for the device) at a time. Their gradients are formed beside the loss, so the
+    logits are computed once (the idea of Liger-Kernel's fused linear cross-entropy, arXiv 2410.10989, section 3.2). For
+    backward it keeps the smaller of these [N, V] and the weight's gradient [V, D].
+
+    With N ≤ D `take_product` gets `hidden` and the logits' gradient in backward, and weight and bias get none.
     """
     chunk = chunk or (CPU_CHUNK if hidden.device.type == "cpu" else GPU_CHUNK)
+    anchor = None
+    if hidden.size(0) > hidden.size(1) or not torch.is_grad_enabled():
+        take_product = None
+    if take_product is not None:  # as in `models.linear`
+        weight, bias = weight.detach(), None if bias is None else bias.detach()
+        anchor = None if hidden.requires_grad else torch.empty(0, requires_grad=True, device=hidden.device)
     # Inside `forward` gradients look wanted also under no_grad: evaluation would form them in vain.
     wants = torch.is_grad_enabled()
-    loss: Tensor = _ProjectedCrossEntropy.apply(hidden, weight, bias, targets, chunk, wants)  # type: ignore[no-untyped-call]
+    loss: Tensor = _ProjectedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, targets, chunk, wants, take_product, anchor
+    )
     return loss
 
 
 class _ProjectedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int, wants: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        chunk: int,
+        wants: bool,
+        take: TakeProduct | None,
+        anchor: Tensor | None,
     ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         loss = torch.zeros((), dtype=torch.promote_types(wide, weight.dtype), device=hidden.device)
         wants_gradient = wants and any(ctx.needs_input_grad)
+        keeps_slopes = hidden.size(0) <= hidden.size(1)
         grad_hidden = torch.empty_like(hidden) if wants_gradient else None
-        grad_weight = torch.zeros_like(weight) if wants_gradient else None
-        grad_bias = torch.zeros_like(bias) if wants_gradient and bias is not None else None
+        grad_weight = torch.zeros_like(weight) if wants_gradient and not keeps_slopes else None
+        grad_bias = torch.zeros_like(bias) if grad_weight is not None and bias is not None else None
+        slopes: list[Tensor] = []
         for start in range(0, hidden.size(0), chunk):
             part, goal = hidden[start : start + chunk], targets[start : start + chunk, None]
             logits = F.linear(part, weight, bias)
             log_probability = F.log_softmax(logits, dim=-1, dtype=loss.dtype)
             loss -= log_probability.gather(1, goal).sum()
-            if grad_hidden is None or grad_weight is None:
+            if grad_hidden is None:
                 continue
             # The gradient of the logits: softmax − one-hot.
             slope = log_probability.exp_()
@@ -54,15 +81,33 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
                 grad_bias += slope.sum(0)
             slope = slope.to(logits.dtype)
             grad_hidden[start : start + chunk] = slope @ weight.to(logits.dtype)
-            if grad_weight.dtype == slope.dtype:
+            if grad_weight is None:
+                slopes.append(slope)
+            elif grad_weight.dtype == slope.dtype:
                 grad_weight.addmm_(slope.t(), part)
             else:
                 grad_weight += slope.t() @ part.to(logits.dtype)
-        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        kept = hidden if slopes else None
+        ctx.save_for_backward(kept, grad_hidden, grad_weight, grad_bias, *slopes)
+        ctx.take, ctx.types = take, (weight.dtype, None if bias is None else bias.dtype)
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grads = [None if saved is None else saved * grad.to(saved.dtype) for saved in ctx.saved_tensors]
-        return (*grads, None, None, None)
+        hidden, *formed = ctx.saved_tensors[:4]
+        slopes = ctx.saved_tensors[4:]
+        grad_hidden, grad_weight, grad_bias = (
+            None if saved is None else saved * grad.to(saved.dtype) for saved in formed
+        )
+        if slopes:
+            slope = torch.cat(slopes) if len(slopes) > 1 else slopes[0]
+            slope = slope * grad.to(slope.dtype)
+            values = hidden.to(slope.dtype)
+            if ctx.take is not None:
+                ctx.take(values, slope)
+            else:
+                weight_type, bias_type = ctx.types
+                grad_weight = (slope.t() @ values).to(weight_type)
+                grad_bias = None if bias_type is None else slope.sum(0, dtype=bias_type)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None

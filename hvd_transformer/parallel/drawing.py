@@ -9,13 +9,15 @@ from pathlib import Path
 from hvd_transformer.parallel.schedule import Operation, Timeline, bubble, makespan
 
 # Apart in hue for the colour-blind, and in lightness on paper; black numbers are easy to read on both.
-COLOURS = {"forward": "#8ec1ee", "backward": "#e08214"}
+COLOURS = {"forward": "#8ec1ee", "backward": "#e08214", "weights": "#b8e186"}
+LABELS = {"forward": "forward", "backward": "backward", "weights": "weights' half of it"}
 
 
 def draw_text(timeline: Timeline, width: int) -> str:
     """A line a stage of at most `width` characters, time to the right, and a legend below.
 
-    Forwards are bare numbers, backwards in brackets; letters where there is no room for brackets. Where numbers have
+    Forwards are bare numbers, backwards in brackets, the weights' half of a backward in round ones; small and capital
+    letters where there is no room for them. Where numbers have
     no room they are taken modulo 10, and what is shorter than half a character may be missing.
     """
     label = len(f"stage {len(timeline) - 1}  ")
@@ -28,9 +30,9 @@ def draw_text(timeline: Timeline, width: int) -> str:
     ]
     digits = len(str(max((operation.micro_batch for row in cells for operation, _, _ in row), default=0)))
     gap = 1 if digits > 1 else 0  # beside a forward, or 10 11 reads as 1011
-    spare = {"forward": gap, "backward": 2}
+    spare = {"forward": gap, "backward": 2, "weights": 2}
     room = min((stop - start - spare[operation.kind] for row in cells for operation, start, stop in row), default=1)
-    brackets = all(stop - start >= 3 for row in cells for operation, start, stop in row if operation.kind == "backward")
+    brackets = all(stop - start >= 3 for row in cells for operation, start, stop in row if operation.kind != "forward")
     shown = digits if brackets and room >= digits else 1
     lines = []
     for stage, row in enumerate(cells):
@@ -38,9 +40,13 @@ def draw_text(timeline: Timeline, width: int) -> str:
         for operation, start, stop in row:
             line[start:stop] = _cell(operation, stop - start, shown, brackets)
         lines.append(f"{f'stage {stage}':<{label}}{''.join(line)}")
-    backward = "[0]" if brackets else "a"
+    kinds = {operation.kind for row in cells for operation, _, _ in row}
+    backward, weights = ("[0]", "(0)") if brackets else ("a", "A")
+    halves = f", {weights} its weights'" if "weights" in kinds else ""
     modulo = ", numbers modulo 10" if shown < digits else ""
-    lines.append(f"0 forward of micro-batch 0, {backward} its backward, . idle ({bubble(timeline):.0%}){modulo}")
+    lines.append(
+        f"0 forward of micro-batch 0, {backward} its backward{halves}, . idle ({bubble(timeline):.0%}){modulo}"
+    )
     return "\n".join(lines)
 
 
@@ -58,9 +64,13 @@ def _scale(timeline: Timeline, columns: int) -> tuple[int, float]:
 def _cell(operation: Operation, width: int, shown: int, brackets: bool) -> str:
     """Exactly `width` characters; `shown` are the digits of a number that there is room for."""
     number = str(operation.micro_batch)[-shown:]
+    if operation.kind == "forward":
+        return f"{number:^{width}}"[:width] if brackets else number * width
     if not brackets:
-        return (number if operation.kind == "forward" else "abcdefghij"[int(number)]) * width
-    return f"{number:^{width}}"[:width] if operation.kind == "forward" else f"[{number:^{width - 2}}]"
+        letters = "abcdefghij" if operation.kind == "backward" else "ABCDEFGHIJ"
+        return letters[int(number)] * width
+    left, right = "[]" if operation.kind == "backward" else "()"
+    return f"{left}{number:^{width - 2}}{right}"
 
 
 def draw_png(timelines: Mapping[str, Timeline], file: Path) -> None:
@@ -71,6 +81,7 @@ def draw_png(timelines: Mapping[str, Timeline], file: Path) -> None:
 
     length = max(makespan(timeline) for timeline in timelines.values()) or 1.0
     cells = [cell for timeline in timelines.values() for operations in timeline for cell in operations]
+    kinds = {operation.kind for operation, _, _ in cells}
     # The panels are some 640 points wide, and a digit is less wide than high.
     font_size = min(
         (640 * (end - start) / length / len(str(operation.micro_batch)) for operation, start, end in cells), default=9.0
@@ -95,9 +106,9 @@ def draw_png(timelines: Mapping[str, Timeline], file: Path) -> None:
         axes.spines[["top", "right", "left"]].set_visible(False)
     panels[-1].set_xlabel("time")
     figure.legend(
-        handles=[Patch(color=colour, label=kind) for kind, colour in COLOURS.items()],
+        handles=[Patch(color=COLOURS[kind], label=LABELS[kind]) for kind in LABELS if kind in kinds],
         loc="outside upper right",
-        ncols=2,
+        ncols=len(kinds),
         frameon=False,
     )
     figure.savefig(file, format="png")

@@ -4,6 +4,8 @@
                  \\      /
     stage 1      F0 B0 | F1 B1 | …           tuples of tensors go down the channels, their gradients up
 
+A backward hands the gradient up before it adds up those of linear layers' weights, which nobody waits for.
+
 A stage runs its backwards in the order of the micro-batches, so gradients add up as without a pipeline, bit for bit.
 With one stage everything runs in the caller's thread. (GPipe: Huang et al. 2019, arXiv 1811.06965; 1F1B: Narayanan et
 al. 2021, arXiv 2104.04473.)
@@ -11,7 +13,7 @@ al. 2021, arXiv 2104.04473.)
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -20,7 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 from hvd_transformer.comm.world import PeerLost
 from hvd_transformer.parallel.channel import Aborted, Channel
-from hvd_transformer.parallel.schedule import Operation, Schedule, forward_only, make_schedule
+from hvd_transformer.parallel.later import Later
+from hvd_transformer.parallel.schedule import Operation, Schedule, ScheduleName, forward_only, make_schedule
+from hvd_transformer.parallel.streams import Parcel, make_streams
 from hvd_transformer.parallel.timeline import Timeline
 
 Tensors = tuple[Tensor, ...]
@@ -57,6 +61,11 @@ class StageFailed(RuntimeError):
     """Names the stage, the layer and the micro-batch; the cause is the original error."""
 
 
+def worker_threads(num_stages: int) -> int:
+    """Threads of torch for each stage's worker: together as many as this process has."""
+    return max(1, torch.get_num_threads() // num_stages)
+
+
 class Pipeline:
     """The stages and their workers. The last layer returns a loss.
 
@@ -68,7 +77,7 @@ class Pipeline:
         self,
         stages: Sequence[Stage],
         *,
-        schedule: Literal["gpipe", "1f1b"] = "1f1b",
+        schedule: ScheduleName = "1f1b",
         recompute: Recompute = "never",
         context: Callable[[int], AbstractContextManager[Any]],
         threads: int = 1,
@@ -76,6 +85,8 @@ class Pipeline:
     ) -> None:
         self.stages, self.schedule, self.recompute, self.context = stages, schedule, recompute, context
         self.timeline = timeline or Timeline(0, [])
+        self.later = [Later() for _ in stages]
+        self.streams = make_streams([stage.device for stage in stages])
         self._workers = [
             ThreadPoolExecutor(1, f"stage-{stage}", torch.set_num_threads, (threads,))
             for stage in range(len(stages) if len(stages) > 1 else 0)
@@ -115,10 +126,19 @@ class Pipeline:
         """`function(stage)` of all stages side by side, each by its own worker."""
         if not self._workers:
             return [function(0)]
-        waiting = [worker.submit(function, stage) for stage, worker in enumerate(self._workers)]
+
+        def work(stage: int) -> Result:
+            with self.streams[stage].computing():
+                return function(stage)
+
+        for streams in self.streams:
+            streams.begin()
+        waiting = [worker.submit(work, stage) for stage, worker in enumerate(self._workers)]
         errors = [error for future in waiting if (error := future.exception()) is not None]
         if errors:  # all have ended by now; who was only broken off has nothing to say
             raise next((error for error in errors if not isinstance(error, Aborted)), errors[0])
+        for streams in self.streams:
+            streams.end()
         return [future.result() for future in waiting]
 
     def close(self) -> None:
@@ -149,20 +169,24 @@ class _Run:
         self.pipeline, self.micro_batches, self.schedule = pipeline, micro_batches, schedule
         self.first_number, self.scale, self.before_last_backward = first_number, scale, before_last_backward
         self.losses: list[Tensor] = []
+        self._split = any(operation.kind == "weights" for operation in schedule[0])
         num_stages = len(pipeline.stages)
         # Of this size no schedule ever waits for room with its neighbour waiting for it.
-        self._down: list[Channel[Tensors]] = [Channel(num_stages) for _ in range(num_stages)]
-        self._up: list[Channel[tuple[Tensor | None, ...]]] = [Channel(num_stages) for _ in range(num_stages)]
+        self._down: list[Channel[Parcel]] = [Channel(num_stages) for _ in range(num_stages)]
+        self._up: list[Channel[Parcel]] = [Channel(num_stages) for _ in range(num_stages)]
 
     def work(self, stage: int) -> None:
         """All operations of one stage."""
         held: dict[int, _Held] = {}
+        self.pipeline.later[stage].clear()
         for operation in self.schedule[stage]:
             try:
                 if operation.kind == "forward":
                     self._forward(stage, operation.micro_batch, held)
-                else:
+                elif operation.kind == "backward":
                     self._backward(stage, operation.micro_batch, held)
+                if operation.kind == ("weights" if self._split else "backward"):
+                    self._weights(stage, operation.micro_batch)
             except BaseException as error:
                 self._abort()
                 if isinstance(error, (Aborted, PeerLost)) or len(self.schedule) == 1:
@@ -176,30 +200,31 @@ class _Run:
             up.abort()
 
     def _forward(self, stage: int, number: int, held: dict[int, _Held]) -> None:
-        layers, device = self.pipeline.stages[stage]
+        layers, _ = self.pipeline.stages[stage]
         micro = self.micro_batches[number]
         first, last = stage == 0, stage == len(self.pipeline.stages) - 1
-        received = micro.inputs if first else self._down[stage].get()
-        inputs = tuple(tensor.detach() for tensor in self._moved(received, device, stage))
+        received = self._received(stage, Parcel(micro.inputs) if first else self._down[stage].get())
+        inputs = tuple(tensor.detach() for tensor in received if tensor is not None)
         if not first and torch.is_grad_enabled():
             inputs = tuple(tensor.requires_grad_(tensor.is_floating_point()) for tensor in inputs)
+        targets = self._received(stage, Parcel(micro.targets)) if last else ()
         again = torch.is_grad_enabled() and self._recomputes(number)
         tensors = inputs
         with self.pipeline.timeline.span(f"stage {stage}", f"forward {self.first_number + number}"):
             for layer in layers:
                 if last and layer is layers[-1]:
-                    tensors += tuple(tensor.to(device, non_blocking=True) for tensor in micro.targets)
+                    tensors += tuple(tensor for tensor in targets if tensor is not None)
                 tensors = self._call(layer, tensors, self.first_number + number, again and layer.recompute)
         if last:
             self.losses.append(tensors[0].detach())
         else:
-            self._down[stage + 1].put(tuple(tensor.detach() for tensor in tensors))
+            self._down[stage + 1].put(self.pipeline.streams[stage].send([tensor.detach() for tensor in tensors]))
         if torch.is_grad_enabled():
             held[number] = _Held(inputs, tensors)
 
     def _backward(self, stage: int, number: int, held: dict[int, _Held]) -> None:
         last = stage == len(self.pipeline.stages) - 1
-        grads = None if last else self._up[stage].get()
+        grads = None if last else self._received(stage, self._up[stage].get())
         if self.before_last_backward is not None and number == len(self.micro_batches) - 1:
             self.before_last_backward(stage, self.losses)
         inputs, outputs = held.pop(number)
@@ -210,19 +235,28 @@ class _Run:
             for tensor, grad in zip(outputs, grads, strict=True)
             if tensor.requires_grad and grad is not None
         ]
-        wanting = [tensor for tensor, _ in pairs]
-        moved = self._moved([grad for _, grad in pairs], self.pipeline.stages[stage].device, stage)
-        with self.pipeline.timeline.span(f"stage {stage}", f"backward {self.first_number + number}"):
-            torch.autograd.backward(wanting, moved)
+        span = self.pipeline.timeline.span(f"stage {stage}", f"backward {self.first_number + number}")
+        with span, self.pipeline.later[stage].collect() if self._waits(stage, number) else nullcontext():
+            torch.autograd.backward([tensor for tensor, _ in pairs], [grad for _, grad in pairs])
         if stage > 0:
-            self._up[stage - 1].put(tuple(tensor.grad for tensor in inputs))
+            self._up[stage - 1].put(self.pipeline.streams[stage].send([tensor.grad for tensor in inputs]))
 
-    def _moved(self, tensors: Sequence[Tensor], device: torch.device, stage: int) -> Tensors:
-        """To this stage's device; torch lets the streams of both wait as they must."""
-        if all(tensor.device == device for tensor in tensors):
-            return tuple(tensors)
+    def _received(self, stage: int, parcel: Parcel) -> Sequence[Tensor | None]:
+        streams = self.pipeline.streams[stage]
+        if all(tensor is None or tensor.device == streams.device for tensor in parcel.tensors):
+            return streams.receive(parcel)
         with self.pipeline.timeline.span(f"copies to stage {stage}", "copy"):
-            return tuple(tensor.to(device, non_blocking=True) for tensor in tensors)
+            return streams.receive(parcel)
+
+    def _waits(self, stage: int, number: int) -> bool:
+        """Whether the weights' gradients wait for the end of backward. It takes memory, which who recomputes wants
+        most; and the first stage has nobody to hand a gradient to."""
+        return self._split or (stage > 0 and not self._recomputes(number))
+
+    def _weights(self, stage: int, number: int) -> None:
+        if self._waits(stage, number):
+            with self.pipeline.timeline.span(f"stage {stage}", f"weights {self.first_number + number}"):
+                self.pipeline.later[stage].run()
 
     def _call(self, layer: Layer, tensors: Tensors, number: int, again: bool) -> Tensors:
         def run(*inputs: Tensor) -> Tensors:

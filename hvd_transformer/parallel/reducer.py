@@ -9,7 +9,8 @@ A tied embedding's bucket is the exception: its dense part is there first and is
 lookups follow when backward ends (`parallel.rows`).
 
 The hooks run after a parameter's gradient is complete (`register_post_accumulate_grad_hook`) and copy the step's first
-into the bucket, where autograd adds the next ones: a gradient exists once. With several rounds only the last one sends.
+into the bucket, where autograd adds the next ones: a gradient exists once. A linear layer's is multiplied right into
+the bucket (`take_product`). With several rounds only the last one sends.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from hvd_transformer.comm.world import World
 from hvd_transformer.parallel.flat import Bucket, Slot
+from hvd_transformer.parallel.later import Later
 from hvd_transformer.parallel.rows import RowGradient, RowPlan
 from hvd_transformer.parallel.timeline import Timeline
 
@@ -52,9 +54,11 @@ class GradientReducer:
         self._gathered: list[RowGradient] = []
         self._added: dict[int, list[RowGradient]] = {}  # by bucket, which then is not complete before `finish`
         self._rows_only: set[int] = set()  # buckets without any dense gradient
+        self._slots: dict[str, tuple[int, Slot]] = {}  # by name, with the bucket's number
         wire = torch.float16 if compression == "fp16" and world.size > 1 else None
         for index, bucket in enumerate(buckets):
             for slot in bucket.slots:
+                self._slots[slot.name] = index, slot
                 if rows is not None and slot.name in rows:
                     place = slot.view(bucket.gradients)
                     row = RowGradient(place, f"rows.{slot.name}", world, wire or place.dtype)
@@ -70,6 +74,33 @@ class GradientReducer:
     def take_rows(self, name: str) -> Callable[[Tensor, Tensor], None]:
         """What a lookup of this parameter calls in backward, with its tokens [N] and their gradients [N, D]."""
         return self._rows[name].take
+
+    def take_product(self, weight: str, bias: str | None, later: Later) -> Callable[[Tensor, Tensor], None]:
+        """What a linear layer calls in backward, with its input [N, D_in] and the gradient of its output [N, D_out].
+
+        `later` is given the work of adding the gradients of these two parameters, which no other layer may use.
+        """
+        slots = [self._slots[name] for name in (weight, bias) if name is not None]
+
+        def take(values: Tensor, grad: Tensor) -> None:
+            sending = [self._sending[index] for index, _ in slots]  # `last` may come before an earlier backward's work
+
+            def add() -> None:
+                for (index, slot), sends in zip(slots, sending, strict=True):
+                    place, first = slot.view(self.buckets[index].gradients), slot.name not in self._written[index]
+                    self._written[index].add(slot.name)
+                    if place.ndim == 1:
+                        _add(place, grad.sum(0, dtype=place.dtype), first)
+                    elif place.dtype != grad.dtype:
+                        _add(place, grad.t() @ values, first)
+                    else:
+                        place.addmm_(grad.t(), values, beta=0 if first else 1)
+                    if sends:
+                        self._count(index)
+
+            later(add)
+
+        return take
 
     def begin(self) -> None:
         """Forgets the last step's gradients."""
@@ -119,15 +150,19 @@ class GradientReducer:
         def store(parameter: Tensor) -> None:
             assert parameter.grad is not None
             if parameter.grad is not place:  # the first of this step; the next ones autograd itself adds to it
-                place.copy_(parameter.grad)
+                _add(place, parameter.grad, slot.name not in written)
                 parameter.grad = place
                 written.add(slot.name)
             if self._sending[index]:
-                self._missing[index] -= 1
-                if self._missing[index] == 0:
-                    self._send(index)
+                self._count(index)
 
         return store
+
+    def _count(self, index: int) -> None:
+        """One more of the bucket's gradients is complete."""
+        self._missing[index] -= 1
+        if self._missing[index] == 0:
+            self._send(index)
 
     def _send(self, index: int) -> None:
         gradients = self.buckets[index].gradients
@@ -147,3 +182,10 @@ class GradientReducer:
         wait = self.world.all_reduce_async_(tensor, f"bucket.{index}")
         size = tensor.numel() * tensor.element_size()
         return self.timeline.watch(f"allreduce bucket {index}", f"{size / 2**20:.1f} MiB", wait)
+
+
+def _add(place: Tensor, gradient: Tensor, first: bool) -> None:
+    if first:
+        place.copy_(gradient)
+    else:
+        place.add_(gradient)

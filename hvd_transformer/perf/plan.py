@@ -1,22 +1,29 @@
 """What a configuration needs, without training, data or a GPU: the memory of each stage, and how long stages wait."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Literal, get_args
+from itertools import accumulate, pairwise
+from typing import get_args
 
-from hvd_transformer.config.schema import Config, OptimizerConfig
+from hvd_transformer.config.schema import Config
 from hvd_transformer.data.tokenizers import BPE_VOCAB_SIZE
 from hvd_transformer.errors import UserError
 from hvd_transformer.parallel import partition
 from hvd_transformer.parallel.pipeline import Recompute
-from hvd_transformer.parallel.schedule import Operation, Timeline, bubble, make_schedule, simulate
-from hvd_transformer.perf.layer_costs import LayerCost, layer_costs, size
+from hvd_transformer.parallel.schedule import (
+    SCHEDULES,
+    Operation,
+    ScheduleName,
+    Timeline,
+    bubble,
+    make_schedule,
+    simulate,
+)
+from hvd_transformer.perf.layer_costs import LayerCost, Pass, fake_model, layer_costs, run_pass
+from hvd_transformer.training.optimizer import state_copies
 from hvd_transformer.training.stages import check_partition, given_partition
 
-ScheduleName = Literal["gpipe", "1f1b"]
-SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
 
 # The PyTorch tutorial's, of WikiText-2's training split.
@@ -32,6 +39,7 @@ class StageCost:
     activations: dict[tuple[ScheduleName, Recompute], int]  # at their peak
     forward_flops: int
     backward_flops: int  # as configured: those of a recomputed layer's forward are among them
+    late_flops: int  # those of backward that may wait
 
     @property
     def parameters(self) -> int:
@@ -76,6 +84,7 @@ class Plan:
             make_schedule(schedule, len(self.stages), num_micro_batches or self.num_micro_batches),
             [stage.forward_flops / slowest for stage in self.stages],
             [stage.backward_flops / slowest for stage in self.stages],
+            [stage.late_flops / slowest for stage in self.stages],
         )
 
     def bubble(self, schedule: ScheduleName) -> float:
@@ -93,39 +102,41 @@ def make_plan(config: Config, vocab_size: int | None = None) -> Plan:
     size_ = math.ceil(config.training.batch_size / config.parallel.micro_batches)
     count = math.ceil(config.training.batch_size / size_)
     check_partition(config)
-    layers = layer_costs(config, words, size_)
-    ends = [0]
-    for number in _cut(config, layers):
-        ends.append(ends[-1] + number)
-    stages = [_stage(config, layers[start:stop], index, count) for index, (start, stop) in enumerate(pairwise(ends))]
-    return Plan(config, words, origin, size_, count, layers, stages)
+    with fake_model(config, words, size_) as model:
+        costs, stages = layer_costs(model, config), []
+        layers, (tensors, targets), later = model
+        ends = [0, *accumulate(_cut(config, costs))]
+        for index, (start, stop) in enumerate(pairwise(ends)):
+            own_targets = targets if stop == len(layers) else ()
+            passes = {
+                (again, waits): run_pass(
+                    layers[start:stop], tensors, own_targets, later, config, again=again, waits=waits
+                )
+                for again in (False, True)
+                for waits in (False, True)
+            }
+            stages.append(_stage(config, costs[start:stop], index, count, passes))
+            tensors = passes[False, True].outputs
+    return Plan(config, words, origin, size_, count, costs, stages)
 
 
-def optimizer_copies(config: OptimizerConfig) -> int:
-    """Numbers of optimizer state a weight."""
-    if config.name == "sgd":
-        return 1 if config.momentum else 0
-    return 2
-
-
-def peak_activations(
-    operations: Sequence[Operation], recompute: Recompute, kept: int, kept_again: int, again: int
-) -> int:
-    """The most bytes a stage holds while it works through its operations.
-
-    From forward to backward a micro-batch holds `kept`, or `kept_again` where its blocks are computed again; then
-    the largest of them adds `again` for the time of the backward.
-    """
+def peak_activations(operations: Sequence[Operation], recompute: Recompute, whole: Pass, again: Pass) -> int:
+    """The most bytes a stage holds while it works through its operations; `again`: where its blocks are recomputed."""
     last = max(operation.micro_batch for operation in operations)
+    split = any(operation.kind == "weights" for operation in operations)
     held = peak = 0
     for kind, micro_batch in operations:
-        whole = recompute == "never" or (recompute == "except_last" and micro_batch == last)
+        kept_whole = recompute == "never" or (recompute == "except_last" and micro_batch == last)
+        run = whole if kept_whole else again
         if kind == "forward":
-            held += kept if whole else kept_again
-            peak = max(peak, held)
+            peak = max(peak, held + run.forward)
+            held += run.kept
+        elif kind == "backward":
+            held -= run.kept
+            peak = max(peak, held + run.backward)
+            held += run.late if split else 0
         else:
-            peak = max(peak, held + (0 if whole else again))
-            held -= kept if whole else kept_again
+            held -= run.late
     return peak
 
 
@@ -158,26 +169,25 @@ def _cut(config: Config, layers: Sequence[LayerCost]) -> list[int]:
     )
 
 
-def _stage(config: Config, layers: Sequence[LayerCost], index: int, count: int) -> StageCost:
-    ends = layers[0].inputs, layers[-1].outputs  # the pipeline holds them for their gradients
-    again = [layer for layer in layers if layer.recompute]
-    kept = size(*ends, *(layer.saved for layer in layers))
-    kept_again = size(*ends, *(layer.inputs if layer.recompute else layer.saved for layer in layers))
-    largest = max((layer.activation_bytes - size(layer.inputs) for layer in again), default=0)
-    forward_flops = sum(layer.forward_flops for layer in layers)
+def _stage(
+    config: Config, layers: Sequence[LayerCost], index: int, count: int, passes: Mapping[tuple[bool, bool], Pass]
+) -> StageCost:
+    """Stage `index`, of `count` micro-batches; `passes` by whether it recomputes and whether weights wait."""
+    recompute, num_stages = config.parallel.recompute, config.parallel.pipeline
     backward_flops = sum(layer.backward_flops for layer in layers)
-    if config.parallel.recompute == "always" or (config.parallel.recompute == "except_last" and count > 1):
-        backward_flops += sum(layer.forward_flops for layer in again)
+    if recompute == "always" or (recompute == "except_last" and count > 1):
+        backward_flops += sum(layer.forward_flops for layer in layers if layer.recompute)
+    activations = {}
+    for schedule in SCHEDULES:
+        operations, split = make_schedule(schedule, num_stages, count)[index], schedule == "zero_bubble"
+        whole, again = passes[False, split or index > 0], passes[True, split]
+        for setting in RECOMPUTES:
+            activations[schedule, setting] = peak_activations(operations, setting, whole, again)
     return StageCost(
         layers=layers,
-        optimizer=optimizer_copies(config.optimizer) * sum(layer.weight_bytes for layer in layers),
-        activations={
-            (schedule, recompute): peak_activations(
-                make_schedule(schedule, config.parallel.pipeline, count)[index], recompute, kept, kept_again, largest
-            )
-            for schedule in SCHEDULES
-            for recompute in RECOMPUTES
-        },
-        forward_flops=forward_flops,
+        optimizer=state_copies(config.optimizer) * sum(layer.weight_bytes for layer in layers),
+        activations=activations,
+        forward_flops=sum(layer.forward_flops for layer in layers),
         backward_flops=backward_flops,
+        late_flops=sum(layer.late_flops for layer in layers),
     )

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from hvd_transformer.parallel.drawing import draw_text
-from hvd_transformer.parallel.schedule import Timeline, makespan
+from hvd_transformer.parallel.schedule import SCHEDULES, Timeline, makespan
 from hvd_transformer.perf.layer_costs import LayerCost
-from hvd_transformer.perf.plan import RECOMPUTES, SCHEDULES, Plan, StageCost
+from hvd_transformer.perf.plan import RECOMPUTES, Plan, StageCost
 
 # So many are drawn where all micro-batches have no room.
 _DRAWN = 8
@@ -145,12 +145,12 @@ def _has_room(timeline: Timeline, count: int, width: int) -> bool:
 
 def _notes(plan: Plan) -> str:
     text = (
-        "Matrix products' FLOPs stand for time. Memory leaves out what is held only for a moment (a chunk's logits, "
-        "a gradient on its way), buffers for sending, and what the libraries take."
+        "Matrix products' FLOPs stand for time. Memory leaves out a gradient on its way to another stage, buffers for "
+        "sending, and what the libraries take."
     )
     if plan.config.parallel.recompute != "never":
         text += " A stage's GFLOPs hold those of the blocks that backward computes again."
-    if plan.config.training.precision in ("bf16", "fp16"):
+    if plan.config.training.compile and plan.config.training.precision in ("bf16", "fp16"):
         text += " Activations hold the weights' 16-bit copies: each micro-batch makes its own."
     return textwrap.fill(text, 78)
 

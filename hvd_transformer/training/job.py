@@ -1,6 +1,7 @@
 """Assembles a job from its configuration on every rank, and runs it."""
 
 import logging
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -41,24 +42,18 @@ def run(config: Config, world: World, stop: StopRequest) -> dict[str, Any]:
     directory = RunDirectory(config)
     checkpoint = agree(world, lambda: directory.claim(config, progress.message) if world.rank == 0 else None)
     _log_to(directory.path / "logs" / f"rank-{world.rank:03d}.log")
+    try:
+        data, trainer = _assemble(config, world, layout, checkpoint, progress, stop)
+        agree(world, lambda: directory.begin(config, world.rank))
+    except BaseException:
+        directory.abandon()
+        raise
     log.info("rank %d of %d (%s) on %s, %s", world.rank, world.size, world.backend, world.host, layout.device)
-
-    data = agree(world, lambda: _prepare(config, progress, stop))
-    agree(world, lambda: _same_data(data, world))
-    position, state = snapshot.read_position(checkpoint, data.digest, world)
-    task = agree(world, lambda: _make_task(config, data, layout))
-    trainer = Trainer(config, world, layout, task, position)
-    if state is None:
-        broadcast_parameters(trainer.buckets, world)
-    else:
-        snapshot.load(trainer, checkpoint, state, world)
     check_replicas(trainer.buckets, world, "at the start")
-    if config.training.compile:
-        for block in task.model.blocks:
-            block.compile()
 
+    position = trainer.position
     progress.message(_headline(config, world, layout, trainer, data))
-    if state is not None:
+    if checkpoint is not None:
         progress.message(f"going on from {checkpoint} after step {position.step} of {trainer.total_steps}")
     session = Session(config, world, trainer, directory, progress, data.digest)
     status = session.train(stop)
@@ -69,15 +64,42 @@ def run(config: Config, world: World, stop: StopRequest) -> dict[str, Any]:
         )
     check_replicas(trainer.buckets, world, "at the end")
     summary = session.finish(status)
+    trainer.close()
     if status == "finished":
         progress.message(f"{_results(summary)}\nrun directory: {directory.path}")
     return summary
 
 
+def _assemble(
+    config: Config, world: World, layout: Layout, checkpoint: Path | None, progress: Silent, stop: StopRequest
+) -> tuple[PreparedData, Trainer]:
+    """The data, and a trainer with the first weights or the checkpoint's: all that wrong input can make fail."""
+    data = agree(world, lambda: _prepare(config, progress, stop))
+    agree(world, lambda: _same_data(data, world))
+    position, state = snapshot.read_position(checkpoint, data.digest, world)
+    task = agree(world, lambda: _make_task(config, data, layout))
+    trainer = Trainer(config, world, layout, task, position)
+    if state is None:
+        broadcast_parameters(trainer.buckets, world)
+    else:
+        snapshot.load(trainer, checkpoint, state, world)
+    if config.training.compile:
+        for block in task.model.blocks:
+            block.compile()
+    return data, trainer
+
+
+class _LogFile(logging.FileHandler):
+    """Makes its folder with the first line: a start that is refused has none."""
+
+    def _open(self) -> TextIOWrapper:
+        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        return super()._open()
+
+
 def _log_to(file: Path) -> None:
     """Each rank's own log; the screen is rank 0's progress alone."""
-    file.parent.mkdir(parents=True, exist_ok=True)  # on other hosts, too
-    handler = logging.FileHandler(file, encoding="utf-8")
+    handler = _LogFile(file, encoding="utf-8", delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.handlers = [handler]
     log.setLevel(logging.INFO)

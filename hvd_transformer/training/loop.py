@@ -9,14 +9,14 @@ One step of a rank, with `accumulation` rounds cut into micro-batches, each roun
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate, chain, islice, pairwise
+from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hvd_transformer.comm.world import World
 from hvd_transformer.config.schema import Config
@@ -25,14 +25,17 @@ from hvd_transformer.evaluation.evaluate import Evaluation, evaluate
 from hvd_transformer.models.dropout import dropout_place
 from hvd_transformer.parallel.flat import make_buckets
 from hvd_transformer.parallel.layout import Layout
-from hvd_transformer.parallel.pipeline import Pipeline
+from hvd_transformer.parallel.pipeline import Pipeline, worker_threads
 from hvd_transformer.parallel.reducer import GradientReducer
 from hvd_transformer.parallel.timeline import Timeline
 from hvd_transformer.training.embedding_rows import row_parameters
-from hvd_transformer.training.optimizer import FlatOptimizer, names_without_decay
+from hvd_transformer.training.optimizer import names_without_decay
 from hvd_transformer.training.precision import LossScaler, autocast
+from hvd_transformer.training.products import take_products
 from hvd_transformer.training.schedule import learning_rate
+from hvd_transformer.training.stage_weights import StageWeights, stage_parameters
 from hvd_transformer.training.stages import make_stages
+from hvd_transformer.training.step_sums import StepSums
 from hvd_transformer.training.task import Batch, Task
 
 
@@ -85,36 +88,6 @@ class StepResult:
     seconds: float
 
 
-class _StepSums:
-    """Losses, targets, samples and wishes of a step, summed over all ranks while the last backward runs."""
-
-    def __init__(self, world: World, stop: bool, save: bool) -> None:
-        self._world = world
-        self._sums = torch.tensor([0, 0, 0, stop, save], dtype=torch.float64)
-        self._wait: Callable[[], None] | None = None
-
-    def add_batches(self, batches: Sequence[Batch], task: Task) -> None:
-        for batch in batches:
-            self._sums[1] += task.num_targets(batch)
-            self._sums[2] += batch[0].size(0)
-
-    def add_losses(self, losses: Sequence[Tensor]) -> None:
-        for loss in losses:
-            self._sums[0] += loss.item()
-
-    def send(self, losses: Sequence[Tensor]) -> None:
-        """With the last losses."""
-        self.add_losses(losses)
-        self._wait = self._world.all_reduce_async_(self._sums, "step.sums")
-
-    def result(self) -> tuple[float, float, float, float, float]:
-        """(losses, targets, samples, wishes to stop, wishes to save) of all ranks."""
-        assert self._wait is not None
-        self._wait()
-        loss, count, samples, stops, saves = self._sums.tolist()
-        return loss, count, samples, stops, saves
-
-
 class Trainer:
     """Weights, optimizer and position of a job, and what a step and an evaluation do to them."""
 
@@ -135,31 +108,13 @@ class Trainer:
             schedule=config.parallel.schedule,
             recompute=config.parallel.recompute,
             context=self._context,
-            threads=max(1, torch.get_num_threads() // len(self.stages)),
+            threads=worker_threads(len(self.stages)),
             timeline=self.timeline,
         )
         num_tokens = task.usual_count * config.training.accumulation * layout.dp  # a step
         rows = row_parameters(model, communication.embedding_rows, num_tokens)
-        # Each stage's own, so that it can send and update without the others.
-        stage_buckets = [
-            make_buckets(
-                parameters,
-                names_without_decay(model),
-                int(communication.bucket_mb * 2**20),
-                alone={name for name, row in rows.items() if row.gather},
-            )
-            for parameters in self._parameters()
-        ]
-        self.buckets = [bucket for buckets in stage_buckets for bucket in buckets]
-        ends = list(accumulate(map(len, stage_buckets), initial=0))
-        self._stage_indices = [range(*pair) for pair in pairwise(ends)]
-        # Each stage's, with their places in the model.
-        place = {name: number for number, (name, _) in enumerate(model.named_parameters())}
-        self._gradients = [
-            [(place[slot.name], slot.view(bucket.gradients)) for bucket in buckets for slot in bucket.slots]
-            for buckets in stage_buckets
-        ]
-        self.optimizers = [FlatOptimizer(config.optimizer, buckets) for buckets in stage_buckets]
+        self.weights = self._stage_weights(alone={name for name, row in rows.items() if row.gather})
+        self.buckets = [bucket for weights in self.weights for bucket in weights.buckets]
         self.scaler = LossScaler(config.training.precision)
         self.reducer = GradientReducer(
             self.buckets,
@@ -172,6 +127,9 @@ class Trainer:
         for name, row in rows.items():
             for embedding in row.embeddings:
                 embedding.take_rows = self.reducer.take_rows(name)
+        if not config.training.compile:  # its graphs have no place for a call back
+            for stage, later in zip(self.stages, self.pipeline.later, strict=True):
+                take_products(model, stage, self.reducer, later)
         self.total_steps = self._count_steps()
 
     def steps(self) -> Iterator[Step]:
@@ -188,7 +146,7 @@ class Trainer:
         position = self.position
         self.task.model.train()
         self.reducer.begin()
-        sums = _StepSums(self.world, stop, save)
+        sums = StepSums(self.world, self.layout.devices[-1], stop, save)
         usual = self.task.usual_count * self.config.training.accumulation * self.layout.dp
         rounds = [self._micro_batches(units) for units in plan.rounds if units]
         for batches in rounds:
@@ -197,7 +155,7 @@ class Trainer:
         def before_last_backward(stage: int, losses: Sequence[Tensor]) -> None:
             if stage == len(self.stages) - 1:
                 sums.send(losses)
-            self.reducer.last(self._stage_indices[stage])
+            self.reducer.last(self.weights[stage].indices)
 
         number = 0
         for index, batches in enumerate(rounds):
@@ -245,25 +203,28 @@ class Trainer:
 
     def optimizer_state(self) -> list[dict[str, Tensor]]:
         """The optimizer's state of each bucket, as flat tensors like its parameters: {"exp_avg": …}."""
-        return [state for optimizer in self.optimizers for state in optimizer.flat_state()]
+        return [state for weights in self.weights for state in weights.optimizer.flat_state()]
 
     def load_optimizer_state(self, states: Sequence[dict[str, Tensor]]) -> None:
         """The reverse, at the position's number of updates."""
-        for optimizer, indices in zip(self.optimizers, self._stage_indices, strict=True):
-            optimizer.load_flat_state([states[index] for index in indices], self.position.updates)
+        for weights in self.weights:
+            weights.optimizer.load_flat_state([states[index] for index in weights.indices], self.position.updates)
 
-    def _parameters(self) -> list[dict[str, nn.Parameter]]:
-        """Each stage's parameters by name, in the model's order. A tied one belongs to the last stage that has it:
-        the output layer's, where its dense gradient comes from."""
-        stage_of = {
-            id(weight): number
-            for number, stage in enumerate(self.stages)
-            for layer in stage.layers
-            for weight in layer.module.parameters()
-        }
-        result: list[dict[str, nn.Parameter]] = [{} for _ in self.stages]
-        for name, weight in self.task.model.named_parameters():
-            result[stage_of[id(weight)]][name] = weight
+    def close(self) -> None:
+        """Ends the threads of the stages."""
+        self.pipeline.close()
+        self.timeline.close()
+
+    def _stage_weights(self, alone: set[str]) -> list[StageWeights]:
+        """Of every stage, in buckets of its own, so that it can send and update without the others."""
+        model, config = self.task.model, self.config
+        places = {name: number for number, (name, _) in enumerate(model.named_parameters())}
+        no_decay, size = names_without_decay(model), int(config.communication.bucket_mb * 2**20)
+        result: list[StageWeights] = []
+        for parameters in stage_parameters(model, self.stages):
+            first = result[-1].indices.stop if result else 0
+            buckets = make_buckets(parameters, no_decay, size, alone)
+            result.append(StageWeights(config.optimizer, buckets, first, places))
         return result
 
     def _micro_batches(self, units: range) -> list[Batch]:
@@ -289,10 +250,7 @@ class Trainer:
 
         def update(stage: int) -> None:
             with self.timeline.span(f"stage {stage}", "update"):
-                if factor != 1.0:
-                    for index in self._stage_indices[stage]:
-                        self.buckets[index].gradients.mul_(factor)
-                self.optimizers[stage].step(rate)
+                self.weights[stage].update(factor, rate)
 
         self.pipeline.map(update)
         self.scaler.good()
@@ -301,11 +259,7 @@ class Trainer:
 
     def _norm(self) -> float:
         """Of all gradients. The parameters' own are joined in the model's order: stages and buckets change no bit."""
-
-        def norms(stage: int) -> list[tuple[int, Tensor]]:
-            return [(place, torch.linalg.vector_norm(gradient)) for place, gradient in self._gradients[stage]]
-
-        found = dict(chain.from_iterable(self.pipeline.map(norms)))
+        found = dict(chain.from_iterable(self.pipeline.map(lambda stage: self.weights[stage].norms())))
         joined = torch.stack([found[place].to(self.layout.device) for place in sorted(found)])
         return float(torch.linalg.vector_norm(joined))
 

@@ -15,6 +15,13 @@ def names_without_decay(model: nn.Module) -> set[str]:
     return {name for name, weight in model.named_parameters() if weight.ndim < 2 or id(weight) in embeddings}
 
 
+def state_copies(config: OptimizerConfig) -> int:
+    """Numbers of optimizer state a weight."""
+    if config.name == "sgd":
+        return 1 if config.momentum else 0
+    return 2
+
+
 class FlatOptimizer:
     """Updates the buckets' parameters from their gradients. No buckets (a stage without weights): nothing to do."""
 

@@ -1,10 +1,14 @@
-"""Claiming `output_dir`: is it ours, can it be written, and is there a checkpoint to go on from?"""
+"""Claiming `output_dir`: is it ours, can it be written, and is there a checkpoint to go on from?
+
+Nothing is written before all input was found right: a start that is refused leaves what it found.
+"""
 
 import fcntl
 import os
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -26,20 +30,38 @@ class RunDirectory:
         self.path = Path(config.output_dir).expanduser()
         self.store = CheckpointStore(self.path / "checkpoints", config.checkpoint.keep_last)
         self._release: Callable[[], object] | None = None
+        self._made: list[Path] = []  # folders, the innermost first
 
     def claim(self, config: Config, warn: Callable[[str], None]) -> Path | None:
         """Makes the folder or takes an earlier run's; returns the checkpoint to go on from, if any.
 
-        Raises `UserError` and loses nothing where the folder is another's, cannot be written, or holds a
-        run whose configuration does not agree.
+        `begin` or `abandon` follows. Raises `UserError` and loses nothing where the folder is another's,
+        cannot be written, or holds a run whose configuration does not agree.
         """
         self._check_folder()
         self._lock()
         try:
             return self._take(config, warn)
         except UserError:
-            self.release()
+            self.abandon()
             raise
+
+    def begin(self, config: Config, rank: int) -> None:
+        """Writes what a run starts with. Every rank calls it: on another host the folder is that host's own."""
+        try:
+            if rank == 0:
+                self.store.clean()
+                atomic.write_text(self.path / "config.yaml", dump(config))
+            (self.path / "logs").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"output_dir={self.path}: cannot be written: {error.strerror}") from None
+
+    def abandon(self) -> None:
+        """Leaves the folder as it was before `claim`."""
+        for folder in self._made:
+            with suppress(OSError):  # something is in it by now
+                folder.rmdir()
+        self.release()
 
     def _take(self, config: Config, warn: Callable[[str], None]) -> Path | None:
         if config.checkpoint.resume == "never" and self.store.steps():
@@ -52,16 +74,11 @@ class RunDirectory:
             checkpoint = resolve(Path(config.checkpoint.resume).expanduser())
         if checkpoint is not None:
             check_agreement(config, checkpoint)
-        self.store.clean()
-        try:
-            atomic.write_text(self.path / "config.yaml", dump(config))
-            (self.path / "logs").mkdir(exist_ok=True)
-        except OSError as error:
-            raise UserError(f"output_dir={self.path}: cannot be written: {error.strerror}") from None
         return checkpoint
 
     def _check_folder(self) -> None:
         try:
+            self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
             present = sorted(entry.name for entry in self.path.iterdir())
         except OSError as error:

@@ -1,23 +1,30 @@
 """Cuts a task's layers into the stages of the pipeline."""
 
-import time
-from collections.abc import Sequence
-from statistics import median
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 
 import torch
-from torch import Tensor
 
 from hvd_transformer.comm.world import World, agree
 from hvd_transformer.config.schema import Config
+from hvd_transformer.models.dropout import dropout_place
 from hvd_transformer.parallel import partition
 from hvd_transformer.parallel.layout import Layout
-from hvd_transformer.parallel.pipeline import Layer, MicroBatch, Stage, Tensors
+from hvd_transformer.parallel.pipeline import Stage, worker_threads
+from hvd_transformer.parallel.schedule import make_schedule, most_in_flight
 from hvd_transformer.training.language_model_task import layer_names
+from hvd_transformer.training.layer_cache import cached_costs
+from hvd_transformer.training.layer_measure import MeasuredLayer, measure_layers
+from hvd_transformer.training.optimizer import state_copies
 from hvd_transformer.training.precision import autocast
-from hvd_transformer.training.task import Task
+from hvd_transformer.training.task import Batch, Task
 
-# Each layer is timed so often; the median counts.
-_REPEATS = 5
+# Of a GPU's memory: for the libraries, buffers for sending, what is held only for a moment, and gaps.
+_RESERVE = 0.1
+
+log = logging.getLogger("hvd_transformer")
 
 
 def check_partition(config: Config) -> None:
@@ -45,12 +52,65 @@ def _counts(config: Config, task: Task, layout: Layout, measures: bool) -> list[
     given = given_partition(config, [layer.name for layer in layers])
     if given is not None or num_stages == 1 or not measures:
         return given or partition.uniform(len(layers), num_stages)
+    batch, num_micro_batches = _micro_batch(config, task)
+    micro_batch, threads = task.micro_batch(batch), worker_threads(num_stages)
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        with autocast(config.training.precision, layout.device), dropout_place(config.seed):
+            yield
+
+    def measure() -> list[MeasuredLayer]:
+        recompute = config.parallel.recompute
+        again = recompute == "always" or (recompute == "except_last" and num_micro_batches > 1)
+        return measure_layers(layers, micro_batch, layout.device, context=context, recompute=again, threads=threads)
+
+    costs, cached = cached_costs(config, layers, micro_batch, layout.device, threads, measure)
+    counts = best_cut(config, costs, num_micro_batches, _device_bytes(layout.devices))
+    seconds = sum(cost.seconds for cost in costs)
+    origin = "measured before" if cached else "measured now"
+    log.info("partition %s: layers of %.1f ms a micro-batch, %s", counts, 1000 * seconds, origin)
+    return counts
+
+
+def best_cut(
+    config: Config, costs: Sequence[MeasuredLayer], num_micro_batches: int, device_bytes: int | None
+) -> list[int]:
+    """Layers a stage such that the slowest stage is fastest, and each fits a device of this memory (None: no limit).
+
+    Raises `UserError` where nothing fits.
+    """
+    parallel, num_stages = config.parallel, config.parallel.pipeline
+    seconds = [cost.seconds for cost in costs]
+    if device_bytes is None:
+        return partition.balanced(seconds, num_stages)
+    copies = 2 + state_copies(config.optimizer)  # weight, gradient, optimizer state
+    whole = parallel.recompute == "except_last"  # one micro-batch keeps all
+    memory = [
+        [
+            copies * cost.weights + most_in_flight(operations) * cost.held + (cost.again if whole else 0)
+            for cost in costs
+        ]
+        for operations in make_schedule(parallel.schedule, num_stages, num_micro_batches)
+    ]
+    again = max(cost.again for cost in costs)  # layers are computed again one at a time
+    return partition.balanced(seconds, num_stages, memory, (1 - _RESERVE) * device_bytes - again)
+
+
+def _micro_batch(config: Config, task: Task) -> tuple[Batch, int]:
+    """The first one of the first round, and how many the round has."""
     units = next(units for step in task.sampler.epoch() for units in step.rounds if units)
     samples = task.batch(0, units)
     size = -(-samples[0].size(0) // config.parallel.micro_batches)
-    batch = tuple(tensor[:size] for tensor in samples)
-    with autocast(config.training.precision, layout.device):
-        return partition.balanced(layer_seconds(layers, task.micro_batch(batch), layout.device), num_stages)
+    pieces = list(zip(*(tensor.split(size) for tensor in samples), strict=True))
+    return pieces[0], len(pieces)
+
+
+def _device_bytes(devices: Sequence[torch.device]) -> int | None:
+    """Of the smallest GPU. A CPU's stages share the host's memory, and no cut needs less of that than another."""
+    if devices[0].type != "cuda":
+        return None
+    return min(torch.cuda.get_device_properties(device).total_memory for device in devices)
 
 
 def given_partition(config: Config, names: Sequence[str]) -> list[int] | None:
@@ -63,41 +123,11 @@ def given_partition(config: Config, names: Sequence[str]) -> list[int] | None:
     if isinstance(wanted, list):
         return partition.explicit(wanted, len(names), num_stages)
     if ":" in wanted:
-        return partition.by_function(wanted, names, num_stages)
+        return list(_by_function(wanted, tuple(names), num_stages))
     return even if wanted == "uniform" else None
 
 
-def layer_seconds(layers: Sequence[Layer], micro_batch: MicroBatch, device: torch.device) -> list[float]:
-    """Seconds of each layer's forward and backward of this micro-batch on the device; no gradient is left behind."""
-    tensors = tuple(tensor.to(device) for tensor in micro_batch.inputs)
-    result = []
-    for layer in layers:
-        layer.module.to(device)
-        if layer is layers[-1]:
-            tensors += tuple(tensor.to(device) for tensor in micro_batch.targets)
-        seconds = []
-        for _ in range(_REPEATS):
-            _wait(device)
-            began = time.perf_counter()
-            outputs = _once(layer, tensors)
-            _wait(device)
-            seconds.append(time.perf_counter() - began)
-        for weight in layer.module.parameters():
-            weight.grad = None
-        result.append(median(seconds))
-        tensors = tuple(tensor.detach() for tensor in outputs)
-    return result
-
-
-def _once(layer: Layer, tensors: Tensors) -> Tensors:
-    inputs = tuple(tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in tensors)
-    outputs = layer.run(*inputs)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    wanting: list[Tensor] = [tensor for tensor in outputs if tensor.requires_grad]
-    torch.autograd.backward(wanting, [torch.ones_like(tensor) for tensor in wanting])
-    return outputs
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+@cache
+def _by_function(path: str, names: tuple[str, ...], num_stages: int) -> tuple[int, ...]:
+    """The user's function is asked once, though the cut is checked before there is a model."""
+    return tuple(partition.by_function(path, names, num_stages))

@@ -21,7 +21,8 @@ WORKERS = Path(__file__).parent / "workers"
 MANY_RUNS = [BIN / "python", WORKERS / "many_runs.py"]
 FAULTY = [BIN / "python", WORKERS / "faulty.py"]
 TRAIN = BIN / "hvd-train"
-_MARK = "HVD_TRANSFORMER_TEST_JOB"
+SIZE = {"num_layers": 2, "d_model": 16, "num_heads": 2, "d_feedforward": 32}
+_MARK = "HOROVOD_TEST_JOB"  # of the environment, `launch` passes on what begins with HOROVOD_
 
 
 def write_corpus(folder: Path, train: int, valid: int = 150, test: int = 90) -> Path:
@@ -44,10 +45,7 @@ def tiny(source: Path) -> list[str]:
         "data.tokenizer=char",
         "data.sequence_length=12",
         "data.workers=1",
-        "model.num_layers=2",
-        "model.d_model=16",
-        "model.num_heads=2",
-        "model.d_feedforward=32",
+        *(f"model.{key}={value}" for key, value in SIZE.items()),
         "training.device=cpu",
         "training.log_every=1",
     ]

@@ -1,4 +1,4 @@
-"""The reference: language models and their training in plain torch.nn and torch.optim, nothing of the project's.
+"""The reference: training in plain torch.nn and torch.optim, of the model of `plain_transformer`.
 
 Two things are taken from the project, and tested elsewhere: the first weights (they come from a seed) and the
 shuffled order of the windows (`data.permutation`). What is done with them is written again here.
@@ -13,13 +13,17 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from jobs import SIZE
+from plain_transformer import PlainTransformer
 from torch import Tensor, nn
 
 from hvd_transformer.config import load
+from hvd_transformer.config.schema import ModelConfig
 from hvd_transformer.data.permutation import Permutation
 from hvd_transformer.models.language_model import LanguageModel
 
 Pair = tuple[Tensor, Tensor]  # inputs and targets [B, T]
+MODEL = ("norm", "activation", "position", "tie_embeddings")  # what the cases' models differ in
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,6 @@ class Case:
         """As settings of hvd-train."""
         scale = {"none": 1.0, "sqrt": math.sqrt(dp), "linear": float(dp)}[self.lr_scaling]
         optimizer = ("schedule", "lr_scaling", "warmup_steps", "gamma", "clip_norm", "momentum", "weight_decay", "eps")
-        model = ("norm", "activation", "position", "tie_embeddings")
         return [
             f"seed={self.seed}",
             f"data.sequence_length={self.length}",
@@ -60,8 +63,12 @@ class Case:
             f"optimizer.name={self.optimizer}",
             f"optimizer.lr={self.lr / scale!r}",
             *(f"optimizer.{key}={getattr(self, key)}" for key in optimizer),
-            *(f"model.{key}={getattr(self, key)}" for key in model),
+            *(f"model.{key}={getattr(self, key)}" for key in MODEL),
         ]
+
+    def fresh_model(self, folder: Path) -> PlainTransformer:
+        config = ModelConfig(**SIZE, **{key: getattr(self, key) for key in MODEL})
+        return PlainTransformer(len(vocabulary(folder)) + 1, config).to(self.dtype)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -76,66 +83,6 @@ class Trained:
     norms: list[float]
     rates: list[float]
     weights: dict[str, Tensor]
-
-
-class PlainModel(nn.Module):
-    """The language model of torch.nn's own layers, width 16, two layers, two heads."""
-
-    def __init__(self, vocab_size: int, case: Case, width: int = 16) -> None:
-        super().__init__()
-        self.width, self.position = width, case.position
-        self.embedding = nn.Embedding(vocab_size, width)
-        self.positions = nn.Embedding(1024, width) if case.position == "learned" else None
-        layer = nn.TransformerEncoderLayer(
-            width, 2, 32, 0.0, case.activation, batch_first=True, norm_first=case.norm == "pre"
-        )
-        last = nn.LayerNorm(width) if case.norm == "pre" else None
-        self.encoder = nn.TransformerEncoder(layer, 2, last, enable_nested_tensor=False)
-        self.head = None if case.tie_embeddings else nn.Linear(width, vocab_size)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        length = tokens.size(1)
-        hidden = self.embedding(tokens) * math.sqrt(self.width)
-        hidden = hidden + (self.positions.weight[:length] if self.positions else self._sinusoids(length))
-        mask = torch.full((length, length), -math.inf).triu(1).to(hidden.dtype)
-        hidden = self.encoder(hidden, mask)
-        return hidden @ self.embedding.weight.t() if self.head is None else self.head(hidden)
-
-    def _sinusoids(self, length: int) -> Tensor:
-        table = torch.zeros(length, self.width, dtype=torch.float64)
-        for row in range(length):
-            for pair in range(self.width // 2):
-                angle = row / 10000 ** (2 * pair / self.width)
-                table[row, 2 * pair], table[row, 2 * pair + 1] = math.sin(angle), math.cos(angle)
-        return table.to(self.embedding.weight.dtype)
-
-    def by_project_names(self) -> dict[str, nn.Parameter]:
-        names = {
-            "encoder.layers.": "blocks.",
-            "self_attn.in_proj_": "attention.qkv.",
-            "self_attn.out_proj.": "attention.output.",
-            "linear1.": "feedforward.input.",
-            "linear2.": "feedforward.output.",
-            "encoder.norm.": "head.norm.",
-            "embedding.": "embedding.embedding.",
-            "positions.": "embedding.positions.embedding.",
-        }
-        result = {}
-        for name, parameter in self.named_parameters():
-            new = name
-            for ours, theirs in names.items():
-                if new.startswith(ours) or (ours in new and ours.startswith(("self", "linear"))):
-                    new = new.replace(ours, theirs, 1)
-            result[new] = parameter
-        return result
-
-    def load(self, weights: dict[str, Tensor]) -> "PlainModel":
-        own = self.by_project_names()
-        assert own.keys() == weights.keys()
-        with torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(weights[name])
-        return self
 
 
 def vocabulary(folder: Path) -> dict[str, int]:
@@ -197,7 +144,7 @@ def column_steps(tokens: Tensor, case: Case, columns: int, dp: int, rounds: int)
 
 def train(folder: Path, case: Case, words: Sequence[str], steps: Iterator[tuple[int, list[Pair]]]) -> Trained:
     """Plain training in one process: the mean of the cross-entropies, clipped by norm, one torch optimizer."""
-    model = PlainModel(len(vocabulary(folder)) + 1, case).to(case.dtype).load(first_weights(folder, case, words))
+    model = case.fresh_model(folder).load(first_weights(folder, case, words))
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     free = [weight for weight in model.parameters() if weight.dim() < 2 or id(weight) in embeddings]
     decayed = [weight for weight in model.parameters() if not any(weight is other for other in free)]
@@ -221,13 +168,13 @@ def train(folder: Path, case: Case, words: Sequence[str], steps: Iterator[tuple[
         result.losses.append(loss.item())
         result.norms.append(norm.item())
         result.rates.append(_rate(case, step, epoch))
-    result.weights.update({name: weight.detach() for name, weight in model.by_project_names().items()})
+    result.weights.update({name: weight.detach() for name, weight in model.by_our_names().items()})
     return result
 
 
 def evaluate(folder: Path, split: str, case: Case, weights: dict[str, Tensor]) -> float:
     """Mean cross-entropy of every token but the first, window by window."""
-    model = PlainModel(len(vocabulary(folder)) + 1, case).to(case.dtype).load(weights).train()
+    model = case.fresh_model(folder).load(weights)
     tokens = encode(folder, split)
     total = 0.0
     for start in range(0, len(tokens) - 1, case.length):

@@ -31,7 +31,7 @@ CASES = [
 # on 2 ranks in 3 micro-batches are 3 + 3 + 2. Each case goes two of the four ways; on 4 ranks, where a step is slow,
 # and over MPI one.
 WAYS = [
-    (1, 3, 0.001, True, "always", ["parallel.pipeline=2"]),
+    (1, 3, 0.001, True, "always", ["parallel.pipeline=2", "parallel.schedule=zero_bubble"]),
     (2, 1, 0.01, True, "auto", []),
     (2, 3, 8, False, "always", ["parallel.pipeline=3", "parallel.schedule=gpipe", "parallel.recompute=always"]),
     (1, 2, 8, True, "never", ["parallel.pipeline=2", "parallel.partition=[3, 1]"]),

@@ -3,16 +3,21 @@
 corrupt: that rank changes one weight after that step.
 die: that rank kills itself in the middle of the backward of that step.
 raise: the same, with an exception.
+forward-STAGE-NUMBER, backward-STAGE-NUMBER: that stage fails at that micro-batch of that step, and says when.
 overflow: the loss scale of that rank's float16 starts so high that the first steps are left out.
 """
 
 import os
 import signal
 import sys
+import time
+
+import torch
 
 from hvd_transformer.cli.train import main
 from hvd_transformer.comm.environment import launched
 from hvd_transformer.parallel.reducer import GradientReducer
+from hvd_transformer.training import loop
 from hvd_transformer.training.loop import Trainer
 from hvd_transformer.training.precision import LossScaler
 
@@ -51,6 +56,36 @@ def fail_in_a_backward() -> None:
     GradientReducer.begin = begin
 
 
+def fail_in_a_stage() -> None:
+    """In the stage's first layer. Memory runs out in a forward."""
+    direction, stage, number = FAULT.split("-")
+    original = loop.make_stages
+
+    def make_stages(config, *words):
+        stages = original(config, *words)
+        failing, *others = stages[int(stage)].layers
+        calls, fatal = 0, (STEP - 1) * config.parallel.micro_batches + int(number) + 1
+
+        def fail(*_):
+            kind = torch.OutOfMemoryError if direction == "forward" else RuntimeError
+            raise kind(f"failed on purpose at {time.time():.3f}")
+
+        def run(*tensors):
+            nonlocal calls
+            calls += torch.is_grad_enabled()  # not in evaluation
+            if calls == fatal and direction == "forward":
+                fail()
+            result = failing.run(*tensors)
+            if calls == fatal:
+                result.register_hook(fail)
+            return result
+
+        stages[int(stage)] = stages[int(stage)]._replace(layers=[failing._replace(run=run), *others])
+        return stages
+
+    loop.make_stages = make_stages
+
+
 def overflow_at_first() -> None:
     original = LossScaler.__init__
 
@@ -68,6 +103,6 @@ FAULTS = {
     "overflow": overflow_at_first,
 }
 if launched().rank == RANK:
-    FAULTS[FAULT]()
+    FAULTS.get(FAULT, fail_in_a_stage)()
 sys.argv[1:4] = []
 main()

@@ -53,6 +53,13 @@ def test_horovodruns_own_word_counts_before_the_mpi_below_it(monkeypatch: pytest
     assert launched()[:2] == (2, 4)
 
 
+def test_autotune_is_left_what_it_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ, "HOROVOD_AUTOTUNE": "1"})
+    set_defaults(local_size=1)
+    assert not {"HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME"} & os.environ.keys()
+    assert "HOROVOD_GLOO_TIMEOUT_SECONDS" in os.environ
+
+
 def test_defaults_are_set_and_the_users_own_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "42")
     monkeypatch.setattr(os, "environ", dict(os.environ))

@@ -13,9 +13,11 @@ from hvd_transformer.models.losses import projected_cross_entropy
 N, D, V = 7, 5, 11
 
 
-def operands(with_bias: bool, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+def operands(
+    with_bias: bool, dtype: torch.dtype = torch.float64, width: int = D
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     generator = torch.Generator().manual_seed(3)
-    hidden, weight = (torch.randn(rows, D, generator=generator, dtype=dtype) for rows in (N, V))
+    hidden, weight = (torch.randn(rows, width, generator=generator, dtype=dtype) for rows in (N, V))
     bias = torch.randn(V, generator=generator, dtype=dtype) if with_bias else None
     for tensor in (hidden, weight, bias):
         if tensor is not None:
@@ -29,8 +31,9 @@ def gradients(loss: Tensor, *tensors: Tensor | None) -> list[Tensor]:
 
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("chunk", [1, 3, N, N + 5])
-def test_value_and_gradients_equal_torchs(chunk: int, with_bias: bool) -> None:
-    hidden, weight, bias, targets = operands(with_bias)
+@pytest.mark.parametrize("width", [D, N, N + 2])  # more tokens than that, as many, fewer
+def test_value_and_gradients_equal_torchs(width: int, chunk: int, with_bias: bool) -> None:
+    hidden, weight, bias, targets = operands(with_bias, width=width)
     loss = projected_cross_entropy(hidden, weight, bias, targets, chunk)
     expected = F.cross_entropy(F.linear(hidden, weight, bias), targets, reduction="sum")
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
@@ -46,6 +49,30 @@ def test_gradcheck(chunk: int) -> None:
     assert torch.autograd.gradcheck(
         lambda *args: projected_cross_entropy(*args, targets, chunk), (hidden, weight, bias)
     )
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("chunk", [3, N])
+@pytest.mark.parametrize("width", [D, N])
+def test_products_are_given_away_once_where_that_is_less_to_keep(width: int, chunk: int, with_bias: bool) -> None:
+    hidden, weight, bias, targets = operands(with_bias, width=width)
+    taken: list[tuple[Tensor, Tensor]] = []
+    take = lambda values, grad: taken.append((values, grad))  # noqa: E731
+    loss = projected_cross_entropy(hidden, weight, bias, targets, chunk, take)
+    (loss * 0.37).backward()
+    expected = F.cross_entropy(F.linear(hidden, weight, bias), targets, reduction="sum") * 0.37
+    wanted = gradients(expected, hidden, weight, bias)
+    torch.testing.assert_close(hidden.grad, wanted[0])
+    if width < N:
+        assert not taken
+        own = [weight.grad, bias.grad if with_bias else None]
+    else:
+        ((values, grad),) = taken
+        assert weight.grad is None and (bias is None or bias.grad is None)
+        own = [grad.t() @ values, grad.sum(0)]
+    torch.testing.assert_close(own[0], wanted[1])
+    if with_bias:
+        torch.testing.assert_close(own[1], wanted[2])
 
 
 def test_equal_targets_in_a_chunk_are_all_counted() -> None:

@@ -33,6 +33,16 @@ def test_letters_are_backwards_where_it_is_narrow() -> None:
     ]
 
 
+def test_the_halves_of_a_backward_have_brackets_and_letters_of_their_own() -> None:
+    timeline = simulate(make_schedule("zero_bubble", 2, 3), [1.0] * 2, [2.0] * 2)
+    assert draw_text(timeline, 9 + 30).splitlines() == [
+        "stage 0   0  1 ...[0](0) 2 [1](1)[2](2)",
+        "stage 1  ... 0 [0] 1 [1](0) 2 [2](1)(2)",
+        "0 forward of micro-batch 0, [0] its backward, (0) its weights', . idle (10%)",
+    ]
+    assert [line[9:] for line in draw_text(timeline, 9 + 10).splitlines()[:2]] == ["01.aA2bBcC", ".0a1bA2cBC"]
+
+
 def test_two_digits_are_whole_where_they_have_room_and_modulo_10_elsewhere() -> None:
     timeline = example(1, 12, backward=2)
     wide, tight, narrow = (draw_text(timeline, width).splitlines() for width in (9 + 36 * 3, 9 + 36 * 2, 9 + 36))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hvd_transformer.comm.world import PeerLost
 from hvd_transformer.parallel.pipeline import Layer, MicroBatch, Pipeline, Stage, StageFailed
+from hvd_transformer.parallel.schedule import SCHEDULES, ScheduleName, make_schedule
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 8
@@ -67,7 +68,7 @@ def plain(modules: list[nn.Module], batches: list[MicroBatch]) -> tuple[list[Ten
     return [loss.detach() for loss in losses], grads
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 9])
 def test_tuples_with_tensors_without_a_gradient(num_stages: int, schedule: str) -> None:
     modules, pipeline = made(num_stages, schedule=schedule)
@@ -81,6 +82,54 @@ def test_tuples_with_tensors_without_a_gradient(num_stages: int, schedule: str) 
         for module in modules[:-1]:
             module.weight.grad = None
     pipeline.close()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_stage_does_what_its_schedule_says_and_in_that_order(schedule: ScheduleName) -> None:
+    """The weights' part, where it is no operation of its own, at once after its backward."""
+    done: dict[int, list[tuple[str, int]]] = {0: [], 1: [], 2: []}
+
+    class Noted(torch.autograd.Function):
+        """Identity that notes what comes by, and leaves work for later."""
+
+        @staticmethod
+        def forward(ctx, values: Tensor, stage: int, number: int) -> Tensor:
+            ctx.stage, ctx.number = stage, number
+            done[stage].append(("forward", number))
+            return values.clone()
+
+        @staticmethod
+        def backward(ctx, grad: Tensor):
+            stage, number = ctx.stage, ctx.number
+            done[stage].append(("backward", number))
+            pipeline.later[stage](lambda: done[stage].append(("weights", number)))
+            return grad, None, None
+
+    calls: Counter[int] = Counter()
+
+    def wrap(name: str, module: nn.Module):
+        stage = int(name[5:]) // 3
+        if name not in ("layer0", "layer3", "layer6"):  # the first of three stages of three layers
+            return module
+
+        def run(values: Tensor, mask: Tensor):
+            calls[stage] += 1
+            return module(Noted.apply(values.requires_grad_(), stage, calls[stage] - 1), mask)
+
+        return run
+
+    _, pipeline = made(3, wrap, schedule=schedule)
+    pipeline.train(micro_batches(6), 1.0)
+    pipeline.close()
+    for stage, operations in enumerate(make_schedule(schedule, 3, 6)):
+        wanted = [tuple(operation) for operation in operations]
+        if schedule != "zero_bubble":
+            wanted = [
+                entry
+                for kind, number in wanted
+                for entry in [(kind, number), *([("weights", number)] if kind == "backward" else [])]
+            ]
+        assert done[stage] == wanted
 
 
 @pytest.mark.parametrize(("schedule", "most"), [("gpipe", [6, 6, 6]), ("1f1b", [3, 2, 1])])
@@ -147,7 +196,7 @@ class Trap(torch.autograd.Function):
         raise ctx.error
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("number", [0, 2, 5])

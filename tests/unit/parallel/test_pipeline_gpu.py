@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hvd_transformer.parallel.pipeline import Layer, MicroBatch, Pipeline, Stage
+from hvd_transformer.parallel.schedule import SCHEDULES
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -31,7 +32,7 @@ def micro_batches() -> list[MicroBatch]:
     return [MicroBatch(*((torch.randn(5, 64, generator=generator),) for _ in range(2))) for _ in range(8)]
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_gradients_are_those_of_one_stage_and_memory_stays(num_stages: int, schedule: str) -> None:
     plain, one = made(1, schedule)

@@ -1,15 +1,18 @@
 """Every stage does every micro-batch once, in the papers' order, and the clock agrees with the closed forms."""
 
 import math
-from typing import Literal, get_args
+from collections import Counter
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_transformer.parallel.schedule import (
+    SCHEDULES,
     Operation,
     Schedule,
+    ScheduleName,
     bubble,
     forward_only,
     make_schedule,
@@ -19,13 +22,13 @@ from hvd_transformer.parallel.schedule import (
 )
 
 Kind = Literal["gpipe", "1f1b"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+WHOLE: tuple[Kind, ...] = ("gpipe", "1f1b")  # their backwards are one operation
 sizes = st.integers(1, 7)
 
 
 def operations(text: str) -> list[Operation]:
-    """`F0 B0` as operations."""
-    kinds: dict[str, Literal["forward", "backward"]] = {"F": "forward", "B": "backward"}
+    """`F0 B0 W0` as operations."""
+    kinds: dict[str, Literal["forward", "backward", "weights"]] = {"F": "forward", "B": "backward", "W": "weights"}
     return [Operation(kinds[word[0]], int(word[1:])) for word in text.split()]
 
 
@@ -35,25 +38,35 @@ def operations(text: str) -> list[Operation]:
         ("gpipe", ["F0 F1 F2 F3 B0 B1 B2 B3"] * 3),
         # Figure 4 of Narayanan et al. 2021, with one stage and four micro-batches fewer.
         ("1f1b", ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]),
+        (
+            "zero_bubble",
+            [
+                "F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3",
+                "F0 F1 B0 F2 B1 W0 F3 B2 W1 B3 W2 W3",
+                "F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3",
+            ],
+        ),
     ],
 )
-def test_three_stages_and_four_micro_batches_as_in_the_papers(kind: Kind, stages: list[str]) -> None:
+def test_three_stages_and_four_micro_batches_as_in_the_papers(kind: ScheduleName, stages: list[str]) -> None:
     assert make_schedule(kind, 3, 4) == [operations(stage) for stage in stages]
 
 
 def test_one_micro_batch_goes_through_and_back() -> None:
-    for kind in KINDS:
+    for kind in WHOLE:
         assert make_schedule(kind, 4, 1) == [operations("F0 B0")] * 4
+    assert make_schedule("zero_bubble", 4, 1) == [operations("F0 B0 W0")] * 4
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCHEDULES)
 @given(sizes, sizes)
-def test_every_stage_does_every_micro_batch_once_and_in_order(kind: Kind, num_stages: int, count: int) -> None:
+def test_every_stage_does_every_micro_batch_once_and_in_order(kind: ScheduleName, num_stages: int, count: int) -> None:
     schedule = make_schedule(kind, num_stages, count)
     assert len(schedule) == num_stages
+    directions = ["forward", "backward", *(["weights"] if kind == "zero_bubble" else [])]
     for stage in schedule:
-        assert len(stage) == 2 * count
-        for direction in ("forward", "backward"):
+        assert Counter(operation.kind for operation in stage) == dict.fromkeys(directions, count)
+        for direction in directions:
             assert [operation.micro_batch for operation in stage if operation.kind == direction] == list(range(count))
 
 
@@ -63,6 +76,8 @@ def test_in_flight_are_all_in_gpipe_and_the_stages_that_follow_in_1f1b(num_stage
     assert [most_in_flight(stage) for stage in make_schedule("1f1b", num_stages, count)] == [
         min(num_stages - stage, count) for stage in range(num_stages)
     ]
+    zero_bubble = make_schedule("zero_bubble", num_stages, count)
+    assert [most_in_flight(stage) for stage in zero_bubble] == [min(num_stages, count)] * num_stages
 
 
 def test_a_forward_without_backward_holds_nothing_afterwards() -> None:
@@ -82,7 +97,7 @@ def test_an_unknown_schedule_is_refused() -> None:
         make_schedule("zigzag", 2, 2)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WHOLE)
 @given(sizes, sizes, st.integers(1, 9), st.integers(1, 9))
 def test_equal_stages_idle_as_long_as_the_closed_form(
     kind: Kind, num_stages: int, count: int, forward: int, backward: int
@@ -93,6 +108,24 @@ def test_equal_stages_idle_as_long_as_the_closed_form(
     assert math.isclose(bubble(timeline), (num_stages - 1) / (count + num_stages - 1), abs_tol=1e-12)
 
 
+@given(sizes, st.integers(1, 9), st.integers(0, 9))
+def test_the_zero_bubble_schedule_idles_as_long_as_its_paper_says(num_stages: int, time: int, more: int) -> None:
+    """(N - 1)(F + B - W), of a forward F and the halves B and W of a backward: section 3.1 and table 1 of Qi et al.
+    2023, for at least as many micro-batches as stages, and here for F = B = W."""
+    count = num_stages + more
+    timeline = simulate(make_schedule("zero_bubble", num_stages, count), [time] * num_stages, [2 * time] * num_stages)
+    assert makespan(timeline) == (3 * count + num_stages - 1) * time
+
+
+@given(sizes, sizes, st.integers(0, 9), st.integers(0, 9))
+def test_the_zero_bubble_schedule_is_never_slower(num_stages: int, count: int, forward: int, backward: int) -> None:
+    times = [forward] * num_stages, [backward] * num_stages
+    slower, faster = (
+        makespan(simulate(make_schedule(kind, num_stages, count), *times)) for kind in ("1f1b", "zero_bubble")
+    )
+    assert faster <= slower
+
+
 @given(sizes, sizes)
 def test_forwards_alone_have_the_same_bubble(num_stages: int, count: int) -> None:
     timeline = simulate(forward_only(num_stages, count), [3] * num_stages, [0] * num_stages)
@@ -101,9 +134,9 @@ def test_forwards_alone_have_the_same_bubble(num_stages: int, count: int) -> Non
 
 
 @settings(deadline=None)
-@given(st.data(), st.sampled_from(KINDS), sizes, sizes)
+@given(st.data(), st.sampled_from(SCHEDULES), sizes, sizes)
 def test_an_operation_starts_as_soon_as_what_it_needs_has_ended(
-    data: st.DataObject, kind: Kind, num_stages: int, count: int
+    data: st.DataObject, kind: ScheduleName, num_stages: int, count: int
 ) -> None:
     times = st.lists(st.integers(0, 9), min_size=num_stages, max_size=num_stages)
     forward, backward = data.draw(times), data.draw(times)
@@ -119,8 +152,11 @@ def test_an_operation_starts_as_soon_as_what_it_needs_has_ended(
                 assert end - start == forward[stage]
                 if stage > 0:
                     needed.append(ends[stage - 1, "forward", micro_batch])
+            elif direction == "weights":
+                assert end - start == backward[stage] / 2
+                needed.append(ends[stage, "backward", micro_batch])
             else:
-                assert end - start == backward[stage]
+                assert end - start == (backward[stage] / 2 if kind == "zero_bubble" else backward[stage])
                 needed.append(ends[stage, "forward", micro_batch])
                 if stage < num_stages - 1:
                     needed.append(ends[stage + 1, "backward", micro_batch])

@@ -9,7 +9,9 @@ from fake_world import FakeWorld
 from torch import Tensor, nn
 
 from hvd_transformer.comm.world import World
+from hvd_transformer.models.linear import Linear
 from hvd_transformer.parallel.flat import Bucket, make_buckets
+from hvd_transformer.parallel.later import Later
 from hvd_transformer.parallel.reducer import GradientReducer
 from hvd_transformer.parallel.rows import RowPlan
 
@@ -266,3 +268,97 @@ def test_an_unfinished_steps_rows_are_forgotten() -> None:
     reducer.begin()
     reducer.finish()
     assert not bucket.gradients.any()
+
+
+class Products(Layers):
+    """The same three layers, which give their products away."""
+
+    def __init__(self, events: list[str] | None = None) -> None:
+        super().__init__(events)
+        self.layers = nn.ModuleList(Linear(3, 3) for _ in range(3)).double()
+
+    def give(self, reducer: GradientReducer, later: Later) -> None:
+        for number, layer in enumerate(self.layers):
+            layer.take_product = reducer.take_product(f"layers.{number}.weight", f"layers.{number}.bias", later)
+
+
+def products(bucket_bytes: int) -> tuple[Products, Layers, list[Bucket], GradientReducer, FakeWorld, Later]:
+    torch.manual_seed(0)
+    world, later = FakeWorld(), Later()
+    model, plain = Products(world.events), Layers()
+    plain.load_state_dict(model.state_dict())
+    buckets = make_buckets(dict(model.named_parameters()), set(), bucket_bytes)
+    reducer = GradientReducer(buckets, world)
+    model.give(reducer, later)
+    return model, plain, buckets, reducer, world, later
+
+
+@pytest.mark.parametrize("bucket_bytes", [EVERY_PARAMETER, ALL_IN_ONE])
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_products_that_come_late_add_up_and_are_sent_once_complete(late: int, bucket_bytes: int) -> None:
+    """Of three backwards, each adds its products when `late` more have run; the last ones when all have."""
+    model, plain, buckets, reducer, world, later = products(bucket_bytes)
+    for step in range(2):
+        world.events.clear()
+        plain.zero_grad()
+        reducer.begin()
+        for number in range(3):
+            if number == 2:
+                reducer.last()
+            with later.collect():
+                model(inputs(10 * step + number)).backward()
+            plain(inputs(10 * step + number)).backward()
+            if number >= late:
+                assert not any(event.startswith("send") for event in world.events)
+                later.run()
+        for _ in range(late):
+            assert not any(event.startswith("send") for event in world.events)
+            later.run()
+        sent = [event for event in world.events if event.startswith("send")]
+        assert sorted(sent) == sorted(f"send bucket.{index}" for index in range(len(buckets)))
+        assert all(parameter.grad is None for parameter in model.parameters())
+        reducer.finish()
+        assert [event for event in world.events if event.startswith("send")] == sent  # nothing was left to send
+        expect(buckets, plain, factor=2)
+
+
+def test_products_at_once_are_sent_while_backward_goes_on() -> None:
+    model, plain, buckets, reducer, world, _ = products(EVERY_PARAMETER)
+    reducer.begin()
+    reducer.last()
+    model(inputs(0)).backward()
+    plain(inputs(0)).backward()
+    first, last = (world.events.index(f"send bucket.{index}") for index in (0, len(buckets) - 1))
+    assert first < world.events.index("backward 0") < last
+    reducer.finish()
+    expect(buckets, plain, factor=2)
+
+
+def test_a_parameter_may_get_products_in_one_round_and_autograds_gradients_in_another() -> None:
+    model, plain, buckets, reducer, _, later = products(ALL_IN_ONE)
+    for numbers in ((0, 1, 2), (1, 0, 2)):
+        plain.zero_grad()
+        reducer.begin()
+        for number in numbers:
+            if number == 2:
+                reducer.last()
+            for layer in model.layers:
+                layer.take_product = None
+            if number != 1:
+                model.give(reducer, later)
+            model(inputs(number)).backward()
+            plain(inputs(number)).backward()
+        reducer.finish()
+        expect(buckets, plain, factor=2)
+
+
+def test_products_in_another_number_format_are_added_in_the_buckets_own() -> None:
+    model, _, buckets, reducer, _, _ = products(ALL_IN_ONE)
+    model.give(reducer, Later())
+    reducer.begin()
+    values, grad = torch.randn(2, 4, 3, dtype=torch.bfloat16)
+    for _ in range(2):
+        model.layers[1].take_product(values, grad)
+    own = reduced(buckets)
+    assert torch.equal(own["layers.1.weight"], 2 * (grad.t() @ values).double())
+    assert torch.equal(own["layers.1.bias"], 2 * grad.double().sum(0))

@@ -24,6 +24,7 @@ SMALL = [
     "model.loss_chunk=7",
     "data.sequence_length=5",
     "data.tokenizer=char",
+    "data.cache_dir=/dev/null",  # nothing is kept: a partition is measured each time
     "training.batch_size=4",
     "training.epochs=100",
     "training.max_steps=12",

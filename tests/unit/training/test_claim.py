@@ -1,4 +1,4 @@
-"""A folder is taken only where it is ours, and a run goes on only where the configuration agrees."""
+"""A folder is taken only where it is ours, and a run goes on only where the configuration agrees; else all stays."""
 
 import os
 import shutil
@@ -20,9 +20,12 @@ def config(folder: Path, *overrides: str) -> Config:
 
 
 def claim(made: Config) -> tuple[Path | None, list[str]]:
-    """The checkpoint to go on from, and the warnings."""
+    """The checkpoint to go on from, and the warnings, of a start whose input is right."""
     warnings: list[str] = []
-    return RunDirectory(made).claim(made, warnings.append), warnings
+    directory = RunDirectory(made)
+    checkpoint = directory.claim(made, warnings.append)
+    directory.begin(made, rank=0)
+    return checkpoint, warnings
 
 
 def refused(made: Config) -> str:
@@ -50,6 +53,40 @@ def test_a_new_folder_is_made_with_the_configuration_that_repeats_the_run(tmp_pa
     assert (tmp_path / "a" / "b" / "logs").is_dir()
     # Once more, as after a start that failed later.
     assert claim(made) == (None, [])
+
+
+@pytest.mark.parametrize("found", ["nothing", "an empty folder", "a start", "a run"])
+def test_a_start_that_is_refused_later_leaves_what_it_found(found: str, tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    if found != "nothing":
+        folder.mkdir(parents=True)
+    if found in ("a start", "a run"):
+        claim(config(folder))
+    if found == "a run":
+        save(config(folder), 10)
+    before = contents(tmp_path)
+    other = config(folder, "training.max_steps=9999")
+    directory = RunDirectory(other)
+    directory.claim(other, print)
+    assert folder.is_dir()
+    directory.abandon()
+    assert contents(tmp_path) == before
+    claim(other)  # it is free again
+
+
+def test_a_new_folder_in_which_something_is_by_now_stays(tmp_path: Path) -> None:
+    made = config(tmp_path / "a" / "b")
+    directory = RunDirectory(made)
+    directory.claim(made, print)
+    (tmp_path / "a" / "letter.txt").write_text("dear")
+    directory.abandon()
+    assert contents(tmp_path) == {"a": None, "a/letter.txt": b"dear"}
+
+
+def test_another_hosts_rank_makes_a_place_for_its_log_alone(tmp_path: Path) -> None:
+    made = config(tmp_path / "a" / "b")
+    RunDirectory(made).begin(made, rank=1)
+    assert contents(tmp_path / "a" / "b") == {"logs": None}
 
 
 @pytest.mark.parametrize("names", [[], [".gitkeep"], ["logs/rank-000.log"], ["logs/rank-000.log", ".x.tmp"]])
@@ -180,6 +217,7 @@ def test_a_checkpoint_to_start_from_that_is_not_there_or_not_whole_is_told(tmp_p
     missing = tmp_path / "missing"
     message = refused(config(tmp_path / "new", f"checkpoint.resume={missing}"))
     assert message == f"{missing}: no such checkpoint folder"
+    assert not list(tmp_path.iterdir())
     old = config(tmp_path / "old")
     claim(old)
     checkpoint = save(old, 10)

@@ -107,7 +107,7 @@ def test_training_equals_a_plain_script(case: str) -> None:
         "training.precision=fp64", "model.position=sinusoidal", "training.max_steps=25", *CASES[case].split()
     )
     job = trainer(config)
-    plain = PlainTransformer(VOCABULARY, config.model).double().copy_from(job.task.model)
+    plain = PlainTransformer(VOCABULARY, config.model).double().load(weights(job))
     steps = column_steps(config) if config.data.batching == "columns" else window_steps(config, job)
     losses, norms = plain_training(config, plain, steps)
     results = [job.step(plan) for plan in job.steps()]
@@ -193,7 +193,7 @@ def test_rounds_are_cut_into_at_most_micro_batches_pieces() -> None:
 def test_evaluation_is_the_mean_of_every_token_without_dropout() -> None:
     config = settings("training.precision=fp64", "model.position=sinusoidal", "model.dropout=0.5")
     job = trainer(config)
-    plain = PlainTransformer(VOCABULARY, config.model).double().copy_from(job.task.model).eval()
+    plain = PlainTransformer(VOCABULARY, config.model).double().load(weights(job)).eval()
     text = torch.from_numpy(SPLITS["valid"].astype("int64"))
     total = 0.0
     for start in range(0, len(text) - 1, 5):

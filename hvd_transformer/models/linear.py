@@ -1,0 +1,67 @@
+"""Layers whose weight gradients can be had as the two matrices that they are the product of."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Called in backward with the layer's input [N, D_in] and the gradient of its output [N, D_out].
+TakeProduct = Callable[[Tensor, Tensor], None]
+
+
+class Product(nn.Module):
+    """A layer `values @ weight.T + bias`. While `take_product` is set, weight and bias get no gradient from autograd:
+    it gets what that is made of, and can add the product to where gradients are summed, now or when there is time."""
+
+    weight: Tensor
+    bias: Any  # a tensor or None
+    take_product: TakeProduct | None = None
+
+    @torch.no_grad()
+    def add_product(self, values: Tensor, grad: Tensor) -> None:
+        """A `take_product` that adds to the gradients that weight and bias have, as autograd does."""
+        weight, bias = self.weight.grad, None if self.bias is None else self.bias.grad
+        assert weight is not None
+        if weight.dtype == grad.dtype:
+            weight.addmm_(grad.t(), values)
+        else:
+            weight.add_(grad.t() @ values)
+        if bias is not None:
+            bias.add_(grad.sum(0, dtype=bias.dtype))
+
+
+class Linear(Product, nn.Linear):
+    """`nn.Linear` as such a layer."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        """[..., D_in] to [..., D_out]."""
+        if self.take_product is None or not torch.is_grad_enabled():
+            return F.linear(values, self.weight, self.bias)
+        # Weight and bias stay out of the graph; something in it must want a gradient, so that backward comes by.
+        anchor = None if values.requires_grad else torch.empty(0, requires_grad=True, device=values.device)
+        weight, bias = self.weight.detach(), None if self.bias is None else self.bias.detach()
+        result: Tensor = _Linear.apply(values, weight, bias, self.take_product, anchor)  # type: ignore[no-untyped-call]
+        return result
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, weight: Tensor, bias: Tensor | None, take: TakeProduct, anchor: Tensor | None
+    ) -> Tensor:
+        kind = values.device.type
+        if torch.is_autocast_enabled(kind):
+            values = values.to(torch.get_autocast_dtype(kind))  # to be kept in this format, as autocast does
+        ctx.save_for_backward(values, weight)
+        ctx.take = take
+        return F.linear(values, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # Without torch's `once_differentiable`, which costs as much as the rest of this.
+        values, weight = ctx.saved_tensors
+        grad_values = grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None
+        ctx.take(values.flatten(0, -2), grad.flatten(0, -2))
+        return grad_values, None, None, None, None

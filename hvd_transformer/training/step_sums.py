@@ -1,0 +1,44 @@
+"""What the ranks tell each other of a step while its last backward runs."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from hvd_transformer.comm.world import World
+from hvd_transformer.training.task import Batch, Task
+
+
+class StepSums:
+    """Losses, targets, samples and wishes of a step, summed over all ranks. `device` is where the losses are: nothing
+    waits for them before `result`."""
+
+    def __init__(self, world: World, device: torch.device, stop: bool, save: bool) -> None:
+        self._world, self._device = world, device
+        self._loss = torch.zeros((), dtype=torch.float64, device=device)
+        self._numbers = [0.0, 0.0, float(stop), float(save)]
+        self._sums: Tensor | None = None
+        self._wait: Callable[[], None] | None = None
+
+    def add_batches(self, batches: Sequence[Batch], task: Task) -> None:
+        for batch in batches:
+            self._numbers[0] += task.num_targets(batch)
+            self._numbers[1] += batch[0].size(0)
+
+    def add_losses(self, losses: Sequence[Tensor]) -> None:
+        for loss in losses:
+            self._loss += loss
+
+    def send(self, losses: Sequence[Tensor]) -> None:
+        """With the last losses."""
+        self.add_losses(losses)
+        numbers = torch.tensor(self._numbers, dtype=torch.float64).to(self._device, non_blocking=True)
+        self._sums = torch.cat([self._loss[None], numbers])
+        self._wait = self._world.all_reduce_async_(self._sums, "step.sums")
+
+    def result(self) -> tuple[float, float, float, float, float]:
+        """(losses, targets, samples, wishes to stop, wishes to save) of all ranks."""
+        assert self._wait is not None and self._sums is not None
+        self._wait()
+        loss, count, samples, stops, saves = self._sums.tolist()
+        return loss, count, samples, stops, saves

@@ -1,0 +1,170 @@
+"""The "auto" partition: layers are measured once a configuration, and each stage must fit its device."""
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import small_job
+
+from hvd_transformer.config import Config
+from hvd_transformer.errors import UserError
+from hvd_transformer.training import stages
+from hvd_transformer.training.layer_measure import MeasuredLayer
+from hvd_transformer.training.stages import best_cut
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MIB = 2**20
+
+
+class Measuring:
+    """In place of the clock: the layers' seconds, and how often they were asked for."""
+
+    def __init__(self) -> None:
+        self.seconds: Sequence[float] = [1, 1, 1, 1, 1, 5]
+        self.calls = 0
+
+    def __call__(self, layers: Sequence[object], *_: object, **__: object) -> list[MeasuredLayer]:
+        self.calls += 1
+        assert len(layers) == len(self.seconds)
+        return [MeasuredLayer(seconds, 8, 8, 0) for seconds in self.seconds]
+
+
+@pytest.fixture
+def measuring(monkeypatch: pytest.MonkeyPatch) -> Measuring:
+    result = Measuring()
+    monkeypatch.setattr(stages, "measure_layers", result)
+    return result
+
+
+def config(cache: Path, *words: str) -> Config:
+    common = [f"data.cache_dir={cache}", "model.num_layers=4", "parallel.pipeline=2", "parallel.micro_batches=2"]
+    return small_job.settings(*common, *words)
+
+
+def cut(config: Config) -> list[int]:
+    return [len(stage.layers) for stage in small_job.trainer(config).stages]
+
+
+def test_a_configuration_is_measured_once(
+    tmp_path: Path, measuring: Measuring, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "hvd_transformer")
+    assert cut(config(tmp_path)) == [5, 1]
+    measuring.seconds = [5, 1, 1, 1, 1, 1]
+    assert cut(config(tmp_path)) == [5, 1]
+    # These change no layer's cost.
+    assert cut(config(tmp_path, "optimizer.lr=0.1", "training.max_steps=3", "seed=7")) == [5, 1]
+    assert measuring.calls == 1
+    assert caplog.messages == [
+        "partition [5, 1]: layers of 10000.0 ms a micro-batch, measured now",
+        *["partition [5, 1]: layers of 10000.0 ms a micro-batch, measured before"] * 2,
+    ]
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "model.d_feedforward=16",
+        "model.dropout=0.1",
+        "data.sequence_length=6",
+        "parallel.micro_batches=4",
+        "parallel.recompute=always",
+        "training.precision=bf16",
+    ],
+)
+def test_another_configuration_is_measured_anew(tmp_path: Path, measuring: Measuring, word: str) -> None:
+    assert cut(config(tmp_path)) == [5, 1]
+    measuring.seconds = [5, 1, 1, 1, 1, 1]
+    assert cut(config(tmp_path, word)) == [1, 5]
+    assert measuring.calls == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "null",
+        "[]",
+        "[1, 2, 3, 4, 5, 6]",
+        json.dumps([{"seconds": 1}] * 6),
+        json.dumps([MeasuredLayer(1, 8, 8, 0)._asdict()] * 5),
+        json.dumps([MeasuredLayer(float("nan"), 8, 8, 0)._asdict()] * 6),
+        json.dumps([MeasuredLayer("1", 8, 8, 0)._asdict()] * 6),
+    ],
+)
+def test_a_broken_file_is_measured_again(tmp_path: Path, measuring: Measuring, text: str) -> None:
+    cut(config(tmp_path))
+    (file,) = (tmp_path / "layers").iterdir()
+    whole = file.read_text(encoding="utf-8")
+    file.write_text(text, encoding="utf-8")
+    assert cut(config(tmp_path)) == [5, 1]
+    assert measuring.calls == 2
+    assert file.read_text(encoding="utf-8") == whole
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, measuring: Measuring) -> None:
+    (tmp_path / "layers").write_text("no folder", encoding="utf-8")
+    assert cut(config(tmp_path)) == cut(config(tmp_path)) == [5, 1]
+    assert measuring.calls == 2
+
+
+def costs(*held: int, weights: int = 0, again: int = 0) -> list[MeasuredLayer]:
+    """Layers of one second each, that hold so many MiB for a micro-batch."""
+    return [MeasuredLayer(1.0, weights * MIB, size * MIB, again * MIB) for size in held]
+
+
+def fitting(config: Config, costs: Sequence[MeasuredLayer], mib: float, num_micro_batches: int = 4) -> list[int]:
+    """On devices of which so much is left for the stages."""
+    return best_cut(config, costs, num_micro_batches, round(mib * MIB / (1 - stages._RESERVE)) + 1)
+
+
+def test_memory_is_a_limit(tmp_path: Path) -> None:
+    f1b, gpipe = config(tmp_path), config(tmp_path, "parallel.schedule=gpipe")
+    even = costs(2, 2, 2, 2, 2, 2)
+    assert best_cut(f1b, even, 4, None) == [3, 3]
+    # 1F1B: the first stage holds two micro-batches, the last one.
+    assert fitting(f1b, even, 12) == [3, 3]
+    assert fitting(f1b, even, 11) == [2, 4]
+    with pytest.raises(
+        UserError, match=r"parallel\.partition=auto: no cut into 2 stages fits .* at least 8,388,608 bytes"
+    ):
+        fitting(f1b, even, 7)
+    # GPipe: both hold all four.
+    assert fitting(gpipe, even, 24) == [3, 3]
+    with pytest.raises(UserError, match="at least 25,165,824 bytes"):
+        fitting(gpipe, even, 23)
+
+
+def test_weights_gradients_and_optimizer_state_count(tmp_path: Path) -> None:
+    heavy_first = [*costs(0, weights=10), *costs(0, 0, 0, 0, 0, weights=1)]
+    for words, copies in ((["optimizer.name=adamw"], 4), (["optimizer.name=sgd"], 2)):
+        settings = config(tmp_path, *words)
+        assert fitting(settings, heavy_first, copies * 12) == [3, 3]
+        assert fitting(settings, heavy_first, copies * 12 - 1) == [2, 4]
+
+
+def test_what_is_computed_again_counts_once_or_for_the_micro_batch_that_keeps_it(tmp_path: Path) -> None:
+    again = costs(1, 1, 1, 1, 1, 1, again=3)
+    always, except_last = (config(tmp_path, f"parallel.recompute={kind}") for kind in ("always", "except_last"))
+    assert fitting(always, again, 2 * 3 + 3) == [3, 3]
+    assert fitting(always, again, 2 * 3 + 2) == [2, 4]
+    assert fitting(except_last, again, 2 * 3 + 3 * 3 + 3) == [3, 3]
+    with pytest.raises(UserError, match="no cut into 2 stages fits"):
+        fitting(except_last, again, 2 * 3 + 3 * 3 + 2)
+
+
+def test_the_users_function_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "counting_stages.py").write_text(
+        "names = []\ndef of(name):\n    names.append(name)\n    return int(name == 'head')\n", encoding="utf-8"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = config(tmp_path, "parallel.partition=counting_stages:of")
+    stages.check_partition(settings)
+    assert cut(settings) == [5, 1]
+    import counting_stages
+
+    assert counting_stages.names == ["embedding", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head"]
