@@ -40,7 +40,8 @@ _FACTOR = 10.0
 _SHORTEST = {"step": 30.0, "evaluation": 120.0, "checkpoint": 120.0}  # seconds
 _UNKNOWN_SECONDS = 600.0
 _SETTLE_SECONDS = 1.5  # for the other ranks to see `beat-late`
-_BACKSTOP_SECONDS = 10.0
+_BACKSTOP_SECONDS = 2.0  # behind the limit
+_END_SECONDS = 10.0
 _LATE = "beat-late"
 
 log = logging.getLogger(__name__)
@@ -150,7 +151,7 @@ class Watchdog:
 
     def _stall(self) -> None:
         # Whatever blocks here, a disk or a screen, this process ends.
-        faulthandler.dump_traceback_later(_BACKSTOP_SECONDS, exit=True, file=self._stacks)
+        faulthandler.dump_traceback_later(_END_SECONDS, exit=True, file=self._stacks)
         beat = self.beat(late=True)
         what = "step" if self.heartbeat.period == "step" else "progress"
         log.error("no %s for %.0f s, the limit is %.0f s; the stacks of all threads:", what, self._quiet, self.limit())
