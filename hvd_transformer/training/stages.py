@@ -19,7 +19,7 @@ from hvd_transformer.training.layer_cache import cached_costs
 from hvd_transformer.training.layer_measure import MeasuredLayer, measure_layers
 from hvd_transformer.training.optimizer import state_copies
 from hvd_transformer.training.precision import autocast
-from hvd_transformer.training.task import Batch, Task
+from hvd_transformer.training.task import Task, cut
 
 # Of a GPU's memory: for the libraries, buffers for sending, what is held only for a moment, and gaps.
 _RESERVE = 0.1
@@ -52,8 +52,9 @@ def _counts(config: Config, task: Task, layout: Layout, measures: bool) -> list[
     given = given_partition(config, [layer.name for layer in layers])
     if given is not None or num_stages == 1 or not measures:
         return given or partition.uniform(len(layers), num_stages)
-    batch, num_micro_batches = _micro_batch(config, task)
-    micro_batch, threads = task.micro_batch(batch), worker_threads(num_stages)
+    units = next(iter(task.sampler.epoch())).rounds[0]  # rank 0's first round is the largest of all
+    batches = cut(task.batch(0, units), config.parallel.micro_batches)
+    micro_batch, threads = task.micro_batch(batches[0]), worker_threads(num_stages)
 
     @contextmanager
     def context() -> Iterator[None]:
@@ -62,11 +63,11 @@ def _counts(config: Config, task: Task, layout: Layout, measures: bool) -> list[
 
     def measure() -> list[MeasuredLayer]:
         recompute = config.parallel.recompute
-        again = recompute == "always" or (recompute == "except_last" and num_micro_batches > 1)
+        again = recompute == "always" or (recompute == "except_last" and len(batches) > 1)
         return measure_layers(layers, micro_batch, layout.device, context=context, recompute=again, threads=threads)
 
     costs, cached = cached_costs(config, layers, micro_batch, layout.device, threads, measure)
-    counts = best_cut(config, costs, num_micro_batches, _device_bytes(layout.devices))
+    counts = best_cut(config, costs, len(batches), _device_bytes(layout.devices))
     seconds = sum(cost.seconds for cost in costs)
     origin = "measured before" if cached else "measured now"
     log.info("partition %s: layers of %.1f ms a micro-batch, %s", counts, 1000 * seconds, origin)
@@ -95,15 +96,6 @@ def best_cut(
     ]
     again = max(cost.again for cost in costs)  # layers are computed again one at a time
     return partition.balanced(seconds, num_stages, memory, (1 - _RESERVE) * device_bytes - again)
-
-
-def _micro_batch(config: Config, task: Task) -> tuple[Batch, int]:
-    """The first one of the first round, and how many the round has."""
-    units = next(units for step in task.sampler.epoch() for units in step.rounds if units)
-    samples = task.batch(0, units)
-    size = -(-samples[0].size(0) // config.parallel.micro_batches)
-    pieces = list(zip(*(tensor.split(size) for tensor in samples), strict=True))
-    return pieces[0], len(pieces)
 
 
 def _device_bytes(devices: Sequence[torch.device]) -> int | None:
