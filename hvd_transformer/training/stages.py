@@ -13,7 +13,8 @@ from hvd_transformer.models.dropout import dropout_place
 from hvd_transformer.parallel import partition
 from hvd_transformer.parallel.layout import Layout
 from hvd_transformer.parallel.pipeline import Stage, worker_threads
-from hvd_transformer.parallel.schedule import make_schedule, most_in_flight
+from hvd_transformer.parallel.schedule import make_schedule
+from hvd_transformer.training.activations import join, stage_activations
 from hvd_transformer.training.language_model_task import layer_names
 from hvd_transformer.training.layer_cache import cached_costs
 from hvd_transformer.training.layer_measure import MeasuredLayer, measure_layers
@@ -86,16 +87,16 @@ def best_cut(
     if device_bytes is None:
         return partition.balanced(seconds, num_stages)
     copies = 2 + state_copies(config.optimizer)  # weight, gradient, optimizer state
-    whole = parallel.recompute == "except_last"  # one micro-batch keeps all
-    memory = [
-        [
-            copies * cost.weights + most_in_flight(operations) * cost.held + (cost.again if whole else 0)
-            for cost in costs
-        ]
-        for operations in make_schedule(parallel.schedule, num_stages, num_micro_batches)
-    ]
-    again = max(cost.again for cost in costs)  # layers are computed again one at a time
-    return partition.balanced(seconds, num_stages, memory, (1 - _RESERVE) * device_bytes - again)
+    schedule = make_schedule(parallel.schedule, num_stages, num_micro_batches)
+
+    @cache
+    def need(stage: int, start: int, stop: int) -> int:
+        own = costs[start:stop]
+        passes = {way: join([cost.passes[way] for cost in own]) for way in own[0].passes}
+        activations = stage_activations(schedule[stage], stage, parallel.recompute, passes)
+        return copies * sum(cost.weights for cost in own) + activations
+
+    return partition.balanced(seconds, num_stages, need, (1 - _RESERVE) * device_bytes)
 
 
 def _device_bytes(devices: Sequence[torch.device]) -> int | None:

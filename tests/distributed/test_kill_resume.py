@@ -214,18 +214,19 @@ RESIZED = {
     "1to2": ((1, 4), (2, None)),
     "2to1to3to2": ((2, 3), (1, 8), (3, 11), (2, None)),
 }
-WINDOWS, COLUMNS, EPOCHS, SAMPLES = 97, 8, 2, 12
-UNITS = {"windows": WINDOWS, "columns": 13}
+WINDOWS, EPOCHS, SAMPLES = 97, 2, 12
+COLUMNS = {"columns": 8, "fixed-columns": 4}
+UNITS = {"windows": WINDOWS, "columns": 13, "fixed-windows": WINDOWS, "fixed-columns": 25}
 RESIZED_CASE = plain.Case("resized", "adamw", 8e-3, warmup_steps=3)
-BATCHINGS = ("windows", "columns", "fixed-windows", "fixed-columns")
 
 
 def batch_words(batching, dp):
-    """By hand for each number of ranks, or one setting for all of them, which then share 12 windows or 2 stretches."""
+    """By hand for each number of ranks, or one setting for all: a step of 12 windows, or of 3 stretches of columns."""
     if not batching.startswith("fixed"):
-        size, rounds = (COLUMNS, 1) if batching == "columns" else {1: (6, 2), 2: (6, 1), 3: (4, 1)}[dp]
+        size, rounds = (COLUMNS[batching], 1) if batching == "columns" else {1: (6, 2), 2: (6, 1), 3: (4, 1)}[dp]
         return [f"training.batch_size={size}", f"training.accumulation={rounds}"]
-    size, total = (COLUMNS, 2 * COLUMNS) if batching == "fixed-columns" else (5, SAMPLES)
+    size = COLUMNS.get(batching, 5)
+    total = 3 * size if batching == "fixed-columns" else SAMPLES
     return [
         f"training.batch_size={size}",
         f"training.global_batch_size={total}",
@@ -254,7 +255,7 @@ def resized(ranks, tmp_path_factory):
     parts = {name: list(plan) for name, plan in RESIZED.items()}
     for dp in (2, 1, 3, 2):
         now = [(name, plan.pop(0)[1]) for name, plan in parts.items() if plan and plan[0][0] == dp]
-        runs = [words(batching, name, dp, last) for name, last in now for batching in BATCHINGS]
+        runs = [words(batching, name, dp, last) for name, last in now for batching in UNITS]
         if not (folder / "windows-unbroken").exists():
             runs.append(words("windows", "unbroken", dp, None))
         command = ["env", "RECORD_UNITS=1", *MANY_RUNS, write_runs(folder / f"runs-{dp}.json", runs)]
@@ -265,16 +266,15 @@ def resized(ranks, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", RESIZED)
-@pytest.mark.parametrize("batching", BATCHINGS)
+@pytest.mark.parametrize("batching", UNITS)
 def test_another_number_of_ranks_sees_each_remaining_sample_once(resized, batching, name):
     run = resized / f"{batching}-{name}"
-    kind = batching.removeprefix("fixed-")
-    units = UNITS[kind]
+    units = UNITS[batching]
     taken = [line for file in resized.glob(f"units-{run.name}-*") for line in file.read_text().splitlines()]
     assert Counter(taken) == {f"{epoch} {unit}": 1 for epoch in range(EPOCHS) for unit in range(units)}
     position = state(run)["position"]
     assert (position["epoch"], position["remaining"]) == (EPOCHS, None)
-    assert position["samples"] == EPOCHS * units * {"windows": 1, "columns": COLUMNS}[kind]
+    assert position["samples"] == EPOCHS * units * COLUMNS.get(batching, 1)
     assert [line["step"] for line in lines(run) if "loss" in line] == list(range(1, position["step"] + 1))
 
 
@@ -286,18 +286,18 @@ def test_another_number_of_ranks_trains_the_same_weights(resized, name):
 
 
 @pytest.mark.parametrize("name", RESIZED)
-@pytest.mark.parametrize("batching", ["windows", "columns"])
+@pytest.mark.parametrize("batching", ["fixed-windows", "fixed-columns"])
 def test_with_a_fixed_global_batch_another_number_of_ranks_goes_on_with_the_same_curve(resized, batching, name):
     """One command for any number of ranks, against plain torch that never stopped."""
-    tokens, total = plain.encode(resized / "text", "train"), {"windows": SAMPLES, "columns": 2}[batching]
+    tokens, total = plain.encode(resized / "text", "train"), 3 if batching in COLUMNS else SAMPLES
     case = replace(RESIZED_CASE, num_steps=EPOCHS * -(-UNITS[batching] // total))
     every = (
-        plain.window_steps(tokens, case, SAMPLES)
-        if batching == "windows"
-        else plain.column_steps(tokens, case, COLUMNS, dp=2, rounds=1)
+        plain.column_steps(tokens, case, COLUMNS[batching], dp=3, rounds=1)
+        if batching in COLUMNS
+        else plain.window_steps(tokens, case, SAMPLES)
     )
     wanted = plain.train(resized / "text", case, [*tiny(resized / "text"), *case.words(dp=1)], every)
-    run = resized / f"fixed-{batching}-{name}"
+    run = resized / f"{batching}-{name}"
     found = steps(run, "loss", "grad_norm", "lr")
     assert [line[0] for line in found] == list(range(1, case.num_steps + 1))
     for line, *numbers in zip(found, wanted.losses, wanted.norms, wanted.rates, strict=True):
