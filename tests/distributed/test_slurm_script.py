@@ -16,7 +16,7 @@ def test_the_batch_script_trains_to_the_end(tmp_path):
     pytest.importorskip("horovod", reason="needs Horovod")
     corpus = write_corpus(tmp_path / "the text", train=2000)
     settings = [*tiny(corpus), f"output_dir={tmp_path}/a run", "training.max_steps=4", "checkpoint.every_steps=none"]
-    words = ["-np", "2", "--scheduler", "slurm", "--output", str(tmp_path), "--", *settings]
+    words = ["-np", "1", "--scheduler", "slurm", "--output", str(tmp_path), "--", *settings]
     CliRunner().invoke(launch, words, catch_exceptions=False)
     commands = tmp_path / "bin"
     commands.mkdir()
@@ -29,4 +29,4 @@ def test_the_batch_script_trains_to_the_end(tmp_path):
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     result = summary(tmp_path / "a run")
-    assert (result["status"], result["world"], result["steps"]) == ("finished", 2, 4)
+    assert (result["status"], result["world"], result["steps"]) == ("finished", 1, 4)

@@ -2,6 +2,9 @@
 
 import json
 import random
+import re
+import socket
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -128,9 +131,23 @@ def test_a_hundred_host_files_with_one_damaged_line_each() -> None:
         assert refused("\n".join(lines)).startswith(f"hosts, line {broken + 1}: ")
 
 
+VALUES = st.recursive(
+    st.one_of(st.none(), st.integers(), st.text(), st.sampled_from(["1.0", "n1", {}])),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.sampled_from(["version", "server_count", "server_list", "server_id", "device"]), inner),
+    ),
+    max_leaves=12,
+)
+TABLES = st.fixed_dictionaries({}, optional={"version": st.just("1.0"), "server_list": VALUES, "server_count": VALUES})
+
+
 @given(
     st.one_of(
-        st.text(), st.text(alphabet="n1[]-,: #=\nslotmax_{}\"'"), st.lists(st.sampled_from(list(LINES))).map("\n".join)
+        st.text(),
+        st.text(alphabet="n1[]-,: #=\nslotmax_{}\"'"),
+        st.lists(st.sampled_from(list(LINES))).map("\n".join),
+        TABLES.map(json.dumps),
     )
 )
 @example('{"version": "1.0", "server_list": [{"server_id": "n", "device": [{}, {}]}]}')
@@ -177,8 +194,23 @@ EXAMPLES = {
 
 
 def test_every_example_is_parsed() -> None:
-    folder = REPOSITORY / "hostfiles"
-    assert {path.name: read_hostfile(path) for path in folder.iterdir()} == EXAMPLES
+    files = [path for path in (REPOSITORY / "hostfiles").iterdir() if path.suffix != ".sh"]
+    assert {path.name: read_hostfile(path) for path in files} == EXAMPLES
+
+
+def test_the_discovery_script_prints_the_hosts_that_answer(tmp_path: Path) -> None:
+    script = (REPOSITORY / "hostfiles" / "discover.sh").read_text()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        for name, value in {
+            "hosts": '"127.0.0.2:3 localhost:2 no-such-host.invalid:1 127.0.0.1:8"',
+            "port": port,
+        }.items():
+            script, count = re.subn(rf"^{name}=.*", f"{name}={value}", script, flags=re.MULTILINE)
+            assert count == 1
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert parse_hostfile(done.stdout, "discovered") == [("127.0.0.1", 8), ("localhost", 2)]
 
 
 def test_a_rank_table_from_another_tool(tmp_path: Path) -> None:
