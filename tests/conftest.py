@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hosts import Hosts, missing
 
 REPOSITORY = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
@@ -23,6 +24,15 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"needs the data sets in {folder}")
     return folder
+
+
+@pytest.fixture(scope="module")
+def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
+    """Real hosts with sshd, as many as the test file's NUM_HOSTS."""
+    if reason := missing():
+        pytest.skip(reason)
+    with Hosts(request.module.NUM_HOSTS) as made:
+        yield made
 
 
 @pytest.fixture

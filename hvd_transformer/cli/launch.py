@@ -21,6 +21,14 @@ from click.core import ParameterSource
 @click.option("--env", "named", multiple=True, metavar="NAME", help="A variable that the ranks get. May be repeated.")
 @click.option("--timeline", type=click.Path(path_type=Path), metavar="FILE", help="Write Horovod's timeline there.")
 @click.option("--autotune", is_flag=True, help="Let Horovod search its fusion and cycle time.")
+@click.option("--restarts", type=int, default=0, metavar="N", help="Go on from the last checkpoint up to N times.")
+@click.option("--min-np", "min_ranks", type=int, metavar="N", help="Go on with so few ranks. Default: all of -np.")
+@click.option(
+    "--host-discovery-script",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Prints the hosts of now, one a line; asked again and again.",
+)
 @click.option("--dry-run", is_flag=True, help="Print the horovodrun command, and start nothing.")
 @click.option(
     "--scheduler",
@@ -41,6 +49,9 @@ def launch(
     named: tuple[str, ...],
     timeline: Path | None,
     autotune: bool,
+    restarts: int,
+    min_ranks: int | None,
+    host_discovery_script: Path | None,
     dry_run: bool,
     scheduler: str | None,
     output: Path | None,
@@ -54,6 +65,9 @@ def launch(
     Of this environment the ranks get what commands, locale, threads, Horovod, NCCL and Open MPI need, and the
     variables of --env, whose values no command line shows. Ctrl-C lets the ranks save and end; a second one ends them
     at once. The exit code is that of the rank that failed first.
+
+    With --restarts the job goes on from its newest checkpoint when a rank, a host or the network fails, without the
+    host where that is lost; and with more ranks, up to -np, when hosts come back or the script names new ones.
     """
     import os
     import shlex
@@ -68,22 +82,39 @@ def launch(
     from hvd_transformer.launch.controller import horovod_library, takes_mpi
     from hvd_transformer.launch.devices import check_devices
     from hvd_transformer.launch.hostfile import Host, assign, parse_hosts, read_hostfile
-    from hvd_transformer.launch.job import run
+    from hvd_transformer.launch.pool import HostPool, from_script
     from hvd_transformer.launch.scheduler.file import scheduled
     from hvd_transformer.launch.scheduler.job import ScheduledJob
+    from hvd_transformer.launch.screen import Screen
+    from hvd_transformer.launch.supervisor import Plan, Supervisor
 
     if num_ranks is not None and num_ranks < 1:
         raise UserError(f"-np {num_ranks}: must be at least 1")
-    if hosts is not None and hostfile is not None:
-        raise UserError("-H and --hostfile: give one of them")
-    if hosts is not None:
-        found = parse_hosts(hosts)
-    elif hostfile is not None:
-        found = read_hostfile(hostfile)
+    if restarts < 0:
+        raise UserError(f"--restarts {restarts}: must be 0 or more")
+    if sum(given is not None for given in (hosts, hostfile, host_discovery_script)) > 1:
+        raise UserError("-H, --hostfile and --host-discovery-script: give one of them")
+    minimal = environment.minimal(os.environ, named)
+    if host_discovery_script is not None:
+        find = from_script(host_discovery_script, minimal)
     else:
-        found = [Host("localhost", num_ranks or 1)]
-    if num_ranks is not None:
-        found = assign(found, num_ranks)
+        if hosts is not None:
+            fixed = parse_hosts(hosts)
+        elif hostfile is not None:
+            fixed = read_hostfile(hostfile)
+        else:
+            fixed = [Host("localhost", num_ranks or 1)]
+        if num_ranks is not None:
+            assign(fixed, num_ranks)  # refuses too few slots; hosts beyond them stand by
+        find = fixed.copy
+    found = HostPool(find, num_ranks).hosts()
+    ranks = sum(host.slots for host in found)
+    if min_ranks is None:
+        min_ranks = ranks if num_ranks is None else num_ranks
+    if not 1 <= min_ranks <= (num_ranks or ranks):
+        raise UserError(f"--min-np {min_ranks}: must be from 1 to the number of ranks, {num_ranks or ranks}")
+    if ranks < min_ranks:
+        raise UserError(f"{host_discovery_script}: names {ranks} slots now, {min_ranks} are needed")
     mpi = takes_mpi(gloo, horovod_library())
     horovodrun = Horovodrun(found, mpi, Ssh(ssh_port, ssh_identity), network_interface, timeline, autotune)
     given = train.make_context("hvd-train", list(settings)).params
@@ -100,21 +131,20 @@ def launch(
     if dry_run:
         click.echo(shlex.join(horovodrun.words(worker)))
         return
-    minimal = environment.minimal(os.environ, named)
     if shutil.which("horovodrun", path=minimal["PATH"]) is None:
         raise UserError("horovodrun: not found; install Horovod, as `make install` does")
-    ended = run(horovodrun, worker, values, minimal)
-    if ended.first is not None and not ended.stopped:
-        first = ended.first
-        print(
-            f"hvd-transformer: rank {first.rank} on host {first.host} failed first, with exit code {first.code}",
-            file=sys.stderr,
-        )
-    sys.exit(ended.code)
+    screen = Screen(restarts, Path(config.output_dir).expanduser() / "logs" / "launch.log")
+    if screen.terminal:
+        values[environment.SCREEN] = "launcher"
+    again = [*worker, "checkpoint.resume=auto"] if config.checkpoint.resume == "never" else worker.copy()
+    plan = Plan(worker, again, values, minimal, restarts, min_ranks)
+    sys.exit(Supervisor(plan, horovodrun, HostPool(find, num_ranks), screen).run())
 
 
 # The scheduler says the hosts; the rest of the command line goes into its file.
-_NOT_PASSED_ON = {"num_ranks", "hosts", "hostfile", "dry_run", "scheduler", "output", "image", "settings"}
+_NOT_PASSED_ON = {
+    "num_ranks", "hosts", "hostfile", "host_discovery_script", "dry_run", "scheduler", "output", "image", "settings",
+}  # fmt: skip
 
 
 def _passed_on(context: click.Context) -> list[str]:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from hvd_transformer.errors import UserError
 
+# Tells rank 0 that the launcher draws the progress.
+SCREEN = "HVD_TRANSFORMER_SCREEN"
 # To find commands, libraries and the user's files; how text looks; where ssh asks for keys. The devices of a user who
 # chose some are for the ranks of this host alone: horovodrun does not send that variable to others.
 _NAMES = {

@@ -1,20 +1,24 @@
-"""Runs one job under horovodrun: starts it, passes signals on, and finds out how its ranks ended."""
+"""Runs one job under horovodrun, once: starts it, passes signals on, and finds out how its ranks ended."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from tempfile import TemporaryFile
 from types import FrameType
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from hvd_transformer.launch.command import Horovodrun
-from hvd_transformer.launch.folder import Failure, JobFolder
+from hvd_transformer.launch.folder import Beat, Failure, JobFolder, Show
 
 _SAVE_SECONDS = 120.0  # that ranks which were asked to stop have to save
-_END_SECONDS = 20.0  # that horovodrun has to end; it gives its ranks up to ten
+_FAIL_SECONDS = 1.0  # that ranks have to end by themselves after one has failed: their messages tell more
+_END_SECONDS = 10.0  # that horovodrun has to end after its ranks
+_TOLD_SECONDS = 2.0  # the same where it was told to
+_LOOK_SECONDS = 0.05
 
 
 class Ended(NamedTuple):
@@ -22,76 +26,14 @@ class Ended(NamedTuple):
 
     code: int  # of the rank that failed first; 1 where horovodrun failed and no rank
     first: Failure | None
-    stopped: bool  # by a signal to this process
+    lost: list[str]  # hosts that were heard of no more
+    stopped: bool  # ranks were asked to save and end
+    beats: dict[int, Beat]  # the last heartbeat of each rank
+    said: str  # by horovodrun itself
 
 
-def run(
-    horovodrun: Horovodrun, worker: Sequence[str], values: Mapping[str, str], environment: Mapping[str, str]
-) -> Ended:
-    """Runs `worker` on every rank until all have ended; nothing of the job is left on any host.
-
-    `environment` is horovodrun's own and seen by everyone on the hosts; `values` are for the ranks alone. SIGINT,
-    SIGTERM and SIGHUP let the ranks save and end; a second one ends them at once.
-
-    Raises `UserError` for a host that cannot be used.
-    """
-    stop = _Stop()
-    try:
-        folder = JobFolder([host.name for host in horovodrun.hosts], horovodrun.ssh, values, environment)
-        failures: list[Failure] = []
-        try:
-            words = [sys.executable, "-m", "hvd_transformer.launch.worker", folder.path, *worker]
-            # In a session of its own, as mpirun and its ranks end only where the whole group gets the signal.
-            process = subprocess.Popen(
-                horovodrun.words(words), env=environment, stdin=subprocess.DEVNULL, start_new_session=True
-            )
-            _wait(process, folder, stop)
-            code = _end(process)
-        finally:
-            failures = folder.close()
-    finally:
-        stop.restore()
-    first = failures[0] if code and failures else None
-    return Ended(first.code if first else int(code != 0), first, stop.count > 0)
-
-
-def _wait(process: subprocess.Popen[bytes], folder: JobFolder, stop: "_Stop") -> None:
-    """Until horovodrun has ended, or was told to after ranks were asked to stop and did not."""
-    deadline: float | None = None
-    while process.poll() is None:
-        if stop.count and deadline is None:
-            ranks = folder.stop()
-            print(f"{ranks} ranks save and end; a second signal ends them at once", file=sys.stderr, flush=True)
-            deadline = time.monotonic() + (_SAVE_SECONDS if ranks else 0)
-        if deadline is not None and (stop.count > 1 or time.monotonic() > deadline):
-            _signal_group(process, signal.SIGTERM)
-            return
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(0.1)
-
-
-def _end(process: subprocess.Popen[bytes]) -> int:
-    """Waits for horovodrun and all that it started in its session; its exit code."""
-    deadline = time.monotonic() + _END_SECONDS
-    while process.poll() is None or _signal_group(process, 0):
-        if time.monotonic() > deadline:
-            _signal_group(process, signal.SIGKILL)
-            break
-        time.sleep(0.05)
-    return process.wait()
-
-
-def _signal_group(process: subprocess.Popen[bytes], number: int) -> bool:
-    """Whether there is any process left in the group."""
-    try:
-        os.killpg(process.pid, number)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-class _Stop:
-    """Counts the signals that ask this process to end."""
+class Stop:
+    """Counts the signals that ask this process to end, from construction to `restore`."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -100,6 +42,8 @@ class _Stop:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
             if signal.getsignal(number) != signal.SIG_IGN  # as nohup wants it
         }
+        # A launcher that sleeps is a launcher that is gone, for the hosts.
+        self._previous[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
@@ -108,3 +52,93 @@ class _Stop:
         """Puts the earlier handlers back."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+
+def run(
+    horovodrun: Horovodrun,
+    worker: Sequence[str],
+    values: Mapping[str, str],
+    environment: Mapping[str, str],
+    stop: Stop,
+    show: Show,
+    look: Callable[[JobFolder], bool] = lambda folder: False,
+) -> Ended:
+    """Runs `worker` on every rank until all have ended; nothing of the job is left on any host.
+
+    `environment` is horovodrun's own and seen by everyone on the hosts; `values` are for the ranks alone. A signal
+    that `stop` counts lets the ranks save and end, a second one ends them at once; and so does `look`, which is called
+    all the time, where it returns true. `show` gets what the ranks print.
+
+    Raises `HostLost` for a host that cannot be used.
+    """
+    folder = JobFolder([host.name for host in horovodrun.hosts], horovodrun.ssh, values, environment, show)
+    with TemporaryFile() as said:
+        try:
+            words = [sys.executable, "-m", "hvd_transformer.launch.worker", folder.path, *worker]
+            # In a session of its own, as mpirun and its ranks end only where the whole group gets the signal.
+            process = subprocess.Popen(
+                horovodrun.words(words),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                stopped = _wait(process, folder, stop, look)
+            finally:
+                lost, beats = folder.lost, folder.beats
+                failures = folder.close()
+                code = _end(process, told=bool(lost or failures))
+        finally:
+            folder.close()
+        first = failures[0] if failures else None
+        return Ended(first.code if first else int(code != 0), first, lost, stopped, beats, _text(said))
+
+
+def _wait(process: subprocess.Popen[bytes], folder: JobFolder, stop: Stop, look: Callable[[JobFolder], bool]) -> bool:
+    """Until all has ended or has to be ended; whether the ranks were asked to stop."""
+    deadline: float | None = None
+    stopped = False
+    while process.poll() is None and (deadline is None or time.monotonic() < deadline):
+        if folder.lost or stop.count > 1:
+            break
+        wanted = look(folder) or stop.count > 0
+        if wanted and not stopped:
+            stopped = True
+            ranks = folder.stop()
+            if stop.count:
+                print(f"{ranks} ranks save and end; a second signal ends them at once", file=sys.stderr, flush=True)
+            deadline = time.monotonic() + _SAVE_SECONDS
+        if stopped and not folder.running:  # the last one has saved
+            break
+        if deadline is None and folder.failures:
+            deadline = time.monotonic() + _FAIL_SECONDS
+        time.sleep(_LOOK_SECONDS)
+    return stopped
+
+
+def _end(process: subprocess.Popen[bytes], told: bool) -> int:
+    """Waits for horovodrun and all that it started in its session, whose ranks have ended; its exit code."""
+    if told:  # it would wait for hosts that are gone, or for their ssh
+        _signal_group(process, signal.SIGTERM)
+    deadline = time.monotonic() + (_TOLD_SECONDS if told else _END_SECONDS)
+    while process.poll() is None or _signal_group(process, 0):
+        if time.monotonic() > deadline:
+            _signal_group(process, signal.SIGKILL)
+            break
+        time.sleep(_LOOK_SECONDS)
+    return process.wait()
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: int) -> bool:
+    """Whether there is any process left in the group."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+        return True
+    return False
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")

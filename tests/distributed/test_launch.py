@@ -16,7 +16,7 @@ from jobs import TRAIN, Job, started, state, steps, summary, tiny, write_corpus
 from hvd_transformer.launch.command import Horovodrun
 from hvd_transformer.launch.environment import minimal
 from hvd_transformer.launch.hostfile import Host
-from hvd_transformer.launch.job import Ended, run
+from hvd_transformer.launch.job import Ended, Stop, run
 
 pytestmark = pytest.mark.distributed
 
@@ -144,7 +144,11 @@ def run_shell(tmp_path):
     def run_it(backend, script) -> Ended:
         horovodrun = Horovodrun([Host("localhost", 2)], mpi=backend == "mpi")
         environment = {**minimal(rank_environment(), []), "HOROVOD_TEST_JOB": str(tmp_path)}
-        return run(horovodrun, ["sh", "-c", RANK + script], {}, environment)
+        stop = Stop()
+        try:
+            return run(horovodrun, ["sh", "-c", RANK + script], {}, environment, stop, lambda *printed: None)
+        finally:
+            stop.restore()
 
     folders = private_folders()
     yield run_it
@@ -162,7 +166,7 @@ def has(file, mark):
 def test_the_first_failing_ranks_own_code_is_passed_on(run_shell, backend, end, code):
     ended = run_shell(backend, f'[ "$rank" = 1 ] && {{ sleep 0.3; {end}; }}; sleep 100 & wait')
     assert (ended.code, ended.stopped) == (code, False)
-    assert ended.first[1:] == (1, code, os.uname().nodename)
+    assert ended.first and ended.first[1:] == (1, code, os.uname().nodename)
 
 
 def test_ranks_get_more_time_to_save_than_mpirun_gives(run_shell, tmp_path):

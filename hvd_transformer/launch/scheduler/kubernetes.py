@@ -1,7 +1,8 @@
 """An MPIJob for the Kubeflow mpi-operator, and the claim of the volume that holds the output.
 
 Source: the operator's API kubeflow.org/v2beta1 and its controller, which mounts a key pair and authorized_keys on every
-pod, and on the launcher's the hosts, /etc/mpi/hostfile, and those of them that run, /etc/mpi/discover_hosts.sh.
+pod, and /etc/mpi/hostfile on the launcher's. Its discover_hosts.sh is not needed: a pod that comes back has its old
+name, and the script prints no slots.
 """
 
 from typing import Any
@@ -43,8 +44,6 @@ def manifest(job: ScheduledJob) -> str:
 
 def _launcher(job: ScheduledJob) -> dict[str, Any]:
     hosts = ["--hostfile", "/etc/mpi/hostfile"]
-    if "--restarts" in job.options and "--host-discovery-script" not in job.options:
-        hosts += ["--host-discovery-script", "/etc/mpi/discover_hosts.sh"]
     if "--ssh-identity" not in job.options:
         hosts += ["--ssh-identity", f"{LAUNCHER_KEY}/id_rsa"]
     container: dict[str, Any] = {"args": command(job.launch(*hosts))}

@@ -13,7 +13,7 @@ import pytest
 
 from hvd_transformer.errors import UserError
 from hvd_transformer.launch.command import Ssh
-from hvd_transformer.launch.folder import JobFolder
+from hvd_transformer.launch.folder import JobFolder, Show
 
 VALUES = {"TOKEN": "line one\nline 'two' \"é\" $(x) \\"}
 SLEEP = ["sh", "-c", "sleep 100"]
@@ -54,19 +54,21 @@ def notes(folder: JobFolder) -> list[Path]:
     return list(Path(folder.path).glob("running-*"))
 
 
-def opened(*hosts: str) -> JobFolder:
-    return JobFolder(hosts, Ssh(), VALUES, dict(os.environ))
+def opened(*hosts: str, show: Show = lambda *printed: None) -> JobFolder:
+    return JobFolder(hosts, Ssh(), VALUES, dict(os.environ), show)
 
 
 @pytest.mark.parametrize("hosts", [["localhost"], ["far.invalid"], ["localhost", "far.invalid"]])
 def test_a_rank_gets_the_values_and_nobody_else_does(ssh_log: Path, hosts: list[str]) -> None:
     """Hosts may also share /tmp, as these do."""
-    folder = opened(*hosts)
+    printed: list[tuple[int, str, str]] = []
+    folder = opened(*hosts, show=lambda *what: printed.append(what))
     file = Path(folder.path) / "environment"
     assert (file.parent.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
     rank = start_rank(folder, 0, [sys.executable, "-c", "import json, os; print(json.dumps(os.environ['TOKEN']))"])
-    assert json.loads(rank.communicate(timeout=10)[0]) == VALUES["TOKEN"]
+    assert rank.wait(10) == 0
     assert folder.close() == []
+    assert [(rank, stream, json.loads(text)) for rank, stream, text in printed] == [(0, "out", VALUES["TOKEN"])]
     assert not file.parent.exists()
     if ssh_log.exists():
         assert "line one" not in ssh_log.read_text()
@@ -85,21 +87,24 @@ def test_failures_come_back_in_the_order_of_time(ssh_log: Path) -> None:
 
 
 def test_a_stop_reaches_ranks_that_run_and_ranks_that_start_later(ssh_log: Path) -> None:
+    """A rank that has ended waits for the others: at the first exit code horovodrun would kill them."""
     folder = opened("far.invalid")
     first = start_rank(folder, 0, SLEEP)
-    wait_until(lambda: notes(folder))
+    wait_until(lambda: folder.running)
     assert folder.stop() == 1
-    assert first.wait(10) == 128 + signal.SIGTERM
-    assert start_rank(folder, 1, SLEEP).wait(10) == 128 + signal.SIGTERM
-    assert folder.stop() == 0
-    assert len(folder.close()) == 2
+    wait_until(lambda: not notes(folder))
+    second = start_rank(folder, 1, SLEEP)
+    wait_until(lambda: len(folder.failures) == 2)
+    assert (first.poll(), second.poll(), folder.stop()) == (None, None, 0)
+    assert [failure.code for failure in folder.close()] == [128 + signal.SIGTERM] * 2
+    assert (first.wait(10), second.wait(10)) == (128 + signal.SIGTERM,) * 2
 
 
 def test_closing_ends_what_ignores_signals_with_all_its_children(ssh_log: Path) -> None:
     folder = opened("far.invalid")
     rank = start_rank(folder, 0, ["sh", "-c", "trap '' TERM; sleep 101 & sleep 102"])
     wait_until(lambda: notes(folder))
-    group = int(notes(folder)[0].read_text())
+    group = json.loads(notes(folder)[0].read_text())["child"]
     assert folder.close() == []  # its own doing, no failure of the rank
     assert rank.wait(10) == 137
     wait_until(lambda: not group_lives(group))

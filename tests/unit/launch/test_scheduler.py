@@ -137,6 +137,7 @@ def test_it_is_the_same_job(tmp_path: Path, scheduler: str) -> None:
     given_words = [
         *TWO_HOSTS, "--mpi", "--ssh-port", "2200", "--ssh-identity", str(key), "--network-interface", "eth0",
         "--env", "TOKEN", "--env", "OTHER", "--timeline", "a b.json", "--autotune",
+        "--restarts", "3", "--min-np", "2",
         "--", "--preset", "python-docs", "output_dir=runs/four ranks",
     ]  # fmt: skip
     words = launched_words(scheduler, written(scheduler, *given_words), tmp_path)
@@ -248,13 +249,6 @@ def test_the_output_lies_in_the_volume(output: str) -> None:
         mount = next(mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "output")
         assert Path(container["workingDir"], output).is_relative_to(mount)
         assert mount != "/"
-
-
-def test_a_supervised_job_asks_the_operator_for_its_hosts() -> None:
-    plain = job()
-    supervised = ScheduledJob(plain.hosts, ["--restarts", "3"], [], [], plain.config)
-    assert "discover_hosts.sh" not in kubernetes.manifest(plain)
-    assert '"--host-discovery-script"\n            - "/etc/mpi/discover_hosts.sh"' in kubernetes.manifest(supervised)
 
 
 @pytest.mark.parametrize("name", ["runs/Four ranks_ü!", "runs/7", "-", "a" * 200, "runs/..."])

@@ -1,0 +1,71 @@
+"""Which hosts a job may use now: the given ones or those that a discovery script names, less those set aside."""
+
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from hvd_transformer.errors import UserError
+from hvd_transformer.launch.hostfile import Host, assign, parse_hostfile
+
+ASIDE_SECONDS = 30.0  # that a lost host is left alone for; twice as long each time it is lost again
+_MAX_ASIDE_SECONDS = 600.0
+_SCRIPT_SECONDS = 30.0
+
+FindHosts = Callable[[], list[Host]]
+
+
+class HostPool:
+    """The hosts of a job over its restarts.
+
+    `num_ranks`: at most so many slots are used; None: all.
+    """
+
+    def __init__(self, find: FindHosts, num_ranks: int | None) -> None:
+        self._find, self._num_ranks = find, num_ranks
+        self._aside: dict[str, tuple[float, float]] = {}  # until when, and for how long it was
+
+    def hosts(self) -> list[Host]:
+        """Those to use now, with their slots trimmed to the number of ranks; perhaps none.
+
+        Raises `UserError` where the discovery script fails.
+        """
+        now = time.monotonic()
+        found = [host for host in self._find() if self._aside.get(host.name, (0.0, 0.0))[0] <= now]
+        slots = sum(host.slots for host in found)
+        return assign(found, slots if self._num_ranks is None else min(slots, self._num_ranks))
+
+    def set_aside(self, name: str) -> float:
+        """Leaves a host alone for a while; how long, in seconds."""
+        seconds = min(2 * self._aside.get(name, (0.0, ASIDE_SECONDS / 2))[1], _MAX_ASIDE_SECONDS)
+        self._aside[name] = (time.monotonic() + seconds, seconds)
+        return seconds
+
+
+def from_script(script: Path, environment: Mapping[str, str]) -> FindHosts:
+    """What a discovery script prints: a host file's lines, as Horovod's elastic mode asks for too.
+
+    Raises `UserError` where the file cannot be run. The function does where a run fails or takes too long, or for a
+    malformed line; no line at all means that there is no host now.
+    """
+    name = f"--host-discovery-script {script}"
+    path = script.expanduser().absolute()
+    if not path.is_file():
+        raise UserError(f"{name}: no such file")
+
+    def find() -> list[Host]:
+        try:
+            done = subprocess.run(
+                [path], env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, timeout=_SCRIPT_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            raise UserError(f"{name}: did not end within {_SCRIPT_SECONDS:.0f} seconds") from None
+        except OSError as error:
+            raise UserError(f"{name}: cannot be run: {error.strerror}") from None
+        if done.returncode:
+            said = done.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
+            raise UserError(f"{name}: exit code {done.returncode}: {said[-1]}")
+        text = done.stdout.decode(errors="replace")
+        return parse_hostfile(text, name) if text.strip() else []
+
+    return find

@@ -1,0 +1,205 @@
+"""Brings a job to its end over restarts: after a rank, a host or the network failed, and when hosts come back.
+
+Each start is a new horovodrun that goes on from the newest whole checkpoint, as Horovod's own elastic mode can
+deadlock; between two starts nothing of the job is left on any host.
+"""
+
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from hvd_transformer.errors import UserError
+from hvd_transformer.launch.command import Horovodrun
+from hvd_transformer.launch.folder import Failure, HostLost, JobFolder
+from hvd_transformer.launch.hostfile import Host
+from hvd_transformer.launch.job import Ended, Stop, run
+from hvd_transformer.launch.pool import HostPool
+from hvd_transformer.launch.screen import Screen
+
+WRONG_INPUT = 2  # a rank's exit code: it would be wrong again
+STALLED = 75  # a rank's exit code: its watchdog's
+_SAME_STEP = 3  # failures there, and no more is tried
+_BACK_OFF_SECONDS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)  # before restarts after runs that were short
+_SHORT_SECONDS = 60.0
+_WAIT_SECONDS = 600.0  # for enough hosts
+_LOOK_SECONDS = 5.0  # between two looks for hosts to take in
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run and how much to put up with."""
+
+    worker: Sequence[str]
+    again: Sequence[str]  # the worker's words at a restart
+    values: Mapping[str, str]  # for the ranks alone
+    environment: Mapping[str, str]  # horovodrun's own
+    restarts: int
+    min_ranks: int
+
+
+class Supervisor:
+    """One job, from its first start to its end.
+
+    `horovodrun`'s hosts are those of the first start; the pool tells those of later ones.
+    """
+
+    def __init__(self, plan: Plan, horovodrun: Horovodrun, pool: HostPool, screen: Screen) -> None:
+        self._plan, self._horovodrun, self._pool, self._screen = plan, horovodrun, pool, screen
+        self._restarts = 0
+        self._failed_steps: list[int | None] = []  # the same one, or the last
+        self._short_runs = 0  # in a row
+
+    def run(self) -> int:
+        """The exit code: 0, or that of the rank which failed first the last time.
+
+        Raises `UserError` where the job cannot be started.
+        """
+        stop = Stop()
+        try:
+            code, words = 1, self._plan.worker
+            while True:
+                try:
+                    ended = self._start(words, stop)
+                except HostLost as error:
+                    if words is self._plan.worker:  # the first start
+                        raise
+                    self._set_aside(error.host, str(error))
+                else:
+                    code = ended.code
+                    # A rank that was asked to stop ends with 1: where it was to take in hosts, that is no failure.
+                    if (
+                        code == 0
+                        or stop.count
+                        or (ended.lost or not ended.stopped)
+                        and not self._may_restart(ended, stop)
+                    ):
+                        return code
+                hosts = self._wait_for_hosts(stop)
+                if hosts is None:
+                    return code
+                self._horovodrun, words = replace(self._horovodrun, hosts=hosts), self._plan.again
+        finally:
+            stop.restore()
+
+    def _start(self, words: Sequence[str], stop: Stop) -> Ended:
+        plan, began = self._plan, time.monotonic()
+        newcomers = _Newcomers(self._pool, self._horovodrun, plan.environment)
+        self._screen.start(self._horovodrun.hosts, self._restarts)
+
+        def look(folder: JobFolder) -> bool:
+            self._screen.look(folder)
+            return newcomers.found is not None
+
+        try:
+            ended = run(self._horovodrun, words, plan.values, plan.environment, stop, self._screen.show, look)
+        finally:
+            newcomers.close()
+            self._screen.end()
+        self._short_runs = self._short_runs + 1 if time.monotonic() - began < _SHORT_SECONDS else 0
+        if newcomers.found is not None and ended.stopped and not stop.count:
+            self._screen.message(f"the ranks have saved, to take in {_names(newcomers.found)}")
+        return ended
+
+    def _may_restart(self, ended: Ended, stop: Stop) -> bool:
+        """Says what failed, and after a while whether to try again."""
+        self._screen.failed(ended, _cause(ended))
+        if ended.code == WRONG_INPUT or not self._plan.restarts:
+            return False
+        if self._restarts == self._plan.restarts:
+            self._screen.message(f"given up after {self._restarts} restarts")
+            return False
+        step = max((beat["step"] for beat in ended.beats.values()), default=None)
+        if not ended.lost:
+            self._failed_steps = [*(old for old in self._failed_steps if old == step), step]
+        if len(self._failed_steps) == _SAME_STEP:
+            where = "before the first step" if step is None else f"after step {step}"
+            self._screen.message(f"given up: failed {_SAME_STEP} times {where}")
+            return False
+        for host in ended.lost:
+            self._set_aside(host, f"host {host} is gone")
+        self._restarts += 1
+        self._sleep(_BACK_OFF_SECONDS[min(max(self._short_runs - 1, 0), len(_BACK_OFF_SECONDS) - 1)], stop)
+        return True
+
+    def _set_aside(self, host: str, why: str) -> None:
+        self._screen.message(f"{why}; left alone for {self._pool.set_aside(host):.0f} s")
+
+    def _wait_for_hosts(self, stop: Stop) -> list[Host] | None:
+        """The hosts of the next start, when they can hold enough ranks; None: no more."""
+        deadline, told = time.monotonic() + _WAIT_SECONDS, False
+        while not stop.count:
+            hosts, why = self._hosts()
+            ranks = sum(host.slots for host in hosts)
+            if ranks >= self._plan.min_ranks:
+                self._screen.message(
+                    f"restart {self._restarts} of {self._plan.restarts}: {ranks} ranks on {_names(hosts)}"
+                )
+                return hosts
+            if time.monotonic() > deadline:
+                self._screen.message(f"given up: no hosts for {self._plan.min_ranks} ranks in {_WAIT_SECONDS:.0f} s")
+                return None
+            if not told:
+                self._screen.message(why or f"waiting for hosts: {ranks} slots now, {self._plan.min_ranks} needed")
+                told = True
+            self._sleep(1.0, stop)
+        return None
+
+    def _hosts(self) -> tuple[list[Host], str]:
+        try:
+            return self._pool.hosts(), ""
+        except UserError as error:  # a discovery script may fail now and then
+            return [], str(error)
+
+    def _sleep(self, seconds: float, stop: Stop) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not stop.count:
+            time.sleep(0.05)
+
+
+class _Newcomers:
+    """Looks, beside a running job, for hosts that would let it have more ranks."""
+
+    def __init__(self, pool: HostPool, now: Horovodrun, environment: Mapping[str, str]) -> None:
+        self.found: list[Host] | None = None
+        self._pool, self._now, self._environment = pool, now, environment
+        self._closed = threading.Event()
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def close(self) -> None:
+        """Looks no more."""
+        self._closed.set()
+
+    def _look(self) -> None:
+        while self.found is None and not self._closed.wait(_LOOK_SECONDS):
+            with suppress(UserError):  # no answer from a script or a host: the next time
+                hosts = self._pool.hosts()
+                known = {host.name for host in self._now.hosts}
+                new = [host for host in hosts if host.name not in known]
+                if new and sum(host.slots for host in hosts) > self._now.num_ranks:
+                    JobFolder([host.name for host in new], self._now.ssh, {}, self._environment).close()
+                    self.found = new
+
+
+def _cause(ended: Ended) -> str:
+    """The first cause, in words."""
+    if ended.lost:
+        return "; ".join(f"host {host} is gone" for host in ended.lost)
+    if ended.first is None:
+        return "horovodrun failed"
+    return f"rank {ended.first.rank} on host {ended.first.host} failed first, {_how(ended.first)}"
+
+
+def _how(failure: Failure) -> str:
+    if failure.code == STALLED:
+        return "as no step ended within the limit (exit code 75)"
+    if failure.code > 128:
+        with suppress(ValueError):
+            return f"with exit code {failure.code} ({signal.Signals(failure.code - 128).name})"
+    return f"with exit code {failure.code}"
+
+
+def _names(hosts: Sequence[Host]) -> str:
+    return ", ".join(host.name for host in hosts)

@@ -1,0 +1,209 @@
+"""Real hosts on one Linux machine, for tests that need ssh, different addresses and links that can be cut.
+
+A host is a network, a UTS and a mount namespace, kept by one idle process: an own address on `eth0`, an own name, an
+own sshd with an own host key. A further network namespace holds the bridge between them. Nothing of it is seen outside,
+so several sets of hosts may exist at once. The file system is shared, but for what ssh reads of the machine's own
+configuration: a changed passwd file gives root another home folder, as ssh looks for keys there and not in $HOME.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+_COMMANDS = ("ip", "nsenter", "ssh", "ssh-keygen", "sshd", "unshare")
+_PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+_UNSHARE = ("unshare", "--net", "--uts", "--mount")
+
+
+def missing() -> str | None:
+    """Why this machine cannot have such hosts."""
+    if os.geteuid() != 0:
+        return "needs root, to make hosts of network namespaces"
+    for command in _COMMANDS:
+        if shutil.which(command, path=_PATH) is None:
+            return f"needs the command {command}, to make hosts of network namespaces"
+    trial = "ip link add br0 type bridge && ip link add eth0 type veth peer name h1 && mount -t tmpfs none /run"
+    result = subprocess.run([*_UNSHARE, "sh", "-c", trial], capture_output=True, text=True, env=_environment())
+    return f"cannot make hosts of network namespaces: {result.stderr.strip()}" if result.returncode else None
+
+
+class Hosts:
+    """Hosts h1, h2, … from construction to `close`; h1 is where launchers run.
+
+    `private_tmp` gives each host a /tmp of its own: what is in the machine's /tmp is then not seen there.
+    """
+
+    def __init__(self, num_hosts: int = 2, private_tmp: bool = False) -> None:
+        self.names = [f"h{number}" for number in range(1, num_hosts + 1)]
+        self.folder = Path(tempfile.mkdtemp(prefix="hvd-transformer-hosts-", dir="/var/tmp"))
+        self.home = self.folder / "home"
+        self._keepers: dict[str, subprocess.Popen[bytes]] = {}
+        self._servers: dict[str, subprocess.Popen[bytes]] = {}
+        try:
+            self._write_files()
+            self._keep("bridge")
+            self._ip("bridge", "link add br0 type bridge", "link set br0 up")
+            for host in self.names:
+                self._keep(host)
+                self._mount(host, private_tmp)
+                self._connect(host)
+                self.start_host(host)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "Hosts":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def address(self, host: str) -> str:
+        return f"10.77.0.{self.names.index(host) + 1}"
+
+    def popen(self, host: str, command: Sequence[str | Path], **options: Any) -> subprocess.Popen[Any]:
+        """Starts a command on a host; its pid is that of the command. Options are those of `subprocess.Popen`."""
+        environment = {**_environment(options.pop("env", None)), "HOME": str(self.home)}
+        words = [*self._enter(host), "env", "-C", str(options.pop("cwd", Path.cwd())), *map(str, command)]
+        return subprocess.Popen(words, env=environment, **options)
+
+    def run(self, host: str, command: Sequence[str | Path], **options: Any) -> subprocess.CompletedProcess[str]:
+        """Runs a command on a host, for at most `timeout` (60) seconds; what it printed is text."""
+        given, timeout = options.pop("input", None), options.pop("timeout", 60)
+        options.setdefault("stdin", subprocess.DEVNULL if given is None else subprocess.PIPE)
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
+        with self.popen(host, command, **options) as process:
+            try:
+                out, err = process.communicate(given, timeout)
+            except BaseException:
+                process.kill()
+                raise
+        return subprocess.CompletedProcess(list(command), process.returncode, out, err)
+
+    def processes(self, host: str) -> dict[int, str]:
+        """The command line of every process on the host, by pid."""
+        keeper, found = self._keepers[host].pid, {}
+        network = Path(f"/proc/{keeper}/ns/net").readlink()
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # ended meanwhile
+                if folder.name != str(keeper) and (folder / "ns/net").readlink() == network:
+                    line = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
+                    found[int(folder.name)] = line.decode(errors="replace").strip()
+        return found
+
+    def kill_host(self, host: str) -> None:
+        """SIGKILL to sshd and everything else on the host; its network stays, and refuses connections."""
+        while found := self.processes(host):
+            for pid in found:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+        if server := self._servers.pop(host, None):
+            server.wait()
+
+    def start_host(self, host: str, *options: str) -> None:
+        """Starts sshd, with more of its options such as -p 2222; returns when it listens."""
+        log = self.folder / f"{host}.log"
+        command = [shutil.which("sshd", path=_PATH) or "sshd", "-D", "-e", "-f", self.folder / "sshd_config"]
+        command += ["-h", self._host_key(host), *options]
+        with log.open("wb") as stream:
+            self._servers[host] = self.popen(host, command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream)
+        deadline = time.monotonic() + 10
+        while b"Server listening" not in log.read_bytes():
+            assert self._servers[host].poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.01)
+
+    def new_host_key(self, host: str) -> None:
+        """Another host key, for the next `start_host`: to clients that know the host, an attacker's."""
+        self._host_key(host).unlink(missing_ok=True)
+        _checked("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self._host_key(host))
+
+    def cut(self, host: str) -> None:
+        """Takes the link of the host away: nobody answers, nobody is told."""
+        self._ip("bridge", f"link set {host} down")
+
+    def join(self, host: str) -> None:
+        """Gives a host that was cut off its link back."""
+        self._ip("bridge", f"link set {host} up")
+
+    def close(self) -> None:
+        """Ends everything on all hosts and removes them."""
+        for host in self._keepers:
+            self.kill_host(host)
+        for keeper in self._keepers.values():
+            keeper.kill()
+            keeper.communicate()
+        self._keepers.clear()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _write_files(self) -> None:
+        """What ssh and sshd read; `etc` is mounted over the machine's files of these names."""
+        keys, etc = self.home / ".ssh", self.folder / "etc"
+        self.home.mkdir(mode=0o700)
+        keys.mkdir(mode=0o700)
+        etc.mkdir()
+        _checked("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", keys / "id_ed25519")
+        shutil.copy(keys / "id_ed25519.pub", keys / "authorized_keys")
+        (keys / "config").write_text("StrictHostKeyChecking accept-new\nGSSAPIAuthentication no\n")
+        (self.folder / "sshd_config").write_text(
+            "AuthenticationMethods publickey\nPermitRootLogin prohibit-password\nUsePAM no\nUseDNS no\nPidFile none\n"
+            "MaxStartups 100\nMaxSessions 100\nStrictModes no\nAuthorizedKeysFile .ssh/authorized_keys\n"
+        )
+        for host in self.names:
+            self.new_host_key(host)
+        users = Path("/etc/passwd").read_text().splitlines(keepends=True)
+        others = [line for line in users if not line.startswith("root:")]
+        (etc / "passwd").write_text("".join([f"root:x:0:0:root:{self.home}:/bin/bash\n", *others]))
+        (etc / "shadow").write_text("root:*:::::::\n")  # no password, and not locked: sshd refuses keys then
+        (etc / "nsswitch.conf").write_text("passwd: files\ngroup: files\nshadow: files\nhosts: files\n")
+        names = [f"{self.address(host)} {host}\n" for host in self.names]
+        (etc / "hosts").write_text("".join(["127.0.0.1 localhost\n", *names]))
+
+    def _keep(self, host: str) -> None:
+        """Makes the namespaces of a host and the process that keeps them, until this one ends too."""
+        words = [*_UNSHARE, "sh", "-c", "echo && exec cat"]
+        keeper = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment())
+        self._keepers[host] = keeper
+        assert keeper.stdout and keeper.stdout.readline(), "no namespaces"
+
+    def _mount(self, host: str, private_tmp: bool) -> None:
+        # sshd wants /run/sshd; a new /sys shows the network interfaces of this namespace.
+        lines = ["mount -t tmpfs none /run", "mkdir /run/sshd", "mount -t sysfs none /sys", f"hostname {host}"]
+        lines += [f"mount --bind {file} /etc/{file.name}" for file in sorted((self.folder / "etc").iterdir())]
+        lines += ["mount -t tmpfs -o mode=1777 none /tmp"] if private_tmp else []
+        _checked(*self._enter(host), "sh", "-ec", "\n".join(lines))
+
+    def _connect(self, host: str) -> None:
+        cable = f"link add {host} type veth peer name eth0 netns {self._keepers[host].pid}"
+        self._ip("bridge", cable, f"link set {host} master br0 up")
+        self._ip(host, "link set lo up", f"address add {self.address(host)}/24 dev eth0", "link set eth0 up")
+
+    def _ip(self, host: str, *commands: str) -> None:
+        for command in commands:
+            _checked(*self._enter(host), "ip", *command.split())
+
+    def _enter(self, host: str) -> list[str]:
+        return ["nsenter", "-t", str(self._keepers[host].pid), "--net", "--uts", "--mount", "--"]
+
+    def _host_key(self, host: str) -> Path:
+        return self.folder / f"{host}-key"
+
+
+def _environment(given: dict[str, str] | None = None) -> dict[str, str]:
+    environment = {**(os.environ if given is None else given)}
+    environment.pop("SSH_AUTH_SOCK", None)  # an agent would offer the user's own keys
+    return {**environment, "PATH": f"{environment.get('PATH', '')}:/usr/sbin:/sbin"}
+
+
+def _checked(*words: str | Path) -> None:
+    subprocess.run(words, check=True, stdin=subprocess.DEVNULL, env=_environment())
