@@ -3,13 +3,18 @@
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 
 @click.command()
 @click.option("-np", "num_ranks", type=int, metavar="N", help="Ranks. Default: one for each slot of the hosts.")
 @click.option("-H", "hosts", metavar="HOST:SLOTS,…", help="The hosts: h1:2,h2:2 or node[01-08]:4. Default: localhost.")
 @click.option("--hostfile", type=click.Path(path_type=Path), metavar="FILE", help="The hosts, one a line.")
-@click.option("--gloo/--mpi", default=True, help="What the ranks talk through. MPI must be the same on all hosts.")
+@click.option(
+    "--gloo/--mpi",
+    default=None,
+    help="What the ranks talk through. MPI must be the same on all hosts. Default: gloo, where Horovod has it.",
+)
 @click.option("--ssh-port", type=int, metavar="N", help="The same on all hosts.")
 @click.option("--ssh-identity", type=click.Path(path_type=Path), metavar="FILE", help="The private key.")
 @click.option("--network-interface", metavar="NAME", help="Such as eth0. Default: one that all hosts have in common.")
@@ -25,12 +30,19 @@ import click
     help="Prints the hosts of now, one a line; asked again and again.",
 )
 @click.option("--dry-run", is_flag=True, help="Print the horovodrun command, and start nothing.")
+@click.option(
+    "--scheduler",
+    type=click.Choice(["slurm", "kubernetes", "compose"]),
+    help="Write the job's file for it, and start nothing.",
+)
+@click.option("--output", type=click.Path(path_type=Path), metavar="DIR", help="Where --scheduler writes the file.")
+@click.option("--image", metavar="NAME", help="Of its containers. Default: hvd-transformer:cpu, or :gpu for CUDA.")
 @click.argument("settings", nargs=-1, type=click.UNPROCESSED, metavar="[-- HVD-TRAIN'S ARGUMENTS...]")
 def launch(
     num_ranks: int | None,
     hosts: str | None,
     hostfile: Path | None,
-    gloo: bool,
+    gloo: bool | None,
     ssh_port: int | None,
     ssh_identity: Path | None,
     network_interface: str | None,
@@ -41,6 +53,9 @@ def launch(
     min_ranks: int | None,
     host_discovery_script: Path | None,
     dry_run: bool,
+    scheduler: str | None,
+    output: Path | None,
+    image: str | None,
     settings: tuple[str, ...],
 ) -> None:
     """Run hvd-train on every slot of the hosts: what follows `--` are its arguments, checked before anything starts.
@@ -64,8 +79,12 @@ def launch(
     from hvd_transformer.errors import UserError
     from hvd_transformer.launch import environment
     from hvd_transformer.launch.command import Horovodrun, Ssh
+    from hvd_transformer.launch.controller import horovod_library, takes_mpi
+    from hvd_transformer.launch.devices import check_devices
     from hvd_transformer.launch.hostfile import Host, assign, parse_hosts, read_hostfile
     from hvd_transformer.launch.pool import HostPool, from_script
+    from hvd_transformer.launch.scheduler.file import scheduled
+    from hvd_transformer.launch.scheduler.job import ScheduledJob
     from hvd_transformer.launch.screen import Screen
     from hvd_transformer.launch.supervisor import Plan, Supervisor
 
@@ -96,10 +115,17 @@ def launch(
         raise UserError(f"--min-np {min_ranks}: must be from 1 to the number of ranks, {num_ranks or ranks}")
     if ranks < min_ranks:
         raise UserError(f"{host_discovery_script}: names {ranks} slots now, {min_ranks} are needed")
-    horovodrun = Horovodrun(found, not gloo, Ssh(ssh_port, ssh_identity), network_interface, timeline, autotune)
-    values = environment.named_values(os.environ, named)
+    mpi = takes_mpi(gloo, horovod_library())
+    horovodrun = Horovodrun(found, mpi, Ssh(ssh_port, ssh_identity), network_interface, timeline, autotune)
     given = train.make_context("hvd-train", list(settings)).params
     config = load(given["preset"], given["file"], given["settings"])
+    if scheduler is not None or output is not None or image is not None:
+        environment.check_names(named)  # their values are for the scheduler's side
+        job = ScheduledJob(found, _passed_on(click.get_current_context()), named, settings, config, image)
+        click.echo(scheduled(scheduler, job, output, dry_run))
+        return
+    values = environment.named_values(os.environ, named)
+    check_devices(found, config, os.environ)
 
     worker = ["hvd-train", *settings]
     if dry_run:
@@ -113,3 +139,26 @@ def launch(
     again = [*worker, "checkpoint.resume=auto"] if config.checkpoint.resume == "never" else worker.copy()
     plan = Plan(worker, again, values, minimal, restarts, min_ranks)
     sys.exit(Supervisor(plan, horovodrun, HostPool(find, num_ranks), screen).run())
+
+
+# The scheduler says the hosts; the rest of the command line goes into its file.
+_NOT_PASSED_ON = {
+    "num_ranks", "hosts", "hostfile", "host_discovery_script", "dry_run", "scheduler", "output", "image", "settings",
+}  # fmt: skip
+
+
+def _passed_on(context: click.Context) -> list[str]:
+    """The options of this command line, as words, but for those."""
+    words: list[str] = []
+    for parameter in context.command.params:
+        name = str(parameter.name)
+        given = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        if not given or name in _NOT_PASSED_ON:
+            continue
+        value = context.params[name]
+        if isinstance(value, bool):
+            words.append((parameter.opts if value else parameter.secondary_opts)[0])
+        else:
+            for item in value if parameter.multiple else [value]:
+                words += [parameter.opts[0], str(item)]
+    return words

@@ -46,12 +46,18 @@ def named_values(environment: Mapping[str, str], named: Sequence[str]) -> dict[s
 
     Raises `UserError` for one that is not set or no name.
     """
+    check_names(named)
+    for name in named:
+        if name not in environment:
+            raise UserError(f"--env {name}: not set in this environment")
+    return {name: environment[name] for name in named}
+
+
+def check_names(named: Sequence[str]) -> None:
+    """Raises `UserError` for what is no name of a variable."""
     for name in named:
         if "=" in name:
             name = name.partition("=")[0]
             raise UserError(f"--env {name}=…: takes the name alone; a value on a command line is seen by everyone")
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise UserError(f"--env {name!a}: no name of an environment variable")
-        if name not in environment:
-            raise UserError(f"--env {name}: not set in this environment")
-    return {name: environment[name] for name in named}

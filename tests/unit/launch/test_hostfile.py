@@ -1,7 +1,10 @@
 """Every usual form of a host file gives hosts and slots; anything else is told in one line that names file and line."""
 
 import json
+import os
 import random
+import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 
 from hvd_transformer.errors import UserError
 from hvd_transformer.launch.hostfile import Host, assign, parse_hostfile, parse_hosts, read_hostfile
+from hvd_transformer.launch.pool import from_script
 
 
 def refused(text: str) -> str:
@@ -128,9 +132,23 @@ def test_a_hundred_host_files_with_one_damaged_line_each() -> None:
         assert refused("\n".join(lines)).startswith(f"hosts, line {broken + 1}: ")
 
 
+VALUES = st.recursive(
+    st.one_of(st.none(), st.integers(), st.text(), st.sampled_from(["1.0", "n1", {}])),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.sampled_from(["version", "server_count", "server_list", "server_id", "device"]), inner),
+    ),
+    max_leaves=12,
+)
+TABLES = st.fixed_dictionaries({}, optional={"version": st.just("1.0"), "server_list": VALUES, "server_count": VALUES})
+
+
 @given(
     st.one_of(
-        st.text(), st.text(alphabet="n1[]-,: #=\nslotmax_{}\"'"), st.lists(st.sampled_from(list(LINES))).map("\n".join)
+        st.text(),
+        st.text(alphabet="n1[]-,: #=\nslotmax_{}\"'"),
+        st.lists(st.sampled_from(list(LINES))).map("\n".join),
+        TABLES.map(json.dumps),
     )
 )
 @example('{"version": "1.0", "server_list": [{"server_id": "n", "device": [{}, {}]}]}')
@@ -177,8 +195,21 @@ EXAMPLES = {
 
 
 def test_every_example_is_parsed() -> None:
-    folder = REPOSITORY / "hostfiles"
-    assert {path.name: read_hostfile(path) for path in folder.iterdir()} == EXAMPLES
+    files = [path for path in (REPOSITORY / "hostfiles").iterdir() if path.suffix != ".sh"]
+    assert {path.name: read_hostfile(path) for path in files} == EXAMPLES
+
+
+def test_the_discovery_script_names_the_hosts_that_answer(tmp_path: Path) -> None:
+    text = (REPOSITORY / "hostfiles" / "discover.sh").read_text()
+    hosts = '"127.0.0.2:3 localhost:2 no-such-host.invalid:1 127.0.0.1:8"'
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for name, value in {"hosts": hosts, "port": server.getsockname()[1]}.items():
+            text, count = re.subn(rf"^{name}=.*", f"{name}={value}", text, flags=re.MULTILINE)
+            assert count == 1
+        (tmp_path / "discover.sh").write_text(text)
+        (tmp_path / "discover.sh").chmod(0o755)
+        found = from_script(tmp_path / "discover.sh", os.environ)()
+    assert found == [("127.0.0.1", 8), ("localhost", 2)]
 
 
 def test_a_rank_table_from_another_tool(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_hosts_and_ranks(words: list[str], line: str) -> None:
 
 
 def test_a_dry_run_of_every_example_host_file() -> None:
-    for file in (REPOSITORY / "hostfiles").iterdir():
+    for file in {*(REPOSITORY / "hostfiles").iterdir()} - {REPOSITORY / "hostfiles" / "discover.sh"}:
         assert dry_run("--hostfile", str(file)).startswith("horovodrun -np ")
         assert "-np 2 " in dry_run("--hostfile", str(file), "-np", "2")
 

@@ -1,0 +1,56 @@
+"""A compose file: a launcher and one worker container a host, all on one Docker engine, as in docker/compose.yaml.
+
+Source: the Compose Specification.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from hvd_transformer.launch.scheduler.documents import command, text
+from hvd_transformer.launch.scheduler.image import FOLDER, LAUNCHER_KEY, WORKER_KEYS, output_folder
+from hvd_transformer.launch.scheduler.job import ScheduledJob
+
+NAME = "compose.yaml"
+
+
+def services(job: ScheduledJob) -> str:
+    """The file's text."""
+    workers = {f"worker-{number}": host.slots for number, host in enumerate(job.hosts, start=1)}
+    hosts = ",".join(f"{name}:{slots}" for name, slots in workers.items())
+    launcher = {
+        **_service(job, "launcher", command(["launcher", *job.launch("-H", hosts)])),
+        "environment": [f"HOSTS={hosts}", *job.named],
+        "depends_on": list(workers),
+        "healthcheck": {"disable": True},  # it runs no sshd
+    }
+    described = {"launcher": launcher}
+    first_gpu = 0
+    for name, slots in workers.items():
+        described[name] = _service(job, name, ["worker"])
+        if gpus := slots * job.gpus_per_rank:
+            described[name]["deploy"] = _gpus(first_gpu, gpus)
+            first_gpu += gpus
+    header = f"Written by hvd-transformer launch --scheduler compose; the image {job.container} is docker/'s."
+    if job.named:
+        header += f"\nThe values of {', '.join(job.named)} are those of the shell that runs docker compose."
+    return text(header, {"services": described, "volumes": {"launcher-key": {}, "worker-keys": {}, "output": {}}})
+
+
+def _service(job: ScheduledJob, name: str, words: Sequence[str]) -> dict[str, Any]:
+    folder = output_folder(job.config.output_dir)
+    output = "output" if folder == FOLDER else folder  # an absolute one is the machine's own
+    return {
+        "image": job.container,
+        "hostname": name,
+        "command": list(words),
+        "working_dir": folder,
+        "volumes": [f"launcher-key:{LAUNCHER_KEY}", f"worker-keys:{WORKER_KEYS}", f"{output}:{folder}"],
+        "shm_size": "1gb",  # NCCL and MPI need more than the usual 64 MB
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges:true"],
+    }
+
+
+def _gpus(first: int, count: int) -> dict[str, Any]:
+    devices = [{"driver": "nvidia", "device_ids": [str(first + at) for at in range(count)], "capabilities": ["gpu"]}]
+    return {"resources": {"reservations": {"devices": devices}}}

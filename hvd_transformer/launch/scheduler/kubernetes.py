@@ -1,0 +1,91 @@
+"""An MPIJob for the Kubeflow mpi-operator, and the claim of the volume that holds the output.
+
+Source: the operator's API kubeflow.org/v2beta1 and its controller, which mounts a key pair and authorized_keys on every
+pod, and /etc/mpi/hostfile on the launcher's. Its discover_hosts.sh is not needed: a pod that comes back has its old
+name, and the script prints no slots.
+"""
+
+from typing import Any
+
+from hvd_transformer.launch.scheduler.documents import command, text
+from hvd_transformer.launch.scheduler.image import GROUP_ID, LAUNCHER_KEY, SSH_PORT, output_folder
+from hvd_transformer.launch.scheduler.job import ScheduledJob
+
+NAME = "mpijob.yaml"
+
+
+def manifest(job: ScheduledJob) -> str:
+    """The manifest's text. Raises `UserError` where the hosts' slots differ."""
+    spec = {
+        "slotsPerWorker": job.slots,
+        "sshAuthMountPath": LAUNCHER_KEY,
+        "launcherCreationPolicy": "WaitForWorkersReady",
+        "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": 3},
+        "mpiReplicaSpecs": {"Launcher": _launcher(job), "Worker": _workers(job)},
+    }
+    header = (
+        "Written by hvd-transformer launch --scheduler kubernetes.\n"
+        f"The claim needs a storage class that several pods can write to, and {job.container} a registry that the\n"
+        "cluster reaches."
+    )
+    if job.named:
+        header += f" The Secret {_secret(job)} holds the values of {', '.join(job.named)}."
+    return text(
+        header,
+        {
+            "apiVersion": "v1",
+            "kind": "PersistentVolumeClaim",
+            "metadata": {"name": _claim(job)},
+            "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "20Gi"}}},
+        },
+        {"apiVersion": "kubeflow.org/v2beta1", "kind": "MPIJob", "metadata": {"name": job.name}, "spec": spec},
+    )
+
+
+def _launcher(job: ScheduledJob) -> dict[str, Any]:
+    hosts = ["--hostfile", "/etc/mpi/hostfile"]
+    if "--ssh-identity" not in job.options:
+        hosts += ["--ssh-identity", f"{LAUNCHER_KEY}/id_rsa"]
+    container: dict[str, Any] = {"args": command(job.launch(*hosts))}
+    if job.named:
+        container["env"] = [
+            {"name": name, "valueFrom": {"secretKeyRef": {"name": _secret(job), "key": name}}} for name in job.named
+        ]
+    return _replica(job, "launcher", 1, container)
+
+
+def _workers(job: ScheduledJob) -> dict[str, Any]:
+    gpus, cores = job.slots * job.gpus_per_rank, job.slots * job.cores_per_rank
+    resources: dict[str, Any] = {"requests": {"cpu": cores}}
+    if gpus:
+        resources["limits"] = {"nvidia.com/gpu": gpus}
+    container = {
+        "args": ["worker"],
+        "resources": resources,
+        "readinessProbe": {"tcpSocket": {"port": SSH_PORT}, "periodSeconds": 2},
+    }
+    return _replica(job, "worker", len(job.hosts), container)
+
+
+def _replica(job: ScheduledJob, role: str, replicas: int, container: dict[str, Any]) -> dict[str, Any]:
+    folder = output_folder(job.config.output_dir)
+    mounts = [{"name": "output", "mountPath": folder}, {"name": "shared-memory", "mountPath": "/dev/shm"}]
+    pod = {
+        "securityContext": {"fsGroup": GROUP_ID},
+        "containers": [
+            {"name": role, "image": job.container, "workingDir": folder, "volumeMounts": mounts, **container}
+        ],
+        "volumes": [
+            {"name": "output", "persistentVolumeClaim": {"claimName": _claim(job)}},
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},  # NCCL and MPI need more than the usual 64 MB
+        ],
+    }
+    return {"replicas": replicas, "restartPolicy": "OnFailure", "template": {"spec": pod}}
+
+
+def _claim(job: ScheduledJob) -> str:
+    return f"{job.name}-output"
+
+
+def _secret(job: ScheduledJob) -> str:
+    return f"{job.name}-env"

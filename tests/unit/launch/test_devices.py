@@ -1,0 +1,69 @@
+"""This host's GPUs against its ranks and their stages."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from hvd_transformer.config import Config
+from hvd_transformer.errors import UserError
+from hvd_transformer.launch.devices import check_devices, num_gpus
+from hvd_transformer.launch.hostfile import Host
+
+
+def config(device: str, stages: int = 1) -> Config:
+    return Config.model_validate({"training": {"device": device}, "parallel": {"pipeline": stages}})
+
+
+@pytest.mark.parametrize(
+    ("value", "count"),
+    [("0", 1), ("0,1,2", 3), ("1,-1,0", 1), ("-1", 0), ("", 0), ("GPU-8932f937,MIG-1/2", 2), (" 0, 3 ", 2)],
+)
+def test_the_chosen_devices(value: str, count: int) -> None:
+    assert num_gpus({"CUDA_VISIBLE_DEVICES": value}) == count
+
+
+@pytest.mark.parametrize(
+    ("script", "count"),
+    [
+        ("echo 'GPU 0: NVIDIA H100 (UUID: GPU-1)'; echo 'GPU 1: NVIDIA H100 (UUID: GPU-2)'", 2),
+        ("echo 'GPU 0: NVIDIA H100 (UUID: GPU-1)'; echo '  MIG 1g.10gb Device 0: (UUID: MIG-1)'", 1),
+        ("echo 'No devices found'", 0),
+        ("echo 'cannot reach the driver' >&2; exit 9", None),
+    ],
+)
+def test_the_driver_s_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, count: int | None) -> None:
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert num_gpus({}) == count
+
+
+FOUR = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+
+
+@pytest.mark.parametrize(("slots", "stages", "message"), [
+    (5, 1, "has 4 GPUs for 5 ranks (training.device=cuda); at most 4 ranks fit, or set training.device=cpu"),
+    (3, 2, "has 4 GPUs for 3 ranks × 2 stages (training.device=cuda); at most 2 ranks fit"),
+    (1, 8, "has 4 GPUs for 1 ranks × 8 stages (training.device=cuda); at most 0 ranks fit"),
+])  # fmt: skip
+@pytest.mark.parametrize("name", ["localhost", socket.gethostname()])
+def test_too_few_devices(name: str, slots: int, stages: int, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_devices([Host("far", 8), Host(name, slots)], config("cuda", stages), FOUR)
+    assert str(caught.value).startswith(f"host {name}: {message}")
+
+
+@pytest.mark.parametrize(
+    ("host", "wanted"),
+    [
+        (Host("localhost", 4), config("cuda")),
+        (Host("localhost", 2), config("cuda", 2)),
+        (Host("far", 8), config("cuda")),
+        (Host("localhost", 8), config("cpu", 2)),
+        (Host("localhost", 8), config("auto")),
+    ],
+)
+def test_what_is_not_refused(host: Host, wanted: Config) -> None:
+    check_devices([host], wanted, FOUR)

@@ -1,0 +1,322 @@
+"""The files for schedulers: valid by the schedulers' own rules, the same job, every word unchanged, no secret."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+
+from hvd_transformer.cli.launch import launch
+from hvd_transformer.config import Config
+from hvd_transformer.errors import UserError
+from hvd_transformer.launch.hostfile import Host
+from hvd_transformer.launch.scheduler import compose, kubernetes, slurm
+from hvd_transformer.launch.scheduler.job import ScheduledJob
+
+SCHEDULERS = ("slurm", "kubernetes", "compose")
+TWO_HOSTS = ["-np", "4", "-H", "h1:2,h2:2"]
+SECRET = "the-token-nobody-sees"
+
+
+def job(*words: str, hosts: tuple[Host, ...] = (Host("h1", 2), Host("h2", 2)), **config: object) -> ScheduledJob:
+    return ScheduledJob(hosts, ["--gloo"], [], words, Config.model_validate(config))
+
+
+def written(scheduler: str, *words: str) -> str:
+    """What `launch` writes with these options and settings."""
+    runner = CliRunner(env={"TOKEN": SECRET})
+    result = runner.invoke(launch, ["--scheduler", scheduler, "--dry-run", *words], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def documents(text: str) -> list[dict]:
+    """Read by libyaml: another reader than the one whose writer made them."""
+    return list(yaml.load_all(text, Loader=yaml.CSafeLoader))
+
+
+def check(name: str, definition: str, document: dict) -> None:
+    definitions = yaml.safe_load((Path(__file__).parent / "schemas" / f"{name}.yaml").read_text())
+    Draft202012Validator({**definitions, "$ref": f"#/$defs/{definition}"}).validate(document)
+
+
+# ---- the words
+
+
+def expanded(words: list[str], variable: str) -> list[str]:
+    """As Kubernetes and compose read words: two dollar signs are one, and `variable` is a reference."""
+    for word in words:
+        assert not re.search(variable, word.replace("$$", "")), word
+    return [word.replace("$$", "$") for word in words]
+
+
+def launched_words(scheduler: str, text: str, tmp_path: Path) -> list[str]:
+    """The words that the scheduler's side starts; the hosts are h1 and h2."""
+    if scheduler == "slurm":
+        return run_script(text, tmp_path)
+    if scheduler == "kubernetes":
+        _, mpijob = documents(text)
+        container = mpijob["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
+        return expanded(container["args"], r"\$\(")
+    role, *words = expanded(documents(text)[0]["services"]["launcher"]["command"], r"\$")
+    assert role == "launcher"
+    return words
+
+
+# Stands in for a command: writes its words, each with a zero byte behind it, to a file called as it and the first one.
+STUB = """#!/bin/sh
+printf '%s\\0' "${0##*/}" "$@" >"$STUB_FOLDER/${0##*/}-$1"
+"""
+SCONTROL = STUB + '[ "$1" = show ] && printf "h1\\nh2\\n"\n'
+# As `launch` does: what asks it to end is passed on, and the exit code is then 1.
+WAITS = STUB + "sleep 20 & trap 'kill $!; exit 1' TERM\necho ready; wait\n"
+
+
+def start_script(text: str, folder: Path, launcher: str = STUB) -> subprocess.Popen[str]:
+    """The batch script as slurmd starts it, with stand-ins for Slurm's commands and for ours beside this Python."""
+    commands, called = folder / "bin", folder / "called"
+    for path in (commands, called):
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir()
+    for name, content in {"hvd-transformer": launcher, "scontrol": SCONTROL}.items():
+        (commands / name).write_text(content)
+        (commands / name).chmod(0o755)
+    (folder / "script").write_text(re.sub(r"^PATH=.*", f"PATH={commands}:$PATH", text, flags=re.MULTILINE))
+    values = {"SLURM_JOB_NODELIST": "h[1-2]", "SLURM_JOB_ID": "77", "STUB_FOLDER": str(called)}
+    return subprocess.Popen(
+        ["bash", folder / "script"], env={**os.environ, **values}, stdout=subprocess.PIPE, text=True
+    )
+
+
+def call(folder: Path, name: str) -> list[str]:
+    """The words of a stand-in's call; none where it was not called so."""
+    file = folder / "called" / name
+    return file.read_bytes().decode().split("\0")[:-1] if file.exists() else []
+
+
+def run_script(text: str, folder: Path) -> list[str]:
+    """The words that our command is given."""
+    assert start_script(text, folder).wait(20) == 0
+    return call(folder, "hvd-transformer-launch")
+
+
+HOST_OPTIONS = {
+    "slurm": ["-H", "h1:2,h2:2"],
+    "kubernetes": ["--hostfile", "/etc/mpi/hostfile", "--ssh-identity", "/keys/launcher/id_rsa"],
+    "compose": ["-H", "worker-1:2,worker-2:2"],
+}
+MAKE = {"slurm": slurm.script, "kubernetes": kubernetes.manifest, "compose": compose.services}
+WORDS = st.lists(st.one_of(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")),
+                           st.text(alphabet="$(){}A '\"\\`\n#=~é:%&*!|>-?1e")))  # fmt: skip
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(words=WORDS)
+def test_every_word_arrives_unchanged(tmp_path: Path, scheduler: str, words: list[str]) -> None:
+    text = MAKE[scheduler](job(*words))
+    behind = ["--", *words] if words else []
+    assert launched_words(scheduler, text, tmp_path) == [
+        "hvd-transformer", "launch", "-np", "4", *HOST_OPTIONS[scheduler], "--gloo", *behind,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_it_is_the_same_job(tmp_path: Path, scheduler: str) -> None:
+    """Every option that was given means on the other side what it meant here."""
+    key = tmp_path / "key"
+    key.write_text("")
+    given_words = [
+        *TWO_HOSTS, "--mpi", "--ssh-port", "2200", "--ssh-identity", str(key), "--network-interface", "eth0",
+        "--env", "TOKEN", "--env", "OTHER", "--timeline", "a b.json", "--autotune",
+        "--restarts", "3", "--min-np", "2",
+        "--", "--preset", "python-docs", "output_dir=runs/four ranks",
+    ]  # fmt: skip
+    words = launched_words(scheduler, written(scheduler, *given_words), tmp_path)
+    assert words[:2] == ["hvd-transformer", "launch"]
+    here, there = (launch.make_context("launch", list(line)).params for line in (given_words, words[2:]))
+    differ = {name for name in here if here[name] != there[name]}
+    assert differ == {"slurm": set(), "kubernetes": {"hosts", "hostfile"}, "compose": {"hosts"}}[scheduler]
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_no_secret_is_in_the_file(scheduler: str) -> None:
+    text = written(scheduler, *TWO_HOSTS, "--env", "TOKEN")
+    assert SECRET not in text
+    if scheduler == "slurm":  # sbatch takes the submitting shell's environment along
+        assert "#SBATCH --export=ALL\n" in text
+    elif scheduler == "kubernetes":
+        spec = documents(text)[1]["spec"]["mpiReplicaSpecs"]
+        reference = {"secretKeyRef": {"name": "default-env", "key": "TOKEN"}}
+        assert spec["Launcher"]["template"]["spec"]["containers"][0]["env"] == [
+            {"name": "TOKEN", "valueFrom": reference}
+        ]
+    else:
+        assert documents(text)[0]["services"]["launcher"]["environment"][1:] == ["TOKEN"]
+
+
+# ---- Slurm
+
+# sbatch(1), Slurm 24.05: the options that a script may hold and that these scripts could want.
+SBATCH = re.findall(r"[\w-]+", """
+account array begin chdir comment constraint cpus-per-gpu cpus-per-task deadline dependency distribution error exclude
+exclusive export gpu-bind gpus gpus-per-node gpus-per-task gres hint job-name kill-on-invalid-dep licenses mail-type
+mail-user mem mem-per-cpu mem-per-gpu mincpus no-kill no-requeue nodefile nodelist nodes ntasks ntasks-per-core
+ntasks-per-node ntasks-per-socket open-mode output overcommit parsable partition prefer priority qos quiet requeue
+reservation signal spread-job switches threads-per-core time time-min tmp tres-per-task use-min-nodes wait
+wait-all-nodes wckey""")  # fmt: skip
+
+
+def sbatch_options(text: str) -> dict[str, str]:
+    """Those that sbatch reads: it stops at the first command."""
+    head = text.partition("\nset -euo pipefail\n")[0]
+    assert all(not line or line.startswith("#") for line in head.splitlines())
+    pairs = [line.removeprefix("#SBATCH --").partition("=") for line in head.splitlines() if line.startswith("#SBATCH")]
+    return {name: value for name, _, value in pairs}
+
+
+@pytest.mark.parametrize("words", [[], ["--", "training.device=cuda", "parallel.pipeline=2"]])
+def test_the_batch_script_is_one(tmp_path: Path, words: list[str]) -> None:
+    text = written("slurm", *TWO_HOSTS, *words)
+    options = sbatch_options(text)
+    assert set(options) <= set(SBATCH)
+    assert (options["nodes"], options["ntasks-per-node"]) == ("2", "2")
+    assert options.get("gpus-per-node") == ("4" if words else None)  # two ranks of two stages
+    assert options["cpus-per-task"] == ("4" if words else "2")
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", "-"], input=text, text=True, check=True)
+
+
+@pytest.mark.parametrize(
+    ("number", "again"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)], ids=["its time ends", "scancel"]
+)
+def test_the_ranks_save_and_the_job_goes_on_unless_it_is_cancelled(
+    tmp_path: Path, number: signal.Signals, again: bool
+) -> None:
+    script = start_script(slurm.script(job()), tmp_path, WAITS)
+    assert script.stdout
+    assert script.stdout.readline() == "ready\n"
+    script.send_signal(number)
+    assert script.wait(10) == 1
+    assert call(tmp_path, "scontrol-requeue") == (["scontrol", "requeue", "77"] if again else [])
+
+
+def test_a_finished_job_is_not_queued_again_and_a_failed_one_keeps_its_code(tmp_path: Path) -> None:
+    for code in (0, 75):
+        assert start_script(slurm.script(job()), tmp_path, f"{STUB}exit {code}\n").wait(10) == code
+        assert call(tmp_path, "scontrol-requeue") == []
+
+
+# ---- Kubernetes and compose
+
+
+@pytest.mark.parametrize("words", [[], ["--env", "TOKEN", "--", "training.device=cuda", "parallel.pipeline=2"]])
+def test_the_manifest_is_valid_and_asks_for_what_the_job_needs(words: list[str]) -> None:
+    claim, mpijob = documents(written("kubernetes", *TWO_HOSTS, *words))
+    check("kubernetes", "PersistentVolumeClaim", claim)
+    check("kubernetes", "MPIJob", mpijob)
+    spec = mpijob["spec"]
+    assert spec["slotsPerWorker"] == 2
+    assert [spec["mpiReplicaSpecs"][role]["replicas"] for role in ("Launcher", "Worker")] == [1, 2]
+    launcher, worker = (
+        spec["mpiReplicaSpecs"][role]["template"]["spec"]["containers"][0] for role in ("Launcher", "Worker")
+    )
+    assert launcher["image"] == worker["image"] == f"hvd-transformer:{'gpu' if words else 'cpu'}"
+    assert worker["resources"].get("limits") == ({"nvidia.com/gpu": 4} if words else None)
+    assert "resources" not in launcher
+    for pod in (replica["template"]["spec"] for replica in spec["mpiReplicaSpecs"].values()):
+        assert claim["metadata"]["name"] in [
+            volume.get("persistentVolumeClaim", {}).get("claimName") for volume in pod["volumes"]
+        ]
+        assert pod["containers"][0]["workingDir"] in [
+            mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]
+        ]
+
+
+@pytest.mark.parametrize("output", ["runs/x", "/data/runs/x", "/runs"])
+def test_the_output_lies_in_the_volume(output: str) -> None:
+    for spec in documents(kubernetes.manifest(job(output_dir=output)))[1]["spec"]["mpiReplicaSpecs"].values():
+        container = spec["template"]["spec"]["containers"][0]
+        mount = next(mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "output")
+        assert Path(container["workingDir"], output).is_relative_to(mount)
+        assert mount != "/"
+
+
+@pytest.mark.parametrize("name", ["runs/Four ranks_ü!", "runs/7", "-", "a" * 200, "runs/..."])
+def test_a_name_that_kubernetes_takes(name: str) -> None:
+    """It also names a Service, and with `-worker-999` behind it a host."""
+    assert re.fullmatch(r"[a-z]([a-z0-9-]{0,51}[a-z0-9])?", job(output_dir=name).name)
+
+
+@pytest.mark.parametrize("words", [[], ["--env", "TOKEN", "--", "training.device=cuda", "parallel.pipeline=2"]])
+def test_the_compose_file_is_valid_and_each_worker_has_its_own_gpus(tmp_path: Path, words: list[str]) -> None:
+    text = written("compose", "-np", "5", "-H", "h1:3,h2:2", *words)
+    (document,) = documents(text)
+    check("compose", "Compose", document)
+    services = document["services"]
+    assert list(services) == ["launcher", "worker-1", "worker-2"]
+    assert set(services["launcher"]["depends_on"]) == {"worker-1", "worker-2"}
+    devices = [
+        service["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"]
+        for service in services.values()
+        if "deploy" in service
+    ]
+    assert devices == ([["0", "1", "2", "3", "4", "5"], ["6", "7", "8", "9"]] if words else [])
+    has_compose = (
+        shutil.which("docker") and not subprocess.run(["docker", "compose", "version"], capture_output=True).returncode
+    )
+    if has_compose:
+        (tmp_path / "compose.yaml").write_text(text)
+        subprocess.run(["docker", "compose", "-f", tmp_path / "compose.yaml", "config", "-q"], check=True)
+
+
+# ---- the command
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_the_file_is_written_once(tmp_path: Path, scheduler: str) -> None:
+    words = ["--scheduler", scheduler, "--output", str(tmp_path / "new"), *TWO_HOSTS]
+    done = CliRunner().invoke(launch, words, catch_exceptions=False)
+    (file,) = (tmp_path / "new").iterdir()
+    assert re.fullmatch(
+        rf"{re.escape(str(file))}: written; submit it with: [^\n]*{re.escape(str(file))}[^\n]*\n", done.output
+    )
+    assert file.read_text() == written(scheduler, *TWO_HOSTS)
+    file.write_text("mine")
+    with pytest.raises(UserError, match=f"^{file}: is there already; remove it or choose another --output$"):
+        CliRunner().invoke(launch, words, catch_exceptions=False)
+    assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--scheduler", "slurm"], "--scheduler slurm: needs --output"),
+        (["--output", "x"], "--output and --image: only with --scheduler"),
+        (["--image", "x"], "--output and --image: only with --scheduler"),
+        (["--scheduler", "slurm", "--dry-run", "-H", "a:2,b:4"], "these have not: a:2, b:4"),
+        (["--scheduler", "kubernetes", "--dry-run", "-H", "a:2,b,c:2"], "these have not: a:2, b:1, c:2"),
+        (["--scheduler", "compose", "--dry-run", "--env", "A=hush"], "--env A=…: takes the name alone"),
+        (["--scheduler", "compose", "--dry-run", "--", "model.widht=3"], "unknown key"),
+        (["--scheduler", "slurm", "--output", "/proc/none"], "/proc/none/job.sbatch: cannot be written: "),
+    ],
+)  # fmt: skip
+def test_wrong_input_is_one_line(words: list[str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        CliRunner().invoke(launch, words, catch_exceptions=False)
+    assert message in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_the_last_host_may_have_fewer_ranks() -> None:
+    assert "-np 3 " in written("slurm", "-np", "3", "-H", "a:2,b:2")
+    assert sbatch_options(written("slurm", "-np", "3", "-H", "a:2,b:2"))["ntasks-per-node"] == "2"
