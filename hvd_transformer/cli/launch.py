@@ -16,6 +16,7 @@ import click
 @click.option("--env", "named", multiple=True, metavar="NAME", help="A variable that the ranks get. May be repeated.")
 @click.option("--timeline", type=click.Path(path_type=Path), metavar="FILE", help="Write Horovod's timeline there.")
 @click.option("--autotune", is_flag=True, help="Let Horovod search its fusion and cycle time.")
+@click.option("--no-preflight", is_flag=True, help="Start without a look at the hosts (`hvd-transformer doctor`).")
 @click.option("--dry-run", is_flag=True, help="Print the horovodrun command, and start nothing.")
 @click.argument("settings", nargs=-1, type=click.UNPROCESSED, metavar="[-- HVD-TRAIN'S ARGUMENTS...]")
 def launch(
@@ -29,6 +30,7 @@ def launch(
     named: tuple[str, ...],
     timeline: Path | None,
     autotune: bool,
+    no_preflight: bool,
     dry_run: bool,
     settings: tuple[str, ...],
 ) -> None:
@@ -50,6 +52,8 @@ def launch(
     from hvd_transformer.errors import UserError
     from hvd_transformer.launch import environment
     from hvd_transformer.launch.command import Horovodrun, Ssh
+    from hvd_transformer.launch.doctor.examine import preflight
+    from hvd_transformer.launch.doctor.findings import Job
     from hvd_transformer.launch.hostfile import Host, assign, parse_hosts, read_hostfile
     from hvd_transformer.launch.job import run
 
@@ -68,7 +72,7 @@ def launch(
     horovodrun = Horovodrun(found, not gloo, Ssh(ssh_port, ssh_identity), network_interface, timeline, autotune)
     values = environment.named_values(os.environ, named)
     given = train.make_context("hvd-train", list(settings)).params
-    load(given["preset"], given["file"], given["settings"])
+    config = load(given["preset"], given["file"], given["settings"])
 
     worker = ["hvd-train", *settings]
     if dry_run:
@@ -77,6 +81,8 @@ def launch(
     minimal = environment.minimal(os.environ, named)
     if shutil.which("horovodrun", path=minimal["PATH"]) is None:
         raise UserError("horovodrun: not found; install Horovod, as `make install` does")
+    if not no_preflight:
+        preflight(Job.of(horovodrun, config), horovodrun.ssh, minimal)
     ended = run(horovodrun, worker, values, minimal)
     if ended.first is not None and not ended.stopped:
         first = ended.first
