@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -18,8 +18,10 @@ from hvd_transformer.launch.folder import Beat
 from hvd_transformer.launch.hostfile import Host
 from hvd_transformer.launch.job import Ended
 
+WRONG_INPUT = 2  # a rank's exit code
 _LAST_LINES = 12  # of the rank that failed first
 _HOST_ROWS = 8
+_HELD_SECONDS = 3.0  # rank 0's errors wait so long: they may only follow from another rank's
 _QUIET_BEAT_SECONDS = 5.0  # after which a rank is shown as silent
 
 
@@ -41,6 +43,7 @@ class Screen:
         self._restarts, self._restart = restarts, 0
         self._log = _Log(log)
         self._last: dict[int, deque[str]] = {}
+        self._held: list[tuple[float, str]] = []
         self._live: Live | None = None
         self._view: _View | None = None
         self.terminal = sys.stdout.isatty()
@@ -55,6 +58,8 @@ class Screen:
 
     def look(self, ranks: Ranks) -> None:
         """The newest of the ranks; called often."""
+        if self._held and time.monotonic() - self._held[0][0] > _HELD_SECONDS:
+            self._release()
         if self._view is not None:
             self._view.beats = ranks.beats
 
@@ -63,42 +68,54 @@ class Screen:
         lines = text.splitlines()
         self._last.setdefault(rank, deque(maxlen=_LAST_LINES)).extend(lines)
         self._log.write("".join(f"rank {rank}: {line}\n" for line in lines))
-        if rank == 0:
-            file = sys.stderr if stream == "err" else sys.stdout
-            with suppress(OSError):  # a screen that is gone does not end the job
-                file.write(text if text.endswith("\n") else f"{text}\n")
-                file.flush()
+        if rank == 0 and stream == "err":
+            self._held.append((time.monotonic(), text))
+        elif rank == 0:
+            _write(sys.stdout, text)
 
     def message(self, text: str) -> None:
         """A line of the launcher's own."""
         self._log.write(f"{text}\n")
-        with suppress(OSError):
-            print(f"hvd-transformer: {text}", file=sys.stderr, flush=True)
+        _write(sys.stderr, f"hvd-transformer: {text}")
 
     def failed(self, ended: Ended, cause: str) -> None:
         """Why a run ended, with the last lines of the first rank that failed, or of horovodrun where none did."""
         first = ended.first
-        if first is not None and not ended.lost:
-            lines = [] if first.rank == 0 else list(self._last.get(first.rank, []))
-            title = f"the last lines of rank {first.rank}:"
-        else:
-            lines = [] if first or ended.lost else ended.said.splitlines()[-_LAST_LINES:]
-            title = "the last lines of horovodrun:"
-        if lines and first is not None and first.code == 2:  # wrong input is one line
-            print("\n".join(lines), file=sys.stderr, flush=True)
-            return
-        if first is not None and first.code == 2:
+        if first is not None and first.rank == 0 and not ended.lost:
+            self._release()
+        self._held.clear()
+        lines: list[str] = []
+        if first is None and not ended.lost:
+            lines = ["the last lines of horovodrun:", *ended.said.splitlines()[-_LAST_LINES:]]
+        elif first is not None and first.rank != 0 and not ended.lost:
+            lines = [f"the last lines of rank {first.rank}:", *self._last.get(first.rank, [])]
+        if first is not None and first.code == WRONG_INPUT:  # one line says it all
+            for line in lines[1:]:
+                _write(sys.stderr, line)
             return
         self.message(cause)
-        if lines:
-            self.message(title)
-            print("\n".join(f"  {line}" for line in lines), file=sys.stderr, flush=True)
+        if len(lines) > 1:
+            self.message(lines[0])
+            _write(sys.stderr, "\n".join(f"  {line}" for line in lines[1:]))
 
-    def end(self) -> None:
-        """The end of a start: the last state stays on the screen."""
+    def end(self, failed: bool = False) -> None:
+        """The end of a start: the last state stays on the screen. `failed` is called next where it failed."""
+        if not failed:
+            self._release()
         if self._live is not None:
             self._live.stop()
             self._live = self._view = None
+
+    def _release(self) -> None:
+        for _, text in self._held:
+            _write(sys.stderr, text)
+        self._held.clear()
+
+
+def _write(file: TextIO, text: str) -> None:
+    with suppress(OSError):  # a screen that is gone does not end the job
+        file.write(text if text.endswith("\n") else f"{text}\n")
+        file.flush()
 
 
 class _Log:

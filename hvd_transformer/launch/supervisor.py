@@ -17,9 +17,8 @@ from hvd_transformer.launch.folder import Failure, HostLost, JobFolder
 from hvd_transformer.launch.hostfile import Host
 from hvd_transformer.launch.job import Ended, Stop, run
 from hvd_transformer.launch.pool import HostPool
-from hvd_transformer.launch.screen import Screen
+from hvd_transformer.launch.screen import WRONG_INPUT, Screen
 
-WRONG_INPUT = 2  # a rank's exit code: it would be wrong again
 STALLED = 75  # a rank's exit code: its watchdog's
 _SAME_STEP = 3  # failures there, and no more is tried
 _BACK_OFF_SECONDS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)  # before restarts after runs that were short
@@ -94,11 +93,12 @@ class Supervisor:
             self._screen.look(folder)
             return newcomers.found is not None
 
+        ended: Ended | None = None
         try:
             ended = run(self._horovodrun, words, plan.values, plan.environment, stop, self._screen.show, look)
         finally:
             newcomers.close()
-            self._screen.end()
+            self._screen.end(failed=ended is not None and ended.code != 0 and not ended.stopped)
         self._short_runs = self._short_runs + 1 if time.monotonic() - began < _SHORT_SECONDS else 0
         if newcomers.found is not None and ended.stopped and not stop.count:
             self._screen.message(f"the ranks have saved, to take in {_names(newcomers.found)}")

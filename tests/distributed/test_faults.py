@@ -42,7 +42,7 @@ class Job:
         self.hosts, self.run, self._rng = hosts, run, random.Random(f"{run.name} {num_steps}")
         self._command = [
             BIN / "hvd-transformer", "launch", "-np", 2 * SLOTS, "-H", f"h2:{SLOTS},h1:{SLOTS}", f"--{backend}",
-            "--restarts", 1 + 2 * REPEATS, "--min-np", SLOTS, "--", *tiny(corpus), f"output_dir={run}",
+            "--restarts", 5 + 2 * REPEATS, "--min-np", SLOTS, "--", *tiny(corpus), f"output_dir={run}",
             f"training.max_steps={num_steps}", "training.epochs=10000", "training.eval_every=100000",
             "training.global_batch_size=32", f"training.batch_size={16 // SLOTS}", "training.stall_seconds=5",
             "checkpoint.every_steps=5", *more,
