@@ -59,7 +59,7 @@ def facts(environment: dict[str, str], cwd: str, folders: dict[str, str], full: 
         has_cwd = False
     slow = {"devices": _devices, **({"horovod": _horovod, "mpi4py": _mpi4py} if full else {})}
     with ThreadPoolExecutor() as pool:  # each waits for a command
-        answers = dict(zip(slow, pool.map(lambda function: function(), slow.values())))
+        answers = {name: pool.submit(function) for name, function in slow.items()}
     memory = _memory()
     return {
         "python": platform.python_version(),
@@ -72,7 +72,7 @@ def facts(environment: dict[str, str], cwd: str, folders: dict[str, str], full: 
         "interfaces": interfaces(),
         "cwd": has_cwd,
         "folders": {label: _folder(Path(path).expanduser()) for label, path in folders.items()},
-        **answers,
+        **{name: answer.result() for name, answer in answers.items()},
     }
 
 
