@@ -18,7 +18,7 @@ from hvd_transformer.launch.ssh import is_local, ssh_command, why_refused
 
 _SOURCE = Path(__file__).with_name("probe.py").read_bytes()
 _START = "import sys; exec(sys.stdin.buffer.read(int(sys.argv[1])))"
-_CONNECT_SECONDS = 5
+_CONNECT_SECONDS = 4
 _T = TypeVar("_T")
 
 
@@ -53,6 +53,7 @@ class Conversation:
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=errors,
+                limit=1 << 20,
                 env={**environment, "LC_ALL": "C"},
                 start_new_session=True,  # Ctrl-C is for the doctor alone
             )

@@ -18,8 +18,8 @@ from hvd_transformer.launch.doctor import findings, probe
 from hvd_transformer.launch.doctor.conversation import Conversation, Conversations
 from hvd_transformer.launch.doctor.findings import Answer, Finding, Job, Link
 
-# Seconds after the start, at which each part is over.
-_CONNECTED, _ASKED, _MEASURED = 6.0, 7.0, 9.7
+# Seconds after the start, at which each part is over; the command itself takes one before.
+_CONNECTED, _ASKED, _MEASURED = 6.0, 6.7, 8.8
 _LINK_SECONDS = 0.5
 _CLOCK_ROUNDS = 3
 

@@ -25,9 +25,9 @@ _CLOCK_SECONDS = 1.0
 _SLOW_LINK = 0.25  # of the fastest link of the ring
 _INSTALL = {
     "hvd-transformer": "install the same package there, for example from the same checkout",
-    "torch": "install torch {wanted} there: `pip install torch=={wanted}`",
+    "torch": "install the same there: `pip install torch=={wanted}`",
     "horovod": "install the wheel that docker/build_horovod.sh makes there",
-    "mpi4py": "install mpi4py {wanted} there: `pip install mpi4py=={wanted}`",
+    "mpi4py": "install the same there: `pip install mpi4py=={wanted}`",
 }
 
 
@@ -163,7 +163,8 @@ def _software(answers: Answers) -> Iterator[Finding]:
         lacking = [host for host, version in versions.items() if required and version is None]
         wanted = most_common({host: version for host, version in versions.items() if version})
         for host in lacking:
-            yield Finding(host, f"{name} is not installed", cure.replace("=={wanted}", "").format(wanted=wanted or ""))
+            missing = cure.format(wanted=wanted) if wanted else f"install {name} there"
+            yield Finding(host, f"{name} is not installed", missing)
         yield from _differing(name, {host: v for host, v in versions.items() if host not in lacking}, cure)
     sources = {host: answer["source"] for host, answer in answers.items() if answer["source"]}
     yield from _differing("the source of hvd-transformer", sources, _INSTALL["hvd-transformer"])
@@ -190,20 +191,23 @@ def _build(host: str, answer: Answer) -> Iterator[Finding]:
 
 
 def _devices(job: Job, answers: Answers) -> Iterator[Finding]:
-    on_gpus = job.device == "cuda" or (job.device == "auto" and any(answer["devices"] for answer in answers.values()))
-    for host in job.hosts:
-        if host.name not in answers:
-            continue
-        answer, needed = answers[host.name], host.slots * job.stages
-        slots = f"{host.slots} slot{'s' * (host.slots != 1)} × {job.stages} stage{'s' * (job.stages != 1)}"
-        if on_gpus and (there := len(answer["devices"])) < needed:
-            cure = f"give it {there // job.stages} slots, or set training.device=cpu"
-            if there < job.stages:
-                cure = "leave this host out, or set training.device=cpu"
-            yield Finding(host.name, f"{there} GPUs for {slots}", cure)
-        if not on_gpus and answer["cores"] < needed:
-            cure = f"give it at most {max(1, answer['cores'] // job.stages)} slots for speed"
-            yield Finding(host.name, f"{answer['cores']} cores for {slots}", cure, problem=False)
+    """One GPU short anywhere, and all ranks of training.device=auto compute on the CPU."""
+    hosts = [host for host in job.hosts if host.name in answers]
+    enough = {host: len(answers[host.name]["devices"]) >= host.slots * job.stages for host in hosts}
+    on_gpus = job.device == "cuda" or (job.device == "auto" and any(enough.values()))
+    for host in hosts:
+        answer = answers[host.name]
+        there, cores = len(answer["devices"]), answer["cores"]
+        slots = f"{_count(host.slots, 'slot')} × {_count(job.stages, 'stage')}"
+        if on_gpus and not enough[host]:
+            fewer = f"give it {_count(there // job.stages, 'slot')}" if there >= job.stages else "leave this host out"
+            yield Finding(host.name, f"{_count(there, 'GPU')} for {slots}", f"{fewer}, or set training.device=cpu")
+        elif not on_gpus and there and job.device == "auto":
+            message = f"{_count(there, 'GPU')} for {slots}: all ranks will compute on the CPU"
+            yield Finding(host.name, message, "start fewer ranks, to use the GPUs", problem=False)
+        if not on_gpus and cores < host.slots * job.stages:
+            fewer = f"give it {_count(max(1, cores // job.stages), 'slot')} for speed"
+            yield Finding(host.name, f"{_count(cores, 'core')} for {slots}", fewer, problem=False)
 
 
 def _folders(job: Job, answers: Answers) -> Iterator[Finding]:
@@ -239,6 +243,10 @@ def _differing(what: str, values: Mapping[str, str], cure: str) -> Iterator[Find
 def most_common(values: Mapping[str, str]) -> str | None:
     """Of several as frequent ones the first."""
     return Counter(values.values()).most_common(1)[0][0] if values else None
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _listed(names: Iterable[str]) -> str:

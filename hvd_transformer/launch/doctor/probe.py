@@ -1,6 +1,6 @@
 """Runs on every host, sent there through ssh's standard input: answers the doctor's questions about it.
 
-Standard library alone, and of any Python from 3.7 on: it must work where the package is missing or another one. A
+Standard library alone, and of any Python from 3.8 on: it must work where the package is missing or another one. A
 question is a line of JSON on standard input, {"ask": a function below, its arguments}; the answer is a line of JSON
 behind `MARK` on standard output, as a login shell may print there too. The end of the input is the end.
 """
@@ -23,6 +23,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,11 @@ def facts(environment: dict[str, str], cwd: str, folders: dict[str, str], full: 
         has_cwd = True
     except OSError:
         has_cwd = False
+    slow = {"devices": _devices, **({"horovod": _horovod, "mpi4py": _mpi4py} if full else {})}
+    with ThreadPoolExecutor() as pool:  # each waits for a command
+        answers = {name: pool.submit(function) for name, function in slow.items()}
     memory = _memory()
-    found = {
+    return {
         "python": platform.python_version(),
         "machine": platform.machine(),
         "versions": {name: _version(name) for name in _DISTRIBUTIONS},
@@ -65,15 +69,11 @@ def facts(environment: dict[str, str], cwd: str, folders: dict[str, str], full: 
         "cores": len(os.sched_getaffinity(0)),
         "memory": memory.get("MemTotal", 0),
         "memory_free": memory.get("MemAvailable", 0),
-        "devices": _devices(),
         "interfaces": interfaces(),
         "cwd": has_cwd,
         "folders": {label: _folder(Path(path).expanduser()) for label, path in folders.items()},
+        **{name: answer.result() for name, answer in answers.items()},
     }
-    if full:
-        found["horovod"] = _horovod()
-        found["mpi4py"] = _mpi4py()
-    return found
 
 
 def clock() -> float:
