@@ -80,6 +80,9 @@ watchdog = Watchdog(0, 1, stall_seconds=0.5)
 watchdog.start()
 watchdog.use(Path(sys.argv[1]), ["h1"])
 watchdog.heartbeat.stepped(1, 0.0, 0.0)
+while not Path(sys.argv[1], "beat-0").exists():
+    time.sleep(0.01)
+watchdog.heartbeat.mark()
 def sleep_for_ever():
     eval(sys.argv[2])(1000)
 sleep_for_ever()
@@ -107,7 +110,8 @@ def test_a_process_that_does_not_move_ends_itself(tmp_path) -> None:
 
 def test_stacks_are_written_where_no_other_thread_can_run(tmp_path) -> None:
     """A function of a library that keeps the interpreter to itself."""
-    holding = subprocess.Popen([sys.executable, "-c", ALONE, tmp_path, "ctypes.PyDLL(None).sleep"])
+    environment = {name: value for name, value in os.environ.items() if name != FOLDER}
+    holding = subprocess.Popen([sys.executable, "-c", ALONE, tmp_path, "ctypes.PyDLL(None).sleep"], env=environment)
     try:
         deadline = time.monotonic() + 60
         log = tmp_path / "rank-000.log"
