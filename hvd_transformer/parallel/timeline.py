@@ -31,14 +31,14 @@ class Timeline:
     @contextmanager
     def span(self, lane: str, name: str) -> Iterator[None]:
         """Around something that this thread does."""
-        recording, began = self.recording, time.perf_counter()
+        began = time.perf_counter() if self.recording else None
         self.now[lane] = name
         try:
             yield
         finally:
             del self.now[lane]
             self.ended += 1
-        if recording:
+        if began is not None:
             self._add(lane, name, began)
 
     def watch(self, lane: str, name: str, wait: Callable[[], None]) -> Callable[[], None]:

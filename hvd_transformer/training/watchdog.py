@@ -154,7 +154,7 @@ class Watchdog:
         faulthandler.dump_traceback_later(_END_SECONDS, exit=True, file=self._stacks)
         beat = self.beat(late=True)
         what = "step" if self.heartbeat.period == "step" else "progress"
-        log.error("no %s for %.0f s, the limit is %.0f s; the stacks of all threads:", what, self._quiet, self.limit())
+        log.error("no %s for %.0f s here; the stacks of all threads:", what, self._quiet)
         faulthandler.dump_traceback(self._stacks)
         self._write(self._folders, beat)
         for folder in self._folders:
@@ -164,10 +164,11 @@ class Watchdog:
         self._write(self._folders, beat)
         seen = self._see() or [Seen(beat, 0.0)]
         silent_seconds = 3 * self._beat_seconds + _SETTLE_SECONDS
-        speaker = min(found.beat["rank"] for found in seen if found.beat["late"] and found.age <= silent_seconds)
-        line = f"no {what} for {self._quiet:.0f} s: {who_is_late(seen, self._hosts, silent_seconds)}"
+        told = [found.beat for found in seen if found.beat["late"] and found.age <= silent_seconds]
+        longest = max(beat["progress_seconds"] for beat in told)
+        line = f"no {what} for {longest:.0f} s: {who_is_late(seen, self._hosts, silent_seconds)}"
         log.error("%s", line)
-        if self.rank == speaker:
+        if self.rank == min(beat["rank"] for beat in told):
             print(f"hvd-transformer: {line}; stacks are in {self._logs}", file=sys.stderr, flush=True)
         else:
             time.sleep(_SETTLE_SECONDS)  # the first rank that ends may end the others

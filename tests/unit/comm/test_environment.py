@@ -70,6 +70,16 @@ def test_defaults_are_set_and_the_users_own_stay(monkeypatch: pytest.MonkeyPatch
     assert int(os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"]) > 0
 
 
+@pytest.mark.parametrize("stall_seconds", [None, 20.0, 3600.0])
+def test_gloo_waits_longer_than_a_rank_may_be_silent_and_horovod_longer_still(
+    stall_seconds: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    set_defaults(local_size=1, stall_seconds=stall_seconds)
+    gloo, horovod = (int(os.environ[f"HOROVOD_{name}_SECONDS"]) for name in ("GLOO_TIMEOUT", "STALL_SHUTDOWN_TIME"))
+    assert (stall_seconds or 0) < gloo <= horovod
+
+
 def test_mpi_yields_only_where_ranks_share_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     for ranks, cores, yields in [(2, 2, True), (4, 2, True), (2, 16, False)]:
         monkeypatch.setattr(os, "environ", {})

@@ -89,7 +89,17 @@ def test_another_hosts_rank_makes_a_place_for_its_log_alone(tmp_path: Path) -> N
     assert contents(tmp_path / "a" / "b") == {"logs": None}
 
 
-@pytest.mark.parametrize("names", [[], [".gitkeep"], ["logs/rank-000.log"], ["logs/rank-000.log", ".x.tmp"]])
+def test_heartbeats_of_an_earlier_run_are_gone_before_this_one(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    for name in ("rank-001.log", "beat-1", "beat-late", "beat-3.tmp"):
+        (tmp_path / "logs" / name).touch()
+    RunDirectory(config(tmp_path)).begin(config(tmp_path), rank=1)
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["rank-001.log"]
+
+
+@pytest.mark.parametrize(
+    "names", [[], [".gitkeep"], ["logs/rank-000.log"], ["logs/rank-000.log", "logs/beat-1", ".x.tmp"]]
+)
 def test_an_empty_folder_or_a_first_start_that_was_killed_is_taken(names: list[str], tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)

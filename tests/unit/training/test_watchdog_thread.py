@@ -72,15 +72,19 @@ def test_the_file_says_how_the_rank_is_and_goes_in_the_end(monkeypatch, tmp_path
 
 
 ALONE = """
-import sys, time
+import ctypes, logging, sys, time
 from pathlib import Path
 from hvd_transformer.training.watchdog import Watchdog
+logging.basicConfig(filename=f"{sys.argv[1]}/rank-000.log")
 watchdog = Watchdog(0, 1, stall_seconds=0.5)
 watchdog.start()
 watchdog.use(Path(sys.argv[1]), ["h1"])
 watchdog.heartbeat.stepped(1, 0.0, 0.0)
+while not Path(sys.argv[1], "beat-0").exists():
+    time.sleep(0.01)
+watchdog.heartbeat.mark()
 def sleep_for_ever():
-    time.sleep(1000)
+    eval(sys.argv[2])(1000)
 sleep_for_ever()
 """
 
@@ -88,7 +92,11 @@ sleep_for_ever()
 def test_a_process_that_does_not_move_ends_itself(tmp_path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != FOLDER}
     done = subprocess.run(
-        [sys.executable, "-c", ALONE, tmp_path], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", ALONE, tmp_path, "time.sleep"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == STALLED
     (line,) = done.stderr.splitlines()
@@ -98,3 +106,18 @@ def test_a_process_that_does_not_move_ends_itself(tmp_path) -> None:
     assert line.endswith(f"; stacks are in {tmp_path}/")
     assert "in sleep_for_ever" in (tmp_path / "rank-000.log").read_text()
     assert json.loads((tmp_path / "beat-0").read_text())["late"]
+
+
+def test_stacks_are_written_where_no_other_thread_can_run(tmp_path) -> None:
+    """A function of a library that keeps the interpreter to itself."""
+    environment = {name: value for name, value in os.environ.items() if name != FOLDER}
+    holding = subprocess.Popen([sys.executable, "-c", ALONE, tmp_path, "ctypes.PyDLL(None).sleep"], env=environment)
+    try:
+        deadline = time.monotonic() + 60
+        log = tmp_path / "rank-000.log"
+        while not log.exists() or "in sleep_for_ever" not in log.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        holding.kill()
+        holding.wait()
