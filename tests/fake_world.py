@@ -19,6 +19,7 @@ class FakeWorld(World):
     def __init__(self, rank: int = 0, size: int = 2, others: Callable[[Any], list[Any]] | None = None) -> None:
         super().__init__()
         self.rank, self.size = rank, size
+        self.hosts = [self.host] * size
         self.events: list[str] = []
         self.sent: dict[str, Tensor] = {}  # as they were when they were sent
         self._others = others or (lambda value: [value] * size)

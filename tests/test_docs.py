@@ -84,7 +84,7 @@ def test_every_key_and_option_in_the_text_is_one(page: str) -> None:
 
 @pytest.mark.parametrize("page", TEXT)
 def test_every_link_leads_somewhere(page: str) -> None:
-    for target in re.findall(r"\]\(([^)#:]+)\)", TEXT[page]):
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", TEXT[page]):
         assert (REPOSITORY / "docs" / target).exists(), target
 
 

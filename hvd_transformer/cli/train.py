@@ -14,6 +14,7 @@ from hvd_transformer.errors import UserError
 if TYPE_CHECKING:
     from hvd_transformer.comm.world import World
     from hvd_transformer.config import Config
+    from hvd_transformer.training.watchdog import Watchdog
 
 
 class _Help(click.Command):
@@ -52,11 +53,20 @@ def main() -> None:
 def _work(config: "Config | None", mistake: UserError | None) -> int:
     """The exit code. A wrong setting is shown once, by rank 0, also when another rank made it."""
     from hvd_transformer.comm.environment import launched
+    from hvd_transformer.training.watchdog import Watchdog
 
     place = launched()
     if mistake is not None and place.size == 1:
         return _fail(mistake)
+    watchdog = Watchdog(place.rank, place.size, config.training.stall_seconds if config else None)
+    watchdog.start()
+    try:
+        return _train(config, mistake, place.rank, watchdog)
+    finally:
+        watchdog.close()
 
+
+def _train(config: "Config | None", mistake: UserError | None, rank: int, watchdog: "Watchdog") -> int:
     from hvd_transformer.comm.world import AgreedError, PeerLost, World, agree
     from hvd_transformer.data.once import Stopped
     from hvd_transformer.parallel.replicas import ReplicasDiffer
@@ -66,13 +76,14 @@ def _work(config: "Config | None", mistake: UserError | None) -> int:
 
     stop = StopRequest()
     try:
-        world = World.start()
+        world = World.start(watchdog.stall_seconds)
     except UserError as error:
-        return _fail(error) if place.rank == 0 else 2
+        return _fail(error) if rank == 0 else 2
+    watchdog.heartbeat.world = world
     try:
         config = agree(world, lambda: _raise_or_return(config, mistake))
         agree(world, lambda: _same_configuration(config, world))
-        summary = run(config, world, stop)
+        summary = run(config, world, stop, watchdog)
         world.close()
         return 0 if summary["status"] == "finished" else 1
     except UserError as error:

@@ -31,9 +31,13 @@ def launched() -> Launched:
     return Launched(0, 1, 1)
 
 
-def set_defaults(local_size: int) -> None:
-    """Sets Horovod's and Open MPI's variables where the user set none. Call before `hvd.init`."""
+def set_defaults(local_size: int, stall_seconds: float | None = None) -> None:
+    """Sets Horovod's and Open MPI's variables where the user set none. Call before `hvd.init`.
+
+    `stall_seconds`: what a rank may be silent at most, if the user set it.
+    """
     gloo = os.environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo"  # as horovodrun says; mpirun says nothing
+    stall = stall_seconds or 0.0
     defaults = {
         # Gradients arrive in flat buckets, so fusing them again would only copy; and what is fused depends on
         # timing, which with more than two ranks changes the order of the sums: runs would not repeat bit for bit.
@@ -41,10 +45,11 @@ def set_defaults(local_size: int) -> None:
         # Milliseconds. Each cycle costs a round of messages, dearer over gloo's sockets; waiting for the next one
         # costs too. Measured on two cores: benchmarks/RESULTS.md.
         "HOROVOD_CYCLE_TIME": "10" if gloo else "2",
-        # gloo's 30 seconds are too short for many hosts or a slow first step.
-        "HOROVOD_GLOO_TIMEOUT_SECONDS": "300",
-        # No wait without an end: by default Horovod only warns of a stalled tensor.
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "900",
+        # gloo's 30 seconds are too short for many hosts or a slow first step. It waits for ranks that do not answer.
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(round(max(300, 1.5 * stall))),
+        # By default Horovod only warns of a stalled tensor. Behind the watchdog's limits, which say more
+        # (`training/watchdog.py`): for ranks of which none has a watchdog any more.
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(round(max(900, 1.5 * stall))),
     }
     if local_size >= usable_cores():
         # Open MPI spins while it waits; ranks that share cores would take them from each other's backward.

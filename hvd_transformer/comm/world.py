@@ -31,7 +31,9 @@ class AgreedError(UserError):
 class World:
     """All ranks of the job, as one of them sees it.
 
-    Every collective must be called by all ranks; the asynchronous ones with the same names.
+    Every collective must be called by all ranks; the asynchronous ones with the same names. `waiting` holds the names
+    of those that this rank waits for at this moment, `ended` counts those that it has waited for: another thread may
+    read both.
     """
 
     def __init__(self) -> None:
@@ -39,10 +41,15 @@ class World:
         self.rank, self.size, self.local_rank, self.local_size = 0, 1, 0, 1
         self.backend = "none"
         self.host = socket.gethostname()
+        self.hosts = [self.host]  # of all ranks
+        self.waiting: dict[str, None] = {}
+        self.ended = 0
 
     @classmethod
-    def start(cls) -> "World":
+    def start(cls, stall_seconds: float | None = None) -> "World":
         """Joins the ranks that this process's launcher started, or is a world of one.
+
+        Horovod's own limits are not shorter than `stall_seconds`, which a rank may be silent.
 
         Raises `UserError` where ranks were launched but Horovod is not installed.
         """
@@ -51,7 +58,7 @@ class World:
         _share_cores(place.local_size)
         if place.size == 1:
             return world
-        set_defaults(place.local_size)
+        set_defaults(place.local_size, stall_seconds)
         try:
             import horovod.torch as hvd
         except ImportError as error:
@@ -64,6 +71,7 @@ class World:
         world.rank, world.size = hvd.rank(), hvd.size()
         world.local_rank, world.local_size = hvd.local_rank(), hvd.local_size()
         world.backend = "mpi" if hvd.mpi_enabled() else "gloo"
+        world.hosts = world.all_gather_objects(world.host)
         return world
 
     def all_reduce_async_(self, tensor: Tensor, name: str, operation: Operation = "sum") -> Callable[[], None]:
@@ -73,7 +81,7 @@ class World:
             return _done
         kinds = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
         handle = self._guard(lambda: hvd.allreduce_async_(tensor, name=name, op=kinds[operation]))
-        return lambda: self._wait(handle)
+        return lambda: self._wait(handle, name)
 
     def all_reduce_(self, tensor: Tensor, name: str, operation: Operation = "sum") -> Tensor:
         """Reduces a contiguous tensor over the ranks, in place, and waits."""
@@ -89,13 +97,13 @@ class World:
         if hvd is None:
             return lambda: tensor
         handle = self._guard(lambda: hvd.allgather_async(tensor, name=name))
-        return lambda: cast(Tensor, self._wait(handle))
+        return lambda: cast(Tensor, self._wait(handle, name))
 
     def broadcast_(self, tensor: Tensor, name: str, root: int = 0) -> Tensor:
         """Overwrites a contiguous tensor with the root's."""
         hvd = self._horovod
         if hvd is not None:
-            self._wait(self._guard(lambda: hvd.broadcast_async_(tensor, root_rank=root, name=name)))
+            self._wait(self._guard(lambda: hvd.broadcast_async_(tensor, root_rank=root, name=name)), name)
         return tensor
 
     def all_gather_objects(self, value: Any) -> list[Any]:
@@ -124,16 +132,20 @@ class World:
             hvd.shutdown()
             self._horovod = None
 
-    def _wait(self, handle: Any) -> Any:
+    def _wait(self, handle: Any, name: str) -> Any:
         """The result of an asynchronous collective.
 
         Horovod's own wait spins; asleep, this rank leaves its core to the others and to its own transfer.
         """
         hvd = self._horovod
         assert hvd is not None
+        self.waiting[name] = None
         while not hvd.poll(handle):
             time.sleep(POLL_SECONDS)
-        return self._guard(lambda: hvd.synchronize(handle))
+        result = self._guard(lambda: hvd.synchronize(handle))
+        del self.waiting[name]
+        self.ended += 1
+        return result
 
     def _guard(self, action: Callable[[], Any]) -> Any:
         assert self._horovod is not None

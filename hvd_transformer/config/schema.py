@@ -155,6 +155,12 @@ class TrainingConfig(Section):
     eval_every: OptionalCount = setting(
         None, "steps between two evaluations; none: at the end of each epoch", may_change=True
     )
+    stall_seconds: OptionalPositive = setting(
+        None,
+        "seconds without a step after which a job is ended, with all stacks in its logs; none: ten times the longest "
+        "of the last 100 steps, 30 at least",
+        may_change=True,
+    )
     compile: bool = setting(False, "compile the model's layers with torch.compile", may_change=True)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from hvd_transformer.errors import UserError
 from hvd_transformer.launch.hostfile import Host, assign, parse_hostfile
 
-ASIDE_SECONDS = 30.0  # that a lost host is left alone for; twice as long each time it is lost again
+ASIDE_SECONDS = 10.0  # that a lost host is left alone for; twice as long each time it is lost again
 _MAX_ASIDE_SECONDS = 600.0
 _SCRIPT_SECONDS = 30.0
 

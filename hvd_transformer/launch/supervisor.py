@@ -59,12 +59,12 @@ class Supervisor:
         """
         stop = Stop()
         try:
-            code, words = 1, self._plan.worker
+            code, words, again = 1, self._plan.worker, False
             while True:
                 try:
                     ended = self._start(words, stop)
                 except HostLost as error:
-                    if words is self._plan.worker:  # the first start
+                    if not again:
                         raise
                     self._set_aside(error.host, str(error))
                 else:
@@ -80,7 +80,8 @@ class Supervisor:
                 hosts = self._wait_for_hosts(stop)
                 if hosts is None:
                     return code
-                self._horovodrun, words = replace(self._horovodrun, hosts=hosts), self._plan.again
+                self._horovodrun = replace(self._horovodrun, hosts=hosts)
+                words, again = self._plan.again, True
         finally:
             stop.restore()
 

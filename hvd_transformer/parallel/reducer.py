@@ -13,6 +13,7 @@ into the bucket, where autograd adds the next ones: a gradient exists once. A li
 the bucket (`take_product`). With several rounds only the last one sends.
 """
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -28,7 +29,8 @@ from hvd_transformer.parallel.timeline import Timeline
 class GradientReducer:
     """One step: `begin`, backward any number of times (`last` before each bucket's last one), `finish`.
 
-    Afterwards every bucket's `gradients` hold the sum over all backwards and all ranks.
+    Afterwards every bucket's `gradients` hold the sum over all backwards and all ranks, and `waited` the seconds that
+    this rank, its own work done, waited for it.
     `compression="fp16"` sends half precision; the sums are then rounded to it. `rows` names the
     parameters whose lookups give their gradient to `take_rows`; one whose rows are gathered needs a bucket alone.
     """
@@ -46,6 +48,7 @@ class GradientReducer:
         self.buckets, self.world = buckets, world
         self.timeline = timeline or Timeline(0, [])
         self.overlap, self.compression = overlap and world.size > 1, compression
+        self.waited = 0.0
         self._sending = [False] * len(buckets)
         self._missing = [0] * len(buckets)
         self._written: list[set[str]] = [set() for _ in buckets]
@@ -55,6 +58,7 @@ class GradientReducer:
         self._added: dict[int, list[RowGradient]] = {}  # by bucket, which then is not complete before `finish`
         self._rows_only: set[int] = set()  # buckets without any dense gradient
         self._slots: dict[str, tuple[int, Slot]] = {}  # by name, with the bucket's number
+        self._gpus = {bucket.gradients.device for bucket in buckets if bucket.gradients.is_cuda}
         wire = torch.float16 if compression == "fp16" and world.size > 1 else None
         for index, bucket in enumerate(buckets):
             for slot in bucket.slots:
@@ -131,11 +135,16 @@ class GradientReducer:
             if index not in self._waits and index not in self._rows_only:
                 self._send(index)
         add_rows = [row.send() for row in self._gathered]
+        if self.world.size > 1:
+            for device in self._gpus:
+                torch.cuda.current_stream(device).synchronize()
+        began = time.perf_counter()
         for index in sorted(self._waits):
             self._waits[index]()
         self._waits.clear()
         for add in add_rows:
             add()
+        self.waited = time.perf_counter() - began
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:

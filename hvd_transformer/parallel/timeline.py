@@ -16,11 +16,14 @@ from typing import Any
 class Timeline:
     """Spans of this rank while `recording`. Lanes appear in the order of `lanes`, then of their first span.
 
-    Times are the host's: on a GPU a span is the time it takes to queue the work.
+    Times are the host's: on a GPU a span is the time it takes to queue the work. `now` holds the spans that are open,
+    by lane, and `ended` counts the others, recording or not: another thread may read both.
     """
 
     def __init__(self, rank: int, lanes: Sequence[str]) -> None:
         self.rank, self.recording, self.written = rank, False, False
+        self.now: dict[str, str] = {}
+        self.ended = 0
         self._lanes = list(lanes)
         self._events: list[dict[str, Any]] = []
         self._watchers: dict[str, ThreadPoolExecutor] = {}
@@ -28,12 +31,15 @@ class Timeline:
     @contextmanager
     def span(self, lane: str, name: str) -> Iterator[None]:
         """Around something that this thread does."""
-        if not self.recording:
+        recording, began = self.recording, time.perf_counter()
+        self.now[lane] = name
+        try:
             yield
-            return
-        began = time.perf_counter()
-        yield
-        self._add(lane, name, began)
+        finally:
+            del self.now[lane]
+            self.ended += 1
+        if recording:
+            self._add(lane, name, began)
 
     def watch(self, lane: str, name: str, wait: Callable[[], None]) -> Callable[[], None]:
         """Records from now until `wait` returns, which another thread calls; use the function returned in its place."""

@@ -11,6 +11,7 @@ from hvd_transformer.comm.pool import process_map
 from hvd_transformer.comm.terminal import screen
 from hvd_transformer.comm.world import World, agree
 from hvd_transformer.config import Config
+from hvd_transformer.data.once import ShouldStop
 from hvd_transformer.data.prepare import PreparedData, prepare
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.errors import UserError
@@ -18,6 +19,7 @@ from hvd_transformer.parallel.layout import Layout
 from hvd_transformer.parallel.replicas import broadcast_parameters, check_replicas
 from hvd_transformer.training import snapshot
 from hvd_transformer.training.allocator import keep_freed_memory
+from hvd_transformer.training.heartbeat import Heartbeat
 from hvd_transformer.training.language_model_task import LanguageModelTask
 from hvd_transformer.training.loop import Trainer
 from hvd_transformer.training.precision import weight_dtype
@@ -26,16 +28,21 @@ from hvd_transformer.training.run_directory import RunDirectory
 from hvd_transformer.training.session import Session
 from hvd_transformer.training.stages import check_partition
 from hvd_transformer.training.stop import StopRequest
+from hvd_transformer.training.watchdog import Watchdog
 
 log = logging.getLogger("hvd_transformer")
 
 
-def run(config: Config, world: World, stop: StopRequest) -> dict[str, Any]:
+def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | None = None) -> dict[str, Any]:
     """Trains; returns the summary, whose `status` is "finished" or "stopped". Collective.
 
-    Raises `UserError` (on every rank) before training starts where the input is wrong.
+    `watchdog` is told what this rank is doing. Raises `UserError` (on every rank) before training starts where the
+    input is wrong.
     """
     keep_freed_memory()
+    watchdog = watchdog or Watchdog(world.rank, world.size)
+    heartbeat = watchdog.heartbeat
+    heartbeat.world = world
     progress = Progress(*screen()) if world.rank == 0 else Silent()
     layout = agree(world, lambda: Layout.of(config, world))
     agree(world, lambda: check_partition(config))
@@ -43,11 +50,13 @@ def run(config: Config, world: World, stop: StopRequest) -> dict[str, Any]:
     checkpoint = agree(world, lambda: directory.claim(config, progress.message) if world.rank == 0 else None)
     _log_to(directory.path / "logs" / f"rank-{world.rank:03d}.log")
     try:
-        data, trainer = _assemble(config, world, layout, checkpoint, progress, stop)
+        data, trainer = _assemble(config, world, layout, checkpoint, progress, stop, heartbeat)
         agree(world, lambda: directory.begin(config, world.rank))
     except BaseException:
         directory.abandon()
         raise
+    watchdog.use(directory.path / "logs", world.hosts)
+    heartbeat.timeline = trainer.timeline
     log.info("rank %d of %d (%s) on %s, %s", world.rank, world.size, world.backend, world.host, layout.device)
     check_replicas(trainer.buckets, world, "at the start")
 
@@ -55,13 +64,14 @@ def run(config: Config, world: World, stop: StopRequest) -> dict[str, Any]:
     progress.message(_headline(config, world, layout, trainer, data))
     if checkpoint is not None:
         progress.message(f"going on from {checkpoint} after step {position.step} of {trainer.total_steps}")
-    session = Session(config, world, trainer, directory, progress, data.digest)
+    session = Session(config, world, trainer, directory, progress, data.digest, heartbeat)
     status = session.train(stop)
     if status == "stopped":  # said first: a launcher may not wait for what follows
         progress.message(
             f"stopped after step {position.step} ({stop.signal or 'asked on another rank'}); everything is saved: "
             f"the same command goes on from here\nrun directory: {directory.path}"
         )
+    heartbeat.enter("end")
     check_replicas(trainer.buckets, world, "at the end")
     summary = session.finish(status)
     trainer.close()
@@ -71,10 +81,21 @@ def run(config: Config, world: World, stop: StopRequest) -> dict[str, Any]:
 
 
 def _assemble(
-    config: Config, world: World, layout: Layout, checkpoint: Path | None, progress: Silent, stop: StopRequest
+    config: Config,
+    world: World,
+    layout: Layout,
+    checkpoint: Path | None,
+    progress: Silent,
+    stop: StopRequest,
+    heartbeat: Heartbeat,
 ) -> tuple[PreparedData, Trainer]:
     """The data, and a trainer with the first weights or the checkpoint's: all that wrong input can make fail."""
-    data = agree(world, lambda: _prepare(config, progress, stop))
+
+    def should_stop() -> bool:
+        heartbeat.mark()  # also of a rank that waits while another one prepares
+        return bool(stop)
+
+    data = agree(world, lambda: _prepare(config, progress, should_stop))
     agree(world, lambda: _same_data(data, world))
     position, state = snapshot.read_position(checkpoint, data.digest, world)
     task = agree(world, lambda: _make_task(config, data, layout))
@@ -106,9 +127,9 @@ def _log_to(file: Path) -> None:
     log.propagate = False
 
 
-def _prepare(config: Config, progress: Silent, stop: StopRequest) -> PreparedData:
+def _prepare(config: Config, progress: Silent, should_stop: ShouldStop) -> PreparedData:
     with process_map(config.data.workers) as mapper:
-        return prepare(config.data, map=mapper, report=progress.message, should_stop=lambda: bool(stop))
+        return prepare(config.data, map=mapper, report=progress.message, should_stop=should_stop)
 
 
 def _same_data(data: PreparedData, world: World) -> None:

@@ -86,6 +86,7 @@ class StepResult:
     stop: bool  # some rank was asked to stop
     save: bool  # some rank asks for a checkpoint
     seconds: float
+    work: Sequence[float]  # of each rank in the step before: seconds less those it waited for others; 0 if none was
 
 
 class Trainer:
@@ -131,6 +132,7 @@ class Trainer:
             for stage, later in zip(self.stages, self.pipeline.later, strict=True):
                 take_products(model, stage, self.reducer, later)
         self.total_steps = self._count_steps()
+        self._work = 0.0  # seconds, of the last step
 
     def steps(self) -> Iterator[Step]:
         """The steps that are left, over the epochs; the position moves on after each."""
@@ -146,9 +148,10 @@ class Trainer:
         position = self.position
         self.task.model.train()
         self.reducer.begin()
-        sums = StepSums(self.world, self.layout.devices[-1], stop, save)
+        sums = StepSums(self.world, self.layout.devices[-1], stop, save, self._work)
         usual = self.task.usual_count * self.config.training.accumulation * self.layout.dp
-        rounds = [self._micro_batches(units) for units in plan.rounds if units]
+        with self.timeline.span("data", "batches"):
+            rounds = [self._micro_batches(units) for units in plan.rounds if units]
         for batches in rounds:
             sums.add_batches(batches, self.task)
 
@@ -172,11 +175,15 @@ class Trainer:
         if not rounds:  # a rank that has no sample in an epoch's last step
             sums.send([])
         self.reducer.finish()
-        loss_total, count_total, samples, stops, saves = sums.result()
+        began_waiting = time.perf_counter()
+        loss_total, count_total, samples, stops, saves, work = sums.result()
+        waited = self.reducer.waited + time.perf_counter() - began_waiting
         rate = learning_rate(self.config.optimizer, self.layout.dp, position.step, position.epoch, self.total_steps)
         norm = self._update(usual / (count_total * self.scaler.scale), rate, loss_total / count_total)
         epoch = position.epoch
         self._advance(plan, int(samples), int(count_total))
+        seconds = time.perf_counter() - began
+        self._work = seconds - waited
         return StepResult(
             epoch=epoch,
             loss=loss_total / count_total,
@@ -185,7 +192,8 @@ class Trainer:
             learning_rate=rate,
             stop=stops > 0,
             save=saves > 0,
-            seconds=time.perf_counter() - began,
+            seconds=seconds,
+            work=work,
         )
 
     def evaluate(self, split: str) -> Evaluation:

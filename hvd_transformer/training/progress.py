@@ -1,5 +1,6 @@
 """What rank 0 shows of a run: one bar on a terminal, plain lines elsewhere. The other ranks are `Silent`."""
 
+import math
 import os
 import sys
 import time
@@ -51,7 +52,8 @@ class _State:
 
 
 class Progress(Silent):
-    """A bar on a terminal; elsewhere a line at the first step, the last, and every `every_seconds` between.
+    """A bar on a terminal; elsewhere a line at the first step, the last, and every `every_seconds` between (infinite:
+    none but messages).
 
     A screen that is gone, or a full disk behind it, does not end the training.
     """
@@ -61,6 +63,8 @@ class Progress(Silent):
         stream = sys.stdout if stream is None else stream
         terminal = stream.isatty() if terminal is None else terminal
         terminal = terminal and os.environ.get("TERM") not in ("dumb", "unknown")
+        if os.environ.get("HVD_TRANSFORMER_SCREEN") == "launcher":
+            every_seconds = math.inf  # it draws the numbers from the ranks' heartbeats
         self._view = _Bar(stream) if terminal else _Lines(stream, every_seconds)
         self._encoding = stream.encoding or "utf-8"
         self._state: _State | None = None
@@ -118,7 +122,7 @@ class _Lines:
     def show(self, state: _State) -> None:
         self._waiting = state
         due = self._printed_at is None or state.at - self._printed_at >= self._every_seconds
-        if due or state.step >= state.total_steps:
+        if self._every_seconds < math.inf and (due or state.step >= state.total_steps):
             self._print_state()
 
     def message(self, text: str) -> None:
@@ -126,7 +130,8 @@ class _Lines:
         self._stream.flush()
 
     def stop(self) -> None:
-        self._print_state()
+        if self._every_seconds < math.inf:
+            self._print_state()
 
     def _print_state(self) -> None:
         state, self._waiting = self._waiting, None

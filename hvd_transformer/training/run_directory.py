@@ -53,6 +53,8 @@ class RunDirectory:
                 self.store.clean()
                 atomic.write_text(self.path / "config.yaml", dump(config))
             (self.path / "logs").mkdir(parents=True, exist_ok=True)
+            for heartbeat in (self.path / "logs").glob("beat-*"):  # of an earlier run
+                heartbeat.unlink(missing_ok=True)
         except OSError as error:
             raise UserError(f"output_dir={self.path}: cannot be written: {error.strerror}") from None
 
@@ -87,7 +89,8 @@ class RunDirectory:
             raise UserError(f"output_dir={self.path}: cannot be written")
         # A start that was killed early leaves dot files; a rank on a host that rank 0 was not on, its log.
         others = [name for name in present if not name.startswith(".")]
-        logs_alone = others == ["logs"] and all(log.match("rank-*.log") for log in (self.path / "logs").glob("*"))
+        logs = (self.path / "logs").glob("*")
+        logs_alone = others == ["logs"] and all(log.match("rank-*.log") or log.match("beat-*") for log in logs)
         if others and not logs_alone and not self._is_ours():
             raise UserError(
                 f"output_dir={self.path}: holds other files ({others[0]}) and is no run directory; "

@@ -13,12 +13,14 @@ from hvd_transformer.errors import UserError
 from hvd_transformer.evaluation.evaluate import Evaluation, perplexity
 from hvd_transformer.parallel.replicas import check_replicas
 from hvd_transformer.training import snapshot
+from hvd_transformer.training.heartbeat import Heartbeat
 from hvd_transformer.training.loop import StepResult, Trainer
 from hvd_transformer.training.metrics_log import MetricsLog
 from hvd_transformer.training.progress import Silent
 from hvd_transformer.training.report import write_report
 from hvd_transformer.training.run_directory import RunDirectory
 from hvd_transformer.training.stop import StopRequest
+from hvd_transformer.training.stragglers import Stragglers
 
 log = logging.getLogger(__name__)
 # The steps of a start that `profile` records; the first ones are slower than the rest.
@@ -36,9 +38,12 @@ class Session:
         run: RunDirectory,
         progress: Silent,
         data_digest: str,
+        heartbeat: Heartbeat,
     ) -> None:
         self.config, self.world, self.trainer, self.run = config, world, trainer, run
-        self.progress, self.data_digest = progress, data_digest
+        self.progress, self.data_digest, self.heartbeat = progress, data_digest, heartbeat
+        self.stragglers = Stragglers(world.hosts)
+        heartbeat.step, heartbeat.total_steps = trainer.position.step, trainer.total_steps
         self.metrics: MetricsLog | None = None
         self.writer: CheckpointWriter | None = None
         if world.rank == 0:
@@ -58,6 +63,7 @@ class Session:
                 self.save(best=True)
             for number, plan in enumerate(self.trainer.steps(), start=1):
                 self.trainer.timeline.recording = self.config.profile and number in PROFILED
+                self.heartbeat.phase = "step"
                 result = self.trainer.step(plan, stop=bool(stop), save=self._save_due_by_time())
                 if number == PROFILED[-1]:
                     self._write_timeline()
@@ -71,6 +77,7 @@ class Session:
                     break
             self._write_timeline()  # of a run shorter than that
             self.save(best=False)
+            self.heartbeat.enter("end")
         finally:
             self.progress.stop()
             if self.writer is not None:
@@ -84,7 +91,9 @@ class Session:
             best = self._load_best()
             for split in ("valid", "test"):
                 if self.trainer.task.has_split(split) and not (split == "valid" and self.valid and not best):
+                    self.heartbeat.phase = "evaluation"
                     result = self.trainer.evaluate(split)
+                    self.heartbeat.phase = "end"
                     summary |= {f"{split}_loss": result.loss, f"{split}_perplexity": result.perplexity}
         if self.metrics is not None:
             self.metrics.close()
@@ -102,6 +111,7 @@ class Session:
         position = self.trainer.position
         if self.saved_step == position.step and not best:
             return
+        self.heartbeat.enter("checkpoint")
         checksum = check_replicas(self.trainer.buckets, self.world, f"step {position.step}")
         if self.writer is not None:
             began = time.perf_counter()
@@ -116,6 +126,8 @@ class Session:
 
     def _record(self, result: StepResult) -> None:
         position = self.trainer.position
+        self.heartbeat.stepped(position.step, result.loss, result.count / result.seconds)
+        self.stragglers.add(result.work)
         position.seconds += result.seconds
         interval = position.interval
         interval["loss"] += result.loss * result.count
@@ -147,6 +159,7 @@ class Session:
                 tokens_per_second=speed,
                 milliseconds_per_step=milliseconds,
                 loss_scale=self.trainer.scaler.scale,
+                **self.stragglers.judge(self.warn),
             )
         if due:
             position.interval = dict.fromkeys(interval, 0.0)
@@ -159,6 +172,7 @@ class Session:
         if position.evaluated_step == position.step or not (due or position.step == self.trainer.total_steps):
             return False
         position.evaluated_step = position.step
+        self.heartbeat.enter("evaluation")
         began = time.perf_counter()
         self.valid = self.trainer.evaluate("valid")
         best = position.best_loss is None or self.valid.loss < position.best_loss

@@ -11,12 +11,13 @@ from hvd_transformer.training.task import Batch, Task
 
 class StepSums:
     """Losses, targets, samples and wishes of a step, summed over all ranks. `device` is where the losses are: nothing
-    waits for them before `result`."""
+    waits for them before `result`. `work` is this rank's of the step before, in seconds."""
 
-    def __init__(self, world: World, device: torch.device, stop: bool, save: bool) -> None:
+    def __init__(self, world: World, device: torch.device, stop: bool, save: bool, work: float) -> None:
         self._world, self._device = world, device
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
-        self._numbers = [0.0, 0.0, float(stop), float(save)]
+        self._numbers = [0.0, 0.0, float(stop), float(save), *[0.0] * world.size]
+        self._numbers[4 + world.rank] = work
         self._sums: Tensor | None = None
         self._wait: Callable[[], None] | None = None
 
@@ -36,9 +37,9 @@ class StepSums:
         self._sums = torch.cat([self._loss[None], numbers])
         self._wait = self._world.all_reduce_async_(self._sums, "step.sums")
 
-    def result(self) -> tuple[float, float, float, float, float]:
-        """(losses, targets, samples, wishes to stop, wishes to save) of all ranks."""
+    def result(self) -> tuple[float, float, float, float, float, list[float]]:
+        """(losses, targets, samples, wishes to stop, wishes to save) of all ranks, and the work of each."""
         assert self._wait is not None and self._sums is not None
         self._wait()
-        loss, count, samples, stops, saves = self._sums.tolist()
-        return loss, count, samples, stops, saves
+        loss, count, samples, stops, saves, *work = self._sums.tolist()
+        return loss, count, samples, stops, saves, work

@@ -4,9 +4,12 @@ corrupt: that rank changes one weight after that step.
 die: that rank kills itself in the middle of the backward of that step.
 raise: the same, with an exception.
 forward-STAGE-NUMBER, backward-STAGE-NUMBER: that stage fails at that micro-batch of that step, and says when.
+hang: each forward of that rank takes 0.25 s more, and the one of that step never ends.
+hold: the one of that step never ends and holds the interpreter, so that no other thread of the rank can run.
 overflow: the loss scale of that rank's float16 starts so high that the first steps are left out.
 """
 
+import ctypes
 import os
 import signal
 import sys
@@ -86,6 +89,33 @@ def fail_in_a_stage() -> None:
     loop.make_stages = make_stages
 
 
+def hang_in_a_forward() -> None:
+    original = loop.make_stages
+
+    def make_stages(*words):
+        (stage,) = original(*words)
+        first, *others = stage.layers
+        calls = 0
+
+        def hang_on_purpose():
+            sleep = time.sleep if FAULT == "hang" else ctypes.PyDLL(None).sleep
+            while True:
+                sleep(1000)
+
+        def run(*tensors):
+            nonlocal calls
+            calls += torch.is_grad_enabled()  # not in evaluation
+            if FAULT == "hang":
+                time.sleep(0.25)
+            if calls == STEP:
+                hang_on_purpose()
+            return first.run(*tensors)
+
+        return [stage._replace(layers=[first._replace(run=run), *others])]
+
+    loop.make_stages = make_stages
+
+
 def overflow_at_first() -> None:
     original = LossScaler.__init__
 
@@ -100,6 +130,8 @@ FAULTS = {
     "corrupt": corrupt_after_a_step,
     "die": fail_in_a_backward,
     "raise": fail_in_a_backward,
+    "hang": hang_in_a_forward,
+    "hold": hang_in_a_forward,
     "overflow": overflow_at_first,
 }
 if launched().rank == RANK:

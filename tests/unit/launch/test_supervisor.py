@@ -1,0 +1,219 @@
+"""What the launcher does when ranks and hosts fail or come: with real processes, under a stand-in for horovodrun."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hvd_transformer.errors import UserError
+from hvd_transformer.launch import pool, supervisor
+from hvd_transformer.launch.command import Horovodrun
+from hvd_transformer.launch.hostfile import Host
+from hvd_transformer.launch.pool import FindHosts, HostPool, from_script
+from hvd_transformer.launch.screen import Screen
+from hvd_transformer.launch.supervisor import Plan, Supervisor
+
+HOROVODRUN = """#!/usr/bin/env python3
+# Starts the command in every slot, as horovodrun does; the first exit code other than 0 ends it, always with 1.
+import os, subprocess, sys, time
+words = sys.argv[1:]
+hosts = words[words.index("-H") + 1]
+command = words[next(at for at, word in enumerate(words) if word.startswith("/")):]
+size = sum(int(host.split(":")[1]) for host in hosts.split(","))
+ranks = [
+    subprocess.Popen(command, env={**os.environ, "HOROVOD_RANK": str(rank), "HOROVOD_SIZE": str(size)})
+    for rank in range(size)
+]
+while any(rank.poll() is None for rank in ranks):
+    if any(rank.poll() for rank in ranks):
+        for rank in ranks:
+            rank.terminate()
+    time.sleep(0.01)
+sys.exit(any(rank.returncode for rank in ranks))
+"""
+SSH = """#!/bin/sh
+for last; do :; done
+for word; do case "$word" in *.invalid) host=$word;; esac; done
+[ ! -e "$STAND/down-$host" ] || { echo "ssh: connect to host $host: No route to host" >&2; exit 255; }
+echo $$ >"$STAND/ssh-$host"
+exec sh -c "exec $last"
+"""
+# Each start appends its number of ranks to `starts`; what a rank does then is the test's part.
+WORKER = 'cd "$STAND"; [ $HOROVOD_RANK = 0 ] && echo $HOROVOD_SIZE >>starts; start=$(wc -l <starts); '
+BEAT = (
+    'echo "{\\"rank\\": $HOROVOD_RANK, \\"host\\": \\"$(uname -n)\\", \\"time\\": $(date +%s), \\"step\\": STEP}" '
+    '>"$HVD_TRANSFORMER_FOLDER/beat-$HOROVOD_RANK"; sleep 1.5; '
+)
+
+
+@pytest.fixture
+def stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for what ranks write, and horovodrun and ssh as above."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, text in (("horovodrun", HOROVODRUN), ("ssh", SSH)):
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    monkeypatch.setenv("STAND", str(tmp_path))
+    monkeypatch.setattr(supervisor, "_BACK_OFF_SECONDS", (0.0,))
+    return tmp_path
+
+
+def supervise(
+    stand: Path, script: str, find: FindHosts, restarts: int = 0, min_ranks: int = 1, num_ranks: int | None = None
+) -> int:
+    hosts = HostPool(find, num_ranks)
+    words = ["sh", "-c", WORKER + script]
+    plan = Plan(words, words, {}, dict(os.environ), restarts, min_ranks)
+    screen = Screen(restarts, stand / "logs" / "launch.log")
+    return Supervisor(plan, Horovodrun(hosts.hosts()), hosts, screen).run()
+
+
+def given(**slots: int) -> FindHosts:
+    """Fixed hosts; those but localhost are reached by ssh."""
+    return lambda: [Host(name if name == "localhost" else f"{name}.invalid", count) for name, count in slots.items()]
+
+
+def starts(stand: Path) -> list[int]:
+    return [int(line) for line in (stand / "starts").read_text().split()]
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_goes_on_after_a_failure_and_says_so(stand: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = "[ $start = 2 ] && exit 0; [ $HOROVOD_RANK = 1 ] && { echo the cause >&2; kill -9 $$; }; sleep 100"
+    (stand / "logs").mkdir()
+    assert supervise(stand, script, given(localhost=2), restarts=1, min_ranks=2) == 0
+    assert starts(stand) == [2, 2]
+    said = capfd.readouterr().err.splitlines()
+    assert said == [
+        f"hvd-transformer: rank 1 on host {os.uname().nodename} failed first, with exit code 137 (SIGKILL)",
+        "hvd-transformer: the last lines of rank 1:",
+        "  the cause",
+        "hvd-transformer: restart 1 of 1: 2 ranks on localhost",
+    ]
+    log = (stand / "logs" / "launch.log").read_text().splitlines()
+    assert {"rank 1: the cause", "restart 1 of 1: 2 ranks on localhost"} <= set(log)
+
+
+@pytest.mark.parametrize(("restarts", "code", "count"), [(0, 7, 1), (1, 7, 2), (5, 2, 1)])
+def test_gives_up_after_the_restarts_and_at_once_for_wrong_input(
+    stand: Path, restarts: int, code: int, count: int
+) -> None:
+    assert supervise(stand, f"exit {code}", given(localhost=1), restarts) == code
+    assert starts(stand) == [1] * count
+
+
+def test_a_step_that_fails_three_times_is_not_tried_again(stand: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = BEAT.replace("STEP", "$((start == 1 ? 4 : 31))") + "exit 1"
+    assert supervise(stand, script, given(localhost=1), restarts=9) == 1
+    assert starts(stand) == [1] * 4
+    assert "hvd-transformer: given up: failed 3 times after step 31" in capfd.readouterr().err
+
+
+def test_a_lost_host_is_left_alone_and_the_others_go_on(stand: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def lose() -> None:
+        wait_until(lambda: (stand / "starts").exists())
+        (stand / "down-far.invalid").touch()
+        os.kill(int((stand / "ssh-far.invalid").read_text()), signal.SIGKILL)
+
+    threading.Thread(target=lose, daemon=True).start()
+    assert supervise(stand, "[ $start = 2 ] || sleep 100", given(localhost=2, far=2), restarts=1, min_ranks=2) == 0
+    assert starts(stand) == [4, 2]
+    said = capfd.readouterr().err
+    assert "hvd-transformer: host far.invalid is gone" in said
+    assert "failed first" not in said
+
+
+def test_waits_for_a_host_that_is_needed(
+    stand: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pool, "ASIDE_SECONDS", 0.5)
+
+    def lose_and_return() -> None:
+        wait_until(lambda: (stand / "starts").exists())
+        (stand / "down-far.invalid").touch()
+        os.kill(int((stand / "ssh-far.invalid").read_text()), signal.SIGKILL)
+        wait_until(lambda: "No route" in "".join(said.append(capfd.readouterr().err) or said))
+        (stand / "down-far.invalid").unlink()
+
+    said: list[str] = []
+    threading.Thread(target=lose_and_return, daemon=True).start()
+    assert supervise(stand, "[ $start = 2 ] || sleep 100", given(localhost=2, far=2), restarts=1, min_ranks=4) == 0
+    assert starts(stand) == [4, 4]
+    assert "waiting for hosts: 2 slots now, 4 needed" in "".join(said)
+
+
+def test_new_hosts_are_taken_in_after_the_ranks_have_saved(stand: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_LOOK_SECONDS", 0.2)
+    script = 'trap "touch saved; exit 1" TERM; [ $start = 2 ] && exit 0; while :; do sleep 0.05; done'
+
+    def find() -> list[Host]:
+        return given(localhost=1, far=8)() if (stand / "starts").exists() else given(localhost=1)()
+
+    assert supervise(stand, script, find, num_ranks=3) == 0
+    assert starts(stand) == [1, 3]
+    assert (stand / "saved").exists()
+
+
+def test_a_signal_ends_the_job_without_a_restart(stand: Path) -> None:
+    def interrupt() -> None:
+        wait_until(lambda: (stand / "starts").exists())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    script = 'trap "exit 1" TERM; while :; do sleep 0.05; done'
+    assert supervise(stand, script, given(localhost=2), restarts=3, min_ranks=2) == 1
+    assert starts(stand) == [2]
+
+
+def write_script(folder: Path, text: str) -> Path:
+    file = folder / "discover"
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(0o755)
+    return file
+
+
+def test_a_discovery_script_names_the_hosts_of_now(tmp_path: Path) -> None:
+    find = from_script(write_script(tmp_path, "echo a:2; echo 'b slots=3 # new'"), os.environ)
+    assert find() == [Host("a", 2), Host("b", 3)]
+    assert HostPool(find, 4).hosts() == [Host("a", 2), Host("b", 2)]
+    assert from_script(write_script(tmp_path, "exit 0"), os.environ)() == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("echo no list >&2; exit 3", "exit code 3: no list"),
+        ("echo a:0", "line 1: '0' slots; a host has 1 to 1024"),
+        ("sleep 9", "did not end within 0 seconds"),
+    ],
+)
+def test_a_discovery_script_that_fails_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str
+) -> None:
+    monkeypatch.setattr(pool, "_SCRIPT_SECONDS", 0.4)
+    script = write_script(tmp_path, text)
+    with pytest.raises(UserError) as raised:
+        from_script(script, os.environ)()
+    assert str(raised.value).startswith(f"--host-discovery-script {script}")
+    assert str(raised.value).endswith(message)
+
+
+def test_a_host_that_is_lost_again_is_left_alone_for_longer() -> None:
+    hosts = HostPool(given(localhost=1, far=1), None)
+    first = hosts.set_aside("far.invalid")
+    assert hosts.set_aside("far.invalid") == 2 * first
+    assert hosts.hosts() == [Host("localhost", 1)]
+    assert json.dumps(first)

@@ -1,0 +1,84 @@
+"""What a rank does at this moment is read off its world, its timeline and its own words."""
+
+import time
+
+from small_job import settings, trainer
+
+from hvd_transformer.comm.world import World
+from hvd_transformer.parallel.timeline import Timeline
+from hvd_transformer.training.heartbeat import Heartbeat
+
+
+def in_a_step() -> Heartbeat:
+    heartbeat = Heartbeat()
+    heartbeat.world, heartbeat.timeline = World(), Timeline(0, [])
+    heartbeat.phase = "step"
+    return heartbeat
+
+
+def test_a_step_is_in_what_its_stages_and_collectives_are_in() -> None:
+    heartbeat = in_a_step()
+    assert heartbeat.world and heartbeat.timeline
+    for name, phase in {"batches": "data", "forward 3": "forward", "weights 0": "backward", "update": "update"}.items():
+        heartbeat.world.waiting["bucket.0"] = None  # a watching thread of `profile`: this one works
+        with heartbeat.timeline.span("stage 0", name):
+            assert heartbeat.place() == (phase, None)
+    heartbeat.world.waiting = {"bucket.4": None}
+    assert heartbeat.place() == ("allreduce", "bucket 4")
+    heartbeat.world.waiting = {}
+    assert heartbeat.place() == ("update", None)
+
+
+def test_outside_of_steps_its_own_word_counts() -> None:
+    heartbeat = in_a_step()
+    assert heartbeat.world and heartbeat.timeline
+    heartbeat.enter("evaluation")
+    with heartbeat.timeline.span("stage 0", "forward 3"):
+        assert heartbeat.place() == ("evaluation", None)
+    heartbeat.world.waiting = {"evaluation": None}
+    assert heartbeat.place() == ("evaluation", "evaluation")
+    assert Heartbeat().place() == ("start", None)
+
+
+def test_whatever_ends_is_a_sign_of_progress() -> None:
+    heartbeat = in_a_step()
+    assert heartbeat.world and heartbeat.timeline
+    signs = [heartbeat.signs()]
+    with heartbeat.timeline.span("stage 0", "forward 0"):
+        assert heartbeat.signs() == signs[0]
+    signs.append(heartbeat.signs())
+    heartbeat.world.ended += 1
+    signs.append(heartbeat.signs())
+    heartbeat.stepped(1, 2.0, 3.0)
+    signs.append(heartbeat.signs())
+    heartbeat.enter("checkpoint")
+    signs.append(heartbeat.signs())
+    assert len(set(signs)) == 5
+
+
+def test_a_step_after_a_checkpoint_counts_to_the_checkpoint(monkeypatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    heartbeat = Heartbeat()
+    for seconds, end in [
+        (50.0, lambda: heartbeat.stepped(1, 0.0, 0.0)),  # the first step belongs to the start
+        (2.0, lambda: heartbeat.stepped(2, 0.0, 0.0)),
+        (3.0, lambda: heartbeat.stepped(3, 0.0, 0.0)),
+        (1.0, lambda: heartbeat.enter("checkpoint")),
+        (9.0, lambda: heartbeat.stepped(4, 0.0, 0.0)),
+    ]:
+        now += seconds
+        end()
+    now += 1000.0
+    heartbeat.forgive(998.0)  # stopped and continued
+    heartbeat.stepped(5, 0.0, 0.0)
+    assert list(heartbeat.lasted["step"]) == [2.0, 3.0, 1.0, 2.0]
+    assert list(heartbeat.lasted["checkpoint"]) == [9.0]
+
+
+def test_a_real_step_passes_through_its_phases_and_reports_work() -> None:
+    job = trainer(settings())
+    plans = job.steps()
+    first, second = job.step(next(plans)), job.step(next(plans))
+    assert first.work == [0.0] and 0 < second.work[0] <= first.seconds
+    assert job.timeline.now == {} and job.timeline.ended == 2 * 4  # data, forward, backward, update

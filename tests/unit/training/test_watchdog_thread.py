@@ -1,0 +1,100 @@
+"""Its limits, its file, its stacks on demand, and the end of a process that does not move."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hvd_transformer.training.watchdog import FOLDER, STALLED, Watchdog
+
+
+@pytest.mark.parametrize(
+    ("stall_seconds", "period", "lasted", "limit"),
+    [
+        (None, "start", [], 600),
+        (None, "step", [1.0, 2.0], 30),
+        (None, "step", [8.0, 20.0, 9.0], 200),
+        (None, "step", [20.0] + [1.0] * 100, 30),  # the last hundred
+        (None, "checkpoint", [], 600),
+        (None, "checkpoint", [1.0], 120),
+        (None, "evaluation", [40.0], 400),
+        (5.0, "step", [], 5),
+        (5.0, "step", [100.0], 5),
+        (5.0, "evaluation", [1.0], 10),
+        (5.0, "evaluation", [], 600),
+        (5.0, "start", [], 600),
+        (3600.0, "start", [], 3600),
+        (3600.0, "checkpoint", [1.0], 3600),
+    ],
+)
+def test_limits(stall_seconds: float | None, period: str, lasted: list[float], limit: float) -> None:
+    watchdog = Watchdog(0, 2, stall_seconds)
+    watchdog.heartbeat.period = period
+    watchdog.heartbeat.lasted.get(period, []).extend(lasted)
+    assert watchdog.limit() == limit
+
+
+def read(file: Path, until: float) -> dict:
+    while not file.exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    return json.loads(file.read_text())
+
+
+def test_the_file_says_how_the_rank_is_and_goes_in_the_end(monkeypatch, tmp_path, capfd) -> None:
+    private, logs = tmp_path / "private", tmp_path / "logs"
+    private.mkdir()
+    logs.mkdir()
+    monkeypatch.setenv(FOLDER, str(private))
+    watchdog = Watchdog(3, 4)
+    watchdog.start()
+    try:
+        watchdog.use(logs, ["h1", "h1", "h2", "h2"])
+        watchdog.heartbeat.total_steps = 9
+        watchdog.heartbeat.stepped(7, 2.5, 1000.0)
+        beat = read(private / "beat-3", time.monotonic() + 20)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert "in test_the_file_says_how_the_rank_is" in (logs / "rank-003.log").read_text()
+    finally:
+        watchdog.close()
+    assert abs(beat.pop("time") - time.time()) < 30
+    assert beat.pop("phase_seconds") < 30 and beat.pop("progress_seconds") < 30
+    assert beat == {
+        "rank": 3, "host": os.uname().nodename, "pid": os.getpid(), "step": 7, "total_steps": 9, "phase": "log",
+        "waits_for": None, "limit_seconds": 600, "loss": 2.5, "tokens_per_second": 1000.0, "late": False,
+    }  # fmt: skip
+    assert list(private.iterdir()) == [] and [path.name for path in logs.iterdir()] == ["rank-003.log"]
+
+
+ALONE = """
+import sys, time
+from pathlib import Path
+from hvd_transformer.training.watchdog import Watchdog
+watchdog = Watchdog(0, 1, stall_seconds=0.5)
+watchdog.start()
+watchdog.use(Path(sys.argv[1]), ["h1"])
+watchdog.heartbeat.stepped(1, 0.0, 0.0)
+def sleep_for_ever():
+    time.sleep(1000)
+sleep_for_ever()
+"""
+
+
+def test_a_process_that_does_not_move_ends_itself(tmp_path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != FOLDER}
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, tmp_path], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == STALLED
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(
+        f"hvd-transformer: no step for 1 s: rank 0 on host {os.uname().nodename} is late: in log after"
+    )
+    assert line.endswith(f"; stacks are in {tmp_path}/")
+    assert "in sleep_for_ever" in (tmp_path / "rank-000.log").read_text()
+    assert json.loads((tmp_path / "beat-0").read_text())["late"]
