@@ -33,8 +33,8 @@ from hvd_transformer.models.linear import Product
 from hvd_transformer.parallel.later import Later
 from hvd_transformer.parallel.pipeline import Pipeline, Recompute, Stage
 from hvd_transformer.parallel.schedule import SCHEDULES, ScheduleName, make_schedule, most_in_flight
-from hvd_transformer.perf.allocated import Allocated
 from hvd_transformer.perf.plan import RECOMPUTES, make_plan
+from hvd_transformer.training.allocated import Allocated
 
 CUT = (3, 2, 2, 3)  # 2 blocks a stage; the embedding with the first, the head with the last
 CONFIG = make_config([*PIPELINE, f"parallel.pipeline={len(CUT)}", f"parallel.partition={list(CUT)}"])

@@ -15,6 +15,7 @@ from hvd_transformer.data.sampler import Replica, WindowSampler
 from hvd_transformer.models.language_model import LanguageModel
 from hvd_transformer.parallel.pipeline import Layer, MicroBatch
 from hvd_transformer.training.language_model_task import language_model_layers
+from hvd_transformer.training.step_size import step_samples
 
 NUM_TOKENS = 1_000_000
 # 4 blocks of 789,760 weights, the tied embedding's 16,000 × 256 and the final norm's 512: 7,255,552.
@@ -59,8 +60,9 @@ class SyntheticTask:
         assert vocab_size is not None
         self.tokens = np.random.default_rng(config.seed).integers(vocab_size, size=NUM_TOKENS, dtype=np.uint16)
         self.windows = Windows(self.tokens, length, config.seed)
-        self.sampler = WindowSampler(self.windows.num_units, training.batch_size, training.accumulation, replica)
-        self.usual_count = training.batch_size * length
+        num_samples = step_samples(training, replica.size)
+        self.sampler = WindowSampler(self.windows.num_units, num_samples, training.batch_size, replica)
+        self.usual_count = num_samples * length
         torch.manual_seed(config.seed)
         self.model = LanguageModel(vocab_size, config.model)
 

@@ -68,6 +68,11 @@ def write_folder(folder: Path, **texts: str | bytes) -> Path:
         (["optimizer.schedule=foo"], "must be 'constant', 'step', 'cosine' or 'noam'"),
         (["model.d_model=30", "model.num_heads=4"], "model.d_model=30: must be a multiple of model.num_heads=4"),
         (["data.sequence_length=4096"], "data.sequence_length=4096: longer than the model's positions"),
+        (
+            ["training.accumulation=2", "training.global_batch_size=16"],
+            "training.accumulation=2: not with training.global_batch_size=16",
+        ),
+        (["training.global_batch_size=0"], "training.global_batch_size=0 (command line): must be greater than or"),
         (["training.max_steps"], "not of the form KEY=VALUE"),
         (["--preset", "tutorial-2b"], "no such preset, did you mean tutorial-1b?"),
         (["--config", "absent.yaml"], "absent.yaml: cannot be read"),

@@ -44,5 +44,25 @@ def check(config: Config) -> None:
             f"parallel.micro_batches={config.parallel.micro_batches}: more than the "
             f"training.batch_size={training.batch_size} samples they are cut from"
         )
+    _check_global_batch_size(config)
     if config.communication.compression == "fp16" and training.precision == "fp64":
         raise UserError("communication.compression=fp16: not with training.precision=fp64")
+
+
+def _check_global_batch_size(config: Config) -> None:
+    training = config.training
+    size, total = training.batch_size, training.global_batch_size
+    if total is None:
+        return
+    if training.accumulation != 1:
+        raise UserError(
+            f"training.accumulation={training.accumulation}: not with training.global_batch_size={total}, which says "
+            "how many rounds a step needs; set one of the two"
+        )
+    if size > total:
+        raise UserError(f"training.batch_size={size}: more than the training.global_batch_size={total} of a whole step")
+    if config.data.batching == "columns" and total % size:
+        raise UserError(
+            f"training.global_batch_size={total}: with data.batching=columns it must be a multiple of "
+            f"training.batch_size={size}, the number of columns"
+        )

@@ -121,7 +121,9 @@ class OptimizerConfig(Section):
     name: Literal["sgd", "adam", "adamw"] = setting("adamw", "the update rule")
     lr: float = setting(1e-3, "peak learning rate of one data-parallel replica", gt=0)
     lr_scaling: Literal["linear", "sqrt", "none"] = setting(
-        "linear", "how the rate grows with the number of replicas dp: lr x dp, lr x sqrt(dp), lr"
+        "linear",
+        "how the rate grows with the number of replicas dp: lr x dp, lr x sqrt(dp), lr; where "
+        "training.global_batch_size is set, global_batch_size / batch_size stands for dp",
     )
     weight_decay: float = setting(0.01, "weight decay; never on biases, norms and embeddings", ge=0)
     momentum: float = setting(0.0, "momentum of sgd", ge=0, lt=1)
@@ -145,6 +147,12 @@ class TrainingConfig(Section):
     batch_size: int = setting(8, "samples a replica takes in one round", may_change=True, ge=1)
     eval_batch_size: OptionalCount = setting(None, "the same in evaluation; none: batch_size", may_change=True)
     accumulation: int = setting(1, "rounds a step", may_change=True, ge=1)
+    global_batch_size: OptionalCount = setting(
+        None,
+        "samples a step sees whatever the number of replicas, each of which takes the rounds that its part needs, in "
+        "place of accumulation; none: batch_size x accumulation x replicas",
+        may_change=True,
+    )
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = setting(
         "fp32", "number format of the computation; weights and sums are never below fp32"
     )

@@ -72,12 +72,12 @@ class Columns:
 def evaluation_batches(tokens: Tokens, length: int, batch_size: int, replica: Replica) -> Iterator[Batch]:
     """This replica's part of all windows: together the replicas see each token but the first as target once."""
     last = len(tokens) - 1
-    windows = share(-(-last // length), replica)
+    windows = share(range(-(-last // length)), replica)
     whole = range(windows.start, min(windows.stop, last // length))
     for first in range(whole.start, whole.stop, batch_size):
         batch = whole[first - whole.start : first - whole.start + batch_size]
         yield _batch([tokens[window * length : window * length + length + 1] for window in batch])
-    for window in range(whole.stop, windows.stop):  # the text's end, shorter than a window
+    for window in windows[len(whole) :]:  # the text's end, shorter than a window
         yield _batch([tokens[window * length : last + 1]])
 
 

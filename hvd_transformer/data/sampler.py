@@ -2,8 +2,8 @@
 
 An epoch is the units 0 … N-1. What has not been seen yet is a list of intervals of units; it says all there is
 to say about the position in the data, whatever the number of replicas, so a resumed job sees each remaining
-unit exactly once, also after that number has changed. Every replica takes the same number of steps; in an
-epoch's last ones some have fewer samples, or none.
+unit exactly once, also after that number has changed. Every replica takes the same number of steps; where a step's
+units do not divide, some have one fewer, or none.
 
     windows   unit = position in the shuffled order     step k of 2 replicas:  | r0 r0 r0 r1 r1 r1 | next step …
     columns   unit = stretch of sequence_length rows    replica 0: | k k+1 …   |   replica 1: | k k+1 …   |
@@ -17,7 +17,7 @@ Intervals = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Step:
-    """One step of one replica: the units of each round, and what remains of the epoch after it."""
+    """One step of one replica: the units of each round, one or more, and what remains of the epoch after it."""
 
     rounds: list[range]
     remaining: Intervals
@@ -31,22 +31,21 @@ class Replica:
     size: int = 1
 
 
-def share(total: int, replica: Replica) -> range:
-    """A replica's contiguous part of `total` things: parts differ by one at most."""
-    return range(total * replica.rank // replica.size, total * (replica.rank + 1) // replica.size)
+def share(units: range, replica: Replica) -> range:
+    """A replica's contiguous part of them: parts differ by one at most, and the earlier ones are the larger."""
+    start, stop = (-(-len(units) * rank // replica.size) for rank in (replica.rank, replica.rank + 1))
+    return units[start:stop]
 
 
 class WindowSampler:
-    """Steps go through the order front to back; a round's samples are dealt to the replicas in rank order.
+    """Steps of `step_size` samples go through the order front to back; each replica takes its part of a step in
+    rounds of `batch_size` samples, the last smaller where they do not divide it.
 
-    A step sees the same samples whatever the number of replicas, as long as batch_size × rounds × replicas
-    stays the same.
+    A step sees the same samples whatever the number of replicas, as long as its size stays the same.
     """
 
-    def __init__(self, num_units: int, batch_size: int, rounds: int, replica: Replica) -> None:
-        self.num_units, self.rounds, self.replica = num_units, rounds, replica
-        self.round_size = batch_size * replica.size
-        self.step_size = self.round_size * rounds
+    def __init__(self, num_units: int, step_size: int, batch_size: int, replica: Replica) -> None:
+        self.num_units, self.step_size, self.batch_size, self.replica = num_units, step_size, batch_size, replica
 
     def num_steps(self, remaining: Intervals | None = None) -> int:
         """Steps from this position to the end of the epoch."""
@@ -57,13 +56,8 @@ class WindowSampler:
         """The steps from this position (None: the epoch's beginning)."""
         for start in range(self._first(remaining), self.num_units, self.step_size):
             stop = min(start + self.step_size, self.num_units)
-            # A partial step is spread over its rounds and replicas, so that all have about the same work.
-            num_rounds = min(self.rounds, -(-(stop - start) // self.round_size))
-            rounds = []
-            for index in range(num_rounds):
-                part = share(stop - start, Replica(index, num_rounds))
-                own = share(len(part), self.replica)
-                rounds.append(range(start + part.start + own.start, start + part.start + own.stop))
+            own = share(range(start, stop), self.replica)
+            rounds = [own[first : first + self.batch_size] for first in range(0, len(own), self.batch_size)]
             yield Step(rounds, [(stop, self.num_units)] if stop < self.num_units else [])
 
     def _first(self, remaining: Intervals | None) -> int:
@@ -73,27 +67,33 @@ class WindowSampler:
 
 
 class ColumnSampler:
-    """Each replica walks through its own stretch of what remains, `rounds` units a step."""
+    """What remains is cut into `num_stretches`, and a step takes the next `units` of each; the replicas share the
+    stretches.
 
-    def __init__(self, num_units: int, rounds: int, replica: Replica) -> None:
-        self.num_units, self.rounds, self.replica = num_units, rounds, replica
+    A step sees the same samples whatever the number of replicas, as long as these two numbers stay the same.
+    """
+
+    def __init__(self, num_units: int, num_stretches: int, units: int, replica: Replica) -> None:
+        self.num_units, self.num_stretches, self.units, self.replica = num_units, num_stretches, units, replica
 
     def num_steps(self, remaining: Intervals | None = None) -> int:
         """Steps from this position to the end of the epoch: those of the longest stretch."""
-        return -(-max(map(_length, self._stretches(remaining))) // self.rounds)
+        return -(-max(map(_length, self._stretches(remaining))) // self.units)
 
     def epoch(self, remaining: Intervals | None = None) -> Iterator[Step]:
         """The steps from this position (None: the epoch's beginning)."""
         stretches = self._stretches(remaining)
+        own = share(range(self.num_stretches), self.replica)
         for step in range(self.num_steps(remaining)):
-            seen = step * self.rounds
-            own = _cut(stretches[self.replica.rank], seen, seen + self.rounds)
-            left = [_cut(stretch, seen + self.rounds, _length(stretch)) for stretch in stretches]
-            yield Step([range(unit, unit + 1) for part in own for unit in range(*part)], _merge(left))
+            seen, after = step * self.units, (step + 1) * self.units
+            taken = [interval for index in own for interval in _cut(stretches[index], seen, after)]
+            left = [_cut(stretch, after, _length(stretch)) for stretch in stretches]
+            yield Step([range(unit, unit + 1) for interval in taken for unit in range(*interval)], _merge(left))
 
     def _stretches(self, remaining: Intervals | None) -> list[Intervals]:
         intervals = [(0, self.num_units)] if remaining is None else remaining
-        parts = [share(_length(intervals), Replica(rank, self.replica.size)) for rank in range(self.replica.size)]
+        whole = range(_length(intervals))
+        parts = [share(whole, Replica(index, self.num_stretches)) for index in range(self.num_stretches)]
         return [_cut(intervals, part.start, part.stop) for part in parts]
 
 

@@ -1,4 +1,4 @@
-"""Dropout whose random numbers depend on its place in the job alone: seed, step, replica, micro-batch, layer.
+"""Dropout whose random numbers depend on its place in the job alone: seed, epoch, samples, layer.
 
 torch's CPU generator is one for the whole process: stages of a pipeline that run side by side would draw from it in
 any order. Here each call seeds a generator of its own, so a run repeats bit for bit whatever the partition and the
@@ -29,7 +29,7 @@ _here = _Here()
 
 @contextmanager
 def dropout_place(*place: int) -> Iterator[None]:
-    """What this thread computes inside belongs to this place in the job, such as (seed, step, replica, micro-batch)."""
+    """What this thread computes inside belongs to this place in the job, such as (seed, epoch, first sample)."""
     before, _here.place = _here.place, place
     try:
         yield

@@ -32,6 +32,13 @@ class Product(nn.Module):
             bias.add_(grad.sum(0, dtype=bias.dtype))
 
 
+def out_of_graph(values: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Weight and bias, which stay out of the graph, and an anchor: something in it must want a gradient, so that
+    backward comes by, and that may be `values` themselves (None)."""
+    anchor = None if values.requires_grad else torch.empty(0, requires_grad=True, device=values.device)
+    return weight.detach(), None if bias is None else bias.detach(), anchor
+
+
 class Linear(Product, nn.Linear):
     """`nn.Linear` as such a layer."""
 
@@ -39,9 +46,7 @@ class Linear(Product, nn.Linear):
         """[..., D_in] to [..., D_out]."""
         if self.take_product is None or not torch.is_grad_enabled():
             return F.linear(values, self.weight, self.bias)
-        # Weight and bias stay out of the graph; something in it must want a gradient, so that backward comes by.
-        anchor = None if values.requires_grad else torch.empty(0, requires_grad=True, device=values.device)
-        weight, bias = self.weight.detach(), None if self.bias is None else self.bias.detach()
+        weight, bias, anchor = out_of_graph(values, self.weight, self.bias)
         result: Tensor = _Linear.apply(values, weight, bias, self.take_product, anchor)  # type: ignore[no-untyped-call]
         return result
 
@@ -63,5 +68,6 @@ class _Linear(torch.autograd.Function):
         # Without torch's `once_differentiable`, which costs as much as the rest of this.
         values, weight = ctx.saved_tensors
         grad_values = grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None
-        ctx.take(values.flatten(0, -2), grad.flatten(0, -2))
+        # Detached: who waits with it would keep the graph that it came from, and what that received.
+        ctx.take(values.detach().flatten(0, -2), grad.flatten(0, -2))
         return grad_values, None, None, None, None

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hvd_transformer.models.linear import TakeProduct
+from hvd_transformer.models.linear import TakeProduct, out_of_graph
 
 # Tokens a chunk. On a CPU the logits should stay below the 32 MiB from where on glibc takes each block anew from the
 # kernel, page by page: that is a tenth of a step. A GPU wants large matrices.
@@ -35,9 +35,8 @@ def projected_cross_entropy(
     anchor = None
     if hidden.size(0) > hidden.size(1) or not torch.is_grad_enabled():
         take_product = None
-    if take_product is not None:  # as in `models.linear`
-        weight, bias = weight.detach(), None if bias is None else bias.detach()
-        anchor = None if hidden.requires_grad else torch.empty(0, requires_grad=True, device=hidden.device)
+    if take_product is not None:
+        weight, bias, anchor = out_of_graph(hidden, weight, bias)
     # Inside `forward` gradients look wanted also under no_grad: evaluation would form them in vain.
     wants = torch.is_grad_enabled()
     loss: Tensor = _ProjectedCrossEntropy.apply(  # type: ignore[no-untyped-call]
@@ -103,7 +102,7 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         if slopes:
             slope = torch.cat(slopes) if len(slopes) > 1 else slopes[0]
             slope = slope * grad.to(slope.dtype)
-            values = hidden.to(slope.dtype)
+            values = hidden.detach().to(slope.dtype)  # detached: as in `models.linear`
             if ctx.take is not None:
                 ctx.take(values, slope)
             else:

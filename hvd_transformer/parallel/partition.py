@@ -28,33 +28,28 @@ def uniform(num_layers: int, num_stages: int) -> list[int]:
 def balanced(
     costs: Sequence[float],
     num_stages: int,
-    memory: Sequence[Sequence[float]] | None = None,
-    limit: float | None = None,
+    need: Callable[[int, int, int], float] | None = None,
+    limit: float = math.inf,
 ) -> list[int]:
     """The partition whose costliest stage costs least; of several such, the one with the smallest sum of squared
     stage costs, and of several such, the one with more layers in earlier stages.
 
-    `memory[s][l]` are the bytes that layer l needs on stage s; no stage may need more than `limit`. Raises UserError
-    where nothing fits.
+    `need` are the bytes of a stage with its first and last layer (exclusive); none may need more than `limit`. Raises
+    UserError where nothing fits.
     """
-    if (memory is None) != (limit is None):
-        raise ValueError("memory and limit belong together")
     num_layers = len(costs)
     _check_number(num_layers, num_stages)
     work = [0, *accumulate(_whole(costs))]
-    held = [[0, *accumulate(row)] for row in memory or []]
-
-    def need(stage: int, start: int, stop: int) -> float:
-        return held[stage][stop] - held[stage][start]
 
     def cost(stage: int, start: int, stop: int) -> int | None:
-        fits = limit is None or need(stage, start, stop) <= limit
+        fits = need is None or need(stage, start, stop) <= limit
         return work[stop] - work[start] if fits else None
 
     cut = _best_cut(num_layers, num_stages, cost, max)
     if cut is None:
+        assert need is not None
         least = _best_cut(num_layers, num_stages, need, max)
-        assert least is not None and limit is not None
+        assert least is not None
         raise UserError(
             f"parallel.partition=auto: no cut into {num_stages} stages fits {_size(limit)} a stage; "
             f"at least {_size(least[0])} would do"

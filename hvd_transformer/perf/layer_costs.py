@@ -6,26 +6,28 @@ keep all its weights [B, H, T, T], and knows no autocast.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from hvd_transformer.config.schema import Config
 from hvd_transformer.models.dropout import dropout_place
-from hvd_transformer.models.embedding import Embedding
 from hvd_transformer.models.language_model import LanguageModel
-from hvd_transformer.models.linear import Product
 from hvd_transformer.models.losses import GPU_CHUNK
 from hvd_transformer.parallel.later import Later
 from hvd_transformer.parallel.pipeline import Layer, MicroBatch, Tensors
-from hvd_transformer.perf.allocated import Allocated
+from hvd_transformer.training.activations import (
+    Context,
+    backward,
+    forward,
+    gradients_as_in_training,
+    received,
+    run_pass,
+)
 from hvd_transformer.training.language_model_task import language_model_layers
 from hvd_transformer.training.precision import autocast, weight_dtype
 
@@ -39,18 +41,6 @@ _MORE_PRODUCTS = {
         lambda grad, query, key, value, *_, **__: sdpa_backward_flop_count(grad, query, key, value)
     ),
 }
-
-
-@dataclass(frozen=True)
-class Pass:
-    """Bytes that are alive while one micro-batch goes forward and backward through neighbouring layers."""
-
-    inputs: int
-    forward: int  # at the peak of forward
-    kept: int  # from forward to backward, inputs and outputs among it
-    backward: int  # at the peak of backward
-    late: int  # after it, where the weights' gradients wait
-    outputs: Tensors
 
 
 @dataclass(frozen=True)
@@ -68,11 +58,13 @@ class LayerCost:
 
 
 class FakeModel(NamedTuple):
-    """A model's layers on fake tensors, one micro-batch, and what its backwards leave for later."""
+    """A model's layers on fake tensors, one micro-batch, what its backwards leave for later, and what is around each
+    call of a layer."""
 
     layers: Sequence[Layer]
     micro_batch: MicroBatch
     later: Later
+    context: Context
 
 
 @contextmanager
@@ -82,33 +74,29 @@ def fake_model(config: Config, vocab_size: int, num_samples: int) -> Iterator[Fa
     chunk = config.model.loss_chunk or (None if config.training.device == "cpu" else GPU_CHUNK)
     with FakeTensorMode(), _default_dtype(weight_dtype(config.training.precision)):
         model = LanguageModel(vocab_size, config.model.model_copy(update={"loss_chunk": chunk})).train()
-        for weight in model.parameters():
-            weight.grad = torch.zeros_like(weight)  # a part of a bucket, which counts elsewhere
-        later = Later()
-        for module in model.modules():
-            if isinstance(module, Embedding):
-                module.take_rows = lambda tokens, rows: None
-            if isinstance(module, Product) and not config.training.compile:
-                module.take_product = partial(_leave, later, module)
         tokens = torch.zeros(num_samples, config.data.sequence_length, dtype=torch.int64)
-        layers = language_model_layers(model)
-        _forward(layers, (tokens,), (tokens,), config, again=False)  # makes the tables of positions, which stay
-        yield FakeModel(layers, MicroBatch((tokens,), (tokens,)), later)
+        layers, later = language_model_layers(model), Later()
+
+        @contextmanager
+        def context() -> Iterator[None]:
+            with autocast(config.training.precision, torch.device("cpu")), dropout_place(0):
+                yield
+
+        # The gradients are parts of buckets, which count elsewhere.
+        with gradients_as_in_training(layers, later, products=not config.training.compile):
+            forward(layers, (tokens,), (tokens,), context, again=False)  # makes the tables of positions, which stay
+            yield FakeModel(layers, MicroBatch((tokens,), (tokens,)), later, context)
 
 
-def _leave(later: Later, layer: Product, values: Tensor, grad: Tensor) -> None:
-    later(partial(layer.add_product, values, grad))
-
-
-def layer_costs(model: FakeModel, config: Config) -> list[LayerCost]:
+def layer_costs(model: FakeModel) -> list[LayerCost]:
     """Each alone."""
-    layers, (inputs, targets), later = model
+    layers, (inputs, targets), later, context = model
     owner = {id(weight): layer.name for layer in layers for weight in layer.module.parameters()}
     tensors, costs = inputs, []
     for layer in layers:
         own_targets = targets if layer is layers[-1] else ()
-        forward_flops, backward_flops, late_flops = _flops(layer, tensors, own_targets, later, config)
-        alone = run_pass([layer], tensors, own_targets, later, config)
+        forward_flops, backward_flops, late_flops = _flops(model, layer, tensors, own_targets)
+        alone, tensors = run_pass([layer], tensors, own_targets, later, context, (False, False))
         own = [weight for weight in layer.module.parameters() if owner[id(weight)] == layer.name]
         costs.append(
             LayerCost(
@@ -122,78 +110,21 @@ def layer_costs(model: FakeModel, config: Config) -> list[LayerCost]:
                 activation_bytes=alone.kept - alone.inputs,
             )
         )
-        tensors = alone.outputs
     return costs
 
 
-def run_pass(
-    layers: Sequence[Layer],
-    tensors: Tensors,
-    targets: Tensors,
-    later: Later,
-    config: Config,
-    *,
-    again: bool = False,
-    waits: bool = False,
-) -> Pass:
-    """As a stage of the pipeline does it. `targets` are for the model's last layer; `again`: it recomputes; `waits`:
-    the weights' gradients wait for the end of backward."""
-    with Allocated() as allocated:
-        inputs = _received(tensors)
-        input_bytes = allocated.now
-        outputs = _forward(layers, inputs, targets, config, again)
-        made = [(tensor.shape, tensor.dtype) for tensor in outputs]
-        forward, kept = allocated.take_peak(), allocated.now
-        with later.collect() if waits else nullcontext():
-            _backward(outputs)
-        backward = allocated.take_peak()
-        del inputs, outputs
-        late = allocated.now
-        if waits:
-            later.run()
-    handed_on = tuple(torch.empty(shape, dtype=dtype) for shape, dtype in made)
-    return Pass(input_bytes, forward, kept, backward, late, handed_on)
-
-
-def _flops(layer: Layer, tensors: Tensors, targets: Tensors, later: Later, config: Config) -> tuple[int, int, int]:
+def _flops(model: FakeModel, layer: Layer, tensors: Tensors, targets: Tensors) -> tuple[int, int, int]:
     """Of forward, of backward, and of what backward leaves for later. Apart from what counts bytes: these counters
     hold tensors for longer."""
-    forward, backward, late = (FlopCounterMode(display=False, custom_mapping=_MORE_PRODUCTS) for _ in range(3))
-    with forward:
-        outputs = _forward([layer], _received(tensors), targets, config, again=False)
-    with backward, later.collect():
-        _backward(outputs)
-    with late:
-        later.run()
-    return forward.get_total_flops(), backward.get_total_flops(), late.get_total_flops()
-
-
-def _received(tensors: Tensors) -> Tensors:
-    """A stage's device has its own of what comes from the stage before, whose gradients go back."""
-    return tuple(tensor.detach().clone().requires_grad_(tensor.is_floating_point()) for tensor in tensors)
-
-
-def _backward(outputs: Tensors) -> None:
-    wanting: list[Tensor] = [tensor for tensor in outputs if tensor.requires_grad]
-    torch.autograd.backward(wanting, [torch.ones_like(tensor) for tensor in wanting])
-
-
-def _forward(layers: Sequence[Layer], inputs: Tensors, targets: Tensors, config: Config, again: bool) -> Tensors:
-    tensors = inputs
-    for layer in layers:
-        if layer is layers[-1]:
-            tensors += targets
-        if again and layer.recompute:
-            tensors = checkpoint(_call, layer, tensors, config, use_reentrant=False, preserve_rng_state=False)
-        else:
-            tensors = _call(layer, tensors, config)
-    return tensors
-
-
-def _call(layer: Layer, tensors: Tensors, config: Config) -> Tensors:
-    with autocast(config.training.precision, torch.device("cpu")), dropout_place(0):
-        result = layer.run(*tensors)
-    return result if isinstance(result, tuple) else (result,)
+    counters = [FlopCounterMode(display=False, custom_mapping=_MORE_PRODUCTS) for _ in range(3)]
+    with counters[0]:
+        outputs = forward([layer], received(tensors), targets, model.context, again=False)
+    with counters[1], model.later.collect():
+        backward(outputs)
+    with counters[2]:
+        model.later.run()
+    of_forward, of_backward, late = (counter.get_total_flops() for counter in counters)
+    return of_forward, of_backward, late
 
 
 @contextmanager

@@ -13,14 +13,14 @@ from hvd_transformer.parallel import partition
 from hvd_transformer.parallel.pipeline import Recompute
 from hvd_transformer.parallel.schedule import (
     SCHEDULES,
-    Operation,
     ScheduleName,
     Timeline,
     bubble,
     make_schedule,
     simulate,
 )
-from hvd_transformer.perf.layer_costs import LayerCost, Pass, fake_model, layer_costs, run_pass
+from hvd_transformer.perf.layer_costs import LayerCost, fake_model, layer_costs
+from hvd_transformer.training.activations import WAYS, Pass, Way, run_pass, stage_activations
 from hvd_transformer.training.optimizer import state_copies
 from hvd_transformer.training.stages import check_partition, given_partition
 
@@ -103,41 +103,16 @@ def make_plan(config: Config, vocab_size: int | None = None) -> Plan:
     count = math.ceil(config.training.batch_size / size_)
     check_partition(config)
     with fake_model(config, words, size_) as model:
-        costs, stages = layer_costs(model, config), []
-        layers, (tensors, targets), later = model
+        costs, stages = layer_costs(model), []
+        layers, (tensors, targets), later, context = model
         ends = [0, *accumulate(_cut(config, costs))]
         for index, (start, stop) in enumerate(pairwise(ends)):
             own_targets = targets if stop == len(layers) else ()
-            passes = {
-                (again, waits): run_pass(
-                    layers[start:stop], tensors, own_targets, later, config, again=again, waits=waits
-                )
-                for again in (False, True)
-                for waits in (False, True)
-            }
+            runs = {way: run_pass(layers[start:stop], tensors, own_targets, later, context, way) for way in WAYS}
+            passes = {way: found for way, (found, _) in runs.items()}
             stages.append(_stage(config, costs[start:stop], index, count, passes))
-            tensors = passes[False, True].outputs
+            tensors = runs[False, False][1]
     return Plan(config, words, origin, size_, count, costs, stages)
-
-
-def peak_activations(operations: Sequence[Operation], recompute: Recompute, whole: Pass, again: Pass) -> int:
-    """The most bytes a stage holds while it works through its operations; `again`: where its blocks are recomputed."""
-    last = max(operation.micro_batch for operation in operations)
-    split = any(operation.kind == "weights" for operation in operations)
-    held = peak = 0
-    for kind, micro_batch in operations:
-        kept_whole = recompute == "never" or (recompute == "except_last" and micro_batch == last)
-        run = whole if kept_whole else again
-        if kind == "forward":
-            peak = max(peak, held + run.forward)
-            held += run.kept
-        elif kind == "backward":
-            held -= run.kept
-            peak = max(peak, held + run.backward)
-            held += run.late if split else 0
-        else:
-            held -= run.late
-    return peak
 
 
 def _vocabulary(config: Config, given: int | None) -> tuple[int, str]:
@@ -170,19 +145,19 @@ def _cut(config: Config, layers: Sequence[LayerCost]) -> list[int]:
 
 
 def _stage(
-    config: Config, layers: Sequence[LayerCost], index: int, count: int, passes: Mapping[tuple[bool, bool], Pass]
+    config: Config, layers: Sequence[LayerCost], index: int, count: int, passes: Mapping[Way, Pass]
 ) -> StageCost:
-    """Stage `index`, of `count` micro-batches; `passes` by whether it recomputes and whether weights wait."""
+    """Stage `index`, of `count` micro-batches."""
     recompute, num_stages = config.parallel.recompute, config.parallel.pipeline
     backward_flops = sum(layer.backward_flops for layer in layers)
     if recompute == "always" or (recompute == "except_last" and count > 1):
         backward_flops += sum(layer.forward_flops for layer in layers if layer.recompute)
-    activations = {}
-    for schedule in SCHEDULES:
-        operations, split = make_schedule(schedule, num_stages, count)[index], schedule == "zero_bubble"
-        whole, again = passes[False, split or index > 0], passes[True, split]
-        for setting in RECOMPUTES:
-            activations[schedule, setting] = peak_activations(operations, setting, whole, again)
+    activations = {
+        (schedule, setting): stage_activations(operations, index, setting, passes)
+        for schedule in SCHEDULES
+        for operations in [make_schedule(schedule, num_stages, count)[index]]
+        for setting in RECOMPUTES
+    }
     return StageCost(
         layers=layers,
         optimizer=state_copies(config.optimizer) * sum(layer.weight_bytes for layer in layers),

@@ -27,6 +27,7 @@ from hvd_transformer.training.progress import Progress, Silent
 from hvd_transformer.training.run_directory import RunDirectory
 from hvd_transformer.training.session import Session
 from hvd_transformer.training.stages import check_partition
+from hvd_transformer.training.step_size import check_step_size
 from hvd_transformer.training.stop import StopRequest
 from hvd_transformer.training.watchdog import Watchdog
 
@@ -46,6 +47,7 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | No
     progress = Progress(*screen()) if world.rank == 0 else Silent()
     layout = agree(world, lambda: Layout.of(config, world))
     agree(world, lambda: check_partition(config))
+    agree(world, lambda: check_step_size(config, layout.dp))
     directory = RunDirectory(config)
     checkpoint = agree(world, lambda: directory.claim(config, progress.message) if world.rank == 0 else None)
     _log_to(directory.path / "logs" / f"rank-{world.rank:03d}.log")
@@ -61,7 +63,7 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | No
     check_replicas(trainer.buckets, world, "at the start")
 
     position = trainer.position
-    progress.message(_headline(config, world, layout, trainer, data))
+    progress.message(_headline(config, world, trainer, data))
     if checkpoint is not None:
         progress.message(f"going on from {checkpoint} after step {position.step} of {trainer.total_steps}")
     session = Session(config, world, trainer, directory, progress, data.digest, heartbeat)
@@ -150,15 +152,14 @@ def _make_task(config: Config, data: PreparedData, layout: Layout) -> LanguageMo
     return task
 
 
-def _headline(config: Config, world: World, layout: Layout, trainer: Trainer, data: PreparedData) -> str:
+def _headline(config: Config, world: World, trainer: Trainer, data: PreparedData) -> str:
     weights = sum(slot.parameter.numel() for bucket in trainer.buckets for slot in bucket.slots)
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks over {world.backend}"
-    step_tokens = trainer.task.usual_count * config.training.accumulation * layout.dp
     return (
-        f"{config.task}: {weights:,} parameters on {ranks} ({layout.device.type})\n"
+        f"{config.task}: {weights:,} parameters on {ranks} ({trainer.layout.device.type})\n"
         f"{config.data.source}: {len(data.splits['train']):,} training tokens, "
         f"vocabulary {data.tokenizer.vocab_size:,}; "
-        f"{trainer.total_steps:,} steps of {step_tokens:,} tokens"
+        f"{trainer.total_steps:,} steps of {trainer.task.usual_count:,} tokens"
     )
 
 

@@ -11,6 +11,7 @@ from hvd_transformer.data.sampler import ColumnSampler, Replica, WindowSampler
 from hvd_transformer.errors import UserError
 from hvd_transformer.models.language_model import LanguageModel
 from hvd_transformer.parallel.pipeline import Layer, MicroBatch
+from hvd_transformer.training.step_size import step_samples
 
 
 class LanguageModelTask:
@@ -21,18 +22,20 @@ class LanguageModelTask:
         self.data, self.replica, self.length = data, replica, length
         self.eval_batch_size = training.eval_batch_size or training.batch_size
         self.model = LanguageModel(data.tokenizer.vocab_size, config.model)
-        self.usual_count = training.batch_size * length
+        num_samples = step_samples(training, replica.size)
+        self.usual_count = num_samples * length
         tokens = data.splits["train"]
         self.samples: Windows | Columns
         self.sampler: WindowSampler | ColumnSampler
         if config.data.batching == "windows":
             needed = length + 1
             self.samples = Windows(tokens, length, config.seed)
-            self.sampler = WindowSampler(self.samples.num_units, training.batch_size, training.accumulation, replica)
+            self.sampler = WindowSampler(self.samples.num_units, num_samples, training.batch_size, replica)
         else:
             needed = 2 * training.batch_size
             self.samples = Columns(tokens, training.batch_size, length)
-            self.sampler = ColumnSampler(self.samples.num_units, training.accumulation, replica)
+            num_stretches = num_samples // (training.batch_size * training.accumulation)
+            self.sampler = ColumnSampler(self.samples.num_units, num_stretches, training.accumulation, replica)
         if len(tokens) < needed:
             raise UserError(
                 f"data.source={config.data.source}: the training split has {len(tokens)} tokens, but one sample of "

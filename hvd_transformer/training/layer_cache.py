@@ -10,6 +10,7 @@ import math
 import platform
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ import torch
 from hvd_transformer import __version__, atomic
 from hvd_transformer.config.schema import Config
 from hvd_transformer.parallel.pipeline import Layer, MicroBatch
+from hvd_transformer.training.activations import Pass
 from hvd_transformer.training.layer_measure import MeasuredLayer
 
-FORMAT = 1  # of the file and of what is measured; another number measures anew
+FORMAT = 2  # of the file and of what is measured; another number measures anew
 
 log = logging.getLogger("hvd_transformer")
 
@@ -43,7 +45,7 @@ def cached_costs(
     costs = measure()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        atomic.write_text(file, json.dumps([cost._asdict() for cost in costs], indent=1) + "\n")
+        atomic.write_text(file, json.dumps([record(cost) for cost in costs], indent=1) + "\n")
     except OSError as error:
         log.warning("measured layers are not kept: %s: %s", file, error.strerror)
     return costs, False
@@ -78,11 +80,23 @@ def _processor(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
+def record(cost: MeasuredLayer) -> dict[str, Any]:
+    """A layer's costs as JSON has them."""
+    passes = [{"again": again, "waits": waits, **found._asdict()} for (again, waits), found in cost.passes.items()]
+    return {**cost._asdict(), "passes": passes}
+
+
+def _layer(record: dict[str, Any]) -> MeasuredLayer:
+    passes = {(found.pop("again"), found.pop("waits")): Pass(**found) for found in record.pop("passes")}
+    return MeasuredLayer(**record, passes=passes)
+
+
 def _read(file: Path, num_layers: int) -> list[MeasuredLayer] | None:
     """What is in the file; None where it is missing or damaged."""
     try:
-        costs = [MeasuredLayer(**cost) for cost in json.loads(file.read_text(encoding="utf-8"))]
-        whole = all(math.isfinite(value) and value >= 0 for cost in costs for value in cost)
-    except (OSError, ValueError, TypeError):
+        costs = [_layer(record) for record in json.loads(file.read_text(encoding="utf-8"))]
+        numbers = [[cost.seconds, cost.weights, *chain(*cost.passes.values())] for cost in costs]
+        whole = all(math.isfinite(value) and value >= 0 for value in chain(*numbers))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
     return costs if whole and len(costs) == num_layers else None

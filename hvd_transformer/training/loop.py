@@ -1,6 +1,6 @@
 """The one training loop, for all tasks.
 
-One step of a rank, with `accumulation` rounds cut into micro-batches, each round streamed through the stages:
+One step of a rank: its rounds are cut into micro-batches, and each round is streamed through the stages:
 
     round 1                         round 2
     forward backward | … | forward backward | forward        backward      | update
@@ -35,8 +35,9 @@ from hvd_transformer.training.products import take_products
 from hvd_transformer.training.schedule import learning_rate
 from hvd_transformer.training.stage_weights import StageWeights, stage_parameters
 from hvd_transformer.training.stages import make_stages
+from hvd_transformer.training.step_size import rate_replicas
 from hvd_transformer.training.step_sums import StepSums
-from hvd_transformer.training.task import Batch, Task
+from hvd_transformer.training.task import Batch, Task, cut
 
 
 class Diverged(RuntimeError):
@@ -112,8 +113,7 @@ class Trainer:
             threads=worker_threads(len(self.stages)),
             timeline=self.timeline,
         )
-        num_tokens = task.usual_count * config.training.accumulation * layout.dp  # a step
-        rows = row_parameters(model, communication.embedding_rows, num_tokens)
+        rows = row_parameters(model, communication.embedding_rows, task.usual_count)
         self.weights = self._stage_weights(alone={name for name, row in rows.items() if row.gather})
         self.buckets = [bucket for weights in self.weights for bucket in weights.buckets]
         self.scaler = LossScaler(config.training.precision)
@@ -133,6 +133,7 @@ class Trainer:
                 take_products(model, stage, self.reducer, later)
         self.total_steps = self._count_steps()
         self._work = 0.0  # seconds, of the last step
+        self._places: list[tuple[int, int]] = []  # of this step's micro-batches: first unit of the round, and piece
 
     def steps(self) -> Iterator[Step]:
         """The steps that are left, over the epochs; the position moves on after each."""
@@ -149,11 +150,19 @@ class Trainer:
         self.task.model.train()
         self.reducer.begin()
         sums = StepSums(self.world, self.layout.devices[-1], stop, save, self._work)
-        usual = self.task.usual_count * self.config.training.accumulation * self.layout.dp
+        usual = self.task.usual_count
         with self.timeline.span("data", "batches"):
-            rounds = [self._micro_batches(units) for units in plan.rounds if units]
+            rounds = [
+                cut(self._pinned(self.task.batch(position.epoch, units)), self.config.parallel.micro_batches)
+                for units in plan.rounds
+            ]
         for batches in rounds:
             sums.add_batches(batches, self.task)
+        self._places = [
+            (units.start, piece)
+            for units, batches in zip(plan.rounds, rounds, strict=True)
+            for piece in range(len(batches))
+        ]
 
         def before_last_backward(stage: int, losses: Sequence[Tensor]) -> None:
             if stage == len(self.stages) - 1:
@@ -172,13 +181,14 @@ class Trainer:
             if not last:
                 sums.add_losses(losses)
             number += len(batches)
-        if not rounds:  # a rank that has no sample in an epoch's last step
+        if not rounds:  # a rank that has no sample in this step
             sums.send([])
         self.reducer.finish()
         began_waiting = time.perf_counter()
         loss_total, count_total, samples, stops, saves, work = sums.result()
         waited = self.reducer.waited + time.perf_counter() - began_waiting
-        rate = learning_rate(self.config.optimizer, self.layout.dp, position.step, position.epoch, self.total_steps)
+        replicas = rate_replicas(self.config.training, self.layout.dp)
+        rate = learning_rate(self.config.optimizer, replicas, position.step, position.epoch, self.total_steps)
         norm = self._update(usual / (count_total * self.scaler.scale), rate, loss_total / count_total)
         epoch = position.epoch
         self._advance(plan, int(samples), int(count_total))
@@ -235,12 +245,6 @@ class Trainer:
             result.append(StageWeights(config.optimizer, buckets, first, places))
         return result
 
-    def _micro_batches(self, units: range) -> list[Batch]:
-        """The pieces of one round, the last smaller where they do not divide it."""
-        batch = self._pinned(self.task.batch(self.position.epoch, units))
-        size = -(-batch[0].size(0) // self.config.parallel.micro_batches)
-        return list(zip(*(tensor.split(size) for tensor in batch), strict=True))
-
     def _update(self, factor: float, rate: float, loss: float) -> float:
         """Scales the summed gradients to the mean, clips, and steps the optimizer; returns the norm."""
         norm = factor * self._norm()
@@ -282,7 +286,7 @@ class Trainer:
             position.remaining = None
 
     def _count_steps(self) -> int:
-        """The job's last step, as far as it can be known now (a change of dp in mid-epoch changes it)."""
+        """The job's last step, as far as it can be known now (another size of a step in mid-epoch changes it)."""
         training, position, sampler = self.config.training, self.position, self.task.sampler
         total = position.step
         if position.epoch < training.epochs:
@@ -293,8 +297,10 @@ class Trainer:
     @contextmanager
     def _context(self, number: int) -> Iterator[None]:
         """Around the layers of this step's micro-batch `number`."""
-        place = (self.config.seed, self.position.step, self.layout.replica, number)
-        with autocast(self.config.training.precision, self.layout.device), dropout_place(*place):
+        # Its place in the data: the same on any rank and in any round. Evaluation drops nothing.
+        place = self._places[number] if self.task.model.training else ()
+        dropout = dropout_place(self.config.seed, self.position.epoch, *place)
+        with autocast(self.config.training.precision, self.layout.device), dropout:
             yield
 
     def _pinned(self, batch: Batch) -> Batch:

@@ -5,15 +5,16 @@ import math
 from hvd_transformer.config.schema import OptimizerConfig
 
 
-def peak_rate(config: OptimizerConfig, dp: int) -> float:
-    """`optimizer.lr` scaled to dp replicas (Goyal et al. 2017, arXiv 1706.02677, section 2.1)."""
-    scale = {"linear": float(dp), "sqrt": math.sqrt(dp), "none": 1.0}[config.lr_scaling]
+def peak_rate(config: OptimizerConfig, replicas: float) -> float:
+    """`optimizer.lr` scaled to so many replicas (Goyal et al. 2017, arXiv 1706.02677, section 2.1);
+    `training.step_size` says how many."""
+    scale = {"linear": replicas, "sqrt": math.sqrt(replicas), "none": 1.0}[config.lr_scaling]
     return config.lr * scale
 
 
-def learning_rate(config: OptimizerConfig, dp: int, step: int, epoch: int, total_steps: int) -> float:
+def learning_rate(config: OptimizerConfig, replicas: float, step: int, epoch: int, total_steps: int) -> float:
     """The rate of the update number `step` (from 0) in `epoch` (from 0), of a job of `total_steps`."""
-    peak, warmup = peak_rate(config, dp), config.warmup_steps
+    peak, warmup = peak_rate(config, replicas), config.warmup_steps
     if step < warmup:
         warm = peak * (step + 1) / warmup
         return warm * config.gamma**epoch if config.schedule == "step" else warm

@@ -13,13 +13,14 @@ from hvd_transformer.models.dropout import dropout_place
 from hvd_transformer.parallel import partition
 from hvd_transformer.parallel.layout import Layout
 from hvd_transformer.parallel.pipeline import Stage, worker_threads
-from hvd_transformer.parallel.schedule import make_schedule, most_in_flight
+from hvd_transformer.parallel.schedule import make_schedule
+from hvd_transformer.training.activations import join, stage_activations
 from hvd_transformer.training.language_model_task import layer_names
 from hvd_transformer.training.layer_cache import cached_costs
 from hvd_transformer.training.layer_measure import MeasuredLayer, measure_layers
 from hvd_transformer.training.optimizer import state_copies
 from hvd_transformer.training.precision import autocast
-from hvd_transformer.training.task import Batch, Task
+from hvd_transformer.training.task import Task, cut
 
 # Of a GPU's memory: for the libraries, buffers for sending, what is held only for a moment, and gaps.
 _RESERVE = 0.1
@@ -52,8 +53,9 @@ def _counts(config: Config, task: Task, layout: Layout, measures: bool) -> list[
     given = given_partition(config, [layer.name for layer in layers])
     if given is not None or num_stages == 1 or not measures:
         return given or partition.uniform(len(layers), num_stages)
-    batch, num_micro_batches = _micro_batch(config, task)
-    micro_batch, threads = task.micro_batch(batch), worker_threads(num_stages)
+    units = next(iter(task.sampler.epoch())).rounds[0]  # rank 0's first round is the largest of all
+    batches = cut(task.batch(0, units), config.parallel.micro_batches)
+    micro_batch, threads = task.micro_batch(batches[0]), worker_threads(num_stages)
 
     @contextmanager
     def context() -> Iterator[None]:
@@ -62,11 +64,11 @@ def _counts(config: Config, task: Task, layout: Layout, measures: bool) -> list[
 
     def measure() -> list[MeasuredLayer]:
         recompute = config.parallel.recompute
-        again = recompute == "always" or (recompute == "except_last" and num_micro_batches > 1)
+        again = recompute == "always" or (recompute == "except_last" and len(batches) > 1)
         return measure_layers(layers, micro_batch, layout.device, context=context, recompute=again, threads=threads)
 
     costs, cached = cached_costs(config, layers, micro_batch, layout.device, threads, measure)
-    counts = best_cut(config, costs, num_micro_batches, _device_bytes(layout.devices))
+    counts = best_cut(config, costs, len(batches), _device_bytes(layout.devices))
     seconds = sum(cost.seconds for cost in costs)
     origin = "measured before" if cached else "measured now"
     log.info("partition %s: layers of %.1f ms a micro-batch, %s", counts, 1000 * seconds, origin)
@@ -85,25 +87,16 @@ def best_cut(
     if device_bytes is None:
         return partition.balanced(seconds, num_stages)
     copies = 2 + state_copies(config.optimizer)  # weight, gradient, optimizer state
-    whole = parallel.recompute == "except_last"  # one micro-batch keeps all
-    memory = [
-        [
-            copies * cost.weights + most_in_flight(operations) * cost.held + (cost.again if whole else 0)
-            for cost in costs
-        ]
-        for operations in make_schedule(parallel.schedule, num_stages, num_micro_batches)
-    ]
-    again = max(cost.again for cost in costs)  # layers are computed again one at a time
-    return partition.balanced(seconds, num_stages, memory, (1 - _RESERVE) * device_bytes - again)
+    schedule = make_schedule(parallel.schedule, num_stages, num_micro_batches)
 
+    @cache
+    def need(stage: int, start: int, stop: int) -> int:
+        own = costs[start:stop]
+        passes = {way: join([cost.passes[way] for cost in own]) for way in own[0].passes}
+        activations = stage_activations(schedule[stage], stage, parallel.recompute, passes)
+        return copies * sum(cost.weights for cost in own) + activations
 
-def _micro_batch(config: Config, task: Task) -> tuple[Batch, int]:
-    """The first one of the first round, and how many the round has."""
-    units = next(units for step in task.sampler.epoch() for units in step.rounds if units)
-    samples = task.batch(0, units)
-    size = -(-samples[0].size(0) // config.parallel.micro_batches)
-    pieces = list(zip(*(tensor.split(size) for tensor in samples), strict=True))
-    return pieces[0], len(pieces)
+    return partition.balanced(seconds, num_stages, need, (1 - _RESERVE) * device_bytes)
 
 
 def _device_bytes(devices: Sequence[torch.device]) -> int | None:

@@ -12,6 +12,12 @@ from hvd_transformer.parallel.pipeline import Layer, MicroBatch
 Batch = tuple[Tensor, ...]
 
 
+def cut(batch: Batch, most: int) -> list[Batch]:
+    """A round's micro-batches: at most so many, the last smaller where they do not divide it."""
+    size = -(-batch[0].size(0) // most)
+    return list(zip(*(tensor.split(size) for tensor in batch), strict=True))
+
+
 class Sampler(Protocol):
     """Which units of an epoch this replica takes, step by step (`data.sampler`)."""
 
@@ -31,7 +37,7 @@ class Task(Protocol):
 
     @property
     def usual_count(self) -> int:
-        """Targets of one full round of one replica: keeps gradients near their mean while they are summed."""
+        """Targets of a full step over all replicas: keeps gradients near their mean while they are summed."""
         ...
 
     def batch(self, epoch: int, units: range) -> Batch:

@@ -50,7 +50,7 @@ class Case:
     length: int = 12
     seed: int = 3
 
-    def words(self, dp: int) -> list[str]:
+    def words(self, dp: float) -> list[str]:
         """As settings of hvd-train."""
         scale = {"none": 1.0, "sqrt": math.sqrt(dp), "linear": float(dp)}[self.lr_scaling]
         optimizer = ("schedule", "lr_scaling", "warmup_steps", "gamma", "clip_norm", "momentum", "weight_decay", "eps")
@@ -133,7 +133,7 @@ def column_steps(tokens: Tensor, case: Case, columns: int, dp: int, rounds: int)
     for first in range(0, rows - 1, case.length):
         size = min(case.length, rows - 1 - first)
         batches.append((table[first : first + size].t(), table[first + 1 : first + 1 + size].t()))
-    cuts = [len(batches) * rank // dp for rank in range(dp + 1)]
+    cuts = [math.ceil(len(batches) * rank / dp) for rank in range(dp + 1)]
     stretches = [batches[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)]
     epoch = 0
     while True:

@@ -5,6 +5,7 @@ import re
 import signal
 import time
 from collections import Counter
+from dataclasses import replace
 
 import plain
 import pytest
@@ -16,6 +17,7 @@ from jobs import (
     relative_difference,
     started,
     state,
+    steps,
     summary,
     tiny,
     weights,
@@ -212,7 +214,25 @@ RESIZED = {
     "1to2": ((1, 4), (2, None)),
     "2to1to3to2": ((2, 3), (1, 8), (3, 11), (2, None)),
 }
-WINDOWS, COLUMNS, EPOCHS, SAMPLES = 97, 8, 2, 12
+WINDOWS, EPOCHS, SAMPLES = 97, 2, 12
+COLUMNS = {"columns": 8, "fixed-columns": 4}
+UNITS = {"windows": WINDOWS, "columns": 13, "fixed-windows": WINDOWS, "fixed-columns": 25}
+RESIZED_CASE = plain.Case("resized", "adamw", 8e-3, warmup_steps=3)
+
+
+def batch_words(batching, dp):
+    """By hand for each number of ranks, or one setting for all: a step of 12 windows, or of 3 stretches of columns."""
+    if not batching.startswith("fixed"):
+        size, rounds = (COLUMNS[batching], 1) if batching == "columns" else {1: (6, 2), 2: (6, 1), 3: (4, 1)}[dp]
+        return [f"training.batch_size={size}", f"training.accumulation={rounds}"]
+    size = COLUMNS.get(batching, 5)
+    total = 3 * size if batching == "fixed-columns" else SAMPLES
+    return [
+        f"training.batch_size={size}",
+        f"training.global_batch_size={total}",
+        "optimizer.lr_scaling=linear",
+        f"optimizer.lr={RESIZED_CASE.lr * size / total!r}",
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -220,17 +240,14 @@ def resized(ranks, tmp_path_factory):
     """All parts of all runs, in four launches: FOLDER/BATCHING-NAME, and the unbroken FOLDER/windows-unbroken."""
     folder = tmp_path_factory.mktemp("resized")
     corpus = write_corpus(folder / "text", train=(WINDOWS + 1) * 12 + 5)
-    case = plain.Case("resized", "adamw", 8e-3, warmup_steps=3)
 
     def words(batching, name, dp, last):
-        size, rounds = (COLUMNS, 1) if batching == "columns" else {1: (6, 2), 2: (6, 1), 3: (4, 1)}[dp]
         return [
             *tiny(corpus),
-            *case.words(dp),
+            *RESIZED_CASE.words(dp),
+            *batch_words(batching, dp),
             f"output_dir={folder / f'{batching}-{name}'}",
-            f"data.batching={batching}",
-            f"training.batch_size={size}",
-            f"training.accumulation={rounds}",
+            f"data.batching={batching.removeprefix('fixed-')}",
             f"training.epochs={EPOCHS}",
             f"training.max_steps={last}",
         ]
@@ -238,7 +255,7 @@ def resized(ranks, tmp_path_factory):
     parts = {name: list(plan) for name, plan in RESIZED.items()}
     for dp in (2, 1, 3, 2):
         now = [(name, plan.pop(0)[1]) for name, plan in parts.items() if plan and plan[0][0] == dp]
-        runs = [words(batching, name, dp, last) for name, last in now for batching in ("windows", "columns")]
+        runs = [words(batching, name, dp, last) for name, last in now for batching in UNITS]
         if not (folder / "windows-unbroken").exists():
             runs.append(words("windows", "unbroken", dp, None))
         command = ["env", "RECORD_UNITS=1", *MANY_RUNS, write_runs(folder / f"runs-{dp}.json", runs)]
@@ -249,15 +266,15 @@ def resized(ranks, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", RESIZED)
-@pytest.mark.parametrize("batching", ["windows", "columns"])
+@pytest.mark.parametrize("batching", UNITS)
 def test_another_number_of_ranks_sees_each_remaining_sample_once(resized, batching, name):
     run = resized / f"{batching}-{name}"
-    units = {"windows": WINDOWS, "columns": 13}[batching]
+    units = UNITS[batching]
     taken = [line for file in resized.glob(f"units-{run.name}-*") for line in file.read_text().splitlines()]
     assert Counter(taken) == {f"{epoch} {unit}": 1 for epoch in range(EPOCHS) for unit in range(units)}
     position = state(run)["position"]
     assert (position["epoch"], position["remaining"]) == (EPOCHS, None)
-    assert position["samples"] == EPOCHS * units * {"windows": 1, "columns": COLUMNS}[batching]
+    assert position["samples"] == EPOCHS * units * COLUMNS.get(batching, 1)
     assert [line["step"] for line in lines(run) if "loss" in line] == list(range(1, position["step"] + 1))
 
 
@@ -266,3 +283,23 @@ def test_another_number_of_ranks_trains_the_same_weights(resized, name):
     difference = relative_difference(weights(resized / f"windows-{name}"), weights(resized / "windows-unbroken"))
     print(f"{name}: largest relative difference {difference:.1e}")
     assert difference < 1e-9
+
+
+@pytest.mark.parametrize("name", RESIZED)
+@pytest.mark.parametrize("batching", ["fixed-windows", "fixed-columns"])
+def test_with_a_fixed_global_batch_another_number_of_ranks_goes_on_with_the_same_curve(resized, batching, name):
+    """One command for any number of ranks, against plain torch that never stopped."""
+    tokens, total = plain.encode(resized / "text", "train"), 3 if batching in COLUMNS else SAMPLES
+    case = replace(RESIZED_CASE, num_steps=EPOCHS * -(-UNITS[batching] // total))
+    every = (
+        plain.column_steps(tokens, case, COLUMNS[batching], dp=3, rounds=1)
+        if batching in COLUMNS
+        else plain.window_steps(tokens, case, SAMPLES)
+    )
+    wanted = plain.train(resized / "text", case, [*tiny(resized / "text"), *case.words(dp=1)], every)
+    run = resized / f"{batching}-{name}"
+    found = steps(run, "loss", "grad_norm", "lr")
+    assert [line[0] for line in found] == list(range(1, case.num_steps + 1))
+    for line, *numbers in zip(found, wanted.losses, wanted.norms, wanted.rates, strict=True):
+        assert line[1:] == pytest.approx(numbers, rel=1e-9)
+    assert relative_difference(weights(run), wanted.weights) < 1e-9

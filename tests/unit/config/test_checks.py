@@ -39,6 +39,21 @@ CASES = [
         ["parallel.micro_batches=5", "training.batch_size=4"],
     ),
     (
+        ["training.batch_size=4", "training.global_batch_size=10", "training.accumulation=1"],
+        "training.accumulation=2",
+        ["training.accumulation=2", "training.global_batch_size=10"],
+    ),
+    (
+        ["training.batch_size=4", "training.global_batch_size=4"],
+        "training.global_batch_size=3",
+        ["training.batch_size=4", "training.global_batch_size=3"],
+    ),
+    (
+        ["training.batch_size=4", "training.global_batch_size=8", "data.batching=columns"],
+        "training.global_batch_size=10",
+        ["training.global_batch_size=10", "data.batching=columns", "training.batch_size=4"],
+    ),
+    (
         ["communication.compression=fp16", "training.precision=fp32"],
         "training.precision=fp64",
         ["communication.compression=fp16", "training.precision=fp64"],

@@ -82,7 +82,10 @@ def test_the_samples_of_an_epoch_do_not_depend_on_the_number_of_replicas() -> No
 
     def samples(size: int, batch_size: int) -> list[list[int]]:
         """Step by step, over all replicas."""
-        steps = [WindowSampler(windows.num_units, batch_size, 1, Replica(rank, size)).epoch() for rank in range(size)]
+        steps = [
+            WindowSampler(windows.num_units, batch_size * size, batch_size, Replica(rank, size)).epoch()
+            for rank in range(size)
+        ]
         return [
             [start for step in part for units in step.rounds for start in windows.batch(2, units).inputs[:, 0].tolist()]
             for part in zip(*steps, strict=True)
@@ -187,7 +190,7 @@ def test_ten_gigabytes_of_tokens_train_in_constant_memory(ten_gigabytes: TokenFi
     try:
         windows = Windows(ten_gigabytes, length, 1)
         assert windows.num_units == (HUGE - 1) // length - 1
-        sampler = WindowSampler(windows.num_units, 8, 1, Replica(1, 2))
+        sampler = WindowSampler(windows.num_units, 16, 8, Replica(1, 2))
         assert sampler.num_steps() == -(-windows.num_units // 16)
         for number in range(8):  # everywhere in the epoch
             step = next(iter(sampler.epoch([(windows.num_units * number // 8, windows.num_units)])))

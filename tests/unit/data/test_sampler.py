@@ -18,11 +18,13 @@ replicas = st.integers(1, 7)
 
 @st.composite
 def makers(draw: st.DrawFn, num_units: int) -> Make:
-    """One kind of sampler of so many units, with any batch size and number of rounds, for whichever replica."""
-    batch_size, rounds = draw(st.integers(1, 9)), draw(st.integers(1, 4))
+    """One kind of sampler of so many units for whichever replica; a step grows with their number, or is fixed."""
+    batch_size, rounds, fixed = draw(st.integers(1, 9)), draw(st.integers(1, 4)), draw(st.none() | st.integers(1, 40))
     if draw(st.booleans()):
-        return lambda replica: WindowSampler(num_units, batch_size, rounds, replica)
-    return lambda replica: ColumnSampler(num_units, rounds, replica)
+        return lambda replica: WindowSampler(
+            num_units, fixed or batch_size * rounds * replica.size, batch_size, replica
+        )
+    return lambda replica: ColumnSampler(num_units, fixed or replica.size, rounds, replica)
 
 
 def all_replicas(make: Make, size: int, remaining: Intervals | None = None) -> list[list[Step]]:
@@ -80,46 +82,55 @@ def test_a_resumed_epoch_sees_each_remaining_unit_once(data: st.DataObject, num_
     assert seen == Counter(range(num_units))
 
 
-@settings(deadline=None, max_examples=100)
-@given(st.integers(1, 200), st.sampled_from([(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)]), st.integers(1, 3))
-def test_a_step_of_windows_is_the_same_samples_over_any_number_of_replicas(
-    num_units: int, split: tuple[int, int], rounds: int
+@settings(deadline=None, max_examples=200)
+@given(st.data(), st.integers(1, 200), st.integers(1, 40), st.lists(replicas, min_size=2, max_size=4))
+def test_steps_of_a_fixed_size_are_the_same_samples_over_any_number_of_replicas(
+    data: st.DataObject, num_units: int, step_size: int, sizes: list[int]
 ) -> None:
-    size, batch_size = split
-    steps = all_replicas(lambda replica: WindowSampler(num_units, batch_size, rounds, replica), size)
-    alone = all_replicas(lambda replica: WindowSampler(num_units, 12 * rounds, 1, replica), 1)
-    together = [sorted(unit for step in part for unit in units([step])) for part in zip(*steps, strict=True)]
-    assert together == [units([step]) for step in alone[0]]
+    """Also where that number changes on the way, and whatever a round may hold."""
+    kind, rounds, remaining, found = data.draw(st.sampled_from(Sampler.__args__)), 1, None, []
+    for number, size in enumerate(sizes):
+        # Samples a round may change; what each stretch of columns gives to a step may not.
+        if kind is WindowSampler:
+            rounds = data.draw(st.integers(1, 9))
+        every = all_replicas(lambda replica: kind(num_units, step_size, rounds, replica), size, remaining)  # noqa: B023
+        steps = [list(chain.from_iterable(units([step]) for step in part)) for part in zip(*every, strict=True)]
+        stop = len(steps) if number == len(sizes) - 1 else data.draw(st.integers(0, len(steps)))
+        found += steps[:stop]
+        remaining = every[0][stop - 1].remaining if stop else remaining
+    alone = all_replicas(lambda replica: kind(num_units, step_size, 1, replica), 1)
+    assert found == [units([step]) for step in alone[0]]
+    assert kind is ColumnSampler or all(len(step) == step_size for step in found[:-1])
 
 
-def units_of(every: list[list[Step]], which: slice) -> list[list[int]]:
-    """The units of some steps of every replica."""
-    return [units(steps[which]) for steps in every]
-
-
-@settings(deadline=None, max_examples=100)
-@given(st.integers(1, 200), st.integers(1, 9), st.integers(1, 4), replicas)
-def test_rounds_of_windows_are_never_more_or_larger_than_asked(
-    num_units: int, batch_size: int, rounds: int, size: int
+@settings(deadline=None, max_examples=200)
+@given(st.integers(1, 200), st.integers(1, 60), st.integers(1, 9), replicas)
+def test_a_step_of_windows_is_shared_evenly_and_taken_in_full_rounds(
+    num_units: int, step_size: int, batch_size: int, size: int
 ) -> None:
-    every = all_replicas(lambda replica: WindowSampler(num_units, batch_size, rounds, replica), size)
-    for steps in every:
-        for step in steps:
-            assert len(step.rounds) <= rounds and all(len(part) <= batch_size for part in step.rounds)
-        # All but the last step are full.
-        assert all([len(part) for part in step.rounds] == [batch_size] * rounds for step in steps[:-1])
-        # And the last one has no more rounds than its samples need.
-        left = num_units - sum(map(len, units_of(every, slice(-1))))
-        assert len(steps[-1].rounds) == -(-left // (batch_size * size))
-    # In the last one no replica has two samples more than another in a round.
-    for parts in zip(*(steps[-1].rounds for steps in every), strict=True):
-        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    every = all_replicas(lambda replica: WindowSampler(num_units, step_size, batch_size, replica), size)
+    largest = min(batch_size, -(-min(num_units, step_size) // size))
+    assert len(every[0][0].rounds[0]) == largest  # so rank 0 can tell what a round needs
+    for parts in zip(*every, strict=True):
+        own = [units([step]) for step in parts]
+        assert max(map(len, own)) - min(map(len, own)) <= 1
+        for step, samples in zip(parts, own, strict=True):
+            sizes = [len(part) for part in step.rounds]
+            assert len(sizes) == -(-len(samples) // batch_size)
+            assert all(number == largest == batch_size for number in sizes[:-1])
+            assert not sizes or 1 <= sizes[-1] <= largest
+
+
+@pytest.mark.parametrize(("size", "rounds"), [(1, [3, 3, 2]), (2, [3, 1]), (3, [3]), (4, [2]), (5, [2]), (9, [1])])
+def test_the_rounds_of_the_first_replica_when_a_step_has_eight_samples(size: int, rounds: list[int]) -> None:
+    every = all_replicas(lambda replica: WindowSampler(16, 8, 3, replica), size)
+    assert [[len(part) for part in step.rounds] for step in every[0]] == [rounds, rounds]
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.integers(1, 200), st.integers(1, 4), replicas)
 def test_a_replicas_columns_are_one_stretch_of_the_text_in_order(num_units: int, rounds: int, size: int) -> None:
-    every = all_replicas(lambda replica: ColumnSampler(num_units, rounds, replica), size)
+    every = all_replicas(lambda replica: ColumnSampler(num_units, size, rounds, replica), size)
     stretches = [units(steps) for steps in every]
     assert list(chain.from_iterable(stretches)) == list(range(num_units))
     assert max(map(len, stretches)) - min(map(len, stretches)) <= 1
@@ -127,19 +138,26 @@ def test_a_replicas_columns_are_one_stretch_of_the_text_in_order(num_units: int,
     assert all(len(step.rounds) <= rounds for steps in every for step in steps)
 
 
+def test_a_replica_walks_through_its_share_of_the_stretches() -> None:
+    every = all_replicas(lambda replica: ColumnSampler(12, 3, 2, replica), 2)
+    assert [units([step]) for step in every[0]] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert [units([step]) for step in every[1]] == [[8, 9], [10, 11]]
+
+
 @settings(deadline=None)
 @given(st.integers(0, 1000), st.integers(1, 50))
 def test_shares_are_contiguous_and_fair(total: int, size: int) -> None:
-    parts = [share(total, Replica(rank, size)) for rank in range(size)]
-    assert list(chain.from_iterable(parts)) == list(range(total))
+    parts = [share(range(7, 7 + total), Replica(rank, size)) for rank in range(size)]
+    assert list(chain.from_iterable(parts)) == list(range(7, 7 + total))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    assert len(parts[0]) == max(map(len, parts))
 
 
 def test_the_picture_of_the_first_line() -> None:
-    steps = all_replicas(lambda replica: WindowSampler(12, 3, 1, replica), 2)
+    steps = all_replicas(lambda replica: WindowSampler(12, 6, 3, replica), 2)
     assert [step.rounds for step in steps[0]] == [[range(3)], [range(6, 9)]]
     assert [step.rounds for step in steps[1]] == [[range(3, 6)], [range(9, 12)]]
-    columns = all_replicas(lambda replica: ColumnSampler(8, 2, replica), 2)
+    columns = all_replicas(lambda replica: ColumnSampler(8, 2, 2, replica), 2)
     assert [units([step]) for step in columns[0]] == [[0, 1], [2, 3]]
     assert [units([step]) for step in columns[1]] == [[4, 5], [6, 7]]
 
@@ -149,7 +167,7 @@ def test_a_long_epoch_is_a_few_numbers(kind: str) -> None:
     """Ten to the twelfth units: a list of them would never end."""
     replica = Replica(1, 3)
     long = 10**12
-    sampler = WindowSampler(long, 8, 2, replica) if kind == "windows" else ColumnSampler(long, 2, replica)
+    sampler = WindowSampler(long, 48, 8, replica) if kind == "windows" else ColumnSampler(long, 3, 2, replica)
     first = next(iter(sampler.epoch()))
     assert sum(map(len, first.rounds)) == (16 if kind == "windows" else 2)
     assert len(first.remaining) <= 3

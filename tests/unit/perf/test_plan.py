@@ -22,10 +22,11 @@ from hvd_transformer.models.language_model import LanguageModel
 from hvd_transformer.models.linear import Product
 from hvd_transformer.parallel.later import Later
 from hvd_transformer.parallel.pipeline import MicroBatch, Pipeline, Stage
-from hvd_transformer.parallel.schedule import SCHEDULES, Operation
-from hvd_transformer.perf.layer_costs import Pass, fake_model, run_pass
-from hvd_transformer.perf.plan import RECOMPUTES, Plan, StageCost, make_plan, peak_activations
+from hvd_transformer.parallel.schedule import SCHEDULES
+from hvd_transformer.perf.layer_costs import fake_model
+from hvd_transformer.perf.plan import RECOMPUTES, Plan, StageCost, make_plan
 from hvd_transformer.perf.plan_text import plan_text
+from hvd_transformer.training.activations import run_pass
 from hvd_transformer.training.language_model_task import language_model_layers
 from hvd_transformer.training.precision import autocast
 
@@ -142,9 +143,9 @@ def really_kept(config, first: int, stop: int) -> int:
 def test_activations_are_those_of_a_real_run(words: list[str]) -> None:
     config = load(overrides=[*SMALL, *words])
     num_samples = -(-config.training.batch_size // config.parallel.micro_batches)
-    with fake_model(config, V, num_samples) as (layers, (inputs, targets), later):
-        first = run_pass(layers[:2], inputs, (), later, config)
-        second = run_pass(layers[2:], first.outputs, targets, later, config)
+    with fake_model(config, V, num_samples) as (layers, (inputs, targets), later, context):
+        first, outputs = run_pass(layers[:2], inputs, (), later, context, (False, False))
+        second, _ = run_pass(layers[2:], outputs, targets, later, context, (False, False))
     assert first.kept == really_kept(config, 0, 2)
     assert second.kept == really_kept(config, 2, 5)
 
@@ -228,23 +229,6 @@ def test_logits_are_a_gpus_unless_a_cpu_is_asked_for() -> None:
     more = gpu.activations["1f1b", "never"] - cpu.activations["1f1b", "never"]
     # Logits and log-probabilities at once; a loop over chunks still holds one of the chunk before.
     assert more >= (2 * 640 - 3 * 256) * V * 4
-
-
-def test_peak_by_hand() -> None:
-    """Forward 0, forward 1, backward 0, backward 1; whole a micro-batch keeps 10, computed again 3."""
-    operations = [Operation(kind, number) for kind in ("forward", "backward") for number in (0, 1)]
-    whole, again = Pass(0, forward=11, kept=10, backward=14, late=2, outputs=()), Pass(0, 6, 3, 9, 2, ())
-    assert peak_activations(operations, "never", whole, again) == 10 + 14
-    assert peak_activations(operations, "always", whole, again) == 3 + 9
-    assert peak_activations(operations, "except_last", whole, again) == 10 + 9
-    in_turn = [Operation(kind, number) for number in (0, 1) for kind in ("forward", "backward")]
-    assert peak_activations(in_turn, "never", whole, again) == 14
-    assert peak_activations(in_turn, "except_last", Pass(0, 20, 10, 14, 2, ()), again) == 20  # forward's own
-    late = [*operations[:2], operations[2], operations[3], Operation("weights", 0), Operation("weights", 1)]
-    assert peak_activations(late, "never", whole, again) == 10 + 14
-    assert peak_activations(late, "always", whole, again) == 3 + 9
-    slow = Pass(0, forward=6, kept=3, backward=13, late=8, outputs=())
-    assert peak_activations(late, "never", slow, again) == 8 + 13  # the first one's weights still wait
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ class OtherRanks(FakeWorld):
 
 def test_a_replica_without_samples_takes_part_in_the_step() -> None:
     calls = []
-    for replica, samples in [(0, 0), (8, 1)]:  # 41 windows: the second step has 5 for 9 replicas
+    for replica, samples in [(8, 0), (0, 1)]:  # 41 windows: the second step has 5 for 9 replicas
         world = OtherRanks(replica, 9)
         job = trainer(settings("training.epochs=1", "training.max_steps=none"), world, replica=replica)
         plans = list(job.task.sampler.epoch())
@@ -302,6 +302,25 @@ def test_dropout_depends_on_the_place_in_the_job_alone() -> None:
     assert losses == second_losses
     assert all(torch.equal(weight, weights(second)[name]) for name, weight in weights(first).items())
     assert losses != run(trainer(settings("model.dropout=0.0", "training.max_steps=6")))
+
+
+@pytest.mark.parametrize("batching", ["windows", "columns"])
+def test_dropout_of_a_fixed_global_batch_is_the_same_over_any_number_of_replicas(batching: str) -> None:
+    def drawn(size: int) -> list[Tensor]:
+        """What the first step drops, in the order of its samples."""
+        masks: list[Tensor] = []
+        words = ["training.batch_size=2", "training.global_batch_size=8", f"data.batching={batching}"]
+        for replica in range(size):
+            config = settings("model.dropout=0.3", "parallel.micro_batches=2", *words)
+            job = trainer(config, FakeWorld(replica, size), replica=replica)
+            job.task.model.embedding.dropout.register_forward_hook(lambda _, inputs, output: masks.append(output == 0))
+            job.step(next(job.steps()))
+        return masks
+
+    alone = drawn(1)
+    assert len(alone) == 8 and all(not torch.equal(a, b) for i, a in enumerate(alone) for b in alone[:i])
+    for size in (2, 4):
+        assert all(map(torch.equal, drawn(size), alone))
 
 
 def test_dropout_differs_between_steps_micro_batches_and_replicas() -> None:

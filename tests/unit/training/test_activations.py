@@ -1,0 +1,87 @@
+"""What a stage holds: by hand, from its layers, and where training cuts by it as the plan does."""
+
+import re
+
+import pytest
+import torch
+
+from hvd_transformer.config import Config, load
+from hvd_transformer.errors import UserError
+from hvd_transformer.models.language_model import LanguageModel
+from hvd_transformer.parallel.pipeline import MicroBatch
+from hvd_transformer.parallel.schedule import SCHEDULES, Operation
+from hvd_transformer.perf.layer_costs import fake_model
+from hvd_transformer.perf.plan import RECOMPUTES, make_plan
+from hvd_transformer.training.activations import WAYS, Pass, join, peak_activations, run_pass
+from hvd_transformer.training.language_model_task import language_model_layers
+from hvd_transformer.training.layer_measure import measure_layers
+from hvd_transformer.training.stages import best_cut
+
+V, LENGTH, WIDTH, SAMPLES, PIECES = 97, 32, 48, 2, 6
+
+
+def config(*words: str) -> Config:
+    common = [
+        "model.num_layers=3", f"model.d_model={WIDTH}", "model.num_heads=4", "model.d_feedforward=64",
+        f"data.sequence_length={LENGTH}", "training.device=cpu", f"training.batch_size={SAMPLES * PIECES}",
+        f"parallel.micro_batches={PIECES}", "parallel.pipeline=2",
+    ]  # fmt: skip
+    return load(overrides=[*common, *words])
+
+
+def test_peak_by_hand() -> None:
+    """Forward 0, forward 1, backward 0, backward 1; whole a micro-batch keeps 10, computed again 3."""
+    operations = [Operation(kind, number) for kind in ("forward", "backward") for number in (0, 1)]
+    whole, again = Pass(0, forward=11, kept=10, backward=14, late=2), Pass(0, 6, 3, 9, 2)
+    assert peak_activations(operations, "never", whole, again) == 10 + 14
+    assert peak_activations(operations, "always", whole, again) == 3 + 9
+    assert peak_activations(operations, "except_last", whole, again) == 10 + 9
+    in_turn = [Operation(kind, number) for number in (0, 1) for kind in ("forward", "backward")]
+    assert peak_activations(in_turn, "never", whole, again) == 14
+    assert peak_activations(in_turn, "except_last", Pass(0, 20, 10, 14, 2), again) == 20  # forward's own
+    late = [*operations[:2], operations[2], operations[3], Operation("weights", 0), Operation("weights", 1)]
+    assert peak_activations(late, "never", whole, again) == 10 + 14
+    assert peak_activations(late, "always", whole, again) == 3 + 9
+    slow = Pass(0, forward=6, kept=3, backward=13, late=8)
+    assert peak_activations(late, "never", slow, again) == 8 + 13  # the first one's weights still wait
+
+
+def test_layers_joined_are_those_of_a_stage() -> None:
+    """Counted one by one and put together, or all at once: the same but for a tensor or two that a whole stage lets go
+    of earlier."""
+    hidden = 4 * SAMPLES * LENGTH * WIDTH
+    with fake_model(config("model.dropout=0.1"), V, SAMPLES) as (layers, (inputs, targets), later, context):
+        for way in WAYS:
+            tensors, alone = inputs, []
+            for layer in layers:
+                own = targets if layer is layers[-1] else ()
+                found, tensors = run_pass([layer], tensors, own, later, context, way)
+                alone.append(found)
+            stage, _ = run_pass(layers, inputs, targets, later, context, way)
+            joined = join(alone)
+            assert joined.inputs == stage.inputs
+            for name in ("forward", "kept", "backward", "late"):
+                assert getattr(joined, name) == pytest.approx(getattr(stage, name), abs=2 * hidden), (way, name)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_a_cut_fits_where_the_plan_says_so(norm: str) -> None:
+    """Training counts real layers one by one, the plan fake ones a stage at a time."""
+    plans = [
+        make_plan(config(f"model.norm={norm}", f"parallel.partition=[{cut}, {5 - cut}]"), V) for cut in (1, 2, 3, 4)
+    ]
+    model = LanguageModel(V, config(f"model.norm={norm}").model).train()
+    tokens = torch.zeros(SAMPLES, LENGTH, dtype=torch.int64)
+    layers, batch = language_model_layers(model), MicroBatch((tokens,), (tokens,))
+    costs = measure_layers(layers, batch, torch.device("cpu"), recompute=True, seconds=0)
+    for schedule in SCHEDULES:
+        for recompute in RECOMPUTES:
+            wanted = min(
+                max(sum(plan.memory(stage)[:3]) + stage.activations[schedule, recompute] for stage in plan.stages)
+                for plan in plans
+            )
+            settings = config(f"parallel.schedule={schedule}", f"parallel.recompute={recompute}")
+            with pytest.raises(UserError, match="no cut into 2 stages fits") as caught:
+                best_cut(settings, costs, PIECES, 1)
+            least = int(re.search(r"at least ([\d,]+) bytes", str(caught.value))[1].replace(",", ""))
+            assert least == pytest.approx(wanted, rel=0.01), (schedule, recompute)
