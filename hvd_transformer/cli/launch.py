@@ -29,6 +29,7 @@ from click.core import ParameterSource
     metavar="FILE",
     help="Prints the hosts of now, one a line; asked again and again.",
 )
+@click.option("--no-preflight", is_flag=True, help="Start without a look at the hosts (`hvd-transformer doctor`).")
 @click.option("--dry-run", is_flag=True, help="Print the horovodrun command, and start nothing.")
 @click.option(
     "--scheduler",
@@ -52,6 +53,7 @@ def launch(
     restarts: int,
     min_ranks: int | None,
     host_discovery_script: Path | None,
+    no_preflight: bool,
     dry_run: bool,
     scheduler: str | None,
     output: Path | None,
@@ -81,6 +83,8 @@ def launch(
     from hvd_transformer.launch.command import Horovodrun, Ssh
     from hvd_transformer.launch.controller import horovod_library, takes_mpi
     from hvd_transformer.launch.devices import check_devices
+    from hvd_transformer.launch.doctor.examine import preflight
+    from hvd_transformer.launch.doctor.findings import Job
     from hvd_transformer.launch.hostfile import Host, assign, parse_hosts, read_hostfile
     from hvd_transformer.launch.pool import HostPool, from_script
     from hvd_transformer.launch.scheduler.file import scheduled
@@ -133,6 +137,8 @@ def launch(
         return
     if shutil.which("horovodrun", path=minimal["PATH"]) is None:
         raise UserError("horovodrun: not found; install Horovod, as `make install` does")
+    if not no_preflight:
+        preflight(Job.of(horovodrun, config), horovodrun.ssh, minimal)
     screen = Screen(restarts, Path(config.output_dir).expanduser() / "logs" / "launch.log")
     if screen.terminal:
         values[environment.SCREEN] = "launcher"

@@ -8,6 +8,7 @@ from hvd_transformer.cli.errors import one_line_errors
 
 # Name → one line of help. The command is the function of that name in cli/<name>.py.
 COMMANDS = {
+    "doctor": "Say what is wrong with which host, and what to do.",
     "launch": "Train on the ranks of many hosts: hvd-train under horovodrun.",
     "plan": "Show what a job needs, before it is started: memory of each stage, bubbles.",
     "prepare": "Write a data source's token files, before a job needs them.",

@@ -7,8 +7,6 @@ output: the variables of `--env` to the ranks; heartbeats, printed lines and exi
 
 import json
 import secrets
-import shlex
-import socket
 import subprocess
 import sys
 import threading
@@ -20,15 +18,8 @@ from typing import Any, NamedTuple
 
 from hvd_transformer.errors import UserError
 from hvd_transformer.launch.command import Ssh
+from hvd_transformer.launch.ssh import is_local, ssh_command
 
-_SSH_OPTIONS = (
-    "BatchMode=yes",
-    "LogLevel=ERROR",
-    "StrictHostKeyChecking=accept-new",  # a key that has changed is refused
-    "ConnectTimeout=10",
-    "ServerAliveInterval=5",  # a network that is gone is noticed
-    "ServerAliveCountMax=3",
-)
 _READY_SECONDS = 30.0
 _PING_SECONDS = 1.0
 _SILENCE_SECONDS = 8.0  # of a keeper, which speaks every second: its host or the network is gone
@@ -75,12 +66,12 @@ class JobFolder:
         if "PYTHONPATH" in environment:
             keeper = ["env", f"PYTHONPATH={environment['PYTHONPATH']}", *keeper]
         with ThreadPoolExecutor(64) as pool:
-            local = dict(zip(hosts, pool.map(_is_local, hosts), strict=True))
+            local = dict(zip(hosts, pool.map(is_local, hosts), strict=True))
         # All names of this machine are one host.
         names = [host for host in hosts if not local[host]] + [host for host in hosts if local[host]][:1]
         try:
             for host in names:
-                words = keeper if local[host] else [*_ssh(ssh), host, shlex.join(keeper)]
+                words = keeper if local[host] else ssh_command(ssh, host, keeper)
                 self._keepers.append(_Keeper(host, words, environment, show))
             for one in self._keepers:
                 one.send({"environment": dict(values)})
@@ -231,22 +222,3 @@ class _Keeper:
                 self._show(output["rank"], output["stream"], output["text"])
             if message.get("ended"):
                 self._ended.set()
-
-
-def _ssh(ssh: Ssh) -> list[str]:
-    words = ["ssh", "-T", *(word for option in _SSH_OPTIONS for word in ("-o", option))]
-    if ssh.port is not None:
-        words += ["-p", str(ssh.port)]
-    if ssh.identity is not None:
-        words += ["-i", str(ssh.identity)]
-    return words
-
-
-def _is_local(host: str) -> bool:
-    """Whether the host's address is one of this machine, as horovodrun asks too."""
-    with socket.socket() as trial:
-        try:
-            trial.bind((socket.gethostbyname(host), 0))
-        except (OSError, UnicodeError):  # another machine's, or no such name: ssh says which
-            return False
-    return True

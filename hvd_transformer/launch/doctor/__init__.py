@@ -1,0 +1,1 @@
+"""What is wrong with which host, and what to do: one probe a host, their answers compared."""

@@ -1,0 +1,245 @@
+"""What the hosts' answers mean: pure functions from answers to findings.
+
+An answer is what `probe.facts` returns. Where hosts differ, the one that differs from most is the one to put right;
+without a majority the first host is the model.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hvd_transformer.config import Config
+from hvd_transformer.launch.command import Horovodrun
+from hvd_transformer.launch.hostfile import Host
+
+Answer = Mapping[str, Any]
+Answers = Mapping[str, Answer]
+Interfaces = Mapping[str, Mapping[str, str]]  # host → name → address
+
+MIB, GIB = 1 << 20, 1 << 30
+FULL_DISK = 16 * MIB
+_LITTLE_DISK = GIB
+_LITTLE_MEMORY = GIB
+_CLOCK_SECONDS = 1.0
+_SLOW_LINK = 0.25  # of the fastest link of the ring
+_INSTALL = {
+    "hvd-transformer": "install the same package there, for example from the same checkout",
+    "torch": "install torch {wanted} there: `pip install torch=={wanted}`",
+    "horovod": "install the wheel that docker/build_horovod.sh makes there",
+    "mpi4py": "install mpi4py {wanted} there: `pip install mpi4py=={wanted}`",
+}
+
+
+class Finding(NamedTuple):
+    """Something that is wrong with a host, and what to do; a job may still run where it is no problem."""
+
+    host: str
+    message: str
+    cure: str
+    problem: bool = True
+
+    def __str__(self) -> str:
+        return f"host {self.host}: {self.message}; {self.cure}"
+
+
+class Job(NamedTuple):
+    """What the hosts are to do."""
+
+    hosts: Sequence[Host]
+    stages: int  # devices a rank
+    device: str  # auto, cpu or cuda
+    cwd: str
+    folders: Mapping[str, str]  # by what the user calls them
+    network_interface: str | None = None
+
+    @classmethod
+    def of(cls, horovodrun: Horovodrun, config: Config) -> "Job":
+        """As started from the current folder."""
+        folders = {
+            "output_dir": config.output_dir,
+            "data.source": config.data.source,
+            "data.cache_dir": config.data.cache_dir,
+            "/tmp": "/tmp",
+        }
+        stages, device = config.parallel.pipeline, config.training.device
+        return cls(horovodrun.hosts, stages, device, str(Path.cwd()), folders, horovodrun.network_interface)
+
+
+class Link(NamedTuple):
+    """From a host to the next one of the ring."""
+
+    source: str
+    target: str
+    round_trip: float | None  # seconds
+    rate: float | None  # bytes a second
+    error: str | None
+
+
+def about_hosts(job: Job, answers: Answers) -> Iterator[Finding]:
+    """All that a single answer tells, or a comparison of them."""
+    yield from _software(answers)
+    yield from _devices(job, answers)
+    yield from _folders(job, answers)
+    for host, answer in answers.items():
+        if answer["memory_free"] < _LITTLE_MEMORY:
+            free = f"only {answer['memory_free'] // MIB} MiB of memory are free"
+            yield Finding(host, free, "see what else runs there", problem=False)
+
+
+def about_network(wanted: str | None, interfaces: Interfaces) -> Iterator[Finding]:
+    """Who is in the way where the hosts have no `common_interface`."""
+    if common_interface(wanted, interfaces) is not None:
+        return
+    if wanted is not None:
+        for host, found in interfaces.items():
+            if not set(wanted.split(",")) & found.keys():
+                message = f"no network interface {wanted}: it has {_listed(found)}"
+                yield Finding(host, message, "name one that all hosts have with --network-interface")
+        return
+    usual = Counter(name for found in interfaces.values() for name in found).most_common(1)
+    apart = [host for host, found in interfaces.items() if not usual or usual[0][0] not in found]
+    for host in apart or interfaces:
+        message = f"no network interface in common with the others: it has {_listed(interfaces[host])}"
+        cure = "give the hosts a network whose interface has the same name on each, as horovodrun goes by names"
+        yield Finding(host, message, cure)
+
+
+def common_interface(wanted: str | None, interfaces: Interfaces) -> str | None:
+    """The first interface that all hosts have, with an address of its own on each.
+
+    A bridge such as docker0 has the same address everywhere, and leads nowhere.
+    """
+    first, *others = interfaces.values()
+    for name in first:
+        addresses = [first[name], *(found[name] for found in others if name in found)]
+        if len(set(addresses)) == len(interfaces) and (wanted is None or name in wanted.split(",")):
+            return name
+    return None
+
+
+def about_clocks(skews: Mapping[str, tuple[float, float]]) -> Iterator[Finding]:
+    """Of each host's clock against the launcher's, and how far that may be wrong, in seconds."""
+    for host, (skew, uncertainty) in skews.items():
+        if abs(skew) - uncertainty > _CLOCK_SECONDS:
+            message = f"its clock is {abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} this host's"
+            yield Finding(host, message, "let NTP set it: chronyd or systemd-timesyncd on all hosts")
+
+
+def about_sharing(output: str, seen: Mapping[str, bool]) -> Iterator[Finding]:
+    """Of a file that the launcher made beside the output folder."""
+    for host, sees_it in seen.items():
+        if not sees_it:
+            cure = "set output_dir to a folder on a file system that all hosts share, such as NFS"
+            yield Finding(host, f"output_dir={output} is another folder there than here", cure)
+
+
+def about_links(interface: str, links: Iterable[Link]) -> Iterator[Finding]:
+    """What is not connected, and what is far slower than the rest."""
+    links = list(links)
+    fastest = max((link.rate or 0 for link in links), default=0)
+    for link in links:
+        if link.error is not None:
+            message = f"{link.source} cannot connect to it over {interface}: {link.error}"
+            cure = "let the hosts' firewalls pass all TCP ports between them, or take another --network-interface"
+            yield Finding(link.target, message, cure)
+        elif link.rate is not None and link.rate < _SLOW_LINK * fastest:
+            message = f"the link from {link.source} over {interface} has {gigabits(link.rate)}, where another has "
+            cure = "see its cable, switch port and other traffic: the slowest link sets the pace of all"
+            yield Finding(link.target, message + gigabits(fastest), cure, problem=False)
+
+
+def gigabits(rate: float) -> str:
+    """Of bytes a second."""
+    return f"{8 * rate / 1e9:.3g} Gbit/s"
+
+
+def _software(answers: Answers) -> Iterator[Finding]:
+    pythons = {host: answer["python"] for host, answer in answers.items()}
+    yield from _differing("Python", pythons, "let this path lead to Python {wanted} there too")
+    for name, cure in _INSTALL.items():
+        versions = {host: answer["versions"][name] for host, answer in answers.items()}
+        required = name != "mpi4py" or any(versions.values())
+        lacking = [host for host, version in versions.items() if required and version is None]
+        wanted = most_common({host: version for host, version in versions.items() if version})
+        for host in lacking:
+            yield Finding(host, f"{name} is not installed", cure.replace("=={wanted}", "").format(wanted=wanted or ""))
+        yield from _differing(name, {host: v for host, v in versions.items() if host not in lacking}, cure)
+    sources = {host: answer["source"] for host, answer in answers.items() if answer["source"]}
+    yield from _differing("the source of hvd-transformer", sources, _INSTALL["hvd-transformer"])
+    for host, answer in answers.items():
+        yield from _build(host, answer)
+    built = {host: " ".join(answer["horovod"]["features"]) for host, answer in answers.items() if answer.get("horovod")}
+    yield from _differing("what Horovod was built with", built, _INSTALL["horovod"])
+
+
+def _build(host: str, answer: Answer) -> Iterator[Finding]:
+    """Whether the parts on one host belong together."""
+    rebuild = "build Horovod there again for what is installed: docker/build_horovod.sh"
+    horovod, mpi4py, torch = answer.get("horovod"), answer.get("mpi4py"), answer["versions"]["torch"]
+    if horovod is None:
+        return
+    if horovod["torch"] and torch and horovod["torch"] != torch:
+        yield Finding(host, f"Horovod was built for torch {horovod['torch']}, and torch {torch} is installed", rebuild)
+    if "MPI" in horovod["features"] and mpi4py and horovod["mpi"] != mpi4py["mpi"]:
+        message = f"Horovod loads the MPI library {horovod['mpi']}, mpi4py {mpi4py['mpi']}"
+        yield Finding(host, message, "install one MPI, and see LD_LIBRARY_PATH; " + rebuild)
+    if answer["devices"] and "NCCL" not in horovod["features"]:
+        cure = "build it with HOROVOD_GPU_OPERATIONS=NCCL"
+        yield Finding(host, "Horovod is built without NCCL: gradients go through the CPU", cure, problem=False)
+
+
+def _devices(job: Job, answers: Answers) -> Iterator[Finding]:
+    on_gpus = job.device == "cuda" or (job.device == "auto" and any(answer["devices"] for answer in answers.values()))
+    for host in job.hosts:
+        if host.name not in answers:
+            continue
+        answer, needed = answers[host.name], host.slots * job.stages
+        slots = f"{host.slots} slot{'s' * (host.slots != 1)} × {job.stages} stage{'s' * (job.stages != 1)}"
+        if on_gpus and (there := len(answer["devices"])) < needed:
+            cure = f"give it {there // job.stages} slots, or set training.device=cpu"
+            if there < job.stages:
+                cure = "leave this host out, or set training.device=cpu"
+            yield Finding(host.name, f"{there} GPUs for {slots}", cure)
+        if not on_gpus and answer["cores"] < needed:
+            cure = f"give it at most {max(1, answer['cores'] // job.stages)} slots for speed"
+            yield Finding(host.name, f"{answer['cores']} cores for {slots}", cure, problem=False)
+
+
+def _folders(job: Job, answers: Answers) -> Iterator[Finding]:
+    for host, answer in answers.items():
+        if not answer["cwd"]:
+            cure = "start from a folder that all hosts have, or make it there"
+            yield Finding(host, f"the folder {job.cwd} is not there", cure)
+        for label, folder in answer["folders"].items():
+            where = label if label == job.folders[label] else f"{label}={job.folders[label]}"
+            if label == "data.source":
+                if not folder["exists"] and any(other["folders"][label]["exists"] for other in answers.values()):
+                    cure = "copy it there, or keep it on a file system that all hosts share"
+                    yield Finding(host, f"{where} is not there", cure)
+            elif not folder["writable"]:
+                yield Finding(host, f"{where} cannot be written to", "change its owner or mode, or take another folder")
+            elif folder["free"] < FULL_DISK:
+                yield Finding(host, f"the disk of {where} is full", "free some space there, or take another folder")
+            elif folder["free"] < _LITTLE_DISK:
+                free = f"only {folder['free'] // MIB} MiB are free for {where}"
+                yield Finding(host, free, "free some space there, or take another folder", problem=False)
+
+
+def _differing(what: str, values: Mapping[str, str], cure: str) -> Iterator[Finding]:
+    wanted = most_common(values)
+    for host, value in values.items():
+        if value != wanted:
+            like = [other for other in values if values[other] == wanted]
+            others = f"{like[0]} and {len(like) - 1} more" if len(like) > 1 else like[0]
+            message = f"{what} is {value}, but {wanted} on {others}"
+            yield Finding(host, message, cure.format(wanted=wanted))
+
+
+def most_common(values: Mapping[str, str]) -> str | None:
+    """Of several as frequent ones the first."""
+    return Counter(values.values()).most_common(1)[0][0] if values else None
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"

@@ -1,0 +1,269 @@
+"""Runs on every host, sent there through ssh's standard input: answers the doctor's questions about it.
+
+Standard library alone, and of any Python from 3.7 on: it must work where the package is missing or another one. A
+question is a line of JSON on standard input, {"ask": a function below, its arguments}; the answer is a line of JSON
+behind `MARK` on standard output, as a login shell may print there too. The end of the input is the end.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import mmap
+import os
+import platform
+import re
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+MARK = "hvd-transformer-probe "
+_DISTRIBUTIONS = ("hvd-transformer", "torch", "horovod", "mpi4py")
+# Names of classes that are compiled into Horovod's library only with that feature.
+_FEATURES = {"gloo": b"13GlooAllreduceE", "MPI": b"12MPIAllreduceE", "NCCL": b"13NCCLAllreduceE"}
+_SIOCGIFADDR, _SIOCGIFFLAGS, _IFF_UP = 0x8915, 0x8913, 1
+_PINGS = 20
+_MPI4PY = """
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+print(MPI.Get_library_version().split(",")[0].strip("\\0 \\n"))
+print(next(line.split()[-1] for line in open("/proc/self/maps") if "/libmpi" in line))
+"""
+
+_server = None
+
+
+def facts(environment: dict[str, str], cwd: str, folders: dict[str, str], full: bool) -> dict[str, Any]:
+    """What this host is, and has for a job with this environment. `full` adds what takes more than a moment.
+
+    Sizes are in bytes.
+    """
+    os.environ.update(environment)
+    # As of a command, which does not look for packages in the current folder.
+    sys.path = [path for path in [*environment.get("PYTHONPATH", "").split(os.pathsep), *sys.path] if path]
+    try:
+        os.chdir(cwd)
+        has_cwd = True
+    except OSError:
+        has_cwd = False
+    memory = _memory()
+    found = {
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "versions": {name: _version(name) for name in _DISTRIBUTIONS},
+        "source": _source_digest(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": memory.get("MemTotal", 0),
+        "memory_free": memory.get("MemAvailable", 0),
+        "devices": _devices(),
+        "interfaces": interfaces(),
+        "cwd": has_cwd,
+        "folders": {label: _folder(Path(path).expanduser()) for label, path in folders.items()},
+    }
+    if full:
+        found["horovod"] = _horovod()
+        found["mpi4py"] = _mpi4py()
+    return found
+
+
+def clock() -> float:
+    """Seconds since the epoch."""
+    return time.time()
+
+
+def exists(path: str) -> bool:
+    """Whether this host sees the file."""
+    return Path(path).exists()
+
+
+def listen(address: str) -> int:
+    """The port on which the next `link` waits for the neighbour."""
+    global _server
+    _server = socket.create_server((address, 0))
+    return int(_server.getsockname()[1])
+
+
+def link(address: str, port: int, seconds: float) -> dict[str, Any]:
+    """The traffic of a ring allreduce, without its sums: sends to the next host and receives from the one before.
+
+    All hosts do so at once, for `seconds`. `round_trip` is the shortest one to the next host and back, in seconds, of
+    20 with a byte each; `rate` what came from the host before, in bytes a second; `error` why the next one was not
+    reached.
+    """
+    assert _server is not None
+    server = _server
+    answer: dict[str, Any] = {}
+    receiver = threading.Thread(target=lambda: answer.update(rate=_receive(server, seconds)))
+    receiver.start()
+    try:
+        with socket.create_connection((address, port), timeout=2) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            answer["round_trip"] = min(_ping(connection) for _ in range(_PINGS))
+            _send(connection, seconds)
+    except OSError as error:
+        answer["error"] = error.strerror or str(error)
+    receiver.join()
+    server.close()
+    return answer
+
+
+def interfaces() -> dict[str, str]:
+    """The IPv4 address of each network interface that is up, by name; not the host's own loop."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as trial:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                flags = struct.unpack("H", fcntl.ioctl(trial, _SIOCGIFFLAGS, request)[16:18])[0]
+                address = socket.inet_ntoa(fcntl.ioctl(trial, _SIOCGIFADDR, request)[20:24])
+            except OSError:  # has no address
+                continue
+            if flags & _IFF_UP and not address.startswith("127."):
+                found[name] = address
+    return found
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _package(name: str) -> Path | None:
+    """Its folder, without importing it."""
+    spec = importlib.util.find_spec(name)
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+def _source_digest() -> str | None:
+    """Of our package's sources: checkouts of one version differ."""
+    folder = _package("hvd_transformer")
+    if folder is None:
+        return None
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _memory() -> dict[str, int]:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return {name: int(value.split()[0]) * 1024 for name, value in (line.split(":") for line in lines)}
+
+
+def _devices() -> list[dict[str, Any]]:
+    """The GPUs that a process here may use."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
+    devices = []
+    for line in _output(query).splitlines():
+        name, *sizes = (word.strip() for word in line.split(","))
+        if len(sizes) == 2 and all(size.isdigit() for size in sizes):
+            total, free = (int(size) << 20 for size in sizes)
+            devices.append({"name": name, "memory": total, "memory_free": free})
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return devices if visible is None else devices[: len([word for word in visible.split(",") if word.strip()])]
+
+
+def _folder(path: Path) -> dict[str, Any]:
+    """Whether the path is there; where it is not, the nearest folder above it tells what could be made there."""
+    here = path.absolute()
+    while not here.exists() and here != here.parent:
+        here = here.parent
+    disk = os.statvfs(here)
+    full = disk.f_files > 0 and disk.f_favail == 0  # no more files may be made
+    return {
+        "exists": path.exists(),
+        "writable": os.access(here, os.W_OK),
+        "free": 0 if full else disk.f_bavail * disk.f_frsize,
+    }
+
+
+def _horovod() -> dict[str, Any] | None:
+    """What it was built with, from its library, which cannot be loaded without all of torch."""
+    folder = _package("horovod")
+    library = next(folder.glob("torch/mpi_lib*.so"), None) if folder else None
+    if folder is None or library is None:
+        return None
+    with library.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        features = [name for name, word in _FEATURES.items() if data.find(word) >= 0]
+    try:
+        built_for = json.loads((folder / "metadata.json").read_text()).get("pytorch")
+    except (OSError, ValueError):
+        built_for = None
+    mpi = re.search(r"libmpi\.so\S* => (/\S+|not found)", _output(["ldd", str(library)]))
+    return {"features": features, "torch": built_for, "mpi": str(Path(mpi[1]).resolve()) if mpi else None}
+
+
+def _mpi4py() -> dict[str, str] | None:
+    """The MPI library that it loads; in a process of its own, whose environment is the job's from the start."""
+    lines = _output([sys.executable, "-c", _MPI4PY]).splitlines()
+    return {"version": lines[0], "mpi": str(Path(lines[1]).resolve())} if len(lines) == 2 else None
+
+
+def _output(command: list[str]) -> str:
+    """What it prints; nothing where it is missing or fails."""
+    if shutil.which(command[0]) is None:
+        return ""
+    try:
+        return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=4, text=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _ping(connection: socket.socket) -> float:
+    start = time.perf_counter()
+    connection.sendall(b"x")
+    connection.recv(1)
+    return time.perf_counter() - start
+
+
+def _send(connection: socket.socket, seconds: float) -> None:
+    block, end = bytes(1 << 18), time.perf_counter() + seconds
+    try:
+        while time.perf_counter() < end:
+            connection.sendall(block)
+    except OSError:  # the other side has seen enough
+        pass
+
+
+def _receive(server: socket.socket, seconds: float) -> float | None:
+    """Answers the pings of the host before, then its bytes a second; None where it does not come."""
+    server.settimeout(2.5)
+    block = bytearray(1 << 18)
+    try:
+        with server.accept()[0] as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.settimeout(seconds)
+            for _ in range(_PINGS):
+                connection.sendall(connection.recv(1))
+            count, start = 0, time.perf_counter()
+            while time.perf_counter() < start + seconds:
+                received = connection.recv_into(block)
+                if not received:
+                    break
+                count += received
+            return count / (time.perf_counter() - start)
+    except OSError:
+        return None
+
+
+def main() -> None:
+    functions = {function.__name__: function for function in (facts, clock, exists, listen, link)}
+    for line in sys.stdin:
+        question = json.loads(line)
+        print(MARK + json.dumps(functions[question.pop("ask")](**question)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Shows an examination on the terminal: a row a host, then what is wrong and what to do."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from hvd_transformer.launch.doctor.examine import Examination
+from hvd_transformer.launch.doctor.findings import GIB, gigabits
+
+
+def as_table(found: Examination, hosts: list[str]) -> Group:
+    """For rich's console."""
+    table = Table("host", "software", "devices", "cores", "memory free", "disk free", "clock", "from the host before")
+    faulty = {finding.host for finding in found.findings if finding.problem}
+    for host in hosts:
+        name = Text(host, "bold red" if host in faulty else "green")
+        table.add_row(name, *(_cells(found, host) if host in found.answers else ["no answer"]))
+    return Group(table, *_lines(found))
+
+
+def as_json(found: Examination) -> dict[str, Any]:
+    """Sizes in bytes, times in seconds, rates in bytes a second."""
+    return {
+        "hosts": {host: {**answer, "clock": found.skews.get(host)} for host, answer in found.answers.items()},
+        "interface": found.interface,
+        "links": [link._asdict() for link in found.links],
+        "findings": [finding._asdict() for finding in found.findings],
+    }
+
+
+def _cells(found: Examination, host: str) -> Iterator[str]:
+    answer = found.answers[host]
+    versions = answer["versions"]
+    horovod = " ".join(answer["horovod"]["features"]) if answer["horovod"] else "not built"
+    software = [
+        f"Python {answer['python']}",
+        f"torch {versions['torch']}",
+        f"horovod {versions['horovod']} ({horovod})",
+    ]
+    if answer["mpi4py"]:
+        software.append(f"mpi4py {versions['mpi4py']}, {answer['mpi4py']['version']}")
+    yield "\n".join(software)
+    yield "\n".join(f"{device['name']}, {_gib(device['memory_free'])}" for device in answer["devices"]) or "none"
+    yield str(answer["cores"])
+    yield f"{_gib(answer['memory_free'])} of {_gib(answer['memory'])}"
+    yield "\n".join(f"{_gib(answer['folders'][label]['free'])} {label}" for label in ("output_dir", "/tmp"))
+    yield f"{found.skews[host][0] * 1000:+.1f} ms" if host in found.skews else ""
+    link = next((link for link in found.links if link.target == host), None)
+    if link and link.rate is not None and link.round_trip is not None:
+        yield f"{gigabits(link.rate)}\n{link.round_trip * 1e3:.2g} ms there and back"
+
+
+def _lines(found: Examination) -> Iterator[Text]:
+    for finding in sorted(found.findings, key=lambda finding: not finding.problem):
+        word, style = ("problem", "bold red") if finding.problem else ("note", "yellow")
+        yield Text.assemble((word, style), f" {finding.host}: {finding.message}\n", ("  → ", "dim"), finding.cure)
+    if not found.findings:
+        yield Text("nothing is wrong", "green")
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB"
