@@ -138,7 +138,7 @@ def test_it_is_the_same_job(tmp_path: Path, scheduler: str) -> None:
     given_words = [
         *TWO_HOSTS, "--mpi", "--ssh-port", "2200", "--ssh-identity", str(key), "--network-interface", "eth0",
         "--env", "TOKEN", "--env", "OTHER", "--timeline", "a b.json", "--autotune",
-        "--restarts", "3", "--min-np", "2",
+        "--restarts", "3", "--min-np", "2", "--no-preflight",
         "--", "--preset", "python-docs", "output_dir=runs/four ranks",
     ]  # fmt: skip
     words = launched_words(scheduler, written(scheduler, *given_words), tmp_path)
