@@ -1,6 +1,5 @@
 """Whether this host has a GPU for each stage of each of its ranks; what other hosts have is asked there."""
 
-import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -8,23 +7,22 @@ from contextlib import suppress
 from hvd_transformer.config import Config
 from hvd_transformer.errors import UserError
 from hvd_transformer.launch.hostfile import Host
+from hvd_transformer.launch.ssh import is_local
 
 
 def check_devices(hosts: Sequence[Host], config: Config, environment: Mapping[str, str]) -> None:
-    """Raises `UserError` where training.device=cuda needs more GPUs than this host shows.
+    """Raises `UserError` where this host has fewer GPUs than its ranks have stages.
 
-    `auto` is never refused: with a GPU too few all ranks compute on the CPU.
+    Also for training.device=auto, where it has any: all ranks would compute on the CPU then.
     """
-    here = [host for host in hosts if host.name in ("localhost", "127.0.0.1", socket.gethostname())]
-    if not here or config.training.device != "cuda":
+    device, stages = config.training.device, config.parallel.pipeline
+    if device == "cpu" or (gpus := num_gpus(environment)) is None or (device == "auto" and not gpus):
         return
-    gpus = num_gpus(environment)
-    stages = config.parallel.pipeline
-    for host in here:
-        if gpus is not None and host.slots * stages > gpus:
+    for host in hosts:
+        if host.slots * stages > gpus and is_local(host.name):
             needed = f"{host.slots} ranks × {stages} stages" if stages > 1 else f"{host.slots} ranks"
             raise UserError(
-                f"host {host.name}: has {gpus} GPUs for {needed} (training.device=cuda); at most "
+                f"host {host.name}: has {gpus} GPUs for {needed} (training.device={device}); at most "
                 f"{gpus // stages} ranks fit, or set training.device=cpu"
             )
 

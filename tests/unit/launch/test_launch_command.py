@@ -106,7 +106,8 @@ def test_a_named_variable_that_is_none(name: str) -> None:
 
 def dry_run(*words: str, **environment: str) -> str:
     """The one line that `launch --dry-run` prints."""
-    result = CliRunner(env=environment).invoke(launch, [*words, "--dry-run"], catch_exceptions=False)
+    given = {"CUDA_VISIBLE_DEVICES": "", **environment}
+    result = CliRunner(env=given).invoke(launch, [*words, "--dry-run"], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     assert len(result.output.splitlines()) == 1
     return result.output.rstrip("\n")

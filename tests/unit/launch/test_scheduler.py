@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from click.testing import CliRunner
+from conftest import REPOSITORY
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
@@ -18,7 +19,7 @@ from hvd_transformer.cli.launch import launch
 from hvd_transformer.config import Config
 from hvd_transformer.errors import UserError
 from hvd_transformer.launch.hostfile import Host
-from hvd_transformer.launch.scheduler import compose, kubernetes, slurm
+from hvd_transformer.launch.scheduler import compose, image, kubernetes, slurm
 from hvd_transformer.launch.scheduler.job import ScheduledJob
 
 SCHEDULERS = ("slurm", "kubernetes", "compose")
@@ -137,7 +138,7 @@ def test_it_is_the_same_job(tmp_path: Path, scheduler: str) -> None:
     given_words = [
         *TWO_HOSTS, "--mpi", "--ssh-port", "2200", "--ssh-identity", str(key), "--network-interface", "eth0",
         "--env", "TOKEN", "--env", "OTHER", "--timeline", "a b.json", "--autotune",
-        "--restarts", "3", "--min-np", "2",
+        "--restarts", "3", "--min-np", "2", "--no-preflight",
         "--", "--preset", "python-docs", "output_dir=runs/four ranks",
     ]  # fmt: skip
     words = launched_words(scheduler, written(scheduler, *given_words), tmp_path)
@@ -320,3 +321,28 @@ def test_wrong_input_is_one_line(words: list[str], message: str) -> None:
 def test_the_last_host_may_have_fewer_ranks() -> None:
     assert "-np 3 " in written("slurm", "-np", "3", "-H", "a:2,b:2")
     assert sbatch_options(written("slurm", "-np", "3", "-H", "a:2,b:2"))["ntasks-per-node"] == "2"
+
+
+# ---- the images
+
+
+def test_the_images_keep_what_the_files_rely_on() -> None:
+    docker = REPOSITORY / "docker"
+    if not (docker / "Dockerfile.cpu").exists():
+        pytest.skip("needs docker/Dockerfile.cpu")
+    dockerfile, entrypoint, sshd = (
+        (docker / name).read_text() for name in ("Dockerfile.cpu", "entrypoint.sh", "sshd_config")
+    )
+    assert re.findall(r"^WORKDIR (\S+)", dockerfile, re.MULTILINE)[-1] == image.FOLDER
+    assert f"\nARG USER_ID={image.GROUP_ID}\n" in dockerfile
+    assert f"\nPort {image.SSH_PORT}\n" in sshd
+    assert f"\nAuthorizedKeysFile {image.LAUNCHER_KEY}/authorized_keys\n" in sshd
+    assert f"{image.WORKER_KEYS}/$HOSTNAME" in entrypoint
+    assert re.findall(r"^ +(\w+)\)$", entrypoint, re.MULTILINE)[:2] == ["worker", "launcher"]
+    assert "$HOSTS" in entrypoint
+    # In an MPIJob no volume has the workers' host keys: a command that fails would end every connection.
+    said = subprocess.run(
+        ["ssh", "-F", docker / "ssh_config", "-T", "-G", "x-worker-0.x.default.svc"], capture_output=True, text=True
+    )
+    assert f"port {image.SSH_PORT}\n" in said.stdout
+    assert "knownhostscommand" not in said.stdout
