@@ -10,7 +10,7 @@ export PATH := $(BIN):$(PATH)
 export OMPI_ALLOW_RUN_AS_ROOT ?= 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 
-.PHONY: train test lint bench install clean
+.PHONY: train test test-docker lint bench install clean
 
 train: install
 	horovodrun -np 2 -H localhost:2 hvd-train --preset python-docs output_dir=$(OUTPUT)
@@ -18,11 +18,17 @@ train: install
 test: install
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# The cluster of docker/compose.yaml on a Docker engine, which it starts itself where it is root and there is none.
+test-docker: install
+	$(BIN)/python -m pytest tests/docker $(PYTEST_ARGS)
+
 lint: install
 	$(BIN)/ruff check $(RUFF) --select E,F,W,I,B,UP,SIM,RET,C4,PTH,PIE .
 	$(BIN)/ruff format $(RUFF) --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/shellcheck docker/*.sh .ci/run
+	$(BIN)/hadolint --ignore DL3008 docker/Dockerfile.*  # Debian's archive keeps no old versions to pin
 
 bench: install
 	$(BIN)/python -m benchmarks.data_parallel
