@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -52,17 +52,12 @@ class Engine:
 
     def build(self, work: Path) -> None:
         """The image from our Dockerfile.cpu."""
-        words = [*self._build_command(), "--network", "host", "-t", IMAGE, "-f", REPOSITORY / "docker/Dockerfile.cpu"]
+        words = ["docker", "build", "--network", "host", "-t", IMAGE, "-f", REPOSITORY / "docker/Dockerfile.cpu"]
         words += [word for name in _PROXIES if name in os.environ for word in ("--build-arg", name)]
         if not self.has("docker", "image", "inspect", _PUBLIC_BASE) and not self.has("docker", "pull", _PUBLIC_BASE):
             self._make_bases(work)
             words += ["--build-arg", f"BASE={_OWN_BASE}", "--build-arg", f"BUILD_BASE={_BUILD_BASE}"]
         self.run(*words, REPOSITORY, timeout=3000)
-
-    def _build_command(self) -> Sequence[str]:
-        return (
-            ["docker", "buildx", "build", "--load"] if self.has("docker", "buildx", "version") else ["docker", "build"]
-        )
 
     def _make_bases(self, work: Path) -> None:
         """Debian from its archive; and for what is compiled, the same with the Python packages that pip finds here."""
@@ -88,27 +83,35 @@ class Engine:
         (context / "Dockerfile").write_text(
             f"FROM {_OWN_BASE}\nCOPY wheels /wheels\nENV PIP_NO_INDEX=1 PIP_FIND_LINKS=/wheels\n", encoding="utf-8"
         )
-        self.run(*self._build_command(), "-t", _BUILD_BASE, context, timeout=300)
+        self.run("docker", "build", "-t", _BUILD_BASE, context, timeout=300)
 
 
 @contextmanager
 def engine() -> Iterator[Engine]:
     """The engine that docker finds, or one of our own until the end."""
-    if not shutil.which("docker"):
-        pytest.skip("needs Docker")
-    found = Engine(dict(os.environ))
+    found = _client()
     if found.has("docker", "info", "--format", "{{.ServerVersion}}"):
         yield found
     elif os.getuid() == 0 and shutil.which("dockerd"):
         with tempfile.TemporaryDirectory(prefix="hvd-docker-") as folder:
-            yield from _start(Path(folder))
+            yield from _start(found, Path(folder))
     else:
         pytest.skip("needs a running Docker engine, or dockerd as root to start one")
 
 
-def _start(folder: Path) -> Iterator[Engine]:
+def _client() -> Engine:
+    """The first docker on the path that builds with BuildKit: some lack its plugin."""
+    for folder in os.get_exec_path():
+        path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+        found = Engine({**os.environ, "PATH": path, "DOCKER_BUILDKIT": "1"})
+        if (Path(folder) / "docker").exists() and found.has("docker", "build", "--help"):
+            return found
+    pytest.skip("needs Docker with BuildKit")
+
+
+def _start(client: Engine, folder: Path) -> Iterator[Engine]:
     _CACHE.mkdir(parents=True, exist_ok=True)
-    started = Engine({**os.environ, "DOCKER_HOST": f"unix://{folder}/socket"})
+    started = Engine({**client.environment, "DOCKER_HOST": f"unix://{folder}/socket"})
     words = ["dockerd", "--data-root", _CACHE, "--exec-root", folder / "exec", "--pidfile", folder / "pid"]
     words += ["-H", started.environment["DOCKER_HOST"]]
     # The machine's own packet filter and bridges are left alone.

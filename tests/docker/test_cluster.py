@@ -123,6 +123,6 @@ def test_a_host_that_does_not_answer_is_named(docker):
 
 
 def test_the_image_has_no_key_no_compiler_and_no_root(docker):
-    look = "id -u; find / -xdev \\( -name '*_key' -o -name 'id_*' \\) -path '*ssh*' 2>/dev/null; command -v gcc g++ cmake nvcc"
+    look = "id -u; find /etc/ssh /home /root /keys -name '*_key' -o -name 'id_*'; command -v gcc g++ cmake"
     done = docker.run("docker", "run", "--rm", "--network", "none", IMAGE, "sh", "-c", look, check=False)
     assert done.stdout.split() == ["1000"]
