@@ -2,7 +2,7 @@
 # What a container does:
 #
 #   worker               lets launchers in through sshd, whose key is made here
-#   launcher COMMAND...  makes a key, waits until all of $HOSTS (h1:2,h2:2) let it in, and runs the command
+#   launcher COMMAND...  makes a key, waits until all hosts of $HOSTS (h1:2,h2:2) let it in, and runs the command
 #   health               whether this worker's sshd answers
 #   COMMAND...           runs the command
 #
@@ -42,7 +42,8 @@ case ${1:-} in
     launcher)
         make_key ~/.ssh/id_ed25519
         ssh-keygen -y -f ~/.ssh/id_ed25519 | publish /keys/launcher/authorized_keys
-        for host in ${HOSTS//,/ }; do
+        IFS=, read -ra hosts <<<"${HOSTS:-}"
+        for host in "${hosts[@]}"; do
             wait_for "${host%%:*}"
         done
         exec "${@:2}"

@@ -100,7 +100,7 @@ def test_a_job_goes_on_without_a_worker_that_was_killed(cluster):
 def test_a_worker_lets_in_the_launcher_alone_and_says_that_it_is_healthy(cluster):
     cluster("up", "--detach", "worker-1", "worker-2")
     login = ["ssh", "-o", "StrictHostKeyChecking=accept-new", "worker-2", "id", "-un"]
-    told = cluster("run", "--rm", "-T", "launcher", "launcher", *login)
+    told = cluster("run", "--rm", "-T", "launcher", *login)
     assert told.stdout.strip() == "trainer"
     refused = cluster("exec", "-T", "worker-1", *login, check=False)
     assert refused.returncode == 255
