@@ -5,12 +5,14 @@ BIN := $(VENV)/bin
 OUTPUT ?= runs/python-docs
 # ruff reads no setup.cfg; this is its only caller.
 RUFF := --line-length 120 --target-version py310 --no-cache
+# Debian's archive keeps no old versions to pin; pip's cache is a mount, no part of a layer.
+HADOLINT := --ignore DL3008 --ignore DL3042
 export PATH := $(BIN):$(PATH)
 # Open MPI refuses to run as root (containers, CI) unless told twice.
 export OMPI_ALLOW_RUN_AS_ROOT ?= 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 
-.PHONY: train test lint bench install clean
+.PHONY: train test test-docker lint bench install clean
 
 train: install
 	horovodrun -np 2 -H localhost:2 hvd-train --preset python-docs output_dir=$(OUTPUT)
@@ -18,11 +20,17 @@ train: install
 test: install
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# The cluster of docker/compose.yaml on a Docker engine, which it starts itself where it is root and there is none.
+test-docker: install
+	$(BIN)/python -m pytest tests/docker $(PYTEST_ARGS)
+
 lint: install
 	$(BIN)/ruff check $(RUFF) --select E,F,W,I,B,UP,SIM,RET,C4,PTH,PIE .
 	$(BIN)/ruff format $(RUFF) --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/shellcheck docker/*.sh .ci/run
+	$(BIN)/hadolint $(HADOLINT) docker/Dockerfile.*
 
 bench: install
 	$(BIN)/python -m benchmarks.data_parallel

@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# What a container does:
+#
+#   worker               lets launchers in through sshd, whose key is made here
+#   launcher COMMAND...  makes a key, waits until all hosts of $HOSTS (h1:2,h2:2) let it in, and runs the command
+#   health               whether this worker's sshd answers
+#   COMMAND...           runs the command
+#
+# Private keys stay in their containers. /keys/launcher holds the public key that workers let in, /keys/workers the
+# workers' public host keys: a launcher and its workers share them as volumes.
+set -euo pipefail
+umask 077
+
+readonly wait_seconds=60
+
+# Makes the key pair $1 unless it is there: a container that starts again, or a mounted key.
+make_key() { [ -e "$1" ] || ssh-keygen -q -t ed25519 -N '' -f "$1"; }
+
+# Writes a public file whole or not at all.
+publish() {
+    (umask 022 && cat >"$1.new")
+    mv "$1.new" "$1"
+}
+
+wait_for() {
+    local said
+    until said=$(ssh -o BatchMode=yes -o StrictHostKeyChecking=accept-new -o ConnectTimeout=5 "$1" true 2>&1); do
+        if ((SECONDS > wait_seconds)); then
+            echo "entrypoint: host $1 does not let the launcher in for $wait_seconds s: ${said##*$'\n'}" >&2
+            exit 1
+        fi
+        sleep 0.5
+    done
+}
+
+case ${1:-} in
+    worker)
+        make_key ~/.ssh/host_key
+        (cut -d ' ' -f 1,2 ~/.ssh/host_key.pub | sed 's/^/* /') | publish "/keys/workers/$HOSTNAME"
+        exec /usr/sbin/sshd -D -e -f /etc/ssh/hvd-transformer_sshd_config
+        ;;
+    launcher)
+        make_key ~/.ssh/id_ed25519
+        ssh-keygen -y -f ~/.ssh/id_ed25519 | publish /keys/launcher/authorized_keys
+        IFS=, read -ra hosts <<<"${HOSTS:-}"
+        for host in "${hosts[@]}"; do
+            wait_for "${host%%:*}"
+        done
+        exec "${@:2}"
+        ;;
+    health)
+        [ -n "$(ssh-keyscan -T 4 -p 2222 localhost 2>/dev/null)" ]
+        ;;
+    *)
+        exec "$@"
+        ;;
+esac

@@ -1,0 +1,128 @@
+"""The cluster of docker/compose.yaml on a real engine, from an image built from docker/Dockerfile.cpu.
+
+`make test-docker` alone runs this file: its first run compiles Horovod in the image.
+"""
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+import yaml
+from conftest import REPOSITORY
+from engine import IMAGE, Engine, engine
+
+COMPOSE = yaml.safe_load((REPOSITORY / "docker" / "compose.yaml").read_text(encoding="utf-8"))
+SMALL = ["model.num_layers=1", "model.d_model=32", "model.num_heads=2", "model.d_feedforward=64"]
+SMALL += ["data.tokenizer=char", "data.sequence_length=32", "training.log_every=1"]
+SMALL += ["output_dir=runs/small", "checkpoint.every_steps=50"]
+STEPS = 400
+
+pytestmark = pytest.mark.timeout(3600)
+
+
+@pytest.fixture(scope="module")
+def docker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """An engine that has the image."""
+    with engine() as found:
+        found.build(tmp_path_factory.mktemp("image"))
+        yield found
+
+
+class Cluster:
+    """A compose project: the services of compose.yaml with the tests' image and a small job."""
+
+    def __init__(self, docker: Engine, folder: Path, num_steps: int) -> None:
+        self.docker, self._name = docker, f"hvd-test-{uuid4().hex[:8]}"
+        services = {name: {**service, "image": IMAGE} for name, service in COMPOSE["services"].items()}
+        for service in services.values():
+            del service["build"]
+        self._launcher_command = [*services["launcher"]["command"], *SMALL, f"training.max_steps={num_steps}"]
+        services["launcher"]["command"] = self._launcher_command
+        file = folder / "compose.yaml"
+        file.write_text(yaml.safe_dump({"services": services, "volumes": COMPOSE["volumes"]}), encoding="utf-8")
+        self._words = [*docker.compose(), "-p", self._name, "-f", str(file)]
+
+    def __call__(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        return self.docker.run(*self._words, *words, check=check, timeout=600)
+
+    def read(self, file: str) -> str:
+        """A file of the run; nothing where it is not there yet."""
+        words = ["docker", "run", "--rm", "--network", "none", "-v", f"{self._name}_runs:/work/runs", IMAGE]
+        return self.docker.run(*words, "cat", f"runs/small/{file}", check=False).stdout
+
+    def train(self, *options: str) -> "subprocess.Popen[str]":
+        """The launcher in the foreground, with more options for `launch`."""
+        command = self._launcher_command
+        split = command.index("--")
+        words = ["run", "--rm", "-T", "launcher", *command[:split], *options, *command[split:]]
+        return subprocess.Popen(
+            [*self._words, *words],
+            env=self.docker.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+
+@pytest.fixture
+def cluster(docker: Engine, tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(docker, tmp_path, STEPS)
+    yield made
+    made("down", "--volumes", "--remove-orphans", "--timeout", "1", check=False)
+
+
+def test_one_command_trains_on_both_workers(cluster):
+    done = cluster("up", "--exit-code-from", "launcher", check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    summary = json.loads(cluster.read("summary.json"))
+    assert (summary["world"], summary["steps"]) == (2, STEPS)
+
+
+def test_a_job_goes_on_without_a_worker_that_was_killed(cluster):
+    job = cluster.train("--restarts", "3", "--min-np", "1")
+    while not cluster.read("checkpoints/latest/state.json"):
+        assert job.poll() is None, job.communicate()[0]
+        time.sleep(0.2)
+    cluster("kill", "worker-2")
+    output, _ = job.communicate(timeout=600)
+    assert job.returncode == 0, output
+    summary = json.loads(cluster.read("summary.json"))
+    assert (summary["world"], summary["steps"]) == (1, STEPS)
+    steps = [line["step"] for line in map(json.loads, cluster.read("metrics.jsonl").splitlines()) if "loss" in line]
+    assert steps == list(range(1, STEPS + 1))
+
+
+def test_a_worker_lets_in_the_launcher_alone_and_says_that_it_is_healthy(cluster):
+    cluster("up", "--detach", "worker-1", "worker-2")
+    login = ["ssh", "-o", "StrictHostKeyChecking=accept-new", "worker-2", "id", "-un"]
+    told = cluster("run", "--rm", "-T", "launcher", *login)
+    assert told.stdout.strip() == "trainer"
+    refused = cluster("exec", "-T", "worker-1", *login, check=False)
+    assert refused.returncode == 255
+    assert "Permission denied (publickey)" in refused.stderr
+    for _ in range(30):
+        container = cluster("ps", "-q", "worker-1").stdout.strip()
+        health = cluster.docker.run("docker", "inspect", "-f", "{{.State.Health.Status}}", container).stdout.strip()
+        if health != "starting":
+            break
+        time.sleep(1)
+    assert health == "healthy"
+    assert cluster("run", "--rm", "-T", "launcher", "entrypoint", "health", check=False).returncode == 1
+
+
+def test_a_host_that_does_not_answer_is_named(docker):
+    words = ["docker", "run", "--rm", "--network", "none", "-e", "HOSTS=nobody:1", IMAGE, "launcher", "true"]
+    done = docker.run(*words, check=False)
+    assert done.returncode == 1
+    assert "nobody" in done.stderr.splitlines()[-1]
+
+
+def test_the_image_has_no_key_no_compiler_and_no_root(docker):
+    look = "id -u; find /etc/ssh /home /root /keys -name '*_key' -o -name 'id_*'; command -v gcc g++ cmake"
+    done = docker.run("docker", "run", "--rm", "--network", "none", IMAGE, "sh", "-c", look, check=False)
+    assert done.stdout.split() == ["1000"]
