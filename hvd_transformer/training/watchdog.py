@@ -152,6 +152,13 @@ class Watchdog:
     def _stall(self) -> None:
         # Whatever blocks here, a disk or a screen, this process ends.
         faulthandler.dump_traceback_later(_END_SECONDS, exit=True, file=self._stacks)
+        try:
+            self._tell()
+        finally:
+            os._exit(STALLED)
+
+    def _tell(self) -> None:
+        """Stacks into the log, and one rank's line about who is late."""
         beat = self.beat(late=True)
         what = "step" if self.heartbeat.period == "step" else "progress"
         log.error("no %s for %.0f s here; the stacks of all threads:", what, self._quiet)
@@ -162,17 +169,16 @@ class Watchdog:
                 (folder / _LATE).touch()
         time.sleep(_SETTLE_SECONDS)
         self._write(self._folders, beat)
-        seen = self._see() or [Seen(beat, 0.0)]
+        seen = {**self._see(), self.rank: Seen(beat, 0.0)}
         silent_seconds = 3 * self._beat_seconds + _SETTLE_SECONDS
-        told = [found.beat for found in seen if found.beat["late"] and found.age <= silent_seconds]
-        longest = max(beat["progress_seconds"] for beat in told)
-        line = f"no {what} for {longest:.0f} s: {who_is_late(seen, self._hosts, silent_seconds)}"
+        told = {rank: found.beat for rank, found in seen.items() if found.beat["late"] and found.age <= silent_seconds}
+        longest = max(beat["progress_seconds"] for beat in told.values())
+        line = f"no {what} for {longest:.0f} s: {who_is_late(list(seen.values()), self._hosts, silent_seconds)}"
         log.error("%s", line)
-        if self.rank == min(beat["rank"] for beat in told):
+        if self.rank == min(told):
             print(f"hvd-transformer: {line}; stacks are in {self._logs}", file=sys.stderr, flush=True)
         else:
             time.sleep(_SETTLE_SECONDS)  # the first rank that ends may end the others
-        os._exit(STALLED)
 
     def _write(self, folders: Sequence[Path], beat: dict[str, Any]) -> None:
         for folder in folders:
@@ -181,7 +187,7 @@ class Watchdog:
                 aside.write_text(json.dumps(beat), encoding="utf-8")
                 aside.replace(folder / f"beat-{self.rank}")
 
-    def _see(self) -> list[Seen]:
+    def _see(self) -> dict[int, Seen]:
         """The newest heartbeat of each rank that can be seen from here.
 
         Their ages are told by the file system's clock, against this rank's own: hosts may have other clocks.
@@ -195,4 +201,4 @@ class Watchdog:
                         age = now - os.fstat(file.fileno()).st_mtime
                         if rank not in newest or age < newest[rank].age:
                             newest[rank] = Seen(json.load(file), age)
-        return list(newest.values())
+        return newest
