@@ -15,6 +15,8 @@ from hvd_transformer.launch.command import Horovodrun
 from hvd_transformer.launch.folder import Beat, Failure, JobFolder, Show
 
 _SAVE_SECONDS = 120.0  # that ranks which were asked to stop have to save
+STALLED = 75  # a rank's exit code when its watchdog has ended it
+_SILENT_SECONDS = 10.0  # behind its limit: a rank whose watchdog does not run, or that was stopped alone
 _FAIL_SECONDS = 1.0  # that ranks have to end by themselves after one has failed: their messages tell more
 _END_SECONDS = 10.0  # that horovodrun has to end after its ranks
 _TOLD_SECONDS = 2.0  # the same where it was told to
@@ -92,6 +94,8 @@ def run(
                 code = _end(process, told=bool(lost or failures))
         finally:
             folder.close()
+        silent = [beat for beat in beats.values() if _is_silent(beat)]
+        failures += [Failure(0.0, beat["rank"], STALLED, beat["host"]) for beat in silent]
         first = failures[0] if failures else None
         return Ended(first.code if first else int(code != 0), first, lost, stopped, beats, _text(said))
 
@@ -101,7 +105,7 @@ def _wait(process: subprocess.Popen[bytes], folder: JobFolder, stop: Stop, look:
     deadline: float | None = None
     stopped = False
     while process.poll() is None and (deadline is None or time.monotonic() < deadline):
-        if folder.lost or stop.count > 1:
+        if folder.lost or stop.count > 1 or any(map(_is_silent, folder.beats.values())):
             break
         wanted = look(folder) or stop.count > 0
         if wanted and not stopped:
@@ -116,6 +120,10 @@ def _wait(process: subprocess.Popen[bytes], folder: JobFolder, stop: Stop, look:
             deadline = time.monotonic() + _FAIL_SECONDS
         time.sleep(_LOOK_SECONDS)
     return stopped
+
+
+def _is_silent(beat: Beat) -> bool:
+    return float(beat["age"]) > float(beat["limit_seconds"]) + _SILENT_SECONDS
 
 
 def _end(process: subprocess.Popen[bytes], told: bool) -> int:

@@ -188,7 +188,7 @@ class _View:
         return table
 
     def _state(self, ranks: range) -> Text:
-        """What the ranks do; first those that are late or silent."""
+        """What the ranks do; or which of them do nothing."""
         beats = [beat for rank, beat in self.beats.items() if rank in ranks]
         late = [
             f"rank {beat['rank']} "

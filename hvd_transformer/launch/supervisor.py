@@ -15,11 +15,10 @@ from hvd_transformer.errors import UserError
 from hvd_transformer.launch.command import Horovodrun
 from hvd_transformer.launch.folder import Failure, HostLost, JobFolder
 from hvd_transformer.launch.hostfile import Host
-from hvd_transformer.launch.job import Ended, Stop, run
+from hvd_transformer.launch.job import STALLED, Ended, Stop, run
 from hvd_transformer.launch.pool import HostPool
 from hvd_transformer.launch.screen import WRONG_INPUT, Screen
 
-STALLED = 75  # a rank's exit code: its watchdog's
 _SAME_STEP = 3  # failures there, and no more is tried
 _BACK_OFF_SECONDS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)  # before restarts after runs that were short
 _SHORT_SECONDS = 60.0

@@ -43,12 +43,12 @@ for word; do case "$word" in *.invalid) host=$word;; esac; done
 echo $$ >"$STAND/ssh-$host"
 exec sh -c "exec $last"
 """
-# Each start appends its number of ranks to `starts`; what a rank does then is the test's part.
-WORKER = 'cd "$STAND"; [ $HOROVOD_RANK = 0 ] && echo $HOROVOD_SIZE >>starts; start=$(wc -l <starts); '
-BEAT = (
-    'echo "{\\"rank\\": $HOROVOD_RANK, \\"host\\": \\"$(uname -n)\\", \\"time\\": $(date +%s), \\"step\\": STEP}" '
-    '>"$HVD_TRANSFORMER_FOLDER/beat-$HOROVOD_RANK"; sleep 1.5; '
-)
+# Each rank notes the number of ranks of each of its starts; what it does then is the test's part.
+WORKER = 'cd "$STAND"; echo $HOROVOD_SIZE >>starts-$HOROVOD_RANK; start=$(wc -l <starts-$HOROVOD_RANK); '
+BEAT = """
+printf '{"rank": %d, "host": "%s", "time": %d, "step": %d, "limit_seconds": 60}' $HOROVOD_RANK \\
+    $(uname -n) $(date +%s) STEP >"$HVD_TRANSFORMER_FOLDER/beat-$HOROVOD_RANK"; sleep 1.5
+"""
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def given(**slots: int) -> FindHosts:
 
 
 def starts(stand: Path) -> list[int]:
-    return [int(line) for line in (stand / "starts").read_text().split()]
+    return [int(line) for line in (stand / "starts-0").read_text().split()]
 
 
 def wait_until(condition: Callable[[], object]) -> None:
@@ -124,7 +124,7 @@ def test_a_step_that_fails_three_times_is_not_tried_again(stand: Path, capfd: py
 
 def test_a_lost_host_is_left_alone_and_the_others_go_on(stand: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def lose() -> None:
-        wait_until(lambda: (stand / "starts").exists())
+        wait_until(lambda: (stand / "starts-0").exists())
         (stand / "down-far.invalid").touch()
         os.kill(int((stand / "ssh-far.invalid").read_text()), signal.SIGKILL)
 
@@ -142,7 +142,7 @@ def test_waits_for_a_host_that_is_needed(
     monkeypatch.setattr(pool, "ASIDE_SECONDS", 0.5)
 
     def lose_and_return() -> None:
-        wait_until(lambda: (stand / "starts").exists())
+        wait_until(lambda: (stand / "starts-0").exists())
         (stand / "down-far.invalid").touch()
         os.kill(int((stand / "ssh-far.invalid").read_text()), signal.SIGKILL)
         wait_until(lambda: "No route" in "".join(said.append(capfd.readouterr().err) or said))
@@ -157,10 +157,10 @@ def test_waits_for_a_host_that_is_needed(
 
 def test_new_hosts_are_taken_in_after_the_ranks_have_saved(stand: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_LOOK_SECONDS", 0.2)
-    script = 'trap "touch saved; exit 1" TERM; [ $start = 2 ] && exit 0; while :; do sleep 0.05; done'
+    script = 'trap "touch saved; exit 1" TERM; [ $HOROVOD_SIZE = 3 ] && exit 0; while :; do sleep 0.05; done'
 
     def find() -> list[Host]:
-        return given(localhost=1, far=8)() if (stand / "starts").exists() else given(localhost=1)()
+        return given(localhost=1, far=8)() if (stand / "starts-0").exists() else given(localhost=1)()
 
     assert supervise(stand, script, find, num_ranks=3) == 0
     assert starts(stand) == [1, 3]
@@ -169,7 +169,7 @@ def test_new_hosts_are_taken_in_after_the_ranks_have_saved(stand: Path, monkeypa
 
 def test_a_signal_ends_the_job_without_a_restart(stand: Path) -> None:
     def interrupt() -> None:
-        wait_until(lambda: (stand / "starts").exists())
+        wait_until(lambda: (stand / "starts-0").exists())
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=interrupt, daemon=True).start()
