@@ -194,7 +194,11 @@ def launch(*words) -> subprocess.CompletedProcess[str]:
         (["--", "training.max_stepss=3"], "did you mean training.max_steps?"),
         (["-np", "3", "-H", "localhost:2"], "-np 3: the hosts have 2 slots"),
         (["-np", "0"], "-np 0: must be at least 1"),
-        (["-H", "no.such.host.invalid:1"], "host no.such.host.invalid: cannot be used: ssh: "),
+        (
+            ["-H", "no.such.host.invalid:1"],
+            "host no.such.host.invalid: cannot be reached by ssh: this name is not known",
+        ),
+        (["--no-preflight", "-H", "no.such.host.invalid:1"], "host no.such.host.invalid: cannot be used: ssh: "),
         (["-H", "[::1]:2"], "[::1]: horovodrun knows no IPv6 addresses"),
         (["--env", "NO_SUCH_VARIABLE"], "--env NO_SUCH_VARIABLE: not set"),
     ],
