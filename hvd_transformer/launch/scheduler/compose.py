@@ -8,7 +8,7 @@ from typing import Any
 
 from hvd_transformer.launch.scheduler.documents import command, text
 from hvd_transformer.launch.scheduler.image import FOLDER, LAUNCHER_KEY, WORKER_KEYS, output_folder
-from hvd_transformer.launch.scheduler.job import ScheduledJob
+from hvd_transformer.launch.scheduler.job import SAVE_SECONDS, ScheduledJob
 
 NAME = "compose.yaml"
 
@@ -21,6 +21,7 @@ def services(job: ScheduledJob) -> str:
         **_service(job, "launcher", command(["launcher", *job.launch("-H", hosts)])),
         "environment": [f"HOSTS={hosts}", *job.named],
         "depends_on": list(workers),
+        "stop_grace_period": f"{SAVE_SECONDS}s",
         "healthcheck": {"disable": True},  # it runs no sshd
     }
     described = {"launcher": launcher}

@@ -11,7 +11,7 @@ from hvd_transformer.launch.scheduler.job import ScheduledJob
 _KINDS = {
     "slurm": (slurm.NAME, slurm.script, "sbatch {}"),
     "kubernetes": (kubernetes.NAME, kubernetes.manifest, "kubectl apply -f {}"),
-    "compose": (compose.NAME, compose.services, "docker compose -f {} up --abort-on-container-exit"),
+    "compose": (compose.NAME, compose.services, "docker compose -f {} run --rm launcher"),
 }
 
 

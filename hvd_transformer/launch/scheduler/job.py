@@ -9,6 +9,7 @@ from hvd_transformer.config import Config
 from hvd_transformer.errors import UserError
 from hvd_transformer.launch.hostfile import Host
 
+SAVE_SECONDS = 120  # that `launch` gives the ranks, from the signal to the end
 # One computes, one talks to the other ranks.
 _CORES_PER_STAGE = 2
 

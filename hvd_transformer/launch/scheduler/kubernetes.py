@@ -9,7 +9,7 @@ from typing import Any
 
 from hvd_transformer.launch.scheduler.documents import command, text
 from hvd_transformer.launch.scheduler.image import GROUP_ID, LAUNCHER_KEY, SSH_PORT, output_folder
-from hvd_transformer.launch.scheduler.job import ScheduledJob
+from hvd_transformer.launch.scheduler.job import SAVE_SECONDS, ScheduledJob
 
 NAME = "mpijob.yaml"
 
@@ -72,6 +72,7 @@ def _replica(job: ScheduledJob, role: str, replicas: int, container: dict[str, A
     mounts = [{"name": "output", "mountPath": folder}, {"name": "shared-memory", "mountPath": "/dev/shm"}]
     pod = {
         "securityContext": {"fsGroup": GROUP_ID},
+        "terminationGracePeriodSeconds": SAVE_SECONDS,
         "containers": [
             {"name": role, "image": job.container, "workingDir": folder, "volumeMounts": mounts, **container}
         ],

@@ -7,12 +7,9 @@ import shlex
 import sys
 from pathlib import Path
 
-from hvd_transformer.launch.scheduler.job import ScheduledJob
+from hvd_transformer.launch.scheduler.job import SAVE_SECONDS, ScheduledJob
 
 NAME = "job.sbatch"
-
-# The time that `launch` gives the ranks to save.
-_SAVE_SECONDS = 120
 
 
 def script(job: ScheduledJob) -> str:
@@ -26,7 +23,7 @@ def script(job: ScheduledJob) -> str:
         "--output=%x-%j.log",
         "--open-mode=append",
         "--requeue",
-        f"--signal=B:USR1@{_SAVE_SECONDS}",
+        f"--signal=B:USR1@{SAVE_SECONDS}",
         "--export=ALL",
     ]
     # The hosts are known when the job runs: the shell puts them in, where everything else is quoted.

@@ -328,8 +328,6 @@ def test_the_last_host_may_have_fewer_ranks() -> None:
 
 def test_the_images_keep_what_the_files_rely_on() -> None:
     docker = REPOSITORY / "docker"
-    if not (docker / "Dockerfile.cpu").exists():
-        pytest.skip("needs docker/Dockerfile.cpu")
     dockerfile, entrypoint, sshd = (
         (docker / name).read_text() for name in ("Dockerfile.cpu", "entrypoint.sh", "sshd_config")
     )
@@ -340,7 +338,9 @@ def test_the_images_keep_what_the_files_rely_on() -> None:
     assert f"{image.WORKER_KEYS}/$HOSTNAME" in entrypoint
     assert re.findall(r"^ +(\w+)\)$", entrypoint, re.MULTILINE)[:2] == ["worker", "launcher"]
     assert "$HOSTS" in entrypoint
-    # In an MPIJob no volume has the workers' host keys: a command that fails would end every connection.
+    # In an MPIJob no volume has the workers' host keys: a command that asks for them would end every connection.
+    if shutil.which("ssh") is None:
+        pytest.skip("needs ssh")
     said = subprocess.run(
         ["ssh", "-F", docker / "ssh_config", "-T", "-G", "x-worker-0.x.default.svc"], capture_output=True, text=True
     )
