@@ -68,7 +68,8 @@ class Engine:
                 pytest.skip(f"no registry with {_PUBLIC_BASE}, and no debootstrap (as root) to make a base image")
             root, archive = work / "debian", work / "debian.tar"
             self.run("debootstrap", "--variant=minbase", "bookworm", root, timeout=600)
-            shutil.rmtree(root / "var/cache/apt/archives")
+            for package in (root / "var/cache/apt/archives").glob("*.deb"):
+                package.unlink()
             self.run("tar", "-C", root, "-cf", archive, ".")
             shutil.rmtree(root)
             self.run("docker", "import", archive, _OWN_BASE)
@@ -129,3 +130,4 @@ def _start(client: Engine, folder: Path) -> Iterator[Engine]:
     finally:
         process.terminate()
         process.wait(60)
+        started.run("umount", folder / "exec/netns/default", check=False)  # dockerd leaves it

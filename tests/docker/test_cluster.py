@@ -19,7 +19,7 @@ COMPOSE = yaml.safe_load((REPOSITORY / "docker" / "compose.yaml").read_text(enco
 SMALL = ["model.num_layers=1", "model.d_model=32", "model.num_heads=2", "model.d_feedforward=64"]
 SMALL += ["data.tokenizer=char", "data.sequence_length=32", "training.log_every=1"]
 SMALL += ["output_dir=runs/small", "checkpoint.every_steps=50"]
-STEPS = 400
+STEPS = 1000
 
 pytestmark = pytest.mark.timeout(3600)
 
