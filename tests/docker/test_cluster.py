@@ -55,7 +55,8 @@ class Cluster:
         return self.docker.run(*words, "cat", f"runs/small/{file}", check=False).stdout
 
     def train(self, *options: str) -> "subprocess.Popen[str]":
-        """The launcher in the foreground, with more options for `launch`."""
+        """The workers, then the launcher with more options for `launch`."""
+        self("up", "--detach", "worker-1", "worker-2")
         command = self._launcher_command
         split = command.index("--")
         words = ["run", "--rm", "-T", "launcher", *command[:split], *options, *command[split:]]
