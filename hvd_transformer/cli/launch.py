@@ -75,6 +75,7 @@ def launch(
     import shlex
     import shutil
     import sys
+    from dataclasses import replace
 
     from hvd_transformer.cli.train import command as train
     from hvd_transformer.config import load
@@ -138,12 +139,13 @@ def launch(
     if shutil.which("horovodrun", path=minimal["PATH"]) is None:
         raise UserError("horovodrun: not found; install Horovod, as `make install` does")
     if not no_preflight:
-        preflight(Job.of(horovodrun, config), horovodrun.ssh, minimal)
+        interface = preflight(Job.of(horovodrun, config), horovodrun.ssh, minimal)
+        horovodrun = replace(horovodrun, network_interface=network_interface or interface)
     screen = Screen(restarts, Path(config.output_dir).expanduser() / "logs" / "launch.log")
     if screen.terminal:
         values[environment.SCREEN] = "launcher"
     again = [*worker, "checkpoint.resume=auto"] if config.checkpoint.resume == "never" else worker.copy()
-    plan = Plan(worker, again, values, minimal, restarts, min_ranks)
+    plan = Plan(worker, again, values, minimal, restarts, min_ranks, network_interface)
     sys.exit(Supervisor(plan, horovodrun, HostPool(find, num_ranks), screen).run())
 
 

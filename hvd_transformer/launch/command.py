@@ -70,8 +70,10 @@ class Horovodrun:
         words = ["horovodrun", "-np", str(self.num_ranks)]
         words += ["-H", ",".join(f"{host.name}:{host.slots}" for host in self.hosts)]
         words += ["--mpi" if self.mpi else "--gloo"]
-        # horovodrun would believe for an hour what it found out about hosts of these names.
-        words += ["--disable-cache", "--start-timeout", str(30 + 2 * len(self.hosts))]
+        if self.network_interface is None:
+            # horovodrun would believe for an hour what it found out about hosts of these names.
+            words += ["--disable-cache"]
+        words += ["--start-timeout", str(30 + 2 * len(self.hosts))]
         if self.ssh.port is not None:
             words += ["--ssh-port", str(self.ssh.port)]
         if self.ssh.identity is not None:

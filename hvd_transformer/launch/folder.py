@@ -47,10 +47,7 @@ class HostLost(UserError):
 
 
 class JobFolder:
-    """The folder on all hosts, from construction to `close`.
-
-    Raises `HostLost` for the first host where it cannot be made, and says why.
-    """
+    """The folder on all hosts, from construction to `close`; it is there after `wait_ready`."""
 
     def __init__(
         self,
@@ -69,19 +66,22 @@ class JobFolder:
             local = dict(zip(hosts, pool.map(is_local, hosts), strict=True))
         # All names of this machine are one host.
         names = [host for host in hosts if not local[host]] + [host for host in hosts if local[host]][:1]
+        self._closed = threading.Event()
         try:
             for host in names:
                 words = keeper if local[host] else ssh_command(ssh, host, keeper)
                 self._keepers.append(_Keeper(host, words, environment, show))
             for one in self._keepers:
                 one.send({"environment": dict(values)})
-            for one in self._keepers:
-                one.wait_ready()
         except BaseException:
             self.close()
             raise
-        self._closed = threading.Event()
         threading.Thread(target=self._ping, daemon=True).start()
+
+    def wait_ready(self) -> None:
+        """Raises `HostLost` for the first host where it cannot be made, and says why."""
+        for keeper in self._keepers:
+            keeper.wait_ready()
 
     @property
     def running(self) -> int:
@@ -117,8 +117,7 @@ class JobFolder:
 
     def close(self) -> list[Failure]:
         """Ends what still runs on any host and removes the folder; the ranks that had failed, the first one first."""
-        if hasattr(self, "_closed"):
-            self._closed.set()
+        self._closed.set()
         for keeper in self._keepers:
             keeper.send({"do": "end"})
         deadline = time.monotonic() + _END_SECONDS

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from tempfile import TemporaryFile
 from types import FrameType
 from typing import IO, NamedTuple
@@ -86,7 +87,9 @@ def run(
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+            stopped = False
             try:
+                folder.wait_ready()  # while horovodrun starts, which takes longer
                 stopped = _wait(process, folder, stop, look)
             finally:
                 lost, beats = folder.lost, folder.beats
@@ -131,7 +134,7 @@ def _end(process: subprocess.Popen[bytes], told: bool) -> int:
     if told:  # it would wait for hosts that are gone, or for their ssh
         _signal_group(process, signal.SIGTERM)
     deadline = time.monotonic() + (_TOLD_SECONDS if told else _END_SECONDS)
-    while process.poll() is None or _signal_group(process, 0):
+    while process.poll() is None or _group_lives(process.pid):
         if time.monotonic() > deadline:
             _signal_group(process, signal.SIGKILL)
             break
@@ -139,11 +142,18 @@ def _end(process: subprocess.Popen[bytes], told: bool) -> int:
     return process.wait()
 
 
-def _signal_group(process: subprocess.Popen[bytes], number: int) -> bool:
-    """Whether there is any process left in the group."""
+def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, number)
-        return True
+
+
+def _group_lives(group: int) -> bool:
+    """Whether any process is left in the group that does not only wait to be reaped."""
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, its_group, *_ = file.read_text(encoding="utf-8").rpartition(")")[2].split()
+            if its_group == str(group) and state not in "ZX":
+                return True
     return False
 
 

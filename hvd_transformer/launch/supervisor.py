@@ -36,6 +36,7 @@ class Plan:
     environment: Mapping[str, str]  # horovodrun's own
     restarts: int
     min_ranks: int
+    network_interface: str | None = None  # the user's choice, for hosts that the first start did not have
 
 
 class Supervisor:
@@ -46,6 +47,7 @@ class Supervisor:
 
     def __init__(self, plan: Plan, horovodrun: Horovodrun, pool: HostPool, screen: Screen) -> None:
         self._plan, self._horovodrun, self._pool, self._screen = plan, horovodrun, pool, screen
+        self._examined = {host.name for host in horovodrun.hosts}
         self._restarts = 0
         self._failed_steps: list[int | None] = []  # the same one, or the last
         self._short_runs = 0  # in a row
@@ -78,6 +80,8 @@ class Supervisor:
                 hosts = self._wait_for_hosts(stop)
                 if hosts is None:
                     return code
+                if not {host.name for host in hosts} <= self._examined:
+                    self._horovodrun = replace(self._horovodrun, network_interface=self._plan.network_interface)
                 self._horovodrun = replace(self._horovodrun, hosts=hosts)
                 words, again = self._plan.again, True
         finally:
@@ -179,7 +183,11 @@ class _Newcomers:
                 known = {host.name for host in self._now.hosts}
                 new = [host for host in hosts if host.name not in known]
                 if new and sum(host.slots for host in hosts) > self._now.num_ranks:
-                    JobFolder([host.name for host in new], self._now.ssh, {}, self._environment).close()
+                    folder = JobFolder([host.name for host in new], self._now.ssh, {}, self._environment)
+                    try:
+                        folder.wait_ready()
+                    finally:
+                        folder.close()
                     self.found = new
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 _RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+_FOLDER_SECONDS = 30.0
 _SAVE_SECONDS = 120.0  # after a stop
 _DAEMONS = ("orted", "hydra_pmi_proxy")  # of MPI, on each host but the launcher's
 
@@ -26,7 +27,7 @@ def main() -> int:
     folder, command = Path(sys.argv[1]), sys.argv[2:]
     rank = int(next((os.environ[name] for name in _RANK if name in os.environ), "0"))
     place = f"{os.uname().nodename}-{rank}"
-    values = json.loads((folder / "environment").read_text(encoding="utf-8"))
+    values = json.loads(_wait_for(folder / "environment"))
     environment = {**os.environ, **values, "HVD_TRANSFORMER_FOLDER": str(folder), "PYTHONUNBUFFERED": "1"}
     with ExitStack() as stack:
         out, err = (stack.enter_context((folder / f"output-{place}.{name}").open("wb", 0)) for name in ("out", "err"))
@@ -46,6 +47,14 @@ def main() -> int:
     while (folder / "stopped").exists() and time.monotonic() < deadline:
         time.sleep(0.05)  # at the first exit code the others would be killed, and may still save
     return code
+
+
+def _wait_for(file: Path) -> bytes:
+    """What the keeper writes, which is started at the same time as the ranks."""
+    deadline = time.monotonic() + _FOLDER_SECONDS
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return file.read_bytes()
 
 
 class _Child:

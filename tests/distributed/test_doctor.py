@@ -61,7 +61,7 @@ def test_healthy_hosts_pass_and_are_described(hosts: Hosts, folder: Path) -> Non
         assert "gloo" in answer["horovod"]["features"]
         assert answer["horovod"]["mpi"] == answer["mpi4py"]["mpi"]
         assert abs(answer["clock"][0]) < 1  # they have one clock
-    assert found["interface"] == "eth0"
+    assert found["interfaces"] == ["eth0"]
     assert [(link["source"], link["target"]) for link in found["links"]] == [("h1", "h2"), ("h2", "h3"), ("h3", "h1")]
     assert all(link["rate"] > 1e6 and 0 < link["round_trip"] < 1 for link in found["links"])
     assert [path for path in folder.rglob("*") if path.name.startswith(".hvd")] == []  # the marker is gone
@@ -237,7 +237,7 @@ def test_the_table_shows_every_host_every_fault_and_the_cures(hosts: Hosts, fold
     with sshd_down(hosts, folder):
         result = command(hosts, folder, "doctor", "-H", "h1:1,h3:1,h4:1")
     assert result.returncode == 1
-    assert all(f"│ {host}" in result.stdout for host in ("h1", "h3", "h4"))
+    assert {"h1", "h3", "h4"} <= {line.split()[0] for line in result.stdout.splitlines() if line.strip()}
     assert "problem h3: cannot be reached by ssh: its ssh port is closed" in result.stdout
     assert "→ start sshd there" in result.stdout
     assert "problem h4: cannot be reached by ssh: this name is not known" in result.stdout

@@ -29,7 +29,7 @@ class Examination(NamedTuple):
 
     answers: dict[str, Answer]
     skews: dict[str, tuple[float, float]]  # seconds ahead of this host, and how far that may be wrong
-    interface: str | None
+    common: list[str]  # network interfaces
     links: list[Link]
     findings: list[Finding]
 
@@ -39,14 +39,18 @@ def examine(job: Job, ssh: Ssh, environment: Mapping[str, str]) -> Examination:
     return asyncio.run(_examine(job, ssh, environment, full=True))
 
 
-def preflight(job: Job, ssh: Ssh, environment: Mapping[str, str]) -> None:
-    """What would stop the job, in one question to each host.
+def preflight(job: Job, ssh: Ssh, environment: Mapping[str, str]) -> str | None:
+    """Looks for what would stop the job, in one question to each host.
+
+    Returns the network interface to use where there is no choice: horovodrun need not search for it.
 
     Raises `UserError` that names the first host with a problem, and what to do.
     """
-    for finding in asyncio.run(_examine(job, ssh, environment, full=False)).findings:
+    found = asyncio.run(_examine(job, ssh, environment, full=False))
+    for finding in found.findings:
         if finding.problem:
             raise UserError(f"{finding} (--no-preflight starts all the same)")
+    return found.common[0] if len(found.common) == 1 else None
 
 
 async def _examine(job: Job, ssh: Ssh, environment: Mapping[str, str], full: bool) -> Examination:
@@ -64,21 +68,21 @@ async def _examine(job: Job, ssh: Ssh, environment: Mapping[str, str], full: boo
         found = list(findings.about_hosts(job, answers))
         here = next((host for host in answers if host in talks.local), os.uname().nodename)
         interfaces = {host: answer["interfaces"] for host, answer in answers.items() if host not in talks.local}
-        interface = None
+        common: list[str] = []
         if interfaces:
             interfaces[here] = probe.interfaces()  # the job is started from this host, also where it has no rank
             found += findings.about_network(job.network_interface, interfaces)
-            interface = findings.common_interface(job.network_interface, interfaces)
+            common = findings.common_interfaces(job.network_interface, interfaces)
         skews, links = {}, []
         if full:
             skews = await talks.each(lambda talk: _skew(talk, start + _ASKED))
             found += findings.about_clocks(skews)
             found += findings.about_sharing(job.folders["output_dir"], await _sees_output(job, talks, start + _ASKED))
-            if interface is not None:
-                addresses = {host: answer["interfaces"][interface] for host, answer in answers.items()}
+            if common:
+                addresses = {host: answer["interfaces"][common[0]] for host, answer in answers.items()}
                 links = await _ring(talks, addresses, start + _MEASURED)
-                found += findings.about_links(interface, links)
-        return Examination(answers, skews, interface, links, talks.silent + found)
+                found += findings.about_links(common[0], links)
+        return Examination(answers, skews, common, links, talks.silent + found)
 
 
 async def _skew(talk: Conversation, until: float) -> tuple[float, float]:

@@ -88,8 +88,8 @@ def about_hosts(job: Job, answers: Answers) -> Iterator[Finding]:
 
 
 def about_network(wanted: str | None, interfaces: Interfaces) -> Iterator[Finding]:
-    """Who is in the way where the hosts have no `common_interface`."""
-    if common_interface(wanted, interfaces) is not None:
+    """Who is in the way where the hosts have none of `common_interfaces`."""
+    if common_interfaces(wanted, interfaces):
         return
     if wanted is not None:
         for host, found in interfaces.items():
@@ -105,17 +105,18 @@ def about_network(wanted: str | None, interfaces: Interfaces) -> Iterator[Findin
         yield Finding(host, message, cure)
 
 
-def common_interface(wanted: str | None, interfaces: Interfaces) -> str | None:
-    """The first interface that all hosts have, with an address of its own on each.
+def common_interfaces(wanted: str | None, interfaces: Interfaces) -> list[str]:
+    """Those that all hosts have, with an address of its own on each.
 
     A bridge such as docker0 has the same address everywhere, and leads nowhere.
     """
     first, *others = interfaces.values()
+    result = []
     for name in first:
         addresses = [first[name], *(found[name] for found in others if name in found)]
         if len(set(addresses)) == len(interfaces) and (wanted is None or name in wanted.split(",")):
-            return name
-    return None
+            result.append(name)
+    return result
 
 
 def about_clocks(skews: Mapping[str, tuple[float, float]]) -> Iterator[Finding]:

@@ -3,46 +3,53 @@
 from collections.abc import Iterator
 from typing import Any
 
+from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from hvd_transformer.launch.doctor.examine import Examination
-from hvd_transformer.launch.doctor.findings import GIB, gigabits
+from hvd_transformer.launch.doctor.findings import GIB, Answer, gigabits
 
 
 def as_table(found: Examination, hosts: list[str]) -> Group:
     """For rich's console."""
-    table = Table("host", "software", "devices", "cores", "memory free", "disk free", "clock", "from the host before")
+    software = {host: _software(answer) for host, answer in found.answers.items()}
+    same = len(set(software.values())) == 1
+    columns = ["host", "devices", "cores", "memory free", "disk free", "clock"]
+    columns += ["from the host before"] if found.links else []
+    columns += [] if same else ["software"]
+    table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     faulty = {finding.host for finding in found.findings if finding.problem}
     for host in hosts:
         name = Text(host, "bold red" if host in faulty else "green")
-        table.add_row(name, *(_cells(found, host) if host in found.answers else ["no answer"]))
-    return Group(table, *_lines(found))
+        cells = list(_cells(found, host)) if host in found.answers else ["no answer"]
+        table.add_row(name, *cells, *([] if same or host not in software else [software[host]]))
+    common = [Text(f"on all hosts: {next(iter(software.values()))}")] if same else []
+    return Group(table, *common, *_lines(found))
 
 
 def as_json(found: Examination) -> dict[str, Any]:
     """Sizes in bytes, times in seconds, rates in bytes a second."""
     return {
         "hosts": {host: {**answer, "clock": found.skews.get(host)} for host, answer in found.answers.items()},
-        "interface": found.interface,
+        "interfaces": found.common,
         "links": [link._asdict() for link in found.links],
         "findings": [finding._asdict() for finding in found.findings],
     }
 
 
-def _cells(found: Examination, host: str) -> Iterator[str]:
-    answer = found.answers[host]
+def _software(answer: Answer) -> str:
     versions = answer["versions"]
     horovod = " ".join(answer["horovod"]["features"]) if answer["horovod"] else "not built"
-    software = [
-        f"Python {answer['python']}",
-        f"torch {versions['torch']}",
-        f"horovod {versions['horovod']} ({horovod})",
-    ]
+    words = [f"Python {answer['python']}", f"torch {versions['torch']}", f"horovod {versions['horovod']} ({horovod})"]
     if answer["mpi4py"]:
-        software.append(f"mpi4py {versions['mpi4py']}, {answer['mpi4py']['version']}")
-    yield "\n".join(software)
+        words += [f"mpi4py {versions['mpi4py']}", answer["mpi4py"]["version"]]
+    return ", ".join(words)
+
+
+def _cells(found: Examination, host: str) -> Iterator[str]:
+    answer = found.answers[host]
     yield "\n".join(f"{device['name']}, {_gib(device['memory_free'])}" for device in answer["devices"]) or "none"
     yield str(answer["cores"])
     yield f"{_gib(answer['memory_free'])} of {_gib(answer['memory'])}"
@@ -50,7 +57,9 @@ def _cells(found: Examination, host: str) -> Iterator[str]:
     yield f"{found.skews[host][0] * 1000:+.1f} ms" if host in found.skews else ""
     link = next((link for link in found.links if link.target == host), None)
     if link and link.rate is not None and link.round_trip is not None:
-        yield f"{gigabits(link.rate)}\n{link.round_trip * 1e3:.2g} ms there and back"
+        yield f"{gigabits(link.rate)}, {link.round_trip * 1e3:.2g} ms there and back"
+    elif found.links:
+        yield ""
 
 
 def _lines(found: Examination) -> Iterator[Text]:

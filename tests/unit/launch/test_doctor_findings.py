@@ -18,7 +18,7 @@ from hvd_transformer.launch.doctor.findings import (
     about_links,
     about_network,
     about_sharing,
-    common_interface,
+    common_interfaces,
 )
 from hvd_transformer.launch.hostfile import parse_hosts
 from hvd_transformer.launch.ssh import why_refused
@@ -162,10 +162,10 @@ NETWORK = {
 
 
 def test_the_common_interface_has_an_address_of_its_own_on_each() -> None:
-    assert common_interface(None, NETWORK) == "eth0"
-    assert common_interface("ib0", NETWORK) == "ib0"
-    assert common_interface("eth7,ib0", NETWORK) == "ib0"
-    assert common_interface("docker0", NETWORK) is None
+    assert common_interfaces(None, NETWORK)[0] == "eth0"
+    assert common_interfaces("ib0", NETWORK) == ["ib0"]
+    assert common_interfaces("eth7,ib0", NETWORK) == ["ib0"]
+    assert common_interfaces("docker0", NETWORK) == []
     assert list(about_network(None, NETWORK)) == []
     assert list(about_network("ib0", NETWORK)) == []
 

@@ -55,7 +55,13 @@ def notes(folder: JobFolder) -> list[Path]:
 
 
 def opened(*hosts: str, show: Show = lambda *printed: None) -> JobFolder:
-    return JobFolder(hosts, Ssh(), VALUES, dict(os.environ), show)
+    folder = JobFolder(hosts, Ssh(), VALUES, dict(os.environ), show)
+    try:
+        folder.wait_ready()
+    except UserError:
+        folder.close()
+        raise
+    return folder
 
 
 @pytest.mark.parametrize("hosts", [["localhost"], ["far.invalid"], ["localhost", "far.invalid"]])
@@ -122,7 +128,8 @@ def test_a_killed_launcher_leaves_nothing(ssh_log: Path) -> None:
     source = (
         "import os, sys; from hvd_transformer.launch.command import Ssh; "
         "from hvd_transformer.launch.folder import JobFolder; "
-        "print(JobFolder(['localhost', 'far.invalid'], Ssh(), {}, dict(os.environ)).path, flush=True); "
+        "folder = JobFolder(['localhost', 'far.invalid'], Ssh(), {}, dict(os.environ)); folder.wait_ready(); "
+        "print(folder.path, flush=True); "
         "sys.stdin.read()"
     )
     launcher = subprocess.Popen(
