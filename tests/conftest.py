@@ -11,6 +11,9 @@ import pytest
 import torch
 from hosts import Hosts, missing
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # several tests at a time share the cores
+    torch.set_num_threads(1)
+
 REPOSITORY = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 

@@ -6,6 +6,7 @@ output: the variables of `--env` to the ranks; heartbeats, printed lines and exi
 """
 
 import json
+import os
 import secrets
 import subprocess
 import sys
@@ -57,7 +58,7 @@ class JobFolder:
         environment: Mapping[str, str],
         show: Show = lambda rank, stream, text: None,
     ) -> None:
-        self.path = f"/tmp/hvd-transformer-{secrets.token_hex(16)}"
+        self.path = f"/tmp/hvd-transformer-{os.getpid()}-{secrets.token_hex(16)}"
         self._keepers: list[_Keeper] = []
         keeper = [sys.executable, "-m", "hvd_transformer.launch.keeper", self.path]
         if "PYTHONPATH" in environment:

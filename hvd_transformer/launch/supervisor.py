@@ -18,6 +18,7 @@ from hvd_transformer.launch.hostfile import Host
 from hvd_transformer.launch.job import STALLED, Ended, Stop, run
 from hvd_transformer.launch.pool import HostPool
 from hvd_transformer.launch.screen import WRONG_INPUT, Screen
+from hvd_transformer.launch.ssh import is_local
 
 _SAME_STEP = 3  # failures there, and no more is tried
 _BACK_OFF_SECONDS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)  # before restarts after runs that were short
@@ -51,6 +52,7 @@ class Supervisor:
         self._restarts = 0
         self._failed_steps: list[int | None] = []  # the same one, or the last
         self._short_runs = 0  # in a row
+        self._next = ""
 
     def run(self) -> int:
         """The exit code: 0, or that of the rank which failed first the last time.
@@ -69,13 +71,7 @@ class Supervisor:
                     self._set_aside(error.host, str(error))
                 else:
                     code = ended.code
-                    # A rank that was asked to stop ends with 1: where it was to take in hosts, that is no failure.
-                    if (
-                        code == 0
-                        or stop.count
-                        or (ended.lost or not ended.stopped)
-                        and not self._may_restart(ended, stop)
-                    ):
+                    if not self._goes_on(ended, stop):
                         return code
                 hosts = self._wait_for_hosts(stop)
                 if hosts is None:
@@ -89,6 +85,9 @@ class Supervisor:
 
     def _start(self, words: Sequence[str], stop: Stop) -> Ended:
         plan, began = self._plan, time.monotonic()
+        horovodrun = self._horovodrun
+        if all(is_local(host.name) for host in horovodrun.hosts):  # horovodrun would look for one with 127.0.0.1
+            horovodrun = replace(horovodrun, network_interface=None)
         newcomers = _Newcomers(self._pool, self._horovodrun, plan.environment)
         self._screen.start(self._horovodrun.hosts, self._restarts)
 
@@ -98,7 +97,7 @@ class Supervisor:
 
         ended: Ended | None = None
         try:
-            ended = run(self._horovodrun, words, plan.values, plan.environment, stop, self._screen.show, look)
+            ended = run(horovodrun, words, plan.values, plan.environment, stop, self._screen.show, look)
         finally:
             newcomers.close()
             self._screen.end(failed=ended is not None and ended.code != 0 and not ended.stopped)
@@ -106,6 +105,15 @@ class Supervisor:
         if newcomers.found is not None and ended.stopped and not stop.count:
             self._screen.message(f"the ranks have saved, to take in {_names(newcomers.found)}")
         return ended
+
+    def _goes_on(self, ended: Ended, stop: Stop) -> bool:
+        """Whether another start follows."""
+        if ended.code == 0 or stop.count:
+            return False
+        if ended.stopped and not ended.lost:  # to take in hosts: a rank that was asked to stop ends with 1
+            self._next = "going on"
+            return True
+        return self._may_restart(ended, stop)
 
     def _may_restart(self, ended: Ended, stop: Stop) -> bool:
         """Says what failed, and after a while whether to try again."""
@@ -125,6 +133,7 @@ class Supervisor:
         for host in ended.lost:
             self._set_aside(host, f"host {host} is gone")
         self._restarts += 1
+        self._next = f"restart {self._restarts} of {self._plan.restarts}"
         self._sleep(_BACK_OFF_SECONDS[min(max(self._short_runs - 1, 0), len(_BACK_OFF_SECONDS) - 1)], stop)
         return True
 
@@ -138,9 +147,7 @@ class Supervisor:
             hosts, why = self._hosts()
             ranks = sum(host.slots for host in hosts)
             if ranks >= self._plan.min_ranks:
-                self._screen.message(
-                    f"restart {self._restarts} of {self._plan.restarts}: {ranks} ranks on {_names(hosts)}"
-                )
+                self._screen.message(f"{self._next}: {ranks} ranks on {_names(hosts)}")
                 return hosts
             if time.monotonic() > deadline:
                 self._screen.message(f"given up: no hosts for {self._plan.min_ranks} ranks in {_WAIT_SECONDS:.0f} s")

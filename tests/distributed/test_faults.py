@@ -1,6 +1,7 @@
 """Jobs on two real hosts that lose ranks, hosts, links and their launcher, and end as if nothing had happened.
 
-FAULT_REPEATS=20 makes every fault happen so often, each at a random moment, and shows how long it stopped the job.
+FAULT_REPEATS=20 makes every fault happen so often, each at a random moment, and shows how long it stopped the job;
+FAULT_SLOTS=2 starts two ranks on each host.
 """
 
 import os
@@ -23,7 +24,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(3600)]
 
 NUM_HOSTS = 2
 REPEATS = int(os.environ.get("FAULT_REPEATS", "0"))
-SLOTS = 2 if REPEATS else 1
+SLOTS = int(os.environ.get("FAULT_SLOTS", "1"))
 STEPS_A_FAULT = 60
 SERVER = re.compile(r"sshd|^ssh-agent")
 

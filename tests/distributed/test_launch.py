@@ -46,15 +46,14 @@ def settings(corpus, run, num_steps=STEPS):
 @contextmanager
 def launched(tmp_path, options, words):
     """A launched job in the background; no process and no folder of it is left."""
-    folders = private_folders()
     with started(1, [*LAUNCH, *options, "--", *words], "", tmp_path / "output") as job:
         yield job
         job.wait_gone(5)
-        assert private_folders() == folders
+        assert not private_folders(job.popen.pid)
 
 
-def private_folders():
-    return set(Path("/tmp").glob("hvd-transformer-*"))
+def private_folders(launcher):
+    return list(Path("/tmp").glob(f"hvd-transformer-{launcher}-*"))
 
 
 def wait_for_step(job, run, step):
@@ -150,10 +149,9 @@ def run_shell(tmp_path):
         finally:
             stop.restore()
 
-    folders = private_folders()
     yield run_it
     assert not [file for file in Path("/proc").glob("[0-9]*/environ") if has(file, f"HOROVOD_TEST_JOB={tmp_path}")]
-    assert private_folders() == folders
+    assert not private_folders(os.getpid())
 
 
 def has(file, mark):

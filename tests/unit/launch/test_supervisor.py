@@ -92,7 +92,8 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 def test_goes_on_after_a_failure_and_says_so(stand: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    script = "[ $start = 2 ] && exit 0; [ $HOROVOD_RANK = 1 ] && { echo the cause >&2; kill -9 $$; }; sleep 100"
+    script = "[ $start = 2 ] && exit 0; [ $HOROVOD_RANK = 0 ] && exec sleep 100"
+    script += "; until [ -e starts-0 ]; do sleep 0.01; done; echo the cause >&2; kill -9 $$"
     (stand / "logs").mkdir()
     assert supervise(stand, script, given(localhost=2), restarts=1, min_ranks=2) == 0
     assert starts(stand) == [2, 2]
