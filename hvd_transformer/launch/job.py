@@ -19,6 +19,7 @@ _SAVE_SECONDS = 120.0  # that ranks which were asked to stop have to save
 STALLED = 75  # a rank's exit code when its watchdog has ended it
 _SILENT_SECONDS = 10.0  # behind its limit: a rank whose watchdog does not run, or that was stopped alone
 _FAIL_SECONDS = 1.0  # that ranks have to end by themselves after one has failed: their messages tell more
+_STACK_SECONDS = 0.5  # that ranks have to write their stacks
 _END_SECONDS = 10.0  # that horovodrun has to end after its ranks
 _TOLD_SECONDS = 2.0  # the same where it was told to
 _LOOK_SECONDS = 0.05
@@ -108,7 +109,11 @@ def _wait(process: subprocess.Popen[bytes], folder: JobFolder, stop: Stop, look:
     deadline: float | None = None
     stopped = False
     while process.poll() is None and (deadline is None or time.monotonic() < deadline):
-        if folder.lost or stop.count > 1 or any(map(_is_silent, folder.beats.values())):
+        if any(map(_is_silent, folder.beats.values())):
+            folder.write_stacks()
+            time.sleep(_STACK_SECONDS)
+            break
+        if folder.lost or stop.count > 1:
             break
         wanted = look(folder) or stop.count > 0
         if wanted and not stopped:
@@ -120,6 +125,8 @@ def _wait(process: subprocess.Popen[bytes], folder: JobFolder, stop: Stop, look:
         if stopped and not folder.running:  # the last one has saved
             break
         if deadline is None and folder.failures:
+            if folder.failures[0].code == STALLED:  # ranks of other hosts may not know yet
+                folder.write_stacks()
             deadline = time.monotonic() + _FAIL_SECONDS
         time.sleep(_LOOK_SECONDS)
     return stopped
