@@ -21,8 +21,7 @@ from hvd_transformer.launch.screen import WRONG_INPUT, Screen
 from hvd_transformer.launch.ssh import is_local
 
 _SAME_STEP = 3  # failures there, and no more is tried
-_BACK_OFF_SECONDS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)  # before restarts after runs that were short
-_SHORT_SECONDS = 60.0
+_BACK_OFF_SECONDS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)  # for failures in a row without a new step
 _WAIT_SECONDS = 600.0  # for enough hosts
 _LOOK_SECONDS = 5.0  # between two looks for hosts to take in
 
@@ -51,7 +50,8 @@ class Supervisor:
         self._examined = {host.name for host in horovodrun.hosts}
         self._restarts = 0
         self._failed_steps: list[int | None] = []  # the same one, or the last
-        self._short_runs = 0  # in a row
+        self._last_step = -1
+        self._fruitless = 0  # failures in a row without a new step
         self._next = ""
 
     def run(self) -> int:
@@ -84,8 +84,7 @@ class Supervisor:
             stop.restore()
 
     def _start(self, words: Sequence[str], stop: Stop) -> Ended:
-        plan, began = self._plan, time.monotonic()
-        horovodrun = self._horovodrun
+        plan, horovodrun = self._plan, self._horovodrun
         if all(is_local(host.name) for host in horovodrun.hosts):  # horovodrun would look for one with 127.0.0.1
             horovodrun = replace(horovodrun, network_interface=None)
         newcomers = _Newcomers(self._pool, self._horovodrun, plan.environment)
@@ -101,7 +100,6 @@ class Supervisor:
         finally:
             newcomers.close()
             self._screen.end(failed=ended is not None and ended.code != 0 and not ended.stopped)
-        self._short_runs = self._short_runs + 1 if time.monotonic() - began < _SHORT_SECONDS else 0
         if newcomers.found is not None and ended.stopped and not stop.count:
             self._screen.message(f"the ranks have saved, to take in {_names(newcomers.found)}")
         return ended
@@ -134,7 +132,9 @@ class Supervisor:
             self._set_aside(host, f"host {host} is gone")
         self._restarts += 1
         self._next = f"restart {self._restarts} of {self._plan.restarts}"
-        self._sleep(_BACK_OFF_SECONDS[min(max(self._short_runs - 1, 0), len(_BACK_OFF_SECONDS) - 1)], stop)
+        self._fruitless = 0 if step is not None and step > self._last_step else self._fruitless + 1
+        self._last_step = max(self._last_step, -1 if step is None else step)
+        self._sleep(_BACK_OFF_SECONDS[min(self._fruitless, len(_BACK_OFF_SECONDS) - 1)], stop)
         return True
 
     def _set_aside(self, host: str, why: str) -> None:
