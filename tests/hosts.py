@@ -117,7 +117,9 @@ class Hosts:
         command = [shutil.which("sshd", path=_PATH) or "sshd", "-D", "-e", "-f", self.folder / "sshd_config"]
         command += ["-h", self._host_key(host), *options]
         with log.open("wb") as stream:
-            self._servers[host] = self.popen(host, command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream)
+            self._servers[host] = self.popen(
+                host, command, cwd="/", stdin=subprocess.DEVNULL, stdout=stream, stderr=stream
+            )
         deadline = time.monotonic() + 10
         while b"Server listening" not in log.read_bytes():
             assert self._servers[host].poll() is None and time.monotonic() < deadline, log.read_text()
