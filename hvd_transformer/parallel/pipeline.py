@@ -228,13 +228,14 @@ class _Run:
         if self.before_last_backward is not None and number == len(self.micro_batches) - 1:
             self.before_last_backward(stage, self.losses)
         inputs, outputs = held.pop(number)
-        if grads is None:
-            outputs, grads = outputs[:1], (torch.full_like(outputs[0], self.scale),)
-        pairs = [
-            (tensor, grad)
-            for tensor, grad in zip(outputs, grads, strict=True)
-            if tensor.requires_grad and grad is not None
-        ]
+        if grads is None:  # a gradient given for the loss would have torch import sympy, for a second
+            pairs: list[tuple[Tensor, Tensor | None]] = [(outputs[0] * self.scale, None)]
+        else:
+            pairs = [
+                (tensor, grad)
+                for tensor, grad in zip(outputs, grads, strict=True)
+                if tensor.requires_grad and grad is not None
+            ]
         span = self.pipeline.timeline.span(f"stage {stage}", f"backward {self.first_number + number}")
         with span, self.pipeline.later[stage].collect() if self._waits(stage, number) else nullcontext():
             torch.autograd.backward([tensor for tensor, _ in pairs], [grad for _, grad in pairs])

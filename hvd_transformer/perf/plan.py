@@ -21,7 +21,7 @@ from hvd_transformer.parallel.schedule import (
 )
 from hvd_transformer.perf.layer_costs import LayerCost, fake_model, layer_costs
 from hvd_transformer.training.activations import WAYS, Pass, Way, run_pass, stage_activations
-from hvd_transformer.training.optimizer import state_copies
+from hvd_transformer.training.optimizer import state_keys
 from hvd_transformer.training.stages import check_partition, given_partition
 
 RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
@@ -160,7 +160,7 @@ def _stage(
     }
     return StageCost(
         layers=layers,
-        optimizer=state_copies(config.optimizer) * sum(layer.weight_bytes for layer in layers),
+        optimizer=len(state_keys(config.optimizer)) * sum(layer.weight_bytes for layer in layers),
         activations=activations,
         forward_flops=sum(layer.forward_flops for layer in layers),
         backward_flops=backward_flops,

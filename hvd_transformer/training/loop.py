@@ -221,12 +221,12 @@ class Trainer:
 
     def optimizer_state(self) -> list[dict[str, Tensor]]:
         """The optimizer's state of each bucket, as flat tensors like its parameters: {"exp_avg": …}."""
-        return [state for weights in self.weights for state in weights.optimizer.flat_state()]
+        return [state for weights in self.weights for state in weights.optimizer.state]
 
-    def load_optimizer_state(self, states: Sequence[dict[str, Tensor]]) -> None:
-        """The reverse, at the position's number of updates."""
+    def optimizer_state_loaded(self) -> None:
+        """Tells the optimizers, whose state was written, the position's number of updates."""
         for weights in self.weights:
-            weights.optimizer.load_flat_state([states[index] for index in weights.indices], self.position.updates)
+            weights.optimizer.set_updates(self.position.updates)
 
     def close(self) -> None:
         """Ends the threads of the stages."""

@@ -1,9 +1,15 @@
-"""torch's optimizers over flat buckets: a bucket is two tensors at most, so an update is a few kernels."""
+"""torch's optimizers over flat buckets: a bucket is two tensors at most, so an update is a few kernels.
+
+They are called as functions: the classes around them import torch's compiler, which takes as long as torch itself.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
 
 from hvd_transformer.config.schema import OptimizerConfig
 from hvd_transformer.parallel.flat import Bucket
@@ -15,84 +21,90 @@ def names_without_decay(model: nn.Module) -> set[str]:
     return {name for name, weight in model.named_parameters() if weight.ndim < 2 or id(weight) in embeddings}
 
 
-def state_copies(config: OptimizerConfig) -> int:
-    """Numbers of optimizer state a weight."""
+def state_keys(config: OptimizerConfig) -> tuple[str, ...]:
+    """The names of the numbers of optimizer state that each weight has, as in torch's optimizers."""
     if config.name == "sgd":
-        return 1 if config.momentum else 0
-    return 2
+        return ("momentum_buffer",) if config.momentum else ()
+    return ("exp_avg", "exp_avg_sq")
+
+
+@dataclass
+class _Group:
+    """The parts of the buckets that have one weight decay. `steps` is a number a part, on its device."""
+
+    weight_decay: float
+    parameters: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+    state: list[list[Tensor]] = field(default_factory=list)  # by key, then part
+    steps: list[Tensor] = field(default_factory=list)
 
 
 class FlatOptimizer:
-    """Updates the buckets' parameters from their gradients. No buckets (a stage without weights): nothing to do."""
+    """Updates the buckets' parameters from their gradients. No buckets (a stage without weights): nothing to do.
+
+    `state` is that of each bucket, as flat tensors like its parameters, {"exp_avg": …}: what is written there counts.
+    """
 
     def __init__(self, config: OptimizerConfig, buckets: Sequence[Bucket]) -> None:
-        self.buckets = buckets
-        self._parts: list[list[tuple[slice, nn.Parameter]]] = []
-        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-        for bucket in buckets:
-            parts = []
-            for place, decayed in bucket.halves():
-                part = nn.Parameter(bucket.parameters[place])
-                part.grad = bucket.gradients[place]
-                parts.append((place, part))
-                groups[decayed].append(part)
-            self._parts.append(parts)
-        if buckets:
-            self.optimizer = _make(
-                config,
-                [
-                    {"params": params, "weight_decay": config.weight_decay if decayed else 0.0}
-                    for decayed, params in groups.items()
-                    if params
-                ],
-            )
-            self._zero_state()
+        keys = state_keys(config)
+        self._config = config
+        self.state = [{key: torch.zeros_like(bucket.parameters) for key in keys} for bucket in buckets]
+        decayed, others = _Group(config.weight_decay, state=[[] for _ in keys]), _Group(0.0, state=[[] for _ in keys])
+        for bucket, state in zip(buckets, self.state, strict=True):
+            for place, decays in bucket.halves():
+                group = decayed if decays else others
+                group.parameters.append(bucket.parameters[place])
+                group.gradients.append(bucket.gradients[place])
+                group.steps.append(torch.zeros((), device=bucket.parameters.device))
+                for parts, key in zip(group.state, keys, strict=True):
+                    parts.append(state[key][place])
+        self._groups = [group for group in (decayed, others) if group.parameters]
 
+    @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """One update at this rate."""
-        if self.buckets:
-            for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate
-            self.optimizer.step()
+        for group in self._groups:
+            if self._config.name == "sgd":
+                self._sgd(group, learning_rate)
+            else:
+                self._adam(group, learning_rate)
 
-    def flat_state(self) -> list[dict[str, Tensor]]:
-        """The state of each bucket, as flat tensors like its parameters: {"exp_avg": …}."""
-        result = []
-        for bucket, parts in zip(self.buckets, self._parts, strict=True):
-            flat: dict[str, Tensor] = {}
-            for place, part in parts:
-                for key, value in self.optimizer.state[part].items():
-                    if isinstance(value, Tensor) and value.shape == part.shape:
-                        flat.setdefault(key, torch.zeros_like(bucket.parameters))[place] = value
-            result.append(flat)
-        return result
+    def set_updates(self, number: int) -> None:
+        """How many steps are behind the state that was loaded."""
+        for group in self._groups:
+            for step in group.steps:
+                step.fill_(number)
 
-    def load_flat_state(self, states: Sequence[dict[str, Tensor]], num_updates: int) -> None:
-        """The reverse; `num_updates` is the number of steps behind that state."""
-        for flat, parts in zip(states, self._parts, strict=True):
-            for place, part in parts:
-                state = self.optimizer.state[part]
-                for key, value in flat.items():
-                    state[key].copy_(value[place])
-                if "step" in state:
-                    state["step"].fill_(num_updates)
+    def _sgd(self, group: _Group, rate: float) -> None:
+        sgd(
+            group.parameters,
+            group.gradients,
+            [*group.state[0]] if group.state else [None] * len(group.parameters),
+            fused=True,
+            lr=rate,
+            weight_decay=group.weight_decay,
+            momentum=self._config.momentum,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )
 
-    def _zero_state(self) -> None:
-        """The state before the first step: torch makes it only then, but it is saved and loaded at any time."""
-        for parts in self._parts:
-            for _, part in parts:
-                state = self.optimizer.state[part]
-                if isinstance(self.optimizer, torch.optim.SGD):
-                    if self.optimizer.defaults["momentum"]:
-                        state["momentum_buffer"] = torch.zeros_like(part)
-                else:
-                    state["step"] = torch.zeros((), dtype=torch.float32, device=part.device)
-                    state["exp_avg"] = torch.zeros_like(part)
-                    state["exp_avg_sq"] = torch.zeros_like(part)
-
-
-def _make(config: OptimizerConfig, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
-    if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
-    kind = torch.optim.Adam if config.name == "adam" else torch.optim.AdamW
-    return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    def _adam(self, group: _Group, rate: float) -> None:
+        first, second = group.state
+        adam(
+            group.parameters,
+            group.gradients,
+            first,
+            second,
+            [],
+            group.steps,
+            fused=True,
+            decoupled_weight_decay=self._config.name == "adamw",
+            amsgrad=False,
+            lr=rate,
+            beta1=self._config.betas[0],
+            beta2=self._config.betas[1],
+            weight_decay=group.weight_decay,
+            eps=self._config.eps,
+            maximize=False,
+        )

@@ -17,7 +17,6 @@ from hvd_transformer.training.heartbeat import Heartbeat
 from hvd_transformer.training.loop import StepResult, Trainer
 from hvd_transformer.training.metrics_log import MetricsLog
 from hvd_transformer.training.progress import Silent
-from hvd_transformer.training.report import write_report
 from hvd_transformer.training.run_directory import RunDirectory
 from hvd_transformer.training.stop import StopRequest
 from hvd_transformer.training.stragglers import Stragglers
@@ -96,6 +95,9 @@ class Session:
                     self.heartbeat.phase = "end"
                     summary |= {f"{split}_loss": result.loss, f"{split}_perplexity": result.perplexity}
         if self.metrics is not None:
+            # Not at the start, which would wait for the drawing library.
+            from hvd_transformer.training.report import write_report
+
             self.metrics.close()
             try:
                 atomic.write_text(self.run.path / "summary.json", json.dumps(_finite(summary), indent=1) + "\n")

@@ -28,7 +28,7 @@ def take(trainer: Trainer, data_digest: str, checksum: int, best: bool) -> Snaps
         for bucket, copy in zip(trainer.buckets, copies, strict=True)
         for slot in bucket.slots
     }
-    states = [{key: flat.to("cpu") for key, flat in state.items()} for state in trainer.optimizer_state()]
+    states = [{key: flat.to("cpu", copy=True) for key, flat in state.items()} for state in trainer.optimizer_state()]
     return Snapshot(
         step=trainer.position.step,
         tensors={MODEL: model, OPTIMIZER: _by_name(trainer.buckets, states)},
@@ -79,7 +79,7 @@ def load(trainer: Trainer, folder: Path | None, state: dict[str, Any], world: Wo
     for index, flat in enumerate(flats):
         for key, tensor in flat.items():
             world.broadcast_(tensor, f"optimizer.{index}.{key}")
-    trainer.load_optimizer_state(flats)
+    trainer.optimizer_state_loaded()
     trainer.scaler.load(state["loss_scaler"])
 
 

@@ -18,7 +18,7 @@ from hvd_transformer.training.activations import join, stage_activations
 from hvd_transformer.training.language_model_task import layer_names
 from hvd_transformer.training.layer_cache import cached_costs
 from hvd_transformer.training.layer_measure import MeasuredLayer, measure_layers
-from hvd_transformer.training.optimizer import state_copies
+from hvd_transformer.training.optimizer import state_keys
 from hvd_transformer.training.precision import autocast
 from hvd_transformer.training.task import Task, cut
 
@@ -86,7 +86,7 @@ def best_cut(
     seconds = [cost.seconds for cost in costs]
     if device_bytes is None:
         return partition.balanced(seconds, num_stages)
-    copies = 2 + state_copies(config.optimizer)  # weight, gradient, optimizer state
+    copies = 2 + len(state_keys(config.optimizer))  # weight, gradient, optimizer state
     schedule = make_schedule(parallel.schedule, num_stages, num_micro_batches)
 
     @cache

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hvd_transformer.comm.world import World
 from hvd_transformer.config import load
-from hvd_transformer.training import job, session
+from hvd_transformer.training import job, report
 from hvd_transformer.training.language_model_task import LanguageModelTask
 from hvd_transformer.training.stop import StopRequest
 
@@ -33,7 +33,7 @@ ORIGINAL_BATCH = LanguageModelTask.batch
 
 
 def main() -> None:
-    session.write_report = lambda run: run  # its charts take longer than these runs; test_run_directory.py has them
+    report.write_report = lambda run: run  # its charts take longer than these runs; test_run_directory.py has them
     stop, world = StopRequest(), World.start()
     for words in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
         config = load(overrides=words)

@@ -164,9 +164,3 @@ def test_a_full_disk_does_not_hinder_going_on(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", RESUME_ON_A_FULL_DISK, tmp_path], check=True)
     assert [row["step"] for row in rows(tmp_path)] == list(range(1, 61))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "tensorboard"]
-
-
-def test_start_up_imports_no_tensorboard() -> None:
-    program = "import sys, hvd_transformer.training.metrics_log as m; print('tensorboard' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"

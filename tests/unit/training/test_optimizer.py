@@ -100,7 +100,10 @@ def test_a_state_carried_over_goes_on_bit_for_bit(kind: str) -> None:
     other = copy.deepcopy(net())
     other.load_state_dict(model.state_dict())
     others, second = in_buckets(other, 400, kind)
-    second.load_flat_state([{key: flat.clone() for key, flat in state.items()} for state in optimizer.flat_state()], 3)
+    for loaded, state in zip(second.state, optimizer.state, strict=True):
+        for key, flat in loaded.items():
+            flat.copy_(state[key])
+    second.set_updates(3)
     for step in range(3, 6):
         for own, one in ((buckets, optimizer), (others, second)):
             fill(own, gradients(model, step))
@@ -117,9 +120,9 @@ def test_the_state_lies_flat_like_the_parameters(kind: str, keys: set[str]) -> N
     model, plain = net(), net()
     buckets, optimizer = in_buckets(model, 400, kind, decay=0.0)
     reference = torchs(plain, kind, decay=0.0)
-    before = optimizer.flat_state()  # there from the start, so that it can be saved and loaded at any time
-    assert [set(state) for state in before] == [keys] * len(buckets)
-    assert not any(flat.any() for state in before for flat in state.values())
+    # There from the start, so that it can be saved and loaded at any time.
+    assert [set(state) for state in optimizer.state] == [keys] * len(buckets)
+    assert not any(flat.any() for state in optimizer.state for flat in state.values())
     values = gradients(model, 0)
     fill(buckets, values)
     optimizer.step(0.1)
@@ -127,7 +130,7 @@ def test_the_state_lies_flat_like_the_parameters(kind: str, keys: set[str]) -> N
         weight.grad = values[name]
     reference.step()
     theirs = dict(plain.named_parameters())
-    for bucket, state in zip(buckets, optimizer.flat_state(), strict=True):
+    for bucket, state in zip(buckets, optimizer.state, strict=True):
         assert set(state) == keys
         for key, flat in state.items():
             assert flat.shape == bucket.parameters.shape
