@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hvd_transformer.errors import UserError
+from hvd_transformer.errors import WRONG_INPUT, UserError
 
 
 @contextmanager
@@ -14,4 +14,4 @@ def one_line_errors(command: str) -> Iterator[None]:
         yield
     except UserError as error:
         print(f"{command}: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(WRONG_INPUT)

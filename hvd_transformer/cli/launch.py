@@ -86,8 +86,7 @@ def launch(
     from hvd_transformer.launch.devices import check_devices
     from hvd_transformer.launch.doctor.examine import preflight
     from hvd_transformer.launch.doctor.findings import Job
-    from hvd_transformer.launch.hostfile import Host, assign, parse_hosts, read_hostfile
-    from hvd_transformer.launch.pool import HostPool, from_script
+    from hvd_transformer.launch.pool import HostPool, find_hosts, least_ranks
     from hvd_transformer.launch.scheduler.file import scheduled
     from hvd_transformer.launch.scheduler.job import ScheduledJob
     from hvd_transformer.launch.screen import Screen
@@ -97,29 +96,10 @@ def launch(
         raise UserError(f"-np {num_ranks}: must be at least 1")
     if restarts < 0:
         raise UserError(f"--restarts {restarts}: must be 0 or more")
-    if sum(given is not None for given in (hosts, hostfile, host_discovery_script)) > 1:
-        raise UserError("-H, --hostfile and --host-discovery-script: give one of them")
     minimal = environment.minimal(os.environ, named)
-    if host_discovery_script is not None:
-        find = from_script(host_discovery_script, minimal)
-    else:
-        if hosts is not None:
-            fixed = parse_hosts(hosts)
-        elif hostfile is not None:
-            fixed = read_hostfile(hostfile)
-        else:
-            fixed = [Host("localhost", num_ranks or 1)]
-        if num_ranks is not None:
-            assign(fixed, num_ranks)  # refuses too few slots; hosts beyond them stand by
-        find = fixed.copy
+    find = find_hosts(num_ranks, hosts, hostfile, host_discovery_script, minimal)
     found = HostPool(find, num_ranks).hosts()
-    ranks = sum(host.slots for host in found)
-    if min_ranks is None:
-        min_ranks = ranks if num_ranks is None else num_ranks
-    if not 1 <= min_ranks <= (num_ranks or ranks):
-        raise UserError(f"--min-np {min_ranks}: must be from 1 to the number of ranks, {num_ranks or ranks}")
-    if ranks < min_ranks:
-        raise UserError(f"{host_discovery_script}: names {ranks} slots now, {min_ranks} are needed")
+    min_ranks = least_ranks(min_ranks, num_ranks, sum(host.slots for host in found))
     mpi = takes_mpi(gloo, horovod_library())
     horovodrun = Horovodrun(found, mpi, Ssh(ssh_port, ssh_identity), network_interface, timeline, autotune)
     given = train.make_context("hvd-train", list(settings)).params

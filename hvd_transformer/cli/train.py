@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hvd_transformer.errors import UserError
+from hvd_transformer.errors import WRONG_INPUT, UserError
 
 if TYPE_CHECKING:
     from hvd_transformer.comm.world import World
@@ -78,7 +78,7 @@ def _train(config: "Config | None", mistake: UserError | None, rank: int, watchd
     try:
         world = World.start(watchdog.stall_seconds)
     except UserError as error:
-        return _fail(error) if rank == 0 else 2
+        return _fail(error) if rank == 0 else WRONG_INPUT
     watchdog.heartbeat.world = world
     try:
         config = agree(world, lambda: _raise_or_return(config, mistake))
@@ -91,7 +91,7 @@ def _train(config: "Config | None", mistake: UserError | None, rank: int, watchd
             _fail(error)
         if isinstance(error, AgreedError):
             world.close()  # waits until the message is out, before a launcher ends the job for the first exit code
-        return 2
+        return WRONG_INPUT
     except (Diverged, ReplicasDiffer) as error:
         if world.rank == 0:
             _fail(error)
@@ -130,7 +130,7 @@ def _same_configuration(config: "Config", world: "World") -> None:
 
 def _fail(error: Exception) -> int:
     print(f"hvd-train: {error}", file=sys.stderr, flush=True)
-    return 2
+    return WRONG_INPUT
 
 
 def _report_crash(rank: int) -> None:

@@ -12,11 +12,11 @@ from tempfile import TemporaryFile
 from types import FrameType
 from typing import IO, NamedTuple
 
+from hvd_transformer.errors import STALLED
 from hvd_transformer.launch.command import Horovodrun
 from hvd_transformer.launch.folder import Beat, Failure, JobFolder, Show
 
 _SAVE_SECONDS = 120.0  # that ranks which were asked to stop have to save
-STALLED = 75  # a rank's exit code when its watchdog has ended it
 _SILENT_SECONDS = 10.0  # behind its limit: a rank whose watchdog does not run, or that was stopped alone
 _FAIL_SECONDS = 1.0  # that ranks have to end by themselves after one has failed: their messages tell more
 _STACK_SECONDS = 0.5  # that ranks have to write their stacks

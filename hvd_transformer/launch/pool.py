@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hvd_transformer.errors import UserError
-from hvd_transformer.launch.hostfile import Host, assign, parse_hostfile
+from hvd_transformer.launch.hostfile import Host, assign, parse_hostfile, parse_hosts, read_hostfile
 
 ASIDE_SECONDS = 10.0  # that a lost host is left alone for; twice as long each time it is lost again
 _MAX_ASIDE_SECONDS = 600.0
@@ -40,6 +40,42 @@ class HostPool:
         seconds = min(2 * self._aside.get(name, (0.0, ASIDE_SECONDS / 2))[1], _MAX_ASIDE_SECONDS)
         self._aside[name] = (time.monotonic() + seconds, seconds)
         return seconds
+
+
+def find_hosts(
+    num_ranks: int | None, hosts: str | None, hostfile: Path | None, script: Path | None, environment: Mapping[str, str]
+) -> FindHosts:
+    """How to find the hosts that -H, --hostfile or --host-discovery-script gives; without them it is this one.
+
+    Raises `UserError` for more than one of them, and where what is given cannot be read or has too few slots.
+    """
+    if sum(given is not None for given in (hosts, hostfile, script)) > 1:
+        raise UserError("-H, --hostfile and --host-discovery-script: give one of them")
+    if script is not None:
+        return from_script(script, environment)
+    if hosts is not None:
+        fixed = parse_hosts(hosts)
+    elif hostfile is not None:
+        fixed = read_hostfile(hostfile)
+    else:
+        fixed = [Host("localhost", num_ranks or 1)]
+    if num_ranks is not None:
+        assign(fixed, num_ranks)  # refuses too few slots; hosts beyond them stand by
+    return fixed.copy
+
+
+def least_ranks(min_ranks: int | None, num_ranks: int | None, slots: int) -> int:
+    """How few ranks the job goes on with, by --min-np, -np and the slots of the hosts of now.
+
+    Raises `UserError` for a number that cannot be, or where there are fewer slots now.
+    """
+    most = slots if num_ranks is None else num_ranks
+    if min_ranks is not None and not 1 <= min_ranks <= most:
+        raise UserError(f"--min-np {min_ranks}: must be from 1 to the number of ranks, {most}")
+    least = min_ranks or max(1, most)
+    if slots < least:
+        raise UserError(f"the hosts have {slots} slots now, {least} are needed")
+    return least
 
 
 def from_script(script: Path, environment: Mapping[str, str]) -> FindHosts:

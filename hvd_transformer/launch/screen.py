@@ -14,11 +14,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from hvd_transformer.errors import WRONG_INPUT
 from hvd_transformer.launch.folder import Beat
 from hvd_transformer.launch.hostfile import Host
 from hvd_transformer.launch.job import Ended
 
-WRONG_INPUT = 2  # a rank's exit code
 _LAST_LINES = 12  # of the rank that failed first
 _HOST_ROWS = 8
 _HELD_SECONDS = 3.0  # rank 0's errors wait so long: they may only follow from another rank's

@@ -28,10 +28,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from hvd_transformer.errors import STALLED
 from hvd_transformer.training.heartbeat import Heartbeat
 from hvd_transformer.training.late import Seen, who_is_late
 
-STALLED = 75  # EX_TEMPFAIL of sysexits.h: try again
 FOLDER = "HVD_TRANSFORMER_FOLDER"  # the launcher's private folder on this host
 LOOK_SECONDS = 0.5
 # Between two looks: this process was stopped meanwhile (Ctrl-Z, a suspended job) and is not to blame for the time.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 from jobs import FAULTY, TRAIN, Job, lines, started, tiny, write_corpus
 
-from hvd_transformer.training.watchdog import STALLED
+from hvd_transformer.errors import STALLED
 
 pytestmark = pytest.mark.distributed
 

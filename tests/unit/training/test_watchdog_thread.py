@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hvd_transformer.training.watchdog import FOLDER, STALLED, Watchdog
+from hvd_transformer.errors import STALLED
+from hvd_transformer.training.watchdog import FOLDER, Watchdog
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,54 @@
+"""Which hosts a command line means, and with how few ranks it is content."""
+
+from pathlib import Path
+
+import pytest
+
+from hvd_transformer.errors import UserError
+from hvd_transformer.launch.hostfile import Host
+from hvd_transformer.launch.pool import find_hosts, least_ranks
+
+
+def test_the_hosts_are_those_given_or_this_one(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("h1 slots=2\nh2 slots=4\n")
+    (tmp_path / "script").write_text("#!/bin/sh\necho h3:$SLOTS\n")
+    (tmp_path / "script").chmod(0o755)
+    assert find_hosts(None, None, None, None, {})() == [Host("localhost", 1)]
+    assert find_hosts(3, None, None, None, {})() == [Host("localhost", 3)]
+    assert find_hosts(3, "h1:2,h2:4", None, None, {})() == [Host("h1", 2), Host("h2", 4)]
+    assert find_hosts(None, None, tmp_path / "hosts", None, {})() == [Host("h1", 2), Host("h2", 4)]
+    assert find_hosts(9, None, None, tmp_path / "script", {"SLOTS": "5"})() == [Host("h3", 5)]
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="-H, --hostfile and --host-discovery-script: give one of them"):
+        find_hosts(None, "h1:2", tmp_path / "hosts", None, {})
+    with pytest.raises(UserError, match="-np 7: the hosts have 6 slots"):
+        find_hosts(7, "h1:2,h2:4", None, None, {})
+    with pytest.raises(UserError, match="no such file"):
+        find_hosts(None, None, None, tmp_path / "script", {})
+
+
+@pytest.mark.parametrize(
+    ("min_ranks", "num_ranks", "slots", "least"),
+    [(None, None, 4, 4), (None, 3, 4, 3), (2, None, 4, 2), (2, 8, 4, 2), (4, 4, 4, 4)],
+)
+def test_the_least_number_of_ranks(min_ranks: int | None, num_ranks: int | None, slots: int, least: int) -> None:
+    assert least_ranks(min_ranks, num_ranks, slots) == least
+
+
+@pytest.mark.parametrize(
+    ("min_ranks", "num_ranks", "slots", "message"),
+    [
+        (0, 4, 4, "--min-np 0: must be from 1 to the number of ranks, 4"),
+        (5, 4, 8, "--min-np 5: must be from 1 to the number of ranks, 4"),
+        (5, None, 4, "--min-np 5: must be from 1 to the number of ranks, 4"),
+        (5, 8, 4, "the hosts have 4 slots now, 5 are needed"),
+        (None, 8, 4, "the hosts have 4 slots now, 8 are needed"),
+        (None, None, 0, "the hosts have 0 slots now, 1 are needed"),
+    ],
+)
+def test_a_least_number_that_cannot_be(min_ranks: int | None, num_ranks: int | None, slots: int, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        least_ranks(min_ranks, num_ranks, slots)
+    assert str(caught.value) == message
