@@ -8,6 +8,7 @@ come their heartbeats, what they print, and their exit codes. One JSON object a 
 the news (`Keeper.news`). When the launcher ends, or is not heard of for a while, every rank here is ended.
 """
 
+import fcntl
 import json
 import os
 import select
@@ -16,9 +17,9 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 _LOOK_SECONDS = 0.2  # between two looks into the folder
 _QUIET_SECONDS = 1.0  # after which there is news even if there is none: a sign of life
@@ -36,6 +37,7 @@ class Keeper:
         self._failed: dict[int, dict[str, Any]] = {}
         self._files: dict[Path, BinaryIO] = {}  # what ranks print; open, as hosts that share /tmp may remove them
         self._speaks = True
+        self._lock: IO[str] | None = None  # held for as long as this process lives
 
     def open(self, environment: dict[str, str]) -> None:
         """Makes the folder. Raises `OSError`."""
@@ -44,11 +46,16 @@ class Keeper:
         self.folder.mkdir(exist_ok=True)
         if self.folder.stat().st_uid != os.geteuid():
             raise PermissionError(f"{self.folder} is another user's")
+        name = f"keeper-{self.host}-{os.getpid()}"
+        self._lock = (self.folder / f".{name}").open("w", encoding="utf-8")
+        fcntl.flock(self._lock, fcntl.LOCK_SH)  # before the file has the name by which others find it
+        (self.folder / f".{name}").replace(self.folder / name)
+        _remove_left(self.folder)
         aside = self.folder / f".environment-{self.host}-{os.getpid()}"
         aside.write_text(json.dumps(environment), encoding="utf-8")
         aside.replace(self.folder / "environment")
         try:
-            (self.folder / f"keeper-{self.host}").touch(exist_ok=False)
+            (self.folder / f"speaks-{self.host}").touch(exist_ok=False)
         except FileExistsError:  # this host was named twice
             self._speaks = False
 
@@ -152,6 +159,17 @@ class Keeper:
                 file.seek(begin + len(data))
             if data:
                 yield {"rank": int(rank), "stream": stream, "text": data.decode(errors="replace")}
+
+
+def _remove_left(own: Path) -> None:
+    """What keepers of this user left that were killed, as when the host was: it holds the ranks' environment."""
+    for folder in own.parent.glob("hvd-transformer-*"):
+        with suppress(OSError), ExitStack() as locks:  # another user's; in use: not to be locked
+            keepers = list(folder.glob("keeper-*"))  # none yet where one is about to begin
+            for keeper in keepers:
+                fcntl.flock(locks.enter_context(keeper.open(encoding="utf-8")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if keepers:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _lives(pid: int) -> bool:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -149,3 +150,30 @@ def test_a_host_that_cannot_be_reached_is_named_with_what_ssh_says(ssh_log: Path
     with pytest.raises(UserError, match=r"^host refused.invalid: cannot be used: Permission denied \(publickey\)\.$"):
         opened("localhost", "far.invalid", "refused.invalid")
     assert not list(Path("/tmp").glob(f"hvd-transformer-{os.getpid()}-*"))
+
+
+def test_what_a_killed_keeper_left_is_removed_by_the_next_one(ssh_log: Path) -> None:
+    """As after a crash of the host: nobody else would ever remove the ranks' environment."""
+    left, used = opened("far.invalid"), opened("far.invalid", "other.invalid")
+    for pid in keepers(left.path):
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: left.lost)
+    os.kill(keepers(used.path)[0], signal.SIGKILL)  # the other one still uses it
+    assert (Path(left.path) / "environment").exists()
+    new = opened("far.invalid")
+    assert not Path(left.path).exists()
+    assert (Path(used.path) / "environment").exists()
+    for folder in (left, used, new):
+        folder.close()
+    assert not any(Path(folder.path).exists() for folder in (left, used, new))
+
+
+def keepers(folder: str) -> list[int]:
+    """The processes that keep a folder."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            words = file.read_bytes().decode().split("\0")
+            if words[1:4] == ["-m", "hvd_transformer.launch.keeper", folder]:
+                found.append(int(file.parent.name))
+    return found
