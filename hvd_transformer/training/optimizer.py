@@ -55,7 +55,7 @@ class FlatOptimizer:
                 group = decayed if decays else others
                 group.parameters.append(bucket.parameters[place])
                 group.gradients.append(bucket.gradients[place])
-                group.steps.append(torch.zeros((), device=bucket.parameters.device))
+                group.steps.append(torch.zeros((), dtype=torch.float32, device=bucket.parameters.device))
                 for parts, key in zip(group.state, keys, strict=True):
                     parts.append(state[key][place])
         self._groups = [group for group in (decayed, others) if group.parameters]
