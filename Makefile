@@ -17,10 +17,10 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 train: install
 	horovodrun -np 2 -H localhost:2 hvd-train --preset python-docs output_dir=$(OUTPUT)
 
-# The unit tests, two at a time; then the tests that start real ranks, which share the cores themselves.
+# The tests that start real ranks share the cores themselves; of the others two run at a time.
 test: install
-	$(BIN)/python -m pytest tests/unit -n 2 --dist loadfile $(PYTEST_ARGS)
-	$(BIN)/python -m pytest tests --ignore=tests/unit $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not distributed" -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m distributed $(PYTEST_ARGS)
 
 # The cluster of docker/compose.yaml on a Docker engine, which it starts itself where it is root and there is none.
 test-docker: install

@@ -44,8 +44,7 @@ def main(hosts: str, gloo: bool, rounds: int, json_file: Path | None) -> None:
     seconds: dict[str, list[float]] = {name: [] for name in starters}
     with tempfile.TemporaryDirectory(prefix="start-up-", dir=Path.cwd()) as name:
         folder = Path(name)
-        (folder / "text").mkdir()
-        (folder / "text" / "train.txt").write_text("the cat sat on my big red rug.\n" * 100)
+        (folder / "text.txt").write_text("the cat sat on my big red rug.\n" * 100)
         for number in range(-1, rounds):  # the first prepares the data, and reads torch from the disk
             for starter, words in list(starters.items())[:: 1 if number % 2 else -1]:
                 run = folder / f"{starter}-{number}"
@@ -65,7 +64,7 @@ def main(hosts: str, gloo: bool, rounds: int, json_file: Path | None) -> None:
 
 
 def _settings(folder: Path) -> list[str]:
-    return [*TINY, f"data.source={folder / 'text'}", f"data.cache_dir={folder / 'cache'}"]
+    return [*TINY, f"data.source={folder / 'text.txt'}", f"data.cache_dir={folder / 'cache'}"]
 
 
 def _seconds(command: list[str], metrics: Path) -> float:

@@ -1,6 +1,7 @@
 """Runs one job under horovodrun, once: starts it, passes signals on, and finds out how its ranks ended."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -81,7 +82,7 @@ def run(
             words = [sys.executable, "-m", "hvd_transformer.launch.worker", folder.path, *worker]
             # In a session of its own, as mpirun and its ranks end only where the whole group gets the signal.
             process = subprocess.Popen(
-                horovodrun.words(words),
+                _command(horovodrun.words(words), environment),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=said,
@@ -102,6 +103,14 @@ def run(
         failures += [Failure(0.0, beat["rank"], STALLED, beat["host"]) for beat in silent]
         first = failures[0] if failures else None
         return Ended(first.code if first else int(code != 0), first, lost, stopped, beats, _text(said))
+
+
+def _command(horovodrun: list[str], environment: Mapping[str, str]) -> list[str]:
+    """This Python's own horovodrun is started without its question for what it was built with (`controller.py`)."""
+    program = shutil.which(horovodrun[0], path=environment["PATH"])
+    if program is None or Path(program).parent != Path(sys.executable).parent:
+        return horovodrun
+    return [sys.executable, "-m", "hvd_transformer.comm.horovodrun", *horovodrun[1:]]
 
 
 def _wait(process: subprocess.Popen[bytes], folder: JobFolder, stop: Stop, look: Callable[[JobFolder], bool]) -> bool:

@@ -90,7 +90,7 @@ def test_trains_as_bare_horovodrun_does_and_shows_no_secret(bare, corpus, tmp_pa
     assert steps(run, "loss", "lr") == steps(bare, "loss", "lr")
     assert [summary(run)[key] for key in ("status", "world", "backend")] == ["finished", 2, backend]
     assert (tmp_path / "timeline").stat().st_size > 0
-    assert any(f"--{backend}" in line and "horovodrun" in line for line in seen)
+    assert any("-m hvd_transformer.comm.horovodrun " in line and f" --{backend} " in line for line in seen)
     assert not [line for line in seen if SECRET in line or "stays-here" in line]
     assert SECRET not in job.text()
     assert len(given) == 2
