@@ -14,7 +14,7 @@ from hvd_transformer.config.load import PRESETS, preset_names, preset_summary
 from hvd_transformer.config.schema import KEYS, flatten
 from hvd_transformer.errors import UserError
 
-PRESET_NAMES = ["gpt-small", "python-docs", "shakespeare-char", "tutorial-1b", "tutorial-small"]
+PRESET_NAMES = ["gpt-small", "python-docs", "shakespeare-char", "tiny", "tutorial-1b", "tutorial-small"]
 DEFAULTS = flatten(Config())
 
 
@@ -55,7 +55,7 @@ def test_the_last_of_two_equal_keys_counts() -> None:
     assert load(overrides=["seed=5", "seed=6"]).seed == 6
 
 
-def test_the_presets_are_those_of_the_issue() -> None:
+def test_the_presets() -> None:
     assert preset_names() == PRESET_NAMES
 
 

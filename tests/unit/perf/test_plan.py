@@ -198,7 +198,7 @@ def really_allocated(run: Callable[[], object]) -> int:
 def test_the_pipelines_peak(schedule: str, recompute: str, more: list[str]) -> None:
     """What the real pipeline takes from the allocator at most is the plan's; a kernel may need room of its own."""
     words = [f"parallel.schedule={schedule}", f"parallel.recompute={recompute}", "parallel.micro_batches=4"]
-    config = load("python-docs", overrides=[*words, *more, "model.loss_chunk=32"])
+    config = load("python-docs", overrides=[*words, *more, "model.loss_chunk=32", "model.num_layers=2"])
     planned = make_plan(config, V).stages[0].activations[schedule, recompute]
     model = LanguageModel(V, config.model).train()
     for weight in model.parameters():
