@@ -151,38 +151,10 @@ class Trainer:
         self.reducer.begin()
         sums = StepSums(self.world, self.layout.devices[-1], stop, save, self._work)
         usual = self.task.usual_count
-        with self.timeline.span("data", "batches"):
-            rounds = [
-                cut(self._pinned(self.task.batch(position.epoch, units)), self.config.parallel.micro_batches)
-                for units in plan.rounds
-            ]
+        rounds = self._rounds(plan)
         for batches in rounds:
             sums.add_batches(batches, self.task)
-        self._places = [
-            (units.start, piece)
-            for units, batches in zip(plan.rounds, rounds, strict=True)
-            for piece in range(len(batches))
-        ]
-
-        def before_last_backward(stage: int, losses: Sequence[Tensor]) -> None:
-            if stage == len(self.stages) - 1:
-                sums.send(losses)
-            self.reducer.last(self.weights[stage].indices)
-
-        number = 0
-        for index, batches in enumerate(rounds):
-            last = index == len(rounds) - 1
-            losses = self.pipeline.train(
-                [self.task.micro_batch(batch) for batch in batches],
-                self.scaler.scale / usual,
-                first_number=number,
-                before_last_backward=before_last_backward if last else None,
-            )
-            if not last:
-                sums.add_losses(losses)
-            number += len(batches)
-        if not rounds:  # a rank that has no sample in this step
-            sums.send([])
+        self._forward_backward(rounds, self.scaler.scale / usual, sums)
         self.reducer.finish()
         began_waiting = time.perf_counter()
         loss_total, count_total, samples, stops, saves, work = sums.result()
@@ -232,6 +204,43 @@ class Trainer:
         """Ends the threads of the stages."""
         self.pipeline.close()
         self.timeline.close()
+
+    def _rounds(self, plan: Step) -> list[list[Batch]]:
+        """This rank's samples of a step, each round of them cut into micro-batches."""
+        with self.timeline.span("data", "batches"):
+            rounds = [
+                cut(self._pinned(self.task.batch(self.position.epoch, units)), self.config.parallel.micro_batches)
+                for units in plan.rounds
+            ]
+        self._places = [
+            (units.start, piece)
+            for units, batches in zip(plan.rounds, rounds, strict=True)
+            for piece in range(len(batches))
+        ]
+        return rounds
+
+    def _forward_backward(self, rounds: Sequence[Sequence[Batch]], scale: float, sums: StepSums) -> None:
+        """Gradients of scale × the sum of all losses; in the last round they are sent as they become complete."""
+
+        def before_last_backward(stage: int, losses: Sequence[Tensor]) -> None:
+            if stage == len(self.stages) - 1:
+                sums.send(losses)
+            self.reducer.last(self.weights[stage].indices)
+
+        number = 0
+        for batches in rounds:
+            last = batches is rounds[-1]
+            losses = self.pipeline.train(
+                [self.task.micro_batch(batch) for batch in batches],
+                scale,
+                first_number=number,
+                before_last_backward=before_last_backward if last else None,
+            )
+            if not last:
+                sums.add_losses(losses)
+            number += len(batches)
+        if not rounds:  # a rank that has no sample in this step
+            sums.send([])
 
     def _stage_weights(self, alone: set[str]) -> list[StageWeights]:
         """Of every stage, in buckets of its own, so that it can send and update without the others."""
