@@ -238,7 +238,7 @@ def test_a_fault_many_times(
 
 
 # A step takes long enough that the job does not end before the host is back.
-SLOW = ["model.d_model=128", "model.d_feedforward=512", "data.sequence_length=64"]
+SLOW = ["model.d_model=64", "model.d_feedforward=256", "data.sequence_length=64"]
 SLOW_STEPS = 100 + 300 * REPEATS
 
 
