@@ -164,7 +164,9 @@ class Keeper:
 def _remove_left(own: Path) -> None:
     """What keepers of this user left that were killed, as when the host was: it holds the ranks' environment."""
     for folder in own.parent.glob("hvd-transformer-*"):
-        with suppress(OSError), ExitStack() as locks:  # another user's; in use: not to be locked
+        with suppress(OSError), ExitStack() as locks:  # in use: not to be locked
+            if folder.lstat().st_uid != os.geteuid():  # may hold anything, such as a pipe that is never opened
+                continue
             keepers = list(folder.glob("keeper-*"))  # none yet where one is about to begin
             for keeper in keepers:
                 fcntl.flock(locks.enter_context(keeper.open(encoding="utf-8")), fcntl.LOCK_EX | fcntl.LOCK_NB)

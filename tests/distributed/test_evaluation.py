@@ -10,7 +10,7 @@ pytestmark = pytest.mark.distributed
 SIZES = [(7, 13), (12 * 8 + 1, 27), (150, 12 * 7), (401, 2)]
 BATCHES = [1, 3, 8]
 SAMPLES = 12  # a step, so that every number of ranks trains the same weights
-RUNS = [(size, BATCHES[number % 3], ("fp64", "fp32")[number % 2]) for number, size in enumerate(SIZES)]
+RUNS = [(size, BATCHES[number % 3], precision) for number, size in enumerate(SIZES) for precision in ("fp64", "fp32")]
 RUNS += [(SIZES[3], 8, "fp64"), (SIZES[3], None, "fp32")]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -166,6 +167,20 @@ def test_what_a_killed_keeper_left_is_removed_by_the_next_one(ssh_log: Path) -> 
     for folder in (left, used, new):
         folder.close()
     assert not any(Path(folder.path).exists() for folder in (left, used, new))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+def test_what_another_user_put_beside_it_is_left_alone(ssh_log: Path) -> None:
+    """A named pipe would wait for ever where it was opened."""
+    trap = Path(f"/tmp/hvd-transformer-trap-{os.getpid()}")
+    trap.mkdir(mode=0o755)
+    try:
+        os.mkfifo(trap / "keeper-h1-1")
+        os.chown(trap, 54321, 54321)
+        opened("far.invalid").close()
+        assert (trap / "keeper-h1-1").exists()
+    finally:
+        shutil.rmtree(trap)
 
 
 def keepers(folder: str) -> list[int]:
