@@ -237,8 +237,9 @@ def test_a_fault_many_times(
     report(backend, fault, seconds)
 
 
-# A step takes long enough that the job does not end before the host is back.
-SLOW = ["model.d_model=64", "model.d_feedforward=256", "data.sequence_length=64"]
+# A step takes long enough that the job does not end before the host is back. Another number of ranks rounds otherwise;
+# Adam's small epsilon makes whole updates of that where a gradient is zero, and in 100 steps it is seen in the loss.
+SLOW = ["model.d_model=64", "model.d_feedforward=256", "data.sequence_length=64", "optimizer.eps=1e-4"]
 SLOW_STEPS = 300
 
 
