@@ -22,8 +22,9 @@ from hvd_transformer.models.language_model import LanguageModel
 from hvd_transformer.parallel.layout import Layout
 from hvd_transformer.parallel.replicas import broadcast_parameters, check_replicas
 from hvd_transformer.training.allocator import keep_freed_memory
-from hvd_transformer.training.loop import Position, Trainer
+from hvd_transformer.training.loop import Trainer
 from hvd_transformer.training.optimizer import names_without_decay
+from hvd_transformer.training.position import Position
 from hvd_transformer.training.schedule import peak_rate
 
 

@@ -1,11 +1,12 @@
 """A world of several ranks in one process: it writes down what is called and plays the others itself."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hvd_transformer.comm.group import Group
 from hvd_transformer.comm.world import World
 
 
@@ -18,11 +19,14 @@ class FakeWorld(World):
 
     def __init__(self, rank: int = 0, size: int = 2, others: Callable[[Any], list[Any]] | None = None) -> None:
         super().__init__()
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.ranks = rank, size, list(range(size))
         self.hosts = [self.host] * size
         self.events: list[str] = []
         self.sent: dict[str, Tensor] = {}  # as they were when they were sent
         self._others = others or (lambda value: [value] * size)
+
+    def group(self, ranks: Sequence[int], *, prompt: bool = False) -> Group:
+        return self if len(ranks) == self.size else super().group(ranks, prompt=prompt)
 
     def all_reduce_async_(self, tensor: Tensor, name: str, operation: str = "sum") -> Callable[[], None]:
         assert tensor.is_contiguous()

@@ -8,7 +8,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -189,20 +190,36 @@ def read_tensors(file: Path, into: Mapping[str, Tensor]) -> None:
 
     Raises `UserError` where names or shapes are not those of the file.
     """
+    for name, value in stream_tensors(file, {name: tensor.shape for name, tensor in into.items()}):
+        into[name].copy_(value)
+
+
+def stream_tensors(file: Path, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Tensor]]:
+    """A safetensors file's tensors with their names, one at a time, in the order of `shapes`.
+
+    Raises `UserError` at once where names or shapes are not those of the file.
+    """
+    with _reading(file), safe_open(file, framework="pt") as opened:
+        if odd := sorted(set(opened.keys()) ^ set(shapes)):
+            where = "in the model but not in the file" if odd[0] in shapes else "in the file but not in the model"
+            raise UserError(f"{file}: of another model: {odd[0]} is {where}")
+        for name, shape in shapes.items():
+            found = opened.get_slice(name).get_shape()
+            if list(found) != list(shape):
+                raise UserError(f"{file}: of another model: {name} is {list(found)}, not {list(shape)}")
+    return _stream(file, shapes)
+
+
+def _stream(file: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    with _reading(file), safe_open(file, framework="pt") as opened:
+        for name in names:
+            yield name, opened.get_tensor(name)
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
     try:
-        with safe_open(file, framework="pt") as opened:
-            names = set(opened.keys())
-            if names != set(into):
-                odd = sorted(names ^ set(into))[0]
-                where = "in the file but not in the model" if odd in names else "in the model but not in the file"
-                raise UserError(f"{file}: of another model: {odd} is {where}")
-            for name, tensor in into.items():
-                value = opened.get_tensor(name)
-                if value.shape != tensor.shape:
-                    raise UserError(
-                        f"{file}: of another model: {name} is {list(value.shape)}, not {list(tensor.shape)}"
-                    )
-                tensor.copy_(value)
+        yield
     except (SafetensorError, OSError) as error:
         raise DamagedCheckpoint(f"{file}: no valid safetensors file: {error}") from None
 

@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,7 +43,9 @@ def command(file: Path | None, preset: str | None, settings: tuple[str, ...]) ->
         config = load(preset, file, settings)
     except UserError as error:
         mistake = error
-    sys.exit(_work(config, mistake))
+    # Horovod must know the groups of ranks before these can tell each other of a mistake.
+    tensor = config.parallel.tensor if config else _tensor(settings)
+    sys.exit(_work(config, mistake, tensor))
 
 
 def main() -> None:
@@ -50,9 +53,16 @@ def main() -> None:
     command()
 
 
-def _work(config: "Config | None", mistake: UserError | None) -> int:
+def _tensor(settings: Sequence[str]) -> int:
+    """`parallel.tensor` as the words alone have it, where the configuration is wrong."""
+    given = [value for key, _, value in (word.partition("=") for word in settings) if key == "parallel.tensor"]
+    return int(given[-1]) if given and given[-1].isdecimal() and int(given[-1]) else 1
+
+
+def _work(config: "Config | None", mistake: UserError | None, tensor: int) -> int:
     """The exit code. A wrong setting is shown once, by rank 0, also when another rank made it."""
     from hvd_transformer.comm.environment import launched
+    from hvd_transformer.parallel.layout import process_groups
     from hvd_transformer.training.watchdog import Watchdog
 
     place = launched()
@@ -61,13 +71,20 @@ def _work(config: "Config | None", mistake: UserError | None) -> int:
     watchdog = Watchdog(place.rank, place.size, config.training.stall_seconds if config else None)
     watchdog.start()
     try:
-        return _train(config, mistake, place.rank, watchdog)
+        return _train(config, mistake, place.rank, watchdog, process_groups(place.size, tensor))
     finally:
         watchdog.close()
 
 
-def _train(config: "Config | None", mistake: UserError | None, rank: int, watchdog: "Watchdog") -> int:
-    from hvd_transformer.comm.world import AgreedError, PeerLost, World, agree
+def _train(
+    config: "Config | None",
+    mistake: UserError | None,
+    rank: int,
+    watchdog: "Watchdog",
+    groups: Sequence[Sequence[int]],
+) -> int:
+    from hvd_transformer.comm.group import PeerLost
+    from hvd_transformer.comm.world import AgreedError, World, agree
     from hvd_transformer.data.once import Stopped
     from hvd_transformer.parallel.replicas import ReplicasDiffer
     from hvd_transformer.training.job import run
@@ -76,7 +93,7 @@ def _train(config: "Config | None", mistake: UserError | None, rank: int, watchd
 
     stop = StopRequest()
     try:
-        world = World.start(watchdog.stall_seconds)
+        world = World.start(watchdog.stall_seconds, groups)
     except UserError as error:
         return _fail(error) if rank == 0 else WRONG_INPUT
     watchdog.heartbeat.world = world

@@ -31,10 +31,10 @@ def launched() -> Launched:
     return Launched(0, 1, 1)
 
 
-def set_defaults(local_size: int, stall_seconds: float | None = None) -> None:
+def set_defaults(local_size: int, stall_seconds: float | None = None, *, prompt: bool = False) -> None:
     """Sets Horovod's and Open MPI's variables where the user set none. Call before `hvd.init`.
 
-    `stall_seconds`: what a rank may be silent at most, if the user set it.
+    `stall_seconds`: what a rank may be silent at most, if the user set it. `prompt`: layers wait for collectives.
     """
     gloo = os.environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo"  # as horovodrun says; mpirun says nothing
     stall = stall_seconds or 0.0
@@ -44,7 +44,7 @@ def set_defaults(local_size: int, stall_seconds: float | None = None) -> None:
         "HOROVOD_FUSION_THRESHOLD": "0",
         # Milliseconds. Each cycle costs a round of messages, dearer over gloo's sockets; waiting for the next one
         # costs too. Measured on two cores: benchmarks/RESULTS.md.
-        "HOROVOD_CYCLE_TIME": "10" if gloo else "2",
+        "HOROVOD_CYCLE_TIME": "0.5" if prompt else "10" if gloo else "2",
         # gloo's 30 seconds are too short for many hosts or a slow first step. It waits for ranks that do not answer.
         "HOROVOD_GLOO_TIMEOUT_SECONDS": str(round(max(300, 1.5 * stall))),
         # By default Horovod only warns of a stalled tensor. Behind the watchdog's limits, which say more

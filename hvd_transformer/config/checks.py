@@ -33,6 +33,7 @@ def check(config: Config) -> None:
         raise UserError("optimizer.schedule=noam: needs optimizer.warmup_steps of at least 1")
     if optimizer.momentum and optimizer.name != "sgd":
         raise UserError(f"optimizer.momentum={optimizer.momentum}: only with optimizer.name=sgd")
+    _check_tensor(config)
     partition = config.parallel.partition
     if isinstance(partition, str) and partition not in ("auto", "uniform") and ":" not in partition:
         raise UserError(
@@ -47,6 +48,17 @@ def check(config: Config) -> None:
     _check_global_batch_size(config)
     if config.communication.compression == "fp16" and training.precision == "fp64":
         raise UserError("communication.compression=fp16: not with training.precision=fp64")
+
+
+def _check_tensor(config: Config) -> None:
+    model, tensor = config.model, config.parallel.tensor
+    for key, value in (("num_heads", model.num_heads), ("d_feedforward", model.d_feedforward)):
+        if value % tensor:
+            raise UserError(f"parallel.tensor={tensor}: must divide model.{key}={value}")
+    if tensor == 1 and config.parallel.vocab_parallel:
+        raise UserError("parallel.vocab_parallel=true: needs parallel.tensor of at least 2")
+    if tensor > 1 and config.training.compile:
+        raise UserError(f"training.compile=true: not with parallel.tensor={tensor}, whose layers wait for other ranks")
 
 
 def _check_global_batch_size(config: Config) -> None:

@@ -95,6 +95,18 @@ class ParallelConfig(Section):
     """How the work is cut over ranks and devices."""
 
     pipeline: int = setting(1, "pipeline stages a rank, each on a device of its own", may_change=True, ge=1)
+    tensor: int = setting(
+        1,
+        "ranks that share each layer's matrices, neighbours in rank order; the others are replicas",
+        may_change=True,
+        ge=1,
+    )
+    vocab_parallel: bool = setting(
+        False, "the ranks of parallel.tensor share the embedding and the output layer, too", may_change=True
+    )
+    tensor_across_hosts: Literal["warn", "never"] = setting(
+        "warn", "what to do where ranks that share matrices are on different hosts", may_change=True
+    )
     micro_batches: int = setting(1, "a round's samples are cut into at most this many pieces", may_change=True, ge=1)
     schedule: Literal["gpipe", "1f1b", "zero_bubble"] = setting(
         "1f1b",

@@ -1,4 +1,4 @@
-"""Evaluation of a whole split: sums and counts on each rank, reduced once, so the world's size does not matter."""
+"""Evaluation of a whole split: sums and counts on each rank, reduced once, so their number does not matter."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from hvd_transformer.comm.world import World
+from hvd_transformer.comm.group import Group
 
 Batch = TypeVar("Batch")
 
@@ -30,12 +30,12 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 709 else math.inf
 
 
-def evaluate(loss: Callable[[Batch], tuple[Tensor, int]], batches: Iterable[Batch], world: World) -> Evaluation:
+def evaluate(loss: Callable[[Batch], tuple[Tensor, int]], batches: Iterable[Batch], group: Group) -> Evaluation:
     """Every rank gives its own batches; all get the same result. Sums are float64."""
     sums = torch.zeros(2, dtype=torch.float64)
     with torch.no_grad():
         for batch in batches:
             loss_sum, count = loss(batch)
             sums += torch.tensor([loss_sum.item(), count], dtype=torch.float64)
-    world.all_reduce_(sums, "evaluation")
+    group.all_reduce_(sums, "evaluation")
     return Evaluation(loss=float(sums[0] / sums[1]), count=int(sums[1]))

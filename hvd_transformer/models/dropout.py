@@ -40,12 +40,13 @@ def dropout_place(*place: int) -> Iterator[None]:
 class Dropout(nn.Module):
     """Sets values to zero with probability `rate` while training, and scales the others by 1 / (1 - rate).
 
-    Outside of a `dropout_place` it draws from torch's own generator. `number` tells the model's dropouts apart.
+    Outside of a `dropout_place` it draws from torch's own generator. `number` tells the model's dropouts apart,
+    `share` those of ranks that each have a share of the values.
     """
 
     def __init__(self, rate: float) -> None:
         super().__init__()
-        self.rate, self.number = rate, 0
+        self.rate, self.number, self.share = rate, 0, 0
 
     def forward(self, values: Tensor) -> Tensor:
         if not self.training or self.rate == 0:
@@ -64,7 +65,8 @@ class Dropout(nn.Module):
         generator = _here.generators.get(device)
         if generator is None:
             generator = _here.generators[device] = torch.Generator(device)
-        (seed,) = np.random.SeedSequence((*_here.place, self.number)).generate_state(1, np.uint64)
+        key = (self.share,) if self.share else ()
+        (seed,) = np.random.SeedSequence((*_here.place, self.number), spawn_key=key).generate_state(1, np.uint64)
         return generator.manual_seed(int(seed) & (2**63 - 1))
 
 

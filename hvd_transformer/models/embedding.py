@@ -1,11 +1,14 @@
 """A token embedding whose gradient can be had as rows, one a token, in place of a matrix that is mostly zero."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from hvd_transformer.models.shares import Part, own_places, summed
 
 # Called in backward with the token numbers [N] and the gradient of their vectors [N, D].
 TakeRows = Callable[[Tensor, Tensor], None]
@@ -15,19 +18,32 @@ class Embedding(nn.Embedding):
     """`nn.Embedding`; while `take_rows` is set, lookups give their gradient to it, and none to the weight.
 
     A tied weight's gradient is then complete as soon as the output layer has its part, at the start of backward.
+    With `part` its weight has these rows alone, and what `take_rows` gets are places among them.
     """
 
     take_rows: TakeRows | None = None
+    part: Part | None = None
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token numbers [...] to vectors [..., D]."""
-        if self.take_rows is None or not torch.is_grad_enabled():
+        if self.part is None:
+            return self._lookup(tokens, self.take_rows)
+        inside, rows = own_places(tokens, self.part.places)
+        take = self.take_rows and partial(_take_some, self.take_rows, inside.flatten())
+        return summed(self._lookup(rows, take).masked_fill(~inside[..., None], 0), self.part.shares)
+
+    def _lookup(self, tokens: Tensor, take_rows: TakeRows | None) -> Tensor:
+        if take_rows is None or not torch.is_grad_enabled():
             return nn.functional.embedding(tokens.to(self.weight.device), self.weight).to(tokens.device)
         # Something that wants a gradient, so that backward comes by; the weight itself stays out of the graph.
         anchor = torch.empty(0, requires_grad=True, device=tokens.device)
         weight = self.weight.detach()
-        vectors: Tensor = _Lookup.apply(anchor, tokens, weight, self.take_rows)  # type: ignore[no-untyped-call]
+        vectors: Tensor = _Lookup.apply(anchor, tokens, weight, take_rows)  # type: ignore[no-untyped-call]
         return vectors
+
+
+def _take_some(take_rows: TakeRows, chosen: Tensor, tokens: Tensor, rows: Tensor) -> None:
+    take_rows(tokens[chosen], rows[chosen])
 
 
 class _Lookup(torch.autograd.Function):

@@ -1,6 +1,7 @@
 """The layers of a Transformer, each a plain module from [B, T, D] to [B, T, D]."""
 
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from hvd_transformer.models.dropout import Dropout
 from hvd_transformer.models.embedding import Embedding
 from hvd_transformer.models.linear import Linear
 from hvd_transformer.models.positions import LearnedPositions, RotaryPositions, SinusoidalPositions
+from hvd_transformer.models.shares import Cut
 
 
 class TokenEmbedding(nn.Module):
@@ -45,7 +47,7 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
+        self.head_width = config.d_model // config.num_heads
         self.qkv = Linear(config.d_model, 3 * config.d_model)  # rows: query, key, value, as in torch.nn
         self.output = Linear(config.d_model, config.d_model)
         self.dropout = Dropout(config.dropout)
@@ -55,8 +57,8 @@ class SelfAttention(nn.Module):
         nn.init.zeros_(self.output.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        # [B, T, 3D] → three of [B, H, T, D/H]
-        query, key, value = self.qkv(hidden).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        # [B, T, 3D] → three of [B, H, T, D/H], or of this share's heads
+        query, key, value = self.qkv(hidden).unflatten(-1, (3, -1, self.head_width)).permute(2, 0, 3, 1, 4)
         if self.rotary is not None:
             query, key = self.rotary(query, key)
         if self.training and self.dropout.rate:  # the fused kernels draw from torch's own generator
@@ -88,7 +90,20 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each with a residual connection and a layer norm before (pre) or after (post) it."""
+    """Attention and feed-forward, each with a residual connection and a layer norm before (pre) or after (post) it.
+
+    `CUTS`: how ranks may share its weights. `DROPPING_SHARES` are the dropouts on what they then share, too.
+    """
+
+    CUTS: ClassVar[Mapping[str, Cut]] = {
+        "attention.qkv.weight": Cut(0, parts=3),
+        "attention.qkv.bias": Cut(0, parts=3),
+        "attention.output.weight": Cut(1),
+        "feedforward.input.weight": Cut(0),
+        "feedforward.input.bias": Cut(0),
+        "feedforward.output.weight": Cut(1),
+    }
+    DROPPING_SHARES: ClassVar[Sequence[str]] = ("attention.dropout", "feedforward.dropout")
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hvd_transformer.models.linear import TakeProduct, out_of_graph
+from hvd_transformer.models.shares import Part, own_places
 
 # Tokens a chunk. On a CPU the logits should stay below the 32 MiB from where on glibc takes each block anew from the
 # kernel, page by page: that is a tenth of a step. A GPU wants large matrices.
@@ -21,6 +22,7 @@ def projected_cross_entropy(
     targets: Tensor,
     chunk: int | None = None,
     take_product: TakeProduct | None = None,
+    part: Part | None = None,
 ) -> Tensor:
     """Sum over tokens of the cross-entropy of `hidden @ weight.T + bias`.
 
@@ -30,6 +32,9 @@ def projected_cross_entropy(
     backward it keeps the smaller of these [N, V] and the weight's gradient [V, D].
 
     With N ≤ D `take_product` gets `hidden` and the logits' gradient in backward, and weight and bias get none.
+
+    With `part` weight and bias are those rows of the vocabulary's alone. The shares tell each other two numbers a
+    token, not the logits (Megatron-LM, arXiv 1909.08053, section 3), and all have the same result.
     """
     chunk = chunk or (CPU_CHUNK if hidden.device.type == "cpu" else GPU_CHUNK)
     anchor = None
@@ -40,7 +45,7 @@ def projected_cross_entropy(
     # Inside `forward` gradients look wanted also under no_grad: evaluation would form them in vain.
     wants = torch.is_grad_enabled()
     loss: Tensor = _ProjectedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, chunk, wants, take_product, anchor
+        hidden, weight, bias, targets, chunk, wants, take_product, anchor, part
     )
     return loss
 
@@ -57,6 +62,7 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         wants: bool,
         take: TakeProduct | None,
         anchor: Tensor | None,
+        part: Part | None,
     ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         loss = torch.zeros((), dtype=torch.promote_types(wide, weight.dtype), device=hidden.device)
@@ -67,15 +73,20 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias) if grad_weight is not None and bias is not None else None
         slopes: list[Tensor] = []
         for start in range(0, hidden.size(0), chunk):
-            part, goal = hidden[start : start + chunk], targets[start : start + chunk, None]
-            logits = F.linear(part, weight, bias)
-            log_probability = F.log_softmax(logits, dim=-1, dtype=loss.dtype)
-            loss -= log_probability.gather(1, goal).sum()
+            values, goal = hidden[start : start + chunk], targets[start : start + chunk, None]
+            logits = F.linear(values, weight, bias)
+            if part is None:
+                log_probability, hit = F.log_softmax(logits, dim=-1, dtype=loss.dtype), None
+                loss -= log_probability.gather(1, goal).sum()
+            else:
+                log_probability, hit, goal = _own_part(logits.to(loss.dtype), goal, part)
+                loss -= (log_probability.gather(1, goal) * hit).sum()
             if grad_hidden is None:
                 continue
             # The gradient of the logits: softmax − one-hot.
             slope = log_probability.exp_()
-            slope.scatter_add_(1, goal, torch.full_like(goal, -1, dtype=slope.dtype))
+            ones = torch.ones_like(goal, dtype=slope.dtype) if hit is None else hit.to(slope.dtype)
+            slope.scatter_add_(1, goal, -ones)
             if grad_bias is not None:
                 grad_bias += slope.sum(0)
             slope = slope.to(logits.dtype)
@@ -83,9 +94,13 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
             if grad_weight is None:
                 slopes.append(slope)
             elif grad_weight.dtype == slope.dtype:
-                grad_weight.addmm_(slope.t(), part)
+                grad_weight.addmm_(slope.t(), values)
             else:
-                grad_weight += slope.t() @ part.to(logits.dtype)
+                grad_weight += slope.t() @ values.to(logits.dtype)
+        if part is not None:
+            waits = [part.shares.sum_(sums) for sums in (loss[None], grad_hidden) if sums is not None]
+            for wait in waits:
+                wait()
         kept = hidden if slopes else None
         ctx.save_for_backward(kept, grad_hidden, grad_weight, grad_bias, *slopes)
         ctx.take, ctx.types = take, (weight.dtype, None if bias is None else bias.dtype)
@@ -109,4 +124,19 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
                 weight_type, bias_type = ctx.types
                 grad_weight = (slope.t() @ values).to(weight_type)
                 grad_bias = None if bias_type is None else slope.sum(0, dtype=bias_type)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
+
+
+def _own_part(logits: Tensor, goal: Tensor, part: Part) -> tuple[Tensor, Tensor, Tensor]:
+    """The log probabilities [N, V'] of the part's tokens; which targets [N, 1] are among these, and where.
+
+    logits [N, V'], goal [N, 1] as numbers of the whole vocabulary. Each share gives its largest logit and the sum of
+    its exponentials above that; the sum over the vocabulary follows from those of all shares.
+    """
+    top = logits.amax(-1)
+    total = (logits - top[:, None]).exp_().sum(-1)
+    tops, totals = part.shares.gather(torch.stack([top, total])).unbind(1)
+    highest = tops.amax(0)
+    log_total = highest + (totals * (tops - highest).exp_()).sum(0).log_()
+    hit, place = own_places(goal, part.places)
+    return logits - log_total[:, None], hit, place

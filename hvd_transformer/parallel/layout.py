@@ -1,9 +1,17 @@
-"""Who does what: which replica a rank is, and which device it computes on. The only place that knows."""
+"""Who does what: which part of which replica a rank is, with whom, and on which devices. The only place that knows.
 
+parallel.tensor=2 on 6 ranks    shard 0   1
+                    replica 0        [0] [1]     a row shares the matrices of one replica: the tensor group
+                    replica 1        [2] [3]
+                    replica 2        [4] [5]     a column holds the same weights: the data group
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from hvd_transformer.comm.group import Group
 from hvd_transformer.comm.world import World
 from hvd_transformer.config.schema import Config
 from hvd_transformer.errors import UserError
@@ -11,25 +19,72 @@ from hvd_transformer.errors import UserError
 
 @dataclass(frozen=True)
 class Layout:
-    """world = dp replicas; each rank is one of them, on one device a pipeline stage."""
+    """world = dp × tp; each rank computes on one device a pipeline stage."""
 
     dp: int
-    replica: int
+    tp: int
+    replica: int  # of dp
+    shard: int  # of tp
     devices: tuple[torch.device, ...]
+    data_group: Group
+    tensor_group: Group
 
     @classmethod
     def of(cls, config: Config, world: World) -> "Layout":
         """Checks the sizes against the world and this host; collective. Raises `UserError`."""
-        return cls(
-            dp=world.size,
-            replica=world.rank,
+        tensor = config.parallel.tensor
+        if world.size % tensor:
+            fitting = ", ".join(str(size) for size in range(1, world.size + 1) if world.size % size == 0)
+            raise UserError(f"parallel.tensor={tensor}: must divide the {world.size} ranks of the job: {fitting}")
+        replica, shard = divmod(world.rank, tensor)
+        layout = cls(
+            dp=world.size // tensor,
+            tp=tensor,
+            replica=replica,
+            shard=shard,
             devices=_devices(config.training.device, config.parallel.pipeline, world),
+            data_group=world.group(_data_groups(world.size, tensor)[shard]),
+            tensor_group=world.group(_tensor_groups(world.size, tensor)[replica], prompt=True),
         )
+        if config.parallel.tensor_across_hosts == "never" and (warning := layout.across_hosts(config, world)):
+            raise UserError(f"parallel.tensor_across_hosts=never: {warning}")
+        return layout
 
     @property
     def device(self) -> torch.device:
         """The first stage's."""
         return self.devices[0]
+
+    def across_hosts(self, config: Config, world: World) -> str | None:
+        """What it costs where ranks of a tensor group are on different hosts; None where none are."""
+        for group in _tensor_groups(world.size, self.tp):
+            hosts = list(dict.fromkeys(world.hosts[rank] for rank in group))
+            if len(hosts) > 1:
+                model, training = config.model, config.training
+                tokens = training.batch_size * config.data.sequence_length
+                sent = 4 * model.num_layers * tokens * model.d_model * 4 / 2**20  # two sums forward, two backward
+                return (
+                    f"ranks {', '.join(map(str, group))}, which share their matrices, are on hosts {', '.join(hosts)}: "
+                    f"{sent:,.0f} MiB of activations a round go between them, with the layers waiting"
+                )
+        return None
+
+
+def process_groups(size: int, tensor: int) -> list[Sequence[int]]:
+    """The groups that a world of this size needs beside itself, all of them on every rank; none where it cannot be."""
+    if size % tensor:
+        return []
+    groups = [*_tensor_groups(size, tensor), *_data_groups(size, tensor)]
+    return [group for group in groups if 1 < len(group) < size]
+
+
+def _tensor_groups(size: int, tensor: int) -> list[Sequence[int]]:
+    """Neighbours: one host where its ranks are a multiple of them."""
+    return [range(first, first + tensor) for first in range(0, size, tensor)]
+
+
+def _data_groups(size: int, tensor: int) -> list[Sequence[int]]:
+    return [range(shard, size, tensor) for shard in range(tensor)]
 
 
 def _devices(wanted: str, num_stages: int, world: World) -> tuple[torch.device, ...]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hvd_transformer.comm.world import PeerLost
+from hvd_transformer.comm.group import PeerLost
 from hvd_transformer.parallel.channel import Aborted, Channel
 from hvd_transformer.parallel.later import Later
 from hvd_transformer.parallel.schedule import Operation, Schedule, ScheduleName, forward_only, make_schedule

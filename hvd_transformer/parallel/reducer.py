@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from hvd_transformer.comm.world import World
+from hvd_transformer.comm.group import Group
 from hvd_transformer.parallel.flat import Bucket, Slot
 from hvd_transformer.parallel.later import Later
 from hvd_transformer.parallel.rows import RowGradient, RowPlan
@@ -38,16 +38,16 @@ class GradientReducer:
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        world: World,
+        group: Group,
         *,
         overlap: bool = True,
         compression: str = "none",
         rows: Mapping[str, RowPlan] | None = None,
         timeline: Timeline | None = None,
     ) -> None:
-        self.buckets, self.world = buckets, world
+        self.buckets, self.group = buckets, group
         self.timeline = timeline or Timeline(0, [])
-        self.overlap, self.compression = overlap and world.size > 1, compression
+        self.overlap, self.compression = overlap and group.size > 1, compression
         self.waited = 0.0
         self._sending = [False] * len(buckets)
         self._missing = [0] * len(buckets)
@@ -59,13 +59,13 @@ class GradientReducer:
         self._rows_only: set[int] = set()  # buckets without any dense gradient
         self._slots: dict[str, tuple[int, Slot]] = {}  # by name, with the bucket's number
         self._gpus = {bucket.gradients.device for bucket in buckets if bucket.gradients.is_cuda}
-        wire = torch.float16 if compression == "fp16" and world.size > 1 else None
+        wire = torch.float16 if compression == "fp16" and group.size > 1 else None
         for index, bucket in enumerate(buckets):
             for slot in bucket.slots:
                 self._slots[slot.name] = index, slot
                 if rows is not None and slot.name in rows:
                     place = slot.view(bucket.gradients)
-                    row = RowGradient(place, f"rows.{slot.name}", world, wire or place.dtype)
+                    row = RowGradient(place, f"rows.{slot.name}", group, wire or place.dtype)
                     self._rows[slot.name] = row
                     if not rows[slot.name].gather:
                         self._added.setdefault(index, []).append(row)
@@ -135,7 +135,7 @@ class GradientReducer:
             if index not in self._waits and index not in self._rows_only:
                 self._send(index)
         add_rows = [row.send() for row in self._gathered]
-        if self.world.size > 1:
+        if self.group.size > 1:
             for device in self._gpus:
                 torch.cuda.current_stream(device).synchronize()
         began = time.perf_counter()
@@ -175,7 +175,7 @@ class GradientReducer:
 
     def _send(self, index: int) -> None:
         gradients = self.buckets[index].gradients
-        if self.compression == "none" or self.world.size == 1:
+        if self.compression == "none" or self.group.size == 1:
             self._waits[index] = self._all_reduce(gradients, index)
             return
         small = gradients.to(torch.float16)
@@ -188,7 +188,7 @@ class GradientReducer:
         self._waits[index] = arrive
 
     def _all_reduce(self, tensor: Tensor, index: int) -> Callable[[], None]:
-        wait = self.world.all_reduce_async_(tensor, f"bucket.{index}")
+        wait = self.group.all_reduce_async_(tensor, f"bucket.{index}")
         size = tensor.numel() * tensor.element_size()
         return self.timeline.watch(f"allreduce bucket {index}", f"{size / 2**20:.1f} MiB", wait)
 

@@ -1,13 +1,15 @@
 """Do all replicas hold the same weights? Broadcast at the start, and a checksum that says which rank differs."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from hvd_transformer.comm.group import Group
 from hvd_transformer.comm.world import World
 from hvd_transformer.parallel.flat import Bucket
+from hvd_transformer.parallel.layout import Layout
 
 # Each position has an odd weight of its own (modulo 2^64), so that swapped values are seen too.
 _CHUNK = 1 << 20
@@ -18,17 +20,17 @@ class ReplicasDiffer(RuntimeError):
     """The ranks that should hold equal weights do not."""
 
 
-def broadcast_parameters(buckets: Sequence[Bucket], world: World) -> None:
-    """Every rank takes rank 0's weights."""
+def broadcast_parameters(buckets: Sequence[Bucket], group: Group) -> None:
+    """Every rank takes those of the group's first."""
     for index, bucket in enumerate(buckets):
-        world.broadcast_(bucket.parameters, f"parameters.{index}")
+        group.broadcast_(bucket.parameters, f"parameters.{index}")
 
 
 def checksum(tensors: Sequence[Tensor]) -> int:
     """A 64-bit sum over the tensors' bits and their positions; runs where the tensors are."""
     total = 0
     for tensor in tensors:
-        words = tensor.detach().contiguous().view(torch.int32)
+        words = tensor.detach().contiguous().flatten().view(torch.int32)
         weights = torch.arange(1, min(_CHUNK, words.numel()) + 1, device=words.device) * _MULTIPLIER | 1
         for chunk in words.split(_CHUNK):
             part = int((chunk.long() * weights[: chunk.numel()]).sum().item())
@@ -36,14 +38,31 @@ def checksum(tensors: Sequence[Tensor]) -> int:
     return total
 
 
-def check_replicas(buckets: Sequence[Bucket], world: World, when: str) -> int:
-    """The weights' checksum; raises `ReplicasDiffer` naming the ranks that are not like the others."""
+def check_replicas(
+    buckets: Sequence[Bucket], world: World, layout: Layout, when: str, cut: Collection[str] = ()
+) -> int:
+    """The weights' checksum; raises `ReplicasDiffer` naming the ranks that are not like the others.
+
+    Of the weights, those named in `cut` differ within a tensor group.
+    """
     own = checksum([bucket.parameters for bucket in buckets])
-    sums = world.all_gather_objects(own)
-    usual, count = Counter(sums).most_common(1)[0]
-    if count < len(sums):
-        strangers = [rank for rank, value in enumerate(sums) if value != usual]
-        raise ReplicasDiffer(
-            f"{when}: the weights of rank {', '.join(map(str, strangers))} differ from those of the other ranks"
-        )
+    common = own if layout.tp == 1 else checksum(_whole_weights(buckets, cut))
+    sums = world.all_gather_objects([own, common])
+    strangers = _strangers({rank: common for rank, (_, common) in enumerate(sums)})
+    if layout.tp > 1:
+        for shard in range(layout.tp):
+            strangers |= _strangers({rank: sums[rank][0] for rank in range(shard, world.size, layout.tp)})
+    if strangers:
+        names = ", ".join(map(str, sorted(strangers)))
+        raise ReplicasDiffer(f"{when}: the weights of rank {names} differ from those of the other ranks")
     return own
+
+
+def _whole_weights(buckets: Iterable[Bucket], cut: Collection[str]) -> list[Tensor]:
+    return [slot.view(bucket.parameters) for bucket in buckets for slot in bucket.slots if slot.name not in cut]
+
+
+def _strangers(sums: dict[int, int]) -> set[int]:
+    """The ranks whose sum is not the usual one."""
+    usual, _ = Counter(sums.values()).most_common(1)[0]
+    return {rank for rank, value in sums.items() if value != usual}

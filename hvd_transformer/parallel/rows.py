@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hvd_transformer.comm.world import World
+from hvd_transformer.comm.group import Group
 
 
 class RowPlan(NamedTuple):
@@ -29,8 +29,8 @@ class RowGradient:
     `place` [V, D] is where the parameter's gradient lies, `wire` the number format of the way.
     """
 
-    def __init__(self, place: Tensor, name: str, world: World, wire: torch.dtype) -> None:
-        self.place, self.name, self.world, self.wire = place, name, world, wire
+    def __init__(self, place: Tensor, name: str, group: Group, wire: torch.dtype) -> None:
+        self.place, self.name, self.group, self.wire = place, name, group, wire
         self._taken: list[tuple[Tensor, Tensor]] = []
 
     def take(self, tokens: Tensor, rows: Tensor) -> None:
@@ -53,8 +53,8 @@ class RowGradient:
         """
         tokens, rows = _joined(self._taken, self.place)
         self.clear()
-        wait_tokens = self.world.all_gather_async(tokens, f"{self.name}.tokens")
-        wait_rows = self.world.all_gather_async(rows.to(self.wire), f"{self.name}.rows")
+        wait_tokens = self.group.all_gather_async(tokens, f"{self.name}.tokens")
+        wait_rows = self.group.all_gather_async(rows.to(self.wire), f"{self.name}.rows")
         return lambda: _add_rows(self.place, wait_tokens(), wait_rows())
 
 

@@ -20,6 +20,7 @@ from hvd_transformer.models.language_model import LanguageModel
 from hvd_transformer.models.losses import GPU_CHUNK
 from hvd_transformer.parallel.later import Later
 from hvd_transformer.parallel.pipeline import Layer, MicroBatch, Tensors
+from hvd_transformer.parallel.tensor import SilentShares, cut_weights
 from hvd_transformer.training.activations import (
     Context,
     backward,
@@ -30,6 +31,7 @@ from hvd_transformer.training.activations import (
 )
 from hvd_transformer.training.language_model_task import language_model_layers
 from hvd_transformer.training.precision import autocast, weight_dtype
+from hvd_transformer.training.shares import share_layers
 
 # Matrix products that torch's counter does not know, each with its FLOPs by the shapes of its arguments.
 _MORE_PRODUCTS = {
@@ -75,6 +77,10 @@ def fake_model(config: Config, vocab_size: int, num_samples: int) -> Iterator[Fa
     with FakeTensorMode(), _default_dtype(weight_dtype(config.training.precision)):
         model = LanguageModel(vocab_size, config.model.model_copy(update={"loss_chunk": chunk})).train()
         tokens = torch.zeros(num_samples, config.data.sequence_length, dtype=torch.int64)
+        cuts, tensor = model.cuts(config.parallel.vocab_parallel), config.parallel.tensor
+        if tensor > 1:
+            cut_weights(model, cuts, 0, tensor)
+            share_layers(model, cuts, vocab_size, lambda _: SilentShares(0, tensor))
         layers, later = language_model_layers(model), Later()
 
         @contextmanager

@@ -58,7 +58,7 @@ class Heartbeat:
     def signs(self) -> int:
         """Of progress: another number each time that anything has ended."""
         spans = self.timeline.ended if self.timeline else 0
-        return self._marks + spans + (self.world.ended if self.world else 0)
+        return self._marks + spans + (self.world.link.ended if self.world else 0)
 
     def place(self) -> tuple[str, str | None]:
         """The phase, and what this rank waits for in it: a collective such as "bucket 4", or nothing."""
@@ -67,7 +67,7 @@ class Heartbeat:
             name = next(iter(spans.values())).split()[0]
             doing = {"batches": "data", "weights": "backward"}.get(name, name)
             return (self.phase if self.phase == "evaluation" else doing), None
-        waits_for = next(iter(self.world.waiting.copy()), None) if self.world else None
+        waits_for = next(iter(self.world.link.waiting.copy()), None) if self.world else None
         phase = self.phase
         if phase == "step":
             phase = "allreduce" if waits_for else "update"

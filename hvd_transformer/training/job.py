@@ -16,7 +16,7 @@ from hvd_transformer.data.prepare import PreparedData, prepare
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.errors import UserError
 from hvd_transformer.parallel.layout import Layout
-from hvd_transformer.parallel.replicas import broadcast_parameters, check_replicas
+from hvd_transformer.parallel.replicas import broadcast_parameters
 from hvd_transformer.training import snapshot
 from hvd_transformer.training.allocator import keep_freed_memory
 from hvd_transformer.training.heartbeat import Heartbeat
@@ -60,10 +60,12 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | No
     watchdog.use(directory.path / "logs", world.hosts)
     heartbeat.timeline = trainer.timeline
     log.info("rank %d of %d (%s) on %s, %s", world.rank, world.size, world.backend, world.host, layout.device)
-    check_replicas(trainer.buckets, world, "at the start")
+    trainer.check_replicas("at the start")
 
     position = trainer.position
     progress.message(_headline(config, world, trainer, data))
+    if warning := layout.across_hosts(config, world):
+        progress.message(f"warning: {warning}")
     if checkpoint is not None:
         progress.message(f"going on from {checkpoint} after step {position.step} of {trainer.total_steps}")
     session = Session(config, world, trainer, directory, progress, data.digest, heartbeat)
@@ -74,7 +76,7 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | No
             f"the same command goes on from here\nrun directory: {directory.path}"
         )
     heartbeat.enter("end")
-    check_replicas(trainer.buckets, world, "at the end")
+    trainer.check_replicas("at the end")
     summary = session.finish(status)
     trainer.close()
     if status == "finished":
@@ -103,9 +105,9 @@ def _assemble(
     task = agree(world, lambda: _make_task(config, data, layout))
     trainer = Trainer(config, world, layout, task, position)
     if state is None:
-        broadcast_parameters(trainer.buckets, world)
+        broadcast_parameters(trainer.buckets, layout.data_group)
     else:
-        snapshot.load(trainer, checkpoint, state, world)
+        snapshot.load(trainer, checkpoint, state)
     if config.training.compile:
         for block in task.model.blocks:
             block.compile()
@@ -153,10 +155,9 @@ def _make_task(config: Config, data: PreparedData, layout: Layout) -> LanguageMo
 
 
 def _headline(config: Config, world: World, trainer: Trainer, data: PreparedData) -> str:
-    weights = sum(slot.parameter.numel() for bucket in trainer.buckets for slot in bucket.slots)
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks over {world.backend}"
     return (
-        f"{config.task}: {weights:,} parameters on {ranks} ({trainer.layout.device.type})\n"
+        f"{config.task}: {trainer.num_parameters:,} parameters on {ranks} ({trainer.layout.device.type})\n"
         f"{config.data.source}: {len(data.splits['train']):,} training tokens, "
         f"vocabulary {data.tokenizer.vocab_size:,}; "
         f"{trainer.total_steps:,} steps of {trainer.task.usual_count:,} tokens"

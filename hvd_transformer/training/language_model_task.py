@@ -21,7 +21,10 @@ class LanguageModelTask:
         training, length = config.training, config.data.sequence_length
         self.data, self.replica, self.length = data, replica, length
         self.eval_batch_size = training.eval_batch_size or training.batch_size
-        self.model = LanguageModel(data.tokenizer.vocab_size, config.model)
+        self.vocab_size = data.tokenizer.vocab_size
+        self.model = LanguageModel(self.vocab_size, config.model)
+        self.cuts = self.model.cuts(config.parallel.vocab_parallel)
+        self.dropping_shares = self.model.dropping_shares
         num_samples = step_samples(training, replica.size)
         self.usual_count = num_samples * length
         tokens = data.splits["train"]

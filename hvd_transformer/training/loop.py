@@ -11,28 +11,29 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hvd_transformer.comm.world import World
 from hvd_transformer.config.schema import Config
-from hvd_transformer.data.sampler import Intervals, Step
+from hvd_transformer.data.sampler import Step
 from hvd_transformer.evaluation.evaluate import Evaluation, evaluate
 from hvd_transformer.models.dropout import dropout_place
 from hvd_transformer.parallel.flat import make_buckets
 from hvd_transformer.parallel.layout import Layout
 from hvd_transformer.parallel.pipeline import Pipeline, worker_threads
 from hvd_transformer.parallel.reducer import GradientReducer
+from hvd_transformer.parallel.replicas import check_replicas
 from hvd_transformer.parallel.timeline import Timeline
 from hvd_transformer.training.embedding_rows import row_parameters
 from hvd_transformer.training.optimizer import names_without_decay
+from hvd_transformer.training.position import Position, StepResult
 from hvd_transformer.training.precision import LossScaler, autocast
 from hvd_transformer.training.products import take_products
 from hvd_transformer.training.schedule import learning_rate
+from hvd_transformer.training.shares import connect, cut_model
 from hvd_transformer.training.stage_weights import StageWeights, stage_parameters
 from hvd_transformer.training.stages import make_stages
 from hvd_transformer.training.step_size import rate_replicas
@@ -42,52 +43,6 @@ from hvd_transformer.training.task import Batch, Task, cut
 
 class Diverged(RuntimeError):
     """The loss or the gradient is no longer a number."""
-
-
-@dataclass
-class Position:
-    """How far the job is: all that the next step depends on beside weights and optimizer state."""
-
-    step: int = 0
-    updates: int = 0  # steps less the ones left out because a float16 gradient overflowed
-    epoch: int = 0
-    remaining: Intervals | None = None  # of this epoch; None: all of it
-    samples: int = 0
-    targets: int = 0  # what the losses were the mean of: tokens
-    seconds: float = 0.0
-    best_loss: float | None = None
-    best_step: int | None = None
-    evaluated_step: int | None = None
-    train_loss: float | None = None  # of the last line of metrics.jsonl
-    # Since the last line of metrics.jsonl.
-    interval: dict[str, float] = field(
-        default_factory=lambda: {"loss": 0.0, "count": 0.0, "seconds": 0.0, "steps": 0.0}
-    )
-
-    def state(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def load(cls, state: dict[str, Any]) -> "Position":
-        position = cls(**state)
-        if position.remaining is not None:
-            position.remaining = [(start, stop) for start, stop in position.remaining]
-        return position
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one step brought, the same on every rank."""
-
-    epoch: int  # counted from 0
-    loss: float
-    count: int
-    grad_norm: float
-    learning_rate: float
-    stop: bool  # some rank was asked to stop
-    save: bool  # some rank asks for a checkpoint
-    seconds: float
-    work: Sequence[float]  # of each rank in the step before: seconds less those it waited for others; 0 if none was
 
 
 class Trainer:
@@ -103,7 +58,10 @@ class Trainer:
     ) -> None:
         self.config, self.world, self.layout, self.task, self.position = config, world, layout, task, position
         communication, model = config.communication, task.model
+        self.shapes = {name: weight.shape for name, weight in model.named_parameters()}  # of the whole weights
+        cut_model(task, layout)
         self.stages = make_stages(config, task, layout, world)
+        connect(task, layout)
         self.timeline = Timeline(world.rank, [f"stage {stage}" for stage in range(len(self.stages))])
         self.pipeline = Pipeline(
             self.stages,
@@ -119,7 +77,7 @@ class Trainer:
         self.scaler = LossScaler(config.training.precision)
         self.reducer = GradientReducer(
             self.buckets,
-            world,
+            layout.data_group,
             overlap=communication.overlap,
             compression=communication.compression,
             rows={name: row.plan for name, row in rows.items()},
@@ -149,7 +107,7 @@ class Trainer:
         position = self.position
         self.task.model.train()
         self.reducer.begin()
-        sums = StepSums(self.world, self.layout.devices[-1], stop, save, self._work)
+        sums = StepSums(self.world, self.layout, stop, save, self._work)
         usual = self.task.usual_count
         rounds = self._rounds(plan)
         for batches in rounds:
@@ -189,7 +147,7 @@ class Trainer:
                 found = self.pipeline.evaluate([self.task.micro_batch(self._pinned(batch)) for batch in group])
                 yield from zip(found, map(self.task.num_targets, group), strict=True)
 
-        return evaluate(lambda result: result, losses(), self.world)
+        return evaluate(lambda result: result, losses(), self.layout.data_group)
 
     def optimizer_state(self) -> list[dict[str, Tensor]]:
         """The optimizer's state of each bucket, as flat tensors like its parameters: {"exp_avg": …}."""
@@ -199,6 +157,15 @@ class Trainer:
         """Tells the optimizers, whose state was written, the position's number of updates."""
         for weights in self.weights:
             weights.optimizer.set_updates(self.position.updates)
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model."""
+        return sum(shape.numel() for shape in self.shapes.values())
+
+    def check_replicas(self, when: str) -> int:
+        """The weights' checksum. Raises `ReplicasDiffer`. Collective."""
+        return check_replicas(self.buckets, self.world, self.layout, when, self.task.cuts)
 
     def close(self) -> None:
         """Ends the threads of the stages."""
@@ -282,6 +249,11 @@ class Trainer:
         """Of all gradients. The parameters' own are joined in the model's order: stages and buckets change no bit."""
         found = dict(chain.from_iterable(self.pipeline.map(lambda stage: self.weights[stage].norms())))
         joined = torch.stack([found[place].to(self.layout.device) for place in sorted(found)])
+        if self.layout.tp > 1:  # each share of a weight counts, and a weight that all ranks have counts once
+            cuts = [name in self.task.cuts for name, _ in self.task.model.named_parameters()]
+            counts = torch.tensor([cut or self.layout.shard == 0 for cut in cuts], device=joined.device)
+            squares = self.layout.tensor_group.all_reduce_((joined * counts).square(), "norms")
+            return float(squares.sum().sqrt())
         return float(torch.linalg.vector_norm(joined))
 
     def _advance(self, plan: Step, samples: int, targets: int) -> None:

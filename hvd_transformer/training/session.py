@@ -11,11 +11,11 @@ from hvd_transformer.comm.world import World
 from hvd_transformer.config import Config
 from hvd_transformer.errors import UserError
 from hvd_transformer.evaluation.evaluate import Evaluation, perplexity
-from hvd_transformer.parallel.replicas import check_replicas
 from hvd_transformer.training import snapshot
 from hvd_transformer.training.heartbeat import Heartbeat
-from hvd_transformer.training.loop import StepResult, Trainer
+from hvd_transformer.training.loop import Trainer
 from hvd_transformer.training.metrics_log import MetricsLog
+from hvd_transformer.training.position import StepResult
 from hvd_transformer.training.progress import Silent
 from hvd_transformer.training.run_directory import RunDirectory
 from hvd_transformer.training.stop import StopRequest
@@ -114,10 +114,13 @@ class Session:
         if self.saved_step == position.step and not best:
             return
         self.heartbeat.enter("checkpoint")
-        checksum = check_replicas(self.trainer.buckets, self.world, f"step {position.step}")
-        if self.writer is not None:
-            began = time.perf_counter()
-            self.writer.submit(snapshot.take(self.trainer, self.data_digest, checksum, best))
+        checksum = self.trainer.check_replicas(f"step {position.step}")
+        began = time.perf_counter()
+        taken = None
+        if self.trainer.layout.replica == 0:  # its ranks have all of the weights
+            taken = snapshot.take(self.trainer, self.data_digest, checksum, best)
+        if self.writer is not None and taken is not None:
+            self.writer.submit(taken)
             log.info("step %d: checkpoint, %.3f s for the copy", position.step, time.perf_counter() - began)
         self.saved_step, self.saved_at = position.step, time.monotonic()
 
@@ -220,12 +223,11 @@ class Session:
         if not self.world.broadcast_object(folder is not None):
             self.warn("the best checkpoint is not whole; the last weights are tested instead")
             return False
-        snapshot.load_weights(self.trainer.buckets, folder, self.world)
+        snapshot.load_weights(self.trainer, folder)
         return True
 
     def _summary(self, status: str) -> dict[str, Any]:
         trainer, position = self.trainer, self.trainer.position
-        weights = sum(slot.parameter.numel() for bucket in trainer.buckets for slot in bucket.slots)
         return {
             "status": status,
             "steps": position.step,
@@ -235,11 +237,11 @@ class Session:
             "tokens_per_second": round(position.targets / position.seconds, 1) if position.seconds else None,
             "world": self.world.size,
             "dp": trainer.layout.dp,
-            "tp": 1,
+            "tp": trainer.layout.tp,
             "pp": len(trainer.stages),
             "backend": self.world.backend,
             "device": trainer.layout.device.type,
-            "parameters": weights,
+            "parameters": trainer.num_parameters,
             "train_loss": position.train_loss,
             "valid_loss": self.valid.loss if self.valid else None,
             "valid_perplexity": self.valid.perplexity if self.valid else None,

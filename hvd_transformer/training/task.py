@@ -1,11 +1,12 @@
 """What the loop asks of a task: its layers, and batches. The rest of training is the same for all."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor, nn
 
 from hvd_transformer.data.sampler import Intervals, Step
+from hvd_transformer.models.shares import Cut
 from hvd_transformer.parallel.pipeline import Layer, MicroBatch
 
 # A batch is a named tuple of tensors whose first dimension counts the samples.
@@ -38,6 +39,21 @@ class Task(Protocol):
     @property
     def usual_count(self) -> int:
         """Targets of a full step over all replicas: keeps gradients near their mean while they are summed."""
+        ...
+
+    @property
+    def cuts(self) -> Mapping[str, Cut]:
+        """The weights that the ranks of a tensor group share, and how."""
+        ...
+
+    @property
+    def dropping_shares(self) -> Collection[str]:
+        """The dropouts on what these ranks share, too."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the model knows."""
         ...
 
     def batch(self, epoch: int, units: range) -> Batch:

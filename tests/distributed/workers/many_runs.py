@@ -8,8 +8,10 @@ import os
 import sys
 from pathlib import Path
 
+from hvd_transformer.comm.environment import launched
 from hvd_transformer.comm.world import World
 from hvd_transformer.config import load
+from hvd_transformer.parallel.layout import process_groups
 from hvd_transformer.training import job, report
 from hvd_transformer.training.language_model_task import LanguageModelTask
 from hvd_transformer.training.stop import StopRequest
@@ -34,9 +36,10 @@ ORIGINAL_BATCH = LanguageModelTask.batch
 
 def main() -> None:
     report.write_report = lambda run: run  # its charts take longer than these runs; test_run_directory.py has them
-    stop, world = StopRequest(), World.start()
-    for words in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
-        config = load(overrides=words)
+    configs = [load(overrides=words) for words in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))]
+    (tensor,) = {config.parallel.tensor for config in configs}
+    stop, world = StopRequest(), World.start(groups=process_groups(launched().size, tensor))
+    for config in configs:
         if "RECORD_UNITS" in os.environ:
             record_units(config.output_dir, world.rank)
         job.run(config, world, stop)

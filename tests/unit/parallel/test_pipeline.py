@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hvd_transformer.comm.world import PeerLost
+from hvd_transformer.comm.group import PeerLost
 from hvd_transformer.parallel.pipeline import Layer, MicroBatch, Pipeline, Stage, StageFailed
 from hvd_transformer.parallel.schedule import SCHEDULES, ScheduleName, make_schedule
 

@@ -10,7 +10,8 @@ from hvd_transformer.config import Config, load
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.parallel.layout import Layout
 from hvd_transformer.training.language_model_task import LanguageModelTask
-from hvd_transformer.training.loop import Position, Trainer
+from hvd_transformer.training.loop import Trainer
+from hvd_transformer.training.position import Position
 from hvd_transformer.training.precision import weight_dtype
 
 VOCABULARY = 11

@@ -20,12 +20,12 @@ def test_a_step_is_in_what_its_stages_and_collectives_are_in() -> None:
     heartbeat = in_a_step()
     assert heartbeat.world and heartbeat.timeline
     for name, phase in {"batches": "data", "forward 3": "forward", "weights 0": "backward", "update": "update"}.items():
-        heartbeat.world.waiting["bucket.0"] = None  # a watching thread of `profile`: this one works
+        heartbeat.world.link.waiting["bucket.0"] = None  # a watching thread of `profile`: this one works
         with heartbeat.timeline.span("stage 0", name):
             assert heartbeat.place() == (phase, None)
-    heartbeat.world.waiting = {"bucket.4": None}
+    heartbeat.world.link.waiting = {"bucket.4": None}
     assert heartbeat.place() == ("allreduce", "bucket 4")
-    heartbeat.world.waiting = {}
+    heartbeat.world.link.waiting = {}
     assert heartbeat.place() == ("update", None)
 
 
@@ -35,7 +35,7 @@ def test_outside_of_steps_its_own_word_counts() -> None:
     heartbeat.enter("evaluation")
     with heartbeat.timeline.span("stage 0", "forward 3"):
         assert heartbeat.place() == ("evaluation", None)
-    heartbeat.world.waiting = {"evaluation": None}
+    heartbeat.world.link.waiting = {"evaluation": None}
     assert heartbeat.place() == ("evaluation", "evaluation")
     assert Heartbeat().place() == ("start", None)
 
@@ -47,7 +47,7 @@ def test_whatever_ends_is_a_sign_of_progress() -> None:
     with heartbeat.timeline.span("stage 0", "forward 0"):
         assert heartbeat.signs() == signs[0]
     signs.append(heartbeat.signs())
-    heartbeat.world.ended += 1
+    heartbeat.world.link.ended += 1
     signs.append(heartbeat.signs())
     heartbeat.stepped(1, 2.0, 3.0)
     signs.append(heartbeat.signs())

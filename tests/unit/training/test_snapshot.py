@@ -11,7 +11,8 @@ from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, CheckpointStore
 from hvd_transformer.comm.world import World
 from hvd_transformer.errors import UserError
 from hvd_transformer.training import snapshot
-from hvd_transformer.training.loop import Position, Trainer
+from hvd_transformer.training.loop import Trainer
+from hvd_transformer.training.position import Position
 
 SETTINGS = [
     "model.dropout=0.1",

@@ -1,0 +1,53 @@
+"""How far a job is, and what one step brought."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hvd_transformer.data.sampler import Intervals
+
+
+@dataclass
+class Position:
+    """How far the job is: all that the next step depends on beside weights and optimizer state."""
+
+    step: int = 0
+    updates: int = 0  # steps less the ones left out because a float16 gradient overflowed
+    epoch: int = 0
+    remaining: Intervals | None = None  # of this epoch; None: all of it
+    samples: int = 0
+    targets: int = 0  # what the losses were the mean of: tokens
+    seconds: float = 0.0
+    best_loss: float | None = None
+    best_step: int | None = None
+    evaluated_step: int | None = None
+    train_loss: float | None = None  # of the last line of metrics.jsonl
+    # Since the last line of metrics.jsonl.
+    interval: dict[str, float] = field(
+        default_factory=lambda: {"loss": 0.0, "count": 0.0, "seconds": 0.0, "steps": 0.0}
+    )
+
+    def state(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def load(cls, state: dict[str, Any]) -> "Position":
+        position = cls(**state)
+        if position.remaining is not None:
+            position.remaining = [(start, stop) for start, stop in position.remaining]
+        return position
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step brought, the same on every rank."""
+
+    epoch: int  # counted from 0
+    loss: float
+    count: int
+    grad_norm: float
+    learning_rate: float
+    stop: bool  # some rank was asked to stop
+    save: bool  # some rank asks for a checkpoint
+    seconds: float
+    work: Sequence[float]  # of each rank in the step before: seconds less those it waited for others; 0 if none was
