@@ -9,7 +9,6 @@ from torch import Tensor
 from hvd_transformer.comm.group import Group
 from hvd_transformer.comm.world import World
 from hvd_transformer.parallel.flat import Bucket
-from hvd_transformer.parallel.layout import Layout
 
 # Each position has an odd weight of its own (modulo 2^64), so that swapped values are seen too.
 _CHUNK = 1 << 20
@@ -39,19 +38,19 @@ def checksum(tensors: Sequence[Tensor]) -> int:
 
 
 def check_replicas(
-    buckets: Sequence[Bucket], world: World, layout: Layout, when: str, cut: Collection[str] = ()
+    buckets: Sequence[Bucket], world: World, when: str, tensor: int = 1, cut: Collection[str] = ()
 ) -> int:
     """The weights' checksum; raises `ReplicasDiffer` naming the ranks that are not like the others.
 
-    Of the weights, those named in `cut` differ within a tensor group.
+    Each `tensor` neighbours share the weights named in `cut`, and have the others alike.
     """
     own = checksum([bucket.parameters for bucket in buckets])
-    common = own if layout.tp == 1 else checksum(_whole_weights(buckets, cut))
-    sums = world.all_gather_objects([own, common])
-    strangers = _strangers({rank: common for rank, (_, common) in enumerate(sums)})
-    if layout.tp > 1:
-        for shard in range(layout.tp):
-            strangers |= _strangers({rank: sums[rank][0] for rank in range(shard, world.size, layout.tp)})
+    sums = world.all_gather_objects(own)
+    strangers: set[int] = set()
+    for shard in range(tensor):
+        strangers |= _strangers({rank: sums[rank] for rank in range(shard, world.size, tensor)})
+    if tensor > 1:
+        strangers |= _strangers(dict(enumerate(world.all_gather_objects(checksum(_whole_weights(buckets, cut))))))
     if strangers:
         names = ", ".join(map(str, sorted(strangers)))
         raise ReplicasDiffer(f"{when}: the weights of rank {names} differ from those of the other ranks")

@@ -165,7 +165,7 @@ class Trainer:
 
     def check_replicas(self, when: str) -> int:
         """The weights' checksum. Raises `ReplicasDiffer`. Collective."""
-        return check_replicas(self.buckets, self.world, self.layout, when, self.task.cuts)
+        return check_replicas(self.buckets, self.world, when, self.layout.tp, self.task.cuts)
 
     def close(self) -> None:
         """Ends the threads of the stages."""

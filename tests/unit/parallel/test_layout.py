@@ -21,7 +21,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[torch.device]:
 
 def test_alone_it_is_the_only_replica() -> None:
     layout = Layout.of(load(overrides=["training.device=cpu"]), World())
-    assert layout == Layout(dp=1, replica=0, devices=(torch.device("cpu"),))
+    assert (layout.dp, layout.tp, layout.replica, layout.shard) == (1, 1, 0, 0)
+    assert layout.devices == (torch.device("cpu"),)
+    assert layout.data_group.size == layout.tensor_group.size == 1
 
 
 def test_every_rank_is_a_replica() -> None:

@@ -59,7 +59,15 @@ def trainer(config: Config, world: World | None = None, position: Position | Non
         task = LanguageModelTask(config, data, Replica(replica, world.size))
     finally:
         torch.set_default_dtype(torch.float32)
-    layout = Layout(dp=world.size, replica=replica, devices=(torch.device("cpu"),) * config.parallel.pipeline)
+    layout = Layout(
+        dp=world.size,
+        tp=1,
+        replica=replica,
+        shard=0,
+        devices=(torch.device("cpu"),) * config.parallel.pipeline,
+        data_group=world,
+        tensor_group=World(),
+    )
     return Trainer(config, world, layout, task, position or Position())
 
 

@@ -38,7 +38,7 @@ def resumed(checkpoint: Path, *overrides: str) -> Trainer:
     with torch.no_grad():
         for bucket in job.buckets:
             bucket.parameters.fill_(7)  # whatever was there before
-    snapshot.load(job, checkpoint, state, World())
+    snapshot.load(job, checkpoint, state)
     return job
 
 
@@ -155,6 +155,6 @@ def test_a_checkpoint_of_another_model_names_the_weight(change: str, named: str,
     run(job, 1)
     checkpoint = saved(job, tmp_path)
     with pytest.raises(UserError) as caught:
-        snapshot.load_weights(trainer(settings(change)).buckets, checkpoint, World())
+        snapshot.load_weights(trainer(settings(change)), checkpoint)
     assert str(caught.value).startswith(str(checkpoint / MODEL))
     assert f"of another model: {named}" in str(caught.value)
