@@ -6,7 +6,7 @@ from pathlib import Path
 
 import plain
 import pytest
-from jobs import MANY_RUNS, relative_difference, steps, tiny, weights, write_corpus, write_runs
+from jobs import MANY_RUNS, TRAIN, relative_difference, steps, summary, tiny, weights, write_corpus, write_runs
 from plain import Case
 
 pytestmark = pytest.mark.distributed
@@ -113,6 +113,61 @@ def test_ranks_rounds_and_buckets_change_nothing(ranks, corpus, tmp_path, dp, ba
             found[name] = differences(tmp_path / name, windows_reference(corpus, case))
             limits[name] = TOLERANCE[case.precision]
     check(found, limits)
+
+
+# Each case goes one of these ways, all with the matrices shared by two ranks.
+TENSOR_WAYS = [
+    ["parallel.vocab_parallel=true", "parallel.pipeline=2", "parallel.recompute=always", "parallel.micro_batches=2"],
+    ["parallel.vocab_parallel=true", "model.loss_chunk=5", "communication.bucket_mb=0.001"],
+    ["training.accumulation=2", "parallel.pipeline=3", "parallel.schedule=zero_bubble", "parallel.micro_batches=2"],
+    ["communication.embedding_rows=always", "parallel.vocab_parallel=true", "communication.overlap=false"],
+]
+
+
+@pytest.mark.parametrize(("world", "backend"), [(4, "gloo"), (2, "mpi")])
+def test_shared_matrices_change_nothing(ranks, corpus, tmp_path, world, backend):
+    """Two ranks a replica; the rate is scaled by the number of replicas."""
+    dp, runs, limits = world // 2, {}, {}
+    for number, case in enumerate(CASES):
+        way = TENSOR_WAYS[(number + world) % len(TENSOR_WAYS)]
+        size = SAMPLES // dp // (2 if "training.accumulation=2" in way else 1)
+        runs[case.name] = [
+            *tiny(corpus), *case.words(dp), f"output_dir={tmp_path / case.name}", "parallel.tensor=2",
+            f"training.batch_size={size}", *way,
+        ]  # fmt: skip
+        limits[case.name] = TOLERANCE[case.precision]
+    result = ranks(world, [*MANY_RUNS, write_runs(tmp_path / "runs.json", list(runs.values()))], backend=backend)
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = {case.name: differences(tmp_path / case.name, windows_reference(corpus, case)) for case in CASES}
+    check(found, limits)
+    assert {(summary(tmp_path / name)["dp"], summary(tmp_path / name)["tp"]) for name in runs} == {(dp, 2)}
+
+
+def test_a_run_goes_on_with_other_shares(ranks, corpus, tmp_path):
+    """Half of the steps with one layout, the rest with another: the run of the reference."""
+    case, found = replace(CASES[0], schedule="constant"), {}  # the others' rates depend on the number of steps
+    wanted = windows_reference(corpus, case)
+    layouts = {
+        "shared": [
+            "parallel.tensor=2",
+            "parallel.vocab_parallel=true",
+            "parallel.pipeline=2",
+            "parallel.micro_batches=2",
+        ],
+        "replicas": ["parallel.tensor=1"],
+    }
+    for first, second in (("shared", "replicas"), ("replicas", "shared")):
+        run = tmp_path / first
+        for part, steps_so_far in ((first, case.num_steps // 2), (second, case.num_steps)):
+            dp = 1 if part == "shared" else 2
+            words = [
+                *tiny(corpus), *case.words(dp), f"output_dir={run}", f"training.max_steps={steps_so_far}",
+                f"training.batch_size={SAMPLES // dp}", *layouts[part],
+            ]  # fmt: skip
+            result = ranks(2, [TRAIN, *words])
+            assert result.returncode == 0, result.stdout + result.stderr
+        found[first] = differences(run, wanted)
+    check(found, dict.fromkeys(found, 1e-9))
 
 
 COLUMNS = 8
