@@ -15,12 +15,13 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from benchmarks.channel import Done, serve
 from benchmarks.workload import SyntheticTask, make_config
+from hvd_transformer.comm.environment import launched
 from hvd_transformer.comm.world import World
 from hvd_transformer.config.schema import Config
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.models.language_model import LanguageModel
-from hvd_transformer.parallel.layout import Layout
-from hvd_transformer.parallel.replicas import broadcast_parameters, check_replicas
+from hvd_transformer.parallel.layout import Layout, process_groups
+from hvd_transformer.parallel.replicas import broadcast_parameters
 from hvd_transformer.training.allocator import keep_freed_memory
 from hvd_transformer.training.loop import Trainer
 from hvd_transformer.training.optimizer import names_without_decay
@@ -32,20 +33,20 @@ def trainer(socket: str, settings: Sequence[str]) -> None:
     """Ours: what `training.job.run` assembles, less files and progress."""
     keep_freed_memory()
     config = make_config(settings)
-    world = World.start()
+    world = World.start(groups=process_groups(launched().size, config.parallel.tensor))
     layout = Layout.of(config, world)
     task = SyntheticTask(config, Replica(layout.replica, layout.dp))
     job = Trainer(config, world, layout, task, Position())
-    broadcast_parameters(job.buckets, world)
+    broadcast_parameters(job.buckets, layout.data_group)
     plans = job.steps()
 
     def step() -> Done:
         plan = next(plans)
         loss = job.step(plan).loss
-        return Done(sum(map(len, plan.rounds)) * task.length, loss)
+        return Done(sum(map(len, plan.rounds)) * task.length // layout.tp, loss)  # its share of them
 
     serve(socket, step)
-    check_replicas(job.buckets, world, "after the benchmark")
+    job.check_replicas("after the benchmark")
     job.close()
     world.close()
 

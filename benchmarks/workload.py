@@ -1,6 +1,7 @@
 """What every contestant trains: a language model on synthetic tokens in memory.
 
-SETTINGS are the data-parallel benchmark's 7.26 million parameters; PIPELINE, on top of them, the pipeline's.
+SETTINGS are the data-parallel benchmark's 7.26 million parameters; on top of them PIPELINE, the pipeline's, and
+TENSOR, of the matrices that ranks share.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,6 +46,15 @@ PIPELINE = (
 )
 
 
+# Its matrices shared: 4 blocks of 3,152,384 weights, the tied embedding's 4,096 × 512, a final norm: 14,707,712.
+TENSOR = (
+    "model.d_model=512",
+    "model.num_heads=8",
+    "model.d_feedforward=2048",
+    "data.vocab_size=4096",
+)
+
+
 def make_config(settings: Sequence[str] = ()) -> Config:
     """The workload's configuration; everything else is the package's default. `settings`: KEY=VALUE words."""
     return load(overrides=[*SETTINGS, *settings])
@@ -64,7 +74,9 @@ class SyntheticTask:
         self.sampler = WindowSampler(self.windows.num_units, num_samples, training.batch_size, replica)
         self.usual_count = num_samples * length
         torch.manual_seed(config.seed)
-        self.model = LanguageModel(vocab_size, config.model)
+        self.vocab_size, self.model = vocab_size, LanguageModel(vocab_size, config.model)
+        self.cuts = self.model.cuts(config.parallel.vocab_parallel)
+        self.dropping_shares = self.model.dropping_shares
 
     def batch(self, epoch: int, units: range) -> Batch:
         return self.windows.batch(epoch, units)

@@ -18,11 +18,14 @@ FindHosts = Callable[[], list[Host]]
 class HostPool:
     """The hosts of a job over its restarts.
 
-    `num_ranks`: at most so many slots are used; None: all.
+    `num_ranks`: at most so many slots are used; None: all. Always a multiple of `tensor`, the ranks that share
+    matrices.
     """
 
-    def __init__(self, find: FindHosts, num_ranks: int | None) -> None:
-        self._find, self._num_ranks = find, num_ranks
+    def __init__(self, find: FindHosts, num_ranks: int | None, tensor: int = 1) -> None:
+        if num_ranks is not None and num_ranks % tensor:
+            raise UserError(f"-np {num_ranks}: must be a multiple of parallel.tensor={tensor}")
+        self._find, self._num_ranks, self._tensor = find, num_ranks, tensor
         self._aside: dict[str, tuple[float, float]] = {}  # until when, and for how long it was
 
     def hosts(self) -> list[Host]:
@@ -33,7 +36,8 @@ class HostPool:
         now = time.monotonic()
         found = [host for host in self._find() if self._aside.get(host.name, (0.0, 0.0))[0] <= now]
         slots = sum(host.slots for host in found)
-        return assign(found, slots if self._num_ranks is None else min(slots, self._num_ranks))
+        count = slots if self._num_ranks is None else min(slots, self._num_ranks)
+        return assign(found, count - count % self._tensor)
 
     def set_aside(self, name: str) -> float:
         """Leaves a host alone for a while; how long, in seconds."""

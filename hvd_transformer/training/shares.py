@@ -41,7 +41,7 @@ def share_layers(
             continue
         shares = shares_of(name)
         if not isinstance(layer, Linear):
-            layer.part = Part(shares, span(vocab_size, shares.index, shares.count))  # type: ignore[assignment]
+            layer.part = Part(shares, span(vocab_size, shares.index, shares.count))
         elif cut.dim == 0:
             layer.column = shares
         else:

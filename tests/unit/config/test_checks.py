@@ -58,6 +58,22 @@ CASES = [
         "training.precision=fp64",
         ["communication.compression=fp16", "training.precision=fp64"],
     ),
+    (
+        ["model.num_heads=6", "parallel.tensor=3"],
+        "parallel.tensor=4",
+        ["parallel.tensor=4", "model.num_heads=6"],
+    ),
+    (
+        ["parallel.tensor=2", "model.d_feedforward=64"],
+        "model.d_feedforward=65",
+        ["parallel.tensor=2", "model.d_feedforward=65"],
+    ),
+    (
+        ["parallel.vocab_parallel=true", "parallel.tensor=2"],
+        "parallel.tensor=1",
+        ["parallel.vocab_parallel=true", "at least 2"],
+    ),
+    (["parallel.tensor=2"], "training.compile=true", ["parallel.tensor=2", "training.compile=true"]),
 ]
 
 

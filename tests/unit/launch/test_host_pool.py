@@ -6,7 +6,7 @@ import pytest
 
 from hvd_transformer.errors import UserError
 from hvd_transformer.launch.hostfile import Host
-from hvd_transformer.launch.pool import find_hosts, least_ranks
+from hvd_transformer.launch.pool import HostPool, find_hosts, least_ranks
 
 
 def test_the_hosts_are_those_given_or_this_one(tmp_path: Path) -> None:
@@ -52,3 +52,12 @@ def test_a_least_number_that_cannot_be(min_ranks: int | None, num_ranks: int | N
     with pytest.raises(UserError) as caught:
         least_ranks(min_ranks, num_ranks, slots)
     assert str(caught.value) == message
+
+
+def test_ranks_that_share_matrices_are_whole_groups() -> None:
+    find = find_hosts(None, "h1:3,h2:2", None, None, {})
+    assert HostPool(find, None, tensor=2).hosts() == [Host("h1", 3), Host("h2", 1)]
+    assert HostPool(find, 3, tensor=3).hosts() == [Host("h1", 3)]
+    assert HostPool(find_hosts(None, "h1:1", None, None, {}), 4, tensor=2).hosts() == []  # too few are left
+    with pytest.raises(UserError, match="-np 3: must be a multiple of parallel.tensor=2"):
+        HostPool(find, 3, tensor=2)

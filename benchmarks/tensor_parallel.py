@@ -1,0 +1,36 @@
+"""Tensor parallel training: two ranks that share the matrices, over MPI and over gloo, and one core that has them all.
+
+Tokens a second of one model of width 512 on this machine, one thread a rank; see TENSOR in `benchmarks.workload`.
+"""
+
+from pathlib import Path
+
+import click
+
+from benchmarks.data_parallel import ENVIRONMENT, horovod, measuring, run, worker
+from benchmarks.group import Contestant
+from benchmarks.paired import Options, Target
+from benchmarks.workload import TENSOR
+
+MPI, GLOO, ONE = "2 ranks over MPI", "2 ranks over gloo", "one core"
+SHARED = (*TENSOR, "parallel.tensor=2", "parallel.vocab_parallel=true")
+
+
+def contestants() -> list[Contestant]:
+    """The three, with the same samples a step."""
+    return [
+        horovod(MPI, "mpi", *SHARED),
+        horovod(GLOO, "gloo", *SHARED),
+        Contestant(ONE, [worker("trainer", *TENSOR)], 1, ENVIRONMENT),
+    ]
+
+
+@click.command()
+@measuring
+def main(rounds: int, steps: int, warmup: int, file: Path | None) -> None:
+    """Measure two ranks that share a model's matrices against one core that has them all."""
+    run(contestants(), [Target([MPI], ONE, 1.5), Target([GLOO], ONE, 1.0)], Options(rounds, steps, warmup), file)
+
+
+if __name__ == "__main__":
+    main()
