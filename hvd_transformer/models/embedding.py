@@ -1,7 +1,6 @@
 """A token embedding whose gradient can be had as rows, one a token, in place of a matrix that is mostly zero."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,23 +26,19 @@ class Embedding(nn.Embedding):
     def forward(self, tokens: Tensor) -> Tensor:
         """Token numbers [...] to vectors [..., D]."""
         if self.part is None:
-            return self._lookup(tokens, self.take_rows)
+            return self._lookup(tokens)
         inside, rows = own_places(tokens, self.part.places)
-        take = self.take_rows and partial(_take_some, self.take_rows, inside.flatten())
-        return summed(self._lookup(rows, take).masked_fill(~inside[..., None], 0), self.part.shares)
+        # Other parts' tokens give zeros to row 0: to leave them out, a GPU would have to tell the host how many remain.
+        return summed(self._lookup(rows).masked_fill(~inside[..., None], 0), self.part.shares)
 
-    def _lookup(self, tokens: Tensor, take_rows: TakeRows | None) -> Tensor:
-        if take_rows is None or not torch.is_grad_enabled():
+    def _lookup(self, tokens: Tensor) -> Tensor:
+        if self.take_rows is None or not torch.is_grad_enabled():
             return nn.functional.embedding(tokens.to(self.weight.device), self.weight).to(tokens.device)
         # Something that wants a gradient, so that backward comes by; the weight itself stays out of the graph.
         anchor = torch.empty(0, requires_grad=True, device=tokens.device)
         weight = self.weight.detach()
-        vectors: Tensor = _Lookup.apply(anchor, tokens, weight, take_rows)  # type: ignore[no-untyped-call]
+        vectors: Tensor = _Lookup.apply(anchor, tokens, weight, self.take_rows)  # type: ignore[no-untyped-call]
         return vectors
-
-
-def _take_some(take_rows: TakeRows, chosen: Tensor, tokens: Tensor, rows: Tensor) -> None:
-    take_rows(tokens[chosen], rows[chosen])
 
 
 class _Lookup(torch.autograd.Function):

@@ -41,6 +41,8 @@ def _headline(plan: Plan) -> str:
         f"recompute {parallel.recompute}",
         "computation": f"{training.precision}, optimizer {config.optimizer.name}",
     }
+    if parallel.tensor > 1:
+        lines["tensor"] = f"{parallel.tensor} ranks share the matrices; all of this is what one of them has"
     return "\n".join(f"{name + ':':<15}{text}" for name, text in lines.items())
 
 

@@ -36,7 +36,7 @@ def row_parameters(
     for module in model.modules():
         if not isinstance(module, Embedding) or id(module.weight) not in names:
             continue
-        gather = choice == "always" or (choice == "auto" and num_tokens < module.num_embeddings)
+        gather = choice == "always" or (choice == "auto" and num_tokens < module.weight.size(0))
         row = result.setdefault(names[id(module.weight)], RowParameter(gather))
         row.embeddings.append(module)
         row.dense = users[id(module.weight)] > len(row.embeddings)

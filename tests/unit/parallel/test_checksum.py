@@ -109,6 +109,33 @@ def test_several_differing_ranks_are_all_named() -> None:
         check_replicas(buckets(), world, "at the end")
 
 
+@pytest.mark.parametrize(
+    ("shares", "common", "strangers"),
+    [
+        (["a", "b", "a", "b", "a", "b"], ["w"] * 6, None),
+        (["a", "b", "a", "b", "x", "b"], ["w"] * 6, "4"),  # of the share's replicas
+        (["a", "b", "a", "x", "a", "b"], ["w", "w", "w", "w", "v", "w"], "3, 4"),  # of what all ranks have alike
+    ],
+)
+def test_ranks_that_share_matrices_are_compared_with_those_of_the_same_share(
+    shares: list[str], common: list[str], strangers: str | None
+) -> None:
+    told = iter([shares, common])
+    world = FakeWorld(0, 6, lambda value: next(told))
+    if strangers is None:
+        check_replicas(buckets(), world, "step 1", tensor=2, cut={"a"})
+        return
+    with pytest.raises(ReplicasDiffer, match=f"the weights of rank {strangers} differ"):
+        check_replicas(buckets(), world, "step 1", tensor=2, cut={"a"})
+
+
+def test_what_all_ranks_have_alike_is_all_but_the_cut_weights() -> None:
+    own, told = buckets(), []
+    check_replicas(own, FakeWorld(0, 2, lambda value: told.append(value) or [value] * 2), "step 1", tensor=2, cut={"a"})
+    alike = [slot.view(bucket.parameters) for bucket in own for slot in bucket.slots if slot.name == "b"]
+    assert told == [checksum([bucket.parameters for bucket in own]), checksum(alike)]
+
+
 def test_broadcast_gives_every_parameter_rank_zeros_value() -> None:
     own = buckets()
     broadcast_parameters(own, FakeWorld(rank=1))

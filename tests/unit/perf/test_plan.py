@@ -61,6 +61,19 @@ def test_parameters_of_each_layer(words: list[str], embedding: int, head: int) -
     assert plan.parameters == sum(weight.numel() for weight in model.parameters())
 
 
+@pytest.mark.parametrize("vocabulary", [False, True])
+def test_ranks_that_share_matrices_plan_for_one_of_them(vocabulary: bool) -> None:
+    """What stays whole: norms, and the biases of what is summed."""
+    words = ["model.tie_embeddings=false", "model.norm=post", "parallel.tensor=2"]
+    plan = small_plan(*words, f"parallel.vocab_parallel={vocabulary}")
+    block = (3 * D * D + 3 * D) // 2 + (D * D // 2 + D) + (D * F + F) // 2 + (F * D // 2 + D) + 4 * D
+    own = V // 2 if vocabulary else V
+    assert [layer.parameters for layer in plan.layers] == [own * D, *[block] * LAYERS, own * D + own]
+    whole = small_plan(*words[:2])
+    assert plan.layers[1].forward_flops * 2 == whole.layers[1].forward_flops
+    assert "2 ranks share the matrices" in plan_text(plan, 80)
+
+
 def test_the_tutorials_model() -> None:
     plan = make_plan(load("tutorial-1b"))
     assert plan.parameters == 1_041_453_167

@@ -5,23 +5,30 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from plain_transformer import PlainTransformer
+from small_job import SPLITS, VOCABULARY, settings
 from thread_shares import ThreadShares, together
 from torch import Tensor, nn
 
+from hvd_transformer.comm.world import World
 from hvd_transformer.config.schema import ModelConfig
+from hvd_transformer.data.sampler import Replica
+from hvd_transformer.models.dropout import Dropout, dropout_place
 from hvd_transformer.models.embedding import Embedding
 from hvd_transformer.models.language_model import LanguageModel
 from hvd_transformer.models.linear import Linear, Product
 from hvd_transformer.models.losses import projected_cross_entropy
 from hvd_transformer.models.shares import Cut, Part, summed
+from hvd_transformer.parallel.layout import Layout
 from hvd_transformer.parallel.tensor import cut_weights, join, piece, span
-from hvd_transformer.training.shares import share_layers
+from hvd_transformer.training.language_model_task import LanguageModelTask
+from hvd_transformer.training.shares import cut_model, share_layers
 
 V = 37  # no multiple of the ranks
 WIDTH = 16
@@ -253,11 +260,11 @@ MODELS = [
 
 @pytest.mark.parametrize("batch", [2, 4])  # 14 tokens, fewer than the width, and 28
 @pytest.mark.parametrize("vocabulary", [False, True])
-@pytest.mark.parametrize("settings", MODELS, ids=str)
+@pytest.mark.parametrize("kind", MODELS, ids=str)
 @pytest.mark.parametrize("count", COUNTS)
-def test_a_whole_model_is_torchs(count: int, settings: dict[str, Any], vocabulary: bool, batch: int) -> None:
+def test_a_whole_model_is_torchs(count: int, kind: dict[str, Any], vocabulary: bool, batch: int) -> None:
     """Loss and every gradient, against torch.nn's own layers."""
-    config = ModelConfig(num_layers=2, d_model=WIDTH, num_heads=4, d_feedforward=24, loss_chunk=5, **settings)
+    config = ModelConfig(num_layers=2, d_model=WIDTH, num_heads=4, d_feedforward=24, loss_chunk=5, **kind)
     torch.manual_seed(3)
     plain, model = PlainTransformer(V, config), LanguageModel(V, config)
     ours = dict(model.named_parameters())
@@ -289,3 +296,24 @@ def test_a_whole_model_is_torchs(count: int, settings: dict[str, Any], vocabular
             )
 
     together(count, work)
+
+
+# --- dropout ----------------------------------------------------------------------------------------------------------
+
+
+def test_dropout_is_the_same_where_ranks_have_the_same_values_and_another_where_each_has_its_own() -> None:
+    config = settings("model.dropout=0.5", "parallel.tensor=2", "training.precision=fp64")
+    data = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=VOCABULARY), splits=SPLITS)
+    drawn: dict[str, list[Tensor]] = {}
+    for shard in range(2):
+        task = LanguageModelTask(config, data, Replica(0, 1))
+        alone = World()
+        cut_model(task, Layout(1, 2, 0, shard, (torch.device("cpu"),), alone, alone))
+        task.model.train()
+        for name, module in task.model.named_modules():
+            if isinstance(module, Dropout):
+                with dropout_place(1, 2, 3):
+                    drawn.setdefault(name, []).append(module(torch.ones(50)))
+    own = {name for name, (first, second) in drawn.items() if not torch.equal(first, second)}
+    assert own == {"blocks.0.attention.dropout", "blocks.0.feedforward.dropout"}
+    assert drawn.keys() - own == {"embedding.dropout", "blocks.0.dropout"}
