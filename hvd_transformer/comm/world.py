@@ -37,7 +37,7 @@ class World(Group):
         Horovod's own limits are not shorter than `stall_seconds`, which a rank may be silent. `groups` are those of
         ranks that will work together, each smaller than the world; the same on all ranks.
 
-        Raises `UserError` where ranks were launched but Horovod is not installed.
+        Raises `UserError` where ranks were launched but Horovod is not installed, or cannot start.
         """
         world = cls()
         place = launched()
@@ -53,7 +53,10 @@ class World(Group):
                 "build it with docker/build_horovod.sh"
             ) from None
         world._process_sets = {tuple(group): hvd.ProcessSet(list(group)) for group in groups if len(group) > 1}
-        hvd.init(process_sets=list(world._process_sets.values()))
+        try:
+            hvd.init(process_sets=list(world._process_sets.values()))
+        except ValueError as error:  # ranks with other groups are among its reasons, which it prints
+            raise UserError(f"{error} Every rank needs the same parallel.tensor") from None
         world.rank, world.ranks, world.size = hvd.rank(), list(range(hvd.size())), hvd.size()
         world.local_rank, world.local_size = hvd.local_rank(), hvd.local_size()
         world.backend = "mpi" if hvd.mpi_enabled() else "gloo"
