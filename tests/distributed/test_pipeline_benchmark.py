@@ -23,7 +23,7 @@ def test_all_contestants_train_the_same(tmp_path):
     text = bench("pipeline", "--rounds", 1, "--steps", 1, "--warmup", 1, "--json", tmp_path / "figures.json")
     figures = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
     rates, losses = figures["tokens_per_second"], figures["losses"]
-    assert len(rates) == 5
+    assert len(rates) == 6
     assert all(rate > 0 for (rate,) in rates.values())
     (expected,) = losses["no pipeline"]
     for name, (loss,) in losses.items():
