@@ -99,9 +99,10 @@ def launch(
     minimal = environment.minimal(os.environ, named)
     given = train.make_context("hvd-train", list(settings)).params
     config = load(given["preset"], given["file"], given["settings"])
-    find = find_hosts(num_ranks, hosts, hostfile, host_discovery_script, minimal)
-    found = HostPool(find, num_ranks, config.parallel.tensor).hosts()
-    min_ranks = least_ranks(min_ranks, num_ranks, sum(host.slots for host in found))
+    tensor = config.parallel.tensor
+    find = find_hosts(num_ranks, hosts, hostfile, host_discovery_script, minimal, tensor)
+    found = HostPool(find, num_ranks, tensor).hosts()
+    min_ranks = least_ranks(min_ranks, num_ranks, sum(host.slots for host in found), tensor)
     mpi = takes_mpi(gloo, horovod_library())
     horovodrun = Horovodrun(found, mpi, Ssh(ssh_port, ssh_identity), network_interface, timeline, autotune)
     if scheduler is not None or output is not None or image is not None:
@@ -126,7 +127,7 @@ def launch(
         values[environment.SCREEN] = "launcher"
     again = [*worker, "checkpoint.resume=auto"] if config.checkpoint.resume == "never" else worker.copy()
     plan = Plan(worker, again, values, minimal, restarts, min_ranks, network_interface)
-    sys.exit(Supervisor(plan, horovodrun, HostPool(find, num_ranks, config.parallel.tensor), screen).run())
+    sys.exit(Supervisor(plan, horovodrun, HostPool(find, num_ranks, tensor), screen).run())
 
 
 # The scheduler says the hosts; the rest of the command line goes into its file.

@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,7 +96,11 @@ def _train(
     try:
         world = World.start(watchdog.stall_seconds, groups)
     except UserError as error:
-        return _fail(error) if rank == 0 else WRONG_INPUT
+        if rank == 0:
+            _fail(error)
+        else:
+            time.sleep(1)  # a launcher ends all ranks at the first exit
+        _leave(WRONG_INPUT)  # an MPI that did not start right would not end either
     watchdog.heartbeat.world = world
     try:
         config = agree(world, lambda: _raise_or_return(config, mistake))

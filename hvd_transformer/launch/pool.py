@@ -47,9 +47,15 @@ class HostPool:
 
 
 def find_hosts(
-    num_ranks: int | None, hosts: str | None, hostfile: Path | None, script: Path | None, environment: Mapping[str, str]
+    num_ranks: int | None,
+    hosts: str | None,
+    hostfile: Path | None,
+    script: Path | None,
+    environment: Mapping[str, str],
+    tensor: int = 1,
 ) -> FindHosts:
-    """How to find the hosts that -H, --hostfile or --host-discovery-script gives; without them it is this one.
+    """How to find the hosts that -H, --hostfile or --host-discovery-script gives; without them it is this one, with a
+    rank, or as many as share matrices.
 
     Raises `UserError` for more than one of them, and where what is given cannot be read or has too few slots.
     """
@@ -62,17 +68,19 @@ def find_hosts(
     elif hostfile is not None:
         fixed = read_hostfile(hostfile)
     else:
-        fixed = [Host("localhost", num_ranks or 1)]
+        fixed = [Host("localhost", num_ranks or tensor)]
     if num_ranks is not None:
         assign(fixed, num_ranks)  # refuses too few slots; hosts beyond them stand by
     return fixed.copy
 
 
-def least_ranks(min_ranks: int | None, num_ranks: int | None, slots: int) -> int:
-    """How few ranks the job goes on with, by --min-np, -np and the slots of the hosts of now.
+def least_ranks(min_ranks: int | None, num_ranks: int | None, slots: int, tensor: int = 1) -> int:
+    """How few ranks the job goes on with, by --min-np, -np and the slots of the hosts of now, in groups of `tensor`.
 
     Raises `UserError` for a number that cannot be, or where there are fewer slots now.
     """
+    if tensor > 1 and slots == 0:
+        raise UserError(f"the hosts have fewer slots now than the parallel.tensor={tensor} ranks of one replica")
     most = slots if num_ranks is None else num_ranks
     if min_ranks is not None and not 1 <= min_ranks <= most:
         raise UserError(f"--min-np {min_ranks}: must be from 1 to the number of ranks, {most}")

@@ -73,6 +73,25 @@ def test_ranks_with_different_settings_say_which(settings):
     assert said == ["hvd-train: optimizer.lr: rank 1 has 0.25, rank 0 has 0.5; every rank needs the same configuration"]
 
 
+def test_ranks_that_share_otherwise_say_so(settings, tmp_path):
+    """Horovod finds it, before the ranks can compare their settings."""
+    words = ["mpirun", "--oversubscribe", "-np", "2", TRAIN, *settings, "parallel.tensor=2"]
+    words += [":", "-np", "2", TRAIN, *settings]
+    result = subprocess.run(words, env=rank_environment(), capture_output=True, text=True, timeout=90)
+    assert result.returncode == 2
+    (said,) = (line for line in result.stderr.splitlines() if line.startswith("hvd-train"))
+    assert said.endswith("Every rank needs the same parallel.tensor")
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_wrong_key_beside_shared_matrices_is_said_once(ranks, settings):
+    result = ranks(2, [TRAIN, *settings, "parallel.tensor=2", "lr=1"], backend="mpirun", timeout=90)
+    assert result.returncode == 2
+    assert result.stderr.count("hvd-train: ") == 1
+    assert "hvd-train: lr (command line): unknown key, did you mean optimizer.lr?" in result.stderr
+
+
 KEY = "training.max_step (command line): unknown key, did you mean training.max_steps?"
 SOURCE = "data.source=absent: no such file or folder, and no known name"
 

@@ -61,3 +61,7 @@ def test_ranks_that_share_matrices_are_whole_groups() -> None:
     assert HostPool(find_hosts(None, "h1:1", None, None, {}), 4, tensor=2).hosts() == []  # too few are left
     with pytest.raises(UserError, match="-np 3: must be a multiple of parallel.tensor=2"):
         HostPool(find, 3, tensor=2)
+    assert find_hosts(None, None, None, None, {}, tensor=2)() == [Host("localhost", 2)]
+    assert least_ranks(None, None, 4, tensor=2) == 4
+    with pytest.raises(UserError, match="fewer slots now than the parallel.tensor=2 ranks of one replica"):
+        least_ranks(None, None, 0, tensor=2)
