@@ -8,54 +8,92 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any
+from uuid import uuid4
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
-
-from hvd_transformer.checkpoint import manifest
+from hvd_transformer.checkpoint import manifest, tensor_file
 from hvd_transformer.checkpoint.manifest import DamagedCheckpoint
 from hvd_transformer.errors import UserError
+from hvd_transformer.parallel.fragment import Fragment
 
 _STEP = re.compile(r"step-(\d{8,})")
 _REPLACED = ".replaced-"
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+# Between two looks at whether the other ranks have written theirs.
+_POLL_SECONDS = 0.05
+# How long they have for it when this job ends because of an error.
+_LAST_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All of a checkpoint in memory: tensors by file and name, and the JSON-able state."""
+    """What this rank has of a checkpoint, in memory: of all tensors by file and name, and the JSON-able state."""
 
     step: int
-    tensors: Mapping[str, Mapping[str, Tensor]]
+    tensors: Mapping[str, Mapping[str, Fragment]]
     state: Mapping[str, Any]
     best: bool = False
 
 
 class CheckpointStore:
-    """The `checkpoints` folder of one run. Only rank 0 writes."""
+    """The `checkpoints` folder of one run.
+
+    Rank 0 saves: `begin`, then `save`. Other ranks that have a part of the tensors add it with `save_part` between the
+    two, into the folder that `begin` made.
+    """
 
     def __init__(self, folder: Path, keep_last: int) -> None:
         self.folder, self.keep_last = folder, keep_last
 
-    def save(self, snapshot: Snapshot) -> Path:
-        """Writes one checkpoint, whole or not at all. Raises `OSError` and leaves the others as they were."""
+    def begin(self, snapshot: Snapshot, others: Collection[int] = ()) -> Path:
+        """Makes the folder aside, with files for the whole tensors, which this rank and the `others` will write.
+
+        Raises `OSError` and leaves nothing.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
-        final = self.folder / f"step-{snapshot.step:08d}"
-        aside = self.folder / f".saving-{final.name}-{os.getpid()}"
+        aside = self.folder / f".saving-{_name(snapshot.step)}-{uuid4().hex[:12]}"
         try:
             aside.mkdir()
-            for name, tensors in snapshot.tensors.items():
-                save_tensors(aside / name, tensors)
+            for name, fragments in snapshot.tensors.items():
+                tensor_file.create(aside / name, fragments)
+            for rank in others:
+                _missing(aside, rank).touch()
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+        return aside
+
+    def save_part(self, parts: Iterable[Snapshot], aside: Path, rank: int) -> None:
+        """Writes what one of the others has. Raises `OSError`, and `save` fails."""
+        missing = _missing(aside, rank)
+        try:
+            for part in parts:
+                _write_tensors(part, aside)
+            missing.unlink()
+        except BaseException:
+            missing.rename(_failed(aside, rank))  # which needs no room on the disk
+            raise
+
+    def save(
+        self, snapshot: Snapshot, aside: Path | None = None, others: Collection[int] = (), ending: Event | None = None
+    ) -> Path:
+        """Writes one checkpoint, whole or not at all. Raises `OSError` and leaves the others as they were.
+
+        Waits for the parts of the `others`, but not long after `ending` is set: they may have gone.
+        """
+        final = self.folder / _name(snapshot.step)
+        if aside is None:
+            aside = self.begin(snapshot)
+        try:
+            _write_tensors(snapshot, aside)
+            _wait_for(others, aside, ending)
             (aside / "state.json").write_text(json.dumps(snapshot.state, indent=1), encoding="utf-8")
             manifest.write(aside)
-            for path in aside.iterdir():  # safetensors makes its files readable by the owner alone
-                shutil.copymode(aside / manifest.NAME, path)
             for path in aside.iterdir():
                 _sync(path)
             _sync(aside)
@@ -177,51 +215,44 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def save_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes named tensors; a full disk is an `OSError`, as from any other file."""
+def _write_tensors(snapshot: Snapshot, aside: Path) -> None:
+    for name, fragments in snapshot.tensors.items():
+        tensor_file.write(aside / name, fragments)
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _missing(aside: Path, rank: int) -> Path:
+    """This file is there until the rank has written its part."""
+    return aside / f"missing-{rank}"
+
+
+def _failed(aside: Path, rank: int) -> Path:
+    """This one is there when the rank could not."""
+    return aside / f"failed-{rank}"
+
+
+def _wait_for(others: Collection[int], aside: Path, ending: Event | None) -> None:
+    limit = float("inf")
+    for rank in others:
+        while _is_there(_missing(aside, rank)):
+            if ending is not None and ending.is_set():
+                limit = min(limit, time.monotonic() + _LAST_SECONDS)
+            if time.monotonic() > limit:
+                raise OSError(f"rank {rank} has not written its part")
+            time.sleep(_POLL_SECONDS)
+        if _is_there(_failed(aside, rank)):
+            raise OSError(f"rank {rank} could not write its part; its log says why")
+
+
+def _is_there(path: Path) -> bool:
     try:
-        save_file(dict(tensors), file)
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
-
-
-def read_tensors(file: Path, into: Mapping[str, Tensor]) -> None:
-    """Copies a safetensors file's tensors into the given ones, one at a time.
-
-    Raises `UserError` where names or shapes are not those of the file.
-    """
-    for name, value in stream_tensors(file, {name: tensor.shape for name, tensor in into.items()}):
-        into[name].copy_(value)
-
-
-def stream_tensors(file: Path, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Tensor]]:
-    """A safetensors file's tensors with their names, one at a time, in the order of `shapes`.
-
-    Raises `UserError` at once where names or shapes are not those of the file.
-    """
-    with _reading(file), safe_open(file, framework="pt") as opened:
-        if odd := sorted(set(opened.keys()) ^ set(shapes)):
-            where = "in the model but not in the file" if odd[0] in shapes else "in the file but not in the model"
-            raise UserError(f"{file}: of another model: {odd[0]} is {where}")
-        for name, shape in shapes.items():
-            found = opened.get_slice(name).get_shape()
-            if list(found) != list(shape):
-                raise UserError(f"{file}: of another model: {name} is {list(found)}, not {list(shape)}")
-    return _stream(file, shapes)
-
-
-def _stream(file: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    with _reading(file), safe_open(file, framework="pt") as opened:
-        for name in names:
-            yield name, opened.get_tensor(name)
-
-
-@contextmanager
-def _reading(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except (SafetensorError, OSError) as error:
-        raise DamagedCheckpoint(f"{file}: no valid safetensors file: {error}") from None
+        path.open("rb").close()  # asks the server, where the folder is on a network
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _free_name(path: Path) -> Path:

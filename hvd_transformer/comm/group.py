@@ -93,6 +93,18 @@ class Group:
         self.all_reduce_async_(tensor, name, operation)()
         return tensor
 
+    def reduce_scatter_async(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
+        """Sums a contiguous 1-D tensor over the ranks; each gets one of as many equal parts, in rank order.
+
+        Returns the function that waits for this rank's. The tensor must stay as it is until then.
+        """
+        hvd = self._horovod
+        if hvd is None:
+            return lambda: tensor
+        parts = tensor.view(self.size, -1)
+        handle = self._link.guard(lambda: hvd.reducescatter_async(parts, name=name, op=hvd.Sum, **self._where))
+        return lambda: cast(Tensor, self._wait(handle, name)).flatten()
+
     def all_gather_async(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
         """Joins the ranks' contiguous tensors along their first dimension, whose size may differ between ranks.
 

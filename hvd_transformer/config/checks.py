@@ -34,6 +34,7 @@ def check(config: Config) -> None:
     if optimizer.momentum and optimizer.name != "sgd":
         raise UserError(f"optimizer.momentum={optimizer.momentum}: only with optimizer.name=sgd")
     _check_tensor(config)
+    _check_shards(config)
     partition = config.parallel.partition
     if isinstance(partition, str) and partition not in ("auto", "uniform") and ":" not in partition:
         raise UserError(
@@ -59,6 +60,14 @@ def _check_tensor(config: Config) -> None:
         raise UserError("parallel.vocab_parallel=true: needs parallel.tensor of at least 2")
     if tensor > 1 and config.training.compile:
         raise UserError(f"training.compile=true: not with parallel.tensor={tensor}, whose layers wait for other ranks")
+
+
+def _check_shards(config: Config) -> None:
+    if config.parallel.optimizer_shard == "gradients" and config.parallel.schedule == "zero_bubble":
+        raise UserError(
+            "parallel.optimizer_shard=gradients: not with parallel.schedule=zero_bubble, which keeps the gradients of "
+            "weights for later; use 1f1b, or optimizer_shard=state"
+        )
 
 
 def _check_global_batch_size(config: Config) -> None:

@@ -107,6 +107,12 @@ class ParallelConfig(Section):
     tensor_across_hosts: Literal["warn", "never"] = setting(
         "warn", "what to do where ranks that share matrices are on different hosts", may_change=True
     )
+    optimizer_shard: Literal["none", "state", "gradients"] = setting(
+        "none",
+        "replicas share the optimizer: each updates its part of the weights with its part of the optimizer state, or "
+        "of the gradients, too, which then are sent after every micro-batch",
+        may_change=True,
+    )
     micro_batches: int = setting(1, "a round's samples are cut into at most this many pieces", may_change=True, ge=1)
     schedule: Literal["gpipe", "1f1b", "zero_bubble"] = setting(
         "1f1b",

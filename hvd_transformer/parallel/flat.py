@@ -6,6 +6,7 @@ with weight decay first:
     parameters  | w7 | w6 | w5 | b7 | b6 | b5 |      model weights are views into it
     gradients   | g7 | g6 | g5 | g7 | g6 | g5 |      filled by backward, sent as a whole
                  `-- decayed --´`- not decayed-´
+    shards      |  rank 0  |  rank 1 | rank 2 |      whose optimizer updates what, where that is shared
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -14,6 +15,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+
+@dataclass(frozen=True)
+class Shard:
+    """Which of `count` equal parts of every bucket this rank updates; `gradients`: of those, too, it keeps only its
+    part, and the whole bucket's memory is there only while backward fills it."""
+
+    index: int = 0
+    count: int = 1
+    gradients: bool = False
+
+
+WHOLE = Shard()
 # Each parameter starts at a multiple of this many bytes: vector instructions and matrix kernels like it.
 ALIGNMENT = 64
 
@@ -36,13 +49,25 @@ class Slot:
 
 
 class Bucket:
-    """A flat block of parameters and the one of their gradients; parameters become views into it."""
+    """A flat block of parameters and the one of their gradients; parameters become views into it.
 
-    def __init__(self, parameters: list[tuple[str, nn.Parameter]], no_decay: Set[str]) -> None:
+    `own` is this rank's shard; of a bucket `by_rows`, which holds one matrix alone, each shard is a number of rows.
+    `gradients` are those that stay: of the shard alone or of the whole block.
+    """
+
+    def __init__(
+        self,
+        parameters: list[tuple[str, nn.Parameter]],
+        no_decay: Set[str],
+        shard: Shard = WHOLE,
+        *,
+        by_rows: bool = False,
+    ) -> None:
         decayed = [item for item in parameters if item[0] not in no_decay]
         others = [item for item in parameters if item[0] in no_decay]
         first = parameters[0][1]
         step = ALIGNMENT // first.element_size()
+        self.shard = shard
         self.slots: list[Slot] = []
         position = self.decay_stop = 0
         for group in (decayed, others):
@@ -51,28 +76,60 @@ class Bucket:
                 position += -(-parameter.numel() // step) * step
             if group is decayed:
                 self.decay_stop = position
-        self.parameters = torch.zeros(position, dtype=first.dtype, device=first.device)
-        self.gradients = torch.zeros_like(self.parameters)
+        if by_rows:
+            position, step = first.numel(), first.numel() // first.size(0)
+        length = -(-position // (shard.count * step)) * step if shard.count > 1 else position
+        self.own = slice(shard.index * length, (shard.index + 1) * length)
+        self.parameters = torch.zeros(shard.count * length, dtype=first.dtype, device=first.device)
+        self.gradients = torch.zeros_like(self.own_parameters if shard.gradients else self.parameters)
         for slot in self.slots:
             slot.view(self.parameters).copy_(slot.parameter.data)
             slot.parameter.data = slot.view(self.parameters)
 
+    @property
+    def own_parameters(self) -> Tensor:
+        return self.parameters[self.own]
+
+    @property
+    def own_gradients(self) -> Tensor:
+        return self.gradients if self.shard.gradients else self.gradients[self.own]
+
+    def own_part(self, start: int, stop: int) -> slice | None:
+        """Where these places of the whole block are in this rank's shard; None: nowhere."""
+        start, stop = max(start, self.own.start), min(stop, self.own.stop)
+        return slice(start - self.own.start, stop - self.own.start) if start < stop else None
+
     def halves(self) -> Iterator[tuple[slice, bool]]:
-        """The parts of the block with one weight decay each: (place, decayed)."""
-        if self.decay_stop:
-            yield slice(0, self.decay_stop), True
-        if self.decay_stop < self.parameters.numel():
-            yield slice(self.decay_stop, self.parameters.numel()), False
+        """The parts of the shard with one weight decay each: (place in it, decayed)."""
+        decayed = self.own_part(0, self.decay_stop)
+        if decayed is not None:
+            yield decayed, True
+        others = self.own_part(self.decay_stop, self.parameters.numel())
+        if others is not None:
+            yield others, False
+
+    def gaps(self) -> Iterator[slice]:
+        """The places between parameters, which nothing else writes."""
+        ends = [slot.stop for slot in self.slots]
+        starts = [slot.start for slot in self.slots[1:]]
+        for stop, start in zip(ends, [*starts, self.parameters.numel()], strict=True):
+            if stop < start:
+                yield slice(stop, start)
 
 
 def make_buckets(
-    parameters: Mapping[str, nn.Parameter], no_decay: Set[str], bucket_bytes: int, alone: Set[str] = frozenset()
+    parameters: Mapping[str, nn.Parameter],
+    no_decay: Set[str],
+    bucket_bytes: int,
+    alone: Set[str] = frozenset(),
+    shard: Shard = WHOLE,
 ) -> list[Bucket]:
     """Cuts the model's named parameters (in the model's order) into buckets of about `bucket_bytes`.
 
-    Those named in `alone` share a bucket with no other.
+    Those named in `alone` are matrices that share a bucket with no other, sharded by rows.
     """
-    return [Bucket(group, no_decay) for group in _cut(reversed(list(parameters.items())), bucket_bytes, alone)]
+    groups = _cut(reversed(list(parameters.items())), bucket_bytes, alone)
+    return [Bucket(group, no_decay, shard, by_rows=group[0][0] in alone) for group in groups]
 
 
 def _cut(

@@ -15,6 +15,7 @@ from hvd_transformer.comm.group import Group
 from hvd_transformer.comm.world import World
 from hvd_transformer.config.schema import Config
 from hvd_transformer.errors import UserError
+from hvd_transformer.parallel.flat import WHOLE, Shard
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Layout:
     devices: tuple[torch.device, ...]
     data_group: Group
     tensor_group: Group
+    update_shard: Shard  # of each bucket, which this rank's optimizer updates
 
     @classmethod
     def of(cls, config: Config, world: World) -> "Layout":
@@ -37,14 +39,17 @@ class Layout:
             fitting = ", ".join(str(size) for size in range(1, world.size + 1) if world.size % size == 0)
             raise UserError(f"parallel.tensor={tensor}: must divide the {world.size} ranks of the job: {fitting}")
         replica, shard = divmod(world.rank, tensor)
+        dp, shards = world.size // tensor, config.parallel.optimizer_shard
+        update_shard = Shard(replica, dp, shards == "gradients") if dp > 1 and shards != "none" else WHOLE
         layout = cls(
-            dp=world.size // tensor,
+            dp=dp,
             tp=tensor,
             replica=replica,
             shard=shard,
             devices=_devices(config.training.device, config.parallel.pipeline, world),
             data_group=world.group(_data_groups(world.size, tensor)[shard]),
             tensor_group=world.group(_tensor_groups(world.size, tensor)[replica], prompt=True),
+            update_shard=update_shard,
         )
         if config.parallel.tensor_across_hosts == "never" and (warning := layout.across_hosts(config, world)):
             raise UserError(f"parallel.tensor_across_hosts=never: {warning}")

@@ -11,28 +11,37 @@ lookups follow when backward ends (`parallel.rows`).
 The hooks run after a parameter's gradient is complete (`register_post_accumulate_grad_hook`) and copy the step's first
 into the bucket, where autograd adds the next ones: a gradient exists once. A linear layer's is multiplied right into
 the bucket (`take_product`). With several rounds only the last one sends.
+
+Where each rank updates a shard, it receives the sum of that alone (Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054,
+section 5: stage 1); where it keeps no other gradients either (stage 2), every backward sends.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from hvd_transformer.comm.group import Group
+from hvd_transformer.parallel.filling import Filling
 from hvd_transformer.parallel.flat import Bucket, Slot
 from hvd_transformer.parallel.later import Later
 from hvd_transformer.parallel.rows import RowGradient, RowPlan
 from hvd_transformer.parallel.timeline import Timeline
 
+# Buckets of a stage that can be on their way at once where gradients are kept of the shard alone.
+_ON_THEIR_WAY = 2
+
 
 class GradientReducer:
     """One step: `begin`, backward any number of times (`last` before each bucket's last one), `finish`.
 
-    Afterwards every bucket's `gradients` hold the sum over all backwards and all ranks, and `waited` the seconds that
-    this rank, its own work done, waited for it.
+    Afterwards every bucket's `own_gradients` hold the sum over all backwards and all ranks, and `waited` the seconds
+    that this rank, its own work done, waited for it.
     `compression="fp16"` sends half precision; the sums are then rounded to it. `rows` names the
     parameters whose lookups give their gradient to `take_rows`; one whose rows are gathered needs a bucket alone.
+    `stages` are the numbers of the buckets that fill one after the other; each may fill beside the others.
     """
 
     def __init__(
@@ -44,19 +53,27 @@ class GradientReducer:
         compression: str = "none",
         rows: Mapping[str, RowPlan] | None = None,
         timeline: Timeline | None = None,
+        stages: Sequence[Iterable[int]] | None = None,
     ) -> None:
         self.buckets, self.group = buckets, group
         self.timeline = timeline or Timeline(0, [])
         self.overlap, self.compression = overlap and group.size > 1, compression
         self.waited = 0.0
-        self._sending = [False] * len(buckets)
-        self._missing = [0] * len(buckets)
-        self._written: list[set[str]] = [set() for _ in buckets]
+        self._fillings = [Filling(bucket) for bucket in buckets]
+        self._shared = group.size > 1 and any(bucket.shard.count > 1 for bucket in buckets)
+        self._every = self._shared and buckets[0].shard.gradients  # backward sends
+        self._backwards: Callable[[], int] = lambda: 1  # the most that any rank has in this step
+        self._sent = [0] * len(buckets)
         self._waits: dict[int, Callable[[], None]] = {}
+        self._way: list[deque[int]] = [deque() for _ in buckets]  # the buckets on their way from one's stage
+        for indices in stages or [range(len(buckets))]:
+            way: deque[int] = deque()
+            for index in indices:
+                self._way[index] = way
         self._rows: dict[str, RowGradient] = {}
-        self._gathered: list[RowGradient] = []
-        self._added: dict[int, list[RowGradient]] = {}  # by bucket, which then is not complete before `finish`
-        self._rows_only: set[int] = set()  # buckets without any dense gradient
+        self._gathered: list[str] = []
+        self._added: dict[int, list[str]] = {}  # by bucket, which then is not complete before `finish`
+        self._dense = [len(bucket.slots) for bucket in buckets]  # parameters that have another gradient than rows
         self._slots: dict[str, tuple[int, Slot]] = {}  # by name, with the bucket's number
         self._gpus = {bucket.gradients.device for bucket in buckets if bucket.gradients.is_cuda}
         wire = torch.float16 if compression == "fp16" and group.size > 1 else None
@@ -64,15 +81,13 @@ class GradientReducer:
             for slot in bucket.slots:
                 self._slots[slot.name] = index, slot
                 if rows is not None and slot.name in rows:
-                    place = slot.view(bucket.gradients)
-                    row = RowGradient(place, f"rows.{slot.name}", group, wire or place.dtype)
-                    self._rows[slot.name] = row
-                    if not rows[slot.name].gather:
-                        self._added.setdefault(index, []).append(row)
+                    parameter, plan = slot.parameter, rows[slot.name]
+                    self._rows[slot.name] = RowGradient(parameter, f"rows.{slot.name}", group, wire or parameter.dtype)
+                    self._dense[index] -= not plan.dense
+                    if plan.gather:
+                        self._gathered.append(slot.name)
                     else:
-                        self._gathered.append(row)
-                        if not rows[slot.name].dense:
-                            self._rows_only.add(index)
+                        self._added.setdefault(index, []).append(slot.name)
                 slot.parameter.register_post_accumulate_grad_hook(self._hook(index, slot))
 
     def take_rows(self, name: str) -> Callable[[Tensor, Tensor], None]:
@@ -87,12 +102,13 @@ class GradientReducer:
         slots = [self._slots[name] for name in (weight, bias) if name is not None]
 
         def take(values: Tensor, grad: Tensor) -> None:
-            sending = [self._sending[index] for index, _ in slots]  # `last` may come before an earlier backward's work
+            # `last` may come before an earlier backward's work.
+            sending = [self._fillings[index].sending for index, _ in slots]
 
             def add() -> None:
                 for (index, slot), sends in zip(slots, sending, strict=True):
-                    place, first = slot.view(self.buckets[index].gradients), slot.name not in self._written[index]
-                    self._written[index].add(slot.name)
+                    filling = self._fillings[index]
+                    place, first = filling.place(slot.name), filling.first(slot.name)
                     if place.ndim == 1:
                         _add(place, grad.sum(0, dtype=place.dtype), first)
                     elif place.dtype != grad.dtype:
@@ -106,91 +122,132 @@ class GradientReducer:
 
         return take
 
-    def begin(self) -> None:
-        """Forgets the last step's gradients."""
-        self._sending = [False] * len(self.buckets)
-        self._drop_gradients()
-        for written in self._written:
-            written.clear()
+    def begin(self, backwards: int = 1) -> None:
+        """Forgets the last step's gradients. `backwards`: how many this rank has; ranks may differ."""
+        for filling in self._fillings:
+            filling.begin()
         for row in self._rows.values():
             row.clear()
+        if self._every:
+            for filling, dense in zip(self._fillings, self._dense, strict=True):
+                filling.sending, filling.missing = True, dense
+            self._sent = [0] * len(self.buckets)
+            most = torch.tensor([backwards])
+            wait = self.group.all_reduce_async_(most, "backwards", "max")
+
+            def result() -> int:
+                wait()
+                return int(most)
+
+            self._backwards = result
 
     def last(self, indices: Iterable[int] | None = None) -> None:
         """The next backward is this step's last one for these buckets (None: all): they are sent as they fill.
 
         Stages of a pipeline may call this, and run their backwards, side by side.
         """
+        if self._every:
+            return
         for index in range(len(self.buckets)) if indices is None else indices:
-            self._missing[index] = len(self.buckets[index].slots)
-            self._sending[index] = self.overlap and index not in self._added
+            filling = self._fillings[index]
+            filling.missing = len(self.buckets[index].slots)
+            filling.sending = self.overlap and index not in self._added
 
     def finish(self) -> None:
         """Sends what was not sent, then waits until every bucket holds the sum over the ranks."""
+        backwards = self._backwards()
         for index, bucket in enumerate(self.buckets):
-            for slot in bucket.slots:
-                if slot.name not in self._written[index]:  # no gradient here: unused, or a rank without samples
-                    slot.view(bucket.gradients).zero_()
-            for row in self._added.get(index, ()):
-                row.add()
-            if index not in self._waits and index not in self._rows_only:
+            added = self._added.get(index, ())
+            if not self._dense[index] and not added:  # gathered rows alone
+                bucket.own_gradients.zero_()
+                continue
+            while self._every and self._dense[index] and self._sent[index] < backwards:
+                self._send(index)  # this rank had fewer backwards
+            for name in added:
+                self._rows[name].add(self._fillings[index].zeroed(name))
+            if added if self._every else index not in self._waits:
                 self._send(index)
-        add_rows = [row.send() for row in self._gathered]
+        add_rows = [self._send_rows(name) for name in self._gathered]
         if self.group.size > 1:
             for device in self._gpus:
                 torch.cuda.current_stream(device).synchronize()
         began = time.perf_counter()
         for index in sorted(self._waits):
-            self._waits[index]()
-        self._waits.clear()
+            self._arrive(index)
         for add in add_rows:
             add()
         self.waited = time.perf_counter() - began
-        self._drop_gradients()
-
-    def _drop_gradients(self) -> None:
-        for bucket in self.buckets:
-            for slot in bucket.slots:
-                slot.parameter.grad = None
+        for filling in self._fillings:
+            filling.drop()
 
     def _hook(self, index: int, slot: Slot) -> Callable[[nn.Parameter], None]:
-        place = slot.view(self.buckets[index].gradients)
-        written = self._written[index]
+        filling = self._fillings[index]
 
-        def store(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            if parameter.grad is not place:  # the first of this step; the next ones autograd itself adds to it
-                _add(place, parameter.grad, slot.name not in written)
-                parameter.grad = place
-                written.add(slot.name)
-            if self._sending[index]:
+        def store(_: Tensor) -> None:
+            filling.store(slot)
+            if filling.sending:
                 self._count(index)
 
         return store
 
     def _count(self, index: int) -> None:
         """One more of the bucket's gradients is complete."""
-        self._missing[index] -= 1
-        if self._missing[index] == 0:
+        filling = self._fillings[index]
+        filling.missing -= 1
+        if filling.missing == 0:
+            filling.missing = self._dense[index]
             self._send(index)
 
     def _send(self, index: int) -> None:
-        gradients = self.buckets[index].gradients
-        if self.compression == "none" or self.group.size == 1:
-            self._waits[index] = self._all_reduce(gradients, index)
-            return
-        small = gradients.to(torch.float16)
-        wait = self._all_reduce(small, index)
+        bucket, way = self.buckets[index], self._way[index]
+        if self._every:
+            if index in self._waits:  # this one's sum before
+                self._arrive(index)
+            while len(way) >= _ON_THEIR_WAY:
+                self._arrive(way[0])
+            way.append(index)
+        first = self._sent[index] == 0
+        self._sent[index] += self._every
+        gradients = self._fillings[index].close()
+        if self.compression == "fp16" and self.group.size > 1:
+            gradients = gradients.to(torch.float16)
+        wait = self._sum(gradients, index)
 
         def arrive() -> None:
-            wait()
-            gradients.copy_(small)
+            found, place = wait(), bucket.own_gradients
+            if found.data_ptr() != place.data_ptr():
+                _add(place, found, first)
 
         self._waits[index] = arrive
+        if self._every and not self.overlap:
+            self._arrive(index)
 
-    def _all_reduce(self, tensor: Tensor, index: int) -> Callable[[], None]:
-        wait = self.group.all_reduce_async_(tensor, f"bucket.{index}")
-        size = tensor.numel() * tensor.element_size()
-        return self.timeline.watch(f"allreduce bucket {index}", f"{size / 2**20:.1f} MiB", wait)
+    def _arrive(self, index: int) -> None:
+        self._waits.pop(index)()
+        if self._every:
+            self._way[index].remove(index)
+
+    def _sum(self, gradients: Tensor, index: int) -> Callable[[], Tensor]:
+        """Begins the sum over the ranks; the function returned waits for this rank's shard of it."""
+        size = f"{gradients.numel() * gradients.element_size() / 2**20:.1f} MiB"
+        if self._shared:
+            wait = self.group.reduce_scatter_async(gradients, f"bucket.{index}")
+            return self.timeline.watch(f"reduce-scatter bucket {index}", size, wait)
+        done = self.group.all_reduce_async_(gradients, f"bucket.{index}")
+        done = self.timeline.watch(f"allreduce bucket {index}", size, done)
+
+        def arrived() -> Tensor:
+            done()
+            return gradients
+
+        return arrived
+
+    def _send_rows(self, name: str) -> Callable[[], None]:
+        index, slot = self._slots[name]
+        bucket, width = self.buckets[index], slot.parameter.size(1)
+        own = bucket.own_part(slot.start, slot.stop)
+        place = bucket.own_gradients[own] if own is not None else bucket.own_gradients[:0]
+        return self._rows[name].send(place.view(-1, width), bucket.own.start // width)
 
 
 def _add(place: Tensor, gradient: Tensor, first: bool) -> None:

@@ -7,7 +7,7 @@ A tied embedding's other part, the output layer's, is dense and known when backw
 behind all of backward, and the few rows follow at the end.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -24,13 +24,13 @@ class RowPlan(NamedTuple):
 
 
 class RowGradient:
-    """One step's rows of one parameter: `take` in backward, `send`, then the function that `send` returned.
+    """One step's rows of one parameter [V, D]: `take` in backward, then `add`, or `send` and what that returned.
 
-    `place` [V, D] is where the parameter's gradient lies, `wire` the number format of the way.
+    `wire` is the number format of the way.
     """
 
-    def __init__(self, place: Tensor, name: str, group: Group, wire: torch.dtype) -> None:
-        self.place, self.name, self.group, self.wire = place, name, group, wire
+    def __init__(self, parameter: Tensor, name: str, group: Group, wire: torch.dtype) -> None:
+        self.parameter, self.name, self.group, self.wire = parameter, name, group, wire
         self._taken: list[tuple[Tensor, Tensor]] = []
 
     def take(self, tokens: Tensor, rows: Tensor) -> None:
@@ -41,28 +41,37 @@ class RowGradient:
         """Forgets what an unfinished step left."""
         self._taken.clear()
 
-    def add(self) -> None:
-        """Adds this rank's own rows, for a matrix that is sent as a whole."""
-        _add_rows(self.place, *_joined(self._taken, self.place))
+    def add(self, place: Tensor) -> None:
+        """Adds this rank's own rows to `place` [V, D], a matrix that is sent as a whole."""
+        _add_rows(place, *self._joined())
         self.clear()
 
-    def send(self) -> Callable[[], None]:
+    def send(self, place: Tensor, first_row: int = 0) -> Callable[[], None]:
         """Starts the gathering; the function returned waits for it and adds every rank's rows, in rank order.
 
-        So all ranks add the same numbers in the same order, and their replicas stay the same bit for bit.
+        So all ranks add the same numbers in the same order, and their replicas stay the same bit for bit. `place` may
+        be a part of the matrix's rows.
         """
-        tokens, rows = _joined(self._taken, self.place)
+        tokens, rows = self._joined()
         self.clear()
         wait_tokens = self.group.all_gather_async(tokens, f"{self.name}.tokens")
         wait_rows = self.group.all_gather_async(rows.to(self.wire), f"{self.name}.rows")
-        return lambda: _add_rows(self.place, wait_tokens(), wait_rows())
 
+        def add() -> None:
+            tokens, rows = wait_tokens() - first_row, wait_rows()
+            if place.size(0) < self.parameter.size(0):
+                own = (tokens >= 0) & (tokens < place.size(0))
+                tokens, rows = tokens[own], rows[own]
+            _add_rows(place, tokens, rows)
 
-def _joined(taken: Sequence[tuple[Tensor, Tensor]], place: Tensor) -> tuple[Tensor, Tensor]:
-    if not taken:  # a rank without samples
-        return place.new_empty(0, dtype=torch.int64), place.new_empty(0, place.size(1))
-    tokens, rows = (torch.cat(parts) for parts in zip(*taken, strict=True))
-    return tokens.to(place.device), rows.to(place.device, place.dtype)  # a tied matrix is on its last stage's device
+        return add
+
+    def _joined(self) -> tuple[Tensor, Tensor]:
+        like = self.parameter
+        if not self._taken:  # a rank without samples
+            return like.new_empty(0, dtype=torch.int64), like.new_empty(0, like.size(1))
+        tokens, rows = (torch.cat(parts) for parts in zip(*self._taken, strict=True))
+        return tokens.to(like.device), rows.to(like.device, like.dtype)  # a tied matrix is on its last stage's device
 
 
 def _add_rows(place: Tensor, tokens: Tensor, rows: Tensor) -> None:

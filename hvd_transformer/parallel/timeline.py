@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 
 class Timeline:
@@ -41,15 +43,16 @@ class Timeline:
         if began is not None:
             self._add(lane, name, began)
 
-    def watch(self, lane: str, name: str, wait: Callable[[], None]) -> Callable[[], None]:
+    def watch(self, lane: str, name: str, wait: Callable[[], Result]) -> Callable[[], Result]:
         """Records from now until `wait` returns, which another thread calls; use the function returned in its place."""
         if not self.recording:
             return wait
         began = time.perf_counter()
 
-        def end() -> None:
-            wait()
+        def end() -> Result:
+            result = wait()
             self._add(lane, name, began)
+            return result
 
         watcher = self._watchers.setdefault(lane, ThreadPoolExecutor(1, "timeline"))
         return watcher.submit(end).result

@@ -82,6 +82,7 @@ class Trainer:
             compression=communication.compression,
             rows={name: row.plan for name, row in rows.items()},
             timeline=self.timeline,
+            stages=[weights.indices for weights in self.weights],
         )
         for name, row in rows.items():
             for embedding in row.embeddings:
@@ -106,12 +107,12 @@ class Trainer:
         began = time.perf_counter()
         position = self.position
         self.task.model.train()
-        self.reducer.begin()
         sums = StepSums(self.world, self.layout, stop, save, self._work)
         usual = self.task.usual_count
         rounds = self._rounds(plan)
         for batches in rounds:
             sums.add_batches(batches, self.task)
+        self.reducer.begin(len(self._places))
         self._forward_backward(rounds, self.scaler.scale / usual, sums)
         self.reducer.finish()
         began_waiting = time.perf_counter()
@@ -150,7 +151,7 @@ class Trainer:
         return evaluate(lambda result: result, losses(), self.layout.data_group)
 
     def optimizer_state(self) -> list[dict[str, Tensor]]:
-        """The optimizer's state of each bucket, as flat tensors like its parameters: {"exp_avg": …}."""
+        """The optimizer's state of each bucket, as flat tensors like its own parameters: {"exp_avg": …}."""
         return [state for weights in self.weights for state in weights.optimizer.state]
 
     def optimizer_state_loaded(self) -> None:
@@ -217,8 +218,8 @@ class Trainer:
         result: list[StageWeights] = []
         for parameters in stage_parameters(model, self.stages):
             first = result[-1].indices.stop if result else 0
-            buckets = make_buckets(parameters, no_decay, size, alone)
-            result.append(StageWeights(config.optimizer, buckets, first, places))
+            buckets = make_buckets(parameters, no_decay, size, alone, self.layout.update_shard)
+            result.append(StageWeights(config.optimizer, buckets, self.layout.data_group, first, places))
         return result
 
     def _update(self, factor: float, rate: float, loss: float) -> float:
@@ -247,14 +248,17 @@ class Trainer:
 
     def _norm(self) -> float:
         """Of all gradients. The parameters' own are joined in the model's order: stages and buckets change no bit."""
+        layout, names = self.layout, list(self.shapes)
         found = dict(chain.from_iterable(self.pipeline.map(lambda stage: self.weights[stage].norms())))
-        joined = torch.stack([found[place].to(self.layout.device) for place in sorted(found)])
-        if self.layout.tp > 1:  # each share of a weight counts, and a weight that all ranks have counts once
-            cuts = [name in self.task.cuts for name, _ in self.task.model.named_parameters()]
-            counts = torch.tensor([cut or self.layout.shard == 0 for cut in cuts], device=joined.device)
-            squares = self.layout.tensor_group.all_reduce_((joined * counts).square(), "norms")
-            return float(squares.sum().sqrt())
-        return float(torch.linalg.vector_norm(joined))
+        nothing = torch.zeros((), dtype=self.buckets[0].gradients.dtype, device=layout.device)
+        joined = torch.stack([found.get(place, nothing).to(layout.device) for place in range(len(names))])
+        group = self.world if layout.update_shard.count > 1 else layout.tensor_group
+        if group.size == 1:
+            return float(torch.linalg.vector_norm(joined))
+        # Each share of a weight counts, and a weight that all ranks of a tensor group have counts once.
+        counts = torch.tensor([layout.shard == 0 or name in self.task.cuts for name in names], device=joined.device)
+        squares = group.all_reduce_((joined * counts).square(), "norms")
+        return float(squares.sum().sqrt())
 
     def _advance(self, plan: Step, samples: int, targets: int) -> None:
         position = self.position

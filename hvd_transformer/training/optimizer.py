@@ -40,21 +40,22 @@ class _Group:
 
 
 class FlatOptimizer:
-    """Updates the buckets' parameters from their gradients. No buckets (a stage without weights): nothing to do.
+    """Updates the buckets' own parameters from their gradients. No buckets (a stage without weights): nothing to do.
 
-    `state` is that of each bucket, as flat tensors like its parameters, {"exp_avg": …}: what is written there counts.
+    `state` is that of each bucket, as flat tensors like its own parameters, {"exp_avg": …}: what is written there
+    counts.
     """
 
     def __init__(self, config: OptimizerConfig, buckets: Sequence[Bucket]) -> None:
         keys = state_keys(config)
         self._config = config
-        self.state = [{key: torch.zeros_like(bucket.parameters) for key in keys} for bucket in buckets]
+        self.state = [{key: torch.zeros_like(bucket.own_parameters) for key in keys} for bucket in buckets]
         decayed, others = _Group(config.weight_decay, state=[[] for _ in keys]), _Group(0.0, state=[[] for _ in keys])
         for bucket, state in zip(buckets, self.state, strict=True):
             for place, decays in bucket.halves():
                 group = decayed if decays else others
-                group.parameters.append(bucket.parameters[place])
-                group.gradients.append(bucket.gradients[place])
+                group.parameters.append(bucket.own_parameters[place])
+                group.gradients.append(bucket.own_gradients[place])
                 group.steps.append(torch.zeros((), dtype=torch.float32, device=bucket.parameters.device))
                 for parts, key in zip(group.state, keys, strict=True):
                     parts.append(state[key][place])

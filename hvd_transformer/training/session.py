@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 from hvd_transformer import atomic
-from hvd_transformer.checkpoint.writer import CheckpointWriter
 from hvd_transformer.comm.world import World
 from hvd_transformer.config import Config
 from hvd_transformer.errors import UserError
@@ -18,6 +17,7 @@ from hvd_transformer.training.metrics_log import MetricsLog
 from hvd_transformer.training.position import StepResult
 from hvd_transformer.training.progress import Silent
 from hvd_transformer.training.run_directory import RunDirectory
+from hvd_transformer.training.saving import Saver
 from hvd_transformer.training.stop import StopRequest
 from hvd_transformer.training.stragglers import Stragglers
 
@@ -44,10 +44,9 @@ class Session:
         self.stragglers = Stragglers(world.hosts)
         heartbeat.step, heartbeat.total_steps = trainer.position.step, trainer.total_steps
         self.metrics: MetricsLog | None = None
-        self.writer: CheckpointWriter | None = None
+        self.saver = Saver(run.store, world, snapshot.savers(trainer), self.warn)
         if world.rank == 0:
             self.metrics = MetricsLog(run.path, trainer.position.step, self.warn)
-            self.writer = CheckpointWriter(run.store, self.warn)
         self.saved_step = trainer.position.step if trainer.position.step else None
         self.saved_at = time.monotonic()
         self.valid: Evaluation | None = None
@@ -77,10 +76,12 @@ class Session:
             self._write_timeline()  # of a run shorter than that
             self.save(best=False)
             self.heartbeat.enter("end")
-        finally:
+        except BaseException:
             self.progress.stop()
-            if self.writer is not None:
-                self.writer.wait()
+            self.saver.wait(ending=True)
+            raise
+        self.progress.stop()
+        self.saver.wait()
         return "stopped" if stopped else "finished"
 
     def finish(self, status: str) -> dict[str, Any]:
@@ -104,8 +105,7 @@ class Session:
                 write_report(self.run.path)
             except (OSError, UserError) as error:
                 self.warn(f"{self.run.path}: summary and report could not be written: {error}")
-        if self.writer is not None:
-            self.writer.close()
+        self.saver.close()
         return summary
 
     def save(self, best: bool) -> None:
@@ -116,12 +116,8 @@ class Session:
         self.heartbeat.enter("checkpoint")
         checksum = self.trainer.check_replicas(f"step {position.step}")
         began = time.perf_counter()
-        taken = None
-        if self.trainer.layout.replica == 0:  # its ranks have all of the weights
-            taken = snapshot.take(self.trainer, self.data_digest, checksum, best)
-        if self.writer is not None and taken is not None:
-            self.writer.submit(taken)
-            log.info("step %d: checkpoint, %.3f s for the copy", position.step, time.perf_counter() - began)
+        self.saver.save(snapshot.take(self.trainer, self.data_digest, checksum, best))
+        log.info("step %d: checkpoint, %.3f s for the copy", position.step, time.perf_counter() - began)
         self.saved_step, self.saved_at = position.step, time.monotonic()
 
     def warn(self, text: str) -> None:

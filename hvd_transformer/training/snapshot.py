@@ -1,39 +1,49 @@
 """A job's whole state as a checkpoint and back: weights, optimizer, loss scale, position in the data, best value.
 
-Whole tensors are saved, by parameter name: a checkpoint does not depend on how parameters are laid out in buckets,
-stages and shares.
+Whole tensors are saved, by parameter name, each rank its fragments of them: a checkpoint does not depend on how
+parameters and optimizer state are laid out in buckets, stages, shares and shards.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, Snapshot, read_state, stream_tensors
+from hvd_transformer.checkpoint import tensor_file
+from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, Snapshot, read_state
 from hvd_transformer.comm.world import World, agree
 from hvd_transformer.config.schema import flatten
 from hvd_transformer.errors import UserError
-from hvd_transformer.parallel.tensor import join, piece
+from hvd_transformer.parallel.fragment import Blocks, Fragment
 from hvd_transformer.training.loop import Trainer
 from hvd_transformer.training.optimizer import state_keys
 from hvd_transformer.training.position import Position
 
 FORMAT = 1
-# Read and sent to the other ranks at a time, unless one tensor alone is larger.
-_CHUNK_BYTES = 32 << 20
+# Read and sent to the other ranks at a time, unless one row alone is larger.
+CHUNK_BYTES = 32 << 20
+
+
+def savers(trainer: Trainer) -> list[int]:
+    """The ranks that have a part of a checkpoint: those of the first replica, or all where replicas share a state."""
+    layout = trainer.layout
+    return list(range(trainer.world.size if layout.update_shard.count > 1 else layout.tp))
 
 
 def take(trainer: Trainer, data_digest: str, checksum: int, best: bool) -> Snapshot:
-    """Copies everything to host memory: all that training has to wait for. Collective within a tensor group."""
-    optimizer: dict[str, Tensor] = {}
+    """Copies this rank's part of everything to host memory: all that training has to wait for."""
+    optimizer: dict[str, Fragment] = {}
     for key in state_keys(trainer.config.optimizer):
         flats = [state[key] for state in trainer.optimizer_state()]
-        optimizer |= {f"{key}.{name}": tensor for name, tensor in _whole(trainer, flats).items()}
+        optimizer |= {f"{key}.{name}": own for name, own in _copied(trainer, flats).items()}
+    weights = _copied(trainer, [bucket.own_parameters for bucket in trainer.buckets])
     return Snapshot(
         step=trainer.position.step,
-        tensors={MODEL: _whole(trainer, [bucket.parameters for bucket in trainer.buckets]), OPTIMIZER: optimizer},
+        tensors={MODEL: weights, OPTIMIZER: optimizer},
         state={
             "format": FORMAT,
             "task": trainer.config.task,
@@ -69,12 +79,12 @@ def read_position(folder: Path | None, data_digest: str, world: World) -> tuple[
 
 
 def load(trainer: Trainer, folder: Path | None, state: dict[str, Any]) -> None:
-    """Weights and optimizer of a checkpoint: rank 0 reads, all get them. Collective."""
+    """Weights and optimizer of a checkpoint: rank 0 reads, all get their parts. Collective."""
     load_weights(trainer, folder)
     places = {
-        f"{key}.{name}": tensor
+        f"{key}.{name}": own
         for key in state_keys(trainer.config.optimizer)
-        for name, tensor in _by_name(trainer, [state[key] for state in trainer.optimizer_state()]).items()
+        for name, own in _fragments(trainer, [state[key] for state in trainer.optimizer_state()]).items()
     }
     _load(trainer, folder and folder / OPTIMIZER, places)
     trainer.optimizer_state_loaded()
@@ -83,59 +93,72 @@ def load(trainer: Trainer, folder: Path | None, state: dict[str, Any]) -> None:
 
 def load_weights(trainer: Trainer, folder: Path | None) -> None:
     """The weights of a checkpoint (rank 0's `folder`) on every rank. Collective."""
-    places = _by_name(trainer, [bucket.parameters for bucket in trainer.buckets])
+    places = _fragments(trainer, [bucket.parameters for bucket in trainer.buckets])
     _load(trainer, folder and folder / MODEL, places)
 
 
-def _by_name(trainer: Trainer, flats: Iterable[Tensor]) -> dict[str, Tensor]:
-    """This rank's part of each parameter, as views into tensors like its buckets."""
-    return {
-        slot.name: slot.view(flat) for bucket, flat in zip(trainer.buckets, flats, strict=True) for slot in bucket.slots
-    }
-
-
-def _whole(trainer: Trainer, flats: Iterable[Tensor]) -> dict[str, Tensor]:
-    """The whole of each parameter, in host memory."""
-    group, result = trainer.layout.tensor_group, {}
-    for name, own in _by_name(trainer, [flat.to("cpu", copy=True) for flat in flats]).items():
-        result[name] = own
-        if group.size > 1 and (cut := trainer.task.cuts.get(name)) is not None:
-            empty = torch.empty(trainer.shapes[name], device="meta")
-            shapes = [piece(empty, cut, index, group.size).shape for index in range(group.size)]
-            joined = group.all_gather_async(own.flatten(), f"save.{name}")()
-            parts = joined.split([shape.numel() for shape in shapes])
-            result[name] = join([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], cut)
+def _fragments(trainer: Trainer, flats: Iterable[Tensor]) -> dict[str, Fragment]:
+    """This rank's part of each parameter, in tensors like its buckets or like their shards."""
+    layout, result = trainer.layout, {}
+    for bucket, flat in zip(trainer.buckets, flats, strict=True):
+        first, last = (0, flat.numel()) if flat.numel() == bucket.parameters.numel() else _ends(bucket.own)
+        for slot in bucket.slots:
+            start, stop = max(slot.start, first), min(slot.stop, last)
+            shape, cut = trainer.shapes[slot.name], trainer.task.cuts.get(slot.name)
+            blocks = Blocks.of(shape, cut, layout.shard, layout.tp)
+            values = flat[start - first : stop - first] if start < stop else flat[:0]
+            result[slot.name] = Fragment(tuple(shape), blocks, max(0, start - slot.start), values)
     return result
 
 
-def _load(trainer: Trainer, file: Path | None, places: Mapping[str, Tensor]) -> None:
-    """Rank 0 reads whole tensors, a few at a time, and each rank takes its part of them."""
-    world, layout, cuts = trainer.world, trainer.layout, trainer.task.cuts
-    parameter = {name: name if name in trainer.shapes else name.partition(".")[2] for name in places}
-    shapes = {name: trainer.shapes[parameter[name]] for name in places}
-    stream = agree(world, lambda: None if file is None else stream_tensors(file, shapes))
-    for number, names in enumerate(
-        _chunks({name: places[name].element_size() * shapes[name].numel() for name in places})
-    ):
-        sizes = [shapes[name].numel() for name in names]
-        flat = torch.empty(sum(sizes), dtype=places[names[0]].dtype)
-        if stream is not None:
-            for part in flat.split(sizes):
-                part.copy_(next(stream)[1].flatten())
-        world.broadcast_(flat, f"load.{number % 4}")
-        for name, part in zip(names, flat.split(sizes), strict=True):
-            whole, cut = part.view(shapes[name]), cuts.get(parameter[name])
-            places[name].copy_(whole if cut is None else piece(whole, cut, layout.shard, layout.tp))
+def _ends(places: slice) -> tuple[int, int]:
+    return places.start, places.stop
 
 
-def _chunks(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    names: list[str] = []
-    total = 0
-    for name, size in sizes.items():
-        if names and total + size > _CHUNK_BYTES:
-            yield names
-            names, total = [], 0
-        names.append(name)
-        total += size
-    if names:
-        yield names
+def _copied(trainer: Trainer, flats: Sequence[Tensor]) -> dict[str, Fragment]:
+    """What this rank saves of each parameter, in host memory; of what several ranks have, only the first has any."""
+    layout = trainer.layout
+    mine = layout.replica == 0 or layout.update_shard.count > 1
+    found = _fragments(trainer, [flat.to("cpu", copy=True) if mine else flat.new_empty(0) for flat in flats])
+    return {
+        name: own if mine and (layout.shard == 0 or name in trainer.task.cuts) else replace(own, values=own.values[:0])
+        for name, own in found.items()
+    }
+
+
+def _load(trainer: Trainer, file: Path | None, places: Mapping[str, Fragment]) -> None:
+    """Rank 0 reads whole tensors, some rows at a time, and each rank takes its part of them."""
+    shapes = {name: own.shape for name, own in places.items()}
+    agree(trainer.world, lambda: None if file is None else tensor_file.check(file, shapes))
+    for number, rows in enumerate(_chunks(places)):
+        widths = {name: prod(shapes[name][1:]) for name, _, _ in rows}
+        sizes = [(last - first) * widths[name] for name, first, last in rows]
+        values = places[rows[0][0]].values
+        flat = torch.empty(sum(sizes), dtype=values.dtype)
+        if file is not None:
+            for part, found in zip(flat.split(sizes), tensor_file.read(file, rows), strict=True):
+                part.copy_(found.flatten())
+        trainer.world.broadcast_(flat, f"load.{number % 4}")
+        for (name, first, last), part in zip(rows, flat.split(sizes), strict=True):
+            begin = first * widths[name]
+            for place, run in places[name].runs(begin, last * widths[name]):
+                run.copy_(part[place - begin :][: run.numel()])
+
+
+def _chunks(places: Mapping[str, Fragment]) -> Iterator[list[tuple[str, int, int]]]:
+    """All rows of all tensors, as [(name, first, last)] of about `CHUNK_BYTES`."""
+    chunk: list[tuple[str, int, int]] = []
+    room = CHUNK_BYTES
+    for name, own in places.items():
+        width, first = prod(own.shape[1:]) * own.values.element_size(), 0
+        while first < own.shape[0]:
+            last = min(own.shape[0], first + max(room // width, 0 if chunk else 1))
+            if last == first:
+                yield chunk
+                chunk, room = [], CHUNK_BYTES
+                continue
+            chunk.append((name, first, last))
+            room -= (last - first) * width
+            first = last
+    if chunk:
+        yield chunk

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from hvd_transformer.comm.group import Group
 from hvd_transformer.config.schema import OptimizerConfig
 from hvd_transformer.parallel.flat import Bucket
 from hvd_transformer.parallel.pipeline import Stage
@@ -12,27 +13,40 @@ from hvd_transformer.training.optimizer import FlatOptimizer
 
 
 class StageWeights:
-    """`indices` are its buckets' numbers among the job's, from `first` on; `places` the parameters' in the model."""
+    """`indices` are its buckets' numbers among the job's, from `first` on; `places` the parameters' in the model.
+
+    `group` are the ranks with the same weights, which update a shard each where the buckets are so cut.
+    """
 
     def __init__(
-        self, config: OptimizerConfig, buckets: Sequence[Bucket], first: int, places: Mapping[str, int]
+        self, config: OptimizerConfig, buckets: Sequence[Bucket], group: Group, first: int, places: Mapping[str, int]
     ) -> None:
-        self.buckets, self.indices = buckets, range(first, first + len(buckets))
+        self.buckets, self.indices, self.group = buckets, range(first, first + len(buckets)), group
         self.optimizer = FlatOptimizer(config, buckets)
         self._gradients = [
-            (places[slot.name], slot.view(bucket.gradients)) for bucket in buckets for slot in bucket.slots
+            (places[slot.name], bucket.own_gradients[own])
+            for bucket in buckets
+            for slot in bucket.slots
+            if (own := bucket.own_part(slot.start, slot.stop)) is not None
         ]
 
     def norms(self) -> list[tuple[int, Tensor]]:
-        """Each parameter's place in the model and the norm of its gradient."""
+        """Each parameter's place in the model and the norm of its gradient, of what is in this rank's shard."""
         return [(place, torch.linalg.vector_norm(gradient)) for place, gradient in self._gradients]
 
     def update(self, factor: float, rate: float) -> None:
-        """One step of the optimizer with the gradients × `factor`."""
+        """One step of the optimizer with the gradients × `factor`; the ranks give each other their shards."""
         if factor != 1.0:
             for bucket in self.buckets:
-                bucket.gradients.mul_(factor)
+                bucket.own_gradients.mul_(factor)
         self.optimizer.step(rate)
+        waits = [
+            (bucket, self.group.all_gather_async(bucket.own_parameters, f"shards.{index}"))
+            for index, bucket in zip(self.indices, self.buckets, strict=True)
+            if bucket.shard.count > 1
+        ]
+        for bucket, wait in waits:
+            bucket.parameters.copy_(wait())
 
 
 def stage_parameters(model: nn.Module, stages: Sequence[Stage]) -> list[dict[str, nn.Parameter]]:

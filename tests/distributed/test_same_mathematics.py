@@ -143,6 +143,44 @@ def test_shared_matrices_change_nothing(ranks, corpus, tmp_path, world, backend)
     assert {(summary(tmp_path / name)["dp"], summary(tmp_path / name)["tp"]) for name in runs} == {(dp, 2)}
 
 
+# Each case goes one of these ways on each number of ranks.
+SHARDED_WAYS = [
+    ["parallel.optimizer_shard=state", "communication.bucket_mb=0.001", "communication.embedding_rows=always"],
+    ["parallel.optimizer_shard=gradients", "training.accumulation=2", "communication.bucket_mb=0.01"],
+    ["parallel.optimizer_shard=gradients", "parallel.micro_batches=2", "communication.embedding_rows=always"],
+    ["parallel.optimizer_shard=state", "parallel.pipeline=2", "parallel.micro_batches=2"],
+    ["parallel.optimizer_shard=gradients", "parallel.pipeline=2", "parallel.micro_batches=2",
+     "parallel.recompute=always", "communication.bucket_mb=0.001", "communication.embedding_rows=never"],
+    ["parallel.optimizer_shard=state", "parallel.schedule=zero_bubble", "parallel.pipeline=3",
+     "parallel.micro_batches=2", "communication.overlap=false", "communication.embedding_rows=never"],
+]  # fmt: skip
+SHARED_TOO = ["parallel.tensor=2", "parallel.vocab_parallel=true"]
+
+
+@pytest.mark.parametrize(
+    ("world", "tensor", "backend"), [(2, 1, "gloo"), (3, 1, "gloo"), (4, 1, "gloo"), (4, 2, "gloo"), (2, 1, "mpi")]
+)
+def test_a_shared_optimizer_changes_nothing(ranks, corpus, tmp_path, world, tensor, backend):
+    """Every replica updates its part of the weights; 3 do not divide anything evenly."""
+    dp, runs, limits = world // tensor, {}, {}
+    for number, case in enumerate(CASES):
+        way = SHARDED_WAYS[(number + 2 * world + tensor) % len(SHARDED_WAYS)]
+        size = {"training.batch_size": SAMPLES // dp // (2 if "training.accumulation=2" in way else 1)}
+        if dp == 3:  # 6 + 5 + 5 samples in rounds of 4
+            size = {"training.batch_size": 4, "training.global_batch_size": SAMPLES}
+            way = [word for word in way if word != "training.accumulation=2"]
+        runs[case.name] = [
+            *tiny(corpus), *case.words(SAMPLES / 4 if dp == 3 else dp), f"output_dir={tmp_path / case.name}", *way,
+            *(SHARED_TOO if tensor == 2 else []), *(f"{key}={value}" for key, value in size.items()),
+        ]  # fmt: skip
+        limits[case.name] = TOLERANCE[case.precision]
+    result = ranks(world, [*MANY_RUNS, write_runs(tmp_path / "runs.json", list(runs.values()))], backend=backend)
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = {case.name: differences(tmp_path / case.name, windows_reference(corpus, case)) for case in CASES}
+    check(found, limits)
+    assert {(summary(tmp_path / name)["dp"], summary(tmp_path / name)["tp"]) for name in runs} == {(dp, tensor)}
+
+
 def test_a_run_goes_on_with_other_shares(ranks, corpus, tmp_path):
     """Half of the steps with one layout, the rest with another: the run of the reference."""
     case, found = replace(CASES[0], schedule="constant"), {}  # the others' rates depend on the number of steps

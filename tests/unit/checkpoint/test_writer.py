@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from fragments import whole
 
 from hvd_transformer.checkpoint.store import MODEL, CheckpointStore, Snapshot
 from hvd_transformer.checkpoint.writer import CheckpointWriter
 
 
 def snapshot(step: int, count: int = 10) -> Snapshot:
-    return Snapshot(step, {MODEL: {"w": torch.full([count], float(step))}}, {"step": step})
+    return Snapshot(step, {MODEL: whole({"w": torch.full([count], float(step))})}, {"step": step})
 
 
 def fail(message: str) -> None:
@@ -38,7 +39,7 @@ def small_files(limit: int) -> Iterator[None]:
 def test_submit_returns_before_the_files_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = CheckpointStore(tmp_path, 3)
     may_write, real = threading.Event(), store.save
-    monkeypatch.setattr(store, "save", lambda taken: may_write.wait(10) and real(taken))
+    monkeypatch.setattr(store, "save", lambda *words: may_write.wait(10) and real(*words))
     writer = CheckpointWriter(store, fail)
     writer.submit(snapshot(1))
     assert store.steps() == []
@@ -96,6 +97,7 @@ FULL = """
 import sys
 from pathlib import Path
 import torch
+from hvd_transformer.parallel.fragment import Fragment
 from hvd_transformer.checkpoint.store import MODEL, CheckpointStore, Snapshot
 from hvd_transformer.checkpoint.writer import CheckpointWriter
 
@@ -103,7 +105,7 @@ folder, warnings = Path(sys.argv[1]), []
 store = CheckpointStore(folder / "checkpoints", 3)
 writer = CheckpointWriter(store, warnings.append)
 for step in range(1, 8):
-    writer.submit(Snapshot(step, {MODEL: {"w": torch.full([30_000], float(step))}}, {"step": step}))
+    writer.submit(Snapshot(step, {MODEL: {"w": Fragment.whole(torch.full([30_000], float(step)))}}, {"step": step}))
     if step == 5:
         writer.wait()
         (folder / "filler").unlink()

@@ -8,6 +8,7 @@ import torch
 from hvd_transformer.comm.world import World
 from hvd_transformer.config import Config, load
 from hvd_transformer.data.sampler import Replica
+from hvd_transformer.parallel.flat import WHOLE
 from hvd_transformer.parallel.layout import Layout
 from hvd_transformer.training.language_model_task import LanguageModelTask
 from hvd_transformer.training.loop import Trainer
@@ -67,6 +68,7 @@ def trainer(config: Config, world: World | None = None, position: Position | Non
         devices=(torch.device("cpu"),) * config.parallel.pipeline,
         data_group=world,
         tensor_group=World(),
+        update_shard=WHOLE,
     )
     return Trainer(config, world, layout, task, position or Position())
 

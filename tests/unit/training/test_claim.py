@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from fragments import whole
 
 from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, CheckpointStore, Snapshot
 from hvd_transformer.config import Config, load, load_file
@@ -36,7 +37,7 @@ def refused(made: Config) -> str:
 
 
 def save(made: Config, step: int, best: bool = False, **state: Any) -> Path:
-    tensors = {MODEL: {"w": torch.full([3], float(step))}, OPTIMIZER: {}}
+    tensors = {MODEL: whole({"w": torch.full([3], float(step))}), OPTIMIZER: {}}
     store = CheckpointStore(Path(made.output_dir) / "checkpoints", keep_last=5)
     return store.save(Snapshot(step, tensors, {"config": flatten(made), **state}, best))
 

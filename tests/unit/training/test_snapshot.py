@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fragments import tensors_of
 from small_job import run, settings, trainer, weights
 
 from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, CheckpointStore
@@ -43,7 +44,7 @@ def resumed(checkpoint: Path, *overrides: str) -> Trainer:
 
 
 def everything(job: Trainer) -> dict[str, torch.Tensor]:
-    taken = snapshot.take(job, "digest", 0, False).tensors
+    taken = tensors_of(snapshot.take(job, "digest", 0, False))
     return {f"{file}/{name}": tensor for file, tensors in taken.items() for name, tensor in tensors.items()}
 
 
@@ -100,10 +101,10 @@ def test_a_snapshot_is_a_copy() -> None:
     job = trainer(settings("optimizer.name=adamw"))
     run(job, 2)
     taken = snapshot.take(job, "digest", 0, False)
-    before = {name: tensor.clone() for tensors in taken.tensors.values() for name, tensor in tensors.items()}
+    before = {name: tensor.clone() for tensors in tensors_of(taken).values() for name, tensor in tensors.items()}
     position = json.dumps(taken.state)
     run(job, 2)
-    for tensors in taken.tensors.values():
+    for tensors in tensors_of(taken).values():
         for name, tensor in tensors.items():
             assert torch.equal(tensor, before[name]), name
     assert json.dumps(taken.state) == position

@@ -25,6 +25,7 @@ from hvd_transformer.models.language_model import LanguageModel
 from hvd_transformer.models.linear import Linear, Product
 from hvd_transformer.models.losses import projected_cross_entropy
 from hvd_transformer.models.shares import Cut, Part, summed
+from hvd_transformer.parallel.flat import WHOLE
 from hvd_transformer.parallel.layout import Layout
 from hvd_transformer.parallel.tensor import cut_weights, join, piece, span
 from hvd_transformer.training.language_model_task import LanguageModelTask
@@ -308,7 +309,7 @@ def test_dropout_is_the_same_where_ranks_have_the_same_values_and_another_where_
     for shard in range(2):
         task = LanguageModelTask(config, data, Replica(0, 1))
         alone = World()
-        cut_model(task, Layout(1, 2, 0, shard, (torch.device("cpu"),), alone, alone))
+        cut_model(task, Layout(1, 2, 0, shard, (torch.device("cpu"),), alone, alone, WHOLE))
         task.model.train()
         for name, module in task.model.named_modules():
             if isinstance(module, Dropout):
