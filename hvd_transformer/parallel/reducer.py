@@ -30,8 +30,8 @@ from hvd_transformer.parallel.later import Later
 from hvd_transformer.parallel.rows import RowGradient, RowPlan
 from hvd_transformer.parallel.timeline import Timeline
 
-# Buckets of a stage that can be on their way at once where gradients are kept of the shard alone.
-_ON_THEIR_WAY = 2
+# Bytes of a stage's buckets that can be on their way at once where gradients are kept of the shard alone.
+ON_THE_WAY = 32 << 20
 
 
 class GradientReducer:
@@ -41,7 +41,7 @@ class GradientReducer:
     that this rank, its own work done, waited for it.
     `compression="fp16"` sends half precision; the sums are then rounded to it. `rows` names the
     parameters whose lookups give their gradient to `take_rows`; one whose rows are gathered needs a bucket alone.
-    `stages` are the numbers of the buckets that fill one after the other; each may fill beside the others.
+    `stages` are the numbers of the buckets of each stage of the pipeline, which fill side by side.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class GradientReducer:
         compression: str = "none",
         rows: Mapping[str, RowPlan] | None = None,
         timeline: Timeline | None = None,
-        stages: Sequence[Iterable[int]] | None = None,
+        stages: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self.buckets, self.group = buckets, group
         self.timeline = timeline or Timeline(0, [])
@@ -66,10 +66,12 @@ class GradientReducer:
         self._sent = [0] * len(buckets)
         self._waits: dict[int, Callable[[], None]] = {}
         self._way: list[deque[int]] = [deque() for _ in buckets]  # the buckets on their way from one's stage
-        for indices in stages or [range(len(buckets))]:
+        self._order: list[int] = []  # in which one micro-batch's backward fills them
+        for indices in reversed(stages or [range(len(buckets))]):
             way: deque[int] = deque()
             for index in indices:
                 self._way[index] = way
+                self._order.append(index)
         self._rows: dict[str, RowGradient] = {}
         self._gathered: list[str] = []
         self._added: dict[int, list[str]] = {}  # by bucket, which then is not complete before `finish`
@@ -155,14 +157,16 @@ class GradientReducer:
 
     def finish(self) -> None:
         """Sends what was not sent, then waits until every bucket holds the sum over the ranks."""
-        backwards = self._backwards()
-        for index, bucket in enumerate(self.buckets):
+        if self._every:  # in the same order on a rank that had fewer backwards: all wait for each other's buckets
+            for number in range(self._backwards()):
+                for index in self._order:
+                    if self._dense[index] and self._sent[index] <= number:
+                        self._send(index)
+        for index in self._order:
             added = self._added.get(index, ())
             if not self._dense[index] and not added:  # gathered rows alone
-                bucket.own_gradients.zero_()
+                self.buckets[index].own_gradients.zero_()
                 continue
-            while self._every and self._dense[index] and self._sent[index] < backwards:
-                self._send(index)  # this rank had fewer backwards
             for name in added:
                 self._rows[name].add(self._fillings[index].zeroed(name))
             if added if self._every else index not in self._waits:
@@ -203,7 +207,7 @@ class GradientReducer:
         if self._every:
             if index in self._waits:  # this one's sum before
                 self._arrive(index)
-            while len(way) >= _ON_THEIR_WAY:
+            while way and sum(self.buckets[other].parameters.nbytes for other in (*way, index)) > ON_THE_WAY:
                 self._arrive(way[0])
             way.append(index)
         first = self._sent[index] == 0
