@@ -2,15 +2,18 @@
 
 trainer   the package's own `Trainer.step` over Horovod; started without a launcher, a world of one
 ddp       torch's DistributedDataParallel over gloo, as its documentation has it; started by torchrun
+zero      the same with torch's ZeroRedundancyOptimizer
 torch1f1b torch's PipelineStage and Schedule1F1B over gloo, one stage a rank; started by torchrun
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 
 import click
 import torch
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from benchmarks.channel import Done, serve
@@ -63,14 +66,14 @@ class LossModule(nn.Module):
         return loss / count
 
 
-def ddp(socket: str, settings: Sequence[str]) -> None:
+def ddp(socket: str, settings: Sequence[str], *, zero: bool = False) -> None:
     """The peer: the same model, data, rate and clipping, with torch's own tools."""
     config = make_config(settings)
     torch.distributed.init_process_group("gloo")
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     task = SyntheticTask(config, Replica(rank, size))
     model = nn.parallel.DistributedDataParallel(LossModule(task.model))
-    optimizer = make_adamw(config, task.model, list(task.model.parameters()), size)
+    optimizer = make_adamw(config, task.model, list(task.model.parameters()), size, zero)
     clip_norm, units = config.optimizer.clip_norm, make_units(config, task)
     assert clip_norm is not None
 
@@ -133,24 +136,24 @@ def torch_1f1b(socket: str, settings: Sequence[str]) -> None:
     torch.distributed.destroy_process_group()
 
 
-def make_adamw(config: Config, model: nn.Module, parameters: Sequence[nn.Parameter], dp: int) -> torch.optim.AdamW:
-    """torch's AdamW of these of the model's parameters, set as ours."""
+def make_adamw(
+    config: Config, model: nn.Module, parameters: Sequence[nn.Parameter], dp: int, zero: bool = False
+) -> torch.optim.Optimizer:
+    """torch's AdamW of these of the model's parameters, set as ours; `zero`: its state shared by the ranks."""
     no_decay, options = names_without_decay(model), config.optimizer
     chosen = {id(weight) for weight in parameters}
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, weight in model.named_parameters():
         if id(weight) in chosen:
             groups[name not in no_decay].append(weight)
-    return torch.optim.AdamW(
-        [
-            {"params": groups[True], "weight_decay": options.weight_decay},
-            {"params": groups[False], "weight_decay": 0.0},
-        ],
-        lr=peak_rate(options, dp),
-        betas=options.betas,
-        eps=options.eps,
-        fused=True,
-    )
+    chosen_groups = [
+        {"params": groups[True], "weight_decay": options.weight_decay},
+        {"params": groups[False], "weight_decay": 0.0},
+    ]
+    more = {"lr": peak_rate(options, dp), "betas": options.betas, "eps": options.eps, "fused": True}
+    if zero:
+        return ZeroRedundancyOptimizer(chosen_groups, torch.optim.AdamW, parameters_as_bucket_view=True, **more)
+    return torch.optim.AdamW(chosen_groups, **more)
 
 
 def make_units(config: Config, task: SyntheticTask) -> Iterator[range]:
@@ -158,7 +161,12 @@ def make_units(config: Config, task: SyntheticTask) -> Iterator[range]:
     return (part for _ in range(config.training.epochs) for plan in task.sampler.epoch() for part in plan.rounds)
 
 
-KINDS: dict[str, Callable[[str, Sequence[str]], None]] = {"trainer": trainer, "ddp": ddp, "torch1f1b": torch_1f1b}
+KINDS: dict[str, Callable[[str, Sequence[str]], None]] = {
+    "trainer": trainer,
+    "ddp": ddp,
+    "zero": partial(ddp, zero=True),
+    "torch1f1b": torch_1f1b,
+}
 
 
 @click.command()

@@ -37,8 +37,9 @@ ORIGINAL_BATCH = LanguageModelTask.batch
 def main() -> None:
     report.write_report = lambda run: run  # its charts take longer than these runs; test_run_directory.py has them
     configs = [load(overrides=words) for words in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))]
-    (tensor,) = {config.parallel.tensor for config in configs}
-    stop, world = StopRequest(), World.start(groups=process_groups(launched().size, tensor))
+    sizes = sorted({config.parallel.tensor for config in configs})
+    groups = {tuple(group): group for tensor in sizes for group in process_groups(launched().size, tensor)}
+    stop, world = StopRequest(), World.start(groups=list(groups.values()))
     for config in configs:
         if "RECORD_UNITS" in os.environ:
             record_units(config.output_dir, world.rank)

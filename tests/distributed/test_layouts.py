@@ -1,0 +1,96 @@
+"""A checkpoint of any layout of ranks, shares, stages and shards goes on under any other."""
+
+import json
+from pathlib import Path
+
+import plain
+import pytest
+from jobs import MANY_RUNS, lines, summary, tiny, write_corpus, write_runs
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.distributed
+
+SAVED, MORE = 6, 10  # steps
+# World size and settings. The parameters' sizes divide nothing evenly.
+LAYOUTS = {
+    "one rank": (1, []),
+    "pipeline": (1, ["parallel.pipeline=3", "parallel.micro_batches=2"]),
+    "replicas": (2, []),
+    "shared matrices": (2, ["parallel.tensor=2"]),
+    "shared state": (2, ["parallel.optimizer_shard=state", "communication.bucket_mb=0.01"]),
+    "shared gradients": (
+        3,
+        ["parallel.optimizer_shard=gradients", "communication.embedding_rows=always", "parallel.micro_batches=2"],
+    ),
+    "shared vocabulary and state": (
+        4,
+        ["parallel.tensor=2", "parallel.vocab_parallel=true", "parallel.optimizer_shard=state"],
+    ),
+    "everything": (
+        4,
+        [
+            "parallel.tensor=2", "parallel.vocab_parallel=true", "parallel.pipeline=2", "parallel.micro_batches=2",
+            "parallel.optimizer_shard=gradients", "parallel.recompute=always", "communication.bucket_mb=0.01",
+        ],
+    ),
+}  # fmt: skip
+CASE = plain.Case("adamw", "adamw", 4e-3, eps=1e-4, precision="fp32")
+COMMON = [*CASE.words(1), "training.batch_size=4", "training.global_batch_size=16", "training.epochs=9"]
+
+
+def run_all(ranks, folder: Path, runs: dict[str, tuple[str, list[str]]]) -> None:
+    """Runs by name, each of a layout; those of one world size share a launch."""
+    for size in sorted({LAYOUTS[layout][0] for layout, _ in runs.values()}):
+        words = [
+            [*words, *LAYOUTS[layout][1], f"output_dir={folder / name}"]
+            for name, (layout, words) in runs.items()
+            if LAYOUTS[layout][0] == size
+        ]
+        file = write_runs(folder / f"runs-{len(runs)}-{size}.json", words)
+        result = ranks(size, [*MANY_RUNS, file], timeout=280)
+        assert result.returncode == 0, result.stdout + result.stderr
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in lines(run) if "loss" in line and line["step"] > SAVED]
+
+
+@pytest.mark.timeout(600)
+def test_every_layout_goes_on_from_every_layouts_checkpoint(ranks, tmp_path):
+    """64 pairs. The files hold the same, whichever ranks wrote them, and the losses stay the same."""
+    corpus = write_corpus(tmp_path / "text", train=4000)
+    common = [*tiny(corpus), *COMMON]
+    saved = {layout: layout.replace(" ", "-") for layout in LAYOUTS}
+    run_all(ranks, tmp_path, {saved[name]: (name, [*common, f"training.max_steps={SAVED}"]) for name in LAYOUTS})
+    first = load_file(tmp_path / "one-rank/checkpoints/latest/optimizer.safetensors")
+    for name in saved.values():
+        folder = tmp_path / name / "checkpoints/latest"
+        assert sorted(json.loads((folder / "MANIFEST.json").read_text())["files"]) == [
+            "model.safetensors", "optimizer.safetensors", "state.json"
+        ]  # fmt: skip
+        found = load_file(folder / "optimizer.safetensors")
+        assert found.keys() == first.keys()
+        for key, tensor in first.items():
+            assert found[key].shape == tensor.shape
+            assert (found[key] - tensor).abs().max() <= 1e-5 * tensor.abs().max(), (name, key)
+    pairs = {f"{saved[here]}-to-{saved[there]}": (here, there) for here in LAYOUTS for there in LAYOUTS}
+    run_all(
+        ranks,
+        tmp_path,
+        {
+            pair: (
+                there,
+                [*common, f"training.max_steps={SAVED + MORE}", f"checkpoint.resume={tmp_path / saved[here]}"],
+            )
+            for pair, (here, there) in pairs.items()
+        },
+    )
+    worst = 0.0
+    for pair, (here, there) in pairs.items():
+        found, wanted = losses(tmp_path / pair), losses(tmp_path / f"{saved[here]}-to-{saved[here]}")
+        assert len(found) == MORE == len(wanted)
+        assert found == pytest.approx(wanted, rel=1e-6), pair
+        worst = max(worst, *(abs(a - b) / b for a, b in zip(found, wanted, strict=True)))
+        tp = 2 if "parallel.tensor=2" in LAYOUTS[there][1] else 1
+        assert (summary(tmp_path / pair)["tp"], summary(tmp_path / pair)["world"]) == (tp, LAYOUTS[there][0])
+    print(f"largest relative difference of a loss in {len(pairs)} pairs: {worst:.1e}")
