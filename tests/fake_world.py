@@ -40,6 +40,17 @@ class FakeWorld(World):
 
         return wait
 
+    def reduce_scatter_async(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
+        assert tensor.is_contiguous() and tensor.ndim == 1 and tensor.numel() % self.size == 0
+        self.events.append(f"send {name}")
+        self.sent[name] = tensor.detach().clone()
+
+        def wait() -> Tensor:
+            self.events.append(f"wait {name}")
+            return tensor.view(self.size, -1)[self.rank] * self.size
+
+        return wait
+
     def all_gather_async(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
         assert tensor.is_contiguous()
         self.events.append(f"send {name}")

@@ -1,7 +1,7 @@
 """Do all replicas hold the same weights? Broadcast at the start, and a checksum that says which rank differs."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -44,24 +44,29 @@ def check_replicas(
 
     Each `tensor` neighbours share the weights named in `cut`, and have the others alike.
     """
-    own = checksum([bucket.parameters for bucket in buckets])
+    shared = [slot.name in cut and tensor > 1 for bucket in buckets for slot in bucket.slots]
+    weights = [slot.view(bucket.parameters) for bucket in buckets for slot in bucket.slots]
+    own = [
+        checksum([weight for weight, is_cut in zip(weights, shared, strict=True) if is_cut == part]) for part in (0, 1)
+    ]
     sums = world.all_gather_objects(own)
-    strangers: set[int] = set()
-    for shard in range(tensor):
-        strangers |= _strangers({rank: sums[rank] for rank in range(shard, world.size, tensor)})
-    if tensor > 1:
-        strangers |= _strangers(dict(enumerate(world.all_gather_objects(checksum(_whole_weights(buckets, cut))))))
-    if strangers:
-        names = ", ".join(map(str, sorted(strangers)))
-        raise ReplicasDiffer(f"{when}: the weights of rank {names} differ from those of the other ranks")
-    return own
-
-
-def _whole_weights(buckets: Iterable[Bucket], cut: Collection[str]) -> list[Tensor]:
-    return [slot.view(bucket.parameters) for bucket in buckets for slot in bucket.slots if slot.name not in cut]
+    groups = [{rank: common for rank, (common, _) in enumerate(sums)}]
+    groups += [{rank: sums[rank][1] for rank in range(shard, world.size, tensor)} for shard in range(tensor)]
+    strangers = [_strangers(group) for group in groups]
+    if found := sorted(set().union(*strangers)):
+        # Of two there is no telling which is wrong.
+        others = (
+            "each other"
+            if any(len(some) == len(group) for some, group in zip(strangers, groups, strict=True))
+            else ("those of the other ranks")
+        )
+        raise ReplicasDiffer(f"{when}: the weights of rank {', '.join(map(str, found))} differ from {others}")
+    return (own[0] * 31 + own[1]) % 2**64
 
 
 def _strangers(sums: dict[int, int]) -> set[int]:
-    """The ranks whose sum is not the usual one."""
-    usual, _ = Counter(sums.values()).most_common(1)[0]
+    """The ranks whose sum is not the usual one; all of them where none is usual."""
+    usual, count = Counter(sums.values()).most_common(1)[0]
+    if count < len(sums) and 2 * count <= len(sums):
+        return set(sums)
     return {rank for rank, value in sums.items() if value != usual}

@@ -1,6 +1,7 @@
 """A checkpoint of any layout of ranks, shares, stages and shards goes on under any other."""
 
 import json
+import os
 from pathlib import Path
 
 import plain
@@ -56,8 +57,11 @@ def losses(run: Path) -> list[float]:
 
 
 @pytest.mark.timeout(600)
-def test_every_layout_goes_on_from_every_layouts_checkpoint(ranks, tmp_path):
-    """64 pairs. The files hold the same, whichever ranks wrote them, and the losses stay the same."""
+def test_a_layout_goes_on_from_another_layouts_checkpoint(ranks, tmp_path):
+    """The files hold the same, whichever ranks wrote them, and the losses stay the same.
+
+    With EVERY_PAIR in the environment all 64 pairs, else as many as there are layouts.
+    """
     corpus = write_corpus(tmp_path / "text", train=4000)
     common = [*tiny(corpus), *COMMON]
     saved = {layout: layout.replace(" ", "-") for layout in LAYOUTS}
@@ -73,7 +77,10 @@ def test_every_layout_goes_on_from_every_layouts_checkpoint(ranks, tmp_path):
         for key, tensor in first.items():
             assert found[key].shape == tensor.shape
             assert (found[key] - tensor).abs().max() <= 1e-5 * tensor.abs().max(), (name, key)
-    pairs = {f"{saved[here]}-to-{saved[there]}": (here, there) for here in LAYOUTS for there in LAYOUTS}
+    chosen = [(here, there) for here in LAYOUTS for there in LAYOUTS]
+    if "EVERY_PAIR" not in os.environ:
+        chosen = [("one rank", "one rank"), *zip(LAYOUTS, [*LAYOUTS][3:] + [*LAYOUTS][:3], strict=True)]
+    pairs = {f"{saved[here]}-to-{saved[there]}": (here, there) for here, there in chosen}
     run_all(
         ranks,
         tmp_path,
@@ -86,8 +93,8 @@ def test_every_layout_goes_on_from_every_layouts_checkpoint(ranks, tmp_path):
         },
     )
     worst = 0.0
-    for pair, (here, there) in pairs.items():
-        found, wanted = losses(tmp_path / pair), losses(tmp_path / f"{saved[here]}-to-{saved[here]}")
+    for pair, (_, there) in pairs.items():
+        found, wanted = losses(tmp_path / pair), losses(tmp_path / "one-rank-to-one-rank")
         assert len(found) == MORE == len(wanted)
         assert found == pytest.approx(wanted, rel=1e-6), pair
         worst = max(worst, *(abs(a - b) / b for a, b in zip(found, wanted, strict=True)))

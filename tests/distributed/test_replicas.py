@@ -38,6 +38,29 @@ def test_a_corrupted_replica_is_named(ranks, settings, tmp_path):
     assert state(tmp_path / "run")["position"]["step"] == 10
 
 
+OTHERS = "rank 1 differ from those of the other ranks"
+MODES = {
+    "state": (3, ["parallel.optimizer_shard=state"], OTHERS),
+    "gradients": (3, ["parallel.optimizer_shard=gradients", "parallel.micro_batches=2"], OTHERS),
+    # The weight is in a share that only two ranks have.
+    "shared matrices": (4, ["parallel.tensor=2", "parallel.vocab_parallel=true"], "rank 1, 3 differ from each other"),
+    "both": (4, ["parallel.tensor=2", "parallel.optimizer_shard=gradients"], OTHERS),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_replicas_are_the_same_after_200_steps_and_one_that_is_not_is_named(ranks, settings, tmp_path, mode):
+    """It is changed after step 205's update, where a checkpoint is due: the next update would bring what other ranks
+    hold."""
+    size, words, named = MODES[mode]
+    words = [*settings, *words, "training.max_steps=210", "training.epochs=99"]
+    result = ranks(size, [*FAULTY, 1, 205, "corrupt", *words], backend="mpirun", timeout=200)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert result.stderr.count(f"hvd-train: step 205: the weights of {named}\n") == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    assert state(tmp_path / "run")["position"]["step"] == 200
+
+
 @pytest.mark.parametrize(("backend", "fault"), [("gloo", "raise"), ("mpirun", "die")])
 def test_a_rank_that_fails_in_mid_step_ends_the_others(settings, tmp_path, backend, fault):
     with started(3, [*FAULTY, 1, 20, fault, *settings], backend, tmp_path / "output") as job:

@@ -46,13 +46,13 @@ def fail_in_a_backward() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         raise RuntimeError("this rank has a fault")
 
-    def begin(reducer):
+    def begin(reducer, *words):
         nonlocal calls
         calls += 1
         if calls == STEP:
             buckets = reducer.buckets
             buckets[len(buckets) // 2].slots[0].parameter.register_hook(fail)
-        original(reducer)
+        original(reducer, *words)
 
     GradientReducer.begin = begin
 

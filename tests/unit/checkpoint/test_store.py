@@ -7,8 +7,11 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -26,6 +29,7 @@ from hvd_transformer.checkpoint.store import (
     resolve,
 )
 from hvd_transformer.errors import UserError
+from hvd_transformer.parallel.fragment import Blocks, Fragment
 
 
 def snapshot(step: int, best: bool = False) -> Snapshot:
@@ -263,6 +267,58 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monke
     assert {MODEL, OPTIMIZER, "state.json", manifest.NAME} <= set(events[:named])
     assert any(name.startswith(".saving-step-00000001-") for name in events[:named])
     assert tmp_path.name in events[named:]
+
+
+def halves(step: int) -> list[Snapshot]:
+    """Two ranks' parts of a tensor."""
+    values, blocks = torch.arange(10.0), Blocks(10, 10, 0)
+    return [
+        Snapshot(step, {MODEL: {"w": Fragment((2, 5), blocks, start, values[start:][:count])}}, {"step": step})
+        for start, count in ((0, 3), (3, 7))
+    ]
+
+
+def test_a_checkpoint_has_its_name_when_all_ranks_have_written(tmp_path: Path) -> None:
+    store, (own, other) = CheckpointStore(tmp_path, 2), halves(4)
+    aside = store.begin(own, others=[1])
+    with ThreadPoolExecutor(1) as pool:
+        saving = pool.submit(store.save, own, aside, [1])
+        time.sleep(0.3)
+        assert store.steps() == [] and not saving.done()
+        CheckpointStore(tmp_path, 2).save_part([other], aside, rank=1)
+        path = saving.result(10)
+    assert torch.equal(load_file(path / MODEL)["w"], torch.arange(10.0).view(2, 5))
+    assert names(path) == [manifest.NAME, MODEL, "state.json"]
+    manifest.verify(path)
+
+
+def test_a_part_that_could_not_be_written_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+    store, (own, other) = CheckpointStore(tmp_path, 2), halves(4)
+    store.save(snapshot(1))
+    before = names(tmp_path)
+    aside = store.begin(own, others=[1])
+
+    def parts() -> Iterator[Snapshot]:
+        yield other
+        raise OSError("no room")
+
+    with pytest.raises(OSError, match="no room"):
+        store.save_part(parts(), aside, rank=1)
+    with pytest.raises(OSError, match="rank 1 could not write its part; its log says why"):
+        store.save(own, aside, [1])
+    assert names(tmp_path) == before
+
+
+def test_a_rank_that_has_gone_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvd_transformer.checkpoint.store._LAST_SECONDS", 0.2)
+    store, ending, (own, _) = CheckpointStore(tmp_path, 2), Event(), halves(4)
+    store.save(snapshot(1))
+    before = names(tmp_path)
+    aside = store.begin(own, others=[1])
+    ending.set()
+    with pytest.raises(OSError, match="rank 1 has not written its part"):
+        store.save(own, aside, [1], ending)
+    assert names(tmp_path) == before
 
 
 # Children of one process that has torch already: a kill at every call that changes the folder, then at random.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hvd_transformer.comm.world import World
 from hvd_transformer.models.linear import Linear
-from hvd_transformer.parallel.flat import Bucket, make_buckets
+from hvd_transformer.parallel.flat import Bucket, Shard, make_buckets
 from hvd_transformer.parallel.later import Later
 from hvd_transformer.parallel.reducer import GradientReducer
 from hvd_transformer.parallel.rows import RowPlan
@@ -362,3 +362,96 @@ def test_products_in_another_number_format_are_added_in_the_buckets_own() -> Non
     own = reduced(buckets)
     assert torch.equal(own["layers.1.weight"], 2 * (grad.t() @ values).double())
     assert torch.equal(own["layers.1.bias"], 2 * grad.double().sum(0))
+
+
+def shards(
+    model: nn.Module, rank: int, size: int, gradients: bool, **options: object
+) -> tuple[FakeWorld, list[Bucket], GradientReducer]:
+    world = FakeWorld(rank=rank, size=size)
+    buckets = make_buckets(dict(model.named_parameters()), set(), 100, shard=Shard(rank, size, gradients))
+    return world, buckets, GradientReducer(buckets, world, **options)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("rounds", [0, 1, 3])
+def test_each_rank_receives_the_sum_of_its_shard(rounds: int, gradients: bool, overlap: bool) -> None:
+    size, found = 3, {}
+    torch.manual_seed(0)
+    first, plain = Layers(), Layers()
+    plain.load_state_dict(first.state_dict())
+    for rank in range(size):
+        model = Layers()
+        model.load_state_dict(first.state_dict())
+        world, buckets, reducer = shards(model, rank, size, gradients, overlap=overlap)
+        plain.zero_grad()
+        for _ in range(2):  # the second step must not see the first
+            world.events.clear()
+            reducer.begin(rounds)
+            for number in range(rounds):
+                if number == rounds - 1:
+                    reducer.last()
+                model(inputs(number)).backward()
+                assert not gradients or not any(parameter.grad is not None for parameter in model.parameters())
+            reducer.finish()
+        for index, bucket in enumerate(buckets):
+            found.setdefault(index, []).append(bucket.own_gradients.clone())
+            assert world.events.count(f"send bucket.{index}") == (rounds if gradients else 1)
+            # What lasts: the shard alone, or the whole.
+            assert bucket.gradients.numel() * (size if gradients else 1) == bucket.parameters.numel()
+    for number in range(rounds):
+        plain(inputs(number)).backward()
+    wholes = {index: torch.cat(parts) for index, parts in found.items()}
+    for index, bucket in enumerate(buckets):
+        for slot in bucket.slots:
+            wanted = dict(plain.named_parameters())[slot.name].grad
+            own = slot.view(wholes[index])
+            assert torch.allclose(own, torch.zeros_like(own) if wanted is None else wanted * size, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("room", [1, 10**9])
+def test_so_many_bytes_are_on_their_way_at_once(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvd_transformer.parallel.reducer.ON_THE_WAY", room)
+    model = Layers()
+    world, buckets, reducer = shards(model, 0, 2, gradients=True)
+    assert len(buckets) > 2
+    reducer.begin(1)
+    model(inputs(0)).backward()
+    sent, arrived = (sum(event.startswith(f"{what} bucket.") for event in world.events) for what in ("send", "wait"))
+    assert sent == len(buckets) and sent - arrived == (1 if room == 1 else len(buckets))
+    reducer.finish()
+    assert sum(event.startswith("wait bucket.") for event in world.events) == len(buckets)
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_go_to_the_ranks_whose_shards_they_are_in(tied: bool, gather: bool, gradients: bool) -> None:
+    size, rows = 2, {"matrix": RowPlan(tied, gather)}
+    torch.manual_seed(0)
+    plain = Lookup(tied)
+    batches = torch.tensor([[1, 1, 4], [4, 0, 1]])
+    for batch in batches:
+        plain(batch).backward()
+    for rank in range(size):
+        model = Lookup(tied)
+        model.load_state_dict(plain.state_dict())
+        world = FakeWorld(rank=rank, size=size)
+        parameters, alone = dict(model.named_parameters()), {"matrix"} if gather else set()
+        buckets = make_buckets(parameters, set(), ALL_IN_ONE, alone, Shard(rank, size, gradients))
+        reducer = GradientReducer(buckets, world, rows=rows)
+        reducer.begin(len(batches))
+        for number, batch in enumerate(batches):
+            if number == len(batches) - 1:
+                reducer.last()
+            model(batch, reducer.take_rows("matrix")).backward()
+        reducer.finish()
+        for bucket in buckets:
+            for slot in bucket.slots:
+                own = bucket.own_part(slot.start, slot.stop)
+                if own is None:
+                    continue
+                wanted = dict(plain.named_parameters())[slot.name].grad.flatten()
+                start = bucket.own.start + own.start - slot.start
+                wanted = wanted[start:][: own.stop - own.start] * size
+                assert torch.allclose(bucket.own_gradients[own], wanted, rtol=1e-12, atol=0), slot.name
