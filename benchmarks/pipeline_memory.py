@@ -89,9 +89,9 @@ def measure(kind: ScheduleName, recompute: Recompute) -> Memory:
     allocated = [Allocated() for _ in stages]
     pipeline.map(lambda stage: allocated[stage].__enter__())
     ctypes.CDLL(None).malloc_trim(0)
-    before = _reset_peak()
+    before = reset_peak()
     pipeline.train(micro_batches, 1.0)
-    process = _status("VmHWM") - before
+    process = status("VmHWM") - before
     pipeline.map(lambda stage: allocated[stage].__exit__(None, None, None))
     pipeline.close()
     return Memory(kind, recompute, [counter.peak for counter in allocated], held, process)
@@ -115,13 +115,13 @@ def _leave_products(stage: Stage, later: Later) -> None:
             module.take_product = lambda values, grad, add=add: later(partial(add, values, grad))  # type: ignore[misc]
 
 
-def _reset_peak() -> int:
+def reset_peak() -> int:
     """Makes the process's peak what it has now, and returns that."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    return _status("VmHWM")
+    return status("VmHWM")
 
 
-def _status(key: str) -> int:
+def status(key: str) -> int:
     """Bytes, from this process's /proc status."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith(f"{key}:"):

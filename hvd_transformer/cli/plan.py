@@ -9,6 +9,7 @@ import click
 @click.option("--config", "file", type=click.Path(path_type=Path), metavar="FILE", help="Settings as YAML.")
 @click.option("--preset", metavar="NAME", help="Settings that come with the package; `hvd-train --help` lists them.")
 @click.option("--vocab-size", type=int, metavar="N", help="Tokens of the vocabulary, where no data is prepared yet.")
+@click.option("-np", "ranks", type=int, metavar="N", help="The job's ranks, where they share the optimizer.")
 @click.option("--memory-gib", type=float, metavar="N", help="What a stage's device has: says whether it is enough.")
 @click.option("--output", type=click.Path(path_type=Path), metavar="FILE.png", help="Draw both schedules there.")
 @click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
@@ -16,6 +17,7 @@ def plan(
     file: Path | None,
     preset: str | None,
     vocab_size: int | None,
+    ranks: int | None,
     memory_gib: float | None,
     output: Path | None,
     settings: tuple[str, ...],
@@ -40,7 +42,7 @@ def plan(
         raise UserError(f"--memory-gib {memory_gib:g}: must be above 0")
     if output is not None and output.suffix.lower() != ".png":
         raise UserError(f"--output {output}: must end in .png")
-    made = make_plan(load(preset, file, settings), vocab_size)
+    made = make_plan(load(preset, file, settings), vocab_size, ranks)
     width = min(shutil.get_terminal_size().columns, 120)
     click.echo(plan_text(made, max(width, 40), memory_gib))
     if output is not None:

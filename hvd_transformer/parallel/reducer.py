@@ -31,7 +31,7 @@ from hvd_transformer.parallel.rows import RowGradient, RowPlan
 from hvd_transformer.parallel.timeline import Timeline
 
 # Bytes of a stage's buckets that can be on their way at once where gradients are kept of the shard alone.
-ON_THE_WAY = 32 << 20
+ON_THE_WAY = 16 << 20
 
 
 class GradientReducer:

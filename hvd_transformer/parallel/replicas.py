@@ -54,12 +54,8 @@ def check_replicas(
     groups += [{rank: sums[rank][1] for rank in range(shard, world.size, tensor)} for shard in range(tensor)]
     strangers = [_strangers(group) for group in groups]
     if found := sorted(set().union(*strangers)):
-        # Of two there is no telling which is wrong.
-        others = (
-            "each other"
-            if any(len(some) == len(group) for some, group in zip(strangers, groups, strict=True))
-            else ("those of the other ranks")
-        )
+        tie = any(len(some) == len(group) for some, group in zip(strangers, groups, strict=True))
+        others = "each other" if tie else "those of the other ranks"
         raise ReplicasDiffer(f"{when}: the weights of rank {', '.join(map(str, found))} differ from {others}")
     return (own[0] * 31 + own[1]) % 2**64
 

@@ -52,6 +52,7 @@ class LayerCost:
     name: str
     parameters: int  # those of a tied weight at its last layer
     weight_bytes: int
+    largest_bytes: int  # of one weight
     forward_flops: int
     backward_flops: int  # all of it
     late_flops: int  # of these, the weights' gradients that may wait
@@ -109,6 +110,7 @@ def layer_costs(model: FakeModel) -> list[LayerCost]:
                 name=layer.name,
                 parameters=sum(weight.numel() for weight in own),
                 weight_bytes=sum(weight.nbytes for weight in own),
+                largest_bytes=max((weight.nbytes for weight in own), default=0),
                 forward_flops=forward_flops,
                 backward_flops=backward_flops + late_flops,
                 late_flops=late_flops,

@@ -11,6 +11,7 @@ from hvd_transformer.data.tokenizers import BPE_VOCAB_SIZE
 from hvd_transformer.errors import UserError
 from hvd_transformer.parallel import partition
 from hvd_transformer.parallel.pipeline import Recompute
+from hvd_transformer.parallel.reducer import ON_THE_WAY
 from hvd_transformer.parallel.schedule import (
     SCHEDULES,
     ScheduleName,
@@ -21,7 +22,7 @@ from hvd_transformer.parallel.schedule import (
 )
 from hvd_transformer.perf.layer_costs import LayerCost, fake_model, layer_costs
 from hvd_transformer.training.activations import WAYS, Pass, Way, run_pass, stage_activations
-from hvd_transformer.training.optimizer import state_keys
+from hvd_transformer.training.optimizer import copies
 from hvd_transformer.training.stages import check_partition, given_partition
 
 RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
@@ -35,6 +36,7 @@ class StageCost:
     """Neighbouring layers on one device; memory in bytes, FLOPs of one micro-batch."""
 
     layers: Sequence[LayerCost]
+    gradients: int  # at their peak
     optimizer: int
     activations: dict[tuple[ScheduleName, Recompute], int]  # at their peak
     forward_flops: int
@@ -49,17 +51,13 @@ class StageCost:
     def weights(self) -> int:
         return sum(layer.weight_bytes for layer in self.layers)
 
-    @property
-    def gradients(self) -> int:
-        """A number a weight, in the same format."""
-        return self.weights
-
 
 @dataclass(frozen=True)
 class Plan:
     """One rank's work in one round."""
 
     config: Config
+    dp: int
     vocab_size: int
     vocab_origin: str
     micro_batch_size: int  # samples; the last micro-batch may have fewer
@@ -96,8 +94,12 @@ class Plan:
         return len(self.stages) * (1 - self.bubble(schedule))
 
 
-def make_plan(config: Config, vocab_size: int | None = None) -> Plan:
-    """Raises `UserError` where the vocabulary cannot be known, or the model not be cut as configured."""
+def make_plan(config: Config, vocab_size: int | None = None, ranks: int | None = None) -> Plan:
+    """For one of so many ranks (None: of one replica's).
+
+    Raises `UserError` where the vocabulary cannot be known, or the model not be cut as configured.
+    """
+    dp = _replicas(config, ranks)
     words, origin = _vocabulary(config, vocab_size)
     size_ = math.ceil(config.training.batch_size / config.parallel.micro_batches)
     count = math.ceil(config.training.batch_size / size_)
@@ -110,9 +112,20 @@ def make_plan(config: Config, vocab_size: int | None = None) -> Plan:
             own_targets = targets if stop == len(layers) else ()
             runs = {way: run_pass(layers[start:stop], tensors, own_targets, later, context, way) for way in WAYS}
             passes = {way: found for way, (found, _) in runs.items()}
-            stages.append(_stage(config, costs[start:stop], index, count, passes))
+            stages.append(_stage(config, costs[start:stop], index, count, passes, dp))
             tensors = runs[False, False][1]
-    return Plan(config, words, origin, size_, count, costs, stages)
+    return Plan(config, dp, words, origin, size_, count, costs, stages)
+
+
+def _replicas(config: Config, ranks: int | None) -> int:
+    tensor, shard = config.parallel.tensor, config.parallel.optimizer_shard
+    if ranks is None:
+        if shard != "none":
+            raise UserError(f"parallel.optimizer_shard={shard}: shared by how many? Give -np, the job's ranks")
+        return 1
+    if ranks < 1 or ranks % tensor:
+        raise UserError(f"-np {ranks}: must be a multiple of parallel.tensor={tensor}, at least {tensor}")
+    return ranks // tensor
 
 
 def _vocabulary(config: Config, given: int | None) -> tuple[int, str]:
@@ -145,9 +158,9 @@ def _cut(config: Config, layers: Sequence[LayerCost]) -> list[int]:
 
 
 def _stage(
-    config: Config, layers: Sequence[LayerCost], index: int, count: int, passes: Mapping[Way, Pass]
+    config: Config, layers: Sequence[LayerCost], index: int, count: int, passes: Mapping[Way, Pass], dp: int
 ) -> StageCost:
-    """Stage `index`, of `count` micro-batches."""
+    """Stage `index`, of `count` micro-batches, on one of `dp` replicas."""
     recompute, num_stages = config.parallel.recompute, config.parallel.pipeline
     backward_flops = sum(layer.backward_flops for layer in layers)
     if recompute == "always" or (recompute == "except_last" and count > 1):
@@ -158,9 +171,15 @@ def _stage(
         for operations in [make_schedule(schedule, num_stages, count)[index]]
         for setting in RECOMPUTES
     }
+    weights = sum(layer.weight_bytes for layer in layers)
+    gradients, optimizer = (math.ceil(numbers * weights) for numbers in copies(config, dp))
+    if gradients < weights:  # and those of a bucket that fills, and of buckets on their way
+        bucket = max(int(config.communication.bucket_mb * 2**20), *(layer.largest_bytes for layer in layers))
+        gradients += min(weights, bucket + ON_THE_WAY)
     return StageCost(
         layers=layers,
-        optimizer=len(state_keys(config.optimizer)) * sum(layer.weight_bytes for layer in layers),
+        gradients=gradients,
+        optimizer=optimizer,
         activations=activations,
         forward_flops=sum(layer.forward_flops for layer in layers),
         backward_flops=backward_flops,

@@ -43,6 +43,13 @@ def _headline(plan: Plan) -> str:
     }
     if parallel.tensor > 1:
         lines["tensor"] = f"{parallel.tensor} ranks share the matrices; all of this is what one of them has"
+    if plan.dp > 1:
+        shared = {
+            "none": "",
+            "state": ", which share the optimizer's state",
+            "gradients": ", which share the optimizer's state and the gradients",
+        }
+        lines["replicas"] = f"{plan.dp}{shared[parallel.optimizer_shard]}"
     return "\n".join(f"{name + ':':<15}{text}" for name, text in lines.items())
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
-from hvd_transformer.config.schema import OptimizerConfig
+from hvd_transformer.config.schema import Config, OptimizerConfig
 from hvd_transformer.parallel.flat import Bucket
 
 
@@ -26,6 +26,13 @@ def state_keys(config: OptimizerConfig) -> tuple[str, ...]:
     if config.name == "sgd":
         return ("momentum_buffer",) if config.momentum else ()
     return ("exp_avg", "exp_avg_sq")
+
+
+def copies(config: Config, dp: int) -> tuple[float, float]:
+    """How many numbers of gradient and of optimizer state a rank keeps for each weight, of `dp` replicas."""
+    shards = 1 if config.parallel.optimizer_shard == "none" else dp
+    of_gradients = shards if config.parallel.optimizer_shard == "gradients" else 1
+    return 1 / of_gradients, len(state_keys(config.optimizer)) / shards
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """The weights of one pipeline stage: their buckets, gradients and optimizer, so that stages update side by side."""
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from hvd_transformer.comm.group import Group
 from hvd_transformer.config.schema import OptimizerConfig
 from hvd_transformer.parallel.flat import Bucket
 from hvd_transformer.parallel.pipeline import Stage
+from hvd_transformer.parallel.reducer import ON_THE_WAY
 from hvd_transformer.training.optimizer import FlatOptimizer
 
 
@@ -40,13 +42,26 @@ class StageWeights:
             for bucket in self.buckets:
                 bucket.own_gradients.mul_(factor)
         self.optimizer.step(rate)
-        waits = [
-            (bucket, self.group.all_gather_async(bucket.own_parameters, f"shards.{index}"))
-            for index, bucket in zip(self.indices, self.buckets, strict=True)
-            if bucket.shard.count > 1
-        ]
-        for bucket, wait in waits:
+        self._gather()
+
+    def _gather(self) -> None:
+        waits: deque[tuple[Bucket, Callable[[], Tensor]]] = deque()
+
+        def arrive() -> int:
+            bucket, wait = waits.popleft()
             bucket.parameters.copy_(wait())
+            return bucket.parameters.nbytes
+
+        on_the_way = 0
+        for index, bucket in zip(self.indices, self.buckets, strict=True):
+            if bucket.shard.count == 1:
+                continue
+            on_the_way += bucket.parameters.nbytes
+            while waits and on_the_way > ON_THE_WAY:
+                on_the_way -= arrive()
+            waits.append((bucket, self.group.all_gather_async(bucket.own_parameters, f"shards.{index}")))
+        while waits:
+            arrive()
 
 
 def stage_parameters(model: nn.Module, stages: Sequence[Stage]) -> list[dict[str, nn.Parameter]]:

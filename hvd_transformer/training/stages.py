@@ -18,7 +18,7 @@ from hvd_transformer.training.activations import join, stage_activations
 from hvd_transformer.training.language_model_task import layer_names
 from hvd_transformer.training.layer_cache import cached_costs
 from hvd_transformer.training.layer_measure import MeasuredLayer, measure_layers
-from hvd_transformer.training.optimizer import state_keys
+from hvd_transformer.training.optimizer import copies
 from hvd_transformer.training.precision import autocast
 from hvd_transformer.training.task import Task, cut
 
@@ -68,7 +68,7 @@ def _counts(config: Config, task: Task, layout: Layout, measures: bool) -> list[
         return measure_layers(layers, micro_batch, layout.device, context=context, recompute=again, threads=threads)
 
     costs, cached = cached_costs(config, layers, micro_batch, layout.device, threads, measure)
-    counts = best_cut(config, costs, len(batches), _device_bytes(layout.devices))
+    counts = best_cut(config, costs, len(batches), _device_bytes(layout.devices), layout.dp)
     seconds = sum(cost.seconds for cost in costs)
     origin = "measured before" if cached else "measured now"
     log.info("partition %s: layers of %.1f ms a micro-batch, %s", counts, 1000 * seconds, origin)
@@ -76,9 +76,11 @@ def _counts(config: Config, task: Task, layout: Layout, measures: bool) -> list[
 
 
 def best_cut(
-    config: Config, costs: Sequence[MeasuredLayer], num_micro_batches: int, device_bytes: int | None
+    config: Config, costs: Sequence[MeasuredLayer], num_micro_batches: int, device_bytes: int | None, dp: int = 1
 ) -> list[int]:
     """Layers a stage such that the slowest stage is fastest, and each fits a device of this memory (None: no limit).
+
+    `dp` replicas may share the optimizer.
 
     Raises `UserError` where nothing fits.
     """
@@ -86,7 +88,7 @@ def best_cut(
     seconds = [cost.seconds for cost in costs]
     if device_bytes is None:
         return partition.balanced(seconds, num_stages)
-    copies = 2 + len(state_keys(config.optimizer))  # weight, gradient, optimizer state
+    numbers = 1 + sum(copies(config, dp))  # of each weight
     schedule = make_schedule(parallel.schedule, num_stages, num_micro_batches)
 
     @cache
@@ -94,7 +96,7 @@ def best_cut(
         own = costs[start:stop]
         passes = {way: join([cost.passes[way] for cost in own]) for way in own[0].passes}
         activations = stage_activations(schedule[stage], stage, parallel.recompute, passes)
-        return copies * sum(cost.weights for cost in own) + activations
+        return round(numbers * sum(cost.weights for cost in own)) + activations
 
     return partition.balanced(seconds, num_stages, need, (1 - _RESERVE) * device_bytes)
 

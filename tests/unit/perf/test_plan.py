@@ -273,7 +273,7 @@ def test_optimizer_state_is_torchs(words: list[str], make) -> None:
 @pytest.mark.parametrize(("stages", "count"), [(1, 3), (2, 1), (3, 5), (4, 16)])
 def test_bubble_of_equal_stages(stages: int, count: int) -> None:
     config = load(overrides=[f"parallel.pipeline={stages}"])
-    equal = [StageCost([], 0, {}, forward_flops=7, backward_flops=14, late_flops=7)] * stages
+    equal = [StageCost([], 0, 0, {}, forward_flops=7, backward_flops=14, late_flops=7)] * stages
     plan = Plan(config, V, "", 1, count, [], equal)
     for schedule in ("gpipe", "1f1b"):
         assert plan.bubble(schedule) == pytest.approx((stages - 1) / (count + stages - 1))

@@ -1,0 +1,102 @@
+"""Memory of a rank whose optimizer is shared with other replicas, against what `plan` says.
+
+counted    the bytes of the optimizer's state, and of the gradients that last from step to step: 1/dp of the whole
+peak       those and the weights, and how far the process's peak in some steps (VmHWM) lies above what it has between
+           two steps; large blocks go back to the kernel when they are freed, so that this is what was alive
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from benchmarks.data_parallel import ENVIRONMENT
+from benchmarks.pipeline_memory import TOLERANCE, reset_peak, status
+from benchmarks.workload import SyntheticTask, make_config
+from hvd_transformer.comm.environment import launched
+from hvd_transformer.comm.world import World
+from hvd_transformer.data.sampler import Replica
+from hvd_transformer.parallel.layout import Layout, process_groups
+from hvd_transformer.perf.plan import make_plan
+from hvd_transformer.training.loop import Trainer
+from hvd_transformer.training.position import Position
+
+_MIB = 2**20
+STEPS = 3
+# 31.6 million parameters in the blocks, 2 million in the embedding.
+MODEL = (
+    "model.num_layers=10", "model.d_model=512", "model.num_heads=8", "model.d_feedforward=2048",
+    "data.vocab_size=4000", "training.batch_size=4", "data.sequence_length=64",
+)  # fmt: skip
+WAYS = {
+    "none": (),
+    "state": ("parallel.optimizer_shard=state",),
+    "gradients": ("parallel.optimizer_shard=gradients",),
+    "gradients, pipeline of 2, recompute": (
+        "parallel.optimizer_shard=gradients", "parallel.pipeline=2", "parallel.micro_batches=4",
+        "parallel.recompute=always",
+    ),
+}  # fmt: skip
+
+
+def measure(file: Path, settings: Sequence[str]) -> None:
+    """One rank: some steps, and what it had."""
+    config = make_config(settings)
+    world = World.start(groups=process_groups(launched().size, config.parallel.tensor))
+    layout = Layout.of(config, world)
+    job = Trainer(config, world, layout, SyntheticTask(config, Replica(layout.replica, layout.dp)), Position())
+    plans = job.steps()
+    job.step(next(plans))  # imports what it needs
+    between = reset_peak()
+    for _ in range(STEPS):
+        job.step(next(plans))
+    above = status("VmHWM") - between
+    found = {
+        "gradients": sum(bucket.gradients.nbytes for bucket in job.buckets),
+        "state": sum(tensor.nbytes for state in job.optimizer_state() for tensor in state.values()),
+        "weights": sum(bucket.parameters.nbytes for bucket in job.buckets),
+    }
+    found["peak"] = sum(found.values()) + above
+    file.with_name(f"{file.name}-{world.rank}").write_text(json.dumps(found), encoding="utf-8")
+    job.close()
+    world.close()
+
+
+@click.command()
+@click.option("--ranks", default=2, show_default=True, type=click.IntRange(2))
+@click.option("--one", type=click.Path(path_type=Path), hidden=True)
+@click.argument("settings", nargs=-1)
+def main(ranks: int, one: Path | None, settings: tuple[str, ...]) -> None:
+    """Measure each way of sharing; SETTINGS are more of the configuration."""
+    if one is not None:
+        measure(one, settings)
+        return
+    missed = False
+    click.echo(f"{'optimizer_shard':<38}{'state':>8}{'gradients':>11}{'peak':>9}{'plan':>8}{'off':>7}   MiB a rank")
+    environment = {**os.environ, **ENVIRONMENT, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    for name, way in WAYS.items():
+        words = (*MODEL, *way, *settings)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "rank"
+            launch = ["horovodrun", "-np", str(ranks), "-H", f"localhost:{ranks}", "--gloo", sys.executable]
+            command = [*launch, "-m", "benchmarks.sharded_memory", "--one", str(file), *words]
+            subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+            found = [json.loads(file.with_name(f"rank-{rank}").read_text(encoding="utf-8")) for rank in range(ranks)]
+        made = make_plan(make_config(words), None, ranks)
+        planned = sum(sum(made.memory(stage)) for stage in made.stages)
+        peak = max(rank["peak"] for rank in found)
+        off = peak / planned - 1
+        missed |= abs(off) > TOLERANCE
+        state, gradients = (max(rank[key] for rank in found) / _MIB for key in ("state", "gradients"))
+        click.echo(f"{name:<38}{state:>8.1f}{gradients:>11.1f}{peak / _MIB:>9.1f}{planned / _MIB:>8.1f}{off:>+7.1%}")
+    verdict = "MISSED" if missed else "met"
+    click.echo(f"wanted: within {TOLERANCE:.0%} of the plan: {verdict}; {ranks} ranks over gloo")
+
+
+if __name__ == "__main__":
+    main()
