@@ -96,7 +96,10 @@ def test_settings(tmp_path, words, message):
         (["parallel.schedule=zigzag"], "must be 'gpipe', '1f1b' or 'zero_bubble'"),
         (["training.device=cuda"], "for 1 ranks × 2 stages"),
         (["parallel.tensor=3"], "parallel.tensor=3: must divide model.num_heads=2"),
-        (["parallel.tensor=2"], "parallel.tensor=2: must divide the 1 ranks of the job: 1"),
+        (
+            ["parallel.tensor=2"],
+            "parallel.tensor=2: must divide the job's number of ranks, 1: it can be 1",
+        ),
     ],
 )
 def test_a_pipeline_that_cannot_be(tmp_path, words, message):

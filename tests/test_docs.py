@@ -28,6 +28,7 @@ LAUNCHERS = {"horovodrun", "mpirun"}
 OTHERS = {"sbatch", "kubectl", "docker"}
 # Of other programs, named in running text.
 OTHER_OPTIONS = {
+    "--nnodes", "--nproc-per-node", "--master-addr", "--master-port", "--rdzv-endpoint", "--max-restarts",
     "--cpus-per-task", "--requeue", "--list-gpus", "--shm-size", "--from-env-file", "--partition", "--time",
 }  # fmt: skip
 

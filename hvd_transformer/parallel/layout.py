@@ -37,7 +37,9 @@ class Layout:
         tensor = config.parallel.tensor
         if world.size % tensor:
             fitting = ", ".join(str(size) for size in range(1, world.size + 1) if world.size % size == 0)
-            raise UserError(f"parallel.tensor={tensor}: must divide the {world.size} ranks of the job: {fitting}")
+            raise UserError(
+                f"parallel.tensor={tensor}: must divide the job's number of ranks, {world.size}: it can be {fitting}"
+            )
         replica, shard = divmod(world.rank, tensor)
         dp, shards = world.size // tensor, config.parallel.optimizer_shard
         update_shard = Shard(replica, dp, shards == "gradients") if dp > 1 and shards != "none" else WHOLE

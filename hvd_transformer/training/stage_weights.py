@@ -10,8 +10,10 @@ from hvd_transformer.comm.group import Group
 from hvd_transformer.config.schema import OptimizerConfig
 from hvd_transformer.parallel.flat import Bucket
 from hvd_transformer.parallel.pipeline import Stage
-from hvd_transformer.parallel.reducer import ON_THE_WAY
 from hvd_transformer.training.optimizer import FlatOptimizer
+
+# Bytes of updated buckets that can be on their way at once; what backward held is free by then.
+GATHERED = 64 << 20
 
 
 class StageWeights:
@@ -57,7 +59,7 @@ class StageWeights:
             if bucket.shard.count == 1:
                 continue
             on_the_way += bucket.parameters.nbytes
-            while waits and on_the_way > ON_THE_WAY:
+            while waits and on_the_way > GATHERED:
                 on_the_way -= arrive()
             waits.append((bucket, self.group.all_gather_async(bucket.own_parameters, f"shards.{index}")))
         while waits:

@@ -158,12 +158,13 @@ SHARED_TOO = ["parallel.tensor=2", "parallel.vocab_parallel=true"]
 
 
 @pytest.mark.parametrize(
-    ("world", "tensor", "backend"), [(2, 1, "gloo"), (3, 1, "gloo"), (4, 1, "gloo"), (4, 2, "gloo"), (2, 1, "mpi")]
+    ("world", "tensor", "backend"), [(2, 1, "mpi"), (3, 1, "gloo"), (4, 1, "gloo"), (4, 2, "gloo")]
 )
 def test_a_shared_optimizer_changes_nothing(ranks, corpus, tmp_path, world, tensor, backend):
     """Every replica updates its part of the weights; 3 do not divide anything evenly."""
     dp, runs, limits = world // tensor, {}, {}
-    for number, case in enumerate(CASES):
+    cases = CASES if world < 4 else CASES[tensor - 1 :: 2]  # where a step is slow
+    for number, case in enumerate(cases):
         way = SHARDED_WAYS[(number + 2 * world + tensor) % len(SHARDED_WAYS)]
         size = {"training.batch_size": SAMPLES // dp // (2 if "training.accumulation=2" in way else 1)}
         if dp == 3:  # 6 + 5 + 5 samples in rounds of 4
@@ -176,7 +177,7 @@ def test_a_shared_optimizer_changes_nothing(ranks, corpus, tmp_path, world, tens
         limits[case.name] = TOLERANCE[case.precision]
     result = ranks(world, [*MANY_RUNS, write_runs(tmp_path / "runs.json", list(runs.values()))], backend=backend)
     assert result.returncode == 0, result.stdout + result.stderr
-    found = {case.name: differences(tmp_path / case.name, windows_reference(corpus, case)) for case in CASES}
+    found = {case.name: differences(tmp_path / case.name, windows_reference(corpus, case)) for case in cases}
     check(found, limits)
     assert {(summary(tmp_path / name)["dp"], summary(tmp_path / name)["tp"]) for name in runs} == {(dp, tensor)}
 

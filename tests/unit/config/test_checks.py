@@ -74,6 +74,11 @@ CASES = [
         ["parallel.vocab_parallel=true", "at least 2"],
     ),
     (["parallel.tensor=2"], "training.compile=true", ["parallel.tensor=2", "training.compile=true"]),
+    (
+        ["parallel.optimizer_shard=state", "parallel.schedule=zero_bubble"],
+        "parallel.optimizer_shard=gradients",
+        ["parallel.schedule=zero_bubble", "use 1f1b"],
+    ),
 ]
 
 

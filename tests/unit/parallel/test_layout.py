@@ -113,7 +113,7 @@ def test_every_rank_knows_all_groups_that_are_not_the_world_or_one_rank() -> Non
 
 
 def test_a_world_that_cannot_be_shared_so_is_refused_with_what_can() -> None:
-    with pytest.raises(UserError, match=r"parallel.tensor=2: must divide the 9 ranks of the job: 1, 3, 9"):
+    with pytest.raises(UserError, match=r"must divide the job's number of ranks, 9: it can be 1, 3, 9"):
         shared(FakeWorld(size=9))
 
 

@@ -1,5 +1,6 @@
 """What `hvd-transformer plan` says, against closed forms, torch's own optimizers and a real run of the layers."""
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -274,7 +275,7 @@ def test_optimizer_state_is_torchs(words: list[str], make) -> None:
 def test_bubble_of_equal_stages(stages: int, count: int) -> None:
     config = load(overrides=[f"parallel.pipeline={stages}"])
     equal = [StageCost([], 0, 0, {}, forward_flops=7, backward_flops=14, late_flops=7)] * stages
-    plan = Plan(config, V, "", 1, count, [], equal)
+    plan = Plan(config, 1, V, "", 1, count, [], equal)
     for schedule in ("gpipe", "1f1b"):
         assert plan.bubble(schedule) == pytest.approx((stages - 1) / (count + stages - 1))
     if count >= stages:  # Qi et al. 2023, section 3.1
@@ -325,6 +326,34 @@ def test_vocabulary(words: list[str], given: int | None, expected: int) -> None:
 def test_a_vocabulary_that_only_the_data_knows(words: list[str]) -> None:
     with pytest.raises(UserError, match="--vocab-size"):
         make_plan(load(overrides=[*SMALL, *words]))
+
+
+@pytest.mark.parametrize(("ranks", "tensor", "dp"), [(1, 1, 1), (4, 1, 4), (6, 2, 3)])
+@pytest.mark.parametrize("optimizer", ["optimizer.name=sgd", "optimizer.name=adamw"])
+def test_replicas_share_the_optimizer(optimizer: str, ranks: int, tensor: int, dp: int) -> None:
+    words = [*SMALL, optimizer, f"parallel.tensor={tensor}", "communication.bucket_mb=0.001"]
+    alone = make_plan(load(overrides=words), V).stages[0]
+    state = make_plan(load(overrides=[*words, "parallel.optimizer_shard=state"]), V, ranks).stages[0]
+    gradients = make_plan(load(overrides=[*words, "parallel.optimizer_shard=gradients"]), V, ranks).stages[0]
+    for stage in (state, gradients):
+        assert stage.weights == alone.weights
+        assert stage.optimizer == math.ceil(alone.optimizer / dp)
+    assert state.gradients == alone.gradients == alone.weights
+    on_the_way = 0 if dp == 1 else alone.weights  # a small model's all at once
+    assert gradients.gradients == math.ceil(alone.weights / dp) + on_the_way
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "message"),
+    [
+        (["parallel.optimizer_shard=state"], None, "parallel.optimizer_shard=state: shared by how many"),
+        (["parallel.tensor=2"], 3, "-np 3: must be a multiple of parallel.tensor=2, at least 2"),
+        ([], 0, "-np 0: must be a multiple of parallel.tensor=1, at least 1"),
+    ],
+)
+def test_ranks_that_a_plan_needs(words: list[str], ranks: int | None, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make_plan(load(overrides=[*SMALL, *words]), V, ranks)
 
 
 def test_text_is_narrow_and_its_arithmetic_adds_up() -> None:
