@@ -22,6 +22,7 @@ from hvd_transformer.data.sampler import Step
 from hvd_transformer.evaluation.evaluate import Evaluation, evaluate
 from hvd_transformer.models.dropout import dropout_place
 from hvd_transformer.parallel.flat import make_buckets
+from hvd_transformer.parallel.gathering import waiting_stages
 from hvd_transformer.parallel.layout import Layout
 from hvd_transformer.parallel.pipeline import Pipeline, worker_threads
 from hvd_transformer.parallel.reducer import GradientReducer
@@ -62,6 +63,12 @@ class Trainer:
         cut_model(task, layout)
         self.stages = make_stages(config, task, layout, world)
         connect(task, layout)
+        rows = row_parameters(model, communication.embedding_rows, task.usual_count)
+        self.weights = self._stage_weights(alone={name for name, row in rows.items() if row.gather})
+        self.buckets = [bucket for weights in self.weights for bucket in weights.buckets]
+        self.gatherings = [weights.gathering for weights in self.weights if weights.gathering is not None]
+        if self.gatherings:
+            self.stages = waiting_stages(self.stages, self.gatherings)
         self.timeline = Timeline(world.rank, [f"stage {stage}" for stage in range(len(self.stages))])
         self.pipeline = Pipeline(
             self.stages,
@@ -71,9 +78,6 @@ class Trainer:
             threads=worker_threads(len(self.stages)),
             timeline=self.timeline,
         )
-        rows = row_parameters(model, communication.embedding_rows, task.usual_count)
-        self.weights = self._stage_weights(alone={name for name, row in rows.items() if row.gather})
-        self.buckets = [bucket for weights in self.weights for bucket in weights.buckets]
         self.scaler = LossScaler(config.training.precision)
         self.reducer = GradientReducer(
             self.buckets,
@@ -114,6 +118,7 @@ class Trainer:
             sums.add_batches(batches, self.task)
         self.reducer.begin(len(self._places))
         self._forward_backward(rounds, self.scaler.scale / usual, sums)
+        self.settle()
         self.reducer.finish()
         began_waiting = time.perf_counter()
         loss_total, count_total, samples, stops, saves, work = sums.result()
@@ -139,6 +144,7 @@ class Trainer:
 
     def evaluate(self, split: str) -> Evaluation:
         """The whole split, shared over the ranks."""
+        self.settle()
         self.task.model.eval()
 
         def losses() -> Iterator[tuple[Tensor, int]]:
@@ -159,6 +165,11 @@ class Trainer:
         for weights in self.weights:
             weights.optimizer.set_updates(self.position.updates)
 
+    def settle(self) -> None:
+        """Returns when the weights are whole, which after a step may still be on their way from other ranks."""
+        for gathering in self.gatherings:
+            gathering.settle()
+
     @property
     def num_parameters(self) -> int:
         """Of the whole model."""
@@ -166,6 +177,7 @@ class Trainer:
 
     def check_replicas(self, when: str) -> int:
         """The weights' checksum. Raises `ReplicasDiffer`. Collective."""
+        self.settle()
         return check_replicas(self.buckets, self.world, when, self.layout.tp, self.task.cuts)
 
     def close(self) -> None:

@@ -93,6 +93,7 @@ def load(trainer: Trainer, folder: Path | None, state: dict[str, Any]) -> None:
 
 def load_weights(trainer: Trainer, folder: Path | None) -> None:
     """The weights of a checkpoint (rank 0's `folder`) on every rank. Collective."""
+    trainer.settle()
     places = _fragments(trainer, [bucket.parameters for bucket in trainer.buckets])
     _load(trainer, folder and folder / MODEL, places)
 

@@ -1,7 +1,6 @@
 """The weights of one pipeline stage: their buckets, gradients and optimizer, so that stages update side by side."""
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -9,11 +8,9 @@ from torch import Tensor, nn
 from hvd_transformer.comm.group import Group
 from hvd_transformer.config.schema import OptimizerConfig
 from hvd_transformer.parallel.flat import Bucket
+from hvd_transformer.parallel.gathering import Gathering
 from hvd_transformer.parallel.pipeline import Stage
 from hvd_transformer.training.optimizer import FlatOptimizer
-
-# Bytes of updated buckets that can be on their way at once; what backward held is free by then.
-GATHERED = 64 << 20
 
 
 class StageWeights:
@@ -25,7 +22,10 @@ class StageWeights:
     def __init__(
         self, config: OptimizerConfig, buckets: Sequence[Bucket], group: Group, first: int, places: Mapping[str, int]
     ) -> None:
-        self.buckets, self.indices, self.group = buckets, range(first, first + len(buckets)), group
+        self.buckets, self.indices = buckets, range(first, first + len(buckets))
+        self.gathering: Gathering | None = None
+        if any(bucket.shard.count > 1 for bucket in buckets):
+            self.gathering = Gathering(buckets, [f"shards.{index}" for index in self.indices], group)
         self.optimizer = FlatOptimizer(config, buckets)
         self._gradients = [
             (places[slot.name], bucket.own_gradients[own])
@@ -39,31 +39,13 @@ class StageWeights:
         return [(place, torch.linalg.vector_norm(gradient)) for place, gradient in self._gradients]
 
     def update(self, factor: float, rate: float) -> None:
-        """One step of the optimizer with the gradients × `factor`; the ranks give each other their shards."""
+        """One step of the optimizer with the gradients × `factor`; the ranks begin to give each other their shards."""
         if factor != 1.0:
             for bucket in self.buckets:
                 bucket.own_gradients.mul_(factor)
         self.optimizer.step(rate)
-        self._gather()
-
-    def _gather(self) -> None:
-        waits: deque[tuple[Bucket, Callable[[], Tensor]]] = deque()
-
-        def arrive() -> int:
-            bucket, wait = waits.popleft()
-            bucket.parameters.copy_(wait())
-            return bucket.parameters.nbytes
-
-        on_the_way = 0
-        for index, bucket in zip(self.indices, self.buckets, strict=True):
-            if bucket.shard.count == 1:
-                continue
-            on_the_way += bucket.parameters.nbytes
-            while waits and on_the_way > GATHERED:
-                on_the_way -= arrive()
-            waits.append((bucket, self.group.all_gather_async(bucket.own_parameters, f"shards.{index}")))
-        while waits:
-            arrive()
+        if self.gathering is not None:
+            self.gathering.start()
 
 
 def stage_parameters(model: nn.Module, stages: Sequence[Stage]) -> list[dict[str, nn.Parameter]]:

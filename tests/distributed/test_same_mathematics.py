@@ -213,13 +213,15 @@ COLUMNS = 8
 COLUMN_RUNS = {f"columns-{case.name}-{rounds}": (case, rounds) for case in CASES[:2] for rounds in (1, 2)}
 
 NARROW_CASE = replace(CASES[3], num_steps=40)
-# Precision, compression and how near the losses of float32 stay.
+# Precision, compression, how near the losses of float32 stay, and the optimizer's shards.
 NARROW_RUNS = {
-    "wire": ("fp32", "fp16", 1e-2),
-    "bf16": ("bf16", "none", 5e-2),
-    "fp16": ("fp16", "none", 5e-2),
-    "bf16-wire": ("bf16", "fp16", 5e-2),
-    "fp16-wire": ("fp16", "fp16", 5e-2),
+    "wire": ("fp32", "fp16", 1e-2, "none"),
+    "bf16": ("bf16", "none", 5e-2, "none"),
+    "fp16": ("fp16", "none", 5e-2, "none"),
+    "bf16-wire": ("bf16", "fp16", 5e-2, "none"),
+    "fp16-wire": ("fp16", "fp16", 5e-2, "none"),
+    "shared-bf16-wire": ("bf16", "fp16", 5e-2, "gradients"),
+    "shared-fp16": ("fp16", "none", 5e-2, "state"),
 }
 
 
@@ -250,8 +252,9 @@ def two_ranks(ranks, corpus, tmp_path_factory) -> Path:
             "communication.bucket_mb=0.01",
             f"communication.compression={compression}",
             "communication.embedding_rows=always",
+            f"parallel.optimizer_shard={shard}",
         ]
-        for name, (precision, compression, _) in NARROW_RUNS.items()
+        for name, (precision, compression, _, shard) in NARROW_RUNS.items()
     ]
     result = ranks(2, [*MANY_RUNS, write_runs(folder / "runs.json", runs)])
     assert result.returncode == 0, result.stdout + result.stderr
@@ -275,6 +278,6 @@ def test_lower_precision_stays_near(two_ranks, corpus):
     found = {name: differences(two_ranks / name, wanted) for name in NARROW_RUNS}
     check(
         {name: {"loss": values["loss"]} for name, values in found.items()},
-        {name: limit for name, (_, _, limit) in NARROW_RUNS.items()},
+        {name: limit for name, (_, _, limit, _) in NARROW_RUNS.items()},
     )
     assert found["wire"]["weights"] < 1e-2

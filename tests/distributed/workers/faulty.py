@@ -31,6 +31,7 @@ def corrupt_after_a_step() -> None:
     def step(trainer, *words, **wishes):
         result = original(trainer, *words, **wishes)
         if trainer.position.step == STEP:
+            trainer.settle()
             trainer.buckets[-1].parameters[3] += 1e-6
         return result
 
