@@ -34,9 +34,10 @@ def test_every_command_works_in_the_readme_s_order(tmp_path):
     assert len(ran) > 8
     summaries = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("runs/*/summary.json")}
     assert {name: summary["world"] for name, summary in summaries.items()} == {
-        "alone": 1, "gloo": 2, "mpi": 2, "mpirun": 2, "launch": 2, "readme": 1, "again": 1, "shared": 2,
+        "alone": 1, "gloo": 2, "mpi": 2, "mpirun": 2, "launch": 2, "readme": 1, "again": 1, "shared": 2, "sharded": 2,
     }  # fmt: skip
     assert (summaries["shared"]["dp"], summaries["shared"]["tp"]) == (1, 2)
+    assert summaries["sharded"]["dp"] == 2
     assert summaries["gloo"]["steps"] == 40  # its second command went on
     assert summaries["readme"]["test_loss" if "test_loss" in summaries["readme"] else "valid_loss"] > 0
 

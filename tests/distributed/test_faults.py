@@ -1,7 +1,7 @@
 """Jobs on two real hosts that lose ranks, hosts, links and their launcher, and end as if nothing had happened.
 
 FAULT_REPEATS=20 makes every fault happen so often, each at a random moment, and shows how long it stopped the job;
-FAULT_SLOTS=2 starts two ranks on each host.
+FAULT_SLOTS=2 starts two ranks on each host; FAULT_SETTINGS="KEY=VALUE ..." sets more.
 """
 
 import os
@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(3600)]
 NUM_HOSTS = 2
 REPEATS = int(os.environ.get("FAULT_REPEATS", "0"))
 SLOTS = int(os.environ.get("FAULT_SLOTS", "1"))
+MORE = os.environ.get("FAULT_SETTINGS", "").split()
 STEPS_A_FAULT = 60
 SERVER = re.compile(r"sshd|^ssh-agent")
 
@@ -197,10 +198,10 @@ def unbroken(hosts: Hosts, corpus: Path, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.skipif(REPEATS > 0, reason="FAULT_REPEATS tests each fault alone")
 @pytest.mark.parametrize(
-    ("backend", "same_size", "last"),
+    ("backend", "same_size", "last", "more"),
     [
-        ("gloo", [kill_rank, stop_rank], cut_link),
-        ("mpi", [kill_ranks_of_a_host, kill_launcher], kill_host),
+        ("gloo", [kill_rank, stop_rank], cut_link, ["parallel.optimizer_shard=state"]),  # both ranks write checkpoints
+        ("mpi", [kill_ranks_of_a_host, kill_launcher], kill_host, []),
     ],
 )
 def test_faults_change_nothing(
@@ -211,11 +212,12 @@ def test_faults_change_nothing(
     backend: str,
     same_size: list[Callable[[Job], None]],
     last: Callable[[Job], None],
+    more: list[str],
 ) -> None:
     """Also with the last one, which changes the number of ranks and so the order of the sums."""
     faults = [*same_size, last]
     num_steps = (1 + len(faults)) * STEPS_A_FAULT
-    with started(hosts, corpus, tmp_path / "run", num_steps, backend) as job:
+    with started(hosts, corpus, tmp_path / "run", num_steps, backend, more) as job:
         for number, fault in enumerate(faults):
             seconds = job.suffer(fault, 5 + number * STEPS_A_FAULT)
             print(f"{backend}, {fault.__name__}: {seconds:.1f} s to the next step")
@@ -230,7 +232,7 @@ def test_a_fault_many_times(
     hosts: Hosts, corpus: Path, unbroken: Path, tmp_path: Path, backend: str, fault: Callable[[Job], None]
 ) -> None:
     num_steps, rng, seconds = (1 + REPEATS) * STEPS_A_FAULT, random.Random(fault.__name__), []
-    with started(hosts, corpus, tmp_path / "run", num_steps, backend) as job:
+    with started(hosts, corpus, tmp_path / "run", num_steps, backend, MORE) as job:
         for number in range(REPEATS):
             seconds.append(job.suffer(fault, number * STEPS_A_FAULT + rng.randrange(3, STEPS_A_FAULT - 3)))
         ends_as_unbroken(job, unbroken, num_steps)
