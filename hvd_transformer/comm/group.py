@@ -22,12 +22,14 @@ class PeerLost(RuntimeError):
 class Link:
     """This process's Horovod, which all of its groups share.
 
-    `waiting` holds the names of the collectives that this rank waits for at this moment, `ended` counts those that it
-    has waited for: another thread may read both.
+    `sums_whole`: where a rank needs a part of a sum, all of it is the cheaper one. `waiting` holds the names of the
+    collectives that this rank waits for at this moment, `ended` counts those that it has waited for: another thread
+    may read both.
     """
 
     def __init__(self, horovod: ModuleType | None, who: str) -> None:
         self.horovod, self.who = horovod, who
+        self.sums_whole = False
         self.waiting: dict[str, None] = {}
         self.ended = 0
 
@@ -96,11 +98,19 @@ class Group:
     def reduce_scatter_async(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
         """Sums a contiguous 1-D tensor over the ranks; each gets one of as many equal parts, in rank order.
 
-        Returns the function that waits for this rank's. The tensor must stay as it is until then.
+        Returns the function that waits for this rank's. The tensor may be overwritten.
         """
         hvd = self._horovod
         if hvd is None:
             return lambda: tensor
+        if self._link.sums_whole:
+            done = self.all_reduce_async_(tensor, name)
+
+            def own() -> Tensor:
+                done()
+                return tensor.view(self.size, -1)[self.rank]
+
+            return own
         parts = tensor.view(self.size, -1)
         handle = self._link.guard(lambda: hvd.reducescatter_async(parts, name=name, op=hvd.Sum, **self._where))
         return lambda: cast(Tensor, self._wait(handle, name)).flatten()
