@@ -38,6 +38,8 @@ bench: install
 	$(BIN)/python -m benchmarks.data_parallel
 	$(BIN)/python -m benchmarks.pipeline
 	$(BIN)/python -m benchmarks.partition
+	$(BIN)/python -m benchmarks.tensor_parallel
+	$(BIN)/python -m benchmarks.sharded
 
 install: $(VENV)/installed
 
