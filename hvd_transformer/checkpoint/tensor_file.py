@@ -6,7 +6,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -63,7 +63,7 @@ def check(file: Path, shapes: Mapping[str, Sequence[int]]) -> None:
                 raise UserError(f"{file}: of another model: {name} is {list(found)}, not {list(shape)}")
 
 
-def read(file: Path, rows: Sequence[tuple[str, int, int]]) -> Iterator[Tensor]:
+def read(file: Path, rows: Iterable[tuple[str, int, int]]) -> Iterator[Tensor]:
     """These rows [first, last) of tensors, one after the other."""
     with _reading(file), safe_open(file, framework="pt") as opened:
         for name, first, last in rows:

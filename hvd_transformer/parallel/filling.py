@@ -53,10 +53,7 @@ class Filling:
         assert gradient is not None
         if gradient is place:
             return
-        if self.first(slot.name):
-            place.copy_(gradient)
-        else:
-            place.add_(gradient)
+        add(place, gradient, self.first(slot.name))
         slot.parameter.grad = place
 
     def close(self) -> Tensor:
@@ -81,3 +78,11 @@ class Filling:
         """Leaves no gradient at the parameters."""
         for slot in self.bucket.slots:
             slot.parameter.grad = None
+
+
+def add(place: Tensor, gradient: Tensor, first: bool) -> None:
+    """Adds to what is there; with `first` that is nothing."""
+    if first:
+        place.copy_(gradient)
+    else:
+        place.add_(gradient)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from hvd_transformer.comm.group import Group
-from hvd_transformer.parallel.filling import Filling
+from hvd_transformer.parallel.filling import Filling, add
 from hvd_transformer.parallel.flat import Bucket, Slot
 from hvd_transformer.parallel.later import Later
 from hvd_transformer.parallel.rows import RowGradient, RowPlan
@@ -107,20 +107,20 @@ class GradientReducer:
             # `last` may come before an earlier backward's work.
             sending = [self._fillings[index].sending for index, _ in slots]
 
-            def add() -> None:
+            def add_product() -> None:
                 for (index, slot), sends in zip(slots, sending, strict=True):
                     filling = self._fillings[index]
                     place, first = filling.place(slot.name), filling.first(slot.name)
                     if place.ndim == 1:
-                        _add(place, grad.sum(0, dtype=place.dtype), first)
+                        add(place, grad.sum(0, dtype=place.dtype), first)
                     elif place.dtype != grad.dtype:
-                        _add(place, grad.t() @ values, first)
+                        add(place, grad.t() @ values, first)
                     else:
                         place.addmm_(grad.t(), values, beta=0 if first else 1)
                     if sends:
                         self._count(index)
 
-            later(add)
+            later(add_product)
 
         return take
 
@@ -178,8 +178,8 @@ class GradientReducer:
         began = time.perf_counter()
         for index in sorted(self._waits):
             self._arrive(index)
-        for add in add_rows:
-            add()
+        for arrive in add_rows:
+            arrive()
         self.waited = time.perf_counter() - began
         for filling in self._fillings:
             filling.drop()
@@ -203,15 +203,10 @@ class GradientReducer:
             self._send(index)
 
     def _send(self, index: int) -> None:
-        bucket, way = self.buckets[index], self._way[index]
+        bucket, first = self.buckets[index], self._sent[index] == 0
         if self._every:
-            if index in self._waits:  # this one's sum before
-                self._arrive(index)
-            while way and sum(self.buckets[other].parameters.nbytes for other in (*way, index)) > ON_THE_WAY:
-                self._arrive(way[0])
-            way.append(index)
-        first = self._sent[index] == 0
-        self._sent[index] += self._every
+            self._make_room(index)
+            self._sent[index] += 1
         gradients = self._fillings[index].close()
         if self.compression == "fp16" and self.group.size > 1:
             gradients = gradients.to(torch.float16)
@@ -219,12 +214,21 @@ class GradientReducer:
 
         def arrive() -> None:
             found, place = wait(), bucket.own_gradients
-            if found.data_ptr() != place.data_ptr():
-                _add(place, found, first)
+            if not found.is_set_to(place):
+                add(place, found, first)
 
         self._waits[index] = arrive
         if self._every and not self.overlap:
             self._arrive(index)
+
+    def _make_room(self, index: int) -> None:
+        """Waits for what went before, so that little of the stage's is on its way at once."""
+        way = self._way[index]
+        if index in self._waits:  # this one's sum before
+            self._arrive(index)
+        while way and sum(self.buckets[other].parameters.nbytes for other in (*way, index)) > ON_THE_WAY:
+            self._arrive(way[0])
+        way.append(index)
 
     def _arrive(self, index: int) -> None:
         self._waits.pop(index)()
@@ -252,10 +256,3 @@ class GradientReducer:
         own = bucket.own_part(slot.start, slot.stop)
         place = bucket.own_gradients[own] if own is not None else bucket.own_gradients[:0]
         return self._rows[name].send(place.view(-1, width), bucket.own.start // width)
-
-
-def _add(place: Tensor, gradient: Tensor, first: bool) -> None:
-    if first:
-        place.copy_(gradient)
-    else:
-        place.add_(gradient)

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
 
-import torch
 from torch import Tensor
 
 from hvd_transformer.comm.world import World
@@ -29,6 +28,7 @@ from hvd_transformer.parallel.reducer import GradientReducer
 from hvd_transformer.parallel.replicas import check_replicas
 from hvd_transformer.parallel.timeline import Timeline
 from hvd_transformer.training.embedding_rows import row_parameters
+from hvd_transformer.training.gradient_norm import GradientNorm
 from hvd_transformer.training.optimizer import names_without_decay
 from hvd_transformer.training.position import Position, StepResult
 from hvd_transformer.training.precision import LossScaler, autocast
@@ -69,6 +69,7 @@ class Trainer:
         self.gatherings = [weights.gathering for weights in self.weights if weights.gathering is not None]
         if self.gatherings:
             self.stages = waiting_stages(self.stages, self.gatherings)
+        self._norm = GradientNorm(list(self.shapes), task.cuts, self.buckets[0].gradients.dtype, layout, world)
         self.timeline = Timeline(world.rank, [f"stage {stage}" for stage in range(len(self.stages))])
         self.pipeline = Pipeline(
             self.stages,
@@ -236,7 +237,8 @@ class Trainer:
 
     def _update(self, factor: float, rate: float, loss: float) -> float:
         """Scales the summed gradients to the mean, clips, and steps the optimizer; returns the norm."""
-        norm = factor * self._norm()
+        norms = self.pipeline.map(lambda stage: self.weights[stage].norms())
+        norm = factor * self._norm(dict(chain.from_iterable(norms)))
         if not math.isfinite(norm) or not math.isfinite(loss):
             if self.scaler.active and self.scaler.scale > 1:
                 self.scaler.overflow()
@@ -257,20 +259,6 @@ class Trainer:
         self.scaler.good()
         self.position.updates += 1
         return norm
-
-    def _norm(self) -> float:
-        """Of all gradients. The parameters' own are joined in the model's order: stages and buckets change no bit."""
-        layout, names = self.layout, list(self.shapes)
-        found = dict(chain.from_iterable(self.pipeline.map(lambda stage: self.weights[stage].norms())))
-        nothing = torch.zeros((), dtype=self.buckets[0].gradients.dtype, device=layout.device)
-        joined = torch.stack([found.get(place, nothing).to(layout.device) for place in range(len(names))])
-        group = self.world if layout.update_shard.count > 1 else layout.tensor_group
-        if group.size == 1:
-            return float(torch.linalg.vector_norm(joined))
-        # Each share of a weight counts, and a weight that all ranks of a tensor group have counts once.
-        counts = torch.tensor([layout.shard == 0 or name in self.task.cuts for name in names], device=joined.device)
-        squares = group.all_reduce_((joined * counts).square(), "norms")
-        return float(squares.sum().sqrt())
 
     def _advance(self, plan: Step, samples: int, targets: int) -> None:
         position = self.position

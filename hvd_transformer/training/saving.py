@@ -26,8 +26,7 @@ class Saver:
         self._writer = CheckpointWriter(store, warn, world.rank) if world.rank in ranks else None
 
     def save(self, snapshot: Snapshot) -> None:
-        """Begins the write of what this rank has. Collective."""
-        self.wait()
+        """Begins the write of what this rank has; `wait` first. Collective."""
         if len(self.ranks) > 1:
             self._save_together(snapshot)
         elif self._writer is not None:

@@ -115,6 +115,7 @@ class Session:
             return
         self.heartbeat.enter("checkpoint")
         checksum = self.trainer.check_replicas(f"step {position.step}")
+        self.saver.wait()  # before the copy: at most one is held
         began = time.perf_counter()
         self.saver.save(snapshot.take(self.trainer, self.data_digest, checksum, best))
         log.info("step %d: checkpoint, %.3f s for the copy", position.step, time.perf_counter() - began)

@@ -6,6 +6,7 @@ parameters and optimizer state are laid out in buckets, stages, shares and shard
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, islice
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def load(trainer: Trainer, folder: Path | None, state: dict[str, Any]) -> None:
     places = {
         f"{key}.{name}": own
         for key in state_keys(trainer.config.optimizer)
-        for name, own in _fragments(trainer, [state[key] for state in trainer.optimizer_state()]).items()
+        for name, own in _shards(trainer, [state[key] for state in trainer.optimizer_state()]).items()
     }
     _load(trainer, folder and folder / OPTIMIZER, places)
     trainer.optimizer_state_loaded()
@@ -94,17 +95,21 @@ def load(trainer: Trainer, folder: Path | None, state: dict[str, Any]) -> None:
 def load_weights(trainer: Trainer, folder: Path | None) -> None:
     """The weights of a checkpoint (rank 0's `folder`) on every rank. Collective."""
     trainer.settle()
-    places = _fragments(trainer, [bucket.parameters for bucket in trainer.buckets])
+    places = _fragments(trainer, [(bucket.parameters, 0) for bucket in trainer.buckets])
     _load(trainer, folder and folder / MODEL, places)
 
 
-def _fragments(trainer: Trainer, flats: Iterable[Tensor]) -> dict[str, Fragment]:
-    """This rank's part of each parameter, in tensors like its buckets or like their shards."""
+def _shards(trainer: Trainer, flats: Iterable[Tensor]) -> dict[str, Fragment]:
+    """This rank's part of each parameter, in tensors like the shards of its buckets."""
+    return _fragments(trainer, [(flat, bucket.own.start) for bucket, flat in zip(trainer.buckets, flats, strict=True)])
+
+
+def _fragments(trainer: Trainer, flats: Iterable[tuple[Tensor, int]]) -> dict[str, Fragment]:
+    """This rank's part of each parameter, in parts of its buckets, each with its start."""
     layout, result = trainer.layout, {}
-    for bucket, flat in zip(trainer.buckets, flats, strict=True):
-        first, last = (0, flat.numel()) if flat.numel() == bucket.parameters.numel() else _ends(bucket.own)
+    for bucket, (flat, first) in zip(trainer.buckets, flats, strict=True):
         for slot in bucket.slots:
-            start, stop = max(slot.start, first), min(slot.stop, last)
+            start, stop = max(slot.start, first), min(slot.stop, first + flat.numel())
             shape, cut = trainer.shapes[slot.name], trainer.task.cuts.get(slot.name)
             blocks = Blocks.of(shape, cut, layout.shard, layout.tp)
             values = flat[start - first : stop - first] if start < stop else flat[:0]
@@ -112,15 +117,11 @@ def _fragments(trainer: Trainer, flats: Iterable[Tensor]) -> dict[str, Fragment]
     return result
 
 
-def _ends(places: slice) -> tuple[int, int]:
-    return places.start, places.stop
-
-
 def _copied(trainer: Trainer, flats: Sequence[Tensor]) -> dict[str, Fragment]:
     """What this rank saves of each parameter, in host memory; of what several ranks have, only the first has any."""
     layout = trainer.layout
     mine = layout.replica == 0 or layout.update_shard.count > 1
-    found = _fragments(trainer, [flat.to("cpu", copy=True) if mine else flat.new_empty(0) for flat in flats])
+    found = _shards(trainer, [flat.to("cpu", copy=True) if mine else flat.new_empty(0) for flat in flats])
     return {
         name: own if mine and (layout.shard == 0 or name in trainer.task.cuts) else replace(own, values=own.values[:0])
         for name, own in found.items()
@@ -131,14 +132,14 @@ def _load(trainer: Trainer, file: Path | None, places: Mapping[str, Fragment]) -
     """Rank 0 reads whole tensors, some rows at a time, and each rank takes its part of them."""
     shapes = {name: own.shape for name, own in places.items()}
     agree(trainer.world, lambda: None if file is None else tensor_file.check(file, shapes))
-    for number, rows in enumerate(_chunks(places)):
+    chunks = list(_chunks(places))
+    found = tensor_file.read(file, chain.from_iterable(chunks)) if file is not None else None
+    for number, rows in enumerate(chunks):
         widths = {name: prod(shapes[name][1:]) for name, _, _ in rows}
         sizes = [(last - first) * widths[name] for name, first, last in rows]
-        values = places[rows[0][0]].values
-        flat = torch.empty(sum(sizes), dtype=values.dtype)
-        if file is not None:
-            for part, found in zip(flat.split(sizes), tensor_file.read(file, rows), strict=True):
-                part.copy_(found.flatten())
+        flat = torch.empty(sum(sizes), dtype=places[rows[0][0]].values.dtype)
+        if found is not None:
+            torch.cat([values.flatten() for values in islice(found, len(rows))], out=flat)
         trainer.world.broadcast_(flat, f"load.{number % 4}")
         for (name, first, last), part in zip(rows, flat.split(sizes), strict=True):
             begin = first * widths[name]

@@ -76,7 +76,7 @@ def _counts(config: Config, task: Task, layout: Layout, measures: bool) -> list[
 
 
 def best_cut(
-    config: Config, costs: Sequence[MeasuredLayer], num_micro_batches: int, device_bytes: int | None, dp: int = 1
+    config: Config, costs: Sequence[MeasuredLayer], num_micro_batches: int, device_bytes: int | None, dp: int
 ) -> list[int]:
     """Layers a stage such that the slowest stage is fastest, and each fits a device of this memory (None: no limit).
 

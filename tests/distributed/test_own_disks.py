@@ -14,6 +14,15 @@ pytestmark = pytest.mark.distributed
 LAYOUTS = [["parallel.optimizer_shard=state"], ["parallel.tensor=2", "parallel.vocab_parallel=true"]]
 
 
+def near(apart: Path, together: Path) -> None:
+    """Two checkpoints hold the same numbers."""
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        found, wanted = load_file(apart / name), load_file(together / name)
+        assert found.keys() == wanted.keys()
+        for key, tensor in wanted.items():
+            assert (found[key] - tensor).abs().max() <= 1e-9 * tensor.abs().max(), key
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["shared state", "shared matrices"])
 def test_the_parts_of_a_host_with_its_own_disk_are_sent(layout: list[str]) -> None:
     if reason := missing():
@@ -37,12 +46,10 @@ def test_the_parts_of_a_host_with_its_own_disk_are_sent(layout: list[str]) -> No
         assert seen.stdout == ""  # its own folder has logs alone
         together = train("h1:2", f"{hosts.folder}/together", "training.max_steps=8")
         manifest.verify(apart)
-        for name in ("model.safetensors", "optimizer.safetensors"):
-            found, wanted = load_file(apart / name), load_file(together / name)
-            assert found.keys() == wanted.keys()
-            for key, tensor in wanted.items():
-                assert (found[key] - tensor).abs().max() <= 1e-9 * tensor.abs().max(), key
+        near(apart, together)
         # And it goes on from there, the second host's rank too, which reads nothing itself.
         further = train("h1:1,h2:1", "/tmp/apart", "training.max_steps=12", "training.log_every=1")
         manifest.verify(further)
         assert "step-00000012" in str(further.resolve())
+        longer = train("h1:2", f"{hosts.folder}/together", "training.max_steps=12", "training.log_every=1")
+        near(further, longer)

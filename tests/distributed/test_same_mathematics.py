@@ -1,6 +1,7 @@
 """Any number of ranks, rounds, buckets and micro-batches train like one plain torch script on the same batches."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -77,6 +78,21 @@ def check(found: dict[str, dict[str, float]], limits: dict[str, float]) -> None:
     assert not over
 
 
+def run_all(ranks, world: int, backend: str, folder: Path, runs: dict[str, list[str]]) -> None:
+    """Each run's settings, all in one launch."""
+    result = ranks(world, [*MANY_RUNS, write_runs(folder / "runs.json", list(runs.values()))], backend=backend)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def check_cases(corpus: Path, folder: Path, cases: Sequence[Case], dp: int, tp: int) -> None:
+    """The runs named like the cases are like the reference's, and were of so many replicas and shares."""
+    found = {case.name: differences(folder / case.name, windows_reference(corpus, case)) for case in cases}
+    check(found, {case.name: TOLERANCE[case.precision] for case in cases})
+    for case in cases:
+        run = summary(folder / case.name)
+        assert (run["dp"], run["tp"]) == (dp, tp)
+
+
 @pytest.mark.parametrize(("dp", "backend"), [(1, ""), (2, "gloo"), (2, "mpi"), (4, "gloo")])
 def test_ranks_rounds_and_buckets_change_nothing(ranks, corpus, tmp_path, dp, backend):
     runs, found, limits = {}, {}, {}
@@ -107,8 +123,7 @@ def test_ranks_rounds_and_buckets_change_nothing(ranks, corpus, tmp_path, dp, ba
                 f"training.global_batch_size={SAMPLES}",
                 "parallel.micro_batches=2",
             ]
-    result = ranks(dp, [*MANY_RUNS, write_runs(tmp_path / "runs.json", list(runs.values()))], backend=backend)
-    assert result.returncode == 0, result.stdout + result.stderr
+    run_all(ranks, dp, backend, tmp_path, runs)
     for case in CASES:
         for name in (name for name in runs if name.startswith(f"{case.name}-")):
             found[name] = differences(tmp_path / name, windows_reference(corpus, case))
@@ -128,7 +143,7 @@ TENSOR_WAYS = [
 @pytest.mark.parametrize(("world", "backend"), [(4, "gloo"), (2, "mpi")])
 def test_shared_matrices_change_nothing(ranks, corpus, tmp_path, world, backend):
     """Two ranks a replica; the rate is scaled by the number of replicas."""
-    dp, runs, limits = world // 2, {}, {}
+    dp, runs = world // 2, {}
     for number, case in enumerate(CASES):
         way = TENSOR_WAYS[(number + world) % len(TENSOR_WAYS)]
         size = SAMPLES // dp // (2 if "training.accumulation=2" in way else 1)
@@ -136,12 +151,8 @@ def test_shared_matrices_change_nothing(ranks, corpus, tmp_path, world, backend)
             *tiny(corpus), *case.words(dp), f"output_dir={tmp_path / case.name}", "parallel.tensor=2",
             f"training.batch_size={size}", *way,
         ]  # fmt: skip
-        limits[case.name] = TOLERANCE[case.precision]
-    result = ranks(world, [*MANY_RUNS, write_runs(tmp_path / "runs.json", list(runs.values()))], backend=backend)
-    assert result.returncode == 0, result.stdout + result.stderr
-    found = {case.name: differences(tmp_path / case.name, windows_reference(corpus, case)) for case in CASES}
-    check(found, limits)
-    assert {(summary(tmp_path / name)["dp"], summary(tmp_path / name)["tp"]) for name in runs} == {(dp, 2)}
+    run_all(ranks, world, backend, tmp_path, runs)
+    check_cases(corpus, tmp_path, CASES, dp, tp=2)
 
 
 # Each case goes one of these ways on each number of ranks, and all of them where ranks share matrices, too, the first.
@@ -169,7 +180,7 @@ def test_a_shared_optimizer_changes_nothing(ranks, corpus, tmp_path, world, tens
 
     With EVERY_CASE in the environment 4 ranks take all cases, too.
     """
-    dp, runs, limits = world // tensor, {}, {}
+    dp, runs = world // tensor, {}
     cases = CASES if world < 4 or "EVERY_CASE" in os.environ else CASES[tensor - 1 :: 2]  # where a step is slow
     for number, case in enumerate(cases):
         way = ALL_TOGETHER if tensor == 2 else SHARDED_WAYS[(number + world) % len(SHARDED_WAYS)]
@@ -181,12 +192,8 @@ def test_a_shared_optimizer_changes_nothing(ranks, corpus, tmp_path, world, tens
             *tiny(corpus), *case.words(SAMPLES / 4 if dp == 3 else dp), f"output_dir={tmp_path / case.name}", *way,
             *(SHARED_TOO if tensor == 2 else []), *(f"{key}={value}" for key, value in size.items()),
         ]  # fmt: skip
-        limits[case.name] = TOLERANCE[case.precision]
-    result = ranks(world, [*MANY_RUNS, write_runs(tmp_path / "runs.json", list(runs.values()))], backend=backend)
-    assert result.returncode == 0, result.stdout + result.stderr
-    found = {case.name: differences(tmp_path / case.name, windows_reference(corpus, case)) for case in cases}
-    check(found, limits)
-    assert {(summary(tmp_path / name)["dp"], summary(tmp_path / name)["tp"]) for name in runs} == {(dp, tensor)}
+    run_all(ranks, world, backend, tmp_path, runs)
+    check_cases(corpus, tmp_path, cases, dp, tp=tensor)
 
 
 def test_a_run_goes_on_with_other_shares(ranks, corpus, tmp_path):

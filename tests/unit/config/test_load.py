@@ -263,9 +263,17 @@ def test_a_wrong_value_in_a_file_names_the_file_and_one_in_a_preset_the_preset(
     assert load(file=file, overrides=["optimizer.lr=2"]).optimizer.lr == 2
 
 
-@pytest.mark.parametrize("text", ["model: {num_layers: true}", "optimizer: {lr: true}", "seed: false"])
-def test_yes_and_no_are_not_numbers(tmp_path: Path, text: str) -> None:
-    refused(file=written(tmp_path, text))
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("model: {num_layers: true}", "model.num_layers=True"),
+        ("optimizer: {lr: true}", "optimizer.lr=True"),
+        ("seed: false", "seed=False"),
+    ],
+)
+def test_yes_and_no_are_not_numbers(tmp_path: Path, text: str, key: str) -> None:
+    file = written(tmp_path, text)
+    assert refused(file=file).startswith(f"{key} ({file}): ")
 
 
 def test_a_rate_without_a_point_is_a_number_also_in_yaml(tmp_path: Path) -> None:

@@ -126,15 +126,15 @@ def costs(*held: int, weights: int = 0, again: int = 0) -> list[MeasuredLayer]:
     return [layer(1.0, size * MIB, again * MIB, weights * MIB) for size in held]
 
 
-def fitting(config: Config, costs: Sequence[MeasuredLayer], mib: float, num_micro_batches: int = 4) -> list[int]:
+def fitting(config: Config, costs: Sequence[MeasuredLayer], mib: float, num_micro_batches: int = 4, dp: int = 1) -> list[int]:
     """On devices of which so much is left for the stages."""
-    return best_cut(config, costs, num_micro_batches, round(mib * MIB / (1 - stages._RESERVE)) + 1)
+    return best_cut(config, costs, num_micro_batches, round(mib * MIB / (1 - stages._RESERVE)) + 1, dp)
 
 
 def test_memory_is_a_limit(tmp_path: Path) -> None:
     f1b, gpipe = config(tmp_path), config(tmp_path, "parallel.schedule=gpipe")
     even = costs(2, 2, 2, 2, 2, 2)
-    assert best_cut(f1b, even, 4, None) == [3, 3]
+    assert best_cut(f1b, even, 4, None, 1) == [3, 3]
     # 1F1B: the first stage holds two micro-batches, the last one.
     assert fitting(f1b, even, 12) == [3, 3]
     assert fitting(f1b, even, 11) == [2, 4]
@@ -154,6 +154,14 @@ def test_weights_gradients_and_optimizer_state_count(tmp_path: Path) -> None:
         settings = config(tmp_path, *words)
         assert fitting(settings, heavy_first, copies * 12) == [3, 3]
         assert fitting(settings, heavy_first, copies * 12 - 1) == [2, 4]
+
+
+def test_replicas_that_share_the_optimizer_need_less_each(tmp_path: Path) -> None:
+    heavy_first = [*costs(0, weights=10), *costs(0, 0, 0, 0, 0, weights=1)]
+    for shard, copies in (("none", 4), ("state", 2 + 2 / 4), ("gradients", 1 + 3 / 4)):  # AdamW on 4 replicas
+        settings = config(tmp_path, "optimizer.name=adamw", f"parallel.optimizer_shard={shard}")
+        assert fitting(settings, heavy_first, copies * 12, dp=4) == [3, 3]
+        assert fitting(settings, heavy_first, copies * 12 - 1, dp=4) == [2, 4]
 
 
 def test_what_is_computed_again_counts_once_or_for_the_micro_batch_that_keeps_it(tmp_path: Path) -> None:

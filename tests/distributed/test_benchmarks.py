@@ -1,4 +1,4 @@
-"""The pipeline benchmarks: all contestants train, torch's the same thing as ours; what a schedule holds; all cuts."""
+"""The benchmarks: all contestants train, torch's the same thing as ours; what a schedule or a shard holds; all cuts."""
 
 import json
 import subprocess
@@ -45,6 +45,16 @@ def test_memory_is_what_the_plan_says(tmp_path):
     assert len(factor["measured"]) == 5  # the stages and their sum
     assert factor["measured"] == pytest.approx(factor["planned"], rel=0.15)
     assert min(factor["measured"]) > 1.5
+
+
+def test_memory_of_a_shared_optimizer_is_what_the_plan_says(tmp_path):
+    pytest.importorskip("horovod", reason="needs Horovod")
+    words = ["--way", "none", "--way", "gradients", "--json", tmp_path / "figures.json", "model.num_layers=4"]
+    assert "within 15% of the plan: met" in bench("sharded_memory", *words)
+    whole, shared = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
+    for key in ("state", "gradients"):
+        assert shared[key] == pytest.approx(whole[key] / 2, rel=1e-4)
+    assert shared["peak"] < 0.8 * whole["peak"]
 
 
 def test_every_partition_is_measured(tmp_path):
