@@ -106,9 +106,7 @@ def compare(way: str, ranks: int, settings: Sequence[str]) -> Memory:
 @click.option("--json", "file", type=click.Path(path_type=Path), help="Write the figures to this file, too.")
 @click.option("--one", type=click.Path(path_type=Path), hidden=True)
 @click.argument("settings", nargs=-1)
-def main(
-    ranks: int, ways: tuple[str, ...], file: Path | None, one: Path | None, settings: tuple[str, ...]
-) -> None:
+def main(ranks: int, ways: tuple[str, ...], file: Path | None, one: Path | None, settings: tuple[str, ...]) -> None:
     """Measure ways of sharing; SETTINGS are more of the configuration."""
     if one is not None:
         measure(one, settings)

@@ -126,7 +126,9 @@ def costs(*held: int, weights: int = 0, again: int = 0) -> list[MeasuredLayer]:
     return [layer(1.0, size * MIB, again * MIB, weights * MIB) for size in held]
 
 
-def fitting(config: Config, costs: Sequence[MeasuredLayer], mib: float, num_micro_batches: int = 4, dp: int = 1) -> list[int]:
+def fitting(
+    config: Config, costs: Sequence[MeasuredLayer], mib: float, num_micro_batches: int = 4, dp: int = 1
+) -> list[int]:
     """On devices of which so much is left for the stages."""
     return best_cut(config, costs, num_micro_batches, round(mib * MIB / (1 - stages._RESERVE)) + 1, dp)
 
