@@ -82,6 +82,6 @@ def test_a_cut_fits_where_the_plan_says_so(norm: str) -> None:
             )
             settings = config(f"parallel.schedule={schedule}", f"parallel.recompute={recompute}")
             with pytest.raises(UserError, match="no cut into 2 stages fits") as caught:
-                best_cut(settings, costs, PIECES, 1)
+                best_cut(settings, costs, PIECES, 1, 1)
             least = int(re.search(r"at least ([\d,]+) bytes", str(caught.value))[1].replace(",", ""))
             assert least == pytest.approx(wanted, rel=0.01), (schedule, recompute)
