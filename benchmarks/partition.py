@@ -21,7 +21,7 @@ from torch import nn
 from benchmarks.paired import machine
 from benchmarks.workload import make_config
 from hvd_transformer.atomic import write_text
-from hvd_transformer.models.language_model import LanguageModelHead
+from hvd_transformer.models.head import VocabularyHead
 from hvd_transformer.models.layers import Block, TokenEmbedding
 from hvd_transformer.parallel import partition
 from hvd_transformer.parallel.pipeline import Layer, MicroBatch, Pipeline, Stage
@@ -62,7 +62,7 @@ def uneven_layers() -> list[Layer]:
     """The model, its weights always the same."""
     torch.manual_seed(0)
     config = make_config(["model.tie_embeddings=false"]).model
-    embedding, head = TokenEmbedding(VOCABULARY, config), LanguageModelHead(VOCABULARY, config)
+    embedding, head = TokenEmbedding(VOCABULARY, config), VocabularyHead(VOCABULARY, config)
     blocks: list[nn.Module] = [Block(config.model_copy(update={"d_feedforward": width})) for width in WIDTHS]
     embedding.embedding.take_rows = lambda tokens, gradients: None  # as in training, where the reducer takes them
     return [

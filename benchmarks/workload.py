@@ -4,19 +4,15 @@ SETTINGS are the data-parallel benchmark's 7.26 million parameters; on top of th
 TENSOR, of the matrices that ranks share.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from hvd_transformer.config import Config, load
-from hvd_transformer.data.batches import Batch, Windows, evaluation_batches
-from hvd_transformer.data.sampler import Replica, WindowSampler
-from hvd_transformer.models.language_model import LanguageModel
-from hvd_transformer.parallel.pipeline import Layer, MicroBatch
-from hvd_transformer.training.language_model_task import language_model_layers
-from hvd_transformer.training.step_size import step_samples
+from hvd_transformer.data.sampler import Replica
+from hvd_transformer.training.language_model_task import LanguageModelTask
 
 NUM_TOKENS = 1_000_000
 # 4 blocks of 789,760 weights, the tied embedding's 16,000 × 256 and the final norm's 512: 7,255,552.
@@ -60,40 +56,14 @@ def make_config(settings: Sequence[str] = ()) -> Config:
     return load(overrides=[*SETTINGS, *settings])
 
 
-class SyntheticTask:
-    """Implements `training.task.Task`: random tokens, cut into windows by the package's own code."""
+class SyntheticTask(LanguageModelTask):
+    """Random tokens, cut into windows by the package's own code."""
 
     def __init__(self, config: Config, replica: Replica) -> None:
-        training, length = config.training, config.data.sequence_length
-        self.replica, self.length, self.batch_size = replica, length, training.batch_size
         vocab_size = config.data.vocab_size
         assert vocab_size is not None
-        self.tokens = np.random.default_rng(config.seed).integers(vocab_size, size=NUM_TOKENS, dtype=np.uint16)
-        self.windows = Windows(self.tokens, length, config.seed)
-        num_samples = step_samples(training, replica.size)
-        self.sampler = WindowSampler(self.windows.num_units, num_samples, training.batch_size, replica)
-        self.usual_count = num_samples * length
+        tokens = np.random.default_rng(config.seed).integers(vocab_size, size=NUM_TOKENS, dtype=np.uint16)
+        splits = {"train": tokens, "valid": tokens[:10_000]}
         torch.manual_seed(config.seed)
-        self.vocab_size, self.model = vocab_size, LanguageModel(vocab_size, config.model)
-        self.cuts = self.model.cuts(config.parallel.vocab_parallel)
-        self.dropping_shares = self.model.dropping_shares
-
-    def batch(self, epoch: int, units: range) -> Batch:
-        return self.windows.batch(epoch, units)
-
-    def has_split(self, split: str) -> bool:
-        return split == "valid"
-
-    def evaluation_batches(self, split: str) -> Iterator[Batch]:
-        return evaluation_batches(self.tokens[:10_000], self.length, self.batch_size, self.replica)
-
-    @property
-    def layers(self) -> list[Layer]:
-        return language_model_layers(self.model)
-
-    def micro_batch(self, batch: tuple[Tensor, ...]) -> MicroBatch:
-        inputs, targets = batch
-        return MicroBatch((inputs,), (targets,))
-
-    def num_targets(self, batch: tuple[Tensor, ...]) -> int:
-        return batch[1].numel()
+        data = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=vocab_size), splits=splits)
+        super().__init__(config, data, replica)

@@ -1,6 +1,6 @@
 """A run's checkpoints on disk: written aside and renamed, verified before use, old ones removed.
 
-checkpoints/step-00000200/   model.safetensors  optimizer.safetensors  state.json  MANIFEST.json
+checkpoints/step-00000200/   model.safetensors  optimizer.safetensors  state.json  tokenizer.json  MANIFEST.json
 checkpoints/latest → step-00000200      checkpoints/best → step-00000150
 """
 
@@ -10,7 +10,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -23,7 +23,7 @@ from hvd_transformer.parallel.fragment import Fragment
 
 _STEP = re.compile(r"step-(\d{8,})")
 _REPLACED = ".replaced-"
-MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 # Between two looks at whether the other ranks have written theirs.
 _POLL_SECONDS = 0.05
 # How long they have for it when this job ends because of an error.
@@ -32,12 +32,14 @@ _LAST_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What this rank has of a checkpoint, in memory: of all tensors by file and name, and the JSON-able state."""
+    """What this rank has of a checkpoint, in memory: of all tensors by file and name, the JSON-able state, and
+    text files by name, such as tokenizers."""
 
     step: int
     tensors: Mapping[str, Mapping[str, Fragment]]
     state: Mapping[str, Any]
     best: bool = False
+    texts: Mapping[str, str] = field(default_factory=dict)
 
 
 class CheckpointStore:
@@ -92,7 +94,9 @@ class CheckpointStore:
         try:
             _write_tensors(snapshot, aside)
             _wait_for(others, aside, ending)
-            (aside / "state.json").write_text(json.dumps(snapshot.state, indent=1), encoding="utf-8")
+            for name, text in snapshot.texts.items():
+                (aside / name).write_text(text, encoding="utf-8")
+            (aside / STATE).write_text(json.dumps(snapshot.state, indent=1), encoding="utf-8")
             manifest.write(aside)
             for path in aside.iterdir():
                 _sync(path)
@@ -207,11 +211,11 @@ def resolve(path: Path) -> Path:
 def read_state(folder: Path) -> dict[str, Any]:
     """A checkpoint's state.json."""
     try:
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DamagedCheckpoint(f"{folder / 'state.json'}: damaged: {error}") from None
+        raise DamagedCheckpoint(f"{folder / STATE}: damaged: {error}") from None
     if not isinstance(state, dict):
-        raise DamagedCheckpoint(f"{folder / 'state.json'}: must hold a JSON object")
+        raise DamagedCheckpoint(f"{folder / STATE}: must hold a JSON object")
     return state
 
 

@@ -25,6 +25,7 @@ def _none_word(value: Any) -> Any:
 # On the command line every value is a word: `training.max_steps=none` means no limit.
 OptionalCount = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_none_word)]
 OptionalPositive = Annotated[Annotated[float, Field(gt=0)] | None, BeforeValidator(_none_word)]
+OptionalName = Annotated[Annotated[str, Field(min_length=1)] | None, BeforeValidator(_none_word)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
@@ -36,7 +37,8 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The Transformer."""
 
-    num_layers: int = setting(4, "Transformer blocks", ge=1)
+    num_layers: int = setting(4, "Transformer blocks; of the encoder, where there is one", ge=1)
+    num_decoder_layers: OptionalCount = setting(None, "blocks of a translation's decoder; none: num_layers")
     d_model: int = setting(192, "width; a multiple of num_heads", ge=1)
     num_heads: int = setting(6, "attention heads", ge=1)
     d_feedforward: int = setting(768, "width inside the feed-forward part", ge=1)
@@ -49,7 +51,10 @@ class ModelConfig(Section):
     position: Literal["sinusoidal", "learned", "rotary"] = setting(
         "sinusoidal", "how a token's position enters the model"
     )
-    tie_embeddings: bool = setting(True, "the output layer uses the token embedding's matrix")
+    tie_embeddings: bool = setting(True, "the output layer uses the (target) token embedding's matrix")
+    share_embeddings: bool = setting(
+        False, "source and target have one vocabulary, learned from both, and one embedding"
+    )
     loss_chunk: OptionalCount = setting(
         None,
         "tokens whose logits exist at once while the loss is computed; none: 256 on a CPU, 4096 on a GPU",
@@ -82,7 +87,33 @@ class DataConfig(Section):
         "windows: fixed-length pieces in an order given by seed and epoch; columns: the text in batch_size "
         "columns, each rank its own stretch of rows (the PyTorch tutorial's)",
     )
-    sequence_length: int = setting(128, "tokens a sample", ge=1)
+    sequence_length: int = setting(
+        128, "tokens a sample; where samples differ in length: of the longest, of either side", ge=1
+    )
+    too_long: Literal["drop", "cut", "error"] = setting(
+        "drop", "samples of more than sequence_length tokens: dropped and counted, cut there, or refused"
+    )
+    batch_tokens: OptionalCount = setting(
+        None,
+        "where samples differ in length: a round has as many as fit into this many tokens, padding included, not "
+        "batch_size; none: batch_size",
+        may_change=True,
+    )
+    source_language: str = setting("de", "translation: the ending of its files, train.de", min_length=1)
+    target_language: str = setting("en", "translation: the ending of its files, train.en", min_length=1)
+    train: OptionalName = setting(None, "name of the training split's files in source; none: train")
+    valid: OptionalName = setting(None, "of the validation split's; none: valid, val, validation or dev")
+    test: OptionalName = setting(None, "of the test split's; none: test, or the only one that begins so")
+    text_column: str = setting("text", "classification: the column with the text", min_length=1)
+    label_column: str = setting("label", "classification: the column with the label", min_length=1)
+    positive_label: OptionalName = setting(
+        None, "the label that precision, recall and f1 are of; none: the second of two, of more none"
+    )
+    class_weights: Literal["balanced"] | dict[str, Annotated[float, Field(gt=0)]] | None = setting(
+        None,
+        "how much a sample of each class counts in the loss: a number a label, {good: 1, bad: 2.5}, or balanced: the "
+        "more the rarer the class is; none: all alike",
+    )
     cache_dir: str = setting(
         "~/.cache/hvd-transformer/data",
         "where downloads, token files and measured layer times are kept",
@@ -181,13 +212,33 @@ class TrainingConfig(Section):
     eval_every: OptionalCount = setting(
         None, "steps between two evaluations; none: at the end of each epoch", may_change=True
     )
+    best_metric: str = setting(
+        "loss",
+        "metric of the validation split that tells the best checkpoint: loss, perplexity, accuracy, f1, bleu, …; "
+        "with a minus before it, the lower the better",
+        may_change=True,
+        min_length=1,
+    )
+    patience: OptionalCount = setting(
+        None, "end training after so many evaluations that brought no better one; none: never", may_change=True
+    )
     stall_seconds: OptionalPositive = setting(
         None,
         "seconds without a step after which a job is ended, with all stacks in its logs; none: ten times the longest "
         "of the last 100 steps, 30 at least",
         may_change=True,
     )
+    label_smoothing: float = setting(
+        0.0, "share of a target's weight that is spread over all classes or tokens", ge=0, lt=1
+    )
     compile: bool = setting(False, "compile the model's layers with torch.compile", may_change=True)
+
+
+class TranslationConfig(Section):
+    """How a translation is searched for, in evaluation and by `translate`."""
+
+    beam: int = setting(4, "hypotheses kept at each step; 1: greedy search", may_change=True, ge=1)
+    length_penalty: float = setting(0.6, "above 0 favours longer translations (Wu et al. 2016)", may_change=True, ge=0)
 
 
 class CommunicationConfig(Section):
@@ -221,7 +272,7 @@ class CheckpointConfig(Section):
     )
     keep_last: int = setting(3, "newest checkpoints kept", may_change=True, ge=1)
     keep_best: bool = setting(
-        True, "keep the best checkpoint by validation loss, and test that one at the end", may_change=True
+        True, "keep the best checkpoint by training.best_metric, and test that one at the end", may_change=True
     )
     resume: str = setting(
         "auto",
@@ -234,7 +285,11 @@ class CheckpointConfig(Section):
 class Config(Section):
     """A whole job."""
 
-    task: Literal["language_model"] = setting("language_model", "what is trained")
+    task: str = setting(
+        "language_model",
+        "what is trained: language_model, translation, classification, or package.module:Class of your own",
+        min_length=1,
+    )
     output_dir: str = setting("runs/default", "the run directory", may_change=True, min_length=1)
     profile: bool = setting(
         False, "write timeline-NNN.json, a Chrome trace a rank, of the steps 3 to 7 of this start", may_change=True
@@ -245,6 +300,7 @@ class Config(Section):
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     training: TrainingConfig = TrainingConfig()
+    translation: TranslationConfig = TranslationConfig()
     communication: CommunicationConfig = CommunicationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 UNKNOWN = "<unk>"  # always token 0
+# Of tokenizers for sentences, the first tokens: <pad> fills a batch, <s> begins a target and </s> ends it.
+SPECIALS = (UNKNOWN, "<pad>", "<s>", "</s>")
+PAD, BEGIN, END = range(1, 4)
 BPE_VOCAB_SIZE = 4096
 Ids = NDArray[np.uint32]
 
@@ -40,6 +43,14 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> Ids:
         """Token numbers (T,)."""
 
+    def encode_lines(self, lines: Sequence[str]) -> list[Ids]:
+        """Each line's token numbers (T,)."""
+        return [self.encode(line) for line in lines]
+
+    def decode_line(self, ids: Iterable[int]) -> str:
+        """A sentence's text, without what is no text of it: padding, beginning and end."""
+        return self.decode(number for number in ids if not PAD <= number <= END).strip()
+
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """The text: exact for byte pairs and known characters; words joined by spaces for basic_english."""
@@ -48,9 +59,9 @@ class Tokenizer(ABC):
     def to_json(self) -> str:
         """All of it as JSON text; the same for the same vocabulary."""
 
-    def save(self, folder: Path) -> None:
-        """Writes `folder`/`file_name`."""
-        (folder / self.file_name).write_text(self.to_json(), encoding="utf-8")
+    def save(self, folder: Path, prefix: str = "") -> None:
+        """Writes `folder`/`file_name`, with the prefix before its name."""
+        (folder / f"{prefix}{self.file_name}").write_text(self.to_json(), encoding="utf-8")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (self.kind, self.to_json())
@@ -111,8 +122,9 @@ class CharTokenizer(VocabularyTokenizer):
     def _table(self) -> Ids:
         """Code point → token number."""
         table = np.zeros(0x110000, np.uint32)
-        for number, character in enumerate(self.tokens[1:], start=1):
-            table[ord(character)] = number
+        for number, character in enumerate(self.tokens):
+            if len(character) == 1:  # no special token
+                table[ord(character)] = number
         return table
 
     def encode(self, text: str) -> Ids:
@@ -145,6 +157,10 @@ class BPETokenizer(Tokenizer):
         arrays = [np.array(encoding.ids, np.uint32) for encoding in encodings]
         return np.concatenate(arrays) if arrays else np.empty(0, np.uint32)
 
+    def encode_lines(self, lines: Sequence[str]) -> list[Ids]:
+        encodings = self.model.encode_batch_fast(list(lines), add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
     def decode(self, ids: Iterable[int]) -> str:
         return str(self.model.decode([int(number) for number in ids], skip_special_tokens=False))
 
@@ -158,20 +174,37 @@ class BPETokenizer(Tokenizer):
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int | None, min_frequency: int) -> "BPETokenizer":
         """Learns the merges from texts read one by one; what stays in memory is the set of distinct words."""
+        units = (unit for text in texts for unit in _units(text))
+        return cls._train(units, vocab_size, min_frequency, (UNKNOWN,), prefix_space=False)
+
+    @classmethod
+    def train_on_lines(cls, lines: Iterable[str], vocab_size: int | None, min_frequency: int) -> "BPETokenizer":
+        """The same for sentences, whose first word is a word like the others. Has the `SPECIALS`."""
+        return cls._train(lines, vocab_size, min_frequency, SPECIALS, prefix_space=True)
+
+    @classmethod
+    def _train(
+        cls,
+        texts: Iterable[str],
+        vocab_size: int | None,
+        min_frequency: int,
+        specials: Sequence[str],
+        prefix_space: bool,
+    ) -> "BPETokenizer":
         from tokenizers import Tokenizer as Model
         from tokenizers import decoders, models, pre_tokenizers, trainers
 
         model = Model(models.BPE())
-        model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
         model.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size or BPE_VOCAB_SIZE,
             min_frequency=min_frequency,
-            special_tokens=[UNKNOWN],
+            special_tokens=list(specials),
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        model.train_from_iterator((unit for text in texts for unit in _units(text)), trainer)
+        model.train_from_iterator(texts, trainer)
         return cls(model)
 
 
@@ -181,28 +214,32 @@ VOCABULARY_KINDS: dict[str, type[VocabularyTokenizer]] = {
 
 
 def build_vocabulary(
-    kind: str, counts: Counter[str], vocab_size: int | None, min_frequency: int
+    kind: str,
+    counts: Counter[str],
+    vocab_size: int | None,
+    min_frequency: int,
+    specials: Sequence[str] = (UNKNOWN,),
 ) -> VocabularyTokenizer:
     """The vocabulary that torchtext makes of the counts: by falling frequency, then by code point.
 
-    Raises `UserError` where nothing but `<unk>` is left.
+    Raises `UserError` where nothing but the specials is left.
     """
     from torchtext.vocab import Vocab
 
-    max_size = None if vocab_size is None else vocab_size - 1  # torchtext's does not count <unk>
-    tokens = Vocab(counts, max_size=max_size, min_freq=min_frequency, specials=[UNKNOWN]).itos
-    if len(tokens) < 2:
+    max_size = None if vocab_size is None else max(0, vocab_size - len(specials))  # torchtext's does not count them
+    tokens = Vocab(counts, max_size=max_size, min_freq=min_frequency, specials=list(specials)).itos
+    if len(tokens) <= len(specials):
         raise UserError(
-            f"data.min_frequency={min_frequency}: leaves a vocabulary of one, {UNKNOWN}; the most frequent "
+            f"data.min_frequency={min_frequency}: leaves nothing but {', '.join(specials)}; the most frequent "
             f"token of the training split occurs {max(counts.values(), default=0)} times"
         )
     return VOCABULARY_KINDS[kind](tokens)
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
+def load_tokenizer(folder: Path, prefix: str = "") -> Tokenizer:
     """What `Tokenizer.save` wrote. Raises `UserError` where there is none, or a damaged one."""
     for file_name in (BPETokenizer.file_name, VocabularyTokenizer.file_name):
-        path = folder / file_name
+        path = folder / f"{prefix}{file_name}"
         if not path.is_file():
             continue
         try:

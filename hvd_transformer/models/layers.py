@@ -1,17 +1,17 @@
 """The layers of a Transformer, each a plain module from [B, T, D] to [B, T, D]."""
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, Literal, NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hvd_transformer.config.schema import ModelConfig
+from hvd_transformer.models.attention import CrossAttention, KeyValues, SelfAttention
 from hvd_transformer.models.dropout import Dropout
 from hvd_transformer.models.embedding import Embedding
 from hvd_transformer.models.linear import Linear
-from hvd_transformer.models.positions import LearnedPositions, RotaryPositions, SinusoidalPositions
+from hvd_transformer.models.positions import LearnedPositions, NoPositions, SinusoidalPositions
 from hvd_transformer.models.shares import Cut
 
 
@@ -31,44 +31,13 @@ class TokenEmbedding(nn.Module):
         elif config.position == "learned":
             self.positions = LearnedPositions(config.max_length, config.d_model, std * self.scale)
         else:
-            self.positions = nn.Identity()  # rotary: in the attention
+            self.positions = NoPositions()  # rotary: in the attention
         self.dropout = Dropout(config.dropout)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden: Tensor = self.dropout(self.positions(self.embedding(tokens) * self.scale))
+    def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
+        """`start`: the first token's position."""
+        hidden: Tensor = self.dropout(self.positions(self.embedding(tokens) * self.scale, start))
         return hidden
-
-
-class SelfAttention(nn.Module):
-    """Causal multi-head attention (Vaswani et al. 2017, 3.2) through `scaled_dot_product_attention`.
-
-    With dropout on the attention weights they exist as a whole in training: [B, H, T, T].
-    """
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.head_width = config.d_model // config.num_heads
-        self.qkv = Linear(config.d_model, 3 * config.d_model)  # rows: query, key, value, as in torch.nn
-        self.output = Linear(config.d_model, config.d_model)
-        self.dropout = Dropout(config.dropout)
-        self.rotary = RotaryPositions(config.d_model // config.num_heads) if config.position == "rotary" else None
-        nn.init.xavier_uniform_(self.qkv.weight)
-        nn.init.zeros_(self.qkv.bias)
-        nn.init.zeros_(self.output.bias)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        # [B, T, 3D] → three of [B, H, T, D/H], or of this share's heads
-        query, key, value = self.qkv(hidden).unflatten(-1, (3, -1, self.head_width)).permute(2, 0, 3, 1, 4)
-        if self.rotary is not None:
-            query, key = self.rotary(query, key)
-        if self.training and self.dropout.rate:  # the fused kernels draw from torch's own generator
-            scores = (query @ key.transpose(-2, -1)) * query.size(-1) ** -0.5
-            future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-            mixed = self.dropout(scores.masked_fill(future, -torch.inf).softmax(-1)) @ value
-        else:
-            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
-        return output
 
 
 class FeedForward(nn.Module):
@@ -96,18 +65,16 @@ class Block(nn.Module):
     """
 
     CUTS: ClassVar[Mapping[str, Cut]] = {
-        "attention.qkv.weight": Cut(0, parts=3),
-        "attention.qkv.bias": Cut(0, parts=3),
-        "attention.output.weight": Cut(1),
+        **{f"attention.{name}": cut for name, cut in SelfAttention.CUTS.items()},
         "feedforward.input.weight": Cut(0),
         "feedforward.input.bias": Cut(0),
         "feedforward.output.weight": Cut(1),
     }
     DROPPING_SHARES: ClassVar[Sequence[str]] = ("attention.dropout", "feedforward.dropout")
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, causal: bool = True) -> None:
         super().__init__()
-        self.attention = SelfAttention(config)
+        self.attention = SelfAttention(config, causal)
         self.feedforward = FeedForward(config)
         self.norm1 = nn.LayerNorm(config.d_model)
         self.norm2 = nn.LayerNorm(config.d_model)
@@ -118,11 +85,47 @@ class Block(nn.Module):
             for linear in (self.attention.output, self.feedforward.output):
                 linear.weight.data.mul_((2 * config.num_layers) ** -0.5)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, allowed: Tensor | None = None, past: KeyValues | None = None) -> Tensor:
+        """[B, T, D] to [B, T, D]; `allowed` and `past` as in `SelfAttention`."""
+        hidden = self._around(self.norm1, hidden, lambda values: self.attention(values, allowed, past))
+        return self._around(self.norm2, hidden, self.feedforward)
+
+    def _around(self, norm: nn.Module, hidden: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
         if self.norm == "pre":
-            hidden = hidden + self.dropout(self.attention(self.norm1(hidden)))
-            output: Tensor = hidden + self.dropout(self.feedforward(self.norm2(hidden)))
-            return output
-        hidden = self.norm1(hidden + self.dropout(self.attention(hidden)))
-        normed: Tensor = self.norm2(hidden + self.dropout(self.feedforward(hidden)))
-        return normed
+            result: Tensor = hidden + self.dropout(part(norm(hidden)))
+        else:
+            result = norm(hidden + self.dropout(part(hidden)))
+        return result
+
+
+class DecoderPast(NamedTuple):
+    """What a decoder's block keeps of the positions so far, and of the memory."""
+
+    own: KeyValues
+    memory: KeyValues
+
+
+class DecoderBlock(Block):
+    """A causal block that also looks at an encoder's output, between its attention and its feed-forward part."""
+
+    CUTS: ClassVar[Mapping[str, Cut]] = {
+        **Block.CUTS,
+        **{f"cross.{name}": cut for name, cut in CrossAttention.CUTS.items()},
+    }
+    DROPPING_SHARES: ClassVar[Sequence[str]] = (*Block.DROPPING_SHARES, "cross.dropout")
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.cross = CrossAttention(config)
+        self.norm3 = nn.LayerNorm(config.d_model)  # of the cross attention, though the second in order
+        if config.norm == "pre":
+            self.cross.output.weight.data.mul_((2 * config.num_layers) ** -0.5)
+
+    def forward(  # type: ignore[override]  # it takes more
+        self, hidden: Tensor, memory: Tensor, allowed: Tensor, past: DecoderPast | None = None
+    ) -> Tensor:
+        """[B, T, D] over `memory` [B, S, D], of which the places `allowed` [B, S] count, to [B, T, D]."""
+        own, of_memory = past or (None, None)
+        hidden = self._around(self.norm1, hidden, lambda values: self.attention(values, None, own))
+        hidden = self._around(self.norm3, hidden, lambda values: self.cross(values, memory, allowed, of_memory))
+        return self._around(self.norm2, hidden, self.feedforward)

@@ -23,6 +23,7 @@ def projected_cross_entropy(
     chunk: int | None = None,
     take_product: TakeProduct | None = None,
     part: Part | None = None,
+    smoothing: float = 0.0,
 ) -> Tensor:
     """Sum over tokens of the cross-entropy of `hidden @ weight.T + bias`.
 
@@ -32,6 +33,9 @@ def projected_cross_entropy(
     backward it keeps the smaller of these [N, V] and the weight's gradient [V, D].
 
     With N ≤ D `take_product` gets `hidden` and the logits' gradient in backward, and weight and bias get none.
+
+    `smoothing` is the share of each target's weight that all the vocabulary's tokens have in equal parts (Szegedy et
+    al. 2016, arXiv 1512.00567, section 7), as in torch's `label_smoothing`.
 
     With `part` weight and bias are those rows of the vocabulary's alone. The shares tell each other two numbers a
     token, not the logits (Megatron-LM, arXiv 1909.08053, section 3), and all have the same result.
@@ -45,7 +49,7 @@ def projected_cross_entropy(
     # Inside `forward` gradients look wanted also under no_grad: evaluation would form them in vain.
     wants = torch.is_grad_enabled()
     loss: Tensor = _ProjectedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, chunk, wants, take_product, anchor, part
+        hidden, weight, bias, targets, chunk, wants, take_product, anchor, part, smoothing
     )
     return loss
 
@@ -63,6 +67,7 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         take: TakeProduct | None,
         anchor: Tensor | None,
         part: Part | None,
+        smoothing: float,
     ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         loss = torch.zeros((), dtype=torch.promote_types(wide, weight.dtype), device=hidden.device)
@@ -72,21 +77,24 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight) if wants_gradient and not keeps_slopes else None
         grad_bias = torch.zeros_like(bias) if grad_weight is not None and bias is not None else None
         slopes: list[Tensor] = []
+        even = smoothing / (weight.size(0) if part is None else part.total)  # of each token of the vocabulary
         for start in range(0, hidden.size(0), chunk):
             values, goal = hidden[start : start + chunk], targets[start : start + chunk, None]
             logits = F.linear(values, weight, bias)
             if part is None:
                 log_probability, hit = F.log_softmax(logits, dim=-1, dtype=loss.dtype), None
-                loss -= log_probability.gather(1, goal).sum()
+                loss -= (1 - smoothing) * log_probability.gather(1, goal).sum()
             else:
                 log_probability, hit, goal = _own_part(logits.to(loss.dtype), goal, part)
-                loss -= (log_probability.gather(1, goal) * hit).sum()
+                loss -= (1 - smoothing) * (log_probability.gather(1, goal) * hit).sum()
+            if smoothing:
+                loss -= even * log_probability.sum()
             if grad_hidden is None:
                 continue
-            # The gradient of the logits: softmax − one-hot.
-            slope = log_probability.exp_()
+            # The gradient of the logits: softmax − targets.
+            slope = log_probability.exp_().sub_(even) if smoothing else log_probability.exp_()
             ones = torch.ones_like(goal, dtype=slope.dtype) if hit is None else hit.to(slope.dtype)
-            slope.scatter_add_(1, goal, -ones)
+            slope.scatter_add_(1, goal, (smoothing - 1) * ones)
             if grad_bias is not None:
                 grad_bias += slope.sum(0)
             slope = slope.to(logits.dtype)
@@ -124,7 +132,7 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
                 weight_type, bias_type = ctx.types
                 grad_weight = (slope.t() @ values).to(weight_type)
                 grad_bias = None if bias_type is None else slope.sum(0, dtype=bias_type)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None, None
 
 
 def _own_part(logits: Tensor, goal: Tensor, part: Part) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,30 +14,37 @@ def sinusoidal_table(length: int, width: int, dtype: torch.dtype, device: torch.
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1).to(dtype)
 
 
+class NoPositions(nn.Module):
+    """Where positions enter elsewhere."""
+
+    def forward(self, hidden: Tensor, start: int = 0) -> Tensor:
+        return hidden
+
+
 class SinusoidalPositions(nn.Module):
-    """Adds the fixed sinusoidal table to [B, T, D]."""
+    """Adds the fixed sinusoidal table, from position `start` on, to [B, T, D]."""
 
     def __init__(self, max_length: int, width: int) -> None:
         super().__init__()
         self.max_length, self.width = max_length, width
         self.table: Tensor | None = None  # made at first use, in the input's dtype and place; no weight
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, start: int = 0) -> Tensor:
         if self.table is None or self.table.dtype != hidden.dtype or self.table.device != hidden.device:
             self.table = sinusoidal_table(self.max_length, self.width, hidden.dtype, hidden.device)
-        return hidden + self.table[: hidden.size(1)]
+        return hidden + self.table[start : start + hidden.size(1)]
 
 
 class LearnedPositions(nn.Module):
-    """Adds a learned vector a position to [B, T, D]."""
+    """Adds a learned vector a position, from `start` on, to [B, T, D]."""
 
     def __init__(self, max_length: int, width: int, std: float) -> None:
         super().__init__()
         self.embedding = nn.Embedding(max_length, width)
         nn.init.normal_(self.embedding.weight, std=std)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.embedding.weight[: hidden.size(1)].to(hidden.dtype)
+    def forward(self, hidden: Tensor, start: int = 0) -> Tensor:
+        return hidden + self.embedding.weight[start : start + hidden.size(1)].to(hidden.dtype)
 
 
 class RotaryPositions(nn.Module):
@@ -51,9 +58,9 @@ class RotaryPositions(nn.Module):
         self.head_width = head_width
         self.table: tuple[Tensor, Tensor] | None = None
 
-    def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, H, T, head_width] each."""
-        cosine, sine = self._tables(query.size(-2), query)
+    def forward(self, query: Tensor, key: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+        """[B, H, T, head_width] each, of the positions from `start` on."""
+        cosine, sine = (table[start:] for table in self._tables(start + query.size(-2), query))
         return _rotate(query, cosine, sine), _rotate(key, cosine, sine)
 
     def _tables(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -47,6 +47,7 @@ class Part(NamedTuple):
 
     shares: Shares
     places: range
+    total: int
 
 
 def own_places(numbers: Tensor, places: range) -> tuple[Tensor, Tensor]:

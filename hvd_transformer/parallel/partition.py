@@ -6,13 +6,12 @@ layers   | embed | 0 | 1 | 2 | 3 | 4 | output |
 
 import math
 import operator
-import sys
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from importlib import import_module
 from itertools import accumulate, pairwise
 
 from hvd_transformer.errors import UserError
+from hvd_transformer.plugin import first_line, load_plugin
 
 # Of a stage and its first and last layer (exclusive); None where it may not be.
 Price = Callable[[int, int, int], float | None]
@@ -83,13 +82,13 @@ def by_function(path: str, names: Sequence[str], num_stages: int) -> list[int]:
     """Asks the user's function `package.module:function` for each layer's stage, by the layer's name."""
     _check_number(len(names), num_stages)
     origin = f"parallel.partition={path}"
-    function = _load(path, origin)
+    function = load_plugin(path, origin, "function")
     stages: list[int] = []
     for name in names:
         try:
             stage = function(name)
         except Exception as error:
-            raise UserError(f"{origin}: layer {name}: {_first_line(error)}") from error
+            raise UserError(f"{origin}: layer {name}: {first_line(error)}") from error
         if not isinstance(stage, int) or isinstance(stage, bool):
             raise UserError(f"{origin}: layer {name}: returned {stage!r}; must be a stage's number")
         if not 0 <= stage < num_stages:
@@ -137,26 +136,6 @@ def _best_cut(
                     found[start] = total, [stop - start, *best[stop][1]]
         best = found
     return best.get(0)
-
-
-def _load(path: str, origin: str) -> Callable[[str], object]:
-    module, _, name = path.partition(":")
-    if not module or not name:
-        raise UserError(f"{origin}: must be of the form package.module:function")
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # a console script does not look where the user stands
-    try:
-        function = getattr(import_module(module), name)
-    except Exception as error:
-        raise UserError(f"{origin}: cannot be imported: {_first_line(error)}") from error
-    if not callable(function):
-        raise UserError(f"{origin}: {name} is no function")
-    checked: Callable[[str], object] = function
-    return checked
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
 
 
 def _size(num_bytes: float) -> str:

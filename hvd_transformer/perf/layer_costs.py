@@ -80,8 +80,9 @@ def fake_model(config: Config, vocab_size: int, num_samples: int) -> Iterator[Fa
         tokens = torch.zeros(num_samples, config.data.sequence_length, dtype=torch.int64)
         cuts, tensor = model.cuts(config.parallel.vocab_parallel), config.parallel.tensor
         if tensor > 1:
+            shapes = {name: weight.shape for name, weight in model.named_parameters()}
             cut_weights(model, cuts, 0, tensor)
-            share_layers(model, cuts, vocab_size, lambda _: SilentShares(0, tensor))
+            share_layers(model, cuts, shapes, lambda _: SilentShares(0, tensor))
         layers, later = language_model_layers(model), Later()
 
         @contextmanager

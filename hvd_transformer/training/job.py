@@ -12,7 +12,6 @@ from hvd_transformer.comm.terminal import screen
 from hvd_transformer.comm.world import World, agree
 from hvd_transformer.config import Config
 from hvd_transformer.data.once import ShouldStop
-from hvd_transformer.data.prepare import PreparedData, prepare
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.errors import UserError
 from hvd_transformer.parallel.layout import Layout
@@ -20,15 +19,16 @@ from hvd_transformer.parallel.replicas import broadcast_parameters
 from hvd_transformer.training import snapshot
 from hvd_transformer.training.allocator import keep_freed_memory
 from hvd_transformer.training.heartbeat import Heartbeat
-from hvd_transformer.training.language_model_task import LanguageModelTask
 from hvd_transformer.training.loop import Trainer
 from hvd_transformer.training.precision import weight_dtype
 from hvd_transformer.training.progress import Progress, Silent
 from hvd_transformer.training.run_directory import RunDirectory
-from hvd_transformer.training.session import Session
+from hvd_transformer.training.session import Session, show_metrics
 from hvd_transformer.training.stages import check_partition
 from hvd_transformer.training.step_size import check_step_size
 from hvd_transformer.training.stop import StopRequest
+from hvd_transformer.training.task import Data, Preparing, Task
+from hvd_transformer.training.tasks import task_class
 from hvd_transformer.training.watchdog import Watchdog
 
 log = logging.getLogger("hvd_transformer")
@@ -63,7 +63,7 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | No
     trainer.check_replicas("at the start")
 
     position = trainer.position
-    progress.message(_headline(config, world, trainer, data))
+    progress.message(_headline(config, world, trainer))
     if warning := layout.across_hosts(config, world):
         progress.message(f"warning: {warning}")
     if checkpoint is not None:
@@ -92,7 +92,7 @@ def _assemble(
     progress: Silent,
     stop: StopRequest,
     heartbeat: Heartbeat,
-) -> tuple[PreparedData, Trainer]:
+) -> tuple[Data, Trainer]:
     """The data, and a trainer with the first weights or the checkpoint's: all that wrong input can make fail."""
 
     def should_stop() -> bool:
@@ -109,8 +109,9 @@ def _assemble(
     else:
         snapshot.load(trainer, checkpoint, state)
     if config.training.compile:
-        for block in task.model.blocks:
-            block.compile()
+        for layer in task.layers:
+            if layer.recompute:  # a block
+                layer.module.compile()
     return data, trainer
 
 
@@ -131,41 +132,38 @@ def _log_to(file: Path) -> None:
     log.propagate = False
 
 
-def _prepare(config: Config, progress: Silent, should_stop: ShouldStop) -> PreparedData:
+def _prepare(config: Config, progress: Silent, should_stop: ShouldStop) -> Data:
     with process_map(config.data.workers) as mapper:
-        return prepare(config.data, map=mapper, report=progress.message, should_stop=should_stop)
+        return task_class(config).prepare(config, Preparing(mapper, progress.message, should_stop))
 
 
-def _same_data(data: PreparedData, world: World) -> None:
+def _same_data(data: Data, world: World) -> None:
     digests = world.all_gather_objects([world.host, data.digest])
     for host, digest in digests:
         if digest != digests[0][1]:
             raise UserError(f"data.source: host {host} has other text than host {digests[0][0]}; copy one to all hosts")
 
 
-def _make_task(config: Config, data: PreparedData, layout: Layout) -> LanguageModelTask:
+def _make_task(config: Config, data: Data, layout: Layout) -> Task:
     """The model is made alike on every rank from the seed alone."""
     torch.manual_seed(config.seed)
     torch.set_default_dtype(weight_dtype(config.training.precision))
     try:
-        task = LanguageModelTask(config, data, Replica(layout.replica, layout.dp))
+        task = task_class(config)(config, data, Replica(layout.replica, layout.dp))
     finally:
         torch.set_default_dtype(torch.float32)
     return task
 
 
-def _headline(config: Config, world: World, trainer: Trainer, data: PreparedData) -> str:
+def _headline(config: Config, world: World, trainer: Trainer) -> str:
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks over {world.backend}"
     return (
         f"{config.task}: {trainer.num_parameters:,} parameters on {ranks} ({trainer.layout.device.type})\n"
-        f"{config.data.source}: {len(data.splits['train']):,} training tokens, "
-        f"vocabulary {data.tokenizer.vocab_size:,}; "
-        f"{trainer.total_steps:,} steps of {trainer.task.usual_count:,} tokens"
+        f"{config.data.source}: {trainer.task.describe()}; "
+        f"{trainer.total_steps:,} steps of {trainer.task.usual_count:,} {trainer.task.unit}"
     )
 
 
 def _results(summary: dict[str, Any]) -> str:
-    text = f"done: valid perplexity {summary['valid_perplexity']:.2f} (best, at step {summary['best_step']})"
-    if "test_perplexity" in summary:
-        text += f", test perplexity {summary['test_perplexity']:.2f}"
-    return text
+    valid, test = (show_metrics(split, summary) for split in ("valid", "test"))
+    return f"done: {valid} (best, at step {summary['best_step']})" + (f", {test}" if test else "")

@@ -1,30 +1,34 @@
 """Language modelling as a task: token files in windows or columns, and the decoder-only model."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from hvd_transformer.config.schema import Config, ModelConfig
+from hvd_transformer.config.schema import Config
 from hvd_transformer.data.batches import Batch, Columns, Windows, evaluation_batches
-from hvd_transformer.data.prepare import PreparedData
+from hvd_transformer.data.prepare import PreparedData, prepare
 from hvd_transformer.data.sampler import ColumnSampler, Replica, WindowSampler
+from hvd_transformer.data.tokenizers import Tokenizer
 from hvd_transformer.errors import UserError
 from hvd_transformer.models.language_model import LanguageModel
+from hvd_transformer.models.shares import Cut
 from hvd_transformer.parallel.pipeline import Layer, MicroBatch
 from hvd_transformer.training.step_size import step_samples
+from hvd_transformer.training.task import Preparing, Task
 
 
-class LanguageModelTask:
-    """Implements `training.task.Task`. The model is made on the default device, in the default type."""
+class LanguageModelTask(Task):
+    """Each next token of a text."""
+
+    model: LanguageModel
+    data: PreparedData
 
     def __init__(self, config: Config, data: PreparedData, replica: Replica) -> None:
+        super().__init__(config, data, replica)
         training, length = config.training, config.data.sequence_length
-        self.data, self.replica, self.length = data, replica, length
+        self.length = length
         self.eval_batch_size = training.eval_batch_size or training.batch_size
-        self.vocab_size = data.tokenizer.vocab_size
-        self.model = LanguageModel(self.vocab_size, config.model)
-        self.cuts = self.model.cuts(config.parallel.vocab_parallel)
-        self.dropping_shares = self.model.dropping_shares
+        self.model = LanguageModel(data.tokenizer.vocab_size, config.model)
         num_samples = step_samples(training, replica.size)
         self.usual_count = num_samples * length
         tokens = data.splits["train"]
@@ -51,6 +55,29 @@ class LanguageModelTask:
                     "evaluation needs at least 2"
                 )
 
+    @classmethod
+    def prepare(cls, config: Config, preparing: Preparing) -> PreparedData:
+        return prepare(config.data, *preparing)
+
+    def describe(self) -> str:
+        return f"{len(self.data.splits['train']):,} training tokens, vocabulary {self.data.tokenizer.vocab_size:,}"
+
+    @classmethod
+    def layer_names(cls, config: Config) -> list[str]:
+        return ["embedding", *(f"blocks.{number}" for number in range(config.model.num_layers)), "head"]
+
+    @property
+    def cuts(self) -> Mapping[str, Cut]:
+        return self.model.cuts(self.config.parallel.vocab_parallel)
+
+    @property
+    def dropping_shares(self) -> list[str]:
+        return self.model.dropping_shares
+
+    @property
+    def tokenizers(self) -> Mapping[str, Tokenizer]:
+        return {"": self.data.tokenizer}
+
     def batch(self, epoch: int, units: range) -> Batch:
         return self.samples.batch(epoch, units)
 
@@ -70,11 +97,6 @@ class LanguageModelTask:
 
     def num_targets(self, batch: tuple[Tensor, ...]) -> int:
         return batch[1].numel()
-
-
-def layer_names(config: ModelConfig) -> list[str]:
-    """The names of `language_model_layers`, without a model."""
-    return ["embedding", *(f"blocks.{number}" for number in range(config.num_layers)), "head"]
 
 
 def language_model_layers(model: LanguageModel) -> list[Layer]:

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain, islice
 
 from torch import Tensor
@@ -60,9 +61,9 @@ class Trainer:
         self.config, self.world, self.layout, self.task, self.position = config, world, layout, task, position
         communication, model = config.communication, task.model
         self.shapes = {name: weight.shape for name, weight in model.named_parameters()}  # of the whole weights
-        cut_model(task, layout)
+        cut_model(task, layout, self.shapes)
         self.stages = make_stages(config, task, layout, world)
-        connect(task, layout)
+        connect(task, layout, self.shapes)
         rows = row_parameters(model, communication.embedding_rows, task.usual_count)
         self.weights = self._stage_weights(alone={name for name, row in rows.items() if row.gather})
         self.buckets = [bucket for weights in self.weights for bucket in weights.buckets]
@@ -155,7 +156,9 @@ class Trainer:
                 found = self.pipeline.evaluate([self.task.micro_batch(self._pinned(batch)) for batch in group])
                 yield from zip(found, map(self.task.num_targets, group), strict=True)
 
-        return evaluate(lambda result: result, losses(), self.layout.data_group)
+        found = evaluate(losses(), self.layout.data_group, self.task.num_sums)
+        metrics = self.task.metrics(found.sums, found.count)
+        return replace(found, metrics=metrics | self.task.more_metrics(split, self.layout.data_group))
 
     def optimizer_state(self) -> list[dict[str, Tensor]]:
         """The optimizer's state of each bucket, as flat tensors like its own parameters: {"exp_avg": …}."""

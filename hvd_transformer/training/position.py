@@ -18,8 +18,9 @@ class Position:
     samples: int = 0
     targets: int = 0  # what the losses were the mean of: tokens
     seconds: float = 0.0
-    best_loss: float | None = None
+    best: float | None = None  # of training.best_metric
     best_step: int | None = None
+    not_better: int = 0  # evaluations since then
     evaluated_step: int | None = None
     train_loss: float | None = None  # of the last line of metrics.jsonl
     # Since the last line of metrics.jsonl.

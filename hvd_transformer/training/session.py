@@ -3,13 +3,14 @@
 import json
 import logging
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from hvd_transformer import atomic
 from hvd_transformer.comm.world import World
 from hvd_transformer.config import Config
 from hvd_transformer.errors import UserError
-from hvd_transformer.evaluation.evaluate import Evaluation, perplexity
+from hvd_transformer.evaluation.evaluate import perplexity
 from hvd_transformer.training import snapshot
 from hvd_transformer.training.heartbeat import Heartbeat
 from hvd_transformer.training.loop import Trainer
@@ -49,7 +50,7 @@ class Session:
             self.metrics = MetricsLog(run.path, trainer.position.step, self.warn)
         self.saved_step = trainer.position.step if trainer.position.step else None
         self.saved_at = time.monotonic()
-        self.valid: Evaluation | None = None
+        self.valid: dict[str, float] | None = None
 
     def train(self, stop: StopRequest) -> str:
         """Steps until the end ("finished") or until a rank was asked to stop ("stopped"). Collective."""
@@ -71,7 +72,7 @@ class Session:
                 every = self.config.checkpoint.every_steps
                 if best or result.save or stopped or (every and position.step % every == 0):
                     self.save(best)
-                if stopped:
+                if stopped or self._patience_ended():
                     break
             self._write_timeline()  # of a run shorter than that
             self.save(best=False)
@@ -92,9 +93,8 @@ class Session:
             for split in ("valid", "test"):
                 if self.trainer.task.has_split(split) and not (split == "valid" and self.valid and not best):
                     self.heartbeat.phase = "evaluation"
-                    result = self.trainer.evaluate(split)
+                    summary |= _of_split(split, self.trainer.evaluate(split).metrics)
                     self.heartbeat.phase = "end"
-                    summary |= {f"{split}_loss": result.loss, f"{split}_perplexity": result.perplexity}
         if self.metrics is not None:
             # Not at the start, which would wait for the drawing library.
             from hvd_transformer.training.report import write_report
@@ -176,22 +176,29 @@ class Session:
         position.evaluated_step = position.step
         self.heartbeat.enter("evaluation")
         began = time.perf_counter()
-        self.valid = self.trainer.evaluate("valid")
-        best = position.best_loss is None or self.valid.loss < position.best_loss
+        self.valid = self.trainer.evaluate("valid").metrics
+        value = chosen(self.valid, self.config.training.best_metric)
+        best = position.best is None or value < position.best
+        position.not_better = 0 if best else position.not_better + 1
         if best:
-            position.best_loss, position.best_step = self.valid.loss, position.step
-        numbers = f"valid loss {self.valid.loss:.4f}, valid perplexity {self.valid.perplexity:.2f}"
+            position.best, position.best_step = value, position.step
         mark = "best so far" if best else f"best: step {position.best_step}"
-        self.progress.message(f"step {position.step}: {numbers} ({mark})")
-        log.info("step %d: valid loss %.5f, %.1f s", position.step, self.valid.loss, time.perf_counter() - began)
+        self.progress.message(f"step {position.step}: {show_metrics('valid', _of_split('valid', self.valid))} ({mark})")
+        log.info("step %d: valid %s, %.1f s", position.step, self.valid, time.perf_counter() - began)
         if self.metrics is not None:
             self.metrics.write(
                 position.step,
                 epoch=position.epoch + (0 if epoch_ended else 1),
-                valid_loss=self.valid.loss,
-                valid_perplexity=self.valid.perplexity,
+                **_of_split("valid", self.valid),
             )
         return best and self.config.checkpoint.keep_best
+
+    def _patience_ended(self) -> bool:
+        position, patience = self.trainer.position, self.config.training.patience
+        if patience is None or position.not_better < patience:
+            return False
+        self.progress.message(f"step {position.step}: {patience} evaluations brought no better one: training ends")
+        return True
 
     def _write_timeline(self) -> None:
         timeline = self.trainer.timeline
@@ -240,11 +247,38 @@ class Session:
             "device": trainer.layout.device.type,
             "parameters": trainer.num_parameters,
             "train_loss": position.train_loss,
-            "valid_loss": self.valid.loss if self.valid else None,
-            "valid_perplexity": self.valid.perplexity if self.valid else None,
+            "valid_loss": None,
+            **_of_split("valid", self.valid or {}),
             "best_step": position.best_step,
-            "best_valid_loss": position.best_loss,
+            "best_metric": self.config.training.best_metric,
+            "best_value": None if position.best is None else abs(position.best),
         }
+
+
+# Metrics of which less is better.
+_FALLING = {"loss", "perplexity"}
+
+
+def chosen(metrics: Mapping[str, float], name: str) -> float:
+    """The metric named by `training.best_metric`, turned so that less is better. Raises `UserError`."""
+    plain = name.removeprefix("-")
+    if plain not in metrics:
+        raise UserError(f"training.best_metric={name}: no such metric of this task; it has {', '.join(metrics)}")
+    return metrics[plain] if name != plain or plain in _FALLING else -metrics[plain]
+
+
+def show_metrics(split: str, values: Mapping[str, Any]) -> str:
+    """A split's metrics as the screen has them; empty where there are none."""
+    digits = {"loss": 4, "perplexity": 2, "bleu": 2, "bleu_words": 2}
+    return ", ".join(
+        f"{split} {name.replace('_', ' ')} {value:.{digits.get(name, 4)}f}"
+        for key, value in values.items()
+        if (name := key.removeprefix(f"{split}_")) != key and value is not None
+    )
+
+
+def _of_split(split: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    return {f"{split}_{name}": value for name, value in metrics.items()}
 
 
 def _finite(summary: dict[str, Any]) -> dict[str, Any]:

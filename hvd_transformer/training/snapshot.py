@@ -24,7 +24,7 @@ from hvd_transformer.training.loop import Trainer
 from hvd_transformer.training.optimizer import state_keys
 from hvd_transformer.training.position import Position
 
-FORMAT = 1
+FORMAT = 2
 # Read and sent to the other ranks at a time, unless one row alone is larger.
 CHUNK_BYTES = 32 << 20
 
@@ -54,8 +54,13 @@ def take(trainer: Trainer, data_digest: str, checksum: int, best: bool) -> Snaps
             "weights_checksum": checksum,
             "position": trainer.position.state(),
             "loss_scaler": trainer.scaler.state(),
+            **trainer.task.facts,
         },
         best=best,
+        texts={
+            f"{prefix}{tokenizer.file_name}": tokenizer.to_json()
+            for prefix, tokenizer in trainer.task.tokenizers.items()
+        },
     )
 
 

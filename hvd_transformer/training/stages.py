@@ -15,12 +15,12 @@ from hvd_transformer.parallel.layout import Layout
 from hvd_transformer.parallel.pipeline import Stage, worker_threads
 from hvd_transformer.parallel.schedule import make_schedule
 from hvd_transformer.training.activations import join, stage_activations
-from hvd_transformer.training.language_model_task import layer_names
 from hvd_transformer.training.layer_cache import cached_costs
 from hvd_transformer.training.layer_measure import MeasuredLayer, measure_layers
 from hvd_transformer.training.optimizer import copies
 from hvd_transformer.training.precision import autocast
 from hvd_transformer.training.task import Task, cut
+from hvd_transformer.training.tasks import task_class
 
 # Of a GPU's memory: for the libraries, buffers for sending, what is held only for a moment, and gaps.
 _RESERVE = 0.1
@@ -29,8 +29,11 @@ log = logging.getLogger("hvd_transformer")
 
 
 def check_partition(config: Config) -> None:
-    """Raises `UserError` where the model cannot be cut so. Needs no data and no model."""
-    given_partition(config, layer_names(config.model))
+    """Raises `UserError` where the model cannot be cut so. Needs no data and no model; one whose layers are not known
+    without is checked later."""
+    names = task_class(config).layer_names(config)
+    if names is not None:
+        given_partition(config, names)
 
 
 def make_stages(config: Config, task: Task, layout: Layout, world: World) -> list[Stage]:

@@ -1,15 +1,26 @@
-"""What the loop asks of a task: its layers, and batches. The rest of training is the same for all."""
+"""What the loop asks of a task: its data, its layers, and batches. The rest of training is the same for all.
 
+A task of one's own is a class that implements `Task`, or `training.example_task.ExampleTask` for samples that differ in
+length; `task=package.module:Class` trains it (docs/own-task.md).
+"""
+
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from hvd_transformer.data.sampler import Intervals, Step
+from hvd_transformer.comm.group import Group
+from hvd_transformer.config.schema import Config
+from hvd_transformer.data.once import Report, ShouldStop
+from hvd_transformer.data.prepare import OrderedMap
+from hvd_transformer.data.sampler import Intervals, Replica, Step
+from hvd_transformer.data.tokenizers import Tokenizer
+from hvd_transformer.evaluation.evaluate import perplexity
 from hvd_transformer.models.shares import Cut
 from hvd_transformer.parallel.pipeline import Layer, MicroBatch
 
-# A batch is a named tuple of tensors whose first dimension counts the samples.
+# A batch is a tuple of tensors whose first dimension counts the samples.
 Batch = tuple[Tensor, ...]
 
 
@@ -27,56 +38,103 @@ class Sampler(Protocol):
     def epoch(self, remaining: Intervals | None = None) -> Iterator[Step]: ...
 
 
-class Task(Protocol):
-    """One kind of model and its data, as one replica sees it."""
+class Preparing(NamedTuple):
+    """What a preparation of data may use: processes that map in order, the screen, and whether to break off."""
+
+    map: OrderedMap
+    report: Report
+    should_stop: ShouldStop
+
+
+class Data(Protocol):
+    """What `Task.prepare` gives. `digest` is the same on all hosts that have the same data, whatever the paths."""
 
     @property
-    def model(self) -> nn.Module: ...
+    def digest(self) -> str: ...
+
+
+class Task(ABC):
+    """One kind of model and its data, as one replica sees it. The model is made on the default device, in the default
+    type, from torch's own generator, so that it is the same on every rank."""
+
+    unit: ClassVar[str] = "tokens"  # what `num_targets` counts
+
+    model: nn.Module
+    sampler: Sampler
+    usual_count: int
+    """Targets of a full step over all replicas: keeps gradients near their mean while they are summed."""
+
+    def __init__(self, config: Config, data: Any, replica: Replica) -> None:
+        self.config, self.data, self.replica = config, data, replica
+
+    @classmethod
+    @abstractmethod
+    def prepare(cls, config: Config, preparing: Preparing) -> Data:
+        """The data, made once on each host. Raises `UserError` where it cannot be used."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """The data in a few words, for the screen."""
+
+    @classmethod
+    def layer_names(cls, config: Config) -> list[str] | None:
+        """The names of `layers`, without a model; None: not known before there is one."""
+        return None
 
     @property
-    def sampler(self) -> Sampler: ...
+    @abstractmethod
+    def layers(self) -> Sequence[Layer]:
+        """The whole model, in order; the last one returns the sum of the losses. In evaluation it may return a vector:
+        that sum, and `num_sums` - 1 others that `metrics` needs."""
 
-    @property
-    def usual_count(self) -> int:
-        """Targets of a full step over all replicas: keeps gradients near their mean while they are summed."""
-        ...
+    @abstractmethod
+    def batch(self, epoch: int, units: range) -> Batch:
+        """The training samples of these units of the sampler."""
+
+    @abstractmethod
+    def has_split(self, split: str) -> bool:
+        """Whether there is a "valid" or "test" split."""
+
+    @abstractmethod
+    def evaluation_batches(self, split: str) -> Iterator[Batch]:
+        """This replica's part of a whole split."""
+
+    @abstractmethod
+    def micro_batch(self, batch: Batch) -> MicroBatch:
+        """A batch (or a part of one) as the layers take it."""
+
+    @abstractmethod
+    def num_targets(self, batch: Batch) -> int:
+        """What the sum of the losses is divided by, for their mean."""
+
+    num_sums: int = 1
+    """Numbers that the last layer returns in evaluation."""
+
+    def metrics(self, sums: Sequence[float], count: int) -> dict[str, float]:
+        """The metrics of a whole split, from the sums over its samples and the number of its targets. "loss" is one."""
+        return {"loss": sums[0] / count, "perplexity": perplexity(sums[0] / count)}
+
+    def more_metrics(self, split: str, group: Group) -> dict[str, float]:
+        """Those that the loss has no part in, such as a translation's. The same on all ranks. Collective in the group
+        of the replicas; the model is in evaluation."""
+        return {}
 
     @property
     def cuts(self) -> Mapping[str, Cut]:
         """The weights that the ranks of a tensor group share, and how."""
-        ...
+        return {}
 
     @property
     def dropping_shares(self) -> Collection[str]:
         """The dropouts on what these ranks share, too."""
-        ...
+        return ()
 
     @property
-    def vocab_size(self) -> int:
-        """Tokens that the model knows."""
-        ...
-
-    def batch(self, epoch: int, units: range) -> Batch:
-        """The training samples of these units."""
-        ...
-
-    def has_split(self, split: str) -> bool:
-        """Whether there is a "valid" or "test" split."""
-        ...
-
-    def evaluation_batches(self, split: str) -> Iterator[Batch]:
-        """This replica's part of a whole split."""
-        ...
+    def tokenizers(self) -> Mapping[str, Tokenizer]:
+        """What a checkpoint needs to be of use, by the beginning of its file's name."""
+        return {}
 
     @property
-    def layers(self) -> Sequence[Layer]:
-        """The whole model, in order; the last one returns the sum of the losses."""
-        ...
-
-    def micro_batch(self, batch: Batch) -> MicroBatch:
-        """A batch (or a part of one) as the layers take it."""
-        ...
-
-    def num_targets(self, batch: Batch) -> int:
-        """What the sum of the losses is divided by, for their mean."""
-        ...
+    def facts(self) -> Mapping[str, Any]:
+        """And what else: JSON."""
+        return {}

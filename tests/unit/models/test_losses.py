@@ -32,10 +32,11 @@ def gradients(loss: Tensor, *tensors: Tensor | None) -> list[Tensor]:
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("chunk", [1, 3, N, N + 5])
 @pytest.mark.parametrize("width", [D, N, N + 2])  # more tokens than that, as many, fewer
-def test_value_and_gradients_equal_torchs(width: int, chunk: int, with_bias: bool) -> None:
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
+def test_value_and_gradients_equal_torchs(smoothing: float, width: int, chunk: int, with_bias: bool) -> None:
     hidden, weight, bias, targets = operands(with_bias, width=width)
-    loss = projected_cross_entropy(hidden, weight, bias, targets, chunk)
-    expected = F.cross_entropy(F.linear(hidden, weight, bias), targets, reduction="sum")
+    loss = projected_cross_entropy(hidden, weight, bias, targets, chunk, smoothing=smoothing)
+    expected = F.cross_entropy(F.linear(hidden, weight, bias), targets, reduction="sum", label_smoothing=smoothing)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     # The factor stands for the scale of the mean and of float16.
     own = gradients(loss * 0.37, hidden, weight, bias)

@@ -8,6 +8,7 @@ import torch
 from hvd_transformer.comm.world import World
 from hvd_transformer.config import Config, load
 from hvd_transformer.data.sampler import Replica
+from hvd_transformer.data.tokenizers import CharTokenizer
 from hvd_transformer.parallel.flat import WHOLE
 from hvd_transformer.parallel.layout import Layout
 from hvd_transformer.training.language_model_task import LanguageModelTask
@@ -16,6 +17,7 @@ from hvd_transformer.training.position import Position
 from hvd_transformer.training.precision import weight_dtype
 
 VOCABULARY = 11
+TOKENIZER = CharTokenizer(["<unk>", *"abcdefghij"])
 
 SMALL = [
     "model.num_layers=1",
@@ -53,7 +55,7 @@ def settings(*overrides: str) -> Config:
 def trainer(config: Config, world: World | None = None, position: Position | None = None, replica: int = 0) -> Trainer:
     """The job's trainer, its weights by the seed, on one of the world's ranks."""
     world = world or World()
-    data = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=VOCABULARY), splits=SPLITS)
+    data = SimpleNamespace(tokenizer=TOKENIZER, splits=SPLITS)
     torch.manual_seed(config.seed)
     torch.set_default_dtype(weight_dtype(config.training.precision))
     try:

@@ -122,7 +122,7 @@ def test_the_files_name_every_weight_once_and_its_moments() -> None:
 
 
 def test_a_position_survives_json() -> None:
-    position = Position(step=5, updates=4, epoch=2, remaining=[(3, 7), (9, 20)], samples=99, best_loss=1.5, best_step=2)
+    position = Position(step=5, updates=4, epoch=2, remaining=[(3, 7), (9, 20)], samples=99, best=1.5, best_step=2)
     position.interval["loss"] = 0.1 + 0.2
     assert Position.load(json.loads(json.dumps(position.state()))) == position
 
@@ -139,7 +139,7 @@ def test_other_tokens_and_other_formats_are_refused(tmp_path: Path) -> None:
         snapshot.read_position(checkpoint, "another digest", World())
     state = json.loads((checkpoint / "state.json").read_text())
     (checkpoint / "state.json").write_text(json.dumps(state | {"format": 99}))
-    with pytest.raises(UserError, match="format 99, but this version reads format 1"):
+    with pytest.raises(UserError, match="format 99, but this version reads format 2"):
         snapshot.read_position(checkpoint, "digest", World())
 
 

@@ -136,7 +136,7 @@ def test_an_embedding_cut_by_rows_is_an_embedding(count: int, takes: bool) -> No
     def work(shares: ThreadShares) -> None:
         layer, places = Embedding(V, 6), span(V, shares.index, count)
         layer.weight = nn.Parameter(whole.weight.detach()[places.start : places.stop].clone())
-        layer.part = Part(shares, places)
+        layer.part = Part(shares, places, V)
         grad = torch.zeros_like(layer.weight)
         if takes:
             layer.take_rows = partial(grad.index_add_, 0)
@@ -151,14 +151,16 @@ def test_an_embedding_cut_by_rows_is_an_embedding(count: int, takes: bool) -> No
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("chunk", [3, 100])
 @pytest.mark.parametrize("num_tokens", [4, 9])  # fewer than the width, and more
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("count", COUNTS)
 def test_a_loss_over_parts_of_the_vocabulary_is_torchs(
-    count: int, num_tokens: int, chunk: int, with_bias: bool
+    count: int, smoothing: float, num_tokens: int, chunk: int, with_bias: bool
 ) -> None:
     hidden, weight = torch.randn(num_tokens, 6, requires_grad=True), torch.randn(V, 6, requires_grad=True)
     bias = torch.randn(V, requires_grad=True) if with_bias else None
     targets = torch.randint(V, (num_tokens,))
-    wanted = F.cross_entropy(30 * F.linear(hidden, weight, bias), targets, reduction="sum")
+    logits = 30 * F.linear(hidden, weight, bias)
+    wanted = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
     wanted.backward()
 
     def work(shares: ThreadShares) -> None:
@@ -168,7 +170,7 @@ def test_a_loss_over_parts_of_the_vocabulary_is_torchs(
             for whole in (weight, bias)
         ]
         values = hidden.detach().clone().requires_grad_()
-        loss = projected_cross_entropy(values, *own, targets, chunk, part=Part(shares, places))
+        loss = projected_cross_entropy(values, *own, targets, chunk, part=Part(shares, places, V), smoothing=smoothing)
         loss.backward()
         near(loss.detach(), wanted.detach())
         near(values.grad, hidden.grad)
@@ -237,7 +239,7 @@ def test_gradcheck_of_the_loss_over_parts(count: int) -> None:
 
     def function(shares: ThreadShares, hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         own = [_Own.apply(whole, Cut(0), shares) for whole in (weight, bias)]
-        return projected_cross_entropy(hidden, *own, targets, 3, part=Part(shares, span(V, shares.index, count)))
+        return projected_cross_entropy(hidden, *own, targets, 3, part=Part(shares, span(V, shares.index, count), V))
 
     gradcheck(count, function, torch.randn(4, 2), torch.randn(V, 2), torch.randn(V))
 
@@ -275,13 +277,13 @@ def test_a_whole_model_is_torchs(count: int, kind: dict[str, Any], vocabulary: b
     inputs, targets = torch.randint(V, (2, batch, 7))
     wanted = F.cross_entropy(plain(inputs).flatten(0, 1), targets.flatten(), reduction="sum")
     wanted.backward()
-    cuts = model.cuts(vocabulary)
+    cuts, shapes = model.cuts(vocabulary), {name: weight.shape for name, weight in model.named_parameters()}
     assert ("head.weight" in cuts) == (vocabulary and not config.tie_embeddings)
 
     def work(shares: ThreadShares) -> None:
         own = deepcopy(model)
         cut_weights(own, cuts, shares.index, count)
-        share_layers(own, cuts, V, lambda name: shares)
+        share_layers(own, cuts, shapes, lambda name: shares)
         loss, _ = own.loss(inputs, targets)
         loss.backward()
         near(loss.detach(), wanted.detach())
@@ -309,7 +311,8 @@ def test_dropout_is_the_same_where_ranks_have_the_same_values_and_another_where_
     for shard in range(2):
         task = LanguageModelTask(config, data, Replica(0, 1))
         alone = World()
-        cut_model(task, Layout(1, 2, 0, shard, (torch.device("cpu"),), alone, alone, WHOLE))
+        shapes = {name: weight.shape for name, weight in task.model.named_parameters()}
+        cut_model(task, Layout(1, 2, 0, shard, (torch.device("cpu"),), alone, alone, WHOLE), shapes)
         task.model.train()
         for name, module in task.model.named_modules():
             if isinstance(module, Dropout):

@@ -1,0 +1,1 @@
+"""Using what was trained: decoding step by step, and the models of checkpoints."""

@@ -1,0 +1,83 @@
+"""Beam search and, of width 1, greedy search, for many sentences at once.
+
+Scores are log probabilities over ((5 + length) / 6)^penalty (Wu et al. 2016, arXiv 1609.08144, section 7). A sentence
+is done when as many of its hypotheses have ended as the beam is wide.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Steps(Protocol):
+    """A decoder at work: it has seen the tokens of R rows so far."""
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Each row's next token [R] to the logarithms of the probabilities [R, V] of the one after it."""
+        ...
+
+    def select(self, rows: Tensor) -> None:
+        """Goes on with these rows [R'], in this order; one may be there more than once."""
+        ...
+
+
+class Hypothesis(NamedTuple):
+    """A decoded sentence, without its beginning and end, and its score."""
+
+    tokens: list[int]
+    score: float
+
+
+@torch.no_grad()
+def beam_search(
+    steps: Steps, limits: Tensor, begin: int, end: int, *, beam: int = 1, length_penalty: float = 0.6
+) -> list[list[Hypothesis]]:
+    """Each sentence's hypotheses, at most `beam`, the best first.
+
+    `steps` has a row a sentence; `limits` [B]: the most tokens that each may have, its end not counted.
+    """
+    device, number = limits.device, len(limits)
+    ended: list[list[Hypothesis]] = [[] for _ in range(number)]
+    alive = torch.arange(number, device=device)  # the sentences not yet done [A]
+    steps.select(alive.repeat_interleave(beam))
+    # Rows of one sentence are alike at first: only the first of them counts.
+    scores = torch.full((number, beam), -torch.inf, dtype=torch.float64, device=device)
+    scores[:, 0] = 0
+    tokens = torch.full((number, beam, 1), begin, device=device)
+    for length in range(int(limits.max()) + 1):
+        found = steps.step(tokens[:, :, -1].flatten()).to(scores.dtype)
+        size = found.size(-1)
+        following = found.view(len(alive), beam, size)
+        last = limits[alive] == length
+        if last.any():  # these must end now
+            only = torch.full((size,), -torch.inf, dtype=scores.dtype, device=device)
+            only[end] = 0
+            following[last] += only
+        totals = (scores[:, :, None] + following).flatten(1)
+        # Twice as many as needed: at most half of them end.
+        best, places = totals.topk(min(2 * beam, totals.size(1)), sorted=True)
+        rows, words = places.div(size, rounding_mode="floor"), places % size
+        ends = words == end
+        penalty = ((5 + length + 1) / 6) ** length_penalty
+        done = torch.zeros(len(alive), dtype=torch.bool, device=device)
+        reached = (ends[:, :beam] & best[:, :beam].isfinite()).nonzero().tolist()
+        for index, place in reached:
+            sentence = int(alive[index])
+            if len(ended[sentence]) < beam:
+                own = tokens[index, rows[index, place], 1:].tolist()
+                ended[sentence].append(Hypothesis(own, float(best[index, place]) / penalty))
+        done |= last
+        done |= torch.tensor([len(ended[sentence]) >= beam for sentence in alive.tolist()], device=device)
+        # The best that go on, in order; where there are fewer, rows without a chance fill up.
+        order = ends.to(torch.int8).sort(dim=1, stable=True).indices[:, :beam]
+        scores = best.masked_fill(ends, -torch.inf).gather(1, order)
+        rows, words = rows.gather(1, order), words.gather(1, order)
+        stay = (~done).nonzero().flatten()
+        if not len(stay):
+            break
+        scores, rows, words, alive = scores[stay], rows[stay], words[stay], alive[stay]
+        kept = (stay[:, None] * beam + rows).flatten()
+        tokens = torch.cat([tokens.flatten(0, 1)[kept].unflatten(0, (-1, beam)), words[:, :, None]], 2)
+        steps.select(kept)
+    return [sorted(found, key=lambda hypothesis: -hypothesis.score) for found in ended]

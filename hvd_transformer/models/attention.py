@@ -1,0 +1,143 @@
+"""Multi-head attention (Vaswani et al. 2017, section 3.2): over one's own sequence, or over an encoder's output."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hvd_transformer.config.schema import ModelConfig
+from hvd_transformer.models.dropout import Dropout
+from hvd_transformer.models.linear import Linear
+from hvd_transformer.models.positions import RotaryPositions
+from hvd_transformer.models.shares import Cut
+
+
+class KeyValues:
+    """The keys and values of one attention for the positions so far, so that decoding computes them once."""
+
+    def __init__(self) -> None:
+        self.pair: tuple[Tensor, Tensor] | None = None  # [B, H, T, D/H] each
+
+    @property
+    def length(self) -> int:
+        """Positions so far, T."""
+        return 0 if self.pair is None else self.pair[0].size(2)
+
+    def add(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of all positions, the new ones at the end."""
+        if self.pair is not None:
+            key, value = torch.cat([self.pair[0], key], 2), torch.cat([self.pair[1], value], 2)
+        self.pair = key, value
+        return self.pair
+
+    def select(self, rows: Tensor) -> None:
+        """Keeps these rows [B'] of the batch, in this order; one may be there more than once."""
+        if self.pair is not None:
+            self.pair = self.pair[0].index_select(0, rows), self.pair[1].index_select(0, rows)
+
+
+class Attention(nn.Module):
+    """What both kinds share. With dropout on the attention weights these exist as a whole in training: [B, H, T, S]."""
+
+    def __init__(self, config: ModelConfig, causal: bool) -> None:
+        super().__init__()
+        self.head_width, self.causal = config.d_model // config.num_heads, causal
+        self.output: Linear
+        self.dropout = Dropout(config.dropout)
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None) -> Tensor:
+        """[B, H, T, D/H] of query and [B, H, S, D/H] of key and value to [B, T, D]; `allowed` [B, S]: keys that count.
+
+        A causal one's queries are the last T of the S positions.
+        """
+        mask = None if allowed is None else allowed[:, None, None]
+        length, keys = query.size(2), key.size(2)
+        causal = self.causal and length > 1
+        if self.training and self.dropout.rate:  # the fused kernels draw from torch's own generator
+            scores = (query @ key.transpose(-2, -1)) * query.size(-1) ** -0.5
+            if causal:
+                mask = self._past(length, keys, mask, scores.device)
+            if mask is not None:
+                scores = scores.masked_fill(~mask, -torch.inf)
+            mixed = self.dropout(scores.softmax(-1)) @ value
+        elif causal and (mask is not None or length < keys):
+            mask = self._past(length, keys, mask, query.device)
+            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        else:
+            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
+        output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        return output
+
+    @staticmethod
+    def _past(length: int, keys: int, mask: Tensor | None, device: torch.device) -> Tensor:
+        past = torch.ones(length, keys, dtype=torch.bool, device=device).tril(keys - length)
+        return past if mask is None else past & mask
+
+
+class SelfAttention(Attention):
+    """Over one's own sequence. `CUTS`: how ranks may share its weights."""
+
+    CUTS: ClassVar[Mapping[str, Cut]] = {
+        "qkv.weight": Cut(0, parts=3),
+        "qkv.bias": Cut(0, parts=3),
+        "output.weight": Cut(1),
+    }
+
+    def __init__(self, config: ModelConfig, causal: bool = True) -> None:
+        super().__init__(config, causal)
+        self.qkv = Linear(config.d_model, 3 * config.d_model)  # rows: query, key, value, as in torch.nn
+        self.output = Linear(config.d_model, config.d_model)
+        self.rotary = RotaryPositions(self.head_width) if config.position == "rotary" else None
+        nn.init.xavier_uniform_(self.qkv.weight)
+        for linear in (self.qkv, self.output):
+            nn.init.zeros_(linear.bias)
+
+    def forward(self, hidden: Tensor, allowed: Tensor | None = None, past: KeyValues | None = None) -> Tensor:
+        """[B, T, D] to [B, T, D]. `allowed` [B, T]: keys that count. `past`: of the positions before these."""
+        # [B, T, 3D] → three of [B, H, T, D/H], or of this share's heads
+        query, key, value = self.qkv(hidden).unflatten(-1, (3, -1, self.head_width)).permute(2, 0, 3, 1, 4)
+        if self.rotary is not None:
+            query, key = self.rotary(query, key, 0 if past is None else past.length)
+        if past is not None:
+            key, value = past.add(key, value)
+        return self.mix(query, key, value, allowed)
+
+
+class CrossAttention(Attention):
+    """Over an encoder's output. `CUTS`: how ranks may share its weights."""
+
+    CUTS: ClassVar[Mapping[str, Cut]] = {
+        "query.weight": Cut(0),
+        "query.bias": Cut(0),
+        "key_value.weight": Cut(0, parts=2),
+        "key_value.bias": Cut(0, parts=2),
+        "output.weight": Cut(1),
+    }
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config, causal=False)
+        self.query = Linear(config.d_model, config.d_model)
+        self.key_value = Linear(config.d_model, 2 * config.d_model)
+        self.output = Linear(config.d_model, config.d_model)
+        # As where the three matrices are one (torch.nn), so that both kinds of attention begin alike.
+        bound = (6 / (4 * config.d_model)) ** 0.5
+        for linear in (self.query, self.key_value):
+            nn.init.uniform_(linear.weight, -bound, bound)
+        for linear in (self.query, self.key_value, self.output):
+            nn.init.zeros_(linear.bias)
+
+    def forward(self, hidden: Tensor, memory: Tensor, allowed: Tensor, past: KeyValues | None = None) -> Tensor:
+        """[B, T, D] over `memory` [B, S, D], of which the places `allowed` [B, S] count, to [B, T, D].
+
+        `past` keeps the memory's keys and values from the first call on.
+        """
+        query = self.query(hidden).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+        if past is not None and past.pair is not None:
+            key, value = past.pair
+        else:
+            key, value = self.key_value(memory).unflatten(-1, (2, -1, self.head_width)).permute(2, 0, 3, 1, 4)
+            if past is not None:
+                past.pair = key, value
+        return self.mix(query, key, value, allowed)

@@ -1,0 +1,91 @@
+"""A Transformer encoder with a pooled head, as an ordered list of layers like any model."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hvd_transformer.config.schema import ModelConfig
+from hvd_transformer.models.dropout import Dropout, number_dropouts
+from hvd_transformer.models.layers import Block, TokenEmbedding
+from hvd_transformer.models.linear import Linear
+from hvd_transformer.models.shares import Cut
+
+
+class PooledHead(nn.Module):
+    """The final norm (pre-norm models), the mean over a text's tokens, and one logit a class.
+
+    `class_weights` [C]: how much a sample of each class counts.
+    """
+
+    def __init__(
+        self, num_classes: int, config: ModelConfig, smoothing: float = 0.0, class_weights: Tensor | None = None
+    ) -> None:
+        super().__init__()
+        self.num_classes, self.smoothing, self.class_weights = num_classes, smoothing, class_weights
+        self.norm = nn.LayerNorm(config.d_model) if config.norm == "pre" else nn.Identity()
+        self.dense = Linear(config.d_model, config.d_model)
+        self.dropout = Dropout(config.dropout)
+        self.output = Linear(config.d_model, num_classes)
+        for linear in (self.dense, self.output):
+            nn.init.xavier_uniform_(linear.weight)
+            nn.init.zeros_(linear.bias)
+
+    def forward(self, hidden: Tensor, allowed: Tensor) -> Tensor:
+        """[B, T, D], of which the places `allowed` [B, T] count, to logits [B, C]."""
+        counts = allowed.to(hidden.dtype)[..., None]
+        mean = (self.norm(hidden) * counts).sum(1) / counts.sum(1)
+        logits: Tensor = self.output(self.dropout(torch.tanh(self.dense(mean))))
+        return logits
+
+    def loss(self, hidden: Tensor, allowed: Tensor, labels: Tensor) -> Tensor:
+        """Sum of the weighted cross-entropies of `labels` [B]. In evaluation that and, behind it, the confusion matrix:
+        how often each label got each class, by rows [1 + C × C]."""
+        logits = self(hidden, allowed)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        weights = None if self.class_weights is None else self.class_weights.to(wide)
+        # torch's mean and sum with smoothing weigh the smoothed part by every class; per sample it is plain.
+        smoothing = self.smoothing if self.training else 0.0
+        losses = F.cross_entropy(wide, labels, weight=weights, reduction="sum", label_smoothing=smoothing)
+        if self.training:
+            return losses
+        pairs = labels * self.num_classes + wide.argmax(-1)
+        matrix = torch.bincount(pairs, minlength=self.num_classes**2)
+        return torch.cat([losses[None], matrix.to(losses.dtype)])
+
+
+class Classifier(nn.Module):
+    """Gives a text one of `num_classes` classes."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        num_classes: int,
+        config: ModelConfig,
+        smoothing: float = 0.0,
+        class_weights: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.embedding = TokenEmbedding(vocab_size, config.model_copy(update={"tie_embeddings": False}))
+        self.blocks = nn.ModuleList(Block(config, causal=False) for _ in range(config.num_layers))
+        self.head = PooledHead(num_classes, config, smoothing, class_weights)
+        number_dropouts(self)
+
+    def cuts(self, vocabulary: bool) -> dict[str, Cut]:
+        """How ranks may share the weights, by name; the rows of the embedding with `vocabulary`."""
+        cuts = {
+            f"blocks.{number}.{name}": cut for number in range(len(self.blocks)) for name, cut in Block.CUTS.items()
+        }
+        return cuts | ({"embedding.embedding.weight": Cut(0)} if vocabulary else {})
+
+    @property
+    def dropping_shares(self) -> list[str]:
+        """The names of the dropouts that drop from what such ranks share."""
+        return [f"blocks.{number}.{name}" for number in range(len(self.blocks)) for name in Block.DROPPING_SHARES]
+
+    def forward(self, tokens: Tensor, allowed: Tensor) -> Tensor:
+        """Token numbers [B, T], of which `allowed` [B, T] are no padding, to logits [B, C]."""
+        hidden: Tensor = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden, allowed)
+        logits: Tensor = self.head(hidden, allowed)
+        return logits

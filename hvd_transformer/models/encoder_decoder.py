@@ -1,0 +1,92 @@
+"""The encoder-decoder Transformer (Vaswani et al. 2017, section 3), as an ordered list of layers like any model."""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from hvd_transformer.config.schema import ModelConfig
+from hvd_transformer.models.attention import KeyValues
+from hvd_transformer.models.dropout import number_dropouts
+from hvd_transformer.models.head import VocabularyHead
+from hvd_transformer.models.layers import Block, DecoderBlock, DecoderPast, TokenEmbedding
+from hvd_transformer.models.shares import Cut
+
+
+class EncoderDecoder(nn.Module):
+    """Predicts each next token of a target from those before it and a whole source.
+
+    With `model.share_embeddings` source and target have one vocabulary and one embedding.
+    """
+
+    def __init__(
+        self, source_vocab_size: int, target_vocab_size: int, config: ModelConfig, smoothing: float = 0.0
+    ) -> None:
+        super().__init__()
+        of_decoder = config.model_copy(update={"num_layers": config.num_decoder_layers or config.num_layers})
+        self.source_embedding = TokenEmbedding(source_vocab_size, config)
+        self.encoder = nn.ModuleList(Block(config, causal=False) for _ in range(config.num_layers))
+        self.encoder_norm = nn.LayerNorm(config.d_model) if config.norm == "pre" else nn.Identity()
+        self.target_embedding = TokenEmbedding(target_vocab_size, of_decoder)
+        self.decoder = nn.ModuleList(DecoderBlock(of_decoder) for _ in range(of_decoder.num_layers))
+        self.head = VocabularyHead(target_vocab_size, config, smoothing)
+        if config.share_embeddings:
+            self.target_embedding.embedding.weight = self.source_embedding.embedding.weight
+        if config.tie_embeddings:
+            self.head.weight = self.target_embedding.embedding.weight
+        number_dropouts(self)
+
+    def cuts(self, vocabulary: bool) -> dict[str, Cut]:
+        """How ranks may share the weights, by name; the rows of embeddings and output layer with `vocabulary`."""
+        cuts = {
+            f"encoder.{number}.{name}": cut for number in range(len(self.encoder)) for name, cut in Block.CUTS.items()
+        }
+        cuts |= {
+            f"decoder.{number}.{name}": cut
+            for number in range(len(self.decoder))
+            for name, cut in DecoderBlock.CUTS.items()
+        }
+        if vocabulary:
+            embeddings = ("source_embedding.embedding.weight", "target_embedding.embedding.weight")
+            cuts |= dict.fromkeys((*embeddings, "head.weight", "head.bias"), Cut(0))
+        return {name: cut for name, cut in cuts.items() if name in dict(self.named_parameters())}
+
+    @property
+    def dropping_shares(self) -> list[str]:
+        """The names of the dropouts that drop from what such ranks share."""
+        return [
+            *(f"encoder.{number}.{name}" for number in range(len(self.encoder)) for name in Block.DROPPING_SHARES),
+            *(
+                f"decoder.{number}.{name}"
+                for number in range(len(self.decoder))
+                for name in DecoderBlock.DROPPING_SHARES
+            ),
+        ]
+
+    def encode(self, source: Tensor, allowed: Tensor) -> Tensor:
+        """Token numbers [B, S], of which `allowed` [B, S] are no padding, to the decoder's memory [B, S, D]."""
+        hidden: Tensor = self.source_embedding(source)
+        for block in self.encoder:
+            hidden = block(hidden, allowed)
+        memory: Tensor = self.encoder_norm(hidden)
+        return memory
+
+    def new_pasts(self) -> list[DecoderPast]:
+        """Of a decoder that has seen nothing yet."""
+        return [DecoderPast(KeyValues(), KeyValues()) for _ in self.decoder]
+
+    def decode(
+        self, target: Tensor, memory: Tensor, allowed: Tensor, pasts: Sequence[DecoderPast] | None = None
+    ) -> Tensor:
+        """Token numbers [B, T] over `memory` [B, S, D] to the last block's output [B, T, D].
+
+        With `pasts` they follow the tokens that these have seen.
+        """
+        hidden: Tensor = self.target_embedding(target, pasts[0].own.length if pasts else 0)
+        for number, block in enumerate(self.decoder):
+            hidden = block(hidden, memory, allowed, pasts[number] if pasts else None)
+        return hidden
+
+    def forward(self, source: Tensor, allowed: Tensor, target: Tensor) -> Tensor:
+        """Sources [B, S] and targets [B, T] to logits [B, T, V]."""
+        logits: Tensor = self.head(self.decode(target, self.encode(source, allowed), allowed))
+        return logits

@@ -1,0 +1,150 @@
+"""Classification as a task: labelled texts, and the encoder with a pooled head."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from hvd_transformer.config.schema import Config
+from hvd_transformer.data.examples import PreparedExamples, prepare_examples
+from hvd_transformer.data.sampler import Replica
+from hvd_transformer.data.sources import source_path
+from hvd_transformer.data.tables import open_table
+from hvd_transformer.data.tokenizers import PAD, Tokenizer
+from hvd_transformer.errors import UserError
+from hvd_transformer.evaluation.confusion import classification_metrics
+from hvd_transformer.inference.translation import padded
+from hvd_transformer.models.classifier import Classifier
+from hvd_transformer.models.shares import Cut
+from hvd_transformer.parallel.pipeline import Layer, MicroBatch, Tensors
+from hvd_transformer.training.example_task import ExampleTask
+from hvd_transformer.training.task import Batch, Preparing
+
+ROLE = "text"
+
+
+class ClassificationTask(ExampleTask):
+    """The label of a text. The mean of the losses is weighted, where classes are: by `num_targets` all the same."""
+
+    unit = "samples"
+    model: Classifier
+    data: PreparedExamples
+
+    def __init__(self, config: Config, data: PreparedExamples, replica: Replica) -> None:
+        super().__init__(config, data, replica)
+        self.labels = data.labels
+        self.positive = _positive(config, self.labels)
+        self.num_sums = 1 + len(self.labels) ** 2
+        self.model = Classifier(
+            data.tokenizers[ROLE].vocab_size,
+            len(self.labels),
+            config.model,
+            config.training.label_smoothing,
+            self._class_weights(),
+        )
+
+    @classmethod
+    def prepare(cls, config: Config, preparing: Preparing) -> PreparedExamples:
+        rows = open_table(config.data, source_path(config.data), config.seed)
+        return prepare_examples(config.data, rows, (ROLE,), **preparing._asdict())
+
+    def describe(self) -> str:
+        counts = np.bincount(self._training_labels(), minlength=len(self.labels))
+        classes = ", ".join(f"{label} {count:,}" for label, count in zip(self.labels, counts, strict=True))
+        vocabulary = f"vocabulary {self.data.tokenizers[ROLE].vocab_size:,}"
+        return f"{len(self.data.splits['train']):,} training texts ({classes}), {vocabulary}"
+
+    @classmethod
+    def layer_names(cls, config: Config) -> list[str]:
+        return ["embedding", *(f"blocks.{number}" for number in range(config.model.num_layers)), "head"]
+
+    @property
+    def layers(self) -> list[Layer]:
+        return classifier_layers(self.model)
+
+    @property
+    def cuts(self) -> Mapping[str, Cut]:
+        return self.model.cuts(self.config.parallel.vocab_parallel)
+
+    @property
+    def dropping_shares(self) -> list[str]:
+        return self.model.dropping_shares
+
+    @property
+    def tokenizers(self) -> Mapping[str, Tokenizer]:
+        return {"": self.data.tokenizers[ROLE]}
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        return {"labels": self.labels}
+
+    def collate(self, split: str, numbers: NDArray[np.int64]) -> Batch:
+        """Texts [B, T] and labels [B]."""
+        examples = self.data.splits[split]
+        assert examples.labels is not None
+        labels = examples.labels[:][numbers].astype(np.int64)
+        return padded([examples.texts[ROLE][number] for number in numbers]), torch.from_numpy(labels)
+
+    def micro_batch(self, batch: Batch) -> MicroBatch:
+        tokens, labels = batch
+        return MicroBatch((tokens, tokens != PAD), (labels,))
+
+    def num_targets(self, batch: Batch) -> int:
+        return batch[1].numel()
+
+    def metrics(self, sums: Sequence[float], count: int) -> dict[str, float]:
+        matrix = np.array(sums[1:]).reshape(len(self.labels), -1)
+        return {"loss": sums[0] / count} | classification_metrics(matrix, self.positive)
+
+    def _training_labels(self) -> NDArray[np.int64]:
+        labels = self.data.splits["train"].labels
+        assert labels is not None
+        found: NDArray[np.int64] = labels[:].astype(np.int64)
+        return found
+
+    def _class_weights(self) -> Tensor | None:
+        """ "balanced": as scikit-learn, samples / (classes × samples of the class)."""
+        given = self.config.data.class_weights
+        if given is None:
+            return None
+        if given == "balanced":
+            counts = np.bincount(self._training_labels(), minlength=len(self.labels))
+            return torch.from_numpy(counts.sum() / (len(self.labels) * counts))
+        assert isinstance(given, dict)
+        if odd := sorted(given.keys() ^ set(self.labels)):
+            raise UserError(
+                f"data.class_weights: the label {odd[0]} is {'no label' if odd[0] in given else 'missing'}; "
+                f"the labels are {', '.join(self.labels)}"
+            )
+        return torch.tensor([given[label] for label in self.labels])
+
+
+def _positive(config: Config, labels: list[str]) -> int | None:
+    """Of two classes the one that precision, recall and F1 are of: as configured, or the second."""
+    name = config.data.positive_label
+    if name is not None and name not in labels:
+        raise UserError(f"data.positive_label={name}: no such label; the labels are {', '.join(labels)}")
+    if name is not None:
+        return labels.index(name)
+    return 1 if len(labels) == 2 else None
+
+
+def classifier_layers(model: Classifier) -> list[Layer]:
+    """(tokens, allowed) in, the sum of the losses out."""
+
+    def embed(tokens: Tensor, allowed: Tensor) -> Tensors:
+        return model.embedding(tokens), allowed
+
+    return [
+        Layer("embedding", model.embedding, embed, recompute=False),
+        *(Layer(f"blocks.{number}", block, partial(_block, block)) for number, block in enumerate(model.blocks)),
+        Layer("head", model.head, model.head.loss, recompute=False),
+    ]
+
+
+def _block(block: nn.Module, hidden: Tensor, allowed: Tensor) -> Tensors:
+    return block(hidden, allowed), allowed

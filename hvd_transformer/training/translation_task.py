@@ -1,0 +1,149 @@
+"""Translation as a task: pairs of sentences, and the encoder-decoder."""
+
+from collections.abc import Mapping
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from hvd_transformer.comm.group import Group
+from hvd_transformer.config.schema import Config
+from hvd_transformer.data.examples import PreparedExamples, prepare_examples, tokenizer_prefix
+from hvd_transformer.data.parallel_text import open_pairs
+from hvd_transformer.data.sampler import Replica
+from hvd_transformer.data.sources import source_path
+from hvd_transformer.data.tokenizers import BEGIN, END, PAD, Tokenizer
+from hvd_transformer.evaluation.bleu import bleu_metrics
+from hvd_transformer.inference.translation import padded, translate
+from hvd_transformer.models.encoder_decoder import EncoderDecoder
+from hvd_transformer.models.shares import Cut
+from hvd_transformer.parallel.pipeline import Layer, MicroBatch, Tensors
+from hvd_transformer.training.example_task import ExampleTask
+from hvd_transformer.training.task import Batch, Preparing
+
+ROLES = ("source", "target")
+
+
+class TranslationTask(ExampleTask):
+    """Each next token of a target, from those before it and its source."""
+
+    model: EncoderDecoder
+    data: PreparedExamples
+
+    def __init__(self, config: Config, data: PreparedExamples, replica: Replica) -> None:
+        super().__init__(config, data, replica)
+        source, target = (data.tokenizers[role].vocab_size for role in ROLES)
+        self.model = EncoderDecoder(source, target, config.model, config.training.label_smoothing)
+
+    @classmethod
+    def prepare(cls, config: Config, preparing: Preparing) -> PreparedExamples:
+        rows = open_pairs(config.data, source_path(config.data), config.seed)
+        return prepare_examples(config.data, rows, ROLES, shared=config.model.share_embeddings, **preparing._asdict())
+
+    def describe(self) -> str:
+        sizes = [f"{self.data.tokenizers[role].vocab_size:,}" for role in ROLES]
+        vocabulary = (
+            f"vocabulary {sizes[0]}" if self.config.model.share_embeddings else f"vocabularies {' and '.join(sizes)}"
+        )
+        return f"{len(self.data.splits['train']):,} training pairs, {vocabulary}"
+
+    @classmethod
+    def layer_names(cls, config: Config) -> list[str]:
+        model = config.model
+        return [
+            "source_embedding",
+            *(f"encoder.{number}" for number in range(model.num_layers)),
+            *(["encoder_norm"] if model.norm == "pre" else []),
+            "target_embedding",
+            *(f"decoder.{number}" for number in range(model.num_decoder_layers or model.num_layers)),
+            "head",
+        ]
+
+    @property
+    def layers(self) -> list[Layer]:
+        return encoder_decoder_layers(self.model)
+
+    @property
+    def cuts(self) -> Mapping[str, Cut]:
+        return self.model.cuts(self.config.parallel.vocab_parallel)
+
+    @property
+    def dropping_shares(self) -> list[str]:
+        return self.model.dropping_shares
+
+    @property
+    def tokenizers(self) -> Mapping[str, Tokenizer]:
+        shared = self.config.model.share_embeddings
+        return {tokenizer_prefix(role, ROLES, shared): self.data.tokenizers[role] for role in ROLES}
+
+    @property
+    def num_training_targets(self) -> int:
+        targets = self.data.splits["train"].texts["target"]
+        return len(targets.tokens) + len(targets)  # each with its end
+
+    def collate(self, split: str, numbers: NDArray[np.int64]) -> Batch:
+        """Sources [B, S], and targets with their beginning and end [B, T + 1]."""
+        sources, targets = (self.data.splits[split].texts[role] for role in ROLES)
+        ends = [np.concatenate([[BEGIN], targets[number], [END]]) for number in numbers]
+        return padded([sources[number] for number in numbers]), padded(ends)
+
+    def micro_batch(self, batch: Batch) -> MicroBatch:
+        source, target = batch
+        goals = target[:, 1:].flatten()
+        places = (goals != PAD).nonzero().flatten()
+        return MicroBatch((source, source != PAD, target[:, :-1].contiguous()), (places, goals[places]))
+
+    def num_targets(self, batch: Batch) -> int:
+        return int((batch[1][:, 1:] != PAD).sum())
+
+    def more_metrics(self, split: str, group: Group) -> dict[str, float]:
+        """BLEU of what the model makes of the split's sources, which the replicas share."""
+        settings, examples = self.config.translation, self.data.splits[split]
+        own: list[tuple[int, str]] = []
+        for numbers in self.evaluation_numbers(split):
+            sources = [examples.texts["source"][number] for number in numbers]
+            found = translate(
+                self.model, sources, self.config.model.max_length,
+                beam=settings.beam, length_penalty=settings.length_penalty,
+            )  # fmt: skip
+            texts = [self.data.tokenizers["target"].decode_line(best[0].tokens) for best in found]
+            own += zip(numbers.tolist(), texts, strict=True)
+        every = dict(pair for pairs in group.all_gather_objects(own) for pair in pairs)
+        hypotheses = [every[number] for number in range(len(examples))]
+        return bleu_metrics(hypotheses, [texts[-1] for texts in self.data.raw_texts(split)])
+
+
+def encoder_decoder_layers(model: EncoderDecoder) -> list[Layer]:
+    """(source, allowed, target) in, the sum of the cross-entropies out. Between them go (the source's hidden, allowed,
+    target), then (memory, allowed, the target's hidden)."""
+
+    def embed_source(source: Tensor, allowed: Tensor, target: Tensor) -> Tensors:
+        return model.source_embedding(source), allowed, target
+
+    def norm(hidden: Tensor, allowed: Tensor, target: Tensor) -> Tensors:
+        return model.encoder_norm(hidden), allowed, target
+
+    def embed_target(memory: Tensor, allowed: Tensor, target: Tensor) -> Tensors:
+        return memory, allowed, model.target_embedding(target)
+
+    def loss(memory: Tensor, allowed: Tensor, hidden: Tensor, places: Tensor, goals: Tensor) -> Tensor:
+        return model.head.loss_at(hidden, places, goals)
+
+    norms = [] if isinstance(model.encoder_norm, nn.Identity) else [model.encoder_norm]
+    return [
+        Layer("source_embedding", model.source_embedding, embed_source, recompute=False),
+        *(Layer(f"encoder.{number}", block, partial(_encode, block)) for number, block in enumerate(model.encoder)),
+        *(Layer("encoder_norm", module, norm, recompute=False) for module in norms),
+        Layer("target_embedding", model.target_embedding, embed_target, recompute=False),
+        *(Layer(f"decoder.{number}", block, partial(_decode, block)) for number, block in enumerate(model.decoder)),
+        Layer("head", model.head, loss, recompute=False),  # it forms its gradients in forward
+    ]
+
+
+def _encode(block: nn.Module, hidden: Tensor, allowed: Tensor, target: Tensor) -> Tensors:
+    return block(hidden, allowed), allowed, target
+
+
+def _decode(block: nn.Module, memory: Tensor, allowed: Tensor, hidden: Tensor) -> Tensors:
+    return memory, allowed, block(hidden, memory, allowed)
