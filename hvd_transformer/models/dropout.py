@@ -53,21 +53,44 @@ class Dropout(nn.Module):
             return values
         if _here.place is None:
             return F.dropout(values, self.rate)
+        if values.device.type == "cpu":
+            mask: Tensor = _cpu_mask(values.detach(), self.rate, self._seed())
+            return values * mask
         mask = torch.empty_like(values).bernoulli_(1 - self.rate, generator=self._generator(values.device))
         return values * mask.div_(1 - self.rate)
 
     def extra_repr(self) -> str:
         return f"rate={self.rate}, number={self.number}"
 
+    def _seed(self) -> int:
+        """Of this call."""
+        assert _here.place is not None
+        key = (self.share,) if self.share else ()
+        (seed,) = np.random.SeedSequence((*_here.place, self.number), spawn_key=key).generate_state(1, np.uint64)
+        return int(seed) & (2**63 - 1)
+
     def _generator(self, device: torch.device) -> torch.Generator:
         """One a thread and device, seeded for this call."""
-        assert _here.place is not None
         generator = _here.generators.get(device)
         if generator is None:
             generator = _here.generators[device] = torch.Generator(device)
-        key = (self.share,) if self.share else ()
-        (seed,) = np.random.SeedSequence((*_here.place, self.number), spawn_key=key).generate_state(1, np.uint64)
-        return generator.manual_seed(int(seed) & (2**63 - 1))
+        return generator.manual_seed(self._seed())
+
+
+@torch.library.custom_op("hvd_transformer::dropout_mask", mutates_args=())
+def _cpu_mask(like: Tensor, rate: float, seed: int) -> Tensor:
+    """Zeros, and what keeps the mean. 16 random bits a value, six times as fast as torch's generator; the share that is
+    dropped is the next of 65,536 parts, and the others are scaled by just that."""
+    count = like.numel()
+    bits = np.random.SFC64(seed).random_raw(-(-count // 4)).view(np.int16)[:count]
+    dropped = min(round(rate * 2**16), 2**16 - 1)
+    kept = torch.from_numpy(bits).view(like.shape) >= dropped - 2**15
+    return kept.to(like.dtype).mul_(2**16 / (2**16 - dropped))
+
+
+@_cpu_mask.register_fake
+def _(like: Tensor, rate: float, seed: int) -> Tensor:
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
 def number_dropouts(model: nn.Module) -> None:
