@@ -8,11 +8,15 @@ from hvd_transformer.cli.errors import one_line_errors
 
 # Name → one line of help. The command is the function of that name in cli/<name>.py.
 COMMANDS = {
+    "classify": "Label lines of text with a trained classifier.",
     "doctor": "Say what is wrong with which host, and what to do.",
+    "export": "Write a trained model's folder: weights, tokenizers, configuration.",
+    "generate": "Continue texts with a trained language model.",
     "launch": "Train on the ranks of many hosts: hvd-train under horovodrun.",
     "plan": "Show what a job needs, before it is started: memory of each stage, bubbles.",
     "prepare": "Write a data source's token files, before a job needs them.",
     "report": "Draw a run directory's curves again: report.html and PNG files.",
+    "translate": "Translate lines of text with a trained encoder-decoder.",
 }
 
 

@@ -16,16 +16,19 @@ def check(config: Config) -> None:
         )
     if model.position == "sinusoidal" and model.d_model % 2:
         raise UserError(f"model.position=sinusoidal: needs an even model.d_model, not {model.d_model}")
-    if data.sequence_length > model.max_length:
+    ends = int(config.task == "translation")  # a target has its beginning, too
+    if data.sequence_length + ends > model.max_length:
         raise UserError(
             f"data.sequence_length={data.sequence_length}: longer than the model's positions, "
-            f"model.max_length={model.max_length}"
+            f"model.max_length={model.max_length}" + (" less one for a target's beginning" if ends else "")
         )
+    if data.batching == "columns" and config.task in ("translation", "classification"):
+        raise UserError(f"data.batching=columns: not with task={config.task}, whose samples are sentences")
     if sum(data.split) > 1 + 1e-9 or data.split[0] <= 0:
         raise UserError(f"data.split={data.split}: the shares must add up to at most 1, train's above 0")
-    if data.tokenizer == "bpe" and data.vocab_size is not None and data.vocab_size < 257:
+    if data.tokenizer == "bpe" and data.vocab_size is not None and data.vocab_size < 260:
         raise UserError(
-            f"data.vocab_size={data.vocab_size}: data.tokenizer=bpe needs at least 257 (256 bytes and <unk>)"
+            f"data.vocab_size={data.vocab_size}: data.tokenizer=bpe needs at least 260 (256 bytes and 4 special tokens)"
         )
     if data.vocab_size == 1:
         raise UserError("data.vocab_size=1: a vocabulary of one token has nothing to predict; at least 2")
@@ -41,7 +44,7 @@ def check(config: Config) -> None:
             f"parallel.partition={partition}: must be auto, uniform, a list of layers a stage, or "
             "package.module:function"
         )
-    if config.parallel.micro_batches > training.batch_size:
+    if config.parallel.micro_batches > training.batch_size and data.batch_tokens is None:
         raise UserError(
             f"parallel.micro_batches={config.parallel.micro_batches}: more than the "
             f"training.batch_size={training.batch_size} samples they are cut from"

@@ -29,6 +29,7 @@ class LanguageModelTask(Task):
         self.length = length
         self.eval_batch_size = training.eval_batch_size or training.batch_size
         self.model = LanguageModel(data.tokenizer.vocab_size, config.model)
+        self.model.head.smoothing = training.label_smoothing
         num_samples = step_samples(training, replica.size)
         self.usual_count = num_samples * length
         tokens = data.splits["train"]

@@ -1,0 +1,44 @@
+"""`hvd-transformer classify`: label lines of text."""
+
+import json
+from pathlib import Path
+
+import click
+
+from hvd_transformer.cli import inputs
+
+
+@click.command()
+@inputs.checkpoint
+@inputs.text_file
+@click.option("--text", multiple=True, help="A text to label, in place of a file; may be repeated.")
+@inputs.batch_size
+@inputs.device
+def classify(checkpoint: Path, file: Path | None, text: tuple[str, ...], batch_size: int, device: str) -> None:
+    """Label each line of FILE or standard input with CHECKPOINT: a checkpoint, run directory or exported folder.
+
+    Writes a line of JSON for each, in order: the text, its label and the probability of every label; for an empty one
+    the label is null. A text longer than those in training is cut as they were.
+    """
+    from hvd_transformer.data.tokenizers import Ids
+    from hvd_transformer.inference.classification import classify as classify_batch
+    from hvd_transformer.inference.lines import in_batches
+    from hvd_transformer.inference.trained import load_trained
+    from hvd_transformer.models.classifier import Classifier
+
+    trained = load_trained(checkpoint, "classification", inputs.chosen_device(device))
+    model = trained.model
+    assert isinstance(model, Classifier)
+
+    def work(texts: list[Ids]) -> list[list[float]]:
+        found: list[list[float]] = classify_batch(model, [own[: trained.longest] for own in texts]).tolist()
+        return found
+
+    encode = trained.tokenizers["text"].encode_lines
+    lines = text or inputs.lines_of(file)
+    for line, probabilities in in_batches(lines, encode, work, batch_size, **inputs.window(file)):
+        every = dict(
+            zip(trained.labels, (round(value, 6) for value in probabilities or ()), strict=bool(probabilities))
+        )
+        label = max(every, key=lambda name: every[name]) if every else None
+        click.echo(json.dumps({"text": line, "label": label, "probabilities": every}, ensure_ascii=False))

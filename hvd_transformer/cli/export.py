@@ -1,0 +1,21 @@
+"""`hvd-transformer export`: what is needed to use a trained model, and no more."""
+
+from pathlib import Path
+
+import click
+
+from hvd_transformer.cli import inputs
+
+
+@click.command()
+@inputs.checkpoint
+@click.argument("folder", type=click.Path(path_type=Path))
+def export(checkpoint: Path, folder: Path) -> None:
+    """Write the model of CHECKPOINT into FOLDER: model.safetensors, its tokenizers, and config.json.
+
+    `generate`, `translate` and `classify` take it like a checkpoint.
+    """
+    from hvd_transformer.inference.trained import export as export_model
+
+    export_model(checkpoint, folder)
+    click.echo(folder)

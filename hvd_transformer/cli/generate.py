@@ -1,0 +1,92 @@
+"""`hvd-transformer generate`: continue texts."""
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from hvd_transformer.cli import inputs
+
+
+@click.command()
+@inputs.checkpoint
+@click.option("--prompt", "prompts", multiple=True, help="The text to continue; may be repeated.")
+@click.option("--file", type=click.Path(path_type=Path), metavar="FILE", help="A prompt a line, all in one batch.")
+@click.option("--tokens", type=click.IntRange(1), default=100, show_default=True, help="Tokens after each prompt.")
+@click.option(
+    "--temperature", type=click.FloatRange(0), default=1.0, show_default=True, help="0: always the likeliest."
+)
+@click.option("--top-k", type=click.IntRange(1), help="Draw among the k likeliest tokens.")
+@click.option(
+    "--top-p", type=click.FloatRange(0, 1, min_open=True), help="Draw among the fewest with this probability together."
+)
+@click.option("--seed", type=click.IntRange(0), default=1, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="A line of JSON for each prompt.")
+@inputs.device
+def generate(
+    checkpoint: Path,
+    prompts: tuple[str, ...],
+    file: Path | None,
+    tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int,
+    as_json: bool,
+    device: str,
+) -> None:
+    """Continue texts with CHECKPOINT, a language model's checkpoint, run directory or exported folder.
+
+    One prompt's text appears as it is made; that of several, each with its prompt, when all are ready.
+    """
+    from hvd_transformer.errors import UserError
+    from hvd_transformer.inference.generation import Sampling
+    from hvd_transformer.inference.generation import generate as generate_batch
+    from hvd_transformer.inference.trained import load_trained
+    from hvd_transformer.models.language_model import LanguageModel
+
+    texts = [*prompts, *(inputs.lines_of(file) if file else ())]
+    if not texts:
+        raise UserError("generate: give --prompt TEXT or --file FILE")
+    trained = load_trained(checkpoint, "language_model", inputs.chosen_device(device))
+    model, tokenizer, longest = trained.model, trained.tokenizers["text"], trained.config.max_length
+    assert isinstance(model, LanguageModel)
+    rows = [tokenizer.encode(text).tolist() for text in texts]
+    for text, row in zip(texts, rows, strict=True):
+        if not row:
+            raise UserError(f"--prompt {text!r}: has no token; there must be one to go on from")
+        if len(row) >= longest:
+            raise UserError(
+                f"--prompt {text[:20]!r}…: {len(row)} tokens; the model has model.max_length={longest} positions, and "
+                "needs one for what follows"
+            )
+    streams = len(texts) == 1 and not as_json
+    made: list[int] = []
+    shown = 0
+
+    def show(_: int, token: int) -> None:
+        """What is new, but for a character whose bytes are not all there yet."""
+        nonlocal shown
+        made.append(token)
+        text = tokenizer.decode([*rows[0], *made])
+        whole = text.rstrip("\ufffd")
+        sys.stdout.write(whole[shown:])
+        sys.stdout.flush()
+        shown = max(shown, len(whole))
+
+    if streams:
+        start = tokenizer.decode(rows[0])
+        sys.stdout.write(start)
+        shown = len(start)
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    found = generate_batch(model, rows, tokens, sampling, longest, show if streams else lambda number, token: None)
+    if streams:
+        click.echo()
+        return
+    for number, (text, row, more) in enumerate(zip(texts, rows, found, strict=True)):
+        whole = tokenizer.decode([*row, *more])
+        if as_json:
+            click.echo(json.dumps({"prompt": text, "text": whole}, ensure_ascii=False))
+        else:
+            click.echo(("\n" if number else "") + whole)

@@ -1,0 +1,51 @@
+"""`hvd-transformer translate`: translate lines of text."""
+
+from pathlib import Path
+
+import click
+
+from hvd_transformer.cli import inputs
+
+
+@click.command()
+@inputs.checkpoint
+@inputs.text_file
+@click.option("--beam", type=click.IntRange(1), help="Hypotheses kept; 1: greedy search. Default: as trained with.")
+@click.option(
+    "--length-penalty", type=click.FloatRange(0), help="Above 0 favours longer ones. Default: as trained with."
+)
+@inputs.batch_size
+@inputs.device
+def translate(
+    checkpoint: Path, file: Path | None, beam: int | None, length_penalty: float | None, batch_size: int, device: str
+) -> None:
+    """Translate each line of FILE or standard input with CHECKPOINT: a checkpoint, run directory or exported folder.
+
+    Writes a line for each, in order; an empty one for an empty one.
+    """
+    from hvd_transformer.data.tokenizers import Ids
+    from hvd_transformer.errors import UserError
+    from hvd_transformer.inference.lines import in_batches
+    from hvd_transformer.inference.trained import load_trained
+    from hvd_transformer.inference.translation import translate as translate_batch
+    from hvd_transformer.models.encoder_decoder import EncoderDecoder
+
+    trained = load_trained(checkpoint, "translation", inputs.chosen_device(device))
+    model, settings, longest = trained.model, trained.translation, trained.config.max_length
+    assert isinstance(model, EncoderDecoder)
+
+    def work(sources: list[Ids]) -> list[str]:
+        if len(sources[-1]) > longest:
+            raise UserError(f"a line of {len(sources[-1])} tokens; the model has model.max_length={longest} positions")
+        found = translate_batch(
+            model,
+            sources,
+            longest,
+            beam=beam or settings.beam,
+            length_penalty=settings.length_penalty if length_penalty is None else length_penalty,
+        )
+        return [trained.tokenizers["target"].decode_line(best[0].tokens) for best in found]
+
+    encode = trained.tokenizers["source"].encode_lines
+    for _, text in in_batches(inputs.lines_of(file), encode, work, batch_size, **inputs.window(file)):
+        click.echo(text or "")

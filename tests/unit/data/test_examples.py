@@ -1,0 +1,127 @@
+"""Rows become token files: every sample once, what is left out counted, the same files whoever makes them."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hvd_transformer.config import load
+from hvd_transformer.data.examples import PreparedExamples, prepare_examples
+from hvd_transformer.data.parallel_text import open_pairs
+from hvd_transformer.data.tables import open_table
+from hvd_transformer.errors import UserError
+
+TRAIN = [
+    ("ein Hund bellt", "a dog barks"),
+    ("zwei Hunde bellen laut", "two dogs bark"),
+    (" ", "nothing"),
+    ("ein Haus", "a house"),
+]
+VALID = [("ein Hund", "a dog"), ("drei Hunde", "three dogs")]
+ROLES = ("source", "target")
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    for split, rows in {"train": TRAIN, "valid": VALID}.items():
+        for column, language in enumerate(("de", "en")):
+            (folder / f"{split}.{language}").write_text("".join(f"{row[column]}\n" for row in rows))
+    return folder
+
+
+def prepared(folder: Path, *words: str, shared: bool = False, **tools: object) -> PreparedExamples:
+    config = load(overrides=[f"data.cache_dir={folder.parent / 'cache'}", "data.tokenizer=basic_english", *words]).data
+    return prepare_examples(config, open_pairs(config, folder, 1), ROLES, shared=shared, **tools)
+
+
+def texts(data: PreparedExamples, split: str) -> list[tuple[str, ...]]:
+    examples = data.splits[split]
+    return [
+        tuple(data.tokenizers[role].decode_line(examples.texts[role][number]) for role in ROLES)
+        for number in range(len(examples))
+    ]
+
+
+@pytest.mark.parametrize("tokenizer", ["bpe", "basic_english", "char"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_samples_come_back(pairs: Path, tokenizer: str, shared: bool) -> None:
+    reports: list[str] = []
+    data = prepared(pairs, f"data.tokenizer={tokenizer}", shared=shared, report=reports.append)
+    wanted = [row for row in TRAIN if row[0].strip()]
+    found = texts(data, "train")
+    if tokenizer == "basic_english":
+        wanted = [tuple(text.lower() for text in row) for row in wanted]
+    assert found == wanted
+    assert data.left_out == {"train": {"empty": 1}, "valid": {}}
+    assert "pairs: left out of train: 1 empty" in reports
+    assert (data.tokenizers["source"].to_json() == data.tokenizers["target"].to_json()) == shared
+    assert data.raw_texts("valid") == [list(row) for row in VALID]
+    lengths = data.splits["train"].texts["target"].lengths
+    assert lengths.tolist() == [len(data.splits["train"].texts["target"][number]) for number in range(3)]
+    again = prepared(pairs, f"data.tokenizer={tokenizer}", shared=shared, report=lambda text: pytest.fail(text))
+    assert (again.digest, again.folder) == (data.digest, data.folder)
+
+
+def test_many_workers_make_the_same_files(pairs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = prepared(pairs)
+    files = {path.name: path.read_bytes() for path in one.folder.glob("*.bin")}
+    assert set(files) >= {"train-source.bin", "train-target-ends.bin", "valid-source.bin"}
+    monkeypatch.setattr("hvd_transformer.data.examples._ROWS", 1)
+    (one.folder / "train-source.bin").unlink()  # so that it is made again
+    with ThreadPoolExecutor(3) as threads:
+        assert prepared(pairs, map=threads.map).digest == one.digest
+    assert {path.name: path.read_bytes() for path in one.folder.glob("*.bin")} == files
+
+
+def test_long_samples_are_dropped_cut_or_refused(pairs: Path) -> None:
+    data = prepared(pairs, "data.sequence_length=3")
+    assert data.left_out["train"] == {"empty": 1, "of more than 3 tokens": 1}
+    assert len(data.splits["train"]) == 2
+    cut = prepared(pairs, "data.sequence_length=3", "data.too_long=cut")
+    assert texts(cut, "train")[1] == ("zwei hunde bellen", "two dogs bark")
+    with pytest.raises(UserError, match=r"train.de, line 2: 4 tokens, more than data.sequence_length=3; raise it"):
+        prepared(pairs, "data.sequence_length=3", "data.too_long=error")
+
+
+def table(folder: Path, **splits: list[tuple[str, str]]) -> PreparedExamples:
+    folder.mkdir(exist_ok=True)
+    for split, rows in splits.items():
+        lines = (json.dumps({"text": text, "label": label}) for text, label in rows)
+        (folder / f"{split}.jsonl").write_text("\n".join(lines))
+    config = load(overrides=[f"data.cache_dir={folder.parent / 'cache'}", "data.tokenizer=char"]).data
+    return prepare_examples(config, open_table(config, folder, 1), ("text",))
+
+
+def test_labels_are_numbered_in_their_order(tmp_path: Path) -> None:
+    train = [("a", "10"), ("b", "9"), ("c", "-1")]
+    data = table(tmp_path / "numbers", train=train, valid=[("a", "9")])
+    assert data.labels == ["-1", "9", "10"]
+    labels = data.splits["train"].labels
+    assert labels is not None and labels[:].tolist() == [2, 1, 0]
+    words = table(tmp_path / "words", train=[("a", "good"), ("b", "bad")], valid=[("a", "good")])
+    assert words.labels == ["bad", "good"]
+
+
+def test_labels_that_cannot_be_learned_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"line 2: the label maybe is in the valid split alone; the training split has n, y"
+    ):
+        table(tmp_path / "new", train=[("a", "y"), ("b", "n")], valid=[("a", "y"), ("b", "maybe")])
+    with pytest.raises(UserError, match="the training split has the label y alone; there must be two or more"):
+        table(tmp_path / "one", train=[("a", "y")], valid=[("a", "y")])
+    with pytest.raises(UserError, match="the valid split has no sample that can be used"):
+        table(tmp_path / "none", train=[("a", "y"), ("b", "n")], valid=[(" ", "y")])
+
+
+def test_a_damaged_folder_is_made_again(pairs: Path) -> None:
+    first = prepared(pairs)
+    file = first.folder / "valid-target-ends.bin"
+    file.write_bytes(file.read_bytes()[:-1])
+    reports: list[str] = []
+    second = prepared(pairs, report=reports.append)
+    assert "is damaged: preparing it again" in reports[0]
+    assert np.array_equal(second.splits["valid"].lengths, [2, 2])

@@ -1,0 +1,59 @@
+"""Every sample once an epoch, batches of near lengths within their limit, and the same order whatever the ranks."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvd_transformer.data.length_batches import LengthBatches, in_order
+from hvd_transformer.data.sampler import Replica
+
+lengths = st.lists(st.integers(1, 60), min_size=1, max_size=200).map(lambda values: np.array(values, np.int64))
+
+
+@given(lengths, st.integers(1, 9), st.one_of(st.none(), st.integers(1, 150)), st.integers(0, 3))
+def test_each_sample_once_within_the_limit(values, batch_size, batch_tokens, epoch) -> None:
+    batches = LengthBatches(values, batch_size, batch_tokens, seed=7)
+    units = [batches.unit(epoch, number) for number in range(batches.num_units)]
+    assert sorted(np.concatenate(units)) == list(range(len(values)))
+    for unit in units:
+        if batch_tokens is None:
+            assert len(unit) <= batch_size
+        else:
+            assert len(unit) == 1 or len(unit) * values[unit].max() <= batch_tokens
+    # Sorted, the batches lie one behind the other: no length is between those of another batch.
+    ordered = sorted(units, key=lambda unit: (values[unit].min(), values[unit].max()))
+    for before, after in zip(ordered, ordered[1:], strict=False):
+        assert values[before].max() <= values[after].min()
+
+
+@given(lengths, st.integers(1, 150))
+def test_a_batch_is_as_full_as_the_limit_allows(values, batch_tokens) -> None:
+    """One sample more, the next in length, would not fit."""
+    batches = LengthBatches(values, 1, batch_tokens, seed=0)
+    ordered = np.sort(values)
+    for end in batches.ends[:-1]:
+        start = ([0, *batches.ends])[batches.ends.index(end)]
+        assert (end - start + 1) * ordered[end] > batch_tokens
+
+
+def test_the_order_is_of_seed_and_epoch() -> None:
+    values = np.random.default_rng(0).integers(1, 20, 300)
+
+    def order(seed: int, epoch: int) -> list[list[int]]:
+        batches = LengthBatches(values, 8, None, seed)
+        return [batches.unit(epoch, number).tolist() for number in range(batches.num_units)]
+
+    assert order(1, 0) == order(1, 0)
+    assert len({str(order(seed, epoch)) for seed in (1, 2) for epoch in (0, 1)}) == 4
+    # The samples of one batch, too, are others in another epoch.
+    assert {frozenset(unit) for unit in order(1, 0)} != {frozenset(unit) for unit in order(1, 1)}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 50])
+def test_evaluation_has_each_sample_once_over_the_replicas(size: int) -> None:
+    values = np.random.default_rng(0).integers(1, 20, 100)
+    parts = [list(in_order(values, 8, None, Replica(rank, size))) for rank in range(size)]
+    whole = list(in_order(values, 8, None, Replica(0, 1)))
+    assert [unit.tolist() for part in parts for unit in part] == [unit.tolist() for unit in whole]
+    assert sorted(np.concatenate(whole)) == list(range(100))

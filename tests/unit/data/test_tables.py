@@ -1,0 +1,87 @@
+"""Labelled texts from every form of file, and one line for what is wrong with them."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from hvd_transformer.config import load
+from hvd_transformer.data.tables import open_table
+from hvd_transformer.errors import UserError
+
+ROWS = [('房间很好，服务 "不错"', "1"), ("a, b\nand c", "0"), ("", "1")]
+
+
+def read(path: Path, *words: str) -> dict[str, list[tuple[str, str | None]]]:
+    rows = open_table(load(overrides=words).data, path, seed=1)
+    return {split: [(row.texts[0], row.label) for row in rows.splits[split]()] for split in rows.splits}
+
+
+def refused(path: Path, *words: str) -> str:
+    with pytest.raises(UserError) as caught:
+        read(path, *words)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+CSV = 'id,label,text\n7,1,"房间很好，服务 ""不错"""\n\n8,0,"a, b\nand c"\n9,1,\n'
+
+
+def test_csv(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("\ufeff" + CSV, encoding="utf-8")
+    (tmp_path / "val.csv.gz").write_bytes(gzip.compress(CSV.replace("\n", "\r\n").encode()))
+    assert read(tmp_path)["train"] == ROWS
+    assert [label for _, label in read(tmp_path)["valid"]] == ["1", "0", "1"]
+
+
+def test_tab_separated_values_and_json_lines(tmp_path: Path) -> None:
+    (tmp_path / "train.tsv").write_text('review\tstars\na "quote\t5\nb\t1\n')
+    lines = [{"review": "a", "stars": 5}, {"stars": 1, "review": "b"}]
+    (tmp_path / "valid.jsonl").write_text("\n\n".join(map(json.dumps, lines)) + "\n")
+    found = read(tmp_path, "data.text_column=review", "data.label_column=stars")
+    assert found == {"train": [('a "quote', "5"), ("b", "1")], "valid": [("a", "5"), ("b", "1")]}
+
+
+def test_one_file_is_split_by_seed(tmp_path: Path) -> None:
+    file = tmp_path / "all.csv"
+    file.write_text("text,label\n" + "".join(f"t{number},{number % 2}\n" for number in range(50)))
+    found = read(file, "data.split=[0.9, 0.1]")
+    assert {split: len(rows) for split, rows in found.items()} == {"train": 45, "valid": 5}
+    assert sorted(row for rows in found.values() for row in rows) == sorted(
+        (f"t{number}", str(number % 2)) for number in range(50)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('text,label\na,1\n"b\nc,2\nd,3\n', ", line 3: a broken quote: unexpected end of data"),
+        ('text,label\na,1\n"b"c,2\n', ", line 3: a broken quote: ',' expected after '\"'"),
+        ("text,label\na,1\nb\n", ", line 3: 1 columns, but the first line names 2"),
+    ],
+)
+def test_broken_rows_are_told_with_their_line(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "x.csv"
+    file.write_text(text)
+    assert refused(file) == f"{file}{message}"
+
+
+def test_what_is_missing_is_told_with_what_there_is(tmp_path: Path) -> None:
+    file = tmp_path / "x.csv"
+    file.write_text("review,stars\na,1\n")
+    assert refused(file) == f"data.text_column=text: {file} has no such column; it has review, stars"
+    assert refused(file, "data.text_column=review").startswith("data.label_column=label: ")
+    lines = tmp_path / "x.jsonl"
+    lines.write_text('{"text": "a", "label": 1}\n{"text": "a"}\n')
+    assert refused(lines) == f"data.label_column=label: {lines}, line 2 has no such column; it has text"
+    lines.write_text('{"text": "a", "label": 1}\n{oops\n')
+    assert refused(lines).startswith(f"{lines}, line 2: no JSON: ")
+    lines.write_text('{"text": 5, "label": 1}\n')
+    assert refused(lines) == f"{lines}, line 1: text must be a string"
+    other = tmp_path / "x.xlsx"
+    other.write_text("")
+    assert refused(other) == f"{other}: must end in .csv, .tsv, .jsonl, .json, each also with .gz"
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    assert refused(folder) == f"{folder}: no train split; it must hold train.csv, train.tsv or train.jsonl"
