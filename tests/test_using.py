@@ -1,0 +1,175 @@
+"""What was trained is used by the commands, without Horovod: each as a user calls it, on a model trained here."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import rank_environment
+from safetensors.torch import load_file
+
+# As on a machine that has neither.
+ALONE = (
+    "import sys; sys.modules['horovod'] = sys.modules['mpi4py'] = None; from hvd_transformer.cli.{} import main; main()"
+)
+WORDS = {"rot": "red", "blau": "blue", "Hund": "dog", "Katze": "cat", "ein": "a", "und": "and"}
+SMALL = [
+    "model.num_layers=1", "model.d_model=32", "model.num_heads=2", "model.d_feedforward=64", "model.max_length=32",
+    "data.sequence_length=16", "data.workers=1", "training.device=cpu", "training.batch_size=16", "optimizer.lr=0.01",
+    "optimizer.schedule=constant",
+]  # fmt: skip
+
+
+def run(command: str, *words: object, code: int = 0, text: str | None = None) -> str:
+    """Standard output; with another exit code than 0, the one line of standard error."""
+    result = subprocess.run(
+        [sys.executable, "-c", ALONE.format(command), *map(str, words)],
+        input=text, env=rank_environment(), capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert result.returncode == code, result.stdout + result.stderr
+    if code:
+        assert result.stderr.count("\n") == 1, result.stderr
+        return result.stderr
+    return result.stdout
+
+
+def train(folder: Path, name: str, source: Path, *words: str) -> Path:
+    settings = [f"data.source={source}", f"data.cache_dir={folder / 'cache'}", f"output_dir={folder / name}", *SMALL]
+    run("train", *settings, *words)
+    return folder / name
+
+
+def sentences(number: int) -> list[list[str]]:
+    rng = random.Random(4)
+    return [rng.choices(list(WORDS), k=rng.randint(1, 6)) for _ in range(number)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("using")
+
+
+@pytest.fixture(scope="module")
+def translation(folder: Path) -> Path:
+    """From German to English, word by word."""
+    (folder / "pairs").mkdir()
+    for split, rows in (("train", sentences(400)), ("valid", sentences(20))):
+        (folder / "pairs" / f"{split}.de").write_text("".join(" ".join(row) + "\n" for row in rows))
+        targets = (" ".join(WORDS[word] for word in row) for row in rows)
+        (folder / "pairs" / f"{split}.en").write_text("".join(f"{target}\n" for target in targets))
+    words = ["task=translation", "data.tokenizer=basic_english", "training.epochs=12", "training.best_metric=bleu"]
+    words += ["optimizer.lr=0.004", "optimizer.schedule=cosine", "optimizer.warmup_steps=40", "training.eval_every=100"]
+    return train(folder, "translation", folder / "pairs", *words)
+
+
+@pytest.fixture(scope="module")
+def classification(folder: Path) -> Path:
+    """Whether a sentence has a dog."""
+    file = folder / "dogs.csv"
+    rows = (f"{'dog' if 'Hund' in row else 'none'},{' '.join(row)}" for row in sentences(400))
+    file.write_text("label,text\n" + "\n".join(rows) + "\n")
+    words = ["task=classification", "data.tokenizer=basic_english", "data.split=[0.9, 0.1]", "training.epochs=6"]
+    return train(folder, "classification", file, *words, "training.best_metric=f1")
+
+
+@pytest.fixture(scope="module")
+def language_model(folder: Path) -> Path:
+    """The alphabet, over and over."""
+    file = folder / "abc.txt"
+    file.write_text("abcdefghijklmnopqrstuvwxyz" * 300)
+    words = ["data.tokenizer=char", "training.epochs=4", "data.split=[0.9, 0.1]", "model.position=rotary"]
+    return train(folder, "language-model", file, *words)
+
+
+def test_a_translation_is_what_was_learned(translation: Path, folder: Path) -> None:
+    summary = json.loads((translation / "summary.json").read_text())
+    assert summary["valid_bleu"] > 90
+    rows = [*sentences(30), [], ["Hund"]]
+    file = folder / "source.txt"
+    file.write_text("".join(" ".join(row) + "\n" for row in rows))
+    found = run("main", "translate", translation, "--file", file, "--batch-size", 7).splitlines()
+    wanted = [" ".join(WORDS[word] for word in row) for row in rows]
+    assert len(found) == len(wanted)
+    right = sum(one == other for one, other in zip(found, wanted, strict=True))
+    assert right >= 0.9 * len(wanted)
+    assert found[-2] == ""
+    # The same from standard input, one by one; and from an exported folder.
+    exported = folder / "exported"
+    assert run("main", "export", translation, exported).strip() == str(exported)
+    assert sorted(path.name for path in exported.iterdir()) == [
+        "config.json", "model.safetensors", "source-tokenizer.json", "target-tokenizer.json"
+    ]  # fmt: skip
+    again = run("main", "translate", exported, "--batch-size", 1, text=file.read_text()).splitlines()
+    assert again == found
+    assert f"{exported}: is there already" in run("main", "export", translation, exported, code=2)
+    long = run("main", "translate", translation, text="Hund " * 40 + "\n", code=2)
+    assert "tokens; the model has model.max_length=32 positions" in long
+
+
+def test_a_label_is_what_was_learned(classification: Path) -> None:
+    summary = json.loads((classification / "summary.json").read_text())
+    assert summary["valid_accuracy"] > 0.9
+    rows = [*sentences(20), []]
+    lines = run("main", "classify", classification, text="".join(" ".join(row) + "\n" for row in rows)).splitlines()
+    found = [json.loads(line) for line in lines]
+    assert [one["text"] for one in found] == [" ".join(row) for row in rows]
+    assert found[-1]["label"] is None
+    for one in found[:-1]:
+        assert one["label"] == max(one["probabilities"], key=one["probabilities"].get)
+        assert sum(one["probabilities"].values()) == pytest.approx(1, abs=1e-5)
+    right = sum(
+        one["label"] == ("dog" if "Hund" in row else "none") for one, row in zip(found, rows[:-1], strict=False)
+    )
+    assert right >= 0.9 * len(rows[:-1])
+    (alone,) = run("main", "classify", classification, "--text", "ein Hund").splitlines()
+    assert json.loads(alone)["label"] == "dog"
+
+
+def test_a_text_goes_on_as_it_was_learned(language_model: Path, folder: Path) -> None:
+    words = ["generate", language_model, "--temperature", 0, "--tokens", 12]
+    assert run("main", *words, "--prompt", "defgh") == "defghijklmnopqrst\n"
+    prompts = folder / "prompts.txt"
+    prompts.write_text("x\nabcdefghij\nmnop\n")
+    lines = run("main", *words, "--file", prompts, "--json").splitlines()
+    assert [json.loads(line)["text"] for line in lines] == [
+        "xyzabcdefghij",
+        "abcdefghijklmnopqrstuv",
+        "mnopqrstuvwxyzab",
+    ]
+    drawn = [
+        run("main", "generate", language_model, "--prompt", "a", "--temperature", 3, "--seed", seed)
+        for seed in (1, 1, 2)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert len(drawn[0]) == 32 + 1  # its positions are full, and a line end
+    narrow = run("main", "generate", language_model, "--prompt", "a", "--temperature", 3, "--top-k", 1, "--tokens", 5)
+    assert narrow == "abcdef\n"
+    long = run("main", "generate", language_model, "--prompt", "a" * 32, code=2)
+    assert "32 tokens; the model has model.max_length=32 positions" in long
+    assert "has no token" in run("main", "generate", language_model, "--prompt", "", code=2)
+    assert "give --prompt TEXT or --file FILE" in run("main", "generate", language_model, code=2)
+
+
+@pytest.mark.parametrize(("command", "kind"), [("translate", "translation"), ("classify", "classification")])
+def test_another_tasks_checkpoint_is_refused(language_model: Path, command: str, kind: str) -> None:
+    message = run("main", command, language_model, text="x\n", code=2)
+    assert message == f"hvd-transformer: {language_model}: a checkpoint of task=language_model, not of task={kind}\n"
+
+
+def test_what_is_no_checkpoint_is_told(folder: Path, tmp_path: Path) -> None:
+    assert "hvd-transformer: " in run("main", "generate", tmp_path, "--prompt", "a", code=2)
+    (tmp_path / "config.json").write_text("{}")
+    message = run("main", "generate", tmp_path, "--prompt", "a", code=2)
+    assert "no configuration that `hvd-transformer export` wrote" in message
+
+
+def test_an_exported_folder_has_the_checkpoints_weights(translation: Path, folder: Path, tmp_path: Path) -> None:
+    exported = tmp_path / "out"
+    run("main", "export", translation, exported)
+    best = load_file(translation / "checkpoints" / "best" / "model.safetensors")
+    found = load_file(exported / "model.safetensors")
+    assert found.keys() == best.keys()
+    assert all(torch.equal(found[name], best[name]) for name in best)
