@@ -125,6 +125,48 @@ def test_a_partition_function_of_the_working_directory(tmp_path):
     assert names >= {"forward 0", "backward 0", "update"}
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["task=translating"], "task=translating: must be language_model, translation, classification, or package"),
+        (["task=absent.module:Task"], "task=absent.module:Task: cannot be imported: ModuleNotFoundError"),
+        (["task=pathlib:Path"], "task=pathlib:Path: must be a subclass of hvd_transformer.training.task.Task"),
+        (["task=hvd_transformer.training.task:Task"], "lacks batch, describe, evaluation_batches"),
+        (["task=translation"], "data.source=absent: no such file or folder"),
+        (["task=translation", "data.sequence_length=1024"], "model.max_length=1024 less one for a target's beginning"),
+        (["task=classification", "data.batching=columns"], "data.batching=columns: not with task=classification"),
+        (
+            ["task=classification", "training.label_smoothing=1"],
+            "training.label_smoothing=1 (command line): must be less",
+        ),
+    ],
+)
+def test_tasks(tmp_path, words, message):
+    assert message in refused(tmp_path, *SMALL, "data.source=absent", *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["data.positive_label=maybe"], "data.positive_label=maybe: no such label; the labels are bad, good"),
+        (["data.class_weights={good: 1}"], "data.class_weights: the label bad is missing; the labels are bad, good"),
+        (
+            ["data.class_weights={good: 1, bad: -1}"],
+            "data.class_weights={'good': 1, 'bad': -1} (command line): must be",
+        ),
+        (["data.text_column=review"], "data.text_column=review: "),
+        (
+            ["training.best_metric=bleu"],
+            "training.best_metric=bleu: no such metric of this task; it has loss, accuracy",
+        ),
+    ],
+)
+def test_labelled_texts(tmp_path, words, message):
+    (tmp_path / "rows.csv").write_text("text,label\n" + "a nice thing,good\na thing,bad\n" * 20)
+    common = [*SMALL, "task=classification", "data.source=rows.csv", "data.split=[0.8, 0.2]", *words]
+    assert message in refused(tmp_path, *common)
+
+
 def test_a_configuration_file_names_its_line(tmp_path):
     (tmp_path / "job.yaml").write_text("model:\n  num_layers: 2\n d_model: 3\n")
     assert "job.yaml, line 3: no valid YAML" in refused(tmp_path, "--config", "job.yaml")

@@ -100,7 +100,7 @@ def test_a_translation_is_what_was_learned(translation: Path, folder: Path) -> N
     exported = folder / "exported"
     assert run("main", "export", translation, exported).strip() == str(exported)
     assert sorted(path.name for path in exported.iterdir()) == [
-        "config.json", "model.safetensors", "source-tokenizer.json", "target-tokenizer.json"
+        "config.json", "model.safetensors", "source-vocabulary.json", "target-vocabulary.json"
     ]  # fmt: skip
     again = run("main", "translate", exported, "--batch-size", 1, text=file.read_text()).splitlines()
     assert again == found

@@ -152,6 +152,9 @@ def _make_task(config: Config, data: Data, layout: Layout) -> Task:
         task = task_class(config)(config, data, Replica(layout.replica, layout.dp))
     finally:
         torch.set_default_dtype(torch.float32)
+    best, names = config.training.best_metric, task.metric_names
+    if best.removeprefix("-") not in names:
+        raise UserError(f"training.best_metric={best}: no such metric of this task; it has {', '.join(names)}")
     return task
 
 

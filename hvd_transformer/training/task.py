@@ -114,6 +114,11 @@ class Task(ABC):
         """The metrics of a whole split, from the sums over its samples and the number of its targets. "loss" is one."""
         return {"loss": sums[0] / count, "perplexity": perplexity(sums[0] / count)}
 
+    @property
+    def metric_names(self) -> list[str]:
+        """Of `metrics` and `more_metrics`: what `training.best_metric` may be."""
+        return list(self.metrics([1.0] * self.num_sums, 1))
+
     def more_metrics(self, split: str, group: Group) -> dict[str, float]:
         """Those that the loss has no part in, such as a translation's. The same on all ranks. Collective in the group
         of the replicas; the model is in evaluation."""

@@ -97,6 +97,10 @@ class TranslationTask(ExampleTask):
     def num_targets(self, batch: Batch) -> int:
         return int((batch[1][:, 1:] != PAD).sum())
 
+    @property
+    def metric_names(self) -> list[str]:
+        return [*super().metric_names, "bleu", "bleu_words"]
+
     def more_metrics(self, split: str, group: Group) -> dict[str, float]:
         """BLEU of what the model makes of the split's sources, which the replicas share."""
         settings, examples = self.config.translation, self.data.splits[split]
