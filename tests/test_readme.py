@@ -35,6 +35,7 @@ def test_every_command_works_in_the_readme_s_order(tmp_path):
     summaries = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("runs/*/summary.json")}
     assert {name: summary["world"] for name, summary in summaries.items()} == {
         "alone": 1, "gloo": 2, "mpi": 2, "mpirun": 2, "launch": 2, "readme": 1, "again": 1, "shared": 2, "sharded": 2,
+        "pairs": 2, "rows": 1,
     }  # fmt: skip
     assert (summaries["shared"]["dp"], summaries["shared"]["tp"]) == (1, 2)
     assert summaries["sharded"]["dp"] == 2

@@ -12,7 +12,7 @@ import click
 def prepare(file: Path | None, preset: str | None, settings: tuple[str, ...]) -> None:
     """Write a data source's token files, before a job needs them.
 
-    Takes the same settings as hvd-train and uses data.*: for example
+    Takes the same settings as hvd-train and uses task and data.*: for example
     `hvd-transformer prepare data.source=my-folder data.tokenizer=bpe`. Works over data.workers processes,
     or over the ranks of `mpirun -np N hvd-transformer prepare …`. What is already there is kept.
     """
@@ -20,16 +20,16 @@ def prepare(file: Path | None, preset: str | None, settings: tuple[str, ...]) ->
 
     from hvd_transformer.comm.pool import worker_map
     from hvd_transformer.config import load
-    from hvd_transformer.data.prepare import prepare as prepare_data
+    from hvd_transformer.data.once import never
+    from hvd_transformer.training.task import Preparing
+    from hvd_transformer.training.tasks import task_class
 
     started = time.monotonic()
-    config = load(preset=preset, file=file, overrides=settings).data
-    with worker_map(config.workers) as mapped:
+    config = load(preset=preset, file=file, overrides=settings)
+    with worker_map(config.data.workers) as mapped:
         if mapped is None:  # another rank's worker
             return
-        prepared = prepare_data(config, mapped, report=click.echo)
-    click.echo(f"folder: {prepared.folder}")
-    for split, tokens in prepared.splits.items():
-        click.echo(f"{split}: {len(tokens):,} tokens")
-    click.echo(f"vocabulary: {prepared.tokenizer.vocab_size:,} ({prepared.tokenizer.kind})")
+        prepared = task_class(config).prepare(config, Preparing(mapped, click.echo, never))
+    for line in prepared.report():
+        click.echo(line)
     click.echo(f"seconds: {time.monotonic() - started:.1f}")

@@ -62,6 +62,13 @@ class PreparedData:
     splits: dict[str, TokenFile]
     digest: str
 
+    def report(self) -> list[str]:
+        """Lines for who prepared it."""
+        sizes = [f"{split}: {len(tokens):,} tokens" for split, tokens in self.splits.items()]
+        return [
+            f"folder: {self.folder}", *sizes, f"vocabulary: {self.tokenizer.vocab_size:,} ({self.tokenizer.kind})"
+        ]  # fmt: skip
+
 
 def prepare(
     config: DataConfig,

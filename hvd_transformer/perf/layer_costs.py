@@ -16,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from hvd_transformer.config.schema import Config
 from hvd_transformer.models.dropout import dropout_place
-from hvd_transformer.models.language_model import LanguageModel
 from hvd_transformer.models.losses import GPU_CHUNK
 from hvd_transformer.parallel.later import Later
 from hvd_transformer.parallel.pipeline import Layer, MicroBatch, Tensors
@@ -29,9 +28,9 @@ from hvd_transformer.training.activations import (
     received,
     run_pass,
 )
-from hvd_transformer.training.language_model_task import language_model_layers
 from hvd_transformer.training.precision import autocast, weight_dtype
 from hvd_transformer.training.shares import share_layers
+from hvd_transformer.training.tasks import task_class
 
 # Matrix products that torch's counter does not know, each with its FLOPs by the shapes of its arguments.
 _MORE_PRODUCTS = {
@@ -72,18 +71,20 @@ class FakeModel(NamedTuple):
 
 @contextmanager
 def fake_model(config: Config, vocab_size: int, num_samples: int) -> Iterator[FakeModel]:
-    """The language model as in training; inside, tensors are fake."""
+    """The task's model as in training; inside, tensors are fake."""
     # The promise is the larger one where a GPU may do the work.
     chunk = config.model.loss_chunk or (None if config.training.device == "cpu" else GPU_CHUNK)
     with FakeTensorMode(), _default_dtype(weight_dtype(config.training.precision)):
-        model = LanguageModel(vocab_size, config.model.model_copy(update={"loss_chunk": chunk})).train()
-        tokens = torch.zeros(num_samples, config.data.sequence_length, dtype=torch.int64)
-        cuts, tensor = model.cuts(config.parallel.vocab_parallel), config.parallel.tensor
+        of_model = config.model.model_copy(update={"loss_chunk": chunk})
+        planned = config.model_copy(update={"model": of_model})
+        model, layers, batch, cuts = task_class(config).sketch(planned, vocab_size, num_samples)
+        model.train()
+        tensor = config.parallel.tensor
         if tensor > 1:
             shapes = {name: weight.shape for name, weight in model.named_parameters()}
             cut_weights(model, cuts, 0, tensor)
             share_layers(model, cuts, shapes, lambda _: SilentShares(0, tensor))
-        layers, later = language_model_layers(model), Later()
+        later = Later()
 
         @contextmanager
         def context() -> Iterator[None]:
@@ -92,8 +93,8 @@ def fake_model(config: Config, vocab_size: int, num_samples: int) -> Iterator[Fa
 
         # The gradients are parts of buckets, which count elsewhere.
         with gradients_as_in_training(layers, later, products=not config.training.compile):
-            forward(layers, (tokens,), (tokens,), context, again=False)  # makes the tables of positions, which stay
-            yield FakeModel(layers, MicroBatch((tokens,), (tokens,)), later, context)
+            forward(layers, *batch, context, again=False)  # makes the tables of positions, which stay
+            yield FakeModel(layers, batch, later, context)
 
 
 def layer_costs(model: FakeModel) -> list[LayerCost]:

@@ -60,6 +60,7 @@ class Plan:
     dp: int
     vocab_size: int
     vocab_origin: str
+    num_samples: int  # of a round
     micro_batch_size: int  # samples; the last micro-batch may have fewer
     num_micro_batches: int
     layers: Sequence[LayerCost]
@@ -101,8 +102,11 @@ def make_plan(config: Config, vocab_size: int | None = None, ranks: int | None =
     """
     dp = _replicas(config, ranks)
     words, origin = _vocabulary(config, vocab_size)
-    size_ = math.ceil(config.training.batch_size / config.parallel.micro_batches)
-    count = math.ceil(config.training.batch_size / size_)
+    samples = config.training.batch_size
+    if config.data.batch_tokens is not None and config.task != "language_model":
+        samples = max(1, config.data.batch_tokens // config.data.sequence_length)
+    size_ = math.ceil(samples / config.parallel.micro_batches)
+    count = math.ceil(samples / size_)
     check_partition(config)
     with fake_model(config, words, size_) as model:
         costs, stages = layer_costs(model), []
@@ -114,7 +118,7 @@ def make_plan(config: Config, vocab_size: int | None = None, ranks: int | None =
             passes = {way: found for way, (found, _) in runs.items()}
             stages.append(_stage(config, costs[start:stop], index, count, passes, dp))
             tensors = runs[False, False][1]
-    return Plan(config, dp, words, origin, size_, count, costs, stages)
+    return Plan(config, dp, words, origin, samples, size_, count, costs, stages)
 
 
 def _replicas(config: Config, ranks: int | None) -> int:

@@ -30,13 +30,13 @@ def _headline(plan: Plan) -> str:
     config, size = plan.config, plan.micro_batch_size
     training, parallel = config.training, config.parallel
     samples = f"{size} sample{'s' if size > 1 else ''}"
-    if training.batch_size % size:
-        samples = f"{samples}, the last of {training.batch_size % size}"
+    if plan.num_samples % size:
+        samples = f"{samples}, the last of {plan.num_samples % size}"
     lines = {
         "parameters": f"{plan.parameters:,}",
         "vocabulary": f"{plan.vocab_size:,} ({plan.vocab_origin})",
         "micro-batches": f"{plan.num_micro_batches} a round, each of {samples}; "
-        f"{config.data.sequence_length} tokens a sample",
+        f"{'' if config.task == 'language_model' else 'at most '}{config.data.sequence_length} tokens a sample",
         "pipeline": f"{parallel.pipeline} stage{'s' if parallel.pipeline > 1 else ''}, schedule {parallel.schedule}, "
         f"recompute {parallel.recompute}",
         "computation": f"{training.precision}, optimizer {config.optimizer.name}",

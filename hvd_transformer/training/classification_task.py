@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hvd_transformer.config.schema import Config
-from hvd_transformer.data.examples import PreparedExamples, prepare_examples
+from hvd_transformer.data.examples import PreparedExamples
+from hvd_transformer.data.prepare_examples import prepare_examples
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.data.sources import source_path
 from hvd_transformer.data.tables import open_table
@@ -22,7 +23,7 @@ from hvd_transformer.models.classifier import Classifier
 from hvd_transformer.models.shares import Cut
 from hvd_transformer.parallel.pipeline import Layer, MicroBatch, Tensors
 from hvd_transformer.training.example_task import ExampleTask
-from hvd_transformer.training.task import Batch, Preparing
+from hvd_transformer.training.task import Batch, Preparing, Sketch
 
 ROLE = "text"
 
@@ -61,6 +62,14 @@ class ClassificationTask(ExampleTask):
     @classmethod
     def layer_names(cls, config: Config) -> list[str]:
         return ["embedding", *(f"blocks.{number}" for number in range(config.model.num_layers)), "head"]
+
+    @classmethod
+    def sketch(cls, config: Config, vocab_size: int, num_samples: int) -> Sketch:
+        """Of texts as long as may be, and two classes."""
+        model = Classifier(vocab_size, 2, config.model)
+        tokens = torch.zeros(num_samples, config.data.sequence_length, dtype=torch.int64)
+        batch = MicroBatch((tokens, tokens != PAD), (torch.zeros(num_samples, dtype=torch.int64),))
+        return Sketch(model, classifier_layers(model), batch, model.cuts(config.parallel.vocab_parallel))
 
     @property
     def layers(self) -> list[Layer]:

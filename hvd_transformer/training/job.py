@@ -169,4 +169,4 @@ def _headline(config: Config, world: World, trainer: Trainer) -> str:
 
 def _results(summary: dict[str, Any]) -> str:
     valid, test = (show_metrics(split, summary) for split in ("valid", "test"))
-    return f"done: {valid} (best, at step {summary['best_step']})" + (f", {test}" if test else "")
+    return f"done: {valid} (best, at step {summary['best_step']})" + (f"; {test}" if test else "")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import Tensor
 
 from hvd_transformer.config.schema import Config
@@ -14,7 +15,7 @@ from hvd_transformer.models.language_model import LanguageModel
 from hvd_transformer.models.shares import Cut
 from hvd_transformer.parallel.pipeline import Layer, MicroBatch
 from hvd_transformer.training.step_size import step_samples
-from hvd_transformer.training.task import Preparing, Task
+from hvd_transformer.training.task import Preparing, Sketch, Task
 
 
 class LanguageModelTask(Task):
@@ -66,6 +67,13 @@ class LanguageModelTask(Task):
     @classmethod
     def layer_names(cls, config: Config) -> list[str]:
         return ["embedding", *(f"blocks.{number}" for number in range(config.model.num_layers)), "head"]
+
+    @classmethod
+    def sketch(cls, config: Config, vocab_size: int, num_samples: int) -> Sketch:
+        model = LanguageModel(vocab_size, config.model)
+        tokens = torch.zeros(num_samples, config.data.sequence_length, dtype=torch.int64)
+        layers, batch = language_model_layers(model), MicroBatch((tokens,), (tokens,))
+        return Sketch(model, layers, batch, model.cuts(config.parallel.vocab_parallel))
 
     @property
     def cuts(self) -> Mapping[str, Cut]:

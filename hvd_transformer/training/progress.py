@@ -20,7 +20,16 @@ class Silent:
     def start(self, total_steps: int, first_step: int) -> None:
         """Begin. `first_step` counts the steps already done: 0, or those of the checkpoint."""
 
-    def step(self, step: int, epoch: int, loss: float, perplexity: float, lr: float, tokens_per_second: float) -> None:
+    def step(
+        self,
+        step: int,
+        epoch: int,
+        loss: float,
+        perplexity: float | None,
+        lr: float,
+        tokens_per_second: float,
+        unit: str = "tokens",
+    ) -> None:
         """The numbers after `step`; cheap enough for every step."""
 
     def message(self, text: str) -> None:
@@ -76,7 +85,16 @@ class Progress(Silent):
         with suppress(OSError):
             self._view.start(self._state)
 
-    def step(self, step: int, epoch: int, loss: float, perplexity: float, lr: float, tokens_per_second: float) -> None:
+    def step(
+        self,
+        step: int,
+        epoch: int,
+        loss: float,
+        perplexity: float | None,
+        lr: float,
+        tokens_per_second: float,
+        unit: str = "tokens",
+    ) -> None:
         state = self._state
         assert state is not None, "step() before start()"
         now = time.monotonic()
@@ -89,9 +107,9 @@ class Progress(Silent):
         state.numbers = (
             f"epoch {epoch}",
             f"loss {loss:.3f}",
-            f"ppl {perplexity:.1f}" if perplexity < 1e5 else f"ppl {perplexity:.1e}",
+            *([] if perplexity is None else [f"ppl {perplexity:.1f}" if perplexity < 1e5 else f"ppl {perplexity:.1e}"]),
             f"lr {lr:.1e}",
-            f"{tokens_per_second:,.0f} tokens/s",
+            f"{tokens_per_second:,.0f} {unit}/s",
         )
         with suppress(OSError):
             self._view.show(state)

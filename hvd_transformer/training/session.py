@@ -142,7 +142,9 @@ class Session:
         loss = interval["loss"] / interval["count"]
         speed = interval["count"] / interval["seconds"]
         position.train_loss = loss
-        self.progress.step(position.step, result.epoch + 1, loss, perplexity(loss), result.learning_rate, speed)
+        task = self.trainer.task
+        shown = perplexity(loss) if "perplexity" in task.metric_names else None
+        self.progress.step(position.step, result.epoch + 1, loss, shown, result.learning_rate, speed, task.unit)
         milliseconds = 1000 * interval["seconds"] / interval["steps"]
         log.info(
             "epoch %d, step %d of %d, lr %.3e, %.1f ms a step, loss %.5f, perplexity %.2f, gradient norm %.4f",
@@ -267,12 +269,13 @@ def chosen(metrics: Mapping[str, float], name: str) -> float:
 
 def show_metrics(split: str, values: Mapping[str, Any]) -> str:
     """A split's metrics as the screen has them; empty where there are none."""
-    digits = {"loss": 4, "perplexity": 2, "bleu": 2, "bleu_words": 2}
-    return ", ".join(
-        f"{split} {name.replace('_', ' ')} {value:.{digits.get(name, 4)}f}"
+    digits = {"perplexity": 2, "bleu": 2, "bleu_words": 2}
+    shown = ", ".join(
+        f"{name.replace('_', ' ')} {value:.{digits.get(name, 4)}f}"
         for key, value in values.items()
         if (name := key.removeprefix(f"{split}_")) != key and value is not None
     )
+    return shown and f"{split} {shown}"
 
 
 def _of_split(split: str, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from hvd_transformer.data.once import Report, ShouldStop
 from hvd_transformer.data.prepare import OrderedMap
 from hvd_transformer.data.sampler import Intervals, Replica, Step
 from hvd_transformer.data.tokenizers import Tokenizer
+from hvd_transformer.errors import UserError
 from hvd_transformer.evaluation.evaluate import perplexity
 from hvd_transformer.models.shares import Cut
 from hvd_transformer.parallel.pipeline import Layer, MicroBatch
@@ -52,6 +53,20 @@ class Data(Protocol):
     @property
     def digest(self) -> str: ...
 
+    def report(self) -> list[str]:
+        """Lines for who prepared it."""
+        ...
+
+
+class Sketch(NamedTuple):
+    """A model without data, the largest micro-batch of so many samples, and the weights that ranks may share: what can
+    be known before there is a job."""
+
+    model: nn.Module
+    layers: Sequence[Layer]
+    micro_batch: MicroBatch
+    cuts: Mapping[str, Cut]
+
 
 class Task(ABC):
     """One kind of model and its data, as one replica sees it. The model is made on the default device, in the default
@@ -80,6 +95,11 @@ class Task(ABC):
     def layer_names(cls, config: Config) -> list[str] | None:
         """The names of `layers`, without a model; None: not known before there is one."""
         return None
+
+    @classmethod
+    def sketch(cls, config: Config, vocab_size: int, num_samples: int) -> Sketch:
+        """For `plan`, whose tensors have no values. Raises `UserError` where nothing can be said without the data."""
+        raise UserError(f"task={config.task}: cannot be planned; the class has no `sketch`")
 
     @property
     @abstractmethod

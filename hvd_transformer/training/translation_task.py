@@ -4,13 +4,15 @@ from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hvd_transformer.comm.group import Group
 from hvd_transformer.config.schema import Config
-from hvd_transformer.data.examples import PreparedExamples, prepare_examples, tokenizer_prefix
+from hvd_transformer.data.examples import PreparedExamples, tokenizer_prefix
 from hvd_transformer.data.parallel_text import open_pairs
+from hvd_transformer.data.prepare_examples import prepare_examples
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.data.sources import source_path
 from hvd_transformer.data.tokenizers import BEGIN, END, PAD, Tokenizer
@@ -20,7 +22,7 @@ from hvd_transformer.models.encoder_decoder import EncoderDecoder
 from hvd_transformer.models.shares import Cut
 from hvd_transformer.parallel.pipeline import Layer, MicroBatch, Tensors
 from hvd_transformer.training.example_task import ExampleTask
-from hvd_transformer.training.task import Batch, Preparing
+from hvd_transformer.training.task import Batch, Preparing, Sketch
 
 ROLES = ("source", "target")
 
@@ -59,6 +61,15 @@ class TranslationTask(ExampleTask):
             *(f"decoder.{number}" for number in range(model.num_decoder_layers or model.num_layers)),
             "head",
         ]
+
+    @classmethod
+    def sketch(cls, config: Config, vocab_size: int, num_samples: int) -> Sketch:
+        """Of pairs as long as may be, with vocabularies of one size."""
+        model = EncoderDecoder(vocab_size, vocab_size, config.model)
+        tokens = torch.zeros(num_samples, config.data.sequence_length, dtype=torch.int64)
+        goals = torch.zeros(tokens.numel(), dtype=torch.int64)
+        batch = MicroBatch((tokens, tokens != PAD, tokens.clone()), (goals, goals.clone()))
+        return Sketch(model, encoder_decoder_layers(model), batch, model.cuts(config.parallel.vocab_parallel))
 
     @property
     def layers(self) -> list[Layer]:

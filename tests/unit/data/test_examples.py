@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from hvd_transformer.config import load
-from hvd_transformer.data.examples import PreparedExamples, prepare_examples
+from hvd_transformer.data.examples import PreparedExamples
 from hvd_transformer.data.parallel_text import open_pairs
+from hvd_transformer.data.prepare_examples import prepare_examples
 from hvd_transformer.data.tables import open_table
 from hvd_transformer.errors import UserError
 
@@ -70,7 +71,7 @@ def test_many_workers_make_the_same_files(pairs: Path, monkeypatch: pytest.Monke
     one = prepared(pairs)
     files = {path.name: path.read_bytes() for path in one.folder.glob("*.bin")}
     assert set(files) >= {"train-source.bin", "train-target-ends.bin", "valid-source.bin"}
-    monkeypatch.setattr("hvd_transformer.data.examples._ROWS", 1)
+    monkeypatch.setattr("hvd_transformer.data.prepare_examples._ROWS", 1)
     (one.folder / "train-source.bin").unlink()  # so that it is made again
     with ThreadPoolExecutor(3) as threads:
         assert prepared(pairs, map=threads.map).digest == one.digest

@@ -27,9 +27,10 @@ from hvd_transformer.parallel.schedule import SCHEDULES
 from hvd_transformer.perf.layer_costs import fake_model
 from hvd_transformer.perf.plan import RECOMPUTES, Plan, StageCost, make_plan
 from hvd_transformer.perf.plan_text import plan_text
-from hvd_transformer.training.activations import run_pass
+from hvd_transformer.training.activations import forward, gradients_as_in_training, run_pass
 from hvd_transformer.training.language_model_task import language_model_layers
 from hvd_transformer.training.precision import autocast
+from hvd_transformer.training.tasks import task_class
 
 V, LAYERS, D, F, T = 97, 3, 24, 40, 10
 SMALL = [
@@ -275,7 +276,7 @@ def test_optimizer_state_is_torchs(words: list[str], make) -> None:
 def test_bubble_of_equal_stages(stages: int, count: int) -> None:
     config = load(overrides=[f"parallel.pipeline={stages}"])
     equal = [StageCost([], 0, 0, {}, forward_flops=7, backward_flops=14, late_flops=7)] * stages
-    plan = Plan(config, 1, V, "", 1, count, [], equal)
+    plan = Plan(config, 1, V, "", count, 1, count, [], equal)
     for schedule in ("gpipe", "1f1b"):
         assert plan.bubble(schedule) == pytest.approx((stages - 1) / (count + stages - 1))
     if count >= stages:  # Qi et al. 2023, section 3.1
@@ -425,3 +426,21 @@ def test_help_imports_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("task", ["translation", "classification"])
+def test_other_tasks_are_planned_as_they_run(task: str) -> None:
+    """Every layer's bytes and weights, from fake tensors and from real ones."""
+    config = load(overrides=[*SMALL, f"task={task}", "model.dropout=0.1", "data.vocab_size=300", "training.device=cpu"])
+    plan = make_plan(config)
+    model, layers, batch, _ = task_class(config).sketch(config, 300, plan.micro_batch_size)
+    assert plan.parameters == sum(weight.numel() for weight in model.parameters())
+    assert [layer.name for layer in plan.layers] == [layer.name for layer in layers]
+    assert task_class(config).layer_names(config) == [layer.name for layer in layers]
+    later, tensors = Later(), batch.inputs
+    with gradients_as_in_training(layers, later), dropout_place(0):
+        forward(layers, *batch, nullcontext, again=False)  # makes the tables of positions
+        for layer, planned in zip(layers, plan.layers, strict=True):
+            targets = batch.targets if layer is layers[-1] else ()
+            found, tensors = run_pass([layer], tensors, targets, later, nullcontext, (False, False))
+            assert planned.activation_bytes == found.kept - found.inputs, layer.name
