@@ -67,8 +67,9 @@ class DataConfig(Section):
 
     source: str = setting(
         "python-docs",
-        "python-docs (embedded), wikitext2, wikitext103, penntreebank, a folder with train.txt, valid.txt and "
-        "test.txt, or one text file",
+        "a folder with train.txt, valid.txt and test.txt or one text file, python-docs (embedded), wikitext2, "
+        "wikitext103, penntreebank; of translation, multi30k, iwslt2016, wmt14 or pairs, and of classification a table, "
+        "as a folder or a file",
         min_length=1,
     )
     split: list[Fraction] = setting(

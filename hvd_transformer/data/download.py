@@ -1,10 +1,12 @@
-"""WikiText and Penn Treebank: fetched through torchtext's downloader, checked, and kept."""
+"""WikiText, Penn Treebank and Multi30k: fetched through torchtext's downloader, checked, and kept."""
 
+import gzip
 import hashlib
 import shutil
 import threading
 import time
 import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,7 @@ STALL_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Published:
-    """A published data set: the files of its splits, where they are fetched, and what they must be.
+    """A published data set: the files of its splits, where they are fetched, and how many lines they must have.
 
     Each of `addresses` is a whole way to get it: one archive, or one address a file.
     The first that works is used.
@@ -64,6 +66,23 @@ PUBLISHED = {
         ),
     ),
 }
+# torchtext's own addresses of Multi30k (www.quest.dcs.shef.ac.uk) are dead; this is the authors' repository.
+MULTI30K = Published(
+    "Multi30k",
+    {f"{split}.{end}": f"{split}.{end}.gz" for split in ("train", "val", "test_2016_flickr") for end in ("de", "en")},
+    {
+        f"{split}.{end}": lines
+        for split, lines in {"train": 29000, "val": 1014, "test_2016_flickr": 1000}.items()
+        for end in ("de", "en")
+    },
+    (
+        tuple(
+            f"https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw/{split}.{end}.gz"
+            for split in ("train", "val", "test_2016_flickr")
+            for end in ("de", "en")
+        ),
+    ),
+)
 # Of the archives, as later torchtext releases list them.
 MD5 = {
     "wikitext-2-v1.zip": "542ccefacc6c27f945fb54453812b3cd",
@@ -185,8 +204,15 @@ def _take(data_set: Published, attempt: Path, folder: Path) -> None:
         path = found.get(name) or found.get(f"{split}.txt")
         if path is None:
             raise DownloadError(f"{name} is not in it")
-        with path.open("rb") as file:
-            lines = sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(2**20), b""))
+        lines = _count_lines(path)
         if lines != data_set.lines[split]:
             raise DownloadError(f"{name} has {lines} lines, not the published {data_set.lines[split]}")
         path.rename(folder / name)
+
+
+def _count_lines(path: Path) -> int:
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(2**20), b""))
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DownloadError(f"what came as {path.name} is damaged: {error}") from None

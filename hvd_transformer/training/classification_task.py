@@ -50,7 +50,7 @@ class ClassificationTask(ExampleTask):
 
     @classmethod
     def prepare(cls, config: Config, preparing: Preparing) -> PreparedExamples:
-        rows = open_table(config.data, source_path(config.data), config.seed)
+        rows = open_table(config.data, source_path(config.data, *preparing[1:]), config.seed)
         return prepare_examples(config.data, rows, (ROLE,), **preparing._asdict())
 
     def describe(self) -> str:

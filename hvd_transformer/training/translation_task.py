@@ -14,7 +14,7 @@ from hvd_transformer.data.examples import PreparedExamples, tokenizer_prefix
 from hvd_transformer.data.parallel_text import open_pairs
 from hvd_transformer.data.prepare_examples import prepare_examples
 from hvd_transformer.data.sampler import Replica
-from hvd_transformer.data.sources import source_path
+from hvd_transformer.data.sources import PAIRS, source_path
 from hvd_transformer.data.tokenizers import BEGIN, END, PAD, Tokenizer
 from hvd_transformer.evaluation.bleu import bleu_metrics
 from hvd_transformer.inference.translation import padded, translate
@@ -40,7 +40,8 @@ class TranslationTask(ExampleTask):
 
     @classmethod
     def prepare(cls, config: Config, preparing: Preparing) -> PreparedExamples:
-        rows = open_pairs(config.data, source_path(config.data), config.seed)
+        path = source_path(config.data, preparing.report, preparing.should_stop, PAIRS)
+        rows = open_pairs(config.data, path, config.seed)
         return prepare_examples(config.data, rows, ROLES, shared=config.model.share_embeddings, **preparing._asdict())
 
     def describe(self) -> str:

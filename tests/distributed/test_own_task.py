@@ -1,0 +1,41 @@
+"""The task of docs/own-task.md, as a reader would save and run it."""
+
+import random
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import BIN, REPOSITORY, rank_environment
+from jobs import summary, tiny
+
+pytestmark = pytest.mark.distributed
+PAGE = (REPOSITORY / "docs" / "own-task.md").read_text(encoding="utf-8")
+SMALL = [word for word in tiny(Path("unused")) if not word.startswith("data.")]
+SMALL += ["training.epochs=6", "training.best_metric=loss", "training.precision=fp64"]
+SMALL += ["optimizer.lr_scaling=none", "training.global_batch_size=16"]
+
+
+def test_the_page_s_task_learns_on_one_rank_and_on_two(ranks, tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "vowels.py").write_text(code)
+    rng = random.Random(1)
+    words = ["".join(rng.choices("aeioubcdfghklmnprst", k=rng.randint(1, 9))) for _ in range(400)]
+    (tmp_path / "words.txt").write_text(" ".join(words))
+    ((_, *alone), two) = (
+        shlex.split(line) for line in re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL)[0].splitlines()
+    )
+    commands = {"one": [BIN / "hvd-train", *alone, "output_dir=runs/one"], "two": two}
+    for name, command in commands.items():
+        done = subprocess.run(
+            [*map(str, command), *SMALL],
+            cwd=tmp_path, env=rank_environment(), capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "360 words" in done.stdout
+        assert "letters/s" in done.stdout
+        assert summary(tmp_path / "runs" / name)["valid_accuracy"] > 0.95
+    one, other = (summary(tmp_path / "runs" / name) for name in commands)
+    assert other["world"] == other["pp"] == 2
+    assert other["valid_loss"] == pytest.approx(one["valid_loss"], rel=1e-9)  # whatever the ranks and stages
