@@ -128,7 +128,7 @@ def test_a_partition_function_of_the_working_directory(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["task=translating"], "task=translating: must be language_model, translation, classification, or package"),
+        (["task=translating"], "task=translating (command line): must be 'language_model', 'translation', 'classif"),
         (["task=absent.module:Task"], "task=absent.module:Task: cannot be imported: ModuleNotFoundError"),
         (["task=pathlib:Path"], "task=pathlib:Path: must be a subclass of hvd_transformer.training.task.Task"),
         (["task=hvd_transformer.training.task:Task"], "lacks batch, describe, evaluation_batches"),

@@ -26,9 +26,10 @@ def check(config: Config) -> None:
         raise UserError(f"data.batching=columns: not with task={config.task}, whose samples are sentences")
     if sum(data.split) > 1 + 1e-9 or data.split[0] <= 0:
         raise UserError(f"data.split={data.split}: the shares must add up to at most 1, train's above 0")
-    if data.tokenizer == "bpe" and data.vocab_size is not None and data.vocab_size < 260:
+    if data.tokenizer == "bpe" and data.vocab_size is not None and data.vocab_size < _least(config):
         raise UserError(
-            f"data.vocab_size={data.vocab_size}: data.tokenizer=bpe needs at least 260 (256 bytes and 4 special tokens)"
+            f"data.vocab_size={data.vocab_size}: data.tokenizer=bpe needs at least {_least(config)} (256 bytes and the "
+            "special tokens)"
         )
     if data.vocab_size == 1:
         raise UserError("data.vocab_size=1: a vocabulary of one token has nothing to predict; at least 2")
@@ -52,6 +53,11 @@ def check(config: Config) -> None:
     _check_global_batch_size(config)
     if config.communication.compression == "fp16" and training.precision == "fp64":
         raise UserError("communication.compression=fp16: not with training.precision=fp64")
+
+
+def _least(config: Config) -> int:
+    """Tokens of a byte-pair vocabulary without a merge; sentences have four special ones, a running text has <unk>."""
+    return 256 + (1 if config.task == "language_model" else 4)
 
 
 def _check_tensor(config: Config) -> None:

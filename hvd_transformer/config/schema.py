@@ -4,9 +4,10 @@
 from here.
 """
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 
@@ -22,9 +23,20 @@ def _none_word(value: Any) -> Any:
     return None if isinstance(value, str) and value.lower() in ("none", "null") else value
 
 
+def _task_name(value: str) -> str:
+    if value not in TASKS and not re.fullmatch(r"[\w.]+:\w+", value):
+        raise ValueError(f"it should be {', '.join(map(repr, TASKS))} or package.module:Class")
+    return value
+
+
+TASKS = ("language_model", "translation", "classification")
+TaskName = Annotated[str, AfterValidator(_task_name)]
 # On the command line every value is a word: `training.max_steps=none` means no limit.
 OptionalCount = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_none_word)]
 OptionalPositive = Annotated[Annotated[float, Field(gt=0)] | None, BeforeValidator(_none_word)]
+ClassWeights = Annotated[
+    Literal["balanced"] | dict[str, Annotated[float, Field(gt=0)]] | None, BeforeValidator(_none_word)
+]
 OptionalName = Annotated[Annotated[str, Field(min_length=1)] | None, BeforeValidator(_none_word)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -68,8 +80,8 @@ class DataConfig(Section):
     source: str = setting(
         "python-docs",
         "a folder with train.txt, valid.txt and test.txt or one text file, python-docs (embedded), wikitext2, "
-        "wikitext103, penntreebank; of translation, multi30k, iwslt2016, wmt14 or pairs, and of classification a table, "
-        "as a folder or a file",
+        "wikitext103, penntreebank; of translation, multi30k, iwslt2016, wmt14 or pairs, and of classification a "
+        "table, as a folder or a file",
         min_length=1,
     )
     split: list[Fraction] = setting(
@@ -110,7 +122,7 @@ class DataConfig(Section):
     positive_label: OptionalName = setting(
         None, "the label that precision, recall and f1 are of; none: the second of two, of more none"
     )
-    class_weights: Literal["balanced"] | dict[str, Annotated[float, Field(gt=0)]] | None = setting(
+    class_weights: ClassWeights = setting(
         None,
         "how much a sample of each class counts in the loss: a number a label, {good: 1, bad: 2.5}, or balanced: the "
         "more the rarer the class is; none: all alike",
@@ -286,10 +298,9 @@ class CheckpointConfig(Section):
 class Config(Section):
     """A whole job."""
 
-    task: str = setting(
+    task: TaskName = setting(
         "language_model",
         "what is trained: language_model, translation, classification, or package.module:Class of your own",
-        min_length=1,
     )
     output_dir: str = setting("runs/default", "the run directory", may_change=True, min_length=1)
     profile: bool = setting(

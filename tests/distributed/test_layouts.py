@@ -71,7 +71,7 @@ def test_a_layout_goes_on_from_another_layouts_checkpoint(ranks, tmp_path):
     for name in saved.values():
         folder = tmp_path / name / "checkpoints/latest"
         assert sorted(json.loads((folder / "MANIFEST.json").read_text())["files"]) == [
-            "model.safetensors", "optimizer.safetensors", "state.json"
+            "model.safetensors", "optimizer.safetensors", "state.json", "vocabulary.json"
         ]  # fmt: skip
         found = load_file(folder / "optimizer.safetensors")
         assert found.keys() == first.keys()

@@ -140,31 +140,39 @@ def reference(config: Config) -> tuple[list[float], list[float], dict[str, Tenso
     return found, norms, {name: weight.detach() for name, weight in named.items()}
 
 
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("task", TASKS)
-def test_every_mode_trains_like_a_plain_loop(ranks, folder, tmp_path, task):
-    common = settings(folder, task)
-    wanted_losses, wanted_norms, wanted_weights = reference(load(overrides=common))
+@pytest.fixture(scope="module")
+def done(ranks, folder, tmp_path_factory) -> Path:
+    """The folder of all runs, those of one world size in one launch."""
+    root = tmp_path_factory.mktemp("runs")
     for size, backend in sorted({(size, backend) for size, backend, _ in MODES.values()}):
-        names = [name for name, (own, launcher, _) in MODES.items() if (own, launcher) == (size, backend)]
-        runs = [[*common, *MODES[name][2], f"output_dir={tmp_path / name}"] for name in names]
-        file = write_runs(tmp_path / f"runs-{size}-{backend}.json", runs)
-        result = ranks(size, [*MANY_RUNS, file], backend=backend, timeout=200)
+        runs = [
+            [*settings(folder, task), *words, f"output_dir={root / f'{task}-{name}'}"]
+            for name, (own, launcher, words) in MODES.items()
+            if (own, launcher) == (size, backend)
+            for task in TASKS
+        ]
+        file = write_runs(root / f"runs-{size}-{backend}.json", runs)
+        result = ranks(size, [*MANY_RUNS, file], backend=backend, timeout=280)
         assert result.returncode == 0, result.stdout + result.stderr
+    return root
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("task", TASKS)
+def test_every_mode_trains_like_a_plain_loop(folder, done, task):
+    wanted_losses, wanted_norms, wanted_weights = reference(load(overrides=settings(folder, task)))
     found, worst = {}, 0.0
     for name in MODES:
-        rows = steps(tmp_path / name, "loss", "grad_norm")
+        run = done / f"{task}-{name}"
+        rows = steps(run, "loss", "grad_norm")
         assert [step for step, _, _ in rows] == list(range(1, STEPS + 1))
         assert [loss for _, loss, _ in rows] == pytest.approx(wanted_losses, rel=1e-9), name
         assert [norm for _, _, norm in rows] == pytest.approx(wanted_norms, rel=1e-8), name
-        worst = max(worst, relative_difference(weights(tmp_path / name), wanted_weights))
+        worst = max(worst, relative_difference(weights(run), wanted_weights))
         assert worst < 1e-8, name
-        found[name] = {
-            key: value for key, value in summary(tmp_path / name).items() if key.startswith(("valid_", "test_"))
-        }
+        found[name] = {key: value for key, value in summary(run).items() if key.startswith(("valid_", "test_"))}
     print(f"{task}: largest relative difference of a weight {worst:.1e}")
     # Decoding and counting are shared over ranks, and give the same.
-    keys = {"translation": "test_bleu_words", "classification": "test_f1_macro"}
-    assert keys[task] in found["alone"]
+    assert {"translation": "test_bleu_words", "classification": "test_f1_macro"}[task] in found["alone"]
     for name, metrics in found.items():
         assert metrics == pytest.approx(found["alone"], rel=1e-9), name

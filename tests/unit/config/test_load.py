@@ -14,7 +14,7 @@ from hvd_transformer.config.load import PRESETS, preset_names, preset_summary
 from hvd_transformer.config.schema import KEYS, flatten
 from hvd_transformer.errors import UserError
 
-PRESET_NAMES = ["gpt-small", "python-docs", "shakespeare-char", "tiny", "tutorial-1b", "tutorial-small"]
+PRESET_NAMES = ["gpt-small", "multi30k", "python-docs", "shakespeare-char", "tiny", "tutorial-1b", "tutorial-small"]
 DEFAULTS = flatten(Config())
 
 

@@ -19,13 +19,16 @@ optimizer.schedule optimizer.warmup_steps optimizer.gamma training.epochs traini
 training.accumulation training.precision training.device training.log_every training.eval_every training.compile
 communication.bucket_mb communication.compression communication.overlap checkpoint.every_steps
 checkpoint.every_seconds checkpoint.keep_last checkpoint.keep_best checkpoint.resume
+translation.beam translation.length_penalty training.best_metric data.text_column data.label_column
 """
 
 # What makes the weights, the tokens or the updates others: the rest is how fast, how long and where.
 FIXED = """
 task seed model.num_layers model.d_model model.num_heads model.d_feedforward model.dropout model.max_length model.norm
 model.activation model.position model.tie_embeddings data.source data.split data.tokenizer data.vocab_size
-data.min_frequency data.batching data.sequence_length optimizer.name optimizer.lr optimizer.lr_scaling
+data.min_frequency data.batching data.sequence_length model.num_decoder_layers model.share_embeddings data.too_long
+data.source_language data.target_language data.train data.valid data.test data.text_column data.label_column
+data.positive_label data.class_weights training.label_smoothing optimizer.name optimizer.lr optimizer.lr_scaling
 optimizer.weight_decay optimizer.momentum optimizer.betas optimizer.eps optimizer.clip_norm optimizer.schedule
 optimizer.warmup_steps optimizer.gamma training.precision
 """
