@@ -8,11 +8,9 @@ from pathlib import Path
 
 from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data.lines import read_lines
-from hvd_transformer.data.rows import SPLITS, Row, Rows, file_identity, split_at_random
+from hvd_transformer.data.rows import SPLIT_NAMES, SPLITS, Row, Rows, file_identity, split_at_random
 from hvd_transformer.errors import UserError
 
-# What a split's files may begin with; of others that begin with "test" there must be one alone.
-_NAMES = {"train": ("train",), "valid": ("valid", "val", "validation", "dev"), "test": ("test",)}
 _TABS = (".tsv", ".tsv.gz")
 Read = Callable[[], Iterator[Row]]
 
@@ -46,9 +44,9 @@ def _reader(files: tuple[Path, ...]) -> Read:
 
 
 def _find(config: DataConfig, folder: Path, split: str) -> tuple[Path, ...] | None:
-    """The split's file or its two files, the source's first."""
+    """The split's file or its two files, the source's first. A test split may have any name that begins so."""
     given = getattr(config, split)
-    for name in (given,) if given else _NAMES[split]:
+    for name in (given,) if given else SPLIT_NAMES[split]:
         if found := _of_name(config, folder, name):
             return found
     if given or split != "test":
@@ -87,7 +85,7 @@ def _of_name(config: DataConfig, folder: Path, name: str) -> tuple[Path, ...] | 
 
 def _missing(config: DataConfig, folder: Path, split: str) -> str:
     given = getattr(config, split)
-    name = given or _NAMES[split][0]
+    name = given or SPLIT_NAMES[split][0]
     source, target = config.source_language, config.target_language
     there = ", ".join(sorted(file.name for file in folder.iterdir())[:12]) or "nothing"
     return (

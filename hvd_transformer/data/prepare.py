@@ -84,9 +84,7 @@ def prepare(
     """
     corpus = open_corpus(config, report, should_stop)
     settings = _settings(config, corpus)
-    key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", corpus.name).strip(".-")[:60] or "text"
-    folder = Path(config.cache_dir).expanduser().absolute() / "prepared" / f"{name}-{key}"
+    folder = prepared_folder(config, corpus.name, settings)
 
     def build(aside: Path) -> None:
         if folder.exists():
@@ -94,6 +92,13 @@ def prepare(
         _Preparation(config, corpus, map, report, should_stop).write(aside, settings)
 
     return build_once(folder, _load, build, should_stop)
+
+
+def prepared_folder(config: DataConfig, name: str, settings: dict[str, Any]) -> Path:
+    """Where the token files of these settings are, or will be."""
+    key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[:60] or "text"
+    return Path(config.cache_dir).expanduser().absolute() / "prepared" / f"{name}-{key}"
 
 
 def _settings(config: DataConfig, corpus: Corpus) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data.examples import PreparedExamples, load_examples, sha256, tokenizer_prefix
 from hvd_transformer.data.once import Report, ShouldStop, Stopped, build_once, never, silent
-from hvd_transformer.data.prepare import OrderedMap
+from hvd_transformer.data.prepare import OrderedMap, prepared_folder
 from hvd_transformer.data.rows import Row, Rows
 from hvd_transformer.data.tokenizers import SPECIALS, VOCABULARY_KINDS, BPETokenizer, Tokenizer, build_vocabulary
 from hvd_transformer.data.tokens import token_dtype
@@ -54,9 +54,7 @@ def prepare_examples(
             for key in ("tokenizer", "vocab_size", "min_frequency", "sequence_length", "too_long")
         },
     }
-    key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", rows.name).strip(".-")[:60] or "examples"
-    folder = Path(config.cache_dir).expanduser().absolute() / "prepared" / f"{name}-{key}"
+    folder = prepared_folder(config, rows.name, settings)
 
     def build(aside: Path) -> None:
         if folder.exists():

@@ -13,6 +13,8 @@ from hvd_transformer.data.permutation import Permutation
 from hvd_transformer.errors import UserError
 
 SPLITS = ("train", "valid", "test")
+# What a split's files may be called.
+SPLIT_NAMES = {"train": ("train",), "valid": ("valid", "val", "validation", "dev"), "test": ("test",)}
 _SHUFFLE = 5  # tells the split's order from the epochs'
 
 

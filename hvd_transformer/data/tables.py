@@ -8,11 +8,10 @@ from typing import Any
 
 from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data.lines import read_lines
-from hvd_transformer.data.rows import SPLITS, Row, Rows, file_identity, split_at_random
+from hvd_transformer.data.rows import SPLIT_NAMES, SPLITS, Row, Rows, file_identity, split_at_random
 from hvd_transformer.errors import UserError
 
 ENDINGS = tuple(f"{kind}{end}" for kind in (".csv", ".tsv", ".jsonl", ".json") for end in ("", ".gz"))
-_NAMES = {"train": ("train",), "valid": ("valid", "val", "validation", "dev"), "test": ("test",)}
 csv.field_size_limit(2**31 - 1)  # a text may be long
 
 
@@ -40,7 +39,7 @@ def open_table(config: DataConfig, path: Path, seed: int) -> Rows:
 
 def _find(config: DataConfig, folder: Path, split: str) -> Path | None:
     given = getattr(config, split)
-    names = (given,) if given else _NAMES[split]
+    names = (given,) if given else SPLIT_NAMES[split]
     return next((file for name in names for end in ENDINGS if (file := folder / f"{name}{end}").is_file()), None)
 
 

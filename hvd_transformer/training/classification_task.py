@@ -20,7 +20,6 @@ from hvd_transformer.errors import UserError
 from hvd_transformer.evaluation.confusion import classification_metrics
 from hvd_transformer.inference.translation import padded
 from hvd_transformer.models.classifier import Classifier
-from hvd_transformer.models.shares import Cut
 from hvd_transformer.parallel.pipeline import Layer, MicroBatch, Tensors
 from hvd_transformer.training.example_task import ExampleTask
 from hvd_transformer.training.task import Batch, Preparing, Sketch
@@ -74,14 +73,6 @@ class ClassificationTask(ExampleTask):
     @property
     def layers(self) -> list[Layer]:
         return classifier_layers(self.model)
-
-    @property
-    def cuts(self) -> Mapping[str, Cut]:
-        return self.model.cuts(self.config.parallel.vocab_parallel)
-
-    @property
-    def dropping_shares(self) -> list[str]:
-        return self.model.dropping_shares
 
     @property
     def tokenizers(self) -> Mapping[str, Tokenizer]:

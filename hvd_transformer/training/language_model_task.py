@@ -12,7 +12,6 @@ from hvd_transformer.data.sampler import ColumnSampler, Replica, WindowSampler
 from hvd_transformer.data.tokenizers import Tokenizer
 from hvd_transformer.errors import UserError
 from hvd_transformer.models.language_model import LanguageModel
-from hvd_transformer.models.shares import Cut
 from hvd_transformer.parallel.pipeline import Layer, MicroBatch
 from hvd_transformer.training.step_size import step_samples
 from hvd_transformer.training.task import Preparing, Sketch, Task
@@ -74,14 +73,6 @@ class LanguageModelTask(Task):
         tokens = torch.zeros(num_samples, config.data.sequence_length, dtype=torch.int64)
         layers, batch = language_model_layers(model), MicroBatch((tokens,), (tokens,))
         return Sketch(model, layers, batch, model.cuts(config.parallel.vocab_parallel))
-
-    @property
-    def cuts(self) -> Mapping[str, Cut]:
-        return self.model.cuts(self.config.parallel.vocab_parallel)
-
-    @property
-    def dropping_shares(self) -> list[str]:
-        return self.model.dropping_shares
 
     @property
     def tokenizers(self) -> Mapping[str, Tokenizer]:

@@ -5,7 +5,7 @@ length; `task=package.module:Class` trains it (docs/own-task.md).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -146,13 +146,15 @@ class Task(ABC):
 
     @property
     def cuts(self) -> Mapping[str, Cut]:
-        """The weights that the ranks of a tensor group share, and how."""
-        return {}
+        """The weights that the ranks of a tensor group share, and how: as the model says, if it does."""
+        own: Callable[[bool], Mapping[str, Cut]] | None = getattr(self.model, "cuts", None)
+        return {} if own is None else own(self.config.parallel.vocab_parallel)
 
     @property
     def dropping_shares(self) -> Collection[str]:
         """The dropouts on what these ranks share, too."""
-        return ()
+        own: Collection[str] = getattr(self.model, "dropping_shares", ())
+        return own
 
     @property
     def tokenizers(self) -> Mapping[str, Tokenizer]:

@@ -19,7 +19,6 @@ from hvd_transformer.data.tokenizers import BEGIN, END, PAD, Tokenizer
 from hvd_transformer.evaluation.bleu import bleu_metrics
 from hvd_transformer.inference.translation import padded, translate
 from hvd_transformer.models.encoder_decoder import EncoderDecoder
-from hvd_transformer.models.shares import Cut
 from hvd_transformer.parallel.pipeline import Layer, MicroBatch, Tensors
 from hvd_transformer.training.example_task import ExampleTask
 from hvd_transformer.training.task import Batch, Preparing, Sketch
@@ -75,14 +74,6 @@ class TranslationTask(ExampleTask):
     @property
     def layers(self) -> list[Layer]:
         return encoder_decoder_layers(self.model)
-
-    @property
-    def cuts(self) -> Mapping[str, Cut]:
-        return self.model.cuts(self.config.parallel.vocab_parallel)
-
-    @property
-    def dropping_shares(self) -> list[str]:
-        return self.model.dropping_shares
 
     @property
     def tokenizers(self) -> Mapping[str, Tokenizer]:
