@@ -280,7 +280,7 @@ def make_bad(kind: str, folder: Path) -> tuple[list[str], str]:
         (folder / "valid.txt").write_bytes("é words\n".encode() + b"caf\xe9 au lait\n")
         return words, "valid.txt: no valid UTF-8 at byte 12 "
     if kind == "vocabulary of one":
-        return [*words, "data.min_frequency=2"], "data.min_frequency=2: leaves nothing but <unk>"
+        return [*words, "data.min_frequency=2"], "data.min_frequency=2: leaves a vocabulary of nothing but <unk>"
     assert kind == "cache is a file"
     return [*words, f"data.cache_dir={folder / 'train.txt'}"], "data.cache_dir must be a folder to write to"
 

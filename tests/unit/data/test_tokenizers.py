@@ -88,7 +88,7 @@ def test_vocabulary_size_counts_unk(vocab_size, min_frequency, tokens):
 
 
 def test_vocabulary_of_one():
-    message = "data.min_frequency=4: leaves nothing but <unk>; .* occurs 3 times"
+    message = "data.min_frequency=4: leaves a vocabulary of nothing but <unk>; .* occurs 3 times"
     with pytest.raises(UserError, match=message):
         build_vocabulary("char", Counter("bbbccaad"), None, 4)
 
