@@ -68,7 +68,8 @@ def mpi_size() -> int:
 
 
 class _ExecutorMap:
-    """Keeps two items a worker under way."""
+    """Keeps two items a worker under way. When it is broken off these are done in vain: cancelled ones would have the
+    executor wait for ever at its end before Python 3.11.4 (github.com/python/cpython/issues/94440)."""
 
     def __init__(self, executor: Executor, workers: int) -> None:
         self.executor = executor
@@ -76,16 +77,12 @@ class _ExecutorMap:
 
     def __call__(self, function: Callable[[A], B], items: Iterable[A], /) -> Iterator[B]:
         waiting: deque[Future[B]] = deque()
-        try:
-            for item in items:
-                waiting.append(self.executor.submit(function, item))
-                if len(waiting) >= self.in_flight:
-                    yield waiting.popleft().result()
-            while waiting:
+        for item in items:
+            waiting.append(self.executor.submit(function, item))
+            if len(waiting) >= self.in_flight:
                 yield waiting.popleft().result()
-        finally:
-            for future in waiting:
-                future.cancel()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 class _LazyMap:
