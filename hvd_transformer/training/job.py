@@ -80,7 +80,7 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | No
     summary = session.finish(status)
     trainer.close()
     if status == "finished":
-        progress.message(f"{_results(summary)}\nrun directory: {directory.path}")
+        progress.message("\n".join([_results(summary), *trainer.task.notes, f"run directory: {directory.path}"]))
     return summary
 
 

@@ -145,6 +145,11 @@ class Task(ABC):
         return {}
 
     @property
+    def notes(self) -> Sequence[str]:
+        """Lines on the metrics for the end of a run."""
+        return ()
+
+    @property
     def cuts(self) -> Mapping[str, Cut]:
         """The weights that the ranks of a tensor group share, and how: as the model says, if it does."""
         own: Callable[[bool], Mapping[str, Cut]] | None = getattr(self.model, "cuts", None)

@@ -16,7 +16,7 @@ from hvd_transformer.data.prepare_examples import prepare_examples
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.data.sources import PAIRS, source_path
 from hvd_transformer.data.tokenizers import BEGIN, END, PAD, Tokenizer
-from hvd_transformer.evaluation.bleu import bleu_metrics
+from hvd_transformer.evaluation.bleu import bleu_metrics, signature
 from hvd_transformer.inference.translation import padded, translate
 from hvd_transformer.models.encoder_decoder import EncoderDecoder
 from hvd_transformer.parallel.pipeline import Layer, MicroBatch, Tensors
@@ -103,6 +103,10 @@ class TranslationTask(ExampleTask):
     @property
     def metric_names(self) -> list[str]:
         return [*super().metric_names, "bleu", "bleu_words"]
+
+    @property
+    def notes(self) -> list[str]:
+        return [f"bleu is sacrebleu's, {signature()}; bleu_words is of lower-cased words"]
 
     def more_metrics(self, split: str, group: Group) -> dict[str, float]:
         """BLEU of what the model makes of the split's sources, which the replicas share."""
