@@ -67,3 +67,4 @@ class SyntheticTask(LanguageModelTask):
         torch.manual_seed(config.seed)
         data = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=vocab_size), splits=splits)
         super().__init__(config, data, replica)
+        self.batch_size = config.training.batch_size

@@ -18,7 +18,7 @@ SUMMARY = {
     "valid_loss", "valid_perplexity", "test_loss", "test_perplexity", "best_step",
 }  # fmt: skip
 TRAINING_LINE = {"step", "epoch", "samples", "loss", "lr", "grad_norm", "tokens_per_second", "milliseconds_per_step"}
-CHECKPOINT = {"model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"}
+CHECKPOINT = {"model.safetensors", "optimizer.safetensors", "state.json", "vocabulary.json", "MANIFEST.json"}
 WAYS = [(2, "gloo", "gloo"), (2, "mpi", "mpi"), (2, "mpirun", "mpi"), (1, "", "none")]
 
 
