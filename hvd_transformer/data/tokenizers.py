@@ -230,8 +230,8 @@ def build_vocabulary(
     tokens = Vocab(counts, max_size=max_size, min_freq=min_frequency, specials=list(specials)).itos
     if len(tokens) <= len(specials):
         raise UserError(
-            f"data.min_frequency={min_frequency}: leaves a vocabulary of nothing but {', '.join(specials)}; the most frequent "
-            f"token of the training split occurs {max(counts.values(), default=0)} times"
+            f"data.min_frequency={min_frequency}: leaves a vocabulary of nothing but {', '.join(specials)}; the most "
+            f"frequent token of the training split occurs {max(counts.values(), default=0)} times"
         )
     return VOCABULARY_KINDS[kind](tokens)
 
