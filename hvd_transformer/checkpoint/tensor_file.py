@@ -26,7 +26,9 @@ _ALIGNMENT = 8
 
 def create(file: Path, fragments: Mapping[str, Fragment]) -> None:
     """Makes the file at its full size, for the whole of each named tensor; their values are still zero."""
-    entries, position = {}, 0
+    # Hugging Face's readers want to know whose tensors these are.
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    position = 0
     for name, fragment in fragments.items():
         dtype = fragment.values.dtype
         stop = position + prod(fragment.shape) * dtype.itemsize

@@ -7,6 +7,8 @@ from hvd_transformer.errors import UserError
 def check(config: Config) -> None:
     """Raises `UserError` with the keys that do not fit and what would."""
     model, data, optimizer, training = config.model, config.data, config.optimizer, config.training
+    if model.pretrained is not None:
+        _check_pretrained(config)
     if model.d_model % model.num_heads:
         raise UserError(f"model.d_model={model.d_model}: must be a multiple of model.num_heads={model.num_heads}")
     if model.position == "rotary" and (model.d_model // model.num_heads) % 2:
@@ -17,7 +19,7 @@ def check(config: Config) -> None:
     if model.position == "sinusoidal" and model.d_model % 2:
         raise UserError(f"model.position=sinusoidal: needs an even model.d_model, not {model.d_model}")
     ends = int(config.task == "translation")  # a target has its beginning, too
-    if data.sequence_length + ends > model.max_length:
+    if data.sequence_length + ends > model.max_length and model.pretrained is None:
         raise UserError(
             f"data.sequence_length={data.sequence_length}: longer than the model's positions, "
             f"model.max_length={model.max_length}" + (" less one for a target's beginning" if ends else "")
@@ -53,6 +55,21 @@ def check(config: Config) -> None:
     _check_global_batch_size(config)
     if config.communication.compression == "fp16" and training.precision == "fp64":
         raise UserError("communication.compression=fp16: not with training.precision=fp64")
+
+
+def _check_pretrained(config: Config) -> None:
+    origin = f"model.pretrained={config.model.pretrained}"
+    if config.task not in ("language_model", "classification"):
+        raise UserError(f"{origin}: with task=classification or task=language_model, not task={config.task}")
+    own = [("model", key) for key in type(config.model).model_fields if key != "pretrained"]
+    own += [("data", key) for key in ("tokenizer", "vocab_size", "min_frequency")]
+    alone = [("parallel", key) for key in ("pipeline", "tensor", "partition", "recompute")] + [("training", "compile")]
+    for section, key in own + alone:
+        values = getattr(config, section)
+        value, default = getattr(values, key), type(values).model_fields[key].default
+        if value != default:
+            why = "which has its own" if (section, key) in own else "which is trained data-parallel alone"
+            raise UserError(f"{section}.{key}={value}: not with {origin}, {why}; leave it at {default}")
 
 
 def _least(config: Config) -> int:

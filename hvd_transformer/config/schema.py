@@ -49,6 +49,11 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The Transformer."""
 
+    pretrained: OptionalName = setting(
+        None,
+        "fine-tune what this Hugging Face folder holds, with its tokenizer: an encoder for classification, a causal "
+        "model for language_model; its config.json stands for all other keys of model; none: a new model",
+    )
     num_layers: int = setting(4, "Transformer blocks; of the encoder, where there is one", ge=1)
     num_decoder_layers: OptionalCount = setting(None, "blocks of a translation's decoder; none: num_layers")
     d_model: int = setting(192, "width; a multiple of num_heads", ge=1)

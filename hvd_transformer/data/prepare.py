@@ -75,21 +75,23 @@ def prepare(
     map: OrderedMap = builtins.map,
     report: Report = silent,
     should_stop: ShouldStop = never,
+    *,
+    tokenizer: Tokenizer | None = None,
 ) -> PreparedData:
-    """The corpus as token files, made now unless they are there.
+    """The corpus as token files, made now unless they are there; with this tokenizer, or with one learned from it.
 
     Memory is bounded by a few pieces and the vocabulary's counts. Several processes may call this at once:
     one works, the others wait. Raises `UserError` for what is wrong with the data, `Stopped` where
     `should_stop` said so.
     """
     corpus = open_corpus(config, report, should_stop)
-    settings = _settings(config, corpus)
+    settings = {"format": FORMAT, "corpus": corpus.identity, **tokenizer_settings(config, tokenizer)}
     folder = prepared_folder(config, corpus.name, settings)
 
     def build(aside: Path) -> None:
         if folder.exists():
             report(f"{folder} is damaged: preparing it again")
-        _Preparation(config, corpus, map, report, should_stop).write(aside, settings)
+        _Preparation(config, corpus, tokenizer, map, report, should_stop).write(aside, settings)
 
     return build_once(folder, _load, build, should_stop)
 
@@ -101,15 +103,11 @@ def prepared_folder(config: DataConfig, name: str, settings: dict[str, Any]) -> 
     return Path(config.cache_dir).expanduser().absolute() / "prepared" / f"{name}-{key}"
 
 
-def _settings(config: DataConfig, corpus: Corpus) -> dict[str, Any]:
-    """All that the token files depend on."""
-    return {
-        "format": FORMAT,
-        "corpus": corpus.identity,
-        "tokenizer": config.tokenizer,
-        "vocab_size": config.vocab_size,
-        "min_frequency": config.min_frequency,
-    }
+def tokenizer_settings(config: DataConfig, *given: Tokenizer | None) -> dict[str, Any]:
+    """What token files depend on: the given tokenizers, or how they are learned."""
+    if tokenizers := [tokenizer for tokenizer in given if tokenizer is not None]:
+        return {"tokenizers": [_sha256(tokenizer.to_json()) for tokenizer in tokenizers]}
+    return {key: getattr(config, key) for key in ("tokenizer", "vocab_size", "min_frequency")}
 
 
 def _load(folder: Path) -> PreparedData | None:
@@ -140,6 +138,7 @@ class _Preparation:
 
     config: DataConfig
     corpus: Corpus
+    tokenizer: Tokenizer | None
     map: OrderedMap
     report: Report
     should_stop: ShouldStop
@@ -147,8 +146,8 @@ class _Preparation:
     def write(self, folder: Path, settings: dict[str, Any]) -> None:
         """Fills the folder; `build_once` gives it its name."""
         megabytes = sum(span.size for span in self.corpus.spans.values()) / 1e6
-        self.report(f"Preparing {self.corpus.name}: {megabytes:.1f} MB of text, tokenizer {self.config.tokenizer}")
-        tokenizer = self._make_tokenizer()
+        self.report(f"Preparing {self.corpus.name}: {megabytes:.1f} MB of text, tokenizer {self._kind}")
+        tokenizer = self.tokenizer or self._make_tokenizer()
         tokenizer.save(folder)
         index: dict[str, Any] = {
             "format": FORMAT,
@@ -167,6 +166,10 @@ class _Preparation:
         index["digest"] = _sha256(json.dumps(index, sort_keys=True))  # before the paths, which differ between hosts
         index["settings"] = {"source": self.config.source, **settings}
         (folder / "index.json").write_text(json.dumps(index, indent=2, ensure_ascii=False), encoding="utf-8")
+
+    @property
+    def _kind(self) -> str:
+        return self.tokenizer.kind if self.tokenizer else self.config.tokenizer
 
     def _make_tokenizer(self) -> Tokenizer:
         config, train = self.config, self.corpus.spans["train"]

@@ -5,7 +5,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data.examples import PreparedExamples, load_examples, sha256, tokenizer_prefix
 from hvd_transformer.data.once import Report, ShouldStop, Stopped, build_once, never, silent
-from hvd_transformer.data.prepare import OrderedMap, prepared_folder
+from hvd_transformer.data.prepare import OrderedMap, prepared_folder, tokenizer_settings
 from hvd_transformer.data.rows import Row, Rows
 from hvd_transformer.data.tokenizers import SPECIALS, VOCABULARY_KINDS, BPETokenizer, Tokenizer, build_vocabulary
 from hvd_transformer.data.tokens import token_dtype
@@ -35,11 +35,13 @@ def prepare_examples(
     roles: tuple[str, ...],
     *,
     shared: bool = False,
+    tokenizers: Mapping[str, Tokenizer] | None = None,
     map: OrderedMap = builtins.map,
     report: Report = silent,
     should_stop: ShouldStop = never,
 ) -> PreparedExamples:
     """The rows as token files, made now unless they are there. `roles` name a row's texts; `shared`: one vocabulary.
+    `tokenizers`: by role; without them they are learned.
 
     Several processes may call this at once: one works, the others wait. Raises `UserError` for what is wrong with the
     data, `Stopped` where `should_stop` said so.
@@ -49,17 +51,15 @@ def prepare_examples(
         "rows": rows.identity,
         "roles": list(roles),
         "shared": shared,
-        **{
-            key: getattr(config, key)
-            for key in ("tokenizer", "vocab_size", "min_frequency", "sequence_length", "too_long")
-        },
+        **tokenizer_settings(config, *(tokenizers or {}).values()),
+        **{key: getattr(config, key) for key in ("sequence_length", "too_long")},
     }
     folder = prepared_folder(config, rows.name, settings)
 
     def build(aside: Path) -> None:
         if folder.exists():
             report(f"{folder} is damaged: preparing it again")
-        _Preparation(config, rows, roles, shared, map, report, should_stop).write(aside, settings)
+        _Preparation(config, rows, roles, shared, tokenizers, map, report, should_stop).write(aside, settings)
 
     return build_once(folder, load_examples, build, should_stop)
 
@@ -90,15 +90,17 @@ class _Preparation:
     rows: Rows
     roles: tuple[str, ...]
     shared: bool
+    tokenizers: Mapping[str, Tokenizer] | None
     map: OrderedMap
     report: Report
     should_stop: ShouldStop
 
     def write(self, folder: Path, settings: dict[str, Any]) -> None:
         """Fills the folder; `build_once` gives it its name."""
-        self.report(f"Preparing {self.rows.name}: tokenizer {self.config.tokenizer}")
+        kinds = {tokenizer.kind for tokenizer in (self.tokenizers or {}).values()} or {self.config.tokenizer}
+        self.report(f"Preparing {self.rows.name}: tokenizer {', '.join(kinds)}")
         labels = self._labels()
-        tokenizers = self._make_tokenizers()
+        tokenizers = self.tokenizers or self._make_tokenizers()
         for role, tokenizer in tokenizers.items():
             tokenizer.save(folder, tokenizer_prefix(role, self.roles, self.shared))
         files: dict[str, Any] = {}
@@ -149,7 +151,7 @@ class _Preparation:
         return build_vocabulary(config.tokenizer, counts, config.vocab_size, config.min_frequency, SPECIALS)
 
     def _write_split(
-        self, split: str, folder: Path, tokenizers: dict[str, Tokenizer], labels: list[str]
+        self, split: str, folder: Path, tokenizers: Mapping[str, Tokenizer], labels: list[str]
     ) -> tuple[dict[str, Any], dict[str, int]]:
         """Streams the split's samples into its files; returns what the index says of them, and what was left out."""
         columns = {}
@@ -169,7 +171,7 @@ class _Preparation:
             if raw is not None:
                 raw.writelines(json.dumps(row.texts, ensure_ascii=False) + "\n" for row, _ in kept)
             for column, role in enumerate(tokenizers):
-                texts = [texts[column][: self.config.sequence_length] for _, texts in kept]
+                texts = [tokenizers[role].shorten(texts[column], self.config.sequence_length) for _, texts in kept]
                 tokens, ends = columns[f"{split}-{role}"], columns[f"{split}-{role}-ends"]
                 ends.add(np.cumsum([len(text) for text in texts], dtype=np.int64) + tokens.count)
                 tokens.add(np.concatenate(texts) if texts else np.empty(0, np.uint32))

@@ -39,6 +39,11 @@ class Tokenizer(ABC):
     @abstractmethod
     def vocab_size(self) -> int: ...
 
+    @property
+    def pad(self) -> int:
+        """The number that fills a batch of sentences."""
+        return PAD
+
     @abstractmethod
     def encode(self, text: str) -> Ids:
         """Token numbers (T,)."""
@@ -46,6 +51,10 @@ class Tokenizer(ABC):
     def encode_lines(self, lines: Sequence[str]) -> list[Ids]:
         """Each line's token numbers (T,)."""
         return [self.encode(line) for line in lines]
+
+    def shorten(self, ids: Ids, limit: int) -> Ids:
+        """A line's first tokens, at most so many."""
+        return ids[:limit]
 
     def decode_line(self, ids: Iterable[int]) -> str:
         """A sentence's text, without what is no text of it: padding, beginning and end."""
@@ -59,9 +68,14 @@ class Tokenizer(ABC):
     def to_json(self) -> str:
         """All of it as JSON text; the same for the same vocabulary."""
 
+    def files(self) -> dict[str, str]:
+        """What is written to keep it: texts by the file's name."""
+        return {self.file_name: self.to_json()}
+
     def save(self, folder: Path, prefix: str = "") -> None:
-        """Writes `folder`/`file_name`, with the prefix before its name."""
-        (folder / f"{prefix}{self.file_name}").write_text(self.to_json(), encoding="utf-8")
+        """Writes its files, with the prefix before their names."""
+        for name, text in self.files().items():
+            (folder / f"{prefix}{name}").write_text(text, encoding="utf-8")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (self.kind, self.to_json())
@@ -238,6 +252,10 @@ def build_vocabulary(
 
 def load_tokenizer(folder: Path, prefix: str = "") -> Tokenizer:
     """What `Tokenizer.save` wrote. Raises `UserError` where there is none, or a damaged one."""
+    from hvd_transformer.data.pretrained_tokenizer import CONFIG, PretrainedTokenizer
+
+    if (folder / CONFIG).is_file():
+        return PretrainedTokenizer.load(folder)
     for file_name in (BPETokenizer.file_name, VocabularyTokenizer.file_name):
         path = folder / f"{prefix}{file_name}"
         if not path.is_file():
@@ -258,6 +276,10 @@ def _restore(kind: str, text: str) -> Tokenizer:
         from tokenizers import Tokenizer as Model
 
         return BPETokenizer(Model.from_str(text))
+    if kind not in VOCABULARY_KINDS:
+        from hvd_transformer.data.pretrained_tokenizer import PretrainedTokenizer
+
+        return PretrainedTokenizer(json.loads(text))
     tokens = json.loads(text)["tokens"]
     if not tokens or tokens[0] != UNKNOWN or not all(isinstance(token, str) for token in tokens):
         raise ValueError(f"its tokens must be a list of strings, {UNKNOWN} first")

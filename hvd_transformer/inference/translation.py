@@ -48,9 +48,9 @@ def translate(
     return beam_search(steps, limits, BEGIN, END, beam=beam, length_penalty=length_penalty)
 
 
-def padded(rows: Sequence[NDArray[np.unsignedinteger]]) -> Tensor:
+def padded(rows: Sequence[NDArray[np.unsignedinteger]], pad: int = PAD) -> Tensor:
     """Sequences of token numbers as one block [B, T], int64, padded at their ends."""
-    block = np.full((len(rows), max(map(len, rows))), PAD, np.int64)
+    block = np.full((len(rows), max(map(len, rows))), pad, np.int64)
     for index, row in enumerate(rows):
         block[index, : len(row)] = row
     return torch.from_numpy(block)

@@ -21,7 +21,7 @@ class PooledHead(nn.Module):
         self, num_classes: int, config: ModelConfig, smoothing: float = 0.0, class_weights: Tensor | None = None
     ) -> None:
         super().__init__()
-        self.num_classes, self.smoothing, self.class_weights = num_classes, smoothing, class_weights
+        self.smoothing, self.class_weights = smoothing, class_weights
         self.norm = nn.LayerNorm(config.d_model) if config.norm == "pre" else nn.Identity()
         self.dense = Linear(config.d_model, config.d_model)
         self.dropout = Dropout(config.dropout)
@@ -41,16 +41,24 @@ class PooledHead(nn.Module):
         """Sum of the weighted cross-entropies of `labels` [B]. In evaluation that and, behind it, the confusion matrix:
         how often each label got each class, by rows [1 + C × C]."""
         logits = self(hidden, allowed)
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        weights = None if self.class_weights is None else self.class_weights.to(wide)
-        # torch's mean and sum with smoothing weigh the smoothed part by every class; per sample it is plain.
-        smoothing = self.smoothing if self.training else 0.0
-        losses = F.cross_entropy(wide, labels, weight=weights, reduction="sum", label_smoothing=smoothing)
         if self.training:
-            return losses
-        pairs = labels * self.num_classes + wide.argmax(-1)
-        matrix = torch.bincount(pairs, minlength=self.num_classes**2)
-        return torch.cat([losses[None], matrix.to(losses.dtype)])
+            return class_loss(logits, labels, self.smoothing, self.class_weights)
+        return torch.cat([class_loss(logits, labels, 0.0, self.class_weights)[None], confusion(logits, labels)])
+
+
+def class_loss(logits: Tensor, labels: Tensor, smoothing: float, class_weights: Tensor | None = None) -> Tensor:
+    """Sum of the cross-entropies of `labels` [B] by `logits` [B, C], each times its label's of `class_weights` [C]."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    weights = None if class_weights is None else class_weights.to(wide)
+    # torch's mean and sum with smoothing weigh the smoothed part by every class; per sample it is plain.
+    return F.cross_entropy(wide, labels, weight=weights, reduction="sum", label_smoothing=smoothing)
+
+
+def confusion(logits: Tensor, labels: Tensor) -> Tensor:
+    """How often each label of `labels` [B] got each class of `logits` [B, C], by rows [C × C]."""
+    num_classes = logits.size(-1)
+    matrix = torch.bincount(labels * num_classes + logits.argmax(-1), minlength=num_classes**2)
+    return matrix.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 class Classifier(nn.Module):

@@ -37,6 +37,22 @@ def dropout_place(*place: int) -> Iterator[None]:
         _here.place = before
 
 
+@contextmanager
+def torch_dropout_place(device: torch.device) -> Iterator[None]:
+    """For modules that draw from torch's own generators: these are seeded by the place, and afterwards as before."""
+    if _here.place is None:
+        yield
+        return
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(_seed(_here.place))
+        yield
+
+
+def _seed(place: tuple[int, ...], *key: int) -> int:
+    (seed,) = np.random.SeedSequence(place, spawn_key=key).generate_state(1, np.uint64)
+    return int(seed) & (2**63 - 1)
+
+
 class Dropout(nn.Module):
     """Sets values to zero with probability `rate` while training, and scales the others by 1 / (1 - rate).
 
@@ -65,9 +81,7 @@ class Dropout(nn.Module):
     def _seed(self) -> int:
         """Of this call."""
         assert _here.place is not None
-        key = (self.share,) if self.share else ()
-        (seed,) = np.random.SeedSequence((*_here.place, self.number), spawn_key=key).generate_state(1, np.uint64)
-        return int(seed) & (2**63 - 1)
+        return _seed((*_here.place, self.number), *([self.share] if self.share else []))
 
     def _generator(self, device: torch.device) -> torch.Generator:
         """One a thread and device, seeded for this call."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hvd_transformer.config.schema import Config
 from hvd_transformer.data.examples import PreparedExamples
 from hvd_transformer.data.prepare_examples import prepare_examples
+from hvd_transformer.data.rows import Rows
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.data.sources import source_path
 from hvd_transformer.data.tables import open_table
@@ -31,7 +32,6 @@ class ClassificationTask(ExampleTask):
     """The label of a text. The mean of the losses is weighted, where classes are: by `num_targets` all the same."""
 
     unit = "samples"
-    model: Classifier
     data: PreparedExamples
 
     def __init__(self, config: Config, data: PreparedExamples, replica: Replica) -> None:
@@ -39,18 +39,16 @@ class ClassificationTask(ExampleTask):
         self.labels = data.labels
         self.positive = _positive(config, self.labels)
         self.num_sums = 1 + len(self.labels) ** 2
-        self.model = Classifier(
-            data.tokenizers[ROLE].vocab_size,
-            len(self.labels),
-            config.model,
-            config.training.label_smoothing,
-            self._class_weights(),
-        )
+        self.model = self.make_model()
+
+    def make_model(self) -> nn.Module:
+        config, tokenizer = self.config, self.data.tokenizers[ROLE]
+        smoothing, weights = config.training.label_smoothing, self.class_weights()
+        return Classifier(tokenizer.vocab_size, len(self.labels), config.model, smoothing, weights)
 
     @classmethod
     def prepare(cls, config: Config, preparing: Preparing) -> PreparedExamples:
-        rows = open_table(config.data, source_path(config.data, *preparing[1:]), config.seed)
-        return prepare_examples(config.data, rows, (ROLE,), **preparing._asdict())
+        return prepare_examples(config.data, open_rows(config, preparing), (ROLE,), **preparing._asdict())
 
     def describe(self) -> str:
         counts = np.bincount(self._training_labels(), minlength=len(self.labels))
@@ -72,6 +70,7 @@ class ClassificationTask(ExampleTask):
 
     @property
     def layers(self) -> list[Layer]:
+        assert isinstance(self.model, Classifier)
         return classifier_layers(self.model)
 
     @property
@@ -87,7 +86,8 @@ class ClassificationTask(ExampleTask):
         examples = self.data.splits[split]
         assert examples.labels is not None
         labels = examples.labels[:][numbers].astype(np.int64)
-        return padded([examples.texts[ROLE][number] for number in numbers]), torch.from_numpy(labels)
+        texts, pad = [examples.texts[ROLE][number] for number in numbers], self.data.tokenizers[ROLE].pad
+        return padded(texts, pad), torch.from_numpy(labels)
 
     def micro_batch(self, batch: Batch) -> MicroBatch:
         tokens, labels = batch
@@ -106,7 +106,7 @@ class ClassificationTask(ExampleTask):
         found: NDArray[np.int64] = labels[:].astype(np.int64)
         return found
 
-    def _class_weights(self) -> Tensor | None:
+    def class_weights(self) -> Tensor | None:
         """ "balanced": as scikit-learn, samples / (classes × samples of the class)."""
         given = self.config.data.class_weights
         if given is None:
@@ -121,6 +121,11 @@ class ClassificationTask(ExampleTask):
                 f"the labels are {', '.join(self.labels)}"
             )
         return torch.tensor([given[label] for label in self.labels])
+
+
+def open_rows(config: Config, preparing: Preparing) -> Rows:
+    """The labelled texts of `data.source`. Raises `UserError`."""
+    return open_table(config.data, source_path(config.data, *preparing[1:]), config.seed)
 
 
 def _positive(config: Config, labels: list[str]) -> int | None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hvd_transformer.config.schema import Config
 from hvd_transformer.data.batches import Batch, Columns, Windows, evaluation_batches
@@ -20,7 +20,6 @@ from hvd_transformer.training.task import Preparing, Sketch, Task
 class LanguageModelTask(Task):
     """Each next token of a text."""
 
-    model: LanguageModel
     data: PreparedData
 
     def __init__(self, config: Config, data: PreparedData, replica: Replica) -> None:
@@ -28,8 +27,7 @@ class LanguageModelTask(Task):
         training, length = config.training, config.data.sequence_length
         self.length = length
         self.eval_batch_size = training.eval_batch_size or training.batch_size
-        self.model = LanguageModel(data.tokenizer.vocab_size, config.model)
-        self.model.head.smoothing = training.label_smoothing
+        self.model = self.make_model()
         num_samples = step_samples(training, replica.size)
         self.usual_count = num_samples * length
         tokens = data.splits["train"]
@@ -55,6 +53,11 @@ class LanguageModelTask(Task):
                     f"data.source={config.data.source}: the {split} split has {len(data.splits[split])} tokens; "
                     "evaluation needs at least 2"
                 )
+
+    def make_model(self) -> nn.Module:
+        model = LanguageModel(self.data.tokenizer.vocab_size, self.config.model)
+        model.head.smoothing = self.config.training.label_smoothing
+        return model
 
     @classmethod
     def prepare(cls, config: Config, preparing: Preparing) -> PreparedData:
@@ -89,6 +92,7 @@ class LanguageModelTask(Task):
 
     @property
     def layers(self) -> list[Layer]:
+        assert isinstance(self.model, LanguageModel)
         return language_model_layers(self.model)
 
     def micro_batch(self, batch: tuple[Tensor, ...]) -> MicroBatch:

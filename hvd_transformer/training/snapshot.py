@@ -58,8 +58,12 @@ def take(trainer: Trainer, data_digest: str, checksum: int, best: bool) -> Snaps
         },
         best=best,
         texts={
-            f"{prefix}{tokenizer.file_name}": tokenizer.to_json()
-            for prefix, tokenizer in trainer.task.tokenizers.items()
+            **trainer.task.files,
+            **{
+                f"{prefix}{name}": text
+                for prefix, tokenizer in trainer.task.tokenizers.items()
+                for name, text in tokenizer.files().items()
+            },
         },
     )
 

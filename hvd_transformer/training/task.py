@@ -167,6 +167,11 @@ class Task(ABC):
         return {}
 
     @property
+    def files(self) -> Mapping[str, str]:
+        """Other texts that a checkpoint needs, by the file's name."""
+        return {}
+
+    @property
     def facts(self) -> Mapping[str, Any]:
         """And what else: JSON."""
         return {}

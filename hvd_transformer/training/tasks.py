@@ -10,12 +10,17 @@ _CLASSES = {
     "translation": "hvd_transformer.training.translation_task:TranslationTask",
     "classification": "hvd_transformer.training.classification_task:ClassificationTask",
 }
+_PRETRAINED = {
+    "language_model": "hvd_transformer.training.pretrained_tasks:PretrainedLanguageModelTask",
+    "classification": "hvd_transformer.training.pretrained_tasks:PretrainedClassificationTask",
+}
 
 
 def task_class(config: Config) -> type[Task]:
     """What `task` names. Raises `UserError`."""
     origin = f"task={config.task}"
-    found = load_plugin(_CLASSES.get(config.task, config.task), origin, "Class")
+    classes = _CLASSES if config.model.pretrained is None else _PRETRAINED
+    found = load_plugin(classes.get(config.task, config.task), origin, "Class")
     if not (isinstance(found, type) and issubclass(found, Task)):
         raise UserError(f"{origin}: must be a subclass of hvd_transformer.training.task.Task")
     if missing := sorted(getattr(found, "__abstractmethods__", ())):

@@ -1,0 +1,124 @@
+"""The tokenizer of a Hugging Face folder (`model.pretrained`), read once through transformers and kept as its files."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from hvd_transformer.data.tokenizers import Ids, Tokenizer
+from hvd_transformer.errors import UserError
+from hvd_transformer.pretrained import from_folder, origin
+
+CONFIG = "tokenizer_config.json"  # which no tokenizer of ours has
+_FILES = ("tokenizer.json", CONFIG, "special_tokens_map.json")
+# What says how it was read, not what it is.
+_OF_READING = ("is_local", "local_files_only", "name_or_path")
+
+
+class PretrainedTokenizer(Tokenizer):
+    """Sentences have the special tokens that the model was trained with, a running text has none."""
+
+    kind = "pretrained"
+    file_name = "tokenizer.json"
+
+    def __init__(self, files: Mapping[str, str]) -> None:
+        from tokenizers import Tokenizer as Model
+
+        self._files = dict(files)
+        self.model = Model.from_str(files["tokenizer.json"])
+        self.model.no_padding()
+        self.model.no_truncation()
+        self.config: dict[str, Any] = json.loads(files[CONFIG])
+
+    @classmethod
+    def load(cls, folder: Path) -> "PretrainedTokenizer":
+        """What `save` wrote. Raises `UserError` where it is damaged."""
+        try:
+            return cls(_texts(folder))
+        except Exception as error:  # tokenizers raises the bare class
+            raise UserError(f"{folder / CONFIG}: no valid tokenizer beside it: {error}") from None
+
+    @classmethod
+    def read(cls, folder: Path) -> "PretrainedTokenizer":
+        """Of a Hugging Face folder, whatever form it has there. Raises `UserError`."""
+        tokenizer = from_folder("AutoTokenizer", folder)
+        if not getattr(tokenizer, "is_fast", False):
+            raise UserError(f"{origin(folder)}: its tokenizer has no tokenizer.json, and none can be made of it")
+        with TemporaryDirectory() as aside:
+            tokenizer.save_pretrained(aside)
+            files = _texts(Path(aside))
+        config = json.loads(files[CONFIG])
+        for key in _OF_READING:
+            config.pop(key, None)
+        return cls(files | {CONFIG: json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False)})
+
+    @property
+    def vocab_size(self) -> int:
+        return 1 + int(max(self.model.get_vocab().values()))  # some numbers may have no token
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of a sentence that the model can take, where the folder says so."""
+        found = self.config.get("model_max_length")
+        return int(found) if found is not None and found < 10**9 else None
+
+    @cached_property
+    def has_pad(self) -> bool:
+        return self._pad is not None
+
+    @property
+    def pad(self) -> int:
+        return self._pad or 0
+
+    @cached_property
+    def _pad(self) -> int | None:
+        token = self.config.get("pad_token")
+        found = self.model.token_to_id(token["content"] if isinstance(token, dict) else token) if token else None
+        return None if found is None else int(found)
+
+    def encode(self, text: str) -> Ids:
+        return np.array(self.model.encode(text, add_special_tokens=False).ids, np.uint32)
+
+    def encode_lines(self, lines: Sequence[str]) -> list[Ids]:
+        """An empty one has no token."""
+        encodings = self.model.encode_batch(list(lines))
+        return [
+            np.array(encoding.ids if not all(encoding.special_tokens_mask) else [], np.uint32) for encoding in encodings
+        ]
+
+    def shorten(self, ids: Ids, limit: int) -> Ids:
+        """Its last special tokens stay."""
+        if len(ids) <= limit:
+            return ids
+        kept = min(self._num_last, limit)
+        return np.concatenate([ids[: limit - kept], ids[len(ids) - kept :]])
+
+    @cached_property
+    def _num_last(self) -> int:
+        """Special tokens after a sentence."""
+        mask = self.model.encode("a").special_tokens_mask
+        return next((number for number, special in enumerate(reversed(mask)) if not special), 0)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self.model.decode([int(number) for number in ids], skip_special_tokens=False))
+
+    def decode_line(self, ids: Iterable[int]) -> str:
+        return str(self.model.decode([int(number) for number in ids], skip_special_tokens=True)).strip()
+
+    def files(self) -> dict[str, str]:
+        return dict(self._files)
+
+    @cached_property
+    def _json(self) -> str:
+        return json.dumps(self._files, sort_keys=True)
+
+    def to_json(self) -> str:
+        return self._json
+
+
+def _texts(folder: Path) -> dict[str, str]:
+    return {name: (folder / name).read_text(encoding="utf-8") for name in _FILES if (folder / name).is_file()}
