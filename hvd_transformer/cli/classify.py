@@ -24,19 +24,17 @@ def classify(checkpoint: Path, file: Path | None, text: tuple[str, ...], batch_s
     from hvd_transformer.inference.classification import classify as classify_batch
     from hvd_transformer.inference.lines import in_batches
     from hvd_transformer.inference.trained import load_trained
-    from hvd_transformer.models.classifier import Classifier
 
     trained = load_trained(checkpoint, "classification", inputs.chosen_device(device))
-    model = trained.model
-    assert isinstance(model, Classifier)
+    tokenizer = trained.tokenizers["text"]
 
     def work(texts: list[Ids]) -> list[list[float]]:
-        found: list[list[float]] = classify_batch(model, [own[: trained.longest] for own in texts]).tolist()
+        cut = [tokenizer.shorten(own, trained.longest) for own in texts]
+        found: list[list[float]] = classify_batch(trained.model, cut, tokenizer.pad).tolist()
         return found
 
-    encode = trained.tokenizers["text"].encode_lines
     lines = text or inputs.lines_of(file)
-    for line, probabilities in in_batches(lines, encode, work, batch_size, **inputs.window(file)):
+    for line, probabilities in in_batches(lines, tokenizer.encode_lines, work, batch_size, **inputs.window(file)):
         every = dict(
             zip(trained.labels, (round(value, 6) for value in probabilities or ()), strict=bool(probabilities))
         )

@@ -44,22 +44,20 @@ def generate(
     from hvd_transformer.inference.generation import Sampling
     from hvd_transformer.inference.generation import generate as generate_batch
     from hvd_transformer.inference.trained import load_trained
-    from hvd_transformer.models.language_model import LanguageModel
 
     texts = [*prompts, *(inputs.lines_of(file) if file else ())]
     if not texts:
         raise UserError("generate: give --prompt TEXT or --file FILE")
     trained = load_trained(checkpoint, "language_model", inputs.chosen_device(device))
-    model, tokenizer, longest = trained.model, trained.tokenizers["text"], trained.config.max_length
-    assert isinstance(model, LanguageModel)
+    model, tokenizer, longest = trained.model, trained.tokenizers["text"], trained.num_positions
     rows = [tokenizer.encode(text).tolist() for text in texts]
     for text, row in zip(texts, rows, strict=True):
         if not row:
             raise UserError(f"--prompt {text!r}: has no token; there must be one to go on from")
         if len(row) >= longest:
             raise UserError(
-                f"--prompt {text[:20]!r}…: {len(row)} tokens; the model has model.max_length={longest} positions, and "
-                "needs one for what follows"
+                f"--prompt {text[:20]!r}…: {len(row)} tokens; the model has {longest} positions, and needs "
+                "one for what follows"
             )
     streams = len(texts) == 1 and not as_json
     made: list[int] = []

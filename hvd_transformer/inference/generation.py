@@ -1,11 +1,11 @@
 """Continues texts with a language model: many prompts in one batch, each token computed once."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hvd_transformer.models.attention import KeyValues
 from hvd_transformer.models.language_model import LanguageModel
@@ -24,9 +24,45 @@ class Sampling(NamedTuple):
     seed: int = 1
 
 
+class LanguageModelSteps:
+    """A language model with the keys and values of what it has seen."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.model, self.pasts = model, [KeyValues() for _ in model.blocks]
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """The logits [B, V] after these tokens [B, T], which follow those before."""
+        hidden: Tensor = self.model.embedding(tokens, self.pasts[0].length)
+        for block, past in zip(self.model.blocks, self.pasts, strict=True):
+            hidden = block(hidden, None, past)
+        return self.model.head.logits(hidden[:, -1])
+
+    def select(self, rows: Tensor) -> None:
+        """Goes on with these rows of the batch alone."""
+        for past in self.pasts:
+            past.select(rows)
+
+
+class PretrainedSteps:
+    """The same of a model of transformers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.past: Any = None
+
+    def step(self, tokens: Tensor) -> Tensor:
+        found = self.model(input_ids=tokens, past_key_values=self.past, use_cache=True)
+        self.past = found.past_key_values
+        logits: Tensor = found.logits[:, -1]
+        return logits
+
+    def select(self, rows: Tensor) -> None:
+        self.past.batch_select_indices(rows)
+
+
 @torch.no_grad()
 def generate(
-    model: LanguageModel,
+    model: nn.Module,
     prompts: Sequence[Sequence[int]],
     num_tokens: int,
     sampling: Sampling,
@@ -36,18 +72,19 @@ def generate(
     """`num_tokens` tokens after each prompt, or fewer where `max_length` positions are full.
 
     A prompt has one token at least. All go side by side: while the shorter prompts are continued, the longer ones are
-    still read. What is drawn for a prompt hangs on the seed and its number, not on the others.
+    still read. What is drawn for a prompt hangs on the seed and its number, not on the others. `model` is a
+    `LanguageModel` or a causal one of transformers.
     """
     device = next(model.parameters()).device
     generators = [_generator(sampling.seed, number) for number in range(len(prompts))]
     rows = [list(prompt) for prompt in prompts]
     ends = [min(len(prompt) + num_tokens, max_length) for prompt in prompts]
-    pasts = [KeyValues() for _ in model.blocks]
+    steps = LanguageModelSteps(model) if isinstance(model, LanguageModel) else PretrainedSteps(model)
     active = list(range(len(rows)))
     length = min(map(len, rows))
     tokens = torch.tensor([row[:length] for row in rows], device=device)
     while True:
-        logits = _step(model, tokens, pasts)
+        logits = steps.step(tokens)
         for place, number in enumerate(active):
             if len(rows[number]) == length and length < ends[number]:
                 rows[number].append(draw(logits[place], sampling, generators[number]))
@@ -57,8 +94,7 @@ def generate(
             break
         if len(going) < len(active):
             kept = torch.tensor(going, device=device)
-            for past in pasts:
-                past.select(kept)
+            steps.select(kept)
             active = [active[place] for place in going]
         tokens = torch.tensor([[rows[number][length]] for number in active], device=device)
         length += 1
@@ -88,11 +124,3 @@ def filtered(logits: Tensor, sampling: Sampling) -> Tensor:
 def _generator(*key: int) -> torch.Generator:
     (seed,) = np.random.SeedSequence(key).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(seed) & (2**63 - 1))
-
-
-def _step(model: LanguageModel, tokens: Tensor, pasts: Sequence[KeyValues]) -> Tensor:
-    """The logits [B, V] after these tokens [B, T], which follow what `pasts` have seen."""
-    hidden: Tensor = model.embedding(tokens, pasts[0].length if pasts else 0)
-    for block, past in zip(model.blocks, pasts, strict=True):
-        hidden = block(hidden, None, past)
-    return model.head.logits(hidden[:, -1])

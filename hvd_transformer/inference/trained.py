@@ -1,10 +1,12 @@
 """A trained model out of a checkpoint, a run directory (its best) or an exported folder, ready for use.
 
 An exported folder holds model.safetensors, the tokenizers, and config.json: {"format": 1, "task": …, "model": {…}, …}.
+One of `model.pretrained` is a Hugging Face folder again, in whose config.json all that is under "hvd_transformer".
 """
 
 import json
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,16 +16,19 @@ from torch import nn
 
 from hvd_transformer import __version__, atomic
 from hvd_transformer.checkpoint import tensor_file
-from hvd_transformer.checkpoint.store import MODEL, read_state, resolve
+from hvd_transformer.checkpoint.store import MODEL, STATE, read_state, resolve
 from hvd_transformer.config.schema import Config, ModelConfig, TranslationConfig
 from hvd_transformer.data.tokenizers import Tokenizer, load_tokenizer
 from hvd_transformer.errors import UserError
+from hvd_transformer.models import pretrained
 from hvd_transformer.models.classifier import Classifier
 from hvd_transformer.models.encoder_decoder import EncoderDecoder
 from hvd_transformer.models.language_model import LanguageModel
 
 FORMAT = 1  # of an exported folder
 CONFIG = "config.json"
+_OURS = "hvd_transformer"  # the key of ours in a Hugging Face folder's
+_EXPORTED = (MODEL, "*tokenizer.json", "*vocabulary.json", "*_config.json", "special_tokens_map.json")
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,13 @@ class Trained:
     longest: int
     model: nn.Module
 
+    @property
+    def num_positions(self) -> int:
+        """Tokens of the longest sample that the model can take."""
+        if self.config.pretrained is None:
+            return self.config.max_length
+        return pretrained.num_positions(self.model) or sys.maxsize
+
 
 def load_trained(path: Path, task: str | None = None, device: str = "cpu") -> Trained:
     """The model, in evaluation. Raises `UserError`: for one of another task than `task`, too."""
@@ -49,17 +61,29 @@ def load_trained(path: Path, task: str | None = None, device: str = "cpu") -> Tr
     config = ModelConfig(**facts["model"])
     tokenizers = _tokenizers(folder, kind, config.share_embeddings)
     labels = facts.get("labels", [])
-    sizes = {role: tokenizer.vocab_size for role, tokenizer in tokenizers.items()}
-    with torch.device("meta"):  # the weights are read, not made
-        if kind == "language_model":
-            model: nn.Module = LanguageModel(sizes["text"], config)
-        elif kind == "translation":
-            model = EncoderDecoder(sizes["source"], sizes["target"], config)
-        else:
-            model = Classifier(sizes["text"], len(labels), config)
-    _fill(model, folder / MODEL, device)
     translation = TranslationConfig(**facts.get("translation", {}))
+    if config.pretrained is not None:
+        model = _of_transformers(folder, kind, labels).to(device)
+    else:
+        sizes = {role: tokenizer.vocab_size for role, tokenizer in tokenizers.items()}
+        with torch.device("meta"):  # the weights are read, not made
+            model = _of_ours(kind, sizes, len(labels), config)
+        _fill(model, folder / MODEL, device)
     return Trained(folder, kind, config, translation, tokenizers, labels, facts["longest"], model.eval())
+
+
+def _of_ours(task: str, sizes: dict[str, int], num_classes: int, config: ModelConfig) -> nn.Module:
+    if task == "language_model":
+        return LanguageModel(sizes["text"], config)
+    if task == "translation":
+        return EncoderDecoder(sizes["source"], sizes["target"], config)
+    return Classifier(sizes["text"], num_classes, config)
+
+
+def _of_transformers(folder: Path, task: str, labels: list[str]) -> nn.Module:
+    if task == "classification":
+        return pretrained.ClassLogits(pretrained.load_classifier(folder, labels)[0])
+    return pretrained.load_language_model(folder)
 
 
 def export(path: Path, folder: Path) -> None:
@@ -69,9 +93,12 @@ def export(path: Path, folder: Path) -> None:
         raise UserError(f"{folder}: is there already; choose a new or empty folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for file in [source / MODEL, *source.glob("*tokenizer.json"), *source.glob("*vocabulary.json")]:
+        for file in [path for pattern in _EXPORTED for path in source.glob(pattern)]:
             shutil.copyfile(file, folder / file.name)
         facts = {"format": FORMAT, "made_by": f"hvd-transformer {__version__}", **facts}
+        if (source / CONFIG).is_file():
+            config = json.loads((source / CONFIG).read_text(encoding="utf-8"))
+            facts = config | {_OURS: facts.get(_OURS, facts)}
         # The last: without it the folder is none.
         atomic.write_text(folder / CONFIG, json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
     except OSError as error:
@@ -80,9 +107,10 @@ def export(path: Path, folder: Path) -> None:
 
 def _read(path: Path) -> tuple[Path, dict[str, Any]]:
     """The folder with the files, and what an exported folder's configuration says or would say."""
-    if (path / CONFIG).is_file() and not (path / "checkpoints").is_dir():
+    if (path / CONFIG).is_file() and not (path / "checkpoints").is_dir() and not (path / STATE).is_file():
         try:
             facts = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+            facts = facts.get(_OURS, facts)
             known = facts["format"] == FORMAT and {"task", "model", "longest"} <= facts.keys()
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             known = False
@@ -96,6 +124,8 @@ def _read(path: Path) -> tuple[Path, dict[str, Any]]:
         section, _, name = key.rpartition(".")
         if section in sections and key in _KEYS:
             sections[section][name] = value
+    if sections["model"].get("pretrained") is not None:
+        sections["model"] = {"pretrained": "."}  # the folder itself
     facts = {"task": state["task"], **sections, "longest": state["config"]["data.sequence_length"]}
     return folder, facts | ({"labels": state["labels"]} if "labels" in state else {})
 
