@@ -148,7 +148,7 @@ def test_a_text_goes_on_as_it_was_learned(language_model: Path, folder: Path) ->
     narrow = run("main", "generate", language_model, "--prompt", "a", "--temperature", 3, "--top-k", 1, "--tokens", 5)
     assert narrow == "abcdef\n"
     long = run("main", "generate", language_model, "--prompt", "a" * 32, code=2)
-    assert "32 tokens; the model has model.max_length=32 positions" in long
+    assert "32 tokens; the model has 32 positions" in long
     assert "has no token" in run("main", "generate", language_model, "--prompt", "", code=2)
     assert "give --prompt TEXT or --file FILE" in run("main", "generate", language_model, code=2)
 

@@ -1,0 +1,160 @@
+"""What was fine-tuned is used by the commands as transformers itself would, and is a Hugging Face folder again."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import rank_environment
+from huggingface import write_bert, write_gpt, write_tokenizer
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = [
+    "data.sequence_length=12", "data.workers=1", "training.device=cpu", "training.batch_size=4", "training.max_steps=6",
+    "optimizer.lr=0.003",
+]  # fmt: skip
+REVIEWS = "label,text\n" + "good,the room was very clean and good\nbad,the room was not clean\n" * 12
+TEXT = "the room was very good and the room was not bad\n" * 30
+MISSING = "import sys; sys.modules['transformers'] = None; from hvd_transformer.cli.train import main; main()"
+
+
+def run(module: str, *words: object, code: int = 0) -> str:
+    """Standard output; with another exit code than 0, the one line of standard error."""
+    program = f"from hvd_transformer.cli.{module} import main; main()"
+    return run_program(program, *words, code=code)
+
+
+def run_program(program: str, *words: object, code: int = 0) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", program, *map(str, words)],
+        env=rank_environment(), capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert result.returncode == code, result.stdout + result.stderr
+    if code:
+        assert result.stderr.count("\n") == 1, result.stderr
+        return result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("pretrained")
+    write_bert(root / "bert")
+    write_gpt(root / "gpt")
+    (root / "reviews.csv").write_text(REVIEWS)
+    (root / "text.txt").write_text(TEXT)
+    return root
+
+
+def words_of(folder: Path, task: str, model: str, source: str) -> list[str]:
+    return [
+        f"task={task}", f"model.pretrained={folder / model}", f"data.source={folder / source}",
+        f"data.cache_dir={folder / 'cache'}", f"output_dir={folder / task}", *SMALL,
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def classifier(folder: Path) -> Path:
+    shown = run("train", *words_of(folder, "classification", "bert", "reviews.csv"))
+    assert "new weights: classifier.bias, classifier.weight" in shown
+    return folder / "classification"
+
+
+@pytest.fixture(scope="module")
+def language_model(folder: Path) -> Path:
+    run("train", *words_of(folder, "language_model", "gpt", "text.txt"))
+    return folder / "language_model"
+
+
+def test_labels_are_those_of_transformers(classifier: Path, tmp_path: Path) -> None:
+    texts = ["the room was good", "bad", "not a very clean room and not a very good room and a bad room"]
+    exported = tmp_path / "exported"
+    run("main", "export", classifier, exported)
+    for place in (classifier, exported):
+        words = [word for text in (*texts, "") for word in ("--text", text)]
+        found = [json.loads(line) for line in run("main", "classify", place, *words).splitlines()]
+        assert found[-1]["label"] is None
+        tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(exported).eval()
+        for text, own in zip(texts, found, strict=False):
+            inputs = tokenizer(text, truncation=True, max_length=12, return_tensors="pt")
+            wanted = model(**inputs).logits.softmax(-1)[0]
+            assert list(own["probabilities"]) == ["bad", "good"]
+            assert list(own["probabilities"].values()) == pytest.approx(wanted.tolist(), abs=2e-6)
+            assert own["label"] == model.config.id2label[int(wanted.argmax())]
+
+
+def test_a_text_goes_on_as_with_transformers(language_model: Path, tmp_path: Path) -> None:
+    exported = tmp_path / "exported"
+    run("main", "export", language_model, exported)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported).eval()
+    prompts = tmp_path / "prompts.txt"
+    texts = ["the room was", "a", "very good and not bad"]
+    prompts.write_text("".join(f"{text}\n" for text in texts))
+    for place in (language_model, exported):
+        words = ["generate", place, "--temperature", 0, "--tokens", 9, "--file", prompts, "--json"]
+        found = [json.loads(line)["text"] for line in run("main", *words).splitlines()]
+        for text, own in zip(texts, found, strict=True):
+            inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+            wanted = model.generate(
+                input_ids=inputs["input_ids"], max_new_tokens=9, do_sample=False, pad_token_id=0, eos_token_id=None
+            )
+            assert own == tokenizer.decode(wanted[0])
+    message = run("main", "generate", language_model, "--prompt", "a " * 24, code=2)
+    assert "24 tokens; the model has 24 positions" in message
+
+
+def test_training_goes_on_from_its_own_checkpoint(folder: Path, classifier: Path) -> None:
+    """Not from the folder that it began with."""
+    words = [*words_of(folder, "classification", "bert", "reviews.csv"), "training.max_steps=8", "training.epochs=2"]
+    assert "going on from" in run("train", *words)
+    assert json.loads((classifier / "summary.json").read_text())["steps"] == 8
+
+
+def test_an_exported_folder_is_fine_tuned_again(folder: Path, classifier: Path, tmp_path: Path) -> None:
+    run("main", "export", classifier, tmp_path / "exported")
+    words = [*words_of(folder, "classification", "bert", "reviews.csv"), f"output_dir={tmp_path / 'again'}"]
+    shown = run("train", *words, f"model.pretrained={tmp_path / 'exported'}")
+    assert "new weights" not in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model.pretrained=nothing"], "must be a folder with config.json, model.safetensors and a tokenizer"),
+        (["model.num_layers=2"], "model.num_layers=2: not with model.pretrained="),
+        (["data.tokenizer=char"], "data.tokenizer=char: not with model.pretrained="),
+        (["parallel.pipeline=2"], "which is trained data-parallel alone; leave it at 1"),
+        (["task=translation"], "with task=classification or task=language_model, not task=translation"),
+        (["data.sequence_length=17"], "data.sequence_length=17: longer than model.pretrained="),
+        (["data.too_long=error", "data.sequence_length=5"], "reviews.csv, line 2: 9 tokens, more than"),
+    ],
+)
+def test_wrong_settings_get_one_line(folder: Path, tmp_path: Path, words: list[str], message: str) -> None:
+    common = words_of(folder, "classification", "bert", "reviews.csv")
+    assert message in run("train", *common, f"output_dir={tmp_path / 'run'}", *words, code=2)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_of_another_kind_gets_one_line(folder: Path, tmp_path: Path) -> None:
+    words = [*words_of(folder, "language_model", "bert", "text.txt"), f"output_dir={tmp_path / 'run'}"]
+    assert "no causal language model: BertLMHeadModel lacks cls" in run("train", *words, code=2)
+    damaged = tmp_path / "damaged"
+    write_tokenizer(damaged)
+    (damaged / "config.json").write_text("{}")
+    assert f"model.pretrained={damaged}: cannot be read" in run("train", *words, f"model.pretrained={damaged}", code=2)
+
+
+def test_without_transformers_the_way_to_install_it_is_told(folder: Path) -> None:
+    message = run_program(MISSING, *words_of(folder, "classification", "bert", "reviews.csv"), code=2)
+    assert "needs transformers; install it with: pip install 'hvd-transformer[pretrained]'" in message
+
+
+def test_weights_are_kept_in_half_the_bytes_never(language_model: Path) -> None:
+    """A folder in bfloat16 is trained in float32."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(language_model / "checkpoints" / "latest")
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
