@@ -8,7 +8,8 @@ import click
 @click.command()
 @click.argument("run_directory", type=click.Path(path_type=Path))
 def report(run_directory: Path) -> None:
-    """Draw the curves of RUN_DIRECTORY: loss.png, learning_rate.png, throughput.png, and all in report.html.
+    """Draw the curves of RUN_DIRECTORY: loss.png, learning_rate.png, throughput.png, those of a task's own metrics
+    (bleu.png, scores.png), and all in report.html.
 
     Works while the run goes on, too. Prints the path of report.html.
     """

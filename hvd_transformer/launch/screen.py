@@ -171,7 +171,7 @@ class _View:
         if beat.get("loss") is not None:
             words.insert(0, f"loss {beat['loss']:.3f}")
         if beat.get("tokens_per_second"):
-            words.insert(1, f"{beat['tokens_per_second']:,.0f} tokens/s")
+            words.insert(1, f"{beat['tokens_per_second']:,.0f} {beat['unit']}/s")
         return "  ".join([*words, self._restart] if self._restart else words)
 
     def _rows(self) -> RenderableType:

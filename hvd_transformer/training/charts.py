@@ -1,4 +1,4 @@
-"""The three charts of a run, as PNG bytes: loss, learning rate, throughput."""
+"""The charts of a run, as PNG bytes: loss, a task's other metrics, learning rate, throughput."""
 
 import io
 import math
@@ -17,6 +17,10 @@ Floats = NDArray[np.float64]
 Curve = tuple[Floats, Floats]  # steps, values
 
 BLUE, ORANGE, GREY, INK = "#2265ad", "#d1600a", "#8a8f98", "#2b2f36"
+GREEN, PURPLE, RED, TEAL = "#2f8f4e", "#7a4fb3", "#c2334d", "#1f8f99"
+_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED, TEAL)
+_DRAWN_WITH_THE_LOSS = {"valid_loss", "valid_perplexity"}
+_PERCENT, _FRACTIONS = {"bleu", "bleu_words"}, {"accuracy", "precision", "recall", "f1"}
 # A chart is some 1,000 pixels wide: more points than these are averaged.
 MOST_POINTS = 1000
 
@@ -39,6 +43,44 @@ def loss_chart(rows: Rows) -> bytes:
         _perplexity_axis(axes)
     _legend(axes, "best")
     return _png(figure, [axes], [raw, valid])
+
+
+def metric_charts(rows: Rows) -> dict[str, bytes]:
+    """The validation's other metrics by step: "bleu", in percent; "scores", accuracy and other fractions; and each of a
+    task of one's own by its key, such as "valid_rmse". What has no value has no chart."""
+    charts: dict[str, dict[str, Curve]] = {}
+    for key in dict.fromkeys(key for row in rows for key in row):
+        curve = _series(rows, key, average=False)
+        if not key.startswith("valid_") or not key.isidentifier() or key in _DRAWN_WITH_THE_LOSS or not curve[0].size:
+            continue
+        name = key.removeprefix("valid_")
+        place = "bleu" if name in _PERCENT else "scores" if name.removesuffix("_macro") in _FRACTIONS else key
+        charts.setdefault(place, {})[name] = curve
+    titles = {"bleu": ("BLEU", "percent"), "scores": ("Scores", "fraction")}
+    return {place: _metric_chart(*titles.get(place, (_spaced(place), "")), curves) for place, curves in charts.items()}
+
+
+def _metric_chart(title: str, unit: str, curves: Mapping[str, Curve]) -> bytes:
+    """A mean over the classes ("macro") is dashed, in the colour of what it is a mean of."""
+    figure, (axes,) = _figure(f"{title} of the validation split" if unit else title, 1)
+    bases = list(dict.fromkeys(name.removesuffix("_macro") for name in curves))
+    for name, (steps, values) in curves.items():
+        base = name.removesuffix("_macro")
+        best = int(np.argmax(values))
+        digits = 2 if unit == "percent" else 4
+        label = f"{_spaced(name)} {values[-1]:.{digits}f}"
+        if unit and values[best] > values[-1]:  # of any other metric less may be better
+            label += f" (best {values[best]:.{digits}f} at step {int(steps[best]):,})"
+        style: dict[str, Any] = {"linestyle": (0, (4, 2))} if base != name else {}
+        colour = _COLOURS[bases.index(base) % len(_COLOURS)]
+        axes.plot(steps, values, color=colour, linewidth=1.6, label=label, **style, **_markers((steps, values), 60))
+    axes.set_ylabel(unit)
+    _legend(axes, "best")
+    return _png(figure, [axes], list(curves.values()))
+
+
+def _spaced(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def learning_rate_chart(rows: Rows) -> bytes:

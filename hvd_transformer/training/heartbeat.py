@@ -24,6 +24,7 @@ class Heartbeat:
         self.step = self.total_steps = 0  # steps that have ended
         self.loss: float | None = None
         self.tokens_per_second: float | None = None
+        self.unit = "tokens"  # that these are: `Task.unit`
         self.world: World | None = None
         self.timeline: Timeline | None = None
         # Seconds of the last 100 of each; the step after an evaluation or a checkpoint counts to that, as a rank waits

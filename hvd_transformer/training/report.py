@@ -16,9 +16,12 @@ from hvd_transformer.training.progress import duration
 HEADLINES = {
     "test_perplexity": "test perplexity",
     "valid_perplexity": "valid perplexity",
-    "bleu": "BLEU",
-    "accuracy": "accuracy",
-    "f1": "F1",
+    "test_bleu": "test BLEU",
+    "valid_bleu": "valid BLEU",
+    "test_accuracy": "test accuracy",
+    "valid_accuracy": "valid accuracy",
+    "test_f1": "test F1",
+    "valid_f1": "valid F1",
     "step": "steps",
     "tokens_per_second": "tokens per second",
     "seconds": "time",
@@ -60,6 +63,7 @@ def write_report(run: Path) -> Path:
     summary = _read_summary(run / "summary.json")
     images = {
         "loss": charts.loss_chart(rows),
+        **charts.metric_charts(rows),
         "learning_rate": charts.learning_rate_chart(rows),
         "throughput": charts.throughput_chart(rows),
     }

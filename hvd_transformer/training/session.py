@@ -44,6 +44,7 @@ class Session:
         self.progress, self.data_digest, self.heartbeat = progress, data_digest, heartbeat
         self.stragglers = Stragglers(world.hosts)
         heartbeat.step, heartbeat.total_steps = trainer.position.step, trainer.total_steps
+        heartbeat.unit = trainer.task.unit
         self.metrics: MetricsLog | None = None
         self.saver = Saver(run.store, world, snapshot.savers(trainer), self.warn)
         if world.rank == 0:

@@ -118,6 +118,7 @@ class Watchdog:
             "limit_seconds": round(self.limit(), 1),
             "loss": heartbeat.loss,
             "tokens_per_second": heartbeat.tokens_per_second,
+            "unit": heartbeat.unit,
             "late": late,
         }
 

@@ -1,4 +1,4 @@
-"""The benchmarks: all contestants train, torch's the same thing as ours; what a schedule or a shard holds; all cuts."""
+"""The benchmarks: all contestants train, torch's the same thing as ours; what is held at the peak; all cuts."""
 
 import json
 import subprocess
@@ -55,6 +55,17 @@ def test_memory_of_a_shared_optimizer_is_what_the_plan_says(tmp_path):
     for key in ("state", "gradients"):
         assert shared[key] == pytest.approx(whole[key] / 2, rel=1e-4)
     assert shared["peak"] < 0.8 * whole["peak"]
+
+
+def test_the_loss_in_chunks_is_the_same_and_takes_less(tmp_path):
+    bench("loss_memory", "--tokens", 1024, "--vocabulary", 8000, "--width", 32, "--json", tmp_path / "figures.json")
+    figures = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
+    chunked, whole = figures["memories"]
+    assert chunked["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+    logits = 4 * 1024 * 8000
+    assert whole["allocated"] >= logits > chunked["allocated"]
+    # What the process took is what was counted, but for the kernels' own room.
+    assert whole["process"] >= 0.9 * logits and chunked["process"] < 1.2 * logits
 
 
 def test_every_partition_is_measured(tmp_path):

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvd_transformer.models.losses import projected_cross_entropy
+from hvd_transformer.training.allocated import Allocated
 
 N, D, V = 7, 5, 11
 
@@ -143,6 +144,24 @@ def test_no_tensor_of_all_logits_exists() -> None:
     with Watch() as watch:  # the watch does see them where they are
         F.cross_entropy(hidden @ weight.t(), targets).backward()
     assert watch.largest == num_tokens * words
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("chunk", [16, 64, 200])  # the last is smaller where they do not divide the tokens
+def test_the_peak_is_at_most_the_gradients_and_three_chunks_of_logits(chunk: int, smoothing: float) -> None:
+    num_tokens, width, words, item = 1024, 32, 500, 4
+    hidden, weight = torch.randn(num_tokens, width, requires_grad=True), torch.randn(words, width, requires_grad=True)
+    targets = torch.randint(words, (num_tokens,))
+    with Allocated() as chunked:
+        projected_cross_entropy(hidden, weight, None, targets, chunk, smoothing=smoothing).backward()
+    own = item * width * (num_tokens + words)  # of both gradients
+    logits = item * chunk * words  # of a chunk: before and after softmax, and after it of the chunk before
+    few = item * 16 * chunk  # a few numbers a token of the chunk
+    # In backward they exist twice: as they were formed, and times the gradient of the loss.
+    assert chunked.peak <= max(own + 3 * logits, 2 * own) + few
+    with Allocated() as plain:
+        F.cross_entropy(F.linear(hidden, weight), targets, reduction="sum", label_smoothing=smoothing).backward()
+    assert plain.peak >= item * num_tokens * words > chunked.peak
 
 
 def test_without_gradients_only_the_logits_are_computed() -> None:

@@ -7,6 +7,9 @@ from small_job import settings, trainer
 from hvd_transformer.comm.world import World
 from hvd_transformer.parallel.timeline import Timeline
 from hvd_transformer.training.heartbeat import Heartbeat
+from hvd_transformer.training.progress import Silent
+from hvd_transformer.training.run_directory import RunDirectory
+from hvd_transformer.training.session import Session
 
 
 def in_a_step() -> Heartbeat:
@@ -82,3 +85,11 @@ def test_a_real_step_passes_through_its_phases_and_reports_work() -> None:
     first, second = job.step(next(plans)), job.step(next(plans))
     assert first.work == [0.0] and 0 < second.work[0] <= first.seconds
     assert job.timeline.now == {} and job.timeline.ended == 2 * 4  # data, forward, backward, update
+
+
+def test_a_session_tells_how_far_the_job_is_and_what_its_task_counts(tmp_path) -> None:
+    job, heartbeat = trainer(settings(f"output_dir={tmp_path}")), Heartbeat()
+    job.task.unit = "samples"
+    session = Session(job.config, job.world, job, RunDirectory(job.config), Silent(), "digest", heartbeat)
+    session.saver.close()
+    assert (heartbeat.step, heartbeat.total_steps, heartbeat.unit) == (0, job.total_steps, "samples")

@@ -58,12 +58,13 @@ def write_run(folder: Path, steps: int) -> None:
                 file.write(json.dumps(line) + "\n")
 
 
-def check(run: Path) -> Page:
+def check(run: Path, *metrics: str) -> Page:
     path = write_report(run)
     assert path == run / "report.html"
     page = Page(path.read_text(encoding="utf-8"))
-    assert len(page.images) == len(CHARTS)
-    for name, embedded in zip(CHARTS, page.images, strict=True):
+    charts = [CHARTS[0], *metrics, *CHARTS[1:]]
+    assert sorted(path.name for path in run.glob("*.png")) == sorted(charts)
+    for name, embedded in zip(charts, page.images, strict=True):
         data = (run / name).read_bytes()
         assert data == embedded
         image = Image.open(io.BytesIO(data))
@@ -87,6 +88,36 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert words[words.index("steps") + 1] == "1,000"
     assert words[words.index("test_bleu") + 1] == "none"
     assert "task: language_model\ndata:\n  source: <b>&amp;" in words
+
+
+def add_metrics(folder: Path, *lines: dict[str, float | None]) -> None:
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def test_each_kind_of_metric_has_a_chart(tmp_path: Path) -> None:
+    write_run(tmp_path, 200)
+    names = ("accuracy", "precision", "recall", "f1", "precision_macro", "recall_macro", "f1_macro")
+    for step in (100, 200):
+        values = {f"valid_{name}": 0.5 + step / 1000 + index / 50 for index, name in enumerate(names)}
+        bleu = {"valid_bleu": step / 4, "valid_bleu_words": 0.7}  # in percent, also a small one
+        add_metrics(tmp_path, {"step": step, **bleu, **values, "valid_rmse": 0.3, "valid_a/b": 1.0, "epoch": 1})
+    words = check(tmp_path, "bleu.png", "scores.png", "valid_rmse.png").words
+    assert words[words.index("valid BLEU") + 1] == "50"
+    assert words[words.index("valid accuracy") + 1] == "0.7"
+    assert words[words.index("valid F1") + 1] == "0.76"
+    alone = {name: (tmp_path / name).read_bytes() for name in ("bleu.png", "scores.png", "loss.png")}
+    add_metrics(tmp_path, {"step": 150, "valid_bleu": 60.0})
+    check(tmp_path, "bleu.png", "scores.png", "valid_rmse.png")
+    assert (tmp_path / "bleu.png").read_bytes() != alone["bleu.png"]
+    assert (tmp_path / "scores.png").read_bytes() == alone["scores.png"]
+    assert (tmp_path / "loss.png").read_bytes() == alone["loss.png"]
+
+
+def test_a_metric_without_a_value_has_none(tmp_path: Path) -> None:
+    write_run(tmp_path, 100)
+    add_metrics(tmp_path, {"step": 100, "valid_bleu": None, "valid_f1": 0.25, "accuracy": 0.5})
+    check(tmp_path, "scores.png")
 
 
 def test_a_run_that_still_goes(tmp_path: Path) -> None:

@@ -1,0 +1,85 @@
+"""Generation with the cache, many prompts at once, against the whole model over the whole text for every token."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from hvd_transformer.config.schema import ModelConfig
+from hvd_transformer.inference.generation import Sampling, _generator, generate
+from hvd_transformer.models.language_model import LanguageModel
+
+V, MAX_LENGTH = 40, 24
+WAYS = {
+    "greedy": Sampling(temperature=0),
+    "drawn": Sampling(temperature=1.3),
+    "top-k": Sampling(temperature=0.8, top_k=5, seed=7),
+    "top-p": Sampling(top_p=0.8, seed=8),
+    "both": Sampling(temperature=1.5, top_k=12, top_p=0.9, seed=9),
+}
+
+
+def random_model(**changes: object) -> LanguageModel:
+    """In float64: no two logits come so close that rounding could decide."""
+    sizes = {"num_layers": 3, "d_model": 16, "num_heads": 2, "d_feedforward": 24, "max_length": MAX_LENGTH}
+    torch.manual_seed(1)
+    model = LanguageModel(V, ModelConfig(**{"tie_embeddings": False, **sizes, **changes})).double().eval()
+    with torch.no_grad():
+        for weight in model.parameters():  # far from what a fresh model has, so that greedy search goes on changing
+            weight.add_(torch.randn(weight.shape, dtype=weight.dtype), alpha=0.4)
+    return model
+
+
+def ragged_prompts() -> list[list[int]]:
+    """Two of the same length among them, and one that leaves a single position."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(V, (length,), generator=generator).tolist() for length in (5, 2, 9, 5, MAX_LENGTH - 1, 1)]
+
+
+@torch.no_grad()
+def plain_loop(model: LanguageModel, prompts: Sequence[list[int]], most: int, sampling: Sampling) -> list[list[int]]:
+    """A prompt at a time, all its tokens again for each."""
+    found = []
+    for number, prompt in enumerate(prompts):
+        generator, text = _generator(sampling.seed, number), list(prompt)
+        while len(text) < min(len(prompt) + most, MAX_LENGTH):
+            text.append(plain_draw(model(torch.tensor([text]))[0, -1], sampling, generator))
+        found.append(text[len(prompt) :])
+    return found
+
+
+def plain_draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """By counting down from the likeliest token."""
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    probabilities = (logits / sampling.temperature).softmax(-1)
+    kept = probabilities.argsort(descending=True)[: sampling.top_k].tolist()
+    if sampling.top_p is not None:
+        enough, together = sampling.top_p * float(probabilities[kept].sum()), 0.0
+        for count, token in enumerate(kept, start=1):
+            together += float(probabilities[token])
+            if together >= enough:
+                kept = kept[:count]
+                break
+    weights = torch.zeros_like(probabilities)
+    weights[kept] = probabilities[kept]
+    return int(torch.multinomial(weights / weights.sum(), 1, generator=generator))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("position", ["sinusoidal", "learned", "rotary"])
+def test_the_cache_gives_the_tokens_of_computing_all_again(position: str, norm: str, way: str) -> None:
+    model, prompts = random_model(position=position, norm=norm), ragged_prompts()
+    found = generate(model, prompts, 12, WAYS[way], MAX_LENGTH)
+    assert found == plain_loop(model, prompts, 12, WAYS[way])
+    assert [len(tokens) for tokens in found] == [12, 12, 12, 12, 1, 12]
+    assert len({token for tokens in found for token in tokens}) > 2  # not the same word for ever
+
+
+@pytest.mark.parametrize("changes", [{"num_layers": 1}, {"tie_embeddings": True}, {"num_heads": 8}])
+def test_so_it_does_with_other_models(changes: dict[str, object]) -> None:
+    model, prompts = random_model(**changes), ragged_prompts()
+    for way in ("greedy", "both"):
+        assert generate(model, prompts, 30, WAYS[way], MAX_LENGTH) == plain_loop(model, prompts, 30, WAYS[way])
