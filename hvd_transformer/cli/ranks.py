@@ -12,7 +12,6 @@ from hvd_transformer.errors import WRONG_INPUT, UserError
 
 if TYPE_CHECKING:
     from hvd_transformer.comm.world import World
-    from hvd_transformer.config import Config
     from hvd_transformer.training.stop import StopRequest
     from hvd_transformer.training.watchdog import Watchdog
 
@@ -45,19 +44,6 @@ def tensor_of(settings: Sequence[str]) -> int:
     """`parallel.tensor` as the words alone have it: Horovod must know the groups of ranks before anything else."""
     given = [value for key, _, value in (word.partition("=") for word in settings) if key == "parallel.tensor"]
     return int(given[-1]) if given and given[-1].isdecimal() and int(given[-1]) else 1
-
-
-def check_same(config: "Config", world: "World") -> None:
-    """Raises `UserError` naming the first key in which a rank differs from rank 0."""
-    from hvd_transformer.config.schema import flatten
-
-    first, *others = world.all_gather_objects(flatten(config))
-    for rank, other in enumerate(others, start=1):
-        for key, value in first.items():
-            if other[key] != value:
-                raise UserError(
-                    f"{key}: rank {rank} has {other[key]}, rank 0 has {value}; every rank needs the same configuration"
-                )
 
 
 def _run(command: str, work: "Work", rank: int, watchdog: "Watchdog", groups: Sequence[Sequence[int]]) -> int:

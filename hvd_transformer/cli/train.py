@@ -33,7 +33,7 @@ def command(file: Path | None, preset: str | None, settings: tuple[str, ...]) ->
 
     KEY=VALUE settings override --config, which overrides --preset.
     """
-    from hvd_transformer.cli.ranks import check_same, run_ranks, tensor_of
+    from hvd_transformer.cli.ranks import run_ranks, tensor_of
     from hvd_transformer.config import load
 
     config, mistake = None, None
@@ -44,10 +44,11 @@ def command(file: Path | None, preset: str | None, settings: tuple[str, ...]) ->
 
     def train(world: "World", stop: "StopRequest", watchdog: "Watchdog") -> int:
         from hvd_transformer.comm.world import agree
+        from hvd_transformer.training.assembly import check_same_configuration
         from hvd_transformer.training.job import run
 
         agreed = agree(world, lambda: _raise_or_return(config, mistake))
-        agree(world, lambda: check_same(agreed, world))
+        agree(world, lambda: check_same_configuration(agreed, world))
         summary = run(agreed, world, stop, watchdog)
         return 0 if summary["status"] == "finished" else 1
 

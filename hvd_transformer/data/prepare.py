@@ -52,7 +52,7 @@ class OrderedMap(Protocol):
 
 @dataclass(frozen=True)
 class PreparedData:
-    """A prepared corpus: `train`, `valid` and, where there is one, `test`.
+    """A prepared corpus: `train`, `valid` and, where there is one, `test`; or one split to evaluate.
 
     `digest` is the same wherever tokenizer and tokens are the same, whatever the paths.
     """
@@ -82,14 +82,27 @@ def prepare(
     one works, the others wait. Raises `UserError` for what is wrong with the data, `Stopped` where
     `should_stop` said so.
     """
-    corpus = open_corpus(config, report, should_stop)
-    settings = _settings(config, corpus)
+    return prepare_corpus(config, open_corpus(config, report, should_stop), None, map, report, should_stop)
+
+
+def prepare_corpus(
+    config: DataConfig,
+    corpus: Corpus,
+    tokenizer: Tokenizer | None,
+    map: OrderedMap = builtins.map,
+    report: Report = silent,
+    should_stop: ShouldStop = never,
+) -> PreparedData:
+    """The same of this corpus. Without a `tokenizer` it is learned from the training split."""
+    settings = {"format": FORMAT, "corpus": corpus.identity} | (
+        learning(config) if tokenizer is None else {"tokenizer": _sha256(tokenizer.to_json())}
+    )
     folder = prepared_folder(config, corpus.name, settings)
 
     def build(aside: Path) -> None:
         if folder.exists():
             report(f"{folder} is damaged: preparing it again")
-        _Preparation(config, corpus, map, report, should_stop).write(aside, settings)
+        _Preparation(config, corpus, tokenizer, map, report, should_stop).write(aside, settings)
 
     return build_once(folder, _load, build, should_stop)
 
@@ -101,15 +114,9 @@ def prepared_folder(config: DataConfig, name: str, settings: dict[str, Any]) -> 
     return Path(config.cache_dir).expanduser().absolute() / "prepared" / f"{name}-{key}"
 
 
-def _settings(config: DataConfig, corpus: Corpus) -> dict[str, Any]:
-    """All that the token files depend on."""
-    return {
-        "format": FORMAT,
-        "corpus": corpus.identity,
-        "tokenizer": config.tokenizer,
-        "vocab_size": config.vocab_size,
-        "min_frequency": config.min_frequency,
-    }
+def learning(config: DataConfig) -> dict[str, Any]:
+    """What a tokenizer depends on beside the text."""
+    return {key: getattr(config, key) for key in ("tokenizer", "vocab_size", "min_frequency")}
 
 
 def _load(folder: Path) -> PreparedData | None:
@@ -140,6 +147,7 @@ class _Preparation:
 
     config: DataConfig
     corpus: Corpus
+    tokenizer: Tokenizer | None  # None: to be learned
     map: OrderedMap
     report: Report
     should_stop: ShouldStop
@@ -148,7 +156,7 @@ class _Preparation:
         """Fills the folder; `build_once` gives it its name."""
         megabytes = sum(span.size for span in self.corpus.spans.values()) / 1e6
         self.report(f"Preparing {self.corpus.name}: {megabytes:.1f} MB of text, tokenizer {self.config.tokenizer}")
-        tokenizer = self._make_tokenizer()
+        tokenizer = self.tokenizer or self._make_tokenizer()
         tokenizer.save(folder)
         index: dict[str, Any] = {
             "format": FORMAT,
