@@ -10,7 +10,7 @@ from hvd_transformer.comm.world import World, agree
 from hvd_transformer.config import Config, load_again
 from hvd_transformer.config.schema import flatten
 from hvd_transformer.data.splits import WHOLE
-from hvd_transformer.data.tokenizers import Tokenizer, load_tokenizer
+from hvd_transformer.data.tokenizers import Tokenizer, load_tokenizer, restore
 from hvd_transformer.errors import UserError
 from hvd_transformer.inference.trained import CONFIG
 from hvd_transformer.parallel.layout import Layout
@@ -110,9 +110,7 @@ def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchd
     """
     keep_freed_memory()
     heartbeat = watchdog.heartbeat
-    trained = world.broadcast_object(
-        agree(world, lambda: read_trained(request.checkpoint) if world.rank == 0 else None)
-    )
+    trained = _read_and_send(request.checkpoint, world)
     config = agree(world, lambda: evaluation_config(trained.state, request))
     agree(world, lambda: check_same_configuration(config, world))
     watchdog.stall_seconds = config.training.stall_seconds
@@ -142,6 +140,20 @@ def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchd
     left_out = getattr(data, "left_out", {}).get(split, {})
     source = config.data.source
     return Result(trained.folder, split, source, found.metrics, found.count, task.unit, left_out, task.notes)
+
+
+def _read_and_send(checkpoint: Path, world: World) -> Trained:
+    """Rank 0 alone reads: other hosts need not see the folder."""
+
+    def read() -> tuple[str, dict[str, Any], dict[str, tuple[str, str]]] | None:
+        if world.rank:
+            return None
+        found = read_trained(checkpoint)
+        texts = {prefix: (own.kind, own.to_json()) for prefix, own in found.tokenizers.items()}
+        return str(found.folder), found.state, texts
+
+    folder, state, texts = world.broadcast_object(agree(world, read))
+    return Trained(Path(folder), state, {prefix: restore(*words) for prefix, words in texts.items()})
 
 
 def _split(task: Task, wanted: str | None, config: Config) -> str:
