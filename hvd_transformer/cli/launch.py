@@ -38,7 +38,7 @@ from click.core import ParameterSource
 )
 @click.option("--output", type=click.Path(path_type=Path), metavar="DIR", help="Where --scheduler writes the file.")
 @click.option("--image", metavar="NAME", help="Of its containers. Default: hvd-transformer:cpu, or :gpu for CUDA.")
-@click.argument("settings", nargs=-1, type=click.UNPROCESSED, metavar="[-- HVD-TRAIN'S ARGUMENTS...]")
+@click.argument("settings", nargs=-1, type=click.UNPROCESSED, metavar="[-- [evaluate] ARGUMENTS...]")
 def launch(
     num_ranks: int | None,
     hosts: str | None,
@@ -64,6 +64,8 @@ def launch(
 
     `hvd-transformer launch -np 4 -H h1:2,h2:2 -- --preset python-docs output_dir=runs/four`
 
+    Or `hvd-transformer evaluate` with what follows that word: `… -- evaluate runs/four --split valid`.
+
     Of this environment the ranks get what commands, locale, threads, Horovod, NCCL and Open MPI need, and the
     variables of --env, whose values no command line shows. Ctrl-C lets the ranks save and end; a second one ends them
     at once. The exit code is that of the rank that failed first.
@@ -77,8 +79,7 @@ def launch(
     import sys
     from dataclasses import replace
 
-    from hvd_transformer.cli.train import command as train
-    from hvd_transformer.config import load
+    from hvd_transformer.cli.launched import launched
     from hvd_transformer.errors import UserError
     from hvd_transformer.launch import environment
     from hvd_transformer.launch.command import Horovodrun, Ssh
@@ -97,8 +98,8 @@ def launch(
     if restarts < 0:
         raise UserError(f"--restarts {restarts}: must be 0 or more")
     minimal = environment.minimal(os.environ, named)
-    given = train.make_context("hvd-train", list(settings)).params
-    config = load(given["preset"], given["file"], given["settings"])
+    worker = launched(settings)
+    config = worker.config
     tensor = config.parallel.tensor
     find = find_hosts(num_ranks, hosts, hostfile, host_discovery_script, minimal, tensor)
     found = HostPool(find, num_ranks, tensor).hosts()
@@ -113,20 +114,18 @@ def launch(
     values = environment.named_values(os.environ, named)
     check_devices(found, config, os.environ)
 
-    worker = ["hvd-train", *settings]
     if dry_run:
-        click.echo(shlex.join(horovodrun.words(worker)))
+        click.echo(shlex.join(horovodrun.words(worker.words)))
         return
     if shutil.which("horovodrun", path=minimal["PATH"]) is None:
         raise UserError("horovodrun: not found; install Horovod, as `make install` does")
     if not no_preflight:
-        interface = preflight(Job.of(horovodrun, config), horovodrun.ssh, minimal)
+        interface = preflight(Job.of(horovodrun, config, worker.trains), horovodrun.ssh, minimal)
         horovodrun = replace(horovodrun, network_interface=network_interface or interface)
-    screen = Screen(restarts, Path(config.output_dir).expanduser() / "logs" / "launch.log")
+    screen = Screen(restarts, worker.log)
     if screen.terminal:
         values[environment.SCREEN] = "launcher"
-    again = [*worker, "checkpoint.resume=auto"] if config.checkpoint.resume == "never" else worker.copy()
-    plan = Plan(worker, again, values, minimal, restarts, min_ranks, network_interface)
+    plan = Plan(worker.words, worker.again, values, minimal, restarts, min_ranks, network_interface)
     sys.exit(Supervisor(plan, horovodrun, HostPool(find, num_ranks, tensor), screen).run())
 
 

@@ -10,6 +10,7 @@ from hvd_transformer.cli.errors import one_line_errors
 COMMANDS = {
     "classify": "Label lines of text with a trained classifier.",
     "doctor": "Say what is wrong with which host, and what to do.",
+    "evaluate": "Give a trained model's metrics on a split or a file, on any number of ranks.",
     "export": "Write a trained model's folder: weights, tokenizers, configuration.",
     "generate": "Continue texts with a trained language model.",
     "launch": "Train on the ranks of many hosts: hvd-train under horovodrun.",

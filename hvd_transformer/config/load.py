@@ -4,7 +4,7 @@ Every wrong value is a `UserError` that names the key, where it was set and what
 """
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import yaml
 from pydantic import ValidationError
 
 from hvd_transformer.config.checks import check
-from hvd_transformer.config.schema import KEYS, SECTIONS, Config, field
+from hvd_transformer.config.schema import KEYS, SECTIONS, Config, field, may_change
 from hvd_transformer.errors import UserError
 
 PRESETS = resources.files("hvd_transformer.config") / "presets"
@@ -46,6 +46,22 @@ def load(preset: str | None = None, file: Path | None = None, overrides: Sequenc
         settings.add_text(_read(file), str(file))
     for word in overrides:
         settings.add_word(word)
+    return settings.build()
+
+
+def load_again(values: Mapping[str, Any], origin: str, overrides: Sequence[str] = ()) -> Config:
+    """The checked configuration of a checkpoint, whose `values` are by dotted key, and of "KEY=VALUE" words.
+
+    Raises `UserError`: for a word that would change what was trained, too.
+    """
+    settings = _Settings()
+    for key, value in values.items():
+        settings.add(key, value, origin)
+    for word in overrides:
+        settings.add_word(word)
+        key = word.partition("=")[0].strip()
+        if not may_change(key):
+            raise UserError(f"{word}: {key} is the checkpoint's own, {key}={values.get(key)}, and cannot be changed")
     return settings.build()
 
 

@@ -10,10 +10,10 @@ from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data import python_docs
 from hvd_transformer.data.download import PUBLISHED, fetch
 from hvd_transformer.data.once import Report, ShouldStop, build_once, never, silent
+from hvd_transformer.data.splits import SPLITS, WHOLE, check_whole, chosen_split
 from hvd_transformer.data.text import TextSpan, boundary
 from hvd_transformer.errors import UserError
 
-SPLITS = ("train", "valid", "test")
 SOURCES = ("python-docs", *PUBLISHED)
 # What a split's file may be called in a folder; the first that is there is taken.
 FILE_NAMES = {
@@ -72,6 +72,29 @@ def open_corpus(config: DataConfig, report: Report = silent, should_stop: Should
     raise UserError(
         f"data.source={source}: no such file or folder, and no known name{hint}; known: {', '.join(SOURCES)}"
     )
+
+
+def open_text(path: Path, wanted: str | None) -> Corpus:
+    """One text file as a whole, or one split of a folder (`rows.chosen_split`), whatever others that has.
+
+    Raises `UserError`.
+    """
+    if path.is_dir():
+        files = {split: file for split in SPLITS if (file := _find(path, split))}
+        split = chosen_split(wanted, files, str(path))
+        span = _whole(files[split])
+    else:
+        check_whole(wanted, path)
+        split, span = WHOLE, _whole(path)
+    if not span.size:
+        raise UserError(f"{span.path}: the file is empty; it must hold text")
+    return _corpus(path.stem, {split: span})
+
+
+def only(corpus: Corpus, wanted: str | None, origin: str) -> Corpus:
+    """One split, as `rows.chosen_split` says."""
+    split = chosen_split(wanted, corpus.spans, origin)
+    return Corpus(corpus.name, {split: corpus.spans[split]}, {**corpus.identity, "only": split})
 
 
 def _open_python_docs(cache: Path, report: Report, should_stop: ShouldStop) -> Corpus:

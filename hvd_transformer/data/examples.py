@@ -65,9 +65,11 @@ class Examples:
 
 @dataclass(frozen=True)
 class PreparedExamples:
-    """`train`, `valid` and, where there is one, `test`. `digest` is the same wherever tokenizers and samples are.
+    """`train`, `valid` and, where there is one, `test`; or one split to evaluate. `digest` is the same wherever
+    tokenizers and samples are.
 
     `labels`: the classes' names, in the order of their numbers. `left_out`: by split, how many for which reason.
+    `label_counts`: the training split's samples of each label, where that split is not among these.
     """
 
     folder: Path
@@ -76,6 +78,7 @@ class PreparedExamples:
     labels: list[str]
     left_out: dict[str, dict[str, int]]
     digest: str
+    label_counts: list[int] | None = None
 
     def report(self) -> list[str]:
         """Lines for who prepared it."""

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data.lines import read_lines
-from hvd_transformer.data.rows import SPLIT_NAMES, SPLITS, Row, Rows, file_identity, split_at_random
+from hvd_transformer.data.rows import SPLIT_NAMES, Row, Rows, file_identity, split_at_random
+from hvd_transformer.data.splits import SPLITS, WHOLE, check_whole, chosen_split
 from hvd_transformer.errors import UserError
 
 _TABS = (".tsv", ".tsv.gz")
@@ -26,7 +27,7 @@ def open_pairs(config: DataConfig, path: Path, seed: int) -> Rows:
         return Rows(
             path.name.partition(".")[0], {"file": file_identity(path), "split": config.split, "seed": seed}, splits
         )
-    found = {split: files for split in SPLITS if (files := _find(config, path, split))}
+    found = _files(config, path)
     for split in ("train", "valid"):
         if split not in found:
             raise UserError(f"{path}: {_missing(config, path, split)}")
@@ -35,6 +36,23 @@ def open_pairs(config: DataConfig, path: Path, seed: int) -> Rows:
         {split: [file_identity(file) for file in files] for split, files in found.items()},
         {split: _reader(files) for split, files in found.items()},
     )
+
+
+def open_pairs_split(config: DataConfig, path: Path, wanted: str | None) -> Rows:
+    """One tab-separated file as a whole, or one split of a folder (`rows.chosen_split`), whatever others that has.
+
+    Raises `UserError`.
+    """
+    if path.is_file():
+        check_whole(wanted, path)
+        return Rows(path.name.partition(".")[0], {"whole": file_identity(path)}, {WHOLE: _reader((path,))})
+    found = _files(config, path)
+    split = chosen_split(wanted, found, str(path))
+    return Rows(path.name, {split: [file_identity(file) for file in found[split]]}, {split: _reader(found[split])})
+
+
+def _files(config: DataConfig, folder: Path) -> dict[str, tuple[Path, ...]]:
+    return {split: files for split in SPLITS if (files := _find(config, folder, split))}
 
 
 def _reader(files: tuple[Path, ...]) -> Read:

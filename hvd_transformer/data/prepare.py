@@ -52,7 +52,7 @@ class OrderedMap(Protocol):
 
 @dataclass(frozen=True)
 class PreparedData:
-    """A prepared corpus: `train`, `valid` and, where there is one, `test`.
+    """A prepared corpus: `train`, `valid` and, where there is one, `test`; or one split to evaluate.
 
     `digest` is the same wherever tokenizer and tokens are the same, whatever the paths.
     """
@@ -75,17 +75,28 @@ def prepare(
     map: OrderedMap = builtins.map,
     report: Report = silent,
     should_stop: ShouldStop = never,
-    *,
-    tokenizer: Tokenizer | None = None,
 ) -> PreparedData:
-    """The corpus as token files, made now unless they are there; with this tokenizer, or with one learned from it.
+    """The corpus as token files, made now unless they are there.
 
     Memory is bounded by a few pieces and the vocabulary's counts. Several processes may call this at once:
     one works, the others wait. Raises `UserError` for what is wrong with the data, `Stopped` where
     `should_stop` said so.
     """
-    corpus = open_corpus(config, report, should_stop)
-    settings = {"format": FORMAT, "corpus": corpus.identity, **tokenizer_settings(config, tokenizer)}
+    return prepare_corpus(config, open_corpus(config, report, should_stop), None, map, report, should_stop)
+
+
+def prepare_corpus(
+    config: DataConfig,
+    corpus: Corpus,
+    tokenizer: Tokenizer | None,
+    map: OrderedMap = builtins.map,
+    report: Report = silent,
+    should_stop: ShouldStop = never,
+) -> PreparedData:
+    """The same of this corpus. Without a `tokenizer` it is learned from the training split."""
+    settings = {"format": FORMAT, "corpus": corpus.identity} | (
+        learning(config) if tokenizer is None else {"tokenizer": _sha256(tokenizer.to_json())}
+    )
     folder = prepared_folder(config, corpus.name, settings)
 
     def build(aside: Path) -> None:
@@ -103,10 +114,8 @@ def prepared_folder(config: DataConfig, name: str, settings: dict[str, Any]) -> 
     return Path(config.cache_dir).expanduser().absolute() / "prepared" / f"{name}-{key}"
 
 
-def tokenizer_settings(config: DataConfig, *given: Tokenizer | None) -> dict[str, Any]:
-    """What token files depend on: the given tokenizers, or how they are learned."""
-    if tokenizers := [tokenizer for tokenizer in given if tokenizer is not None]:
-        return {"tokenizers": [_sha256(tokenizer.to_json()) for tokenizer in tokenizers]}
+def learning(config: DataConfig) -> dict[str, Any]:
+    """What a tokenizer depends on beside the text."""
     return {key: getattr(config, key) for key in ("tokenizer", "vocab_size", "min_frequency")}
 
 
@@ -138,7 +147,7 @@ class _Preparation:
 
     config: DataConfig
     corpus: Corpus
-    tokenizer: Tokenizer | None
+    tokenizer: Tokenizer | None  # None: to be learned
     map: OrderedMap
     report: Report
     should_stop: ShouldStop
@@ -146,7 +155,8 @@ class _Preparation:
     def write(self, folder: Path, settings: dict[str, Any]) -> None:
         """Fills the folder; `build_once` gives it its name."""
         megabytes = sum(span.size for span in self.corpus.spans.values()) / 1e6
-        self.report(f"Preparing {self.corpus.name}: {megabytes:.1f} MB of text, tokenizer {self._kind}")
+        kind = self.tokenizer.kind if self.tokenizer else self.config.tokenizer
+        self.report(f"Preparing {self.corpus.name}: {megabytes:.1f} MB of text, tokenizer {kind}")
         tokenizer = self.tokenizer or self._make_tokenizer()
         tokenizer.save(folder)
         index: dict[str, Any] = {
@@ -166,10 +176,6 @@ class _Preparation:
         index["digest"] = _sha256(json.dumps(index, sort_keys=True))  # before the paths, which differ between hosts
         index["settings"] = {"source": self.config.source, **settings}
         (folder / "index.json").write_text(json.dumps(index, indent=2, ensure_ascii=False), encoding="utf-8")
-
-    @property
-    def _kind(self) -> str:
-        return self.tokenizer.kind if self.tokenizer else self.config.tokenizer
 
     def _make_tokenizer(self) -> Tokenizer:
         config, train = self.config, self.corpus.spans["train"]

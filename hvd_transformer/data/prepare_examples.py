@@ -5,12 +5,12 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data.examples import PreparedExamples, load_examples, sha256, tokenizer_prefix
 from hvd_transformer.data.once import Report, ShouldStop, Stopped, build_once, never, silent
-from hvd_transformer.data.prepare import OrderedMap, prepared_folder, tokenizer_settings
+from hvd_transformer.data.prepare import OrderedMap, learning, prepared_folder
 from hvd_transformer.data.rows import Row, Rows
 from hvd_transformer.data.tokenizers import SPECIALS, VOCABULARY_KINDS, BPETokenizer, Tokenizer, build_vocabulary
 from hvd_transformer.data.tokens import token_dtype
@@ -29,19 +29,31 @@ _ROWS = 2000  # encoded at a time
 _ENDS, _LABELS = "<i8", "<i4"
 
 
+class Learned(NamedTuple):
+    """What a model was trained with, for other rows: tokenizers by role, and the labels in the order of their
+    numbers (None: to be learned from these rows)."""
+
+    tokenizers: dict[str, Tokenizer]
+    labels: list[str] | None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"tokenizers": [sha256(own.to_json()) for own in self.tokenizers.values()], "labels": self.labels}
+
+
 def prepare_examples(
     config: DataConfig,
     rows: Rows,
     roles: tuple[str, ...],
     *,
     shared: bool = False,
-    tokenizers: Mapping[str, Tokenizer] | None = None,
+    learned: Learned | None = None,
     map: OrderedMap = builtins.map,
     report: Report = silent,
     should_stop: ShouldStop = never,
 ) -> PreparedExamples:
     """The rows as token files, made now unless they are there. `roles` name a row's texts; `shared`: one vocabulary.
-    `tokenizers`: by role; without them they are learned.
+    Tokenizers and labels are learned from the training split, unless they are given.
 
     Several processes may call this at once: one works, the others wait. Raises `UserError` for what is wrong with the
     data, `Stopped` where `should_stop` said so.
@@ -51,15 +63,15 @@ def prepare_examples(
         "rows": rows.identity,
         "roles": list(roles),
         "shared": shared,
-        **tokenizer_settings(config, *(tokenizers or {}).values()),
         **{key: getattr(config, key) for key in ("sequence_length", "too_long")},
+        **(learning(config) if learned is None else learned.identity),
     }
     folder = prepared_folder(config, rows.name, settings)
 
     def build(aside: Path) -> None:
         if folder.exists():
             report(f"{folder} is damaged: preparing it again")
-        _Preparation(config, rows, roles, shared, tokenizers, map, report, should_stop).write(aside, settings)
+        _Preparation(config, rows, roles, shared, learned, map, report, should_stop).write(aside, settings)
 
     return build_once(folder, load_examples, build, should_stop)
 
@@ -90,17 +102,19 @@ class _Preparation:
     rows: Rows
     roles: tuple[str, ...]
     shared: bool
-    tokenizers: Mapping[str, Tokenizer] | None
+    learned: Learned | None
     map: OrderedMap
     report: Report
     should_stop: ShouldStop
 
     def write(self, folder: Path, settings: dict[str, Any]) -> None:
         """Fills the folder; `build_once` gives it its name."""
-        kinds = {tokenizer.kind for tokenizer in (self.tokenizers or {}).values()} or {self.config.tokenizer}
+        tokenizers, labels = self.learned or (None, None)
+        kinds = sorted({own.kind for own in tokenizers.values()}) if tokenizers else [self.config.tokenizer]
         self.report(f"Preparing {self.rows.name}: tokenizer {', '.join(kinds)}")
-        labels = self._labels()
-        tokenizers = self.tokenizers or self._make_tokenizers()
+        if labels is None:
+            labels = self._labels()
+        tokenizers = tokenizers or self._make_tokenizers()
         for role, tokenizer in tokenizers.items():
             tokenizer.save(folder, tokenizer_prefix(role, self.roles, self.shared))
         files: dict[str, Any] = {}
@@ -151,7 +165,7 @@ class _Preparation:
         return build_vocabulary(config.tokenizer, counts, config.vocab_size, config.min_frequency, SPECIALS)
 
     def _write_split(
-        self, split: str, folder: Path, tokenizers: Mapping[str, Tokenizer], labels: list[str]
+        self, split: str, folder: Path, tokenizers: dict[str, Tokenizer], labels: list[str]
     ) -> tuple[dict[str, Any], dict[str, int]]:
         """Streams the split's samples into its files; returns what the index says of them, and what was left out."""
         columns = {}
@@ -178,10 +192,9 @@ class _Preparation:
             if labels:
                 for row, _ in kept:
                     if row.label not in numbers:
-                        raise UserError(
-                            f"{row.place}: the label {row.label} is in the {split} split alone; the training split has "
-                            f"{', '.join(labels)}"
-                        )
+                        alone = f"is in the {split} split alone; the training split has {', '.join(labels)}"
+                        unknown = f"is none of the model's, which are {', '.join(labels)}"
+                        raise UserError(f"{row.place}: the label {row.label} {unknown if self.learned else alone}")
                 columns[f"{split}-label"].add(np.array([numbers[str(row.label)] for row, _ in kept]))
         if raw is not None:
             raw.close()

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvd_transformer.data.permutation import Permutation
+from hvd_transformer.data.splits import SPLITS, chosen_split
 from hvd_transformer.errors import UserError
 
-SPLITS = ("train", "valid", "test")
 # What a split's files may be called.
 SPLIT_NAMES = {"train": ("train",), "valid": ("valid", "val", "validation", "dev"), "test": ("test",)}
 _SHUFFLE = 5  # tells the split's order from the epochs'
@@ -34,6 +34,11 @@ class Rows:
     name: str
     identity: dict[str, Any]
     splits: dict[str, Callable[[], Iterator[Row]]]
+
+    def only(self, wanted: str | None, origin: str) -> "Rows":
+        """One split, as `chosen_split` says."""
+        split = chosen_split(wanted, self.splits, origin)
+        return Rows(self.name, {**self.identity, "only": split}, {split: self.splits[split]})
 
 
 def file_identity(path: Path) -> list[Any]:

@@ -8,7 +8,8 @@ from typing import Any
 
 from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data.lines import read_lines
-from hvd_transformer.data.rows import SPLIT_NAMES, SPLITS, Row, Rows, file_identity, split_at_random
+from hvd_transformer.data.rows import SPLIT_NAMES, Row, Rows, file_identity, split_at_random
+from hvd_transformer.data.splits import SPLITS, WHOLE, check_whole, chosen_split
 from hvd_transformer.errors import UserError
 
 ENDINGS = tuple(f"{kind}{end}" for kind in (".csv", ".tsv", ".jsonl", ".json") for end in ("", ".gz"))
@@ -20,12 +21,12 @@ def open_table(config: DataConfig, path: Path, seed: int) -> Rows:
 
     Raises `UserError` with what is missing and what is allowed.
     """
-    columns = {"text": config.text_column, "label": config.label_column}
+    columns = _columns(config)
     if path.is_file():
         splits = split_at_random(_reader(config, path), config.split, seed, path)
         identity: dict[str, Any] = {"file": file_identity(path), "split": config.split, "seed": seed}
-        return Rows(path.name.partition(".")[0], {**identity, **columns}, splits)
-    files = {split: file for split in SPLITS if (file := _find(config, path, split))}
+        return Rows(_name(path), {**identity, **columns}, splits)
+    files = _files(config, path)
     for split in ("train", "valid"):
         if split not in files:
             name = getattr(config, split) or split
@@ -35,6 +36,32 @@ def open_table(config: DataConfig, path: Path, seed: int) -> Rows:
         {**{split: file_identity(file) for split, file in files.items()}, **columns},
         {split: _reader(config, file) for split, file in files.items()},
     )
+
+
+def open_table_split(config: DataConfig, path: Path, wanted: str | None) -> Rows:
+    """One file as a whole, or one split of a folder (`rows.chosen_split`), whatever others that has.
+
+    Raises `UserError`.
+    """
+    if path.is_file():
+        check_whole(wanted, path)
+        return Rows(_name(path), {"whole": file_identity(path), **_columns(config)}, {WHOLE: _reader(config, path)})
+    files = _files(config, path)
+    split = chosen_split(wanted, files, str(path))
+    identity = {split: file_identity(files[split]), **_columns(config)}
+    return Rows(path.name, identity, {split: _reader(config, files[split])})
+
+
+def _columns(config: DataConfig) -> dict[str, str]:
+    return {"text": config.text_column, "label": config.label_column}
+
+
+def _name(path: Path) -> str:
+    return path.name.partition(".")[0]
+
+
+def _files(config: DataConfig, folder: Path) -> dict[str, Path]:
+    return {split: file for split in SPLITS if (file := _find(config, folder, split))}
 
 
 def _find(config: DataConfig, folder: Path, split: str) -> Path | None:

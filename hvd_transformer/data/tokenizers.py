@@ -78,7 +78,7 @@ class Tokenizer(ABC):
             (folder / f"{prefix}{name}").write_text(text, encoding="utf-8")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (self.kind, self.to_json())
+        return restore, (self.kind, self.to_json())
 
 
 class VocabularyTokenizer(Tokenizer):
@@ -264,14 +264,15 @@ def load_tokenizer(folder: Path, prefix: str = "") -> Tokenizer:
             text = path.read_text(encoding="utf-8")
             content = json.loads(text)
             kind = BPETokenizer.kind if file_name == BPETokenizer.file_name else content["kind"]
-            return _restore(kind, text)
+            return restore(kind, text)
         except Exception as error:  # tokenizers raises the bare class
             raise UserError(f"{path}: no valid tokenizer: {error}") from None
     raise UserError(f"{folder}: no tokenizer; it must hold {BPETokenizer.file_name} or {VocabularyTokenizer.file_name}")
 
 
 @lru_cache(maxsize=2)  # a process that gets one piece after the other builds its tables once
-def _restore(kind: str, text: str) -> Tokenizer:
+def restore(kind: str, text: str) -> Tokenizer:
+    """The tokenizer of this kind with this JSON text."""
     if kind == BPETokenizer.kind:
         from tokenizers import Tokenizer as Model
 

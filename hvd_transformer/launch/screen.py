@@ -36,10 +36,10 @@ class Ranks(Protocol):
 class Screen:
     """Shows one job over its restarts. Rank 0's lines are shown as they come; another's where it is the first to fail.
 
-    `log`: where everything is written as well, once its folder is there.
+    `log`: where everything is written as well, once its folder is there; None: nowhere.
     """
 
-    def __init__(self, restarts: int, log: Path) -> None:
+    def __init__(self, restarts: int, log: Path | None) -> None:
         self._restarts, self._restart = restarts, 0
         self._log = _Log(log)
         self._last: dict[int, deque[str]] = {}
@@ -121,10 +121,12 @@ def _write(file: TextIO, text: str) -> None:
 class _Log:
     """Waits for its folder: a start that is refused has none."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path | None) -> None:
         self._file, self._waiting = file, ""
 
     def write(self, text: str) -> None:
+        if self._file is None:
+            return
         self._waiting += text
         if self._file.parent.is_dir():
             with suppress(OSError), self._file.open("a", encoding="utf-8") as file:

@@ -1,7 +1,8 @@
 """Classification as a task: labelled texts, and the encoder with a pooled head."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,11 @@ from torch import Tensor, nn
 
 from hvd_transformer.config.schema import Config
 from hvd_transformer.data.examples import PreparedExamples
-from hvd_transformer.data.prepare_examples import prepare_examples
+from hvd_transformer.data.prepare_examples import Learned, prepare_examples
 from hvd_transformer.data.rows import Rows
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.data.sources import source_path
-from hvd_transformer.data.tables import open_table
+from hvd_transformer.data.tables import open_table, open_table_split
 from hvd_transformer.data.tokenizers import PAD, Tokenizer
 from hvd_transformer.errors import UserError
 from hvd_transformer.evaluation.confusion import classification_metrics
@@ -23,7 +24,7 @@ from hvd_transformer.inference.translation import padded
 from hvd_transformer.models.classifier import Classifier
 from hvd_transformer.parallel.pipeline import Layer, MicroBatch, Tensors
 from hvd_transformer.training.example_task import ExampleTask
-from hvd_transformer.training.task import Batch, Preparing, Sketch
+from hvd_transformer.training.task import Batch, Evaluated, Preparing, Sketch
 
 ROLE = "text"
 
@@ -50,8 +51,22 @@ class ClassificationTask(ExampleTask):
     def prepare(cls, config: Config, preparing: Preparing) -> PreparedExamples:
         return prepare_examples(config.data, open_rows(config, preparing), (ROLE,), **preparing._asdict())
 
+    @classmethod
+    def prepare_evaluation(cls, config: Config, preparing: Preparing, wanted: Evaluated) -> PreparedExamples:
+        data, state = config.data, wanted.state
+        if wanted.path is not None:
+            rows = open_table_split(data, wanted.path, wanted.split)
+        else:
+            rows = open_rows(config, preparing).only(wanted.split, f"data.source={data.source}")
+        learned = Learned({ROLE: wanted.tokenizers[""]}, state["labels"])
+        found = prepare_examples(data, rows, (ROLE,), learned=learned, **preparing._asdict())
+        counts = state.get("label_counts")
+        if counts is None and data.class_weights == "balanced":
+            raise UserError("data.class_weights=balanced: the checkpoint was saved before it held the labels' counts")
+        return replace(found, label_counts=counts)
+
     def describe(self) -> str:
-        counts = np.bincount(self._training_labels(), minlength=len(self.labels))
+        counts = self._label_counts
         classes = ", ".join(f"{label} {count:,}" for label, count in zip(self.labels, counts, strict=True))
         vocabulary = f"vocabulary {self.data.tokenizers[ROLE].vocab_size:,}"
         return f"{len(self.data.splits['train']):,} training texts ({classes}), {vocabulary}"
@@ -79,7 +94,7 @@ class ClassificationTask(ExampleTask):
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        return {"labels": self.labels}
+        return {"labels": self.labels, "label_counts": self._label_counts}
 
     def collate(self, split: str, numbers: NDArray[np.int64]) -> Batch:
         """Texts [B, T] and labels [B]."""
@@ -100,10 +115,14 @@ class ClassificationTask(ExampleTask):
         matrix = np.array(sums[1:]).reshape(len(self.labels), -1)
         return {"loss": sums[0] / count} | classification_metrics(matrix, self.positive)
 
-    def _training_labels(self) -> NDArray[np.int64]:
+    @cached_property
+    def _label_counts(self) -> list[int]:
+        """The training split's samples of each label."""
+        if self.data.label_counts is not None:
+            return self.data.label_counts
         labels = self.data.splits["train"].labels
         assert labels is not None
-        found: NDArray[np.int64] = labels[:].astype(np.int64)
+        found: list[int] = np.bincount(labels[:].astype(np.int64), minlength=len(self.labels)).tolist()
         return found
 
     def class_weights(self) -> Tensor | None:
@@ -112,7 +131,7 @@ class ClassificationTask(ExampleTask):
         if given is None:
             return None
         if given == "balanced":
-            counts = np.bincount(self._training_labels(), minlength=len(self.labels))
+            counts = np.array(self._label_counts)
             return torch.from_numpy(counts.sum() / (len(self.labels) * counts))
         assert isinstance(given, dict)
         if odd := sorted(given.keys() ^ set(self.labels)):

@@ -32,8 +32,12 @@ class ExampleTask(Task):
 
     def __init__(self, config: Config, data: Any, replica: Replica) -> None:
         super().__init__(config, data, replica)
-        training = config.training
         self.splits: Mapping[str, Samples] = data.splits
+        if "train" in self.splits:
+            self._begin_training()
+
+    def _begin_training(self) -> None:
+        config, training, replica = self.config, self.config.training, self.replica
         lengths = self.splits["train"].lengths
         self.batches = LengthBatches(lengths, training.batch_size, config.data.batch_tokens, config.seed)
         units = -(-step_samples(training, replica.size) // training.batch_size)

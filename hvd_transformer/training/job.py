@@ -5,30 +5,24 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from hvd_transformer.comm.pool import process_map
 from hvd_transformer.comm.terminal import screen
 from hvd_transformer.comm.world import World, agree
 from hvd_transformer.config import Config
-from hvd_transformer.data.once import ShouldStop
-from hvd_transformer.data.sampler import Replica
 from hvd_transformer.errors import UserError
 from hvd_transformer.parallel.layout import Layout
 from hvd_transformer.parallel.replicas import broadcast_parameters
 from hvd_transformer.training import snapshot
 from hvd_transformer.training.allocator import keep_freed_memory
+from hvd_transformer.training.assembly import check_same_data, compile_layers, make_task, prepare_data
 from hvd_transformer.training.heartbeat import Heartbeat
 from hvd_transformer.training.loop import Trainer
-from hvd_transformer.training.precision import weight_dtype
 from hvd_transformer.training.progress import Progress, Silent
 from hvd_transformer.training.run_directory import RunDirectory
 from hvd_transformer.training.session import Session, show_metrics
 from hvd_transformer.training.stages import check_partition
 from hvd_transformer.training.step_size import check_step_size
 from hvd_transformer.training.stop import StopRequest
-from hvd_transformer.training.task import Data, Preparing, Task
-from hvd_transformer.training.tasks import task_class
+from hvd_transformer.training.task import Data, Task
 from hvd_transformer.training.watchdog import Watchdog
 
 log = logging.getLogger("hvd_transformer")
@@ -99,8 +93,8 @@ def _assemble(
         heartbeat.mark()  # also of a rank that waits while another one prepares
         return bool(stop)
 
-    data = agree(world, lambda: _prepare(config, progress, should_stop))
-    agree(world, lambda: _same_data(data, world))
+    data = agree(world, lambda: prepare_data(config, progress, should_stop))
+    agree(world, lambda: check_same_data(data, world))
     position, state = snapshot.read_position(checkpoint, data.digest, world)
     task = agree(world, lambda: _make_task(config, data, layout))
     trainer = Trainer(config, world, layout, task, position)
@@ -108,10 +102,7 @@ def _assemble(
         broadcast_parameters(trainer.buckets, layout.data_group)
     else:
         snapshot.load(trainer, checkpoint, state)
-    if config.training.compile:
-        for layer in task.layers:
-            if layer.recompute:  # a block
-                layer.module.compile()
+    compile_layers(config, task)
     return data, trainer
 
 
@@ -132,26 +123,8 @@ def _log_to(file: Path) -> None:
     log.propagate = False
 
 
-def _prepare(config: Config, progress: Silent, should_stop: ShouldStop) -> Data:
-    with process_map(config.data.workers) as mapper:
-        return task_class(config).prepare(config, Preparing(mapper, progress.message, should_stop))
-
-
-def _same_data(data: Data, world: World) -> None:
-    digests = world.all_gather_objects([world.host, data.digest])
-    for host, digest in digests:
-        if digest != digests[0][1]:
-            raise UserError(f"data.source: host {host} has other text than host {digests[0][0]}; copy one to all hosts")
-
-
 def _make_task(config: Config, data: Data, layout: Layout) -> Task:
-    """The model is made alike on every rank from the seed alone."""
-    torch.manual_seed(config.seed)
-    torch.set_default_dtype(weight_dtype(config.training.precision))
-    try:
-        task = task_class(config)(config, data, Replica(layout.replica, layout.dp))
-    finally:
-        torch.set_default_dtype(torch.float32)
+    task = make_task(config, data, layout)
     best, names = config.training.best_metric, task.metric_names
     if best.removeprefix("-") not in names:
         raise UserError(f"training.best_metric={best}: no such metric of this task; it has {', '.join(names)}")

@@ -7,14 +7,16 @@ from torch import Tensor, nn
 
 from hvd_transformer.config.schema import Config
 from hvd_transformer.data.batches import Batch, Columns, Windows, evaluation_batches
-from hvd_transformer.data.prepare import PreparedData, prepare
+from hvd_transformer.data.corpora import only, open_corpus, open_text
+from hvd_transformer.data.prepare import PreparedData, prepare, prepare_corpus
 from hvd_transformer.data.sampler import ColumnSampler, Replica, WindowSampler
 from hvd_transformer.data.tokenizers import Tokenizer
+from hvd_transformer.data.tokens import TokenFile
 from hvd_transformer.errors import UserError
 from hvd_transformer.models.language_model import LanguageModel
 from hvd_transformer.parallel.pipeline import Layer, MicroBatch
 from hvd_transformer.training.step_size import step_samples
-from hvd_transformer.training.task import Preparing, Sketch, Task
+from hvd_transformer.training.task import Evaluated, Preparing, Sketch, Task
 
 
 class LanguageModelTask(Task):
@@ -24,13 +26,23 @@ class LanguageModelTask(Task):
 
     def __init__(self, config: Config, data: PreparedData, replica: Replica) -> None:
         super().__init__(config, data, replica)
-        training, length = config.training, config.data.sequence_length
-        self.length = length
+        training = config.training
+        self.length = config.data.sequence_length
         self.eval_batch_size = training.eval_batch_size or training.batch_size
         self.model = self.make_model()
+        if "train" in data.splits:
+            self._begin_training(data.splits["train"])
+        for split, tokens in data.splits.items():
+            if split != "train" and len(tokens) < 2:
+                raise UserError(
+                    f"data.source={config.data.source}: the {split} split has {len(tokens)} tokens; "
+                    "evaluation needs at least 2"
+                )
+
+    def _begin_training(self, tokens: TokenFile) -> None:
+        config, training, replica, length = self.config, self.config.training, self.replica, self.length
         num_samples = step_samples(training, replica.size)
         self.usual_count = num_samples * length
-        tokens = data.splits["train"]
         self.samples: Windows | Columns
         self.sampler: WindowSampler | ColumnSampler
         if config.data.batching == "windows":
@@ -47,12 +59,6 @@ class LanguageModelTask(Task):
                 f"data.source={config.data.source}: the training split has {len(tokens)} tokens, but one sample of "
                 f"data.sequence_length={length} needs {needed}"
             )
-        for split in ("valid", "test"):
-            if self.has_split(split) and len(data.splits[split]) < 2:
-                raise UserError(
-                    f"data.source={config.data.source}: the {split} split has {len(data.splits[split])} tokens; "
-                    "evaluation needs at least 2"
-                )
 
     def make_model(self) -> nn.Module:
         model = LanguageModel(self.data.tokenizer.vocab_size, self.config.model)
@@ -62,6 +68,15 @@ class LanguageModelTask(Task):
     @classmethod
     def prepare(cls, config: Config, preparing: Preparing) -> PreparedData:
         return prepare(config.data, *preparing)
+
+    @classmethod
+    def prepare_evaluation(cls, config: Config, preparing: Preparing, wanted: Evaluated) -> PreparedData:
+        data = config.data
+        if wanted.path is not None:
+            corpus = open_text(wanted.path, wanted.split)
+        else:
+            corpus = only(open_corpus(data, *preparing[1:]), wanted.split, f"data.source={data.source}")
+        return prepare_corpus(data, corpus, wanted.tokenizers[""], *preparing)
 
     def describe(self) -> str:
         return f"{len(self.data.splits['train']):,} training tokens, vocabulary {self.data.tokenizer.vocab_size:,}"

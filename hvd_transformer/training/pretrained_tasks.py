@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from hvd_transformer.config.schema import Config
+from hvd_transformer.data.corpora import open_corpus
 from hvd_transformer.data.examples import PreparedExamples
-from hvd_transformer.data.prepare import PreparedData, prepare
-from hvd_transformer.data.prepare_examples import prepare_examples
+from hvd_transformer.data.prepare import PreparedData, prepare_corpus
+from hvd_transformer.data.prepare_examples import Learned, prepare_examples
 from hvd_transformer.data.pretrained_tokenizer import PretrainedTokenizer
 from hvd_transformer.errors import UserError
 from hvd_transformer.models import pretrained
@@ -55,8 +56,8 @@ class PretrainedClassificationTask(PretrainedTask, ClassificationTask):
         if not tokenizer.has_pad:
             raise UserError(f"{origin(folder_of(config))}: its tokenizer has no pad token, which fills a batch")
         _check_longest(config, tokenizer.longest)
-        rows = open_rows(config, preparing)
-        return prepare_examples(config.data, rows, (ROLE,), tokenizers={ROLE: tokenizer}, **preparing._asdict())
+        rows, learned = open_rows(config, preparing), Learned({ROLE: tokenizer}, None)
+        return prepare_examples(config.data, rows, (ROLE,), learned=learned, **preparing._asdict())
 
     def make_model(self) -> nn.Module:
         model, self.new = pretrained.load_classifier(folder_of(self.config), self.labels)
@@ -90,7 +91,8 @@ class PretrainedLanguageModelTask(PretrainedTask, LanguageModelTask):
     @classmethod
     def prepare(cls, config: Config, preparing: Preparing) -> PreparedData:
         tokenizer = PretrainedTokenizer.read(folder_of(config))
-        return prepare(config.data, *preparing, tokenizer=tokenizer)
+        corpus = open_corpus(config.data, *preparing[1:])
+        return prepare_corpus(config.data, corpus, tokenizer, *preparing)
 
     def make_model(self) -> nn.Module:
         model = pretrained.load_language_model(folder_of(self.config))

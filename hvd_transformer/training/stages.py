@@ -54,7 +54,7 @@ def _counts(config: Config, task: Task, layout: Layout, measures: bool) -> list[
     """Layers a stage. Rank 0 alone measures, as another rank would measure something else."""
     layers, num_stages = task.layers, config.parallel.pipeline
     given = given_partition(config, [layer.name for layer in layers])
-    if given is not None or num_stages == 1 or not measures:
+    if given is not None or num_stages == 1 or not measures or not task.sampler.num_steps():  # in evaluation alone
         return given or partition.uniform(len(layers), num_stages)
     units = next(iter(task.sampler.epoch())).rounds[0]  # rank 0's first round is the largest of all
     batches = cut(task.batch(0, units), config.parallel.micro_batches)

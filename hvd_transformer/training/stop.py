@@ -19,6 +19,11 @@ class StopRequest:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number).name
 
+    def end_at_once(self) -> None:
+        """From now on a signal ends this process: there is nothing to save."""
+        for number in self._previous:
+            signal.signal(number, signal.SIG_DFL)
+
     def restore(self) -> None:
         """Puts the earlier handlers back."""
         for number, handler in self._previous.items():

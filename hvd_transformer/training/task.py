@@ -6,6 +6,7 @@ length; `task=package.module:Class` trains it (docs/own-task.md).
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from hvd_transformer.comm.group import Group
 from hvd_transformer.config.schema import Config
 from hvd_transformer.data.once import Report, ShouldStop
 from hvd_transformer.data.prepare import OrderedMap
-from hvd_transformer.data.sampler import Intervals, Replica, Step
+from hvd_transformer.data.sampler import Intervals, Replica, Step, WindowSampler
 from hvd_transformer.data.tokenizers import Tokenizer
 from hvd_transformer.errors import UserError
 from hvd_transformer.evaluation.evaluate import perplexity
@@ -58,6 +59,15 @@ class Data(Protocol):
         ...
 
 
+class Evaluated(NamedTuple):
+    """What `evaluate` is asked for, and what the checkpoint has for it."""
+
+    split: str | None  # None: test where there is one, else valid
+    path: Path | None  # another file or folder than the one trained on
+    tokenizers: Mapping[str, Tokenizer]  # as `Task.tokenizers`
+    state: Mapping[str, Any]  # the checkpoint's, with the task's facts
+
+
 class Sketch(NamedTuple):
     """A model without data, the largest micro-batch of so many samples, and the weights that ranks may share: what can
     be known before there is a job."""
@@ -75,8 +85,9 @@ class Task(ABC):
     unit: ClassVar[str] = "tokens"  # what `num_targets` counts
 
     model: nn.Module
-    sampler: Sampler
-    usual_count: int
+    sampler: Sampler = WindowSampler(0, 1, 1, Replica())
+    """Without a training split, in evaluation alone, it has no steps."""
+    usual_count: int = 1
     """Targets of a full step over all replicas: keeps gradients near their mean while they are summed."""
 
     def __init__(self, config: Config, data: Any, replica: Replica) -> None:
@@ -86,6 +97,24 @@ class Task(ABC):
     @abstractmethod
     def prepare(cls, config: Config, preparing: Preparing) -> Data:
         """The data, made once on each host. Raises `UserError` where it cannot be used."""
+
+    @classmethod
+    def prepare_evaluation(cls, config: Config, preparing: Preparing, wanted: Evaluated) -> Data:
+        """The data of one split or file for a trained model, with its own tokenizers. The split is "data" where
+        `wanted.path` is a file.
+
+        A task that has no other way prepares all it was trained on. Raises `UserError` where that is not the same now.
+        """
+        if wanted.path is not None:
+            raise UserError(
+                f"--data {wanted.path}: task={config.task} has no `prepare_evaluation`, which could read it"
+            )
+        data = cls.prepare(config, preparing)
+        if data.digest != wanted.state["data_digest"]:
+            raise UserError(
+                f"data.source={config.data.source}: is not what the checkpoint was trained on; was it changed?"
+            )
+        return data
 
     @abstractmethod
     def describe(self) -> str:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from hvd_transformer.comm.group import Group
 from hvd_transformer.config.schema import Config
 from hvd_transformer.data.examples import PreparedExamples, tokenizer_prefix
-from hvd_transformer.data.parallel_text import open_pairs
-from hvd_transformer.data.prepare_examples import prepare_examples
+from hvd_transformer.data.parallel_text import open_pairs, open_pairs_split
+from hvd_transformer.data.prepare_examples import Learned, prepare_examples
+from hvd_transformer.data.rows import Rows
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.data.sources import PAIRS, source_path
 from hvd_transformer.data.tokenizers import BEGIN, END, PAD, Tokenizer
@@ -21,7 +22,7 @@ from hvd_transformer.inference.translation import padded, translate
 from hvd_transformer.models.encoder_decoder import EncoderDecoder
 from hvd_transformer.parallel.pipeline import Layer, MicroBatch, Tensors
 from hvd_transformer.training.example_task import ExampleTask
-from hvd_transformer.training.task import Batch, Preparing, Sketch
+from hvd_transformer.training.task import Batch, Evaluated, Preparing, Sketch
 
 ROLES = ("source", "target")
 
@@ -39,9 +40,18 @@ class TranslationTask(ExampleTask):
 
     @classmethod
     def prepare(cls, config: Config, preparing: Preparing) -> PreparedExamples:
-        path = source_path(config.data, preparing.report, preparing.should_stop, PAIRS)
-        rows = open_pairs(config.data, path, config.seed)
-        return prepare_examples(config.data, rows, ROLES, shared=config.model.share_embeddings, **preparing._asdict())
+        shared = config.model.share_embeddings
+        return prepare_examples(config.data, _rows(config, preparing), ROLES, shared=shared, **preparing._asdict())
+
+    @classmethod
+    def prepare_evaluation(cls, config: Config, preparing: Preparing, wanted: Evaluated) -> PreparedExamples:
+        data, shared = config.data, config.model.share_embeddings
+        if wanted.path is not None:
+            rows = open_pairs_split(data, wanted.path, wanted.split)
+        else:
+            rows = _rows(config, preparing).only(wanted.split, f"data.source={data.source}")
+        learned = Learned({role: wanted.tokenizers[tokenizer_prefix(role, ROLES, shared)] for role in ROLES}, [])
+        return prepare_examples(data, rows, ROLES, shared=shared, learned=learned, **preparing._asdict())
 
     def describe(self) -> str:
         sizes = [f"{self.data.tokenizers[role].vocab_size:,}" for role in ROLES]
@@ -123,6 +133,11 @@ class TranslationTask(ExampleTask):
         every = dict(pair for pairs in group.all_gather_objects(own) for pair in pairs)
         hypotheses = [every[number] for number in range(len(examples))]
         return bleu_metrics(hypotheses, [texts[-1] for texts in self.data.raw_texts(split)])
+
+
+def _rows(config: Config, preparing: Preparing) -> Rows:
+    path = source_path(config.data, preparing.report, preparing.should_stop, PAIRS)
+    return open_pairs(config.data, path, config.seed)
 
 
 def encoder_decoder_layers(model: EncoderDecoder) -> list[Layer]:

@@ -68,9 +68,12 @@ class Watchdog:
         faulthandler.register(signal.SIGUSR1, self._stacks)
         self._thread.start()
 
-    def use(self, logs: Path, hosts: Sequence[str]) -> None:
+    def use(self, logs: Path | None, hosts: Sequence[str]) -> None:
         """From now on there are the run directory's `logs/` for stacks and, without a launcher's folder, heartbeats."""
-        self._hosts, self._logs = hosts, f"{logs}{os.sep}"
+        self._hosts = hosts
+        if logs is None:  # an evaluation, which writes nothing
+            return
+        self._logs = f"{logs}{os.sep}"
         with suppress(OSError):  # a full disk; stacks then go to the screen
             self._stacks = (logs / f"rank-{self.rank:03d}.log").open("ab", buffering=0)
         if self._thread.is_alive():

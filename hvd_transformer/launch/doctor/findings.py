@@ -54,10 +54,10 @@ class Job(NamedTuple):
     network_interface: str | None = None
 
     @classmethod
-    def of(cls, horovodrun: Horovodrun, config: Config) -> "Job":
-        """As started from the current folder."""
+    def of(cls, horovodrun: Horovodrun, config: Config, trains: bool = True) -> "Job":
+        """As started from the current folder. One that does not train writes nothing to `output_dir`."""
         folders = {
-            "output_dir": config.output_dir,
+            **({"output_dir": config.output_dir} if trains else {}),
             "data.source": config.data.source,
             "data.cache_dir": config.data.cache_dir,
             "/tmp": "/tmp",

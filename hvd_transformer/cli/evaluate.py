@@ -1,0 +1,73 @@
+"""`hvd-transformer evaluate`: the metrics of a trained model, on the ranks that a launcher started or alone."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hvd_transformer.cli import inputs
+
+if TYPE_CHECKING:
+    from hvd_transformer.comm.world import World
+    from hvd_transformer.training.evaluation_job import Result
+    from hvd_transformer.training.stop import StopRequest
+    from hvd_transformer.training.watchdog import Watchdog
+
+
+@click.command()
+@inputs.checkpoint
+@click.option("--split", type=click.Choice(["valid", "test"]), help="Default: test, where the data has one.")
+@click.option(
+    "--data", type=click.Path(path_type=Path), metavar="PATH", help="Other data: a file, or a folder with the split."
+)
+@click.option("--json", "as_json", is_flag=True, help="Write one JSON object.")
+@click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
+def evaluate(checkpoint: Path, split: str | None, data: Path | None, as_json: bool, settings: tuple[str, ...]) -> None:
+    """Evaluate CHECKPOINT, a checkpoint or a run directory (its best), on a split of the data it was trained on.
+
+    Alone, or on any number of ranks: `horovodrun -np 2 hvd-transformer evaluate …`, or
+    `hvd-transformer launch -np 2 -- evaluate …`. KEY=VALUE may set what a run that goes on may change, such as
+    training.eval_batch_size, translation.beam or parallel.pipeline.
+    """
+    from hvd_transformer.cli.ranks import run_ranks, tensor_of
+
+    def work(world: "World", stop: "StopRequest", watchdog: "Watchdog") -> int:
+        from hvd_transformer.training.evaluation_job import Request
+        from hvd_transformer.training.evaluation_job import evaluate as evaluate_checkpoint
+        from hvd_transformer.training.progress import Progress, Silent
+
+        progress = Progress(sys.stderr, terminal=False) if world.rank == 0 else Silent()
+        request = Request(checkpoint, settings, split, data)
+        result = evaluate_checkpoint(request, world, stop, watchdog, progress)
+        if world.rank == 0:
+            click.echo(_as_json(result, world.size) if as_json else _as_text(result, world.size))
+        return 0
+
+    sys.exit(run_ranks("hvd-transformer", work, tensor_of(settings)))
+
+
+def _as_text(result: "Result", num_ranks: int) -> str:
+    from hvd_transformer.training.session import show_metrics
+
+    shown = show_metrics(result.split, {f"{result.split}_{name}": value for name, value in result.metrics.items()})
+    of = [f"{result.count:,} {result.unit}", "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"]
+    of += [f"left out: {number:,} {reason}" for reason, number in result.left_out.items()]
+    return "\n".join([f"{shown} ({', '.join(of)})", *result.notes])
+
+
+def _as_json(result: "Result", num_ranks: int) -> str:
+    return json.dumps(
+        {
+            "checkpoint": str(result.folder),
+            "data": result.source,
+            "split": result.split,
+            "metrics": {name: value if abs(value) < float("inf") else None for name, value in result.metrics.items()},
+            "count": result.count,
+            "unit": result.unit,
+            "left_out": result.left_out,
+            "ranks": num_ranks,
+        },
+        ensure_ascii=False,
+    )
