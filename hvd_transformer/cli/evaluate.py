@@ -38,7 +38,8 @@ def evaluate(checkpoint: Path, split: str | None, data: Path | None, as_json: bo
         from hvd_transformer.training.evaluation_job import evaluate as evaluate_checkpoint
         from hvd_transformer.training.progress import Progress, Silent
 
-        progress = Progress(sys.stderr, terminal=False) if world.rank == 0 else Silent()
+        screen = sys.stderr if as_json else sys.stdout
+        progress = Progress(screen, terminal=False) if world.rank == 0 else Silent()
         request = Request(checkpoint, settings, split, data)
         result = evaluate_checkpoint(request, world, stop, watchdog, progress)
         if world.rank == 0:

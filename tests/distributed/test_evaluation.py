@@ -1,8 +1,11 @@
 """Validation and test losses do not depend on the number of ranks, nor on how the data divides."""
 
+import json
+
 import plain
 import pytest
-from jobs import MANY_RUNS, summary, tiny, weights, write_corpus, write_runs
+from conftest import BIN
+from jobs import MANY_RUNS, started, summary, tiny, weights, write_corpus, write_runs
 
 pytestmark = pytest.mark.distributed
 
@@ -52,3 +55,30 @@ def test_any_number_of_ranks_gives_the_same_loss(folder, corpora, number):
         alone = plain.evaluate(corpora[size], split, case(precision), weights(folder / f"1-{number}"))
         print(split, [abs(loss / alone - 1) for loss in losses])
         assert losses == pytest.approx([alone] * 4, rel=1e-6)
+
+
+@pytest.mark.timeout(600)
+def test_evaluate_gives_the_same_on_any_number_of_ranks_and_when_launched(folder, corpora, ranks, tmp_path):
+    """Of a checkpoint of three ranks. Rank 0's line is the only one of standard output, a launcher's prefix aside."""
+    run, copy = folder / "3-6", tmp_path / "copy.txt"
+    assert RUNS[6] == (SIZES[3], 1, "fp64")
+    copy.write_text((corpora[SIZES[3]] / "valid.txt").read_text())
+    evaluate = [BIN / "hvd-transformer", "evaluate", run, "--json", "--data", copy]
+    found = {}
+    for world, words in ((1, []), (2, []), (3, []), (2, ["parallel.tensor=2", "parallel.pipeline=2"])):
+        done = ranks(world, [*evaluate, *words])
+        assert done.returncode == 0, done.stdout + done.stderr
+        (line,) = done.stdout.splitlines()
+        found[world, *words] = json.loads(line.removeprefix("[0]<stdout>:"))
+    launch = [BIN / "hvd-transformer", "launch", "-np", "2", "-H", "localhost:2", "--", *evaluate[1:]]
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    with started(1, launch, "", tmp_path / "output") as job:
+        assert job.wait(120) == 0, job.text()
+        job.wait_gone(5)
+    found["launch"] = next(json.loads(line) for line in job.text().splitlines() if line.startswith("{"))
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+    for own in found.values():
+        assert own["count"] == len(copy.read_text()) - 1
+        assert own["metrics"]["loss"] == pytest.approx(summary(run)["valid_loss"], rel=1e-9)
+        assert own["metrics"].keys() == {"loss", "perplexity"}
+    assert [own["ranks"] for own in found.values()] == [1, 2, 3, 2, 2]

@@ -39,3 +39,16 @@ def test_the_page_s_task_learns_on_one_rank_and_on_two(ranks, tmp_path):
     one, other = (summary(tmp_path / "runs" / name) for name in commands)
     assert other["world"] == other["pp"] == 2
     assert other["valid_loss"] == pytest.approx(one["valid_loss"], rel=1e-9)  # whatever the ranks and stages
+    # What it was trained on can be evaluated, and nothing else.
+    evaluate = [BIN / "hvd-transformer", "evaluate", "runs/one"]
+    assert f"valid loss {one['valid_loss']:.4f}, accuracy {one['valid_accuracy']:.4f}" in said(tmp_path, evaluate, 0)
+    assert "has no `prepare_evaluation`" in said(tmp_path, [*evaluate, "--data", "words.txt"], 2)
+    assert "no test split; there is valid" in said(tmp_path, [*evaluate, "--split", "test"], 2)
+    (tmp_path / "words.txt").write_text("other words")
+    assert "not what the checkpoint was trained on" in said(tmp_path, evaluate, 2)
+
+
+def said(folder, command, code):
+    done = subprocess.run(command, cwd=folder, env=rank_environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout if code == 0 else done.stderr
