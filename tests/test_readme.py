@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 from conftest import REPOSITORY, rank_environment
+from huggingface import write_bert
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 COMMANDS = [
@@ -20,7 +21,9 @@ COMMANDS = [
 @pytest.mark.timeout(600)
 def test_every_command_works_in_the_readme_s_order(tmp_path):
     pytest.importorskip("horovod", reason="needs Horovod")
+    pytest.importorskip("transformers", reason="needs transformers")
     shutil.copy(REPOSITORY / "README.md", tmp_path)
+    write_bert(tmp_path / "my-bert")  # what a reader has
     environment = {**rank_environment(), "HOME": str(tmp_path)}
     ran = []
     for command in COMMANDS:
@@ -35,7 +38,7 @@ def test_every_command_works_in_the_readme_s_order(tmp_path):
     summaries = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("runs/*/summary.json")}
     assert {name: summary["world"] for name, summary in summaries.items()} == {
         "alone": 1, "gloo": 2, "mpi": 2, "mpirun": 2, "launch": 2, "readme": 1, "again": 1, "shared": 2, "sharded": 2,
-        "pairs": 2, "rows": 1,
+        "pairs": 2, "rows": 1, "tuned": 2,
     }  # fmt: skip
     assert (summaries["shared"]["dp"], summaries["shared"]["tp"]) == (1, 2)
     assert summaries["sharded"]["dp"] == 2
