@@ -3,10 +3,15 @@
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from hvd_transformer.cli import inputs
+from hvd_transformer.errors import UserError
+
+if TYPE_CHECKING:
+    from hvd_transformer.data.tokenizers import Tokenizer
 
 
 @click.command()
@@ -40,7 +45,6 @@ def generate(
 
     One prompt's text appears as it is made; that of several, each with its prompt, when all are ready.
     """
-    from hvd_transformer.errors import UserError
     from hvd_transformer.inference.generation import Sampling
     from hvd_transformer.inference.generation import generate as generate_batch
     from hvd_transformer.inference.trained import load_trained
@@ -49,42 +53,47 @@ def generate(
     if not texts:
         raise UserError("generate: give --prompt TEXT or --file FILE")
     trained = load_trained(checkpoint, "language_model", inputs.chosen_device(device))
-    model, tokenizer, longest = trained.model, trained.tokenizers["text"], trained.num_positions
-    rows = [tokenizer.encode(text).tolist() for text in texts]
-    for text, row in zip(texts, rows, strict=True):
-        if not row:
-            raise UserError(f"--prompt {text!r}: has no token; there must be one to go on from")
-        if len(row) >= longest:
-            raise UserError(
-                f"--prompt {text[:20]!r}…: {len(row)} tokens; the model has {longest} positions, and needs "
-                "one for what follows"
-            )
-    streams = len(texts) == 1 and not as_json
-    made: list[int] = []
-    shown = 0
-
-    def show(_: int, token: int) -> None:
-        """What is new, but for a character whose bytes are not all there yet."""
-        nonlocal shown
-        made.append(token)
-        text = tokenizer.decode([*rows[0], *made])
-        whole = text.rstrip("\ufffd")
-        sys.stdout.write(whole[shown:])
-        sys.stdout.flush()
-        shown = max(shown, len(whole))
-
-    if streams:
-        start = tokenizer.decode(rows[0])
-        sys.stdout.write(start)
-        shown = len(start)
+    tokenizer, longest = trained.tokenizers["text"], trained.num_positions
+    rows = [_checked(text, tokenizer.encode(text).tolist(), longest) for text in texts]
     sampling = Sampling(temperature, top_k, top_p, seed)
-    found = generate_batch(model, rows, tokens, sampling, longest, show if streams else lambda number, token: None)
-    if streams:
+    if len(texts) == 1 and not as_json:
+        generate_batch(trained.model, rows, tokens, sampling, longest, _Stream(tokenizer, rows[0]))
         click.echo()
         return
+    found = generate_batch(trained.model, rows, tokens, sampling, longest)
     for number, (text, row, more) in enumerate(zip(texts, rows, found, strict=True)):
         whole = tokenizer.decode([*row, *more])
         if as_json:
             click.echo(json.dumps({"prompt": text, "text": whole}, ensure_ascii=False))
         else:
             click.echo(("\n" if number else "") + whole)
+
+
+def _checked(text: str, row: list[int], longest: int) -> list[int]:
+    """The tokens of a prompt that can be continued."""
+    if not row:
+        raise UserError(f"--prompt {text!r}: has no token; there must be one to go on from")
+    if len(row) >= longest:
+        raise UserError(
+            f"--prompt {text[:20]!r}…: {len(row)} tokens; the model has {longest} positions, and needs one for what "
+            "follows"
+        )
+    return row
+
+
+class _Stream:
+    """Writes a text as it grows, but for a character whose bytes are not all there yet."""
+
+    def __init__(self, tokenizer: "Tokenizer", tokens: list[int]) -> None:
+        self.tokenizer, self.tokens, self.shown = tokenizer, tokens.copy(), 0
+        self._write()
+
+    def __call__(self, _: int, token: int) -> None:
+        self.tokens.append(token)
+        self._write()
+
+    def _write(self) -> None:
+        whole = self.tokenizer.decode(self.tokens).rstrip("\ufffd")
+        sys.stdout.write(whole[self.shown :])
+        sys.stdout.flush()
+        self.shown = max(self.shown, len(whole))
