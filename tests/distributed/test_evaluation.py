@@ -69,7 +69,7 @@ def test_evaluate_gives_the_same_on_any_number_of_ranks_and_when_launched(folder
         done = ranks(world, [*evaluate, *words])
         assert done.returncode == 0, done.stdout + done.stderr
         (line,) = done.stdout.splitlines()
-        found[world, *words] = json.loads(line.removeprefix("[0]<stdout>:"))
+        found[(world, *words)] = json.loads(line.removeprefix("[0]<stdout>:"))
     launch = [BIN / "hvd-transformer", "launch", "-np", "2", "-H", "localhost:2", "--", *evaluate[1:]]
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     with started(1, launch, "", tmp_path / "output") as job:
