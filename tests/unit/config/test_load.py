@@ -14,7 +14,9 @@ from hvd_transformer.config.load import PRESETS, preset_names, preset_summary
 from hvd_transformer.config.schema import KEYS, flatten
 from hvd_transformer.errors import UserError
 
-PRESET_NAMES = ["gpt-small", "multi30k", "python-docs", "shakespeare-char", "tiny", "tutorial-1b", "tutorial-small"]
+PRESET_NAMES = [
+    "chnsenticorp", "gpt-small", "multi30k", "python-docs", "shakespeare-char", "tiny", "tutorial-1b", "tutorial-small",
+]  # fmt: skip
 DEFAULTS = flatten(Config())
 
 
