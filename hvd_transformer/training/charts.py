@@ -75,7 +75,7 @@ def _metric_chart(title: str, unit: str, curves: Mapping[str, Curve]) -> bytes:
         colour = _COLOURS[bases.index(base) % len(_COLOURS)]
         axes.plot(steps, values, color=colour, linewidth=1.6, label=label, **style, **_markers((steps, values), 60))
     axes.set_ylabel(unit)
-    _legend(axes, "best")
+    _legend(axes, "upper left", beside=True)  # many lines leave no room among them
     return _png(figure, [axes], list(curves.values()))
 
 
@@ -212,10 +212,13 @@ def _plain(axes: Axes) -> None:
     axes.yaxis.label.set_color(INK)
 
 
-def _legend(axes: Axes, place: str) -> None:
+def _legend(axes: Axes, place: str, beside: bool = False) -> None:
     """Names and last values in the lines' own colours."""
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc=place, frameon=False, labelcolor="linecolor", handlelength=1.6, fontsize=10)
+        anchor = (1.0, 1.0) if beside else None
+        axes.legend(
+            loc=place, bbox_to_anchor=anchor, frameon=False, labelcolor="linecolor", handlelength=1.6, fontsize=10
+        )
 
 
 def _png(figure: Figure, panels: Sequence[Axes], curves: Sequence[Curve]) -> bytes:
