@@ -103,15 +103,15 @@ def learning_rate_chart(rows: Rows) -> bytes:
     return _png(figure, [top, bottom], [rate, norms])
 
 
-def throughput_chart(rows: Rows) -> bytes:
-    """Tokens a second of the whole job, with its median."""
+def throughput_chart(rows: Rows, unit: str = "tokens") -> bytes:
+    """Tokens, or what else the task counts, a second of the whole job, with their median."""
     figure, (axes,) = _figure("Throughput", 1)
     speed = _series(rows, "tokens_per_second")
     axes.plot(*speed, color=BLUE, linewidth=1.2, **_markers(speed, 10))
     if speed[0].size:
         median = float(np.median(speed[1]))
         axes.axhline(median, color=INK, linewidth=1.2, linestyle=(0, (5, 3)), label=f"median {median:,.0f}")
-    axes.set_ylabel("tokens per second, all ranks")
+    axes.set_ylabel(f"{unit} per second, all ranks")
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     _legend(axes, "lower right")

@@ -23,7 +23,7 @@ HEADLINES = {
     "test_f1": "test F1",
     "valid_f1": "valid F1",
     "step": "steps",
-    "tokens_per_second": "tokens per second",
+    "tokens_per_second": "{unit} per second",
     "seconds": "time",
     "world": "ranks",
 }
@@ -65,7 +65,7 @@ def write_report(run: Path) -> Path:
         "loss": charts.loss_chart(rows),
         **charts.metric_charts(rows),
         "learning_rate": charts.learning_rate_chart(rows),
-        "throughput": charts.throughput_chart(rows),
+        "throughput": charts.throughput_chart(rows, _unit(summary)),
     }
     for name, png in images.items():
         atomic.write_bytes(run / f"{name}.png", png)
@@ -102,13 +102,18 @@ def _read_summary(path: Path) -> dict[str, Any]:
     return summary if isinstance(summary, dict) else {}
 
 
+def _unit(summary: Mapping[str, Any]) -> str:
+    """What the run's speed counts."""
+    return str(summary.get("unit", "tokens"))
+
+
 def _page(run: Path, rows: list[dict[str, Any]], summary: Mapping[str, Any], images: Mapping[str, bytes]) -> str:
     folder = run.resolve()
     name = escape(folder.name)
     newest = {key: value for row in rows for key, value in row.items() if value is not None}
     numbers = newest | {"step": summary.get("steps", newest.get("step"))} | dict(summary)
     headlines = "".join(
-        f"<div><dt>{label}</dt><dd>{escape(_words(key, numbers[key]))}</dd></div>"
+        f"<div><dt>{escape(label.format(unit=_unit(summary)))}</dt><dd>{escape(_words(key, numbers[key]))}</dd></div>"
         for key, label in HEADLINES.items()
         if numbers.get(key) is not None
     )

@@ -145,12 +145,13 @@ class Session:
         position.train_loss = loss
         task = self.trainer.task
         shown = perplexity(loss) if "perplexity" in task.metric_names else None
+        more = {} if shown is None else {"perplexity": shown}
         self.progress.step(position.step, result.epoch + 1, loss, shown, result.learning_rate, speed, task.unit)
         milliseconds = 1000 * interval["seconds"] / interval["steps"]
         log.info(
-            "epoch %d, step %d of %d, lr %.3e, %.1f ms a step, loss %.5f, perplexity %.2f, gradient norm %.4f",
+            "epoch %d, step %d of %d, lr %.3e, %.1f ms a step, loss %.5f, gradient norm %.4f",
             result.epoch + 1, position.step, self.trainer.total_steps, result.learning_rate, milliseconds, loss,
-            perplexity(loss), result.grad_norm,
+            result.grad_norm,
         )  # fmt: skip
         if self.metrics is not None:
             self.metrics.write(
@@ -158,7 +159,7 @@ class Session:
                 epoch=result.epoch + 1,
                 samples=position.samples,
                 loss=loss,
-                perplexity=perplexity(loss),
+                **more,
                 lr=result.learning_rate,
                 grad_norm=result.grad_norm,
                 tokens_per_second=speed,
@@ -241,6 +242,7 @@ class Session:
             "epochs": position.epoch,
             "samples": position.samples,
             "seconds": round(position.seconds, 3),
+            "unit": trainer.task.unit,
             "tokens_per_second": round(position.targets / position.seconds, 1) if position.seconds else None,
             "world": self.world.size,
             "dp": trainer.layout.dp,

@@ -90,6 +90,14 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert "task: language_model\ndata:\n  source: <b>&amp;" in words
 
 
+def test_the_speed_is_in_what_the_task_counts(tmp_path: Path) -> None:
+    write_run(tmp_path, 10)
+    (tmp_path / "summary.json").write_text(json.dumps({"unit": "samples"}))
+    words = check(tmp_path).words
+    assert "samples per second" in words
+    assert "tokens per second" not in words
+
+
 def add_metrics(folder: Path, *lines: dict[str, float | None]) -> None:
     with (folder / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
