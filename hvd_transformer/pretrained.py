@@ -25,8 +25,9 @@ def from_folder(kind: str, folder: Path, **options: Any) -> Any:
         ) from None
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    fixed = {"local_files_only": True, "trust_remote_code": False}  # neither fetched nor of the folder's own code
     try:
-        return getattr(transformers, kind).from_pretrained(folder, local_files_only=True, **options)
+        return getattr(transformers, kind).from_pretrained(folder, **fixed, **options)
     except Exception as error:  # each kind of damage has another
         said = str(error).strip().splitlines() or [""]
         raise UserError(f"{origin(folder)}: cannot be read: {type(error).__name__}: {said[0]}") from None

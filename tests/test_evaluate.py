@@ -128,6 +128,20 @@ def test_tokenizers_are_the_checkpoints_own(trained, folder: Path) -> None:
     assert found["metrics"]["loss"] > of_split(directory, "test")["loss"]  # of more unknown words
 
 
+def test_a_split_that_was_changed_is_told(trained, folder: Path) -> None:
+    """It may hold what the model was trained on."""
+    directory, file = trained("classification"), folder / TASKS["classification"][0] / "test.csv"
+    before = file.read_text()
+    file.write_text(before + before.splitlines()[-1] + "\n")
+    try:
+        message = run("main", "evaluate", directory, code=2)
+        assert evaluated(directory, "--data", file)["split"] == "data"
+    finally:
+        file.write_text(before)
+    assert "its test split is not what it was in training; was it changed?" in message
+    assert evaluated(directory)["metrics"] == of_split(directory, "test")
+
+
 def test_the_work_is_cut_as_the_words_say(trained) -> None:
     """Whatever it was in training; a pipeline's cut is even where there is nothing to measure."""
     directory = trained("translation")
@@ -172,7 +186,7 @@ def test_launch_checks_the_words_first(trained, folder: Path) -> None:
         ([directory, "lr=1"], "lr (command line): unknown key, did you mean optimizer.lr?"),
         ([directory, "parallel.tensor=3"], "parallel.tensor=3: must divide model.num_heads=2"),
         ([directory, "--data", "absent"], "--data absent: no such file or folder"),
-        ([exported], "an exported folder, which does not say what its data was"),
+        ([exported], "a model's folder, which does not say what its data was"),
         ([folder / "absent"], "absent: no such checkpoint folder"),
     ):
         done = CliRunner().invoke(launch, ["--dry-run", "--", "evaluate", *map(str, words)])

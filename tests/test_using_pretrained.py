@@ -1,6 +1,7 @@
 """What was fine-tuned is used by the commands as transformers itself would, and is a Hugging Face folder again."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 from conftest import rank_environment
 from huggingface import write_bert, write_gpt, write_tokenizer
+from safetensors.torch import load_file, save_file
 
 transformers = pytest.importorskip("transformers")
 
@@ -119,7 +121,45 @@ def test_an_exported_folder_is_fine_tuned_again(folder: Path, classifier: Path, 
     run("main", "export", classifier, tmp_path / "exported")
     words = [*words_of(folder, "classification", "bert", "reviews.csv"), f"output_dir={tmp_path / 'again'}"]
     shown = run("train", *words, f"model.pretrained={tmp_path / 'exported'}")
-    assert "new weights" not in shown
+    assert "no new weights" in shown
+
+
+def test_a_model_without_its_head_labels_nothing(classifier: Path, tmp_path: Path) -> None:
+    run("main", "export", classifier, tmp_path / "exported")
+    file = tmp_path / "exported" / "model.safetensors"
+    weights = load_file(file)
+    del weights["classifier.weight"]
+    save_file(weights, file, {"format": "pt"})
+    message = run("main", "classify", tmp_path / "exported", "--text", "good", code=2)
+    assert message.endswith("classifier.weight is in the model but not in the file\n")
+
+
+def test_a_head_that_knows_the_labels_keeps_their_order(folder: Path, tmp_path: Path) -> None:
+    """Its numbers are not those of the sorted names."""
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        folder / "bert", id2label={0: "good", 1: "bad"}, label2id={"good": 0, "bad": 1}
+    )
+    shutil.copytree(folder / "bert", tmp_path / "own")
+    model.save_pretrained(tmp_path / "own")
+    words = [*words_of(folder, "classification", "bert", "reviews.csv"), f"output_dir={tmp_path / 'run'}"]
+    shown = run("train", *words, f"model.pretrained={tmp_path / 'own'}", "optimizer.lr=1e-9")
+    assert "(good " in shown
+    assert "no new weights" in shown
+    (found,) = run("main", "classify", tmp_path / "run", "--text", "the room was bad").splitlines()
+    inputs = transformers.AutoTokenizer.from_pretrained(folder / "bert")("the room was bad", return_tensors="pt")
+    wanted = model.eval()(**inputs).logits.softmax(-1)[0].tolist()
+    assert json.loads(found)["probabilities"] == pytest.approx({"good": wanted[0], "bad": wanted[1]}, abs=1e-5)
+
+
+def test_evaluate_needs_the_checkpoint_alone(folder: Path, classifier: Path) -> None:
+    """Not the folder that training began with."""
+    shutil.move(folder / "bert", folder / "away")
+    try:
+        found = json.loads(run("main", "evaluate", classifier, "--json"))
+    finally:
+        shutil.move(folder / "away", folder / "bert")
+    summary = json.loads((classifier / "summary.json").read_text())
+    assert {f"test_{name}": value for name, value in found["metrics"].items()}.items() <= summary.items()
 
 
 @pytest.mark.parametrize(

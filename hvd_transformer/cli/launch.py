@@ -79,7 +79,7 @@ def launch(
     import sys
     from dataclasses import replace
 
-    from hvd_transformer.cli.launched import launched
+    from hvd_transformer.cli.launched import worker_of
     from hvd_transformer.errors import UserError
     from hvd_transformer.launch import environment
     from hvd_transformer.launch.command import Horovodrun, Ssh
@@ -98,7 +98,7 @@ def launch(
     if restarts < 0:
         raise UserError(f"--restarts {restarts}: must be 0 or more")
     minimal = environment.minimal(os.environ, named)
-    worker = launched(settings)
+    worker = worker_of(settings)
     config = worker.config
     tensor = config.parallel.tensor
     find = find_hosts(num_ranks, hosts, hostfile, host_discovery_script, minimal, tensor)

@@ -24,7 +24,7 @@ class Launched:
         return Path(self.config.output_dir).expanduser() / "logs" / "launch.log" if self.trains else None
 
 
-def launched(words: Sequence[str]) -> Launched:
+def worker_of(words: Sequence[str]) -> Launched:
     """hvd-train with these arguments; or `hvd-transformer evaluate`, where they begin so. Raises `UserError`."""
     return _evaluate(words) if words[:1] == ("evaluate",) else _train(words)
 
@@ -43,9 +43,9 @@ def _train(words: Sequence[str]) -> Launched:
 
 def _evaluate(words: Sequence[str]) -> Launched:
     from hvd_transformer.cli.evaluate import evaluate
-    from hvd_transformer.training.evaluation_job import Request, evaluation_config, read_trained
+    from hvd_transformer.training.evaluation_job import Request, evaluation_config, read_checkpoint
 
     given = evaluate.make_context("evaluate", list(words[1:])).params
     request = Request(given["checkpoint"], given["settings"], given["split"], given["data"])
     worker = ["hvd-transformer", *words]
-    return Launched(worker, worker, evaluation_config(read_trained(request.checkpoint), request), False)
+    return Launched(worker, worker, evaluation_config(read_checkpoint(request.checkpoint), request), False)

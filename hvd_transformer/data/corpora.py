@@ -75,7 +75,7 @@ def open_corpus(config: DataConfig, report: Report = silent, should_stop: Should
 
 
 def open_text(path: Path, wanted: str | None) -> Corpus:
-    """One text file as a whole, or one split of a folder (`rows.chosen_split`), whatever others that has.
+    """One text file as a whole, or one split of a folder (`splits.chosen_split`), whatever others that has.
 
     Raises `UserError`.
     """
@@ -92,7 +92,7 @@ def open_text(path: Path, wanted: str | None) -> Corpus:
 
 
 def only(corpus: Corpus, wanted: str | None, origin: str) -> Corpus:
-    """One split, as `rows.chosen_split` says."""
+    """One split, as `splits.chosen_split` says."""
     split = chosen_split(wanted, corpus.spans, origin)
     return Corpus(corpus.name, {split: corpus.spans[split]}, {**corpus.identity, "only": split})
 

@@ -10,7 +10,6 @@
 ```
 """
 
-import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_transformer.data.tokenizers import Tokenizer, load_tokenizer
+from hvd_transformer.data.tokenizers import Tokenizer, load_tokenizer, sha256
 from hvd_transformer.data.tokens import TokenFile
 from hvd_transformer.errors import UserError
 
@@ -55,6 +54,11 @@ class Examples:
 
     def __len__(self) -> int:
         return len(next(iter(self.texts.values())))
+
+    def checksums(self) -> list[str]:
+        """Of its files."""
+        files = [file for texts in self.texts.values() for file in (texts.tokens, texts.ends)]
+        return [file.sha256 for file in (*files, self.labels) if file is not None]
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
@@ -90,6 +94,11 @@ class PreparedExamples:
         labels = [f"labels: {', '.join(self.labels)}"] if self.labels else []
         return [f"folder: {self.folder}", *sizes, *vocabularies, *labels]
 
+    @property
+    def split_digests(self) -> dict[str, str]:
+        """The same for the same samples."""
+        return {split: sha256(" ".join(examples.checksums())) for split, examples in self.splits.items()}
+
     def raw_texts(self, split: str) -> list[list[str]]:
         """Every sample's texts as they were read. The training split's are not kept."""
         with (self.folder / f"{split}.jsonl").open(encoding="utf-8") as file:
@@ -111,7 +120,7 @@ def load_examples(folder: Path) -> PreparedExamples | None:
         }
         roles, shared = index["settings"]["roles"], index["settings"]["shared"]
         tokenizers = {role: load_tokenizer(folder, tokenizer_prefix(role, roles, shared)) for role in roles}
-        if {role: sha256(tokenizer.to_json()) for role, tokenizer in tokenizers.items()} != index["tokenizers"]:
+        if {role: tokenizer.digest for role, tokenizer in tokenizers.items()} != index["tokenizers"]:
             return None
         if not all(file.is_whole() for file in files.values()):
             return None
@@ -125,8 +134,3 @@ def load_examples(folder: Path) -> PreparedExamples | None:
         return PreparedExamples(folder, tokenizers, splits, index["labels"], index["left_out"], index["digest"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError):
         return None
-
-
-def sha256(text: str) -> str:
-    """Of a text, in hexadecimal."""
-    return hashlib.sha256(text.encode()).hexdigest()

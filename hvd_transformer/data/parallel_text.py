@@ -39,7 +39,7 @@ def open_pairs(config: DataConfig, path: Path, seed: int) -> Rows:
 
 
 def open_pairs_split(config: DataConfig, path: Path, wanted: str | None) -> Rows:
-    """One tab-separated file as a whole, or one split of a folder (`rows.chosen_split`), whatever others that has.
+    """One tab-separated file as a whole, or one split of a folder (`splits.chosen_split`), whatever others that has.
 
     Raises `UserError`.
     """

@@ -33,6 +33,7 @@ from hvd_transformer.data.tokenizers import (
     Tokenizer,
     build_vocabulary,
     load_tokenizer,
+    sha256,
 )
 from hvd_transformer.data.tokens import TokenFile, token_dtype
 from hvd_transformer.errors import UserError
@@ -61,6 +62,11 @@ class PreparedData:
     tokenizer: Tokenizer
     splits: dict[str, TokenFile]
     digest: str
+
+    @property
+    def split_digests(self) -> dict[str, str]:
+        """The same for the same tokens."""
+        return {split: tokens.sha256 for split, tokens in self.splits.items()}
 
     def report(self) -> list[str]:
         """Lines for who prepared it."""
@@ -95,7 +101,7 @@ def prepare_corpus(
 ) -> PreparedData:
     """The same of this corpus. Without a `tokenizer` it is learned from the training split."""
     settings = {"format": FORMAT, "corpus": corpus.identity} | (
-        learning(config) if tokenizer is None else {"tokenizer": _sha256(tokenizer.to_json())}
+        learning(config) if tokenizer is None else {"tokenizer": tokenizer.digest}
     )
     folder = prepared_folder(config, corpus.name, settings)
 
@@ -128,17 +134,13 @@ def _load(folder: Path) -> PreparedData | None:
             for split, entry in index["splits"].items()
         }
         tokenizer = load_tokenizer(folder)
-        if _sha256(tokenizer.to_json()) != index["tokenizer"]["sha256"]:
+        if tokenizer.digest != index["tokenizer"]["sha256"]:
             return None
         if not all(tokens.is_whole() for tokens in splits.values()):
             return None
         return PreparedData(folder, tokenizer, splits, index["digest"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError):
         return None
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass
@@ -166,14 +168,14 @@ class _Preparation:
             "tokenizer": {
                 "kind": tokenizer.kind,
                 "file": tokenizer.file_name,
-                "sha256": _sha256(tokenizer.to_json()),
+                "sha256": tokenizer.digest,
             },
             "splits": {
                 split: self._write_split(split, span, tokenizer, folder / f"{split}.bin")
                 for split, span in self.corpus.spans.items()
             },
         }
-        index["digest"] = _sha256(json.dumps(index, sort_keys=True))  # before the paths, which differ between hosts
+        index["digest"] = sha256(json.dumps(index, sort_keys=True))  # before the paths, which differ between hosts
         index["settings"] = {"source": self.config.source, **settings}
         (folder / "index.json").write_text(json.dumps(index, indent=2, ensure_ascii=False), encoding="utf-8")
 

@@ -16,11 +16,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvd_transformer.config.schema import DataConfig
-from hvd_transformer.data.examples import PreparedExamples, load_examples, sha256, tokenizer_prefix
+from hvd_transformer.data.examples import PreparedExamples, load_examples, tokenizer_prefix
 from hvd_transformer.data.once import Report, ShouldStop, Stopped, build_once, never, silent
 from hvd_transformer.data.prepare import OrderedMap, learning, prepared_folder
 from hvd_transformer.data.rows import Row, Rows
-from hvd_transformer.data.tokenizers import SPECIALS, VOCABULARY_KINDS, BPETokenizer, Tokenizer, build_vocabulary
+from hvd_transformer.data.tokenizers import (
+    SPECIALS,
+    VOCABULARY_KINDS,
+    BPETokenizer,
+    Tokenizer,
+    build_vocabulary,
+    sha256,
+)
 from hvd_transformer.data.tokens import token_dtype
 from hvd_transformer.errors import UserError
 
@@ -38,7 +45,7 @@ class Learned(NamedTuple):
 
     @property
     def identity(self) -> dict[str, Any]:
-        return {"tokenizers": [sha256(own.to_json()) for own in self.tokenizers.values()], "labels": self.labels}
+        return {"tokenizers": [own.digest for own in self.tokenizers.values()], "labels": self.labels}
 
 
 def prepare_examples(
@@ -126,7 +133,7 @@ class _Preparation:
                 reasons = ", ".join(f"{number:,} {reason}" for reason, number in out.items())
                 self.report(f"{self.rows.name}: left out of {split}: {reasons}")
         index = {
-            "tokenizers": {role: sha256(tokenizer.to_json()) for role, tokenizer in tokenizers.items()},
+            "tokenizers": {role: tokenizer.digest for role, tokenizer in tokenizers.items()},
             "files": files,
             "labels": labels,
             "left_out": left_out,

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from hvd_transformer.data.tokenizers import Ids, Tokenizer
+from hvd_transformer.data.tokenizers import Ids, Tokenizer, sha256
 from hvd_transformer.errors import UserError
 from hvd_transformer.pretrained import from_folder, origin
 
 CONFIG = "tokenizer_config.json"  # which no tokenizer of ours has
-_FILES = ("tokenizer.json", CONFIG, "special_tokens_map.json")
+_FILES = ("tokenizer.json", CONFIG, "special_tokens_map.json", "chat_template.jinja")
 # What says how it was read, not what it is.
 _OF_READING = ("is_local", "local_files_only", "name_or_path")
 
@@ -48,6 +48,8 @@ class PretrainedTokenizer(Tokenizer):
         tokenizer = from_folder("AutoTokenizer", folder)
         if not getattr(tokenizer, "is_fast", False):
             raise UserError(f"{origin(folder)}: its tokenizer has no tokenizer.json, and none can be made of it")
+        if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
+            raise UserError(f"{origin(folder)}: has no tokenizer, such as tokenizer.json")
         with TemporaryDirectory() as aside:
             tokenizer.save_pretrained(aside)
             files = _texts(Path(aside))
@@ -100,8 +102,11 @@ class PretrainedTokenizer(Tokenizer):
     @cached_property
     def _num_last(self) -> int:
         """Special tokens after a sentence."""
-        mask = self.model.encode("a").special_tokens_mask
-        return next((number for number, special in enumerate(reversed(mask)) if not special), 0)
+        for token in self.model.get_vocab():
+            if self.model.encode(token, add_special_tokens=False).ids:
+                mask = self.model.encode(token).special_tokens_mask
+                return next((number for number, special in enumerate(reversed(mask)) if not special), 0)
+        return 0
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self.model.decode([int(number) for number in ids], skip_special_tokens=False))
@@ -118,6 +123,11 @@ class PretrainedTokenizer(Tokenizer):
 
     def to_json(self) -> str:
         return self._json
+
+    @cached_property
+    def digest(self) -> str:
+        """Not of the settings beside it, whose text another transformers may write otherwise."""
+        return sha256(f"{self._files['tokenizer.json']} {self._pad}")
 
 
 def _texts(folder: Path) -> dict[str, str]:

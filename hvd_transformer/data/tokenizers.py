@@ -1,5 +1,6 @@
 """From text to token numbers and back: basic_english words, characters, byte-level byte-pair encoding."""
 
+import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
@@ -67,6 +68,11 @@ class Tokenizer(ABC):
     @abstractmethod
     def to_json(self) -> str:
         """All of it as JSON text; the same for the same vocabulary."""
+
+    @cached_property
+    def digest(self) -> str:
+        """The same for tokenizers that give the same numbers."""
+        return sha256(self.to_json())
 
     def files(self) -> dict[str, str]:
         """What is written to keep it: texts by the file's name."""
@@ -285,6 +291,11 @@ def restore(kind: str, text: str) -> Tokenizer:
     if not tokens or tokens[0] != UNKNOWN or not all(isinstance(token, str) for token in tokens):
         raise ValueError(f"its tokens must be a list of strings, {UNKNOWN} first")
     return VOCABULARY_KINDS[kind](tokens)
+
+
+def sha256(text: str) -> str:
+    """Of a text, in hexadecimal."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _words(text: str) -> Iterator[str]:

@@ -69,7 +69,7 @@ def generate(
     max_length: int,
     listener: Listener = lambda number, token: None,
 ) -> list[list[int]]:
-    """`num_tokens` tokens after each prompt, or fewer where `max_length` positions are full.
+    """`num_tokens` tokens after each prompt, or fewer where `max_length` positions are full or the text ends.
 
     A prompt has one token at least. All go side by side: while the shorter prompts are continued, the longer ones are
     still read. What is drawn for a prompt hangs on the seed and its number, not on the others. `model` is a
@@ -80,6 +80,7 @@ def generate(
     rows = [list(prompt) for prompt in prompts]
     ends = [min(len(prompt) + num_tokens, max_length) for prompt in prompts]
     steps = LanguageModelSteps(model) if isinstance(model, LanguageModel) else PretrainedSteps(model)
+    last = _last_tokens(model)
     active = list(range(len(rows)))
     length = min(map(len, rows))
     tokens = torch.tensor([row[:length] for row in rows], device=device)
@@ -88,6 +89,8 @@ def generate(
         for place, number in enumerate(active):
             if len(rows[number]) == length and length < ends[number]:
                 rows[number].append(draw(logits[place], sampling, generators[number]))
+                if rows[number][-1] in last:
+                    ends[number] = len(rows[number])
                 listener(number, rows[number][-1])
         going = [place for place, number in enumerate(active) if length + 1 < ends[number]]
         if not going:
@@ -99,6 +102,12 @@ def generate(
         tokens = torch.tensor([[rows[number][length]] for number in active], device=device)
         length += 1
     return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
+
+
+def _last_tokens(model: nn.Module) -> set[int]:
+    """Those that end a text, by the configuration of a model of transformers."""
+    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return set() if found is None else set(found) if isinstance(found, list) else {found}
 
 
 def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:

@@ -27,8 +27,7 @@ from hvd_transformer.models.language_model import LanguageModel
 
 FORMAT = 1  # of an exported folder
 CONFIG = "config.json"
-_OURS = "hvd_transformer"  # the key of ours in a Hugging Face folder's
-_EXPORTED = (MODEL, "*tokenizer.json", "*vocabulary.json", "*_config.json", "special_tokens_map.json")
+_EXPORTED = (MODEL, "*tokenizer.json", "*vocabulary.json", "*_config.json", "special_tokens_map.json", "*.jinja")
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def load_trained(path: Path, task: str | None = None, device: str = "cpu") -> Tr
     labels = facts.get("labels", [])
     translation = TranslationConfig(**facts.get("translation", {}))
     if config.pretrained is not None:
-        model = _of_transformers(folder, kind, labels).to(device)
+        model = _of_transformers(folder, kind, labels, tokenizers["text"].pad).to(device)
     else:
         sizes = {role: tokenizer.vocab_size for role, tokenizer in tokenizers.items()}
         with torch.device("meta"):  # the weights are read, not made
@@ -80,9 +79,12 @@ def _of_ours(task: str, sizes: dict[str, int], num_classes: int, config: ModelCo
     return Classifier(sizes["text"], num_classes, config)
 
 
-def _of_transformers(folder: Path, task: str, labels: list[str]) -> nn.Module:
+def _of_transformers(folder: Path, task: str, labels: list[str], pad: int) -> nn.Module:
     if task == "classification":
-        return pretrained.ClassLogits(pretrained.load_classifier(folder, labels)[0])
+        model, new = pretrained.load_classifier(folder, labels, pad)
+        if new:
+            raise UserError(f"{folder / MODEL}: of another model: {new[0]} is in the model but not in the file")
+        return pretrained.ClassLogits(model)
     return pretrained.load_language_model(folder)
 
 
@@ -96,21 +98,25 @@ def export(path: Path, folder: Path) -> None:
         for file in [path for pattern in _EXPORTED for path in source.glob(pattern)]:
             shutil.copyfile(file, folder / file.name)
         facts = {"format": FORMAT, "made_by": f"hvd-transformer {__version__}", **facts}
-        if (source / CONFIG).is_file():
-            config = json.loads((source / CONFIG).read_text(encoding="utf-8"))
-            facts = config | {_OURS: facts.get(_OURS, facts)}
+        if facts["model"].get("pretrained") is not None:
+            facts = json.loads((source / CONFIG).read_text(encoding="utf-8")) | {pretrained.OURS: facts}
         # The last: without it the folder is none.
         atomic.write_text(folder / CONFIG, json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
     except OSError as error:
         raise UserError(f"{folder}: cannot be written: {error.strerror}") from None
 
 
+def is_run(path: Path) -> bool:
+    """Whether it is a run directory or a checkpoint."""
+    return (path / "checkpoints").is_dir() or (path / STATE).is_file()
+
+
 def _read(path: Path) -> tuple[Path, dict[str, Any]]:
     """The folder with the files, and what an exported folder's configuration says or would say."""
-    if (path / CONFIG).is_file() and not (path / "checkpoints").is_dir() and not (path / STATE).is_file():
+    if (path / CONFIG).is_file() and not is_run(path):
         try:
             facts = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-            facts = facts.get(_OURS, facts)
+            facts = facts.get(pretrained.OURS, facts)
             known = facts["format"] == FORMAT and {"task", "model", "longest"} <= facts.keys()
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             known = False

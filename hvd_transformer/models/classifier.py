@@ -43,7 +43,7 @@ class PooledHead(nn.Module):
         logits = self(hidden, allowed)
         if self.training:
             return class_loss(logits, labels, self.smoothing, self.class_weights)
-        return torch.cat([class_loss(logits, labels, 0.0, self.class_weights)[None], confusion(logits, labels)])
+        return class_sums(logits, labels, self.class_weights)
 
 
 def class_loss(logits: Tensor, labels: Tensor, smoothing: float, class_weights: Tensor | None = None) -> Tensor:
@@ -54,11 +54,13 @@ def class_loss(logits: Tensor, labels: Tensor, smoothing: float, class_weights: 
     return F.cross_entropy(wide, labels, weight=weights, reduction="sum", label_smoothing=smoothing)
 
 
-def confusion(logits: Tensor, labels: Tensor) -> Tensor:
-    """How often each label of `labels` [B] got each class of `logits` [B, C], by rows [C × C]."""
+def class_sums(logits: Tensor, labels: Tensor, class_weights: Tensor | None) -> Tensor:
+    """For evaluation: that loss, and how often each label of `labels` [B] got each class of `logits` [B, C], by rows
+    [1 + C × C]."""
     num_classes = logits.size(-1)
     matrix = torch.bincount(labels * num_classes + logits.argmax(-1), minlength=num_classes**2)
-    return matrix.to(torch.promote_types(logits.dtype, torch.float32))
+    loss = class_loss(logits, labels, 0.0, class_weights)
+    return torch.cat([loss[None], matrix.to(loss.dtype)])
 
 
 class Classifier(nn.Module):

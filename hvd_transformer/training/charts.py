@@ -2,6 +2,7 @@
 
 import io
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,10 +52,11 @@ def metric_charts(rows: Rows) -> dict[str, bytes]:
     charts: dict[str, dict[str, Curve]] = {}
     for key in dict.fromkeys(key for row in rows for key in row):
         curve = _series(rows, key, average=False)
-        if not key.startswith("valid_") or not key.isidentifier() or key in _DRAWN_WITH_THE_LOSS or not curve[0].size:
+        if not key.startswith("valid_") or key in _DRAWN_WITH_THE_LOSS or not curve[0].size:
             continue
         name = key.removeprefix("valid_")
-        place = "bleu" if name in _PERCENT else "scores" if name.removesuffix("_macro") in _FRACTIONS else key
+        own = re.sub(r"\W", "_", key)  # the name of a file
+        place = "bleu" if name in _PERCENT else "scores" if name.removesuffix("_macro") in _FRACTIONS else own
         charts.setdefault(place, {})[name] = curve
     titles = {"bleu": ("BLEU", "percent"), "scores": ("Scores", "fraction")}
     return {place: _metric_chart(*titles.get(place, (_spaced(place), "")), curves) for place, curves in charts.items()}

@@ -106,7 +106,7 @@ class ClassificationTask(ExampleTask):
 
     def micro_batch(self, batch: Batch) -> MicroBatch:
         tokens, labels = batch
-        return MicroBatch((tokens, tokens != PAD), (labels,))
+        return MicroBatch((tokens, tokens != self.data.tokenizers[ROLE].pad), (labels,))
 
     def num_targets(self, batch: Batch) -> int:
         return batch[1].numel()

@@ -1,18 +1,18 @@
 """Assembles the evaluation of a checkpoint on every rank, and runs it. It writes nothing but prepared data."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_transformer.checkpoint.store import STATE, read_state, resolve
+from hvd_transformer.checkpoint.store import read_state, resolve
 from hvd_transformer.comm.world import World, agree
 from hvd_transformer.config import Config, load_again
 from hvd_transformer.config.schema import flatten
 from hvd_transformer.data.splits import WHOLE
 from hvd_transformer.data.tokenizers import Tokenizer, load_tokenizer, restore
 from hvd_transformer.errors import UserError
-from hvd_transformer.inference.trained import CONFIG
+from hvd_transformer.inference.trained import CONFIG, is_run
 from hvd_transformer.parallel.layout import Layout
 from hvd_transformer.training import snapshot
 from hvd_transformer.training.allocator import keep_freed_memory
@@ -28,7 +28,7 @@ from hvd_transformer.training.position import Position
 from hvd_transformer.training.progress import Silent
 from hvd_transformer.training.stages import check_partition
 from hvd_transformer.training.stop import StopRequest
-from hvd_transformer.training.task import Evaluated, Task
+from hvd_transformer.training.task import Data, Evaluated, Task
 from hvd_transformer.training.watchdog import Watchdog
 
 # Whatever the ranks of the training shared, these may be any; and nothing is updated, so there is no optimizer state.
@@ -61,7 +61,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Trained:
+class Checkpoint:
     """What a checkpoint's folder has beside its weights."""
 
     folder: Path
@@ -69,12 +69,12 @@ class Trained:
     tokenizers: dict[str, Tokenizer]  # by the beginning of their files' names
 
 
-def read_trained(path: Path) -> Trained:
+def read_checkpoint(path: Path) -> Checkpoint:
     """Of a checkpoint or a run directory. Raises `UserError`."""
-    if (path / CONFIG).is_file() and not ((path / "checkpoints").is_dir() or (path / STATE).is_file()):
+    if (path / CONFIG).is_file() and not is_run(path):
         raise UserError(
-            f"{path}: an exported folder, which does not say what its data was; evaluate takes the checkpoint or run "
-            "directory it was made of"
+            f"{path}: a model's folder, which does not say what its data was; evaluate takes the checkpoint or run "
+            "directory that it was made of"
         )
     folder = resolve(path)
     state = read_state(folder)
@@ -85,17 +85,17 @@ def read_trained(path: Path) -> Trained:
         for name in ("tokenizer.json", "vocabulary.json")
         for file in folder.glob(f"*{name}")
     }
-    return Trained(folder, state, {prefix: load_tokenizer(folder, prefix) for prefix in sorted(prefixes)})
+    return Checkpoint(folder, state, {prefix: load_tokenizer(folder, prefix) for prefix in sorted(prefixes)})
 
 
-def evaluation_config(trained: Trained, request: Request) -> Config:
+def evaluation_config(saved: Checkpoint, request: Request) -> Config:
     """The checkpoint's own, but for how the work is cut over the ranks, which is as the request says.
 
     Raises `UserError`.
     """
-    values = {**trained.state["config"], **_AS_DEFAULT, **_NO_OPTIMIZER}
+    values = {**saved.state["config"], **_AS_DEFAULT, **_NO_OPTIMIZER}
     if values.get("model.pretrained") is not None:
-        values["model.pretrained"] = str(trained.folder)  # a checkpoint is such a folder, too
+        values["model.pretrained"] = str(saved.folder)  # a checkpoint is such a folder, too
     config = load_again(values, str(request.checkpoint), request.settings)
     if request.data is None:
         return config
@@ -112,8 +112,8 @@ def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchd
     """
     keep_freed_memory()
     heartbeat = watchdog.heartbeat
-    trained = _read_and_send(request.checkpoint, world)
-    config = agree(world, lambda: evaluation_config(trained, request))
+    saved = _read_and_send(request.checkpoint, world)
+    config = agree(world, lambda: evaluation_config(saved, request))
     agree(world, lambda: check_same_configuration(config, world))
     watchdog.stall_seconds = config.training.stall_seconds
     watchdog.use(None, world.hosts)
@@ -125,15 +125,17 @@ def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchd
         return bool(stop)
 
     path = request.data and request.data.resolve()
-    wanted = Evaluated(request.split, path, trained.tokenizers, trained.state)
+    wanted = Evaluated(request.split, path, saved.tokenizers, saved.state)
     data = agree(world, lambda: prepare_data(config, progress, should_stop, wanted))
     stop.end_at_once()
     agree(world, lambda: check_same_data(data, world))
     task = agree(world, lambda: make_task(config, data, layout))
     split = agree(world, lambda: _split(task, request.split, config))
+    if path is None:
+        agree(world, lambda: _check_unchanged(data, split, saved.state, config))
     trainer = Trainer(config, world, layout, task, Position())
     heartbeat.timeline = trainer.timeline
-    snapshot.load_weights(trainer, trained.folder if world.rank == 0 else None)
+    snapshot.load_weights(trainer, saved.folder if world.rank == 0 else None)
     compile_layers(config, task)
     heartbeat.enter("evaluation")
     found = trainer.evaluate(split)
@@ -141,21 +143,31 @@ def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchd
     trainer.close()
     left_out = getattr(data, "left_out", {}).get(split, {})
     source = config.data.source
-    return Result(trained.folder, split, source, found.metrics, found.count, task.unit, left_out, task.notes)
+    return Result(saved.folder, split, source, found.metrics, found.count, task.unit, left_out, task.notes)
 
 
-def _read_and_send(checkpoint: Path, world: World) -> Trained:
-    """Rank 0 alone reads: other hosts need not see the folder."""
+def _read_and_send(checkpoint: Path, world: World) -> Checkpoint:
+    """Rank 0 alone reads: other hosts need not see the folder, unless it is one of `model.pretrained`."""
 
     def read() -> tuple[str, dict[str, Any], dict[str, tuple[str, str]]] | None:
         if world.rank:
             return None
-        found = read_trained(checkpoint)
+        found = read_checkpoint(checkpoint)
         texts = {prefix: (own.kind, own.to_json()) for prefix, own in found.tokenizers.items()}
         return str(found.folder), found.state, texts
 
     folder, state, texts = world.broadcast_object(agree(world, read))
-    return Trained(Path(folder), state, {prefix: restore(*words) for prefix, words in texts.items()})
+    return Checkpoint(Path(folder), state, {prefix: restore(*words) for prefix, words in texts.items()})
+
+
+def _check_unchanged(data: Data, split: str, state: Mapping[str, Any], config: Config) -> None:
+    """Other samples than those of the training's split may be some that the model was trained on."""
+    wanted = state.get("splits", {}).get(split)
+    if wanted is not None and wanted != getattr(data, "split_digests", {}).get(split):
+        raise UserError(
+            f"data.source={config.data.source}: its {split} split is not what it was in training; was it changed? With "
+            "--data a file or folder is evaluated as it is"
+        )
 
 
 def _split(task: Task, wanted: str | None, config: Config) -> str:

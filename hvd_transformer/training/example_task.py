@@ -33,6 +33,7 @@ class ExampleTask(Task):
     def __init__(self, config: Config, data: Any, replica: Replica) -> None:
         super().__init__(config, data, replica)
         self.splits: Mapping[str, Samples] = data.splits
+        self.sampler, self.usual_count = WindowSampler(0, 1, 1, replica), 1  # in evaluation alone: no steps
         if "train" in self.splits:
             self._begin_training()
 

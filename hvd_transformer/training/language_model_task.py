@@ -30,6 +30,8 @@ class LanguageModelTask(Task):
         self.length = config.data.sequence_length
         self.eval_batch_size = training.eval_batch_size or training.batch_size
         self.model = self.make_model()
+        self.sampler: WindowSampler | ColumnSampler = WindowSampler(0, 1, 1, replica)
+        self.usual_count = 1  # in evaluation alone: no steps
         if "train" in data.splits:
             self._begin_training(data.splits["train"])
         for split, tokens in data.splits.items():
@@ -44,7 +46,6 @@ class LanguageModelTask(Task):
         num_samples = step_samples(training, replica.size)
         self.usual_count = num_samples * length
         self.samples: Windows | Columns
-        self.sampler: WindowSampler | ColumnSampler
         if config.data.batching == "windows":
             needed = length + 1
             self.samples = Windows(tokens, length, config.seed)

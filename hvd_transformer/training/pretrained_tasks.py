@@ -1,9 +1,9 @@
 """Fine-tuning what a Hugging Face folder holds (`model.pretrained`): the same tasks with its model and tokenizer."""
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from hvd_transformer.config.schema import Config
@@ -14,8 +14,8 @@ from hvd_transformer.data.prepare_examples import Learned, prepare_examples
 from hvd_transformer.data.pretrained_tokenizer import PretrainedTokenizer
 from hvd_transformer.errors import UserError
 from hvd_transformer.models import pretrained
-from hvd_transformer.models.classifier import class_loss, confusion
-from hvd_transformer.parallel.pipeline import Layer, MicroBatch
+from hvd_transformer.models.classifier import class_loss, class_sums
+from hvd_transformer.parallel.pipeline import Layer
 from hvd_transformer.pretrained import origin
 from hvd_transformer.training.classification_task import ROLE, ClassificationTask, open_rows
 from hvd_transformer.training.language_model_task import LanguageModelTask
@@ -30,7 +30,7 @@ def folder_of(config: Config) -> Path:
 
 
 class PretrainedTask(Task):
-    """What both kinds have in common."""
+    """What both kinds have in common: the model is one layer, whose parameters keep their names."""
 
     @classmethod
     def layer_names(cls, config: Config) -> list[str]:
@@ -41,48 +41,54 @@ class PretrainedTask(Task):
         raise UserError(f"{origin(folder_of(config))}: plan knows the layers of this package's own models alone")
 
     @property
+    def layers(self) -> list[Layer]:
+        return [Layer(_NAME, self.model, self.loss, recompute=False)]
+
+    @abstractmethod
+    def loss(self, *tensors: Tensor) -> Tensor:
+        """As the last layer of any task, of a micro-batch's tensors."""
+
+    @property
     def files(self) -> Mapping[str, str]:
         return pretrained.config_files(self.model)
 
 
 class PretrainedClassificationTask(PretrainedTask, ClassificationTask):
-    """The label of a text, by an encoder with a new head."""
-
-    new: list[str]
+    """The label of a text, by an encoder with a head of its own or a new one."""
 
     @classmethod
     def prepare(cls, config: Config, preparing: Preparing) -> PreparedExamples:
-        tokenizer = PretrainedTokenizer.read(folder_of(config))
+        folder = folder_of(config)
+        tokenizer = _tokenizer(config)
         if not tokenizer.has_pad:
-            raise UserError(f"{origin(folder_of(config))}: its tokenizer has no pad token, which fills a batch")
-        _check_longest(config, tokenizer.longest)
-        rows, learned = open_rows(config, preparing), Learned({ROLE: tokenizer}, None)
-        return prepare_examples(config.data, rows, (ROLE,), learned=learned, **preparing._asdict())
+            raise UserError(f"{origin(folder)}: its tokenizer has no pad token, which fills a batch")
+        rows, own = open_rows(config, preparing), pretrained.label_names(folder)
+
+        def prepared(labels: list[str] | None) -> PreparedExamples:
+            learned = Learned({ROLE: tokenizer}, labels)
+            return prepare_examples(config.data, rows, (ROLE,), learned=learned, **preparing._asdict())
+
+        found = prepared(None)
+        # A head that knows these labels knows them by its own numbers.
+        return prepared(own) if own is not None and sorted(own) == sorted(found.labels) else found
 
     def make_model(self) -> nn.Module:
-        model, self.new = pretrained.load_classifier(folder_of(self.config), self.labels)
-        _check_longest(self.config, pretrained.num_positions(model))
+        folder, tokenizer = folder_of(self.config), self.data.tokenizers[ROLE]
+        model, self.new = pretrained.load_classifier(folder, self.labels, tokenizer.pad)
+        pretrained.check_fits(model, folder, tokenizer.vocab_size, self.config.data.sequence_length)
         self.logits = pretrained.ClassLogits(model)
         self.smoothing, self.weights = self.config.training.label_smoothing, self.class_weights()
         return model
 
     def describe(self) -> str:
-        new = f"; new weights: {', '.join(self.new)}" if self.new else ""
-        return super().describe() + new
+        return super().describe() + (f"; new weights: {', '.join(self.new)}" if self.new else "; no new weights")
 
-    @property
-    def layers(self) -> list[Layer]:
-        return [Layer(_NAME, self.model, self._loss, recompute=False)]
-
-    def micro_batch(self, batch: tuple[Tensor, ...]) -> MicroBatch:
-        tokens, labels = batch
-        return MicroBatch((tokens, tokens != self.data.tokenizers[ROLE].pad), (labels,))
-
-    def _loss(self, tokens: Tensor, allowed: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, *tensors: Tensor) -> Tensor:
+        tokens, allowed, labels = tensors
         logits = self.logits(tokens, allowed)
         if self.model.training:
             return class_loss(logits, labels, self.smoothing, self.weights)
-        return torch.cat([class_loss(logits, labels, 0.0, self.weights)[None], confusion(logits, labels)])
+        return class_sums(logits, labels, self.weights)
 
 
 class PretrainedLanguageModelTask(PretrainedTask, LanguageModelTask):
@@ -90,27 +96,28 @@ class PretrainedLanguageModelTask(PretrainedTask, LanguageModelTask):
 
     @classmethod
     def prepare(cls, config: Config, preparing: Preparing) -> PreparedData:
-        tokenizer = PretrainedTokenizer.read(folder_of(config))
+        tokenizer = _tokenizer(config)
         corpus = open_corpus(config.data, *preparing[1:])
         return prepare_corpus(config.data, corpus, tokenizer, *preparing)
 
     def make_model(self) -> nn.Module:
-        model = pretrained.load_language_model(folder_of(self.config))
-        _check_longest(self.config, pretrained.num_positions(model))
+        folder = folder_of(self.config)
+        model = pretrained.load_language_model(folder)
+        pretrained.check_fits(model, folder, self.data.tokenizer.vocab_size, self.length)
         return model
 
-    @property
-    def layers(self) -> list[Layer]:
-        return [Layer(_NAME, self.model, self._loss, recompute=False)]
-
-    def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, *tensors: Tensor) -> Tensor:
+        tokens, targets = tensors
         smoothing = self.config.training.label_smoothing if self.model.training else 0.0
         return class_loss(pretrained.next_token_logits(self.model, tokens).flatten(0, 1), targets.flatten(), smoothing)
 
 
-def _check_longest(config: Config, longest: int | None) -> None:
-    if longest is not None and config.data.sequence_length > longest:
+def _tokenizer(config: Config) -> PretrainedTokenizer:
+    """The folder's. Raises `UserError` where it says that samples are too long for the model."""
+    folder, length = folder_of(config), config.data.sequence_length
+    tokenizer = PretrainedTokenizer.read(folder)
+    if tokenizer.longest is not None and length > tokenizer.longest:
         raise UserError(
-            f"data.sequence_length={config.data.sequence_length}: longer than {origin(folder_of(config))} can take, "
-            f"{longest} tokens"
+            f"data.sequence_length={length}: longer than {origin(folder)} can take, {tokenizer.longest} tokens"
         )
+    return tokenizer

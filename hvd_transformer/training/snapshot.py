@@ -50,6 +50,7 @@ def take(trainer: Trainer, data_digest: str, checksum: int, best: bool) -> Snaps
             "task": trainer.config.task,
             "config": flatten(trainer.config),
             "data_digest": data_digest,
+            "splits": getattr(trainer.task.data, "split_digests", {}),
             "dp": trainer.layout.dp,
             "weights_checksum": checksum,
             "position": trainer.position.state(),

@@ -15,7 +15,7 @@ from hvd_transformer.comm.group import Group
 from hvd_transformer.config.schema import Config
 from hvd_transformer.data.once import Report, ShouldStop
 from hvd_transformer.data.prepare import OrderedMap
-from hvd_transformer.data.sampler import Intervals, Replica, Step, WindowSampler
+from hvd_transformer.data.sampler import Intervals, Replica, Step
 from hvd_transformer.data.tokenizers import Tokenizer
 from hvd_transformer.errors import UserError
 from hvd_transformer.evaluation.evaluate import perplexity
@@ -85,9 +85,8 @@ class Task(ABC):
     unit: ClassVar[str] = "tokens"  # what `num_targets` counts
 
     model: nn.Module
-    sampler: Sampler = WindowSampler(0, 1, 1, Replica())
-    """Without a training split, in evaluation alone, it has no steps."""
-    usual_count: int = 1
+    sampler: Sampler
+    usual_count: int
     """Targets of a full step over all replicas: keeps gradients near their mean while they are summed."""
 
     def __init__(self, config: Config, data: Any, replica: Replica) -> None:

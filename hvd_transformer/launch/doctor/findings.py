@@ -60,6 +60,7 @@ class Job(NamedTuple):
             **({"output_dir": config.output_dir} if trains else {}),
             "data.source": config.data.source,
             "data.cache_dir": config.data.cache_dir,
+            **({} if config.model.pretrained is None else {"model.pretrained": config.model.pretrained}),
             "/tmp": "/tmp",
         }
         stages, device = config.parallel.pipeline, config.training.device
@@ -218,7 +219,7 @@ def _folders(job: Job, answers: Answers) -> Iterator[Finding]:
             yield Finding(host, f"the folder {job.cwd} is not there", cure)
         for label, folder in answer["folders"].items():
             where = label if label == job.folders[label] else f"{label}={job.folders[label]}"
-            if label == "data.source":
+            if label in ("data.source", "model.pretrained"):
                 if not folder["exists"] and any(other["folders"][label]["exists"] for other in answers.values()):
                     cure = "copy it there, or keep it on a file system that all hosts share"
                     yield Finding(host, f"{where} is not there", cure)
