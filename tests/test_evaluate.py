@@ -132,7 +132,7 @@ def test_a_split_that_was_changed_is_told(trained, folder: Path) -> None:
     """It may hold what the model was trained on."""
     directory, file = trained("classification"), folder / TASKS["classification"][0] / "test.csv"
     before = file.read_text()
-    file.write_text(before + before.splitlines()[-1] + "\n")
+    file.write_text(before + before.splitlines()[1] + "\n")
     try:
         message = run("main", "evaluate", directory, code=2)
         assert evaluated(directory, "--data", file)["split"] == "data"
