@@ -77,7 +77,7 @@ def done(ranks, folder, tmp_path_factory) -> Path:
 def difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     """The largest of a weight. Not relative to it: a key's bias has no gradient but rounding."""
     assert found.keys() == wanted.keys()
-    return max(float((found[name] - wanted[name].detach()).abs().max()) for name in wanted)
+    return max(float((found[name] - wanted[name]).detach().abs().max()) for name in wanted)
 
 
 def reference(model: nn.Module, steps_: Iterator[list[tuple[Tensor, int]]]) -> tuple[list[float], dict[str, Tensor]]:
