@@ -110,13 +110,13 @@ def test_each_kind_of_metric_has_a_chart(tmp_path: Path) -> None:
         values = {f"valid_{name}": 0.5 + step / 1000 + index / 50 for index, name in enumerate(names)}
         bleu = {"valid_bleu": step / 4, "valid_bleu_words": 0.7}  # in percent, also a small one
         add_metrics(tmp_path, {"step": step, **bleu, **values, "valid_rmse": 0.3, "valid_a/b": 1.0, "epoch": 1})
-    words = check(tmp_path, "bleu.png", "scores.png", "valid_a_b.png", "valid_rmse.png").words
+    words = check(tmp_path, "bleu.png", "scores.png", "valid_rmse.png", "valid_a_b.png").words
     assert words[words.index("valid BLEU") + 1] == "50"
     assert words[words.index("valid accuracy") + 1] == "0.7"
     assert words[words.index("valid F1") + 1] == "0.76"
     alone = {name: (tmp_path / name).read_bytes() for name in ("bleu.png", "scores.png", "loss.png")}
     add_metrics(tmp_path, {"step": 150, "valid_bleu": 60.0})
-    check(tmp_path, "bleu.png", "scores.png", "valid_a_b.png", "valid_rmse.png")
+    check(tmp_path, "bleu.png", "scores.png", "valid_rmse.png", "valid_a_b.png")
     assert (tmp_path / "bleu.png").read_bytes() != alone["bleu.png"]
     assert (tmp_path / "scores.png").read_bytes() == alone["scores.png"]
     assert (tmp_path / "loss.png").read_bytes() == alone["loss.png"]
