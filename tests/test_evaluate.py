@@ -86,6 +86,12 @@ def test_the_metrics_are_those_that_training_ended_with(trained, folder: Path, t
     assert found["split"] == "test"
     assert found["metrics"] == of_split(directory, "test")
     assert evaluated(directory, "--split", "valid")["metrics"] == of_split(directory, "valid")
+    training = evaluated(directory, "--split", "train")
+    assert training["split"] == "train"
+    assert training["metrics"].keys() == found["metrics"].keys()
+    again = evaluated(directory, "--data", folder / source, "--split", "train")
+    assert (again["metrics"], again["count"]) == (training["metrics"], training["count"])
+    assert training["count"] > found["count"]
     # The same file, as it is and in a folder without any other split.
     copy = evaluated(directory, "--data", folder / file)
     assert copy["split"] == "data"

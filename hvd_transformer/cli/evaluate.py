@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @inputs.checkpoint
-@click.option("--split", type=click.Choice(["valid", "test"]), help="Default: test, where the data has one.")
+@click.option("--split", type=click.Choice(["train", "valid", "test"]), help="Default: test, where the data has one.")
 @click.option(
     "--data", type=click.Path(path_type=Path), metavar="PATH", help="Other data: a file, or a folder with the split."
 )

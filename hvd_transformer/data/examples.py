@@ -100,7 +100,7 @@ class PreparedExamples:
         return {split: sha256(" ".join(examples.checksums())) for split, examples in self.splits.items()}
 
     def raw_texts(self, split: str) -> list[list[str]]:
-        """Every sample's texts as they were read. The training split's are not kept."""
+        """Every sample's texts as they were read. The training split's are kept where it is evaluated alone."""
         with (self.folder / f"{split}.jsonl").open(encoding="utf-8") as file:
             return [json.loads(line) for line in file]
 

@@ -184,7 +184,8 @@ class _Preparation:
         numbers = {label: number for number, label in enumerate(labels)}
         left_out: Counter[str] = Counter()
         encode = partial(_encode, list(tokenizers.values()))
-        raw = (folder / f"{split}.jsonl").open("w", encoding="utf-8") if split != "train" else None
+        kept_raw = split != "train" or len(self.rows.splits) == 1  # the training split's are for its evaluation alone
+        raw = (folder / f"{split}.jsonl").open("w", encoding="utf-8") if kept_raw else None
         for chunk, encoded in self.map(encode, _chunks(self._read(split))):
             kept = [
                 (row, texts) for row, texts in zip(chunk, encoded, strict=True) if self._keeps(row, texts, left_out)

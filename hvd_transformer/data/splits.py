@@ -14,10 +14,10 @@ def chosen_split(wanted: str | None, there: Collection[str], origin: str) -> str
 
     Raises `UserError` that begins with `origin`, where the data is, and names the splits there.
     """
-    own = [split for split in SPLITS[1:] if split in there]
+    own = [split for split in SPLITS if split in there]
     if wanted is not None and wanted not in own:
         raise UserError(f"{origin}: no {wanted} split; there is {' and '.join(own) or 'none to evaluate'}")
-    if not own:
+    if wanted is None and own in ([], ["train"]):
         raise UserError(f"{origin}: no valid and no test split")
     return wanted or own[-1]
 

@@ -172,8 +172,8 @@ def _check_unchanged(data: Data, split: str, state: Mapping[str, Any], config: C
 
 def _split(task: Task, wanted: str | None, config: Config) -> str:
     """What the task has prepared; of a task that prepares all it was trained on, the wanted split."""
-    there = [split for split in (WHOLE, "test", "valid") if task.has_split(split)]
-    if not there or wanted not in (None, *there):
+    there = [split for split in (WHOLE, "test", "valid", "train") if task.has_split(split)]
+    if there in ([], ["train"]) and wanted is None or wanted not in (None, *there):
         what = wanted or "valid and no test"
         raise UserError(f"data.source={config.data.source}: no {what} split; there is {' and '.join(there) or 'none'}")
     return wanted or there[0]
