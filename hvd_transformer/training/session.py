@@ -4,6 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping
+from itertools import takewhile
 from typing import Any
 
 from hvd_transformer import atomic
@@ -61,7 +62,8 @@ class Session:
         try:
             if position.step and self._evaluate_if_due():  # stopped or killed before it could be
                 self.save(best=True)
-            for number, plan in enumerate(self.trainer.steps(), start=1):
+            steps = takewhile(lambda _: not self._patience_ended(), self.trainer.steps())
+            for number, plan in enumerate(steps, start=1):
                 self.trainer.timeline.recording = self.config.profile and number in PROFILED
                 self.heartbeat.phase = "step"
                 result = self.trainer.step(plan, stop=bool(stop), save=self._save_due_by_time())
@@ -73,7 +75,7 @@ class Session:
                 every = self.config.checkpoint.every_steps
                 if best or result.save or stopped or (every and position.step % every == 0):
                     self.save(best)
-                if stopped or self._patience_ended():
+                if stopped:
                     break
             self._write_timeline()  # of a run shorter than that
             self.save(best=False)
@@ -115,11 +117,18 @@ class Session:
         if self.saved_step == position.step and not best:
             return
         self.heartbeat.enter("checkpoint")
+        stopped = time.perf_counter()
         checksum = self.trainer.check_replicas(f"step {position.step}")
         self.saver.wait()  # before the copy: at most one is held
         began = time.perf_counter()
         self.saver.save(snapshot.take(self.trainer, self.data_digest, checksum, best))
-        log.info("step %d: checkpoint, %.3f s for the copy", position.step, time.perf_counter() - began)
+        now = time.perf_counter()
+        log.info(
+            "step %d: checkpoint: training waited %.4f s, %.4f s of it for the copy",
+            position.step,
+            now - stopped,
+            now - began,
+        )
         self.saved_step, self.saved_at = position.step, time.monotonic()
 
     def warn(self, text: str) -> None:
@@ -201,7 +210,10 @@ class Session:
         position, patience = self.trainer.position, self.config.training.patience
         if patience is None or position.not_better < patience:
             return False
-        self.progress.message(f"step {position.step}: {patience} evaluations brought no better one: training ends")
+        self.progress.message(
+            f"step {position.step}: {position.not_better} evaluations in a row brought no better one, "
+            f"training.patience={patience}: training ends"
+        )
         return True
 
     def _write_timeline(self) -> None:

@@ -186,6 +186,31 @@ def test_a_finished_run_trains_nothing_more(unbroken, ranks, corpus):
     assert summary(run) == numbers
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_run_that_patience_ended_trains_nothing_more(ranks, corpus, tmp_path, num_ranks):
+    """Nothing is learned at this rate: the first evaluation stays the best. More patience goes on."""
+    run = tmp_path / "run"
+    words = [TRAIN, *tiny(corpus), f"output_dir={run}", "optimizer.name=sgd", "optimizer.lr=1e-30"]
+    words += ["training.eval_every=3", "training.epochs=9"]
+    kept = ["metrics.jsonl", *(f"checkpoints/latest/{name}" for name in ("model.safetensors", "state.json"))]
+
+    def start(patience):
+        result = ranks(num_ranks, [*words, f"training.patience={patience}"])
+        assert result.returncode == 0, result.stdout + result.stderr
+        return [(run / name).read_bytes() for name in kept], summary(run), result.stdout
+
+    *before, _ = start(2)
+    assert (summary(run)["status"], summary(run)["steps"], summary(run)["best_step"]) == ("finished", 9, 3)
+    *after, text = start(2)
+    assert after == before
+    assert "step 9: 2 evaluations in a row brought no better one, training.patience=2: training ends" in text
+    start(4)
+    assert [step for step, in steps(run)] == list(range(1, 16))
+    assert state(run)["position"]["not_better"] == 4
+    start(3)
+    assert summary(run)["steps"] == 15
+
+
 def test_goes_on_where_no_update_was_made_yet(ranks, corpus, tmp_path):
     """In float16 the first steps may all overflow; then the optimizer has no state to save."""
     settings = [*FAULTY, 0, 0, "overflow", *tiny(corpus), f"output_dir={tmp_path / 'run'}", "training.precision=fp16"]
