@@ -1,11 +1,15 @@
 """Writes checkpoints in a background thread, so that training waits only for the snapshot."""
 
+import logging
+import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 
 from hvd_transformer.checkpoint.store import CheckpointStore, Snapshot
+
+log = logging.getLogger("hvd_transformer")
 
 
 class CheckpointWriter:
@@ -24,10 +28,10 @@ class CheckpointWriter:
         """Starts the write; waits for the one before, so that at most one snapshot is held."""
         self.wait()
         if self.rank == 0:
-            future: Future[object] = self._thread.submit(self.store.save, snapshot, aside, others, self._ending)
+            future = self._thread.submit(_logged, snapshot.step, self.store.save, snapshot, aside, others, self._ending)
         else:
             assert aside is not None
-            future = self._thread.submit(self.store.save_part, [snapshot], aside, self.rank)
+            future = self._thread.submit(_logged, snapshot.step, self.store.save_part, [snapshot], aside, self.rank)
         self._pending = snapshot, future
 
     def wait(self, ending: bool = False) -> None:
@@ -53,3 +57,12 @@ class CheckpointWriter:
         """Waits for the last write and ends the thread."""
         self.wait()
         self._thread.shutdown()
+
+
+def _logged(step: int, write: Callable[..., object], *arguments: object) -> object:
+    """Calls `write`, and logs what it took beside training."""
+    began = time.perf_counter(), time.thread_time()
+    result = write(*arguments)
+    seconds, processor = time.perf_counter() - began[0], time.thread_time() - began[1]
+    log.info("checkpoint of step %d: written in %.3f s, %.4f s of it on a core", step, seconds, processor)
+    return result

@@ -143,7 +143,7 @@ class Group:
         size = torch.tensor([data.numel()])
         sizes = self.all_gather_async(size, "objects.sizes")().tolist()
         joined = self.all_gather_async(data, "objects.bytes")()
-        return [json.loads(bytes(part.tolist())) for part in joined.split(sizes)]
+        return [json.loads(part.numpy().tobytes()) for part in joined.split(sizes)]
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's JSON-able value."""

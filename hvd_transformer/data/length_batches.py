@@ -61,7 +61,7 @@ def _cut(lengths: NDArray[np.int64], batch_size: int, batch_tokens: int | None) 
     ends, start = [], 0
     while start < len(lengths):
         # Padded to the longest, samples start … stop - 1 have (stop - start) × lengths[stop - 1] tokens: it rises.
-        most = lengths[start : start + batch_tokens + 1]
+        most = lengths[start : start + batch_tokens // max(1, int(lengths[start])) + 1]
         fitting = int(np.searchsorted(most * np.arange(1, len(most) + 1), batch_tokens, side="right"))
         start += max(1, fitting)
         ends.append(start)

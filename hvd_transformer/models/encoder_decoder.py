@@ -48,7 +48,8 @@ class EncoderDecoder(nn.Module):
         if vocabulary:
             embeddings = ("source_embedding.embedding.weight", "target_embedding.embedding.weight")
             cuts |= dict.fromkeys((*embeddings, "head.weight", "head.bias"), Cut(0))
-        return {name: cut for name, cut in cuts.items() if name in dict(self.named_parameters())}
+        names = {name for name, _ in self.named_parameters()}  # a tied weight has one name alone
+        return {name: cut for name, cut in cuts.items() if name in names}
 
     @property
     def dropping_shares(self) -> list[str]:

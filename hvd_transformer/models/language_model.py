@@ -33,7 +33,8 @@ class LanguageModel(nn.Module):
         }
         if vocabulary:
             cuts |= dict.fromkeys(("embedding.embedding.weight", "head.weight", "head.bias"), Cut(0))
-        return {name: cut for name, cut in cuts.items() if name in dict(self.named_parameters())}
+        names = {name for name, _ in self.named_parameters()}  # a tied weight has one name alone
+        return {name: cut for name, cut in cuts.items() if name in names}
 
     @property
     def dropping_shares(self) -> list[str]:

@@ -25,7 +25,7 @@ class Blocks:
     @classmethod
     def of(cls, shape: Sequence[int], cut: tuple[int, int] | None, index: int, count: int) -> "Blocks":
         """The piece for rank `index` of `count` of a tensor cut as in `parallel.tensor`; None: all of it."""
-        if cut is None:
+        if cut is None or count == 1:
             return cls(prod(shape), prod(shape), 0)
         dim, parts = cut
         inner, size = prod(shape[dim + 1 :]), shape[dim] // parts

@@ -83,7 +83,7 @@ def waiting_stages(stages: Sequence[Stage], gatherings: Sequence[Gathering]) -> 
 
     def wrapped(layer: Layer) -> Layer:
         needed = list(dict.fromkeys(places[id(weight)] for weight in layer.module.parameters()))
-        order.extend(place for place in needed if place not in order)
+        order.update(dict.fromkeys(needed))
 
         def run(*tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
             for gathering, index in needed:
@@ -92,8 +92,10 @@ def waiting_stages(stages: Sequence[Stage], gatherings: Sequence[Gathering]) -> 
 
         return layer._replace(run=run)
 
-    order: list[tuple[Gathering, int]] = []
+    order: dict[tuple[Gathering, int], None] = {}
     result = [stage._replace(layers=[wrapped(layer) for layer in stage.layers]) for stage in stages]
     for gathering in gatherings:
-        gathering.order = [index for owner, index in order if owner is gathering]
+        gathering.order.clear()
+    for gathering, index in order:
+        gathering.order.append(index)
     return result

@@ -34,6 +34,14 @@ from hvd_transformer.parallel.timeline import Timeline
 ON_THE_WAY = 16 << 20
 
 
+class _Way:
+    """The buckets of a stage that are on their way."""
+
+    def __init__(self) -> None:
+        self.buckets: deque[int] = deque()
+        self.bytes = 0
+
+
 class GradientReducer:
     """One step: `begin`, backward any number of times (`last` before each bucket's last one), `finish`.
 
@@ -65,10 +73,10 @@ class GradientReducer:
         self._backwards: Callable[[], int] = lambda: 1  # the most that any rank has in this step
         self._sent = [0] * len(buckets)
         self._waits: dict[int, Callable[[], None]] = {}
-        self._way: list[deque[int]] = [deque() for _ in buckets]  # the buckets on their way from one's stage
+        self._way = [_Way() for _ in buckets]  # of each one's stage
         self._order: list[int] = []  # in which one micro-batch's backward fills them
         for indices in reversed(stages or [range(len(buckets))]):
-            way: deque[int] = deque()
+            way = _Way()
             for index in indices:
                 self._way[index] = way
                 self._order.append(index)
@@ -223,17 +231,19 @@ class GradientReducer:
 
     def _make_room(self, index: int) -> None:
         """Waits for what went before, so that little of the stage's is on its way at once."""
-        way = self._way[index]
+        way, size = self._way[index], self.buckets[index].parameters.nbytes
         if index in self._waits:  # this one's sum before
             self._arrive(index)
-        while way and sum(self.buckets[other].parameters.nbytes for other in (*way, index)) > ON_THE_WAY:
-            self._arrive(way[0])
-        way.append(index)
+        while way.buckets and way.bytes + size > ON_THE_WAY:
+            self._arrive(way.buckets[0])
+        way.buckets.append(index)
+        way.bytes += size
 
     def _arrive(self, index: int) -> None:
         self._waits.pop(index)()
         if self._every:
-            self._way[index].remove(index)
+            self._way[index].buckets.remove(index)
+            self._way[index].bytes -= self.buckets[index].parameters.nbytes
 
     def _sum(self, gradients: Tensor, index: int) -> Callable[[], Tensor]:
         """Begins the sum over the ranks; the function returned waits for this rank's shard of it."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain, islice
 
 from torch import Tensor
@@ -22,6 +23,7 @@ from hvd_transformer.data.sampler import Step
 from hvd_transformer.evaluation.evaluate import Evaluation, evaluate
 from hvd_transformer.models.dropout import dropout_place
 from hvd_transformer.parallel.flat import make_buckets
+from hvd_transformer.parallel.fragment import Blocks
 from hvd_transformer.parallel.gathering import waiting_stages
 from hvd_transformer.parallel.layout import Layout
 from hvd_transformer.parallel.pipeline import Pipeline, worker_threads
@@ -61,16 +63,22 @@ class Trainer:
         self.config, self.world, self.layout, self.task, self.position = config, world, layout, task, position
         communication, model = config.communication, task.model
         self.shapes = {name: weight.shape for name, weight in model.named_parameters()}  # of the whole weights
-        cut_model(task, layout, self.shapes)
+        self.cuts = task.cuts
+        # What this rank has of each weight: the whole one's shape, and where its own numbers lie in it.
+        self.pieces = {
+            name: (tuple(shape), Blocks.of(shape, self.cuts.get(name), layout.shard, layout.tp))
+            for name, shape in self.shapes.items()
+        }
+        cut_model(task, self.cuts, layout, self.shapes)
         self.stages = make_stages(config, task, layout, world)
-        connect(task, layout, self.shapes)
+        connect(task, self.cuts, layout, self.shapes)
         rows = row_parameters(model, communication.embedding_rows, task.usual_count)
         self.weights = self._stage_weights(alone={name for name, row in rows.items() if row.gather})
         self.buckets = [bucket for weights in self.weights for bucket in weights.buckets]
         self.gatherings = [weights.gathering for weights in self.weights if weights.gathering is not None]
         if self.gatherings:
             self.stages = waiting_stages(self.stages, self.gatherings)
-        self._norm = GradientNorm(list(self.shapes), task.cuts, self.buckets[0].gradients.dtype, layout, world)
+        self._norm = GradientNorm(list(self.shapes), self.cuts, self.buckets[0].gradients.dtype, layout, world)
         self.timeline = Timeline(world.rank, [f"stage {stage}" for stage in range(len(self.stages))])
         self.pipeline = Pipeline(
             self.stages,
@@ -94,8 +102,7 @@ class Trainer:
             for embedding in row.embeddings:
                 embedding.take_rows = self.reducer.take_rows(name)
         if not config.training.compile:  # its graphs have no place for a call back
-            for stage, later in zip(self.stages, self.pipeline.later, strict=True):
-                take_products(model, stage, self.reducer, later)
+            take_products(model, zip(self.stages, self.pipeline.later, strict=True), self.reducer)
         self.total_steps = self._count_steps()
         self._work = 0.0  # seconds, of the last step
         self._places: list[tuple[int, int]] = []  # of this step's micro-batches: first unit of the round, and piece
@@ -112,7 +119,8 @@ class Trainer:
         """One step: forward, backward, reduce, update. `stop` and `save` are this rank's wishes, told to all."""
         began = time.perf_counter()
         position = self.position
-        self.task.model.train()
+        if not self.task.model.training:  # goes through all modules
+            self.task.model.train()
         sums = StepSums(self.world, self.layout, stop, save, self._work)
         usual = self.task.usual_count
         rounds = self._rounds(plan)
@@ -174,6 +182,15 @@ class Trainer:
         for gathering in self.gatherings:
             gathering.settle()
 
+    @cached_property
+    def tokenizer_files(self) -> dict[str, str]:
+        """The tokenizers' texts by the name that a checkpoint gives them."""
+        return {
+            f"{prefix}{name}": text
+            for prefix, tokenizer in self.task.tokenizers.items()
+            for name, text in tokenizer.files().items()
+        }
+
     @property
     def num_parameters(self) -> int:
         """Of the whole model."""
@@ -182,7 +199,7 @@ class Trainer:
     def check_replicas(self, when: str) -> int:
         """The weights' checksum. Raises `ReplicasDiffer`. Collective."""
         self.settle()
-        return check_replicas(self.buckets, self.world, when, self.layout.tp, self.task.cuts)
+        return check_replicas(self.buckets, self.world, when, self.layout.tp, self.cuts)
 
     def close(self) -> None:
         """Ends the threads of the stages."""

@@ -14,22 +14,22 @@ from hvd_transformer.training.task import Task
 Shapes = Mapping[str, Sequence[int]]  # of the whole weights
 
 
-def cut_model(task: Task, layout: Layout, shapes: Shapes) -> None:
+def cut_model(task: Task, cuts: Mapping[str, Cut], layout: Layout, shapes: Shapes) -> None:
     """Leaves the model its rank's shares of the weights. Until `connect` its layers compute with these alone."""
     if layout.tp == 1:
         return
-    cut_weights(task.model, task.cuts, layout.shard, layout.tp)
-    share_layers(task.model, task.cuts, shapes, lambda _: SilentShares(layout.shard, layout.tp))
+    cut_weights(task.model, cuts, layout.shard, layout.tp)
+    share_layers(task.model, cuts, shapes, lambda _: SilentShares(layout.shard, layout.tp))
     for name in task.dropping_shares:
         dropout = task.model.get_submodule(name)
         assert isinstance(dropout, Dropout)
         dropout.share = layout.shard
 
 
-def connect(task: Task, layout: Layout, shapes: Shapes) -> None:
+def connect(task: Task, cuts: Mapping[str, Cut], layout: Layout, shapes: Shapes) -> None:
     """From now on the layers add up with the other ranks of the tensor group."""
     if layout.tp > 1:
-        share_layers(task.model, task.cuts, shapes, lambda name: TensorShares(layout.tensor_group, name))
+        share_layers(task.model, cuts, shapes, lambda name: TensorShares(layout.tensor_group, name))
 
 
 def share_layers(model: nn.Module, cuts: Mapping[str, Cut], shapes: Shapes, shares_of: Callable[[str], Shares]) -> None:

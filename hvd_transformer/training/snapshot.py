@@ -4,8 +4,9 @@ Whole tensors are saved, by parameter name, each rank its fragments of them: a c
 parameters and optimizer state are laid out in buckets, stages, shares and shards.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain, islice
 from math import prod
 from pathlib import Path
@@ -19,7 +20,7 @@ from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, Snapshot, read_st
 from hvd_transformer.comm.world import World, agree
 from hvd_transformer.config.schema import flatten
 from hvd_transformer.errors import UserError
-from hvd_transformer.parallel.fragment import Blocks, Fragment
+from hvd_transformer.parallel.fragment import Fragment
 from hvd_transformer.training.loop import Trainer
 from hvd_transformer.training.optimizer import state_keys
 from hvd_transformer.training.position import Position
@@ -36,15 +37,30 @@ def savers(trainer: Trainer) -> list[int]:
 
 
 def take(trainer: Trainer, data_digest: str, checksum: int, best: bool) -> Snapshot:
-    """Copies this rank's part of everything to host memory: all that training has to wait for."""
-    optimizer: dict[str, Fragment] = {}
-    for key in state_keys(trainer.config.optimizer):
-        flats = [state[key] for state in trainer.optimizer_state()]
-        optimizer |= {f"{key}.{name}": own for name, own in _copied(trainer, flats).items()}
-    weights = _copied(trainer, [bucket.own_parameters for bucket in trainer.buckets])
+    """Copies this rank's part of everything to host memory: all that training has to wait for.
+
+    Which numbers belong to which tensor is worked out when the copies are written.
+    """
+    mine = trainer.layout.replica == 0 or trainer.layout.update_shard.count > 1
+
+    def copied(flats: Iterable[Tensor]) -> list[Tensor]:
+        return [flat.to("cpu", copy=True) if mine else flat.new_empty(0) for flat in flats]
+
+    weights = copied(bucket.own_parameters for bucket in trainer.buckets)
+    states = trainer.optimizer_state()
+    optimizer = {key: copied(state[key] for state in states) for key in state_keys(trainer.config.optimizer)}
     return Snapshot(
         step=trainer.position.step,
-        tensors={MODEL: weights, OPTIMIZER: optimizer},
+        tensors={
+            MODEL: _Later(lambda: _saved(trainer, weights)),
+            OPTIMIZER: _Later(
+                lambda: {
+                    f"{key}.{name}": own
+                    for key, flats in optimizer.items()
+                    for name, own in _saved(trainer, flats).items()
+                }
+            ),
+        },
         state={
             "format": FORMAT,
             "task": trainer.config.task,
@@ -58,15 +74,28 @@ def take(trainer: Trainer, data_digest: str, checksum: int, best: bool) -> Snaps
             **trainer.task.facts,
         },
         best=best,
-        texts={
-            **trainer.task.files,
-            **{
-                f"{prefix}{name}": text
-                for prefix, tokenizer in trainer.task.tokenizers.items()
-                for name, text in tokenizer.files().items()
-            },
-        },
+        texts={**trainer.task.files, **trainer.tokenizer_files},
     )
+
+
+class _Later(Mapping[str, Fragment]):
+    """Fragments that are made when the first of them is asked for: by the thread that writes them."""
+
+    def __init__(self, make: Callable[[], dict[str, Fragment]]) -> None:
+        self._make = make
+
+    @cached_property
+    def _made(self) -> dict[str, Fragment]:
+        return self._make()
+
+    def __getitem__(self, name: str) -> Fragment:
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._made)
+
+    def __len__(self) -> int:
+        return len(self._made)
 
 
 def read_position(folder: Path | None, data_digest: str, world: World) -> tuple[Position, dict[str, Any] | None]:
@@ -116,26 +145,23 @@ def _shards(trainer: Trainer, flats: Iterable[Tensor]) -> dict[str, Fragment]:
 
 def _fragments(trainer: Trainer, flats: Iterable[tuple[Tensor, int]]) -> dict[str, Fragment]:
     """This rank's part of each parameter, in parts of its buckets, each with its start."""
-    layout, result = trainer.layout, {}
+    result = {}
     for bucket, (flat, first) in zip(trainer.buckets, flats, strict=True):
+        last = first + flat.numel()
         for slot in bucket.slots:
-            start, stop = max(slot.start, first), min(slot.stop, first + flat.numel())
-            shape, cut = trainer.shapes[slot.name], trainer.task.cuts.get(slot.name)
-            blocks = Blocks.of(shape, cut, layout.shard, layout.tp)
+            start, stop = max(slot.start, first), min(slot.stop, last)
             values = flat[start - first : stop - first] if start < stop else flat[:0]
-            result[slot.name] = Fragment(tuple(shape), blocks, max(0, start - slot.start), values)
+            shape, blocks = trainer.pieces[slot.name]
+            result[slot.name] = Fragment(shape, blocks, max(0, start - slot.start), values)
     return result
 
 
-def _copied(trainer: Trainer, flats: Sequence[Tensor]) -> dict[str, Fragment]:
-    """What this rank saves of each parameter, in host memory; of what several ranks have, only the first has any."""
-    layout = trainer.layout
-    mine = layout.replica == 0 or layout.update_shard.count > 1
-    found = _shards(trainer, [flat.to("cpu", copy=True) if mine else flat.new_empty(0) for flat in flats])
-    return {
-        name: own if mine and (layout.shard == 0 or name in trainer.task.cuts) else replace(own, values=own.values[:0])
-        for name, own in found.items()
-    }
+def _saved(trainer: Trainer, flats: Iterable[Tensor]) -> dict[str, Fragment]:
+    """What this rank saves of each parameter; of what several ranks have, only the first has any."""
+    found = _shards(trainer, flats)
+    if trainer.layout.shard == 0:
+        return found
+    return {name: own if name in trainer.cuts else replace(own, values=own.values[:0]) for name, own in found.items()}
 
 
 def _load(trainer: Trainer, file: Path | None, places: Mapping[str, Fragment]) -> None:

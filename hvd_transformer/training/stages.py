@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import accumulate
 
 import torch
 
@@ -14,7 +15,7 @@ from hvd_transformer.parallel import partition
 from hvd_transformer.parallel.layout import Layout
 from hvd_transformer.parallel.pipeline import Stage, worker_threads
 from hvd_transformer.parallel.schedule import make_schedule
-from hvd_transformer.training.activations import join, stage_activations
+from hvd_transformer.training.activations import Pass, Way, join, stage_activations
 from hvd_transformer.training.layer_cache import cached_costs
 from hvd_transformer.training.layer_measure import MeasuredLayer, measure_layers
 from hvd_transformer.training.optimizer import copies
@@ -94,12 +95,22 @@ def best_cut(
     numbers = 1 + sum(copies(config, dp))  # of each weight
     schedule = make_schedule(parallel.schedule, num_stages, num_micro_batches)
 
+    weights = [0, *accumulate(cost.weights for cost in costs)]
+
+    @cache
+    def passes_from(start: int) -> list[dict[Way, Pass]]:
+        """Of the first layer from here on, of the first two, and so on."""
+        result = [costs[start].passes]
+        for cost in costs[start + 1 :]:
+            result.append({way: join([found, cost.passes[way]]) for way, found in result[-1].items()})
+        return result
+
     @cache
     def need(stage: int, start: int, stop: int) -> int:
-        own = costs[start:stop]
-        passes = {way: join([cost.passes[way] for cost in own]) for way in own[0].passes}
-        activations = stage_activations(schedule[stage], stage, parallel.recompute, passes)
-        return round(numbers * sum(cost.weights for cost in own)) + activations
+        activations = stage_activations(
+            schedule[stage], stage, parallel.recompute, passes_from(start)[stop - start - 1]
+        )
+        return round(numbers * (weights[stop] - weights[start])) + activations
 
     return partition.balanced(seconds, num_stages, need, (1 - _RESERVE) * device_bytes)
 

@@ -312,7 +312,7 @@ def test_dropout_is_the_same_where_ranks_have_the_same_values_and_another_where_
         task = LanguageModelTask(config, data, Replica(0, 1))
         alone = World()
         shapes = {name: weight.shape for name, weight in task.model.named_parameters()}
-        cut_model(task, Layout(1, 2, 0, shard, (torch.device("cpu"),), alone, alone, WHOLE), shapes)
+        cut_model(task, task.cuts, Layout(1, 2, 0, shard, (torch.device("cpu"),), alone, alone, WHOLE), shapes)
         task.model.train()
         for name, module in task.model.named_modules():
             if isinstance(module, Dropout):
