@@ -152,7 +152,7 @@ def test_tasks(tmp_path, words, message):
         (["data.class_weights={good: 1}"], "data.class_weights: the label bad is missing; the labels are bad, good"),
         (
             ["data.class_weights={good: 1, bad: -1}"],
-            "data.class_weights={'good': 1, 'bad': -1} (command line): must be",
+            "data.class_weights={good: 1, bad: -1} (command line): must be",
         ),
         (["data.text_column=review"], "data.text_column=review: "),
         (

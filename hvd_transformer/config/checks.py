@@ -1,6 +1,6 @@
 """What no single key can tell: settings that do not go together."""
 
-from hvd_transformer.config.schema import Config
+from hvd_transformer.config.schema import Config, allowed
 from hvd_transformer.errors import UserError
 
 
@@ -43,10 +43,7 @@ def check(config: Config) -> None:
     _check_shards(config)
     partition = config.parallel.partition
     if isinstance(partition, str) and partition not in ("auto", "uniform") and ":" not in partition:
-        raise UserError(
-            f"parallel.partition={partition}: must be auto, uniform, a list of layers a stage, or "
-            "package.module:function"
-        )
+        raise UserError(f"parallel.partition={partition}: must be {allowed('parallel.partition')}")
     if config.parallel.micro_batches > training.batch_size and data.batch_tokens is None:
         raise UserError(
             f"parallel.micro_batches={config.parallel.micro_batches}: more than the "

@@ -7,13 +7,13 @@ import difflib
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import ValidationError
 
 from hvd_transformer.config.checks import check
-from hvd_transformer.config.schema import KEYS, SECTIONS, Config, field, may_change
+from hvd_transformer.config.schema import KEYS, SECTIONS, Config, allowed, field, may_change
 from hvd_transformer.errors import UserError
 
 PRESETS = resources.files("hvd_transformer.config") / "presets"
@@ -65,6 +65,14 @@ def load_again(values: Mapping[str, Any], origin: str, overrides: Sequence[str] 
     return settings.build()
 
 
+def check_words(overrides: Sequence[str]) -> None:
+    """Raises `UserError` for a "KEY=VALUE" word that is wrong whatever the other settings are."""
+    settings = _Settings()
+    for word in overrides:
+        settings.add_word(word)
+    settings.validated()
+
+
 def load_file(file: Path) -> Config:
     """A run directory's `config.yaml`."""
     return load(file=file)
@@ -94,7 +102,7 @@ class _Settings:
         for name, value in content.items():
             if name in SECTIONS:
                 if not isinstance(value, dict):
-                    raise UserError(f"{origin}: {name} must hold keys and values, not {value!r}")
+                    raise UserError(f"{origin}: {name} must hold keys and values, not {_shown(value)}")
                 for key, inner in value.items():
                     self.add(f"{name}.{key}", inner, origin)
             else:
@@ -102,8 +110,8 @@ class _Settings:
 
     def add_word(self, word: str) -> None:
         key, equals, value = word.partition("=")
-        if not equals:
-            raise UserError(f"{word}: not of the form KEY=VALUE, such as training.max_steps=50")
+        if not equals or not key.strip():
+            raise UserError(f"{_shown(word)}: not of the form KEY=VALUE, such as training.max_steps=50")
         parsed: Any = value
         if value.startswith(("[", "{")):
             try:
@@ -113,32 +121,70 @@ class _Settings:
         self.add(key.strip(), parsed, "command line")
 
     def add(self, key: str, value: Any, origin: str) -> None:
+        if key in SECTIONS:
+            own = [known for known in KEYS if known.startswith(f"{key}.")]
+            raise UserError(f"{key} ({origin}): a section of the configuration; its keys are {', '.join(own)}")
         if key not in KEYS:
-            raise UserError(f"{key} ({origin}): unknown key{_nearest(key, KEYS)}")
-        if isinstance(value, bool) and field(key).annotation is not bool:  # pydantic would take it for 0 or 1
-            raise UserError(f"{key}={str(value).lower()} ({origin}): must not be true or false")
+            raise UserError(f"{_shown(key)} ({origin}): unknown key{_nearest(key, KEYS)}")
+        given = f"{key}={_shown(value)} ({origin})"
+        if _has_bool(value) and field(key).annotation is not bool:  # pydantic would take it for 0 or 1
+            raise UserError(f"{given}: must not be true or false, nor yes or no, unless in quotes")
+        if not isinstance(value, _PLAIN):  # a date, for example
+            raise UserError(f"{given}: must be text, a number, a list or a table; put text in quotes")
+        if isinstance(value, str) and any(character < " " for character in value):
+            raise UserError(f"{given}: must not hold line breaks or other control characters")
         self.values[key] = value
         self.origins[key] = origin
 
     def build(self) -> Config:
+        config = self.validated()
+        check(config)
+        return config
+
+    def validated(self) -> Config:
+        """Each value by itself."""
         nested: dict[str, Any] = {}
         for key, value in self.values.items():
             section, _, name = key.rpartition(".")
             (nested.setdefault(section, {}) if section else nested)[name] = value
         try:
-            config = Config.model_validate(nested)
+            return Config.model_validate(nested)
         except ValidationError as error:
             raise UserError(self._explain(error)) from None
-        check(config)
-        return config
 
     def _explain(self, error: ValidationError) -> str:
         first = error.errors()[0]
         path = [str(part) for part in first["loc"]]
         key = next(key for key in (".".join(path[:2]), path[0]) if key in KEYS)
-        message = first["msg"]
-        wanted = message.partition(" should ")[2] or message
-        return f"{key}={self.values[key]} ({self.origins[key]}): must {wanted}"
+        return f"{key}={_shown(self.values[key])} ({self.origins[key]}): must {_wanted(key, first['msg'])}"
+
+
+_PLAIN = (str, int, float, list, dict, type(None))
+
+
+def _wanted(key: str, message: str) -> str:
+    """What pydantic's message says that the value should be or have; all that is allowed, where the schema says it."""
+    if in_words := allowed(key):
+        return f"be {in_words}"
+    wanted = (message.partition(" should ")[2] or message).partition(", unable")[0]
+    return f"{wanted}, or none" if type(None) in get_args(field(key).annotation) else wanted
+
+
+def _has_bool(value: Any) -> bool:
+    parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    return any(isinstance(part, bool) for part in parts)
+
+
+def _shown(value: Any) -> str:
+    """As one would type it, in one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_shown(name)}: {_shown(inner)}" for name, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_shown, value)) + "]"
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    text = str(value)
+    return text if text.isprintable() else repr(text)
 
 
 def _line(error: yaml.YAMLError, text: str) -> int:

@@ -11,12 +11,16 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.fields import FieldInfo
 
 
-def setting(default: Any, description: str, *, may_change: bool = False, **limits: Any) -> Any:
+def setting(
+    default: Any, description: str, *, may_change: bool = False, allowed: str | None = None, **limits: Any
+) -> Any:
     """One key: its default, its line in `--help`, its range.
 
-    `may_change`: a run may go on from a checkpoint although this key differs.
+    `may_change`: a run may go on from a checkpoint although this key differs. `allowed`: what a list, a table or a
+    union may be, for messages; pydantic's own name one of its parts only.
     """
-    return Field(default, description=description, json_schema_extra={"may_change": may_change}, **limits)
+    extra: dict[str, Any] = {"may_change": may_change, "allowed": allowed}
+    return Field(default, description=description, json_schema_extra=extra, **limits)
 
 
 def _none_word(value: Any) -> Any:
@@ -43,7 +47,8 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    # In YAML a label or a folder may look like a number.
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True)
 
 
 class ModelConfig(Section):
@@ -92,6 +97,7 @@ class DataConfig(Section):
     split: list[Fraction] = setting(
         [0.9, 0.05, 0.05],
         "shares of train, valid and test when source is one file; two numbers: no test split",
+        allowed="a list of two or three shares from 0 to 1, such as [0.9, 0.05, 0.05]",
         min_length=2,
         max_length=3,
     )
@@ -131,6 +137,7 @@ class DataConfig(Section):
         None,
         "how much a sample of each class counts in the loss: a number a label, {good: 1, bad: 2.5}, or balanced: the "
         "more the rarer the class is; none: all alike",
+        allowed="balanced, none, or a number above 0 for each label, such as {good: 1, bad: 2.5}",
     )
     cache_dir: str = setting(
         "~/.cache/hvd-transformer/data",
@@ -174,6 +181,7 @@ class ParallelConfig(Section):
         "layers a stage: auto (measured once, then the best of all cuts), uniform, a list such as [5, 4, 5], or "
         "package.module:function from a layer's name to its stage",
         may_change=True,
+        allowed="auto, uniform, a list of layers a stage such as [5, 4, 5], or package.module:function",
     )
     recompute: Literal["never", "always", "except_last"] = setting(
         "never",
@@ -194,7 +202,11 @@ class OptimizerConfig(Section):
     )
     weight_decay: float = setting(0.01, "weight decay; never on biases, norms and embeddings", ge=0)
     momentum: float = setting(0.0, "momentum of sgd", ge=0, lt=1)
-    betas: tuple[Beta, Beta] = setting((0.9, 0.95), "adam's and adamw's two decay rates")
+    betas: tuple[Beta, Beta] = setting(
+        (0.9, 0.95),
+        "adam's and adamw's two decay rates",
+        allowed="a list of two numbers from 0 to less than 1, such as [0.9, 0.95]",
+    )
     eps: float = setting(1e-8, "adam's and adamw's epsilon", gt=0)
     clip_norm: OptionalPositive = setting(1.0, "largest norm of the whole gradient; none: no clipping")
     schedule: Literal["constant", "step", "cosine", "noam"] = setting(
@@ -347,5 +359,16 @@ def field(key: str) -> FieldInfo:
 
 def may_change(key: str) -> bool:
     """Whether a run may go on from a checkpoint made with another value of this dotted key."""
+    return bool(_extra(key)["may_change"])
+
+
+def allowed(key: str) -> str | None:
+    """What the value of this dotted key may be, in words; None where its type and limits say it."""
+    found = _extra(key)["allowed"]
+    return None if found is None else str(found)
+
+
+def _extra(key: str) -> dict[str, Any]:
     extra = field(key).json_schema_extra
-    return isinstance(extra, dict) and bool(extra["may_change"])
+    assert isinstance(extra, dict)
+    return extra
