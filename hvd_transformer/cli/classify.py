@@ -20,6 +20,7 @@ def classify(checkpoint: Path, file: Path | None, text: tuple[str, ...], batch_s
     Writes a line of JSON for each, in order: the text, its label and the probability of every label; for an empty one
     the label is null. A text longer than those in training is cut as they were.
     """
+    inputs.check_checkpoint(checkpoint)
     from hvd_transformer.data.tokenizers import Ids
     from hvd_transformer.inference.classification import classify as classify_batch
     from hvd_transformer.inference.lines import in_batches

@@ -1,17 +1,31 @@
 """What every command does with an error: a user's mistake is one line on stderr and exit code 2."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+
+import click
 
 from hvd_transformer.errors import WRONG_INPUT, UserError
 
 
-@contextmanager
-def one_line_errors(command: str) -> Iterator[None]:
-    """Turns a `UserError` into its message on stderr and exit code 2."""
+def run(command: click.Command, name: str) -> None:
+    """Runs it with this process's words, and exits: with 2 where these are wrong, which one line says."""
     try:
-        yield
+        sys.exit(command.main(prog_name=name, standalone_mode=False))
     except UserError as error:
-        print(f"{command}: {error}", file=sys.stderr)
+        show(name, error)
         sys.exit(WRONG_INPUT)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.ClickException as error:
+        context = error.ctx if isinstance(error, click.UsageError) else None
+        show(context.command_path if context else name, error.format_message())
+        sys.exit(error.exit_code)
+    except click.Abort:
+        show(name, "interrupted")
+        sys.exit(1)
+
+
+def show(name: str, error: Exception | str) -> None:
+    """On stderr, as one line: what a user wrote may hold line breaks."""
+    print(f"{name}: {' '.join(str(error).splitlines())}", file=sys.stderr, flush=True)

@@ -2,12 +2,14 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from hvd_transformer.cli import inputs
+from hvd_transformer.errors import UserError
 
 if TYPE_CHECKING:
     from hvd_transformer.comm.world import World
@@ -33,6 +35,12 @@ def evaluate(checkpoint: Path, split: str | None, data: Path | None, as_json: bo
     """
     from hvd_transformer.cli.ranks import run_ranks, tensor_of
 
+    mistake = None
+    try:
+        check(checkpoint, settings)
+    except UserError as error:  # where there are other ranks, they find it as well: rank 0 alone has to see the folder
+        mistake = error
+
     def work(world: "World", stop: "StopRequest", watchdog: "Watchdog") -> int:
         from hvd_transformer.training.evaluation_job import Request
         from hvd_transformer.training.evaluation_job import evaluate as evaluate_checkpoint
@@ -46,7 +54,15 @@ def evaluate(checkpoint: Path, split: str | None, data: Path | None, as_json: bo
             click.echo(_as_json(result, world.size) if as_json else _as_text(result, world.size))
         return 0
 
-    sys.exit(run_ranks("hvd-transformer", work, tensor_of(settings)))
+    sys.exit(run_ranks("hvd-transformer", work, tensor_of(settings), mistake=mistake))
+
+
+def check(checkpoint: Path, settings: Sequence[str]) -> None:
+    """Raises `UserError` for what is wrong at first sight, before torch is imported."""
+    from hvd_transformer.config import check_words
+
+    check_words(settings)
+    inputs.check_checkpoint(checkpoint)
 
 
 def _as_text(result: "Result", num_ranks: int) -> str:

@@ -15,6 +15,7 @@ def export(checkpoint: Path, folder: Path) -> None:
 
     `generate`, `translate` and `classify` take it like a checkpoint.
     """
+    inputs.check_checkpoint(checkpoint)
     from hvd_transformer.inference.trained import export as export_model
 
     export_model(checkpoint, folder)

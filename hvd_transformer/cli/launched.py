@@ -42,10 +42,12 @@ def _train(words: Sequence[str]) -> Launched:
 
 
 def _evaluate(words: Sequence[str]) -> Launched:
-    from hvd_transformer.cli.evaluate import evaluate
-    from hvd_transformer.training.evaluation_job import Request, evaluation_config, read_checkpoint
+    from hvd_transformer.cli.evaluate import check, evaluate
 
     given = evaluate.make_context("evaluate", list(words[1:])).params
+    check(given["checkpoint"], given["settings"])
+    from hvd_transformer.training.evaluation_job import Request, evaluation_config, read_checkpoint
+
     request = Request(given["checkpoint"], given["settings"], given["split"], given["data"])
     worker = ["hvd-transformer", *words]
     return Launched(worker, worker, evaluation_config(read_checkpoint(request.checkpoint), request), False)

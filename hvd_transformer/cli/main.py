@@ -4,7 +4,7 @@ from importlib import import_module
 
 import click
 
-from hvd_transformer.cli.errors import one_line_errors
+from hvd_transformer.cli import errors
 
 # Name → one line of help. The command is the function of that name in cli/<name>.py.
 COMMANDS = {
@@ -47,5 +47,8 @@ def group() -> None:
 
 def main() -> None:
     """The console script."""
-    with one_line_errors("hvd-transformer"):
-        group()
+    errors.run(group, "hvd-transformer")
+
+
+if __name__ == "__main__":
+    main()

@@ -33,16 +33,19 @@ def plan(
 
     from hvd_transformer.config import load
     from hvd_transformer.errors import UserError
-    from hvd_transformer.parallel.drawing import draw_png
-    from hvd_transformer.parallel.schedule import SCHEDULES
-    from hvd_transformer.perf.plan import make_plan
-    from hvd_transformer.perf.plan_text import plan_text
 
     if memory_gib is not None and not (memory_gib > 0 and math.isfinite(memory_gib)):
         raise UserError(f"--memory-gib {memory_gib:g}: must be above 0")
     if output is not None and output.suffix.lower() != ".png":
         raise UserError(f"--output {output}: must end in .png")
-    made = make_plan(load(preset, file, settings), vocab_size, ranks)
+    config = load(preset, file, settings)
+    # Not before all that can be wrong without them: torch takes seconds.
+    from hvd_transformer.parallel.drawing import draw_png
+    from hvd_transformer.parallel.schedule import SCHEDULES
+    from hvd_transformer.perf.plan import make_plan
+    from hvd_transformer.perf.plan_text import plan_text
+
+    made = make_plan(config, vocab_size, ranks)
     width = min(shutil.get_terminal_size().columns, 120)
     click.echo(plan_text(made, max(width, 40), memory_gib))
     if output is not None:

@@ -18,14 +18,16 @@ def prepare(file: Path | None, preset: str | None, settings: tuple[str, ...]) ->
     """
     import time
 
-    from hvd_transformer.comm.pool import worker_map
     from hvd_transformer.config import load
+
+    started = time.monotonic()
+    config = load(preset=preset, file=file, overrides=settings)
+    # Not before what can be wrong without them: torch takes seconds.
+    from hvd_transformer.comm.pool import worker_map
     from hvd_transformer.data.once import never
     from hvd_transformer.training.task import Preparing
     from hvd_transformer.training.tasks import task_class
 
-    started = time.monotonic()
-    config = load(preset=preset, file=file, overrides=settings)
     with worker_map(config.data.workers) as mapped:
         if mapped is None:  # another rank's worker
             return

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from hvd_transformer.cli import errors
 from hvd_transformer.errors import WRONG_INPUT, UserError
 
 if TYPE_CHECKING:
@@ -23,15 +24,16 @@ def run_ranks(
 ) -> int:
     """Joins the other ranks and does the work; returns its exit code, or that of its error, which is shown.
 
-    A `mistake` in this rank's words is for the work to raise where other ranks wait to hear of it.
+    A `mistake` in this rank's words is for the work to raise where other ranks wait to hear of it. Horovod tells them.
     """
     from hvd_transformer.comm.environment import launched
+
+    place = launched()
+    if mistake is not None and place.size == 1:  # before torch is imported, which takes seconds
+        return _fail(command, mistake)
     from hvd_transformer.parallel.layout import process_groups
     from hvd_transformer.training.watchdog import Watchdog
 
-    place = launched()
-    if mistake is not None and place.size == 1:
-        return _fail(command, mistake)
     watchdog = Watchdog(place.rank, place.size, stall_seconds)
     watchdog.start()
     try:
@@ -91,7 +93,7 @@ def _run(command: str, work: "Work", rank: int, watchdog: "Watchdog", groups: Se
 
 
 def _fail(command: str, error: Exception) -> int:
-    print(f"{command}: {error}", file=sys.stderr, flush=True)
+    errors.show(command, error)
     return WRONG_INPUT
 
 

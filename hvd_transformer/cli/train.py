@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hvd_transformer.cli import errors
 from hvd_transformer.errors import UserError
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def command(file: Path | None, preset: str | None, settings: tuple[str, ...]) ->
 
 def main() -> None:
     """The console script."""
-    command()
+    errors.run(command, "hvd-train")
 
 
 def _raise_or_return(config: "Config | None", mistake: UserError | None) -> "Config":
@@ -67,3 +68,7 @@ def _raise_or_return(config: "Config | None", mistake: UserError | None) -> "Con
         raise mistake
     assert config is not None
     return config
+
+
+if __name__ == "__main__":
+    main()

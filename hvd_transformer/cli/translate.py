@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from hvd_transformer.cli import inputs
+from hvd_transformer.errors import UserError
 
 
 @click.command()
@@ -12,7 +13,7 @@ from hvd_transformer.cli import inputs
 @inputs.text_file
 @click.option("--beam", type=click.IntRange(1), help="Hypotheses kept; 1: greedy search. Default: as trained with.")
 @click.option(
-    "--length-penalty", type=click.FloatRange(0), help="Above 0 favours longer ones. Default: as trained with."
+    "--length-penalty", type=inputs.FiniteRange(0), help="Above 0 favours longer ones. Default: as trained with."
 )
 @inputs.batch_size
 @inputs.device
@@ -23,8 +24,8 @@ def translate(
 
     Writes a line for each, in order; an empty one for an empty one.
     """
+    inputs.check_checkpoint(checkpoint)
     from hvd_transformer.data.tokenizers import Ids
-    from hvd_transformer.errors import UserError
     from hvd_transformer.inference.lines import in_batches
     from hvd_transformer.inference.trained import load_trained
     from hvd_transformer.inference.translation import translate as translate_batch

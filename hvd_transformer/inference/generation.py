@@ -115,7 +115,8 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     logits = logits.double().cpu()
     if sampling.temperature == 0:
         return int(logits.argmax())
-    probabilities = filtered(logits / sampling.temperature, sampling).softmax(-1)
+    scaled = (logits - logits.max()) / sampling.temperature  # however low, none becomes infinite but the unlikely
+    probabilities = filtered(scaled, sampling).softmax(-1)
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 

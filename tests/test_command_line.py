@@ -1,0 +1,174 @@
+"""What is wrong on a command line is told in one line with exit code 2, by each command as a user starts it."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from conftest import BIN, REPOSITORY, rank_environment
+
+# Several command lines in one fresh process, where torch cannot be imported: what is told was found without it.
+CALLS = """
+import io, json, sys
+from contextlib import redirect_stderr
+sys.modules["torch"] = None
+from hvd_transformer.cli import main, train
+ended = []
+for program, *words in json.loads(sys.argv[1]):
+    sys.argv, text = [program, *words], io.StringIO()
+    try:
+        with redirect_stderr(text):
+            (train if program == "hvd-train" else main).main()
+    except SystemExit as end:
+        ended.append((end.code, text.getvalue()))
+print(json.dumps(ended))
+"""
+KEY = "nonsense (command line): unknown key"
+NO_FOLDER = "no such checkpoint folder"
+NO_RUN = "empty: neither a run directory nor a checkpoint nor an exported folder"
+
+
+def refused(command: Sequence[str | Path], folder: Path) -> str:
+    """The one line on stderr."""
+    done = subprocess.run(command, cwd=folder, env=rank_environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+def refused_without_torch(folder: Path, *calls: str, **environment: str) -> list[str]:
+    """The one line that each command line gets."""
+    done = subprocess.run(
+        [sys.executable, "-c", CALLS, json.dumps([call.split() for call in calls])],
+        cwd=folder, env=rank_environment() | environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    ended = json.loads(done.stdout)
+    assert len(ended) == len(calls)
+    for call, (code, text) in zip(calls, ended, strict=True):
+        assert (code, text.count("\n")) == (2, 1), f"{call}: exit code {code}\n{text}"
+    return [text.strip() for _, text in ended]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """`text.txt`, which is no checkpoint, `empty`, and `run`, which looks like one."""
+    (tmp_path / "text.txt").write_text("a text")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "broken.yaml").write_text("model:\n  num_layer: 2\n")
+    return tmp_path
+
+
+CONFIGURATIONS = {
+    "nonsense=1": KEY,
+    "training.batch_size=0": "training.batch_size=0 (command line): must be greater than or equal to 1",
+    "model.d_model=30 model.num_heads=4": "model.d_model=30: must be a multiple of model.num_heads=4",
+    "--preset tinny": "--preset tinny: no such preset, did you mean tiny?",
+    "--config absent.yaml": "absent.yaml: cannot be read: No such file or directory",
+    "--config broken.yaml": "model.num_layer (broken.yaml): unknown key, did you mean model.num_layers?",
+    "--presett tiny": "No such option",
+}
+
+
+@pytest.mark.parametrize("environment", [{}, {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"}], ids=["alone", "launched"])
+def test_a_wrong_configuration_is_told_before_torch_is_imported(folder: Path, environment: dict[str, str]) -> None:
+    commands = ["hvd-train", *(f"hvd-transformer {name}" for name in ("plan", "prepare", "launch --", "doctor --"))]
+    calls = {f"{command} {words}": message for command in commands for words, message in CONFIGURATIONS.items()}
+    for line, (call, message) in zip(refused_without_torch(folder, *calls, **environment), calls.items(), strict=True):
+        assert message in line, call
+
+
+def test_a_wrong_checkpoint_is_told_before_torch_is_imported(folder: Path) -> None:
+    calls = {
+        f"{command} {path}": message
+        for command in ("translate", "classify", "evaluate", "generate --prompt x", "launch -- evaluate")
+        for path, message in (("absent", NO_FOLDER), ("text.txt", NO_FOLDER), ("empty", NO_RUN))
+    }
+    calls |= {
+        "export absent new": NO_FOLDER,
+        "export empty new": NO_RUN,
+        "report absent": "absent: not a run directory",
+        "generate run": "give --prompt TEXT or --file FILE",
+        "generate run --file absent": "absent: cannot be read: No such file",
+        "evaluate run nonsense=1": KEY,
+        "evaluate run training.eval_batch_size=0": "training.eval_batch_size=0 (command line): must be greater",
+        "evaluate run nonsense": "nonsense: not of the form KEY=VALUE",
+        "launch -- evaluate run nonsense=1": KEY,
+    }
+    lines = refused_without_torch(folder, *(f"hvd-transformer {call}" for call in calls))
+    for line, (call, message) in zip(lines, calls.items(), strict=True):
+        assert message in line, call
+
+
+NUMBERS = {
+    "generate run --prompt x --temperature": "nan inf -inf -1 -0.5 1e400 hot",
+    "generate run --prompt x --top-p": "nan inf -1 0 1.5 all",
+    "generate run --prompt x --top-k": "nan inf -1 0 1.5",
+    "generate run --prompt x --tokens": "nan inf -1 0 1.5",
+    "generate run --prompt x --seed": "nan inf -1 1.5",
+    "translate run --length-penalty": "nan inf -1 1e400",
+    "translate run --beam": "nan inf -1 0 1.5",
+    "translate run --batch-size": "nan inf -1 0",
+    "classify run --batch-size": "nan inf -1 0",
+    "evaluate run --split": "nan",
+    "plan --preset tiny --memory-gib": "nan inf -1 0 much",
+    "launch -np": "nan inf -1 0 1.5",
+    "launch --restarts": "nan inf -1 1.5",
+    "launch -np 2 --min-np": "nan inf -1 0 3",
+    "launch --ssh-port": "nan inf -1 0 65536",
+    "doctor --ssh-port": "nan inf -1 0 65536",
+}
+
+
+def test_a_number_that_is_none_is_told_with_its_option(folder: Path) -> None:
+    calls = [
+        (option, f"hvd-transformer {option} {value}") for option, wrong in NUMBERS.items() for value in wrong.split()
+    ]
+    for line, (option, call) in zip(refused_without_torch(folder, *(call for _, call in calls)), calls, strict=True):
+        assert option.split()[-1] in line, call
+
+
+@pytest.mark.parametrize("words", [["--vocab-size", value] for value in ("-1", "0", "1", "99999999999999999999")])
+def test_a_vocabulary_that_cannot_be(folder: Path, words: list[str]) -> None:
+    line = refused([BIN / "hvd-transformer", "plan", "--preset", "tiny", *words], folder)
+    assert line == f"hvd-transformer: --vocab-size {words[1]}: must be from 2 to 2147483648"
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        (["hvd-train", "--presett"], "hvd-train: No such option '--presett'."),
+        (["hvd-transformer", "trian"], "hvd-transformer: No such command 'trian'."),
+        (["hvd-transformer", "generate"], "hvd-transformer generate: Missing argument 'CHECKPOINT'."),
+        (["hvd-transformer", "launch", "-n"], "hvd-transformer launch: No such option '-n'."),
+        (["hvd-transformer", "launch", "--", "--presett"], "hvd-train: No such option '--presett'."),
+    ],
+)
+def test_click_s_own_errors_are_one_line_with_the_command(folder: Path, command: list[str], line: str) -> None:
+    assert refused([BIN / command[0], *command[1:]], folder).startswith(line)
+
+
+@pytest.mark.parametrize("module", ["train", "main"])
+def test_the_modules_are_commands_too(module: str) -> None:
+    command = [sys.executable, "-m", f"hvd_transformer.cli.{module}"]
+    done = subprocess.run([*command, "--help"], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.startswith("Usage: ")
+    assert "nonsense" in refused([*command, *(["plan"] if module == "main" else []), "nonsense=1"], REPOSITORY)
+
+
+def test_help_and_version_and_nothing(tmp_path: Path) -> None:
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([BIN / "hvd-transformer", *words], cwd=tmp_path, capture_output=True, text=True)
+
+    assert (run("--version").returncode, run("plan", "--help").returncode) == (0, 0)
+    assert "Commands:" in run("--help").stdout
+    nothing = run()
+    assert "Commands:" in nothing.stdout + nothing.stderr
+
+
+def test_a_value_of_two_lines_is_told_in_one(folder: Path) -> None:
+    assert "two lines" in refused([BIN / "hvd-transformer", "plan", "--preset", "two\nlines"], folder)
