@@ -110,7 +110,7 @@ NUMBERS = {
     "generate run --prompt x --top-k": "nan inf -1 0 1.5",
     "generate run --prompt x --tokens": "nan inf -1 0 1.5",
     "generate run --prompt x --seed": "nan inf -1 1.5",
-    "translate run --length-penalty": "nan inf -1 1e400",
+    "translate run --length-penalty": "nan inf -1 1e300 1e400",
     "translate run --beam": "nan inf -1 0 1.5",
     "translate run --batch-size": "nan inf -1 0",
     "classify run --batch-size": "nan inf -1 0",

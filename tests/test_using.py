@@ -151,6 +151,8 @@ def test_a_text_goes_on_as_it_was_learned(language_model: Path, folder: Path) ->
     assert "32 tokens; the model has 32 positions" in long
     assert "has no token" in run("main", "generate", language_model, "--prompt", "", code=2)
     assert "give --prompt TEXT or --file FILE" in run("main", "generate", language_model, code=2)
+    for wrong in ("nan", "inf", "-1"):
+        assert "--temperature" in run("main", *words, "--prompt", "a", "--temperature", wrong, code=2)
 
 
 @pytest.mark.parametrize(("command", "kind"), [("translate", "translation"), ("classify", "classification")])

@@ -13,7 +13,7 @@ from hvd_transformer.errors import UserError
 @inputs.text_file
 @click.option("--beam", type=click.IntRange(1), help="Hypotheses kept; 1: greedy search. Default: as trained with.")
 @click.option(
-    "--length-penalty", type=inputs.FiniteRange(0), help="Above 0 favours longer ones. Default: as trained with."
+    "--length-penalty", type=inputs.FiniteRange(0, 10), help="Above 0 favours longer ones. Default: as trained with."
 )
 @inputs.batch_size
 @inputs.device

@@ -268,7 +268,9 @@ class TranslationConfig(Section):
     """How a translation is searched for, in evaluation and by `translate`."""
 
     beam: int = setting(4, "hypotheses kept at each step; 1: greedy search", may_change=True, ge=1)
-    length_penalty: float = setting(0.6, "above 0 favours longer translations (Wu et al. 2016)", may_change=True, ge=0)
+    length_penalty: float = setting(
+        0.6, "above 0 favours longer translations (Wu et al. 2016)", may_change=True, ge=0, le=10
+    )
 
 
 class CommunicationConfig(Section):

@@ -241,6 +241,7 @@ WRONG = [
     ("communication.compression=zip", "'none' or 'fp16'"),
     ("checkpoint.keep_last=0", "greater than or equal to 1"),
     ("checkpoint.every_seconds=-5", "greater than 0"),
+    ("translation.length_penalty=1e300", "less than or equal to 10"),
     ("seed=-1", "greater than or equal to 0"),
     (f"seed={2**63}", f"less than {2**63}"),
     ("task=cooking", "'language_model'"),

@@ -78,6 +78,13 @@ def test_the_cache_gives_the_tokens_of_computing_all_again(position: str, norm: 
     assert len({token for tokens in found for token in tokens}) > 2  # not the same word for ever
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-5])
+def test_the_lowest_temperatures_draw_the_likeliest(temperature: float) -> None:
+    model, prompts = random_model(), ragged_prompts()
+    found = generate(model, prompts, 12, Sampling(temperature=temperature), MAX_LENGTH)
+    assert found == generate(model, prompts, 12, Sampling(temperature=0), MAX_LENGTH)
+
+
 @pytest.mark.parametrize("changes", [{"num_layers": 1}, {"tie_embeddings": True}, {"num_heads": 8}])
 def test_so_it_does_with_other_models(changes: dict[str, object]) -> None:
     model, prompts = random_model(**changes), ragged_prompts()
