@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
 from torch import nn
+from torch._C._profiler import _EventType
 
 from hvd_transformer.cli import main as cli
 from hvd_transformer.cli.plan import plan as command
@@ -196,11 +198,33 @@ def test_a_recomputed_block_keeps_its_input_alone() -> None:
 
 
 def really_allocated(run: Callable[[], object]) -> int:
-    """The most bytes that torch's allocator had given out at once, beyond what it had before."""
+    """The most bytes of tensors that torch's allocator had given out at once, beyond what it had before.
+
+    What one operator takes and gives back itself does not count: a product of bfloat16 matrices may copy them to
+    float32 and sum there, in buffers whose sizes depend on the instructions of the CPU.
+    """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    changes = []
+    left = [(event, None) for event in profile.profiler.kineto_results.experimental_event_tree()]
+    while left:
+        event, operator = left.pop()
+        if event.tag == _EventType.Allocation:
+            fields = event.extra_fields
+            changes.append((event.start_time_ns, fields.ptr, fields.alloc_size, operator))
+        elif operator is None and event.name.startswith("aten::"):
+            operator = event
+        left += [(child, operator) for child in event.children]
+    taken, sizes = {}, []
+    for _, address, num_bytes, operator in sorted(changes, key=itemgetter(0)):
+        sizes.append(num_bytes)
+        if num_bytes > 0:
+            taken[address] = len(sizes) - 1, operator
+        elif address in taken:
+            place, taker = taken.pop(address)
+            if operator is not None and operator is taker:
+                sizes[place] = sizes[-1] = 0
+    return max(accumulate(sizes))
 
 
 @pytest.mark.parametrize(
@@ -211,7 +235,7 @@ def really_allocated(run: Callable[[], object]) -> int:
     ],
 )
 def test_the_pipelines_peak(schedule: str, recompute: str, more: list[str]) -> None:
-    """What the real pipeline takes from the allocator at most is the plan's; a kernel may need room of its own."""
+    """What the real pipeline's tensors take from the allocator at most is the plan's."""
     words = [f"parallel.schedule={schedule}", f"parallel.recompute={recompute}", "parallel.micro_batches=4"]
     config = load("python-docs", overrides=[*words, *more, "model.loss_chunk=32", "model.num_layers=2"])
     planned = make_plan(config, V).stages[0].activations[schedule, recompute]
@@ -233,8 +257,7 @@ def test_the_pipelines_peak(schedule: str, recompute: str, more: list[str]) -> N
     leave_products(model, pipeline.later[0])
     pipeline.train(batches[:1], 1.0)  # makes the tables of positions
     measured = really_allocated(lambda: pipeline.train(batches, 1.0))
-    room = 4 * max(weight.numel() for weight in model.parameters())  # a product of 16-bit matrices is summed in fp32
-    assert planned == pytest.approx(measured, abs=room if config.training.precision == "bf16" else 0.002 * measured)
+    assert planned == pytest.approx(measured, rel=0.002)
 
 
 def test_logits_are_a_gpus_unless_a_cpu_is_asked_for() -> None:
