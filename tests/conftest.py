@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from allowed_skips import UnexpectedSkips
 from hosts import Hosts, missing
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # several tests at a time share the cores
@@ -18,6 +19,11 @@ REPOSITORY = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 
 Ranks = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get("CI") == "true" and not hasattr(config, "workerinput"):  # xdist's workers report to one process
+        config.pluginmanager.register(UnexpectedSkips())
 
 
 @pytest.fixture(scope="session")
