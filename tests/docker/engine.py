@@ -5,6 +5,7 @@ so only the first run compiles Horovod.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 from conftest import REPOSITORY
 
 IMAGE = "hvd-transformer:test"
+DOCKERFILE = "docker/Dockerfile.cpu"
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hvd-transformer" / "docker"
 _PUBLIC_BASE = "debian:bookworm-slim"
 _OWN_BASE = "hvd-transformer-base:bookworm"
@@ -52,7 +54,7 @@ class Engine:
 
     def build(self, work: Path) -> None:
         """The image from our Dockerfile.cpu."""
-        words = ["docker", "build", "--network", "host", "-t", IMAGE, "-f", REPOSITORY / "docker/Dockerfile.cpu"]
+        words = ["docker", "build", "--network", "host", "-t", IMAGE, "-f", REPOSITORY / DOCKERFILE]
         words += [word for name in _PROXIES if name in os.environ for word in ("--build-arg", name)]
         if not self.has("docker", "image", "inspect", _PUBLIC_BASE) and not self.has("docker", "pull", _PUBLIC_BASE):
             self._make_bases(work)
@@ -79,12 +81,18 @@ class Engine:
             shutil.copy(REPOSITORY / name, work)
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", context / "wheels"]
         constraints = ["-c", work / "constraints.txt"]
-        self.run(*pip, *constraints, f"{work}[distributed,build]", "setuptools>=77", timeout=900)
+        self.run(*pip, *constraints, f"{work}[{','.join(image_extras())}]", "setuptools>=77", timeout=900)
         self.run(*pip, "--no-deps", "--no-build-isolation", "--no-binary", ":all:", "horovod==0.28.1", timeout=300)
         (context / "Dockerfile").write_text(
             f"FROM {_OWN_BASE}\nCOPY wheels /wheels\nENV PIP_NO_INDEX=1 PIP_FIND_LINKS=/wheels\n", encoding="utf-8"
         )
         self.run("docker", "build", "-t", _BUILD_BASE, context, timeout=300)
+
+
+def image_extras() -> list[str]:
+    """The extras of setup.cfg that the Dockerfile installs."""
+    groups = re.findall(r"pip install .*'\.\[([\w,]+)\]'", (REPOSITORY / DOCKERFILE).read_text(encoding="utf-8"))
+    return sorted({extra for group in groups for extra in group.split(",")})
 
 
 @contextmanager
