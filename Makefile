@@ -1,25 +1,41 @@
 # make train: install everything into .venv, then train on two Horovod ranks. make test, make lint, make bench likewise.
 PYTHON ?= python3
-VENV := $(CURDIR)/.venv
+# Relative: make cuts names at spaces, and the checkout's path may have some.
+VENV := .venv
 BIN := $(VENV)/bin
 OUTPUT ?= runs/python-docs
 # ruff reads no setup.cfg; this is its only caller.
 RUFF := --line-length 120 --target-version py310 --no-cache
 # Debian's archive keeps no old versions to pin; pip's cache is a mount, no part of a layer.
 HADOLINT := --ignore DL3008 --ignore DL3042
-export PATH := $(BIN):$(PATH)
+export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Open MPI refuses to run as root (containers, CI) unless told twice.
 export OMPI_ALLOW_RUN_AS_ROOT ?= 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 
-.PHONY: train test test-docker lint bench install clean
+# `HOROVOD_GPU_OPERATIONS=NCCL make install` builds Horovod for GPUs. The stamp holds the value: where the variable is
+# not set, Horovod stays as it is installed; set to nothing, it is built for CPUs again.
+STAMP := $(VENV)/installed
+INSTALLED_GPU_OPERATIONS := $(shell cat $(STAMP) 2>/dev/null)
+HOROVOD_GPU_OPERATIONS ?= $(INSTALLED_GPU_OPERATIONS)
+ifneq ($(HOROVOD_GPU_OPERATIONS),$(INSTALLED_GPU_OPERATIONS))
+.PHONY: $(STAMP)
+endif
+
+.PHONY: train test unit-tests distributed-tests test-docker lint bench install clean
 
 train: install
 	horovodrun -np 2 -H localhost:2 hvd-train --preset python-docs output_dir=$(OUTPUT)
 
-# The tests that start real ranks share the cores themselves; of the others two run at a time.
+# Both halves, also where the first one fails.
 test: install
+	$(MAKE) --keep-going -j1 unit-tests distributed-tests
+
+# Two at a time; the tests that start real ranks share the cores themselves.
+unit-tests: install
 	$(BIN)/python -m pytest -m "not distributed" -n 2 --dist loadfile $(PYTEST_ARGS)
+
+distributed-tests: install
 	$(BIN)/python -m pytest -m distributed $(PYTEST_ARGS)
 
 # The cluster of docker/compose.yaml on a Docker engine, which it starts itself where it is root and there is none.
@@ -41,16 +57,16 @@ bench: install
 	$(BIN)/python -m benchmarks.tensor_parallel
 	$(BIN)/python -m benchmarks.sharded
 
-install: $(VENV)/installed
+install: $(STAMP)
 
 # torch comes before the rest: Horovod is compiled against the one that is installed.
-$(VENV)/installed: setup.cfg constraints.txt docker/build_horovod.sh
+$(STAMP): setup.cfg constraints.txt docker/build_horovod.sh
 	@echo "Installing into .venv (first time: some minutes, most of it downloads and the Horovod build)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[distributed,build,dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall \
-		"$$(bash docker/build_horovod.sh $(BIN)/python)"
-	@touch $@
+		"$$(HOROVOD_GPU_OPERATIONS='$(HOROVOD_GPU_OPERATIONS)' bash docker/build_horovod.sh $(BIN)/python)"
+	@echo '$(HOROVOD_GPU_OPERATIONS)' >$@
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,0 +1,89 @@
+"""What make runs, with stand-ins for Python and for the Horovod build, in a folder whose name has a space."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+
+# Writes its arguments down, makes the virtual environment when asked to, and fails where the file `fails` says so.
+PYTHON = """#!/bin/sh
+echo "python $*" >>log
+[ "$2" != venv ] || { mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; }
+case "$*" in *"$(cat fails)"*) exit 1 ;; esac
+"""
+BUILD = """#!/bin/sh
+echo "horovod for ${HOROVOD_GPU_OPERATIONS:-CPUs}" >>log
+echo wheel.whl
+"""
+
+
+class Checkout:
+    """A folder with the Makefile and what it depends on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "docker").mkdir(parents=True)
+        for name in ("Makefile", "setup.cfg", "constraints.txt"):
+            shutil.copy(REPOSITORY / name, folder)
+        if (patches := REPOSITORY / "docker" / "patches").is_dir():
+            shutil.copytree(patches, folder / "docker" / "patches")
+        (folder / "docker" / "build_horovod.sh").write_text(BUILD)
+        (folder / "python").write_text(PYTHON)
+        (folder / "python").chmod(0o755)
+        (folder / "fails").write_text("nothing fails")
+
+    def make(self, target: str, **variables: str) -> tuple[int, list[str]]:
+        """The exit code, and what was run."""
+        (self.folder / "log").write_text("")
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(("HOROVOD_", "MAKE"))}
+        done = subprocess.run(
+            ["make", "--silent", "PYTHON=./python", target],
+            cwd=self.folder, env={**clean, **variables}, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        return done.returncode, (self.folder / "log").read_text().splitlines()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path / "a checkout")
+
+
+def test_install_runs_once(checkout: Checkout) -> None:
+    code, ran = checkout.make("install")
+    assert code == 0
+    assert ran[0] == "python -m venv .venv"
+    assert "horovod for CPUs" in ran
+    assert ran[-1].endswith("--force-reinstall wheel.whl")
+    assert checkout.make("install") == (0, [])
+    os.utime(checkout.folder / "setup.cfg", (2**32, 2**32))
+    assert checkout.make("install")[1] == ran
+
+
+def test_other_gpu_operations_are_another_installation(checkout: Checkout) -> None:
+    assert "horovod for CPUs" in checkout.make("install")[1]
+    assert "horovod for NCCL" in checkout.make("install", HOROVOD_GPU_OPERATIONS="NCCL")[1]
+    assert checkout.make("install", HOROVOD_GPU_OPERATIONS="NCCL") == (0, [])
+    assert checkout.make("install") == (0, [])  # not set: as it is
+    os.utime(checkout.folder / "setup.cfg", (2**32, 2**32))
+    assert "horovod for NCCL" in checkout.make("install")[1]
+    assert "horovod for CPUs" in checkout.make("install", HOROVOD_GPU_OPERATIONS="")[1]
+
+
+def test_an_installation_that_failed_is_tried_again(checkout: Checkout) -> None:
+    checkout.make("install")
+    (checkout.folder / "fails").write_text("--force-reinstall")
+    assert checkout.make("install", HOROVOD_GPU_OPERATIONS="NCCL")[0] == 2
+    (checkout.folder / "fails").write_text("nothing fails")
+    assert "horovod for NCCL" in checkout.make("install", HOROVOD_GPU_OPERATIONS="NCCL")[1]
+
+
+@pytest.mark.parametrize(("failing", "code"), [("nothing fails", 0), ("not distributed", 2), ("-m distributed", 2)])
+def test_both_halves_of_the_tests_run_and_either_fails_the_whole(checkout: Checkout, failing: str, code: int) -> None:
+    checkout.make("install")
+    (checkout.folder / "fails").write_text(failing)
+    found, ran = checkout.make("test")
+    assert found == code
+    assert [line.split(" -m ")[2].split(" -n")[0].strip() for line in ran] == ["not distributed", "distributed"]
