@@ -1,10 +1,36 @@
-"""The two Dockerfiles are one text below their arguments."""
+"""The two Dockerfiles are one text below their arguments, and what they copy is there."""
+
+import re
 
 from conftest import REPOSITORY
 
+DOCKERFILES = [(REPOSITORY / "docker" / f"Dockerfile.{kind}").read_text(encoding="utf-8") for kind in ("cpu", "gpu")]
+
 
 def test_the_gpu_image_differs_from_the_cpu_image_in_its_arguments_alone():
-    cpu, gpu = ((REPOSITORY / "docker" / f"Dockerfile.{kind}").read_text().partition("\n\n") for kind in ("cpu", "gpu"))
+    cpu, gpu = (text.partition("\n\n") for text in DOCKERFILES)
     assert "HOROVOD_GPU_OPERATIONS=NCCL" in gpu[0]
     assert gpu[0] != cpu[0]
     assert gpu[2] == cpu[2]
+
+
+def test_what_is_copied_into_the_image_is_there_and_not_ignored():
+    lines = (REPOSITORY / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    kept = {line[1:].rstrip("/") for line in lines if line.startswith("!")}
+    copied = {
+        source.rstrip("/")
+        for line in re.findall(r"^COPY (?!--from)(.*)$", DOCKERFILES[0], re.MULTILINE)
+        for source in line.split()[:-1]
+    }
+    assert {"setup.cfg", "hvd_transformer"} <= copied
+    assert all((REPOSITORY / source).exists() for source in copied)
+    assert copied == kept
+
+
+def test_the_image_installs_extras_that_setup_cfg_has():
+    """pip only warns of one that is not there."""
+    setup = (REPOSITORY / "setup.cfg").read_text(encoding="utf-8")
+    groups = re.findall(r"pip install .*'\.\[([\w,]+)\]'", DOCKERFILES[0])
+    extras = {extra for group in groups for extra in group.split(",")}
+    assert {"distributed", "build"} <= extras
+    assert all(re.search(rf"^{extra} =$", setup, re.MULTILINE) for extra in extras)

@@ -77,7 +77,7 @@ class Engine:
             self.run("docker", "import", archive, _OWN_BASE)
             archive.unlink()
         context = work / "packages"
-        for name in ("setup.cfg", "pyproject.toml", "constraints.txt"):
+        for name in ("LICENSE", "setup.cfg", "pyproject.toml", "constraints.txt"):
             shutil.copy(REPOSITORY / name, work)
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", context / "wheels"]
         constraints = ["-c", work / "constraints.txt"]
