@@ -187,6 +187,7 @@ class Session:
         if position.evaluated_step == position.step or not (due or position.step == self.trainer.total_steps):
             return False
         position.evaluated_step = position.step
+        self.saved_step = None  # a checkpoint of this step is to hold what is found
         self.heartbeat.enter("evaluation")
         began = time.perf_counter()
         self.valid = self.trainer.evaluate("valid").metrics

@@ -1,5 +1,6 @@
 """A job that was killed, stopped or given another number of ranks goes on as if nothing had happened."""
 
+import json
 import random
 import re
 import signal
@@ -186,29 +187,50 @@ def test_a_finished_run_trains_nothing_more(unbroken, ranks, corpus):
     assert summary(run) == numbers
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_run_that_patience_ended_trains_nothing_more(ranks, corpus, tmp_path, num_ranks):
-    """Nothing is learned at this rate: the first evaluation stays the best. More patience goes on."""
+@pytest.fixture
+def without_progress(ranks, corpus, tmp_path):
+    """Starts a run in which the first evaluation, after step 3, stays the best: nothing is learned at this rate."""
     run = tmp_path / "run"
     words = [TRAIN, *tiny(corpus), f"output_dir={run}", "optimizer.name=sgd", "optimizer.lr=1e-30"]
     words += ["training.eval_every=3", "training.epochs=9"]
-    kept = ["metrics.jsonl", *(f"checkpoints/latest/{name}" for name in ("model.safetensors", "state.json"))]
 
-    def start(patience):
+    def start(num_ranks, patience):
         result = ranks(num_ranks, [*words, f"training.patience={patience}"])
         assert result.returncode == 0, result.stdout + result.stderr
+        kept = ["metrics.jsonl", *(f"checkpoints/latest/{name}" for name in ("model.safetensors", "state.json"))]
         return [(run / name).read_bytes() for name in kept], summary(run), result.stdout
 
-    *before, _ = start(2)
+    start.run = run
+    return start
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_run_that_patience_ended_trains_nothing_more(without_progress, num_ranks):
+    """More patience goes on."""
+    *before, _ = without_progress(num_ranks, 2)
+    run = without_progress.run
     assert (summary(run)["status"], summary(run)["steps"], summary(run)["best_step"]) == ("finished", 9, 3)
-    *after, text = start(2)
+    *after, text = without_progress(num_ranks, 2)
     assert after == before
     assert "step 9: 2 evaluations in a row brought no better one, training.patience=2: training ends" in text
-    start(4)
-    assert [step for step, in steps(run)] == list(range(1, 16))
+    without_progress(num_ranks, 4)
+    assert [step for (step,) in steps(run)] == list(range(1, 16))
     assert state(run)["position"]["not_better"] == 4
-    start(3)
-    assert summary(run)["steps"] == 15
+
+
+def test_patience_ends_with_an_evaluation_that_a_stop_put_off(without_progress):
+    without_progress(1, 2)
+    run = without_progress.run
+    folder = (run / "checkpoints/latest").resolve()
+    stopped = state(run)
+    stopped["position"] |= {"evaluated_step": 6, "not_better": 1}
+    (folder / "state.json").write_text(json.dumps(stopped))
+    (folder / manifest.NAME).unlink()
+    manifest.write(folder)
+    *before, _ = without_progress(1, 2)
+    assert (summary(run)["steps"], state(run)["position"]["not_better"]) == (9, 2)
+    *after, _ = without_progress(1, 2)
+    assert after == before
 
 
 def test_goes_on_where_no_update_was_made_yet(ranks, corpus, tmp_path):
