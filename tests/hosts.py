@@ -10,11 +10,13 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from shlex import quote
 from types import TracebackType
 from typing import Any
 
@@ -38,7 +40,7 @@ def missing() -> str | None:
 class Hosts:
     """Hosts h1, h2, … from construction to `close`; h1 is where launchers run.
 
-    `private_tmp` gives each host a /tmp of its own: what is in the machine's /tmp is then not seen there.
+    `private_tmp` gives each host a /tmp of its own: of the machine's /tmp it shows the checkout and its Python alone.
     """
 
     def __init__(self, num_hosts: int = 2, private_tmp: bool = False) -> None:
@@ -182,8 +184,19 @@ class Hosts:
         # sshd wants /run/sshd; a new /sys shows the network interfaces of this namespace.
         lines = ["mount -t tmpfs none /run", "mkdir /run/sshd", "mount -t sysfs none /sys", f"hostname {host}"]
         lines += [f"mount --bind {file} /etc/{file.name}" for file in sorted((self.folder / "etc").iterdir())]
-        lines += ["mount -t tmpfs -o mode=1777 none /tmp"] if private_tmp else []
+        lines += self._hide_tmp() if private_tmp else []
         _checked(*self._enter(host), "sh", "-ec", "\n".join(lines))
+
+    def _hide_tmp(self) -> list[str]:
+        """Shell commands: mounts what the tests run from aside, an empty /tmp over the other, and that back into it."""
+        needed = (Path(__file__).parents[1], sys.prefix, sys.base_prefix, Path.cwd())
+        aside, back = [], []
+        for place, path in enumerate(sorted({Path(name).resolve() for name in needed})):
+            if Path("/tmp") in path.parents:
+                here, there = quote(str(path)), self.folder / f"kept-{place}"
+                aside.append(f"mkdir -p {there} && mount --bind {here} {there}")
+                back.append(f"mkdir -p {here} && mount --bind {there} {here}")
+        return [*aside, "mount -t tmpfs -o mode=1777 none /tmp", *back]
 
     def _connect(self, host: str) -> None:
         cable = f"link add {host} type veth peer name eth0 netns {self._keepers[host].pid}"
