@@ -135,7 +135,7 @@ def test_a_number_that_is_none_is_told_with_its_option(folder: Path) -> None:
 @pytest.mark.parametrize("words", [["--vocab-size", value] for value in ("-1", "0", "1", "99999999999999999999")])
 def test_a_vocabulary_that_cannot_be(folder: Path, words: list[str]) -> None:
     line = refused([BIN / "hvd-transformer", "plan", "--preset", "tiny", *words], folder)
-    assert line == f"hvd-transformer: --vocab-size {words[1]}: must be from 2 to 2147483648"
+    assert line == f"hvd-transformer: --vocab-size {words[1]}: must be at least 2 and at most 2147483648"
 
 
 @pytest.mark.parametrize(

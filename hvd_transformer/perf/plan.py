@@ -137,7 +137,7 @@ def _vocabulary(config: Config, given: int | None) -> tuple[int, str]:
     data = config.data
     if given is not None:
         if not 2 <= given <= 2**31:
-            raise UserError(f"--vocab-size {given}: must be from 2 to {2**31}")
+            raise UserError(f"--vocab-size {given}: must be at least 2 and at most {2**31}")
         return given, "--vocab-size"
     if data.vocab_size is not None:
         return data.vocab_size, "data.vocab_size"
