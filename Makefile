@@ -56,6 +56,7 @@ bench: install
 	$(BIN)/python -m benchmarks.partition
 	$(BIN)/python -m benchmarks.tensor_parallel
 	$(BIN)/python -m benchmarks.sharded
+	$(BIN)/python -m benchmarks.growth
 
 install: $(STAMP)
 

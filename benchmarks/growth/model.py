@@ -1,0 +1,159 @@
+"""The costs of a job by the size of its model: layers, parameters (the width), vocabulary. One rank, one thread.
+
+A job of `training.job` runs to its first step, and what follows is measured on it; a second one resumes from the
+checkpoint of the first.
+"""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout, suppress
+from functools import partial
+from io import StringIO
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.growth.fit import Point
+from benchmarks.growth.stopwatch import Stopwatch, seconds
+from hvd_transformer.comm.world import World
+from hvd_transformer.config import Config, load
+from hvd_transformer.perf.plan import make_plan
+from hvd_transformer.perf.plan_text import plan_text
+from hvd_transformer.training import job, snapshot
+from hvd_transformer.training.loop import Trainer
+from hvd_transformer.training.session import Session
+from hvd_transformer.training.stop import StopRequest
+
+SETTINGS = (
+    "data.tokenizer=basic_english", "data.sequence_length=8", "data.split=[0.9, 0.1]", "data.workers=1",
+    "model.d_model=32", "model.num_heads=2", "model.d_feedforward=128", "model.max_length=8", "model.num_layers=4",
+    "model.dropout=0.0", "training.batch_size=2", "training.eval_batch_size=8", "training.device=cpu",
+    "training.epochs=1000000", "optimizer.lr=1e-4",
+)  # fmt: skip
+WORDS = 200  # of the vocabulary
+_STARTS, _REPEATS = 3, 7
+
+
+class _Enough(Exception):
+    """Leaves a job."""
+
+
+def layers(number: int) -> dict[str, Point]:
+    """By blocks of width 32."""
+    return measure(number, [f"model.num_layers={number}"])
+
+
+def parameters(width: int) -> dict[str, Point]:
+    """By all parameters of 4 blocks of this width."""
+    return measure(None, [f"model.d_model={width}", f"model.d_feedforward={4 * width}", "model.num_heads=4"])
+
+
+def vocabulary(size: int) -> dict[str, Point]:
+    """By words."""
+    return measure(size, ["model.num_layers=2"], num_words=size)
+
+
+def measure(n: float | None, settings: Sequence[str], num_words: int = WORDS) -> dict[str, Point]:
+    """Every cost of this model, by name. `n`: its size; None: its parameters."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="growth-") as name:
+        folder = Path(name)
+        (folder / "text.txt").write_text(_text(num_words))
+        words = [*SETTINGS, *settings, f"data.source={folder / 'text.txt'}", f"data.cache_dir={folder / 'cache'}"]
+
+        def config(run: str) -> Config:
+            return load(overrides=[*words, f"output_dir={folder / run}"])
+
+        first_step(config("warm"))  # prepares the data, and imports what comes late
+        found: dict[str, list[float]] = {}
+        scales: dict[str, float] = {}
+
+        def of_job(session: Session) -> None:
+            nonlocal n
+            n = n or session.trainer.num_parameters
+            ours, plain = steps(session.trainer)
+            found["step beside its arithmetic"] = [ours - plain]
+            scales["step beside its arithmetic"] = ours
+            found["checkpoint's stall"] = [stall(session)]
+            found["evaluation"] = [least(lambda: session.trainer.evaluate("valid"))]
+
+        def of_resumed(session: Session) -> None:
+            folder = session.run.store.steps()[-1]
+            state = snapshot.read_position(folder, session.data_digest, session.world)[1]
+            assert state is not None
+            found["load"] = [least(lambda: snapshot.load(session.trainer, folder, state))]
+
+        found["start"] = [min(first_step(config(f"start-{number}")) for number in range(_STARTS))]
+        first_step(config("run"), of_job)
+        found["resume"] = [min(first_step(config("run"), of_resumed) for _ in range(_STARTS))]
+        found["plan"] = [least(lambda: plan_text(make_plan(config("run"), num_words), 80), 2)]
+        assert n is not None
+        return {name: Point(n, values, scales.get(name)) for name, values in found.items()}
+
+
+def first_step(config: Config, then: Callable[[Session], None] = lambda _: None) -> float:
+    """Seconds from the start of a job to the end of its first step; `then` has it for itself."""
+    took = 0.0
+    watch = Stopwatch()
+
+    class Measured(Session):
+        def train(self, stop: StopRequest) -> str:
+            nonlocal took
+            self.trainer.step(next(self.trainer.steps()))
+            took = watch.seconds()
+            then(self)
+            self.saver.close()
+            self.run.release()
+            raise _Enough
+
+    before, job.Session = job.Session, Measured  # type: ignore[misc]
+    try:
+        with suppress(_Enough), redirect_stdout(StringIO()):
+            job.run(config, World(), StopRequest())
+    finally:
+        job.Session = before  # type: ignore[misc]
+    return took
+
+
+def steps(trainer: Trainer) -> tuple[float, float]:
+    """Least seconds of a step, and of torch alone: forward, backward, clipping and update of the same model."""
+    model: nn.Module = trainer.task.make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def torch_step(inputs: Tensor, targets: Tensor) -> None:
+        loss, count = model.loss(inputs, targets)
+        (loss / count).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    ours, plain = [], []
+    for plan in islice(trainer.steps(), 3 * _REPEATS):
+        batch = trainer.task.batch(trainer.position.epoch, plan.rounds[0])
+        ours.append(seconds(partial(trainer.step, plan)))
+        plain.append(seconds(partial(torch_step, *batch)))
+    return min(ours), min(plain)
+
+
+def stall(session: Session) -> float:
+    """Least seconds that training stands still for a checkpoint; each is written before the next."""
+    plans, found = session.trainer.steps(), []
+    for _ in range(_REPEATS):
+        session.trainer.step(next(plans))
+        found.append(seconds(lambda: session.save(best=False)))
+        session.saver.wait()
+    return min(found)
+
+
+def least(action: Callable[[], object], repeats: int = _REPEATS) -> float:
+    """The shortest of some times."""
+    return min(seconds(action) for _ in range(repeats))
+
+
+def _text(num_words: int) -> str:
+    """Lines of ten words, each word at least once in the first nine tenths."""
+    words = [f"w{number}" for number in range(num_words)]
+    lines = [" ".join(words[start : start + 10]) for start in range(0, num_words, 10)]
+    return "\n".join([*lines, *lines[: 200 + len(lines) // 8]]) + "\n"

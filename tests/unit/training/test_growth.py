@@ -1,0 +1,169 @@
+"""What a job does grows no faster than its layers, ranks, micro-batches and steps: calls are counted, not seconds.
+
+`python -m benchmarks.growth` measures the seconds, at larger sizes.
+"""
+
+import cProfile
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_world import FakeWorld
+from small_job import SPLITS, TOKENIZER, VOCABULARY, run, settings
+
+from hvd_transformer.checkpoint.store import CheckpointStore
+from hvd_transformer.comm.world import World
+from hvd_transformer.parallel.layout import Layout
+from hvd_transformer.perf.plan import make_plan
+from hvd_transformer.perf.plan_text import plan_text
+from hvd_transformer.training import charts, snapshot
+from hvd_transformer.training.assembly import make_task
+from hvd_transformer.training.loop import Trainer
+from hvd_transformer.training.metrics_log import MetricsLog
+from hvd_transformer.training.position import Position
+from hvd_transformer.training.report import write_report
+
+# When a size doubles, calls may grow by this factor: an exponent of 1.15, the limit of benchmarks.growth.
+DOUBLED = 2**1.15
+# Calls that come and go with caches and counters.
+SLACK = 30
+SIZES = (4, 8, 16)
+LAYOUTS = {
+    "alone": (1, []),
+    "a bucket per weight": (1, ["communication.bucket_mb=0.00001"]),
+    "two stages": (1, ["parallel.pipeline=2", "parallel.partition=uniform", "parallel.micro_batches=2"]),
+    "replicas": (2, []),
+    "shared state": (2, ["parallel.optimizer_shard=state"]),
+    "shared gradients": (2, ["parallel.optimizer_shard=gradients"]),
+    "shared matrices": (2, ["parallel.tensor=2", "parallel.vocab_parallel=true"]),
+}
+Costs = dict[str, int]
+
+
+def calls(action: Callable[[], object]) -> int:
+    """Of functions, of Python's and of C's, in this thread; each value of a generator counts, too."""
+    profile = cProfile.Profile()
+    gc.disable()  # what it frees may call
+    try:
+        profile.runcall(action)
+    finally:
+        gc.enable()
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+def assert_straight(costs: Callable[[int], Costs], *sizes: int) -> None:
+    """The sizes double: each cost may grow `DOUBLED` times as much from the second to the third as before."""
+    costs(sizes[0])  # imports and caches
+    found = [costs(size) for size in sizes]
+    bent = {
+        name: counts
+        for name in found[0]
+        for counts in [[each[name] for each in found]]
+        if counts[2] - counts[1] > DOUBLED * max(0, counts[1] - counts[0]) + SLACK
+    }
+    assert not bent, f"calls at {sizes}: {bent}"
+
+
+@contextmanager
+def job(num_ranks: int, *words: str) -> Iterator[tuple[Trainer, Costs]]:
+    """Rank 0's trainer, and what building it cost."""
+    config = settings(*words)
+    world = World() if num_ranks == 1 else FakeWorld(0, num_ranks)
+    layout = Layout.of(config, world)
+    data = SimpleNamespace(tokenizer=TOKENIZER, splits=SPLITS)
+    costs: Costs = {}
+    built: list[Any] = []
+    costs["model"] = calls(lambda: built.append(make_task(config, data, layout)))
+    costs["trainer"] = calls(lambda: built.append(Trainer(config, world, layout, built[0], Position())))
+    yield built[1], costs
+    built[1].close()
+
+
+def of_a_job(folder: Path, num_ranks: int, *words: str) -> Costs:
+    """Calls of building, stepping, saving, loading and evaluating; of the rank's messages, too."""
+    with job(num_ranks, *words) as (trainer, costs):
+        run(trainer, 1)
+        step = next(trainer.steps())
+        costs["step"] = calls(lambda: trainer.step(step))
+        costs["evaluation"] = calls(lambda: trainer.evaluate("valid"))
+        costs["comparison of the replicas"] = calls(lambda: trainer.check_replicas("now"))
+        taken = []
+        costs["snapshot"] = calls(lambda: taken.append(snapshot.take(trainer, "digest", 0, False)))
+        store = CheckpointStore(folder, keep_last=1)
+        costs["checkpoint"] = calls(lambda: store.save(taken[0]))
+        state = snapshot.read_position(store.steps()[-1], "digest", World())[1]
+        assert state is not None
+        costs["load"] = calls(lambda: snapshot.load(trainer, store.steps()[-1], state))
+        if isinstance(trainer.world, FakeWorld):
+            costs["messages"] = len(trainer.world.events)
+        return costs
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_job_by_its_layers(layout: str, tmp_path: Path) -> None:
+    num_ranks, words = LAYOUTS[layout]
+    assert_straight(lambda size: of_a_job(tmp_path / str(size), num_ranks, f"model.num_layers={size}", *words), *SIZES)
+
+
+@pytest.mark.parametrize("words", [[], ["parallel.optimizer_shard=gradients"]], ids=["replicas", "shared gradients"])
+def test_a_job_by_its_ranks(words: list[str], tmp_path: Path) -> None:
+    found = {size: of_a_job(tmp_path / str(size), size, *words) for size in SIZES}
+    assert len({costs["messages"] for costs in found.values()}) == 1
+    assert_straight(lambda size: of_a_job(tmp_path / str(size), size, *words), *SIZES)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["parallel.micro_batches={}", "training.batch_size={}"],
+        ["training.accumulation={}", "training.batch_size=1"],
+    ],
+    ids=["micro-batches", "rounds"],
+)
+def test_a_step_by_its_parts(words: list[str], tmp_path: Path) -> None:
+    assert_straight(lambda size: of_a_job(tmp_path / str(size), 1, *(word.format(size) for word in words)), *SIZES)
+
+
+def test_a_plan_by_its_layers() -> None:
+    def plan(size: int) -> Costs:
+        config = settings(f"model.num_layers={size}", "parallel.pipeline=2")
+        return {"plan": calls(lambda: plan_text(make_plan(config, VOCABULARY), 80))}
+
+    assert_straight(plan, 1, 2, 4)
+
+
+def test_a_run_by_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(charts.Figure, "savefig", lambda figure, file, format: None)  # matplotlib's calls vary
+
+    def of_run(size: int) -> Costs:
+        run = tmp_path / str(size)
+        run.mkdir(exist_ok=True)
+        (run / "metrics.jsonl").unlink(missing_ok=True)
+        log = MetricsLog(run, 0, pytest.fail)
+
+        def write() -> None:
+            for step in range(size):
+                log.write(step + 1, loss=5 / (step + 2), lr=1e-3, grad_norm=1.0, tokens_per_second=10.0)
+                log.write(step + 1, valid_loss=5 / (step + 3), valid_perplexity=8.0)
+
+        costs = {"log": calls(write)}
+        log.close()
+        costs["report"] = calls(lambda: write_report(run))
+        costs["resume"] = calls(lambda: MetricsLog(run, size // 2, pytest.fail).close())
+        return costs
+
+    assert_straight(of_run, 1000, 2000, 4000)
+
+
+def test_calls_that_grow_with_the_square_are_seen() -> None:
+    def squared(size: int) -> Costs:
+        model = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(size)))
+        return {"names": calls(lambda: [dict(model.named_parameters()) for _ in range(size)])}
+
+    with pytest.raises(AssertionError, match="names"):
+        assert_straight(squared, *SIZES)
