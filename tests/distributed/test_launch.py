@@ -203,11 +203,9 @@ def launch(*words) -> subprocess.CompletedProcess[str]:
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_wrong_input_is_one_line_before_anything_starts(words, message):
-    began = time.monotonic()
     done = launch(*words)
     assert done.returncode == 2
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith("hvd-transformer: ")
     assert message in done.stderr
-    assert time.monotonic() - began < 5
