@@ -4,6 +4,7 @@ Where CI=true any other skip fails the session: a package that is missing there 
 """
 
 import os
+import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
@@ -45,6 +46,7 @@ ALLOWED = [
     Skip("needs the right to mount", "a container without CAP_SYS_ADMIN", _CONTAINER),
     Skip("needs the data sets in */shared/data", "without ../shared/data beside the checkout", not _SHARED),
     Skip("no WikiText-2 at *", "without ../shared/data beside the checkout", not _SHARED),
+    Skip("mpirun and bare horovodrun need a path without spaces", "with a space in its path", " " in sys.prefix),
     Skip("takes minutes: with FAULT_REPEATS=20", "any: a long run, before a release", not _LONG),
     Skip("FAULT_REPEATS tests each fault alone", "any: in that long run", _LONG),
 ]

@@ -20,9 +20,13 @@ from shlex import quote
 from types import TracebackType
 from typing import Any
 
+import pytest
+
 _COMMANDS = ("ip", "nsenter", "ssh", "ssh-keygen", "sshd", "unshare")
 _PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 _UNSHARE = ("unshare", "--net", "--uts", "--mount")
+# Both write the paths of their programs unquoted into what ssh gives to a shell.
+no_space = pytest.mark.skipif(" " in sys.prefix, reason="mpirun and bare horovodrun need a path without spaces")
 
 
 def missing() -> str | None:

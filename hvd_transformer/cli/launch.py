@@ -113,6 +113,7 @@ def launch(
         return
     values = environment.named_values(os.environ, named)
     check_devices(found, config, os.environ)
+    horovodrun.check_path()
 
     if dry_run:
         click.echo(shlex.join(horovodrun.words(worker.words)))

@@ -1,6 +1,7 @@
 """The horovodrun command line of a job."""
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,14 @@ class Horovodrun:
     def num_ranks(self) -> int:
         """One a slot."""
         return sum(host.slots for host in self.hosts)
+
+    def check_path(self) -> None:
+        """Raises `UserError` where mpirun could not start its own program on other hosts: it quotes no path for them."""
+        if self.mpi and len(self.hosts) > 1 and not _PATH.fullmatch(sys.prefix):
+            raise UserError(
+                f"--mpi: Open MPI takes no spaces or quotes in the path of its installation, {sys.prefix}, "
+                "on other hosts; use --gloo, or another path"
+            )
 
     def words(self, worker: Sequence[str]) -> list[str]:
         """The command that starts `worker` on every rank."""

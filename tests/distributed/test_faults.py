@@ -17,7 +17,7 @@ from statistics import median
 
 import pytest
 from conftest import BIN, rank_environment
-from hosts import Hosts
+from hosts import Hosts, no_space
 from jobs import steps, summary, tiny, write_corpus
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(3600)]
@@ -201,7 +201,7 @@ def unbroken(hosts: Hosts, corpus: Path, tmp_path_factory: pytest.TempPathFactor
     ("backend", "same_size", "last", "more"),
     [
         ("gloo", [kill_rank, stop_rank], cut_link, ["parallel.optimizer_shard=state"]),  # both ranks write checkpoints
-        ("mpi", [kill_ranks_of_a_host, kill_launcher], kill_host, []),
+        pytest.param("mpi", [kill_ranks_of_a_host, kill_launcher], kill_host, [], marks=no_space),
     ],
 )
 def test_faults_change_nothing(
@@ -226,7 +226,7 @@ def test_faults_change_nothing(
 
 
 @pytest.mark.skipif(not REPEATS, reason="takes minutes: with FAULT_REPEATS=20")
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=no_space)])
 @pytest.mark.parametrize("fault", [kill_rank, kill_ranks_of_a_host, stop_rank, kill_launcher])
 def test_a_fault_many_times(
     hosts: Hosts, corpus: Path, unbroken: Path, tmp_path: Path, backend: str, fault: Callable[[Job], None]
@@ -254,7 +254,7 @@ def slow_unbroken(hosts: Hosts, corpus: Path, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.mark.skipif(not REPEATS, reason="takes minutes: with FAULT_REPEATS=20")
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=no_space)])
 @pytest.mark.parametrize("fault", [kill_host, cut_link])
 def test_a_host_goes_and_comes_back_many_times(
     hosts: Hosts, corpus: Path, slow_unbroken: Path, tmp_path: Path, backend: str, fault: Callable[[Job], None]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from conftest import BIN, Ranks, rank_environment
-from hosts import Hosts
+from hosts import Hosts, no_space
 from jobs import TRAIN, steps, summary, tiny, write_corpus
 
 pytestmark = pytest.mark.distributed
@@ -32,7 +32,9 @@ def one_host(ranks: Ranks, corpus: Path, tmp_path_factory: pytest.TempPathFactor
     return run
 
 
-@pytest.mark.parametrize("how", ["gloo", "mpi", "bare horovodrun"])
+@pytest.mark.parametrize(
+    "how", ["gloo", pytest.param("mpi", marks=no_space), pytest.param("bare horovodrun", marks=no_space)]
+)
 def test_two_hosts_train_as_one_does(hosts: Hosts, one_host: Path, corpus: Path, tmp_path: Path, how: str) -> None:
     run, where = tmp_path / "run", ["-np", "2", "-H", "h1:1,h2:1"]
     if how == "bare horovodrun":

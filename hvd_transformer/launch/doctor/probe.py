@@ -38,7 +38,7 @@ import mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
 print(MPI.Get_library_version().split(",")[0].strip("\\0 \\n"))
-print(next(line.split()[-1] for line in open("/proc/self/maps") if "/libmpi" in line))
+print(next(line.split(maxsplit=5)[-1].strip() for line in open("/proc/self/maps") if "/libmpi" in line))
 """
 
 _server = None
@@ -201,7 +201,7 @@ def _horovod() -> dict[str, Any] | None:
         built_for = json.loads((folder / "metadata.json").read_text()).get("pytorch")
     except (OSError, ValueError):
         built_for = None
-    mpi = re.search(r"libmpi\.so\S* => (/\S+|not found)", _output(["ldd", str(library)]))
+    mpi = re.search(r"libmpi\.so\S* => (/.+(?= \()|not found)", _output(["ldd", str(library)]))
     return {"features": features, "torch": built_for, "mpi": str(Path(mpi[1]).resolve()) if mpi else None}
 
 

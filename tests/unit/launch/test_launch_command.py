@@ -23,7 +23,8 @@ def test_the_plain_command() -> None:
     ]  # fmt: skip
 
 
-def test_every_option(tmp_path: Path) -> None:
+def test_every_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.prefix", "/usr")  # Open MPI takes no space there
     key = tmp_path / "key"
     key.write_text("")
     words = Horovodrun(HOSTS, True, Ssh(2222, key), "eth0,ib0", Path("line.json"), True).words(["hvd-train"])
@@ -53,6 +54,16 @@ def test_what_horovodrun_cannot_take_is_told_before_it_starts() -> None:
     assert refused(hosts=[Host("fe80::1", 2)]).startswith("[fe80::1]: horovodrun knows no IPv6 addresses")
     for name in ("", "eth0;reboot", "eth0 eth1", "eth0,", "$(x)", "a\nb"):
         assert refused(network_interface=name).startswith("--network-interface ")
+
+
+def test_mpirun_on_other_hosts_takes_no_path_with_a_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would write this path unquoted into what ssh gives to their shells."""
+    monkeypatch.setattr("sys.prefix", "/home/me/my venv")
+    assert refused(mpi=True).startswith(
+        "--mpi: Open MPI takes no spaces or quotes in the path of its installation, /home"
+    )
+    assert Horovodrun(HOSTS[:1], mpi=True).words([])
+    assert Horovodrun(HOSTS).words([])
 
 
 @pytest.mark.parametrize("port", [0, -1, 65536])
