@@ -67,7 +67,7 @@ class Horovodrun:
         return sum(host.slots for host in self.hosts)
 
     def check_path(self) -> None:
-        """Raises `UserError` where mpirun could not start its own program on other hosts: it quotes no path for them."""
+        """Raises `UserError` where mpirun could not start its daemon on other hosts: it quotes no path for them."""
         if self.mpi and len(self.hosts) > 1 and not _PATH.fullmatch(sys.prefix):
             raise UserError(
                 f"--mpi: Open MPI takes no spaces or quotes in the path of its installation, {sys.prefix}, "
