@@ -10,25 +10,28 @@ from pathlib import Path
 
 import click
 
-from benchmarks.growth.child import PARTS, Part
-from benchmarks.growth.fit import LIMIT, Growth, Point, fit
+from benchmarks.growth.child import PARTS
+from benchmarks.growth.fit import LEAST_SIZES, LIMIT, Growth, Point, fit
+from benchmarks.growth.ranks import COUNTED
 from benchmarks.paired import machine
 from hvd_transformer.atomic import write_text
 
-_COLUMNS = "{:<12} {:<34} {:>22} {:>12} {:>12}  {:>19}  {}"
+_COLUMNS = "| {:<10} | {:<28} | {:<29} | {:>12} | {:>12} | {:<17} |{}"
 
 
 @click.command()
 @click.argument("names", nargs=-1, type=click.Choice(list(PARTS)), metavar="[PART]...")
 @click.option("--rounds", type=click.IntRange(min=1), help="Measurements at each size; default: 2 or 3, by the part.")
+@click.option("--most", type=int, help="Leave out the sizes above this.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write every figure there.")
-def main(names: tuple[str, ...], rounds: int | None, json_file: Path | None) -> None:
+def main(names: tuple[str, ...], rounds: int | None, most: int | None, json_file: Path | None) -> None:
     """Fit the growth of each cost of PART (default: all)."""
-    print(_COLUMNS.format("part", "cost", "sizes", "at first", "at last", f"k, at most {LIMIT}", ""), flush=True)
+    print(_COLUMNS.format("part", "cost", "sizes", "first", "last", f"k, at most {LIMIT}", ""))
+    print(_COLUMNS.format(*["---"] * 6, ""), flush=True)
     results = []
     failed = False
     for name in names or PARTS:
-        for cost, points in measure(name, PARTS[name], rounds or PARTS[name].rounds).items():
+        for cost, points in measure(name, rounds or PARTS[name].rounds, most).items():
             growth = fit(points)
             failed |= growth.too_fast
             print(line(name, cost, points, growth), flush=True)
@@ -41,11 +44,14 @@ def main(names: tuple[str, ...], rounds: int | None, json_file: Path | None) -> 
     sys.exit(failed)
 
 
-def measure(name: str, part: Part, rounds: int) -> dict[str, list[Point]]:
+def measure(name: str, rounds: int, most: int | None) -> dict[str, list[Point]]:
     """The points of every cost. Each size in turn, so that a slow while of the machine meets them all."""
+    sizes = [size for size in PARTS[name].sizes if most is None or size <= most]
+    if len(sizes) < LEAST_SIZES:
+        raise click.BadParameter(f"{name} has fewer than {LEAST_SIZES} sizes up to {most}", param_hint="--most")
     found: dict[str, dict[float, Point]] = {}
     for _ in range(rounds):
-        for size in part.sizes:
+        for size in sizes:
             for cost, point in _in_a_process(name, size).items():
                 points = found.setdefault(cost, {})
                 before = points.get(point.n, Point(point.n, []))
@@ -73,19 +79,14 @@ def _in_a_process(name: str, size: int) -> dict[str, Point]:
 def line(name: str, cost: str, points: list[Point], growth: Growth) -> str:
     """One row of the table."""
     first, last = points[0], points[-1]
-    sizes = f"{first.n:,.0f} to {last.n:,.0f} {PARTS[name].of.split()[0]}"
-    k = f"{growth.k:.2f} ({growth.low:.2f}–{growth.high:.2f})"
-    if growth.is_flat:
-        k = "no growth"
-    verdict = "TOO FAST" if growth.too_fast else ""
-    return _COLUMNS.format(name, cost, sizes, _value(first, cost), _value(last, cost), k, verdict).rstrip()
+    sizes = f"{first.n:,.0f} to {last.n:,.0f} {PARTS[name].of}"
+    k = "no growth" if growth.is_flat else f"{growth.k:.2f} ({growth.low:.2f}–{growth.high:.2f})"
+    verdict = " TOO FAST" if growth.too_fast else ""
+    return _COLUMNS.format(name, cost, sizes, _value(first, cost), _value(last, cost), k, verdict)
 
 
 def _value(point: Point, cost: str) -> str:
-    counted = cost.split(": ")[-1]
-    if counted in ("collectives", "bytes", "socket writes", "socket bytes"):
-        return f"{point.median:,.0f}"
-    return f"{1000 * point.median:,.1f} ms"
+    return f"{point.median:,.0f}" if cost.endswith(COUNTED) else f"{1000 * point.median:,.1f} ms"
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ class Part(NamedTuple):
 
 # "parameters" are given as widths and counted by the model.
 PARTS = {
-    "layers": Part(model.layers, "layers of width 32", (4, 8, 16, 24, 32, 48, 64)),
+    "layers": Part(model.layers, "layers", (4, 8, 16, 24, 32, 48, 64)),
     "parameters": Part(model.parameters, "parameters", (64, 128, 192, 256, 384, 512)),
     "vocabulary": Part(model.vocabulary, "words", (1000, 4000, 8000, 16_000, 32_000, 64_000)),
     "ranks": Part(ranks.ranks, "ranks", (1, 2, 3, 4, 5, 6, 8), 2),

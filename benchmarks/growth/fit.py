@@ -14,6 +14,7 @@ Floats = NDArray[np.float64]
 
 # A cost may grow with n to this power.
 LIMIT = 1.15
+LEAST_SIZES = 4  # one more than there are parameters
 _GRID = np.arange(0.0, 4.005, 0.01)
 # Of a size's measurements, what all repetitions have in common: caches, memory layout, the machine's state.
 _COMMON_NOISE = 0.03
@@ -60,8 +61,8 @@ class Growth:
 
 
 def fit(points: Sequence[Point]) -> Growth:
-    """Needs at least four sizes."""
-    assert len(points) > 3, "three parameters need more points"
+    """Needs at least `LEAST_SIZES` points."""
+    assert len(points) >= LEAST_SIZES
     sizes, values = np.array([point.n for point in points]), np.array([point.median for point in points])
     sigmas = _sigmas(points)
     a, b, squares = _least_squares(sizes / sizes.max(), values, sigmas)

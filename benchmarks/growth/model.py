@@ -11,6 +11,7 @@ from functools import partial
 from io import StringIO
 from itertools import islice
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from hvd_transformer.training.session import Session
 from hvd_transformer.training.stop import StopRequest
 
 SETTINGS = (
-    "data.tokenizer=basic_english", "data.sequence_length=8", "data.split=[0.9, 0.1]", "data.workers=1",
+    "data.tokenizer=basic_english", "data.sequence_length=8", "data.workers=1",
     "model.d_model=32", "model.num_heads=2", "model.d_feedforward=128", "model.max_length=8", "model.num_layers=4",
     "model.dropout=0.0", "training.batch_size=2", "training.eval_batch_size=8", "training.device=cpu",
     "training.epochs=1000000", "optimizer.lr=1e-4",
@@ -60,8 +61,8 @@ def measure(n: float | None, settings: Sequence[str], num_words: int = WORDS) ->
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="growth-") as name:
         folder = Path(name)
-        (folder / "text.txt").write_text(_text(num_words))
-        words = [*SETTINGS, *settings, f"data.source={folder / 'text.txt'}", f"data.cache_dir={folder / 'cache'}"]
+        write_text(folder / "text", num_words)
+        words = [*SETTINGS, *settings, f"data.source={folder / 'text'}", f"data.cache_dir={folder / 'cache'}"]
 
         def config(run: str) -> Config:
             return load(overrides=[*words, f"output_dir={folder / run}"])
@@ -88,7 +89,7 @@ def measure(n: float | None, settings: Sequence[str], num_words: int = WORDS) ->
         found["start"] = [min(first_step(config(f"start-{number}")) for number in range(_STARTS))]
         first_step(config("run"), of_job)
         found["resume"] = [min(first_step(config("run"), of_resumed) for _ in range(_STARTS))]
-        found["plan"] = [least(lambda: plan_text(make_plan(config("run"), num_words), 80), 2)]
+        found["plan"] = [seconds(lambda: plan_text(make_plan(config("run"), num_words), 80))]
         assert n is not None
         return {name: Point(n, values, scales.get(name)) for name, values in found.items()}
 
@@ -108,12 +109,8 @@ def first_step(config: Config, then: Callable[[Session], None] = lambda _: None)
             self.run.release()
             raise _Enough
 
-    before, job.Session = job.Session, Measured  # type: ignore[misc]
-    try:
-        with suppress(_Enough), redirect_stdout(StringIO()):
-            job.run(config, World(), StopRequest())
-    finally:
-        job.Session = before  # type: ignore[misc]
+    with patch.object(job, "Session", Measured), suppress(_Enough), redirect_stdout(StringIO()):
+        job.run(config, World(), StopRequest())
     return took
 
 
@@ -152,8 +149,10 @@ def least(action: Callable[[], object], repeats: int = _REPEATS) -> float:
     return min(seconds(action) for _ in range(repeats))
 
 
-def _text(num_words: int) -> str:
-    """Lines of ten words, each word at least once in the first nine tenths."""
-    words = [f"w{number}" for number in range(num_words)]
-    lines = [" ".join(words[start : start + 10]) for start in range(0, num_words, 10)]
-    return "\n".join([*lines, *lines[: 200 + len(lines) // 8]]) + "\n"
+def write_text(folder: Path, num_words: int) -> None:
+    """Each word once to train on, in lines of ten, and the first ones again; validation is the same for all."""
+    lines = [" ".join(f"w{number}" for number in range(start, start + 10)) for start in range(0, num_words, 10)]
+    folder.mkdir()
+    (folder / "train.txt").write_text("\n".join([*lines, *lines[:20] * 20]) + "\n")
+    for split in ("valid", "test"):
+        (folder / f"{split}.txt").write_text("\n".join(lines[:20]) + "\n")

@@ -15,6 +15,7 @@ from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor
 
@@ -29,7 +30,8 @@ from hvd_transformer.training.stop import StopRequest
 
 _STEPS = 100
 _PHASES = ("start", f"{_STEPS} steps", "checkpoint", "evaluation")
-_COUNTS = ("CPU-seconds", "collectives", "bytes", "socket writes", "socket bytes")
+COUNTED = ("collectives", "bytes", "writes to sockets", "bytes to sockets")
+_COUNTS = ("CPU", *COUNTED)
 
 
 def ranks(number: int) -> dict[str, Point]:
@@ -37,17 +39,8 @@ def ranks(number: int) -> dict[str, Point]:
     with tempfile.TemporaryDirectory(prefix="growth-") as name:
         folder = Path(name)
         (folder / "text.txt").write_text("the cat sat on my big red rug .\n" * 2000)
-        command = ["-m", "benchmarks.growth.ranks", str(folder)]
-        words = [
-            str(Path(sys.executable).with_name("horovodrun")),
-            "-np",
-            str(number),
-            "-H",
-            f"localhost:{number}",
-            "--gloo",
-            sys.executable,
-            *command,
-        ]
+        launcher = [str(Path(sys.executable).with_name("horovodrun")), "-np", str(number), "-H", f"localhost:{number}"]
+        words = [*launcher, "--gloo", sys.executable, "-m", "benchmarks.growth.ranks", str(folder)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run(words, check=True, env=environment, stdout=subprocess.DEVNULL, timeout=600)
         used = [json.loads(file.read_text()) for file in folder.glob("rank-*.json")]
@@ -124,8 +117,7 @@ def main(folder: Path) -> None:
                     marks.append(counted.used())
                 return "stopped"
 
-        job.Session = Measured  # type: ignore[misc]
-        with redirect_stdout(StringIO()):
+        with patch.object(job, "Session", Measured), redirect_stdout(StringIO()):
             job.run(config, world, StopRequest())
         phases = zip(marks, marks[1:], strict=False)
         used = {
