@@ -101,13 +101,15 @@ def _least_squares(sizes: Floats, values: Floats, sigmas: Floats) -> tuple[Float
     determinant = one * pp - p**2
     determinant[determinant < 1e-12 * one * pp] = np.nan  # k = 0: two constants
     both = (pp * y - p * py) / determinant, (one * py - p * y) / determinant
-    best = constant, zero, _squares(powers, values, weights, constant, zero)
-    for a, b in (both, (zero, np.maximum(0.0, py / pp))):
-        squares = np.where((a >= 0) & (b >= 0), _squares(powers, values, weights, a, b), np.inf)
-        best = tuple(np.where(squares < best[2], new, old) for new, old in zip((a, b, squares), best, strict=True))
-    return best
+    a, b, squares = constant, zero, _squares(powers, values, weights, constant, zero)
+    for new_a, new_b in (both, (zero, np.maximum(0.0, py / pp))):
+        found = _squares(powers, values, weights, new_a, new_b)
+        better = (new_a >= 0) & (new_b >= 0) & (found < squares)
+        a, b, squares = np.where(better, new_a, a), np.where(better, new_b, b), np.where(better, found, squares)
+    return a, b, squares
 
 
 def _squares(powers: Floats, values: Floats, weights: Floats, a: Floats, b: Floats) -> Floats:
-    found: Floats = (values - a[:, None] - b[:, None] * powers) ** 2 @ weights
+    off: Floats = values - a[:, None] - b[:, None] * powers
+    found: Floats = off**2 @ weights
     return found

@@ -77,3 +77,12 @@ def test_every_partition_is_measured(tmp_path):
     assert all(seconds > 0 for times in figures["seconds_a_step"].values() for seconds in times)
     assert sum(figures["auto"]) == sum(figures["best"]) == 10
     assert f"auto is within {100 * figures['excess']:.1f} % of the best" in text
+
+
+def test_growth_of_a_run(tmp_path):
+    text = bench("growth", "steps", "--most", 3162, "--rounds", 1, "--json", tmp_path / "figures.json", statuses=(0, 1))
+    results = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))["results"]
+    assert [result["cost"] for result in results] == ["log", "report", "resume"]
+    assert all([point["n"] for point in result["points"]] == [100, 316, 1000, 3162] for result in results)
+    assert all(point["values"][0] > 0 for result in results for point in result["points"])
+    assert "100 to 3,162 steps" in text
