@@ -78,7 +78,8 @@ class Job:
         return sum(" rank 0 of " in line for line in self.log())
 
     def ranks(self, host: str) -> list[int]:
-        return [pid for pid, line in self.hosts.processes(host).items() if f"{BIN}/hvd-train" in line.split()[:2]]
+        train = re.compile(rf"({re.escape(str(BIN))}/python\S* )?{re.escape(str(BIN))}/hvd-train ")
+        return [pid for pid, line in self.hosts.processes(host).items() if train.match(line)]
 
     def wait(self, condition: Callable[[], object], seconds: float = 120) -> None:
         deadline = time.monotonic() + seconds
