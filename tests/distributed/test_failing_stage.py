@@ -85,4 +85,4 @@ def test_both_ranks_end_and_the_cause_is_shown(ended, case):
     assert raised, job.screen
     seconds = job.at - float(raised[1])
     print(f"all gone {seconds:.1f} s after the error")
-    assert 0 < seconds < 10
+    assert 0 < seconds < 30  # not by the watchdog, which waits for minutes; a busy machine is slow

@@ -69,13 +69,13 @@ def test_a_rank_that_fails_in_mid_step_ends_the_others(settings, tmp_path, backe
             assert time.monotonic() < deadline and job.popen.poll() is None, job.text()
             time.sleep(0.02)
         began = time.monotonic()
-        code = job.wait(20)
+        code = job.wait(60)
         job.wait_gone(20)
         seconds = time.monotonic() - began
     text = job.text()
     print(f"{backend}, {fault}: all gone {seconds:.1f} s after step 19, code {code}\n{text}")
     assert code != 0
-    assert seconds < 10
+    assert seconds < 30  # not by the watchdog, which waits for minutes
     assert [line["step"] for line in lines(tmp_path / "run")] == list(range(1, 20))
     if fault == "raise":
         assert "hvd-train: rank 1 failed:" in text
