@@ -57,6 +57,7 @@ bench: install
 	$(BIN)/python -m benchmarks.tensor_parallel
 	$(BIN)/python -m benchmarks.sharded
 	$(BIN)/python -m benchmarks.growth
+	$(BIN)/python -m benchmarks.checkpoint
 
 install: $(STAMP)
 
