@@ -16,7 +16,7 @@ from benchmarks.growth.ranks import COUNTED
 from benchmarks.paired import machine
 from hvd_transformer.atomic import write_text
 
-_COLUMNS = "| {:<10} | {:<28} | {:<29} | {:>12} | {:>12} | {:<17} |{}"
+_COLUMNS = "| {:<10} | {:<29} | {:<32} | {:>12} | {:>12} | {:<16} |{}"
 
 
 @click.command()
@@ -65,7 +65,7 @@ def _in_a_process(name: str, size: int) -> dict[str, Point]:
         words = [sys.executable, "-m", "benchmarks.growth.child", name, str(size), str(file)]
         done = subprocess.run(
             words,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -80,7 +80,7 @@ def line(name: str, cost: str, points: list[Point], growth: Growth) -> str:
     """One row of the table."""
     first, last = points[0], points[-1]
     sizes = f"{first.n:,.0f} to {last.n:,.0f} {PARTS[name].of}"
-    k = "no growth" if growth.is_flat else f"{growth.k:.2f} ({growth.low:.2f}–{growth.high:.2f})"
+    k = "in the noise" if growth.is_flat else f"{growth.k:.2f} ({growth.low:.2f}–{growth.high:.2f})"
     verdict = " TOO FAST" if growth.too_fast else ""
     return _COLUMNS.format(name, cost, sizes, _value(first, cost), _value(last, cost), k, verdict)
 

@@ -32,7 +32,7 @@ PARTS = {
     "steps": Part(steps.steps, "steps", (100, 316, 1000, 3162, 10_000, 31_623, 100_000)),
     "corpus": Part(corpus.characters, "MB", (1, 3, 10, 30, 100, 300), 2),
     "words": Part(corpus.words, "MB", (1, 3, 10, 30, 100), 2),
-    "byte-pairs": Part(corpus.byte_pairs, "MB", (1, 2, 3, 5, 8), 2),
+    "byte-pairs": Part(corpus.byte_pairs, "MB", (1, 2, 4, 8, 16, 32), 2),
 }
 
 
