@@ -92,6 +92,25 @@ for patch in "$patches"/*.patch; do
     run "$python" -m patch_ng --strip 0 --directory "$work/source" "$patch"
 done
 
+# CMake takes what mpicxx says apart at spaces: where the environment's path has some, another one of links is used. Its
+# compilers are not the package's own, which would follow the links.
+case $python_bin in *[[:space:]]*)
+    environment=$work/environment
+    mkdir -p "$environment/bin"
+    ln -s "$python_bin"/* "$environment/bin"
+    ln -s "$python_bin"/../{include,lib,pyvenv.cfg,share} "$environment"
+    for compiler in mpicc mpicxx; do
+        rm "$environment/bin/$compiler"
+        printf '#!/bin/bash\nOPAL_PREFIX=%s exec -a %s %s "$@"\n' \
+            "$environment" "$compiler" "$environment/bin/opal_wrapper" >"$environment/bin/$compiler"
+        chmod +x "$environment/bin/$compiler"
+    done
+    rm -f "$environment"/bin/mpi{CC,c++}
+    export PATH="$environment/bin:$PATH"
+    python=$environment/bin/$(basename "$python")
+    ;;
+esac
+
 (
     export MAKEFLAGS="-j$jobs"
     export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1
