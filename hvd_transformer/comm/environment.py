@@ -1,6 +1,7 @@
 """What the launcher's environment variables say, and good values for Horovod's own where the user set none."""
 
 import os
+from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 # One family a launcher: horovodrun with gloo, Open MPI's mpirun (horovodrun with MPI too), MPICH and Intel MPI.
@@ -37,14 +38,16 @@ def set_defaults(local_size: int, stall_seconds: float | None = None, *, prompt:
     `stall_seconds`: what a rank may be silent at most, if the user set it. `prompt`: layers wait for collectives.
     """
     gloo = os.environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo"  # as horovodrun says; mpirun says nothing
+    published_cycle = "0.5" if prompt else "10" if gloo else "2"
     stall = stall_seconds or 0.0
     defaults = {
         # Gradients arrive in flat buckets, so fusing them again would only copy; and what is fused depends on
         # timing, which with more than two ranks changes the order of the sums: runs would not repeat bit for bit.
         "HOROVOD_FUSION_THRESHOLD": "0",
-        # Milliseconds. Each cycle costs a round of messages, dearer over gloo's sockets; waiting for the next one
-        # costs too. Measured on two cores: benchmarks/RESULTS.md.
-        "HOROVOD_CYCLE_TIME": "0.5" if prompt else "10" if gloo else "2",
+        # Milliseconds between two rounds of messages. Our Horovod starts one when something is enqueued, and this is
+        # only the longest wait of an idle rank. Published Horovod sleeps that long whatever is enqueued, and each
+        # round costs CPU, more over gloo's sockets. Measured on two cores: benchmarks/RESULTS.md.
+        "HOROVOD_CYCLE_TIME": "100" if horovod_wakes_up() else published_cycle,
         # gloo's 30 seconds are too short for many hosts or a slow first step. It waits for ranks that do not answer.
         "HOROVOD_GLOO_TIMEOUT_SECONDS": str(round(max(300, 1.5 * stall))),
         # By default Horovod only warns of a stalled tensor. Behind the watchdog's limits, which say more
@@ -58,6 +61,15 @@ def set_defaults(local_size: int, stall_seconds: float | None = None, *, prompt:
         del defaults["HOROVOD_FUSION_THRESHOLD"], defaults["HOROVOD_CYCLE_TIME"]
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+
+
+def horovod_wakes_up() -> bool:
+    """Whether the installed Horovod is that of docker/build_horovod.sh: patched to start when something is enqueued,
+    and to wait asleep."""
+    try:
+        return version("horovod").endswith("+wakeup")
+    except PackageNotFoundError:
+        return False
 
 
 def usable_cores() -> int:

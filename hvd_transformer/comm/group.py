@@ -22,26 +22,25 @@ class PeerLost(RuntimeError):
 class Link:
     """This process's Horovod, which all of its groups share.
 
-    `sums_whole`: where a rank needs a part of a sum, all of it is the cheaper one. `waiting` holds the names of the
+    `sums_whole`: where a rank needs a part of a sum, all of it is the cheaper one. `waits_asleep`: Horovod's own wait
+    leaves the core to others; published Horovod's spins. `waiting` holds the names of the
     collectives that this rank waits for at this moment, `ended` counts those that it has waited for: another thread
     may read both.
     """
 
     def __init__(self, horovod: ModuleType | None, who: str) -> None:
         self.horovod, self.who = horovod, who
-        self.sums_whole = False
+        self.sums_whole = self.waits_asleep = False
         self.waiting: dict[str, None] = {}
         self.ended = 0
 
     def wait(self, handle: Any, name: str, poll_seconds: float) -> Any:
-        """The result of an asynchronous collective.
-
-        Horovod's own wait spins; asleep, this rank leaves its core to the others and to its own transfer.
-        """
+        """The result of an asynchronous collective, waited for asleep: a rank that spins takes its core from the others
+        and from its own transfer."""
         hvd = self.horovod
         assert hvd is not None
         self.waiting[name] = None
-        while not hvd.poll(handle):
+        while not self.waits_asleep and not hvd.poll(handle):
             time.sleep(poll_seconds)
         result = self.guard(lambda: hvd.synchronize(handle))
         del self.waiting[name]

@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from hvd_transformer.comm.environment import launched, set_defaults, usable_cores
+from hvd_transformer.comm.environment import horovod_wakes_up, launched, set_defaults, usable_cores
 from hvd_transformer.comm.group import Group, Link
 from hvd_transformer.errors import UserError
 
@@ -61,6 +61,7 @@ class World(Group):
         world.local_rank, world.local_size = hvd.local_rank(), hvd.local_size()
         world.backend = "mpi" if hvd.mpi_enabled() else "gloo"
         world.link.horovod, world.link.who = hvd, f"rank {world.rank} on {world.host}"
+        world.link.waits_asleep = horovod_wakes_up()
         world.hosts = world.all_gather_objects(world.host)
         # Horovod's reduce-scatter over gloo takes up to twice the CPU of its allreduce; between hosts bytes cost more.
         world.link.sums_whole = world.backend == "gloo" and len(set(world.hosts)) == 1

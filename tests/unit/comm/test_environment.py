@@ -1,6 +1,7 @@
 """The launchers' variables say who this process is; Horovod's own get good values where the user set none."""
 
 import os
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 
@@ -78,6 +79,35 @@ def test_gloo_waits_longer_than_a_rank_may_be_silent_and_horovod_longer_still(
     set_defaults(local_size=1, stall_seconds=stall_seconds)
     gloo, horovod = (int(os.environ[f"HOROVOD_{name}_SECONDS"]) for name in ("GLOO_TIMEOUT", "STALL_SHUTDOWN_TIME"))
     assert (stall_seconds or 0) < gloo <= horovod
+
+
+CYCLES = {  # Horovod's version, the backend, whether layers wait: milliseconds
+    ("0.28.1+wakeup", "gloo", False): "100",
+    ("0.28.1+wakeup", "mpi", False): "100",
+    ("0.28.1+wakeup", "gloo", True): "100",
+    ("0.28.1", "gloo", False): "10",
+    ("0.28.1", "mpi", False): "2",
+    ("0.28.1", "gloo", True): "0.5",
+    (None, "gloo", False): "10",
+}
+
+
+@pytest.mark.parametrize("case", CYCLES)
+def test_the_cycle_is_long_only_where_horovod_wakes_up(
+    case: tuple[str | None, str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed, backend, prompt = case
+
+    def version(package: str) -> str:
+        assert package == "horovod"
+        if installed is None:
+            raise PackageNotFoundError
+        return installed
+
+    monkeypatch.setattr("hvd_transformer.comm.environment.version", version)
+    monkeypatch.setattr(os, "environ", {"HOROVOD_CONTROLLER": backend})
+    set_defaults(local_size=1, prompt=prompt)
+    assert os.environ["HOROVOD_CYCLE_TIME"] == CYCLES[case]
 
 
 def test_mpi_yields_only_where_ranks_share_cores(monkeypatch: pytest.MonkeyPatch) -> None:
