@@ -23,14 +23,14 @@ class Link:
     """This process's Horovod, which all of its groups share.
 
     `sums_whole`: where a rank needs a part of a sum, all of it is the cheaper one. `waits_asleep`: Horovod's own wait
-    leaves the core to others; published Horovod's spins. `waiting` holds the names of the
-    collectives that this rank waits for at this moment, `ended` counts those that it has waited for: another thread
-    may read both.
+    leaves the core to others; published Horovod's spins. `gloo`: collectives are gloo's. `waiting` holds the names of
+    the collectives that this rank waits for at this moment, `ended` counts those that it has waited for: another
+    thread may read both.
     """
 
     def __init__(self, horovod: ModuleType | None, who: str) -> None:
         self.horovod, self.who = horovod, who
-        self.sums_whole = self.waits_asleep = False
+        self.sums_whole = self.waits_asleep = self.gloo = False
         self.waiting: dict[str, None] = {}
         self.ended = 0
 
@@ -102,7 +102,8 @@ class Group:
         hvd = self._horovod
         if hvd is None:
             return lambda: tensor
-        if self._link.sums_whole:
+        # Where the ranks are no power of two, gloo's own can return memory that another rank has freed already.
+        if self._link.sums_whole or (self._link.gloo and self.size.bit_count() > 1):
             done = self.all_reduce_async_(tensor, name)
 
             def own() -> Tensor:

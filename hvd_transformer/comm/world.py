@@ -64,7 +64,8 @@ class World(Group):
         world.link.waits_asleep = horovod_wakes_up()
         world.hosts = world.all_gather_objects(world.host)
         # Horovod's reduce-scatter over gloo takes up to twice the CPU of its allreduce; between hosts bytes cost more.
-        world.link.sums_whole = world.backend == "gloo" and len(set(world.hosts)) == 1
+        world.link.gloo = world.backend == "gloo"
+        world.link.sums_whole = world.link.gloo and len(set(world.hosts)) == 1
         return world
 
     def group(self, ranks: Sequence[int], *, prompt: bool = False) -> Group:
