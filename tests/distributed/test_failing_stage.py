@@ -59,7 +59,7 @@ def ended(tmp_path_factory) -> Iterator[dict[Case, Future[Ended]]]:
             f"parallel.schedule={case.schedule}",
         ]
         with started(2, [*FAULTY, case.rank, STEP, fault, *words], "gloo", run.with_suffix(".screen")) as job:
-            code = job.wait(60)
+            code = job.wait(120)
             job.wait_gone(20)
             return Ended(run, code, time.time(), job.text())
 
