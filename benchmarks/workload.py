@@ -1,7 +1,7 @@
 """What every contestant trains: a language model on synthetic tokens in memory.
 
-SETTINGS are the data-parallel benchmark's 7.26 million parameters; on top of them PIPELINE, the pipeline's, and
-TENSOR, of the matrices that ranks share.
+SETTINGS are the data-parallel benchmark's 7.26 million parameters; on top of them PIPELINE, the pipeline's, TENSOR, of
+the matrices that ranks share, and SMALL, whose steps are short.
 """
 
 from collections.abc import Sequence
@@ -48,6 +48,14 @@ TENSOR = (
     "model.num_heads=8",
     "model.d_feedforward=2048",
     "data.vocab_size=4096",
+)
+# The model of the preset shakespeare-char, with 257 words: 826,240 parameters.
+SMALL = (
+    "model.d_model=128",
+    "model.d_feedforward=512",
+    "data.vocab_size=257",
+    "data.sequence_length=64",
+    "training.batch_size=12",
 )
 
 
