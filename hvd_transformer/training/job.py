@@ -96,6 +96,7 @@ def _assemble(
     data = agree(world, lambda: prepare_data(config, progress, should_stop))
     agree(world, lambda: check_same_data(data, world))
     position, state = snapshot.read_position(checkpoint, data.digest, world)
+    position.choose_best_by(config.training.best_metric)
     task = agree(world, lambda: _make_task(config, data, layout))
     trainer = Trainer(config, world, layout, task, position)
     if state is None:

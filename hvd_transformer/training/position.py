@@ -18,7 +18,8 @@ class Position:
     samples: int = 0
     targets: int = 0  # what the losses were the mean of: tokens
     seconds: float = 0.0
-    best: float | None = None  # of training.best_metric
+    best: float | None = None  # of best_metric
+    best_metric: str | None = None  # training.best_metric
     best_step: int | None = None
     not_better: int = 0  # evaluations since then
     evaluated_step: int | None = None
@@ -30,6 +31,12 @@ class Position:
 
     def state(self) -> dict[str, Any]:
         return asdict(self)
+
+    def choose_best_by(self, metric: str) -> None:
+        """The best so far counts for as long as `training.best_metric` stays the same."""
+        if self.best_metric not in (None, metric):  # None: a new job, or a checkpoint older than this member
+            self.best, self.best_step, self.not_better, self.evaluated_step = None, None, 0, None
+        self.best_metric = metric
 
     @classmethod
     def load(cls, state: dict[str, Any]) -> "Position":

@@ -194,8 +194,8 @@ def without_progress(ranks, corpus, tmp_path):
     words = [TRAIN, *tiny(corpus), f"output_dir={run}", "optimizer.name=sgd", "optimizer.lr=1e-30"]
     words += ["training.eval_every=3", "training.epochs=9"]
 
-    def start(num_ranks, patience):
-        result = ranks(num_ranks, [*words, f"training.patience={patience}"])
+    def start(num_ranks, patience, *more):
+        result = ranks(num_ranks, [*words, f"training.patience={patience}", *more])
         assert result.returncode == 0, result.stdout + result.stderr
         kept = ["metrics.jsonl", *(f"checkpoints/latest/{name}" for name in ("model.safetensors", "state.json"))]
         return [(run / name).read_bytes() for name in kept], summary(run), result.stdout
@@ -216,6 +216,16 @@ def test_a_run_that_patience_ended_trains_nothing_more(without_progress, num_ran
     without_progress(num_ranks, 4)
     assert [step for (step,) in steps(run)] == list(range(1, 16))
     assert state(run)["position"]["not_better"] == 4
+
+
+def test_another_metric_begins_with_no_best(without_progress):
+    without_progress(1, 2)
+    *_, text = without_progress(1, 2, "training.best_metric=perplexity")
+    run = without_progress.run
+    assert (summary(run)["best_metric"], summary(run)["best_step"], summary(run)["steps"]) == ("perplexity", 9, 15), (
+        text
+    )
+    assert summary(run)["best_value"] == pytest.approx(summary(run)["valid_perplexity"])
 
 
 def test_patience_ends_with_an_evaluation_that_a_stop_put_off(without_progress):
