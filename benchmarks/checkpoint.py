@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import click
 
+from benchmarks.data_parallel import ENVIRONMENT
 from benchmarks.paired import machine
 
 EVERY, RANKS = 20, 2
@@ -101,7 +102,7 @@ def _run(folder: Path, settings: Sequence[str], steps: int, gloo: bool, every: i
     command += ["hvd-train", *settings, f"data.source={source}", f"data.cache_dir={folder / 'cache'}"]
     command += [f"output_dir={output}", f"training.max_steps={steps}", "training.eval_every=1000000"]
     command += ["training.log_every=1", f"checkpoint.every_steps={every or 'null'}", "training.device=cpu"]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **ENVIRONMENT})
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
     logs = [file.read_text(encoding="utf-8") for file in sorted((output / "logs").glob("rank-*.log"))]
