@@ -38,7 +38,8 @@ class Checkout:
     def make(self, target: str, **variables: str) -> tuple[int, list[str]]:
         """The exit code, and what was run."""
         (self.folder / "log").write_text("")
-        clean = {key: value for key, value in os.environ.items() if not key.startswith(("HOROVOD_", "MAKE", "PYTEST_ARGS"))}
+        others = ("HOROVOD_", "MAKE", "PYTEST_ARGS")
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(others)}
         done = subprocess.run(
             ["make", "--silent", "PYTHON=./python", target],
             cwd=self.folder, env={**clean, **variables}, capture_output=True, text=True, timeout=60,
