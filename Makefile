@@ -58,6 +58,7 @@ bench: install
 	$(BIN)/python -m benchmarks.sharded
 	$(BIN)/python -m benchmarks.growth
 	$(BIN)/python -m benchmarks.checkpoint
+	$(BIN)/python -m benchmarks.wake_up
 
 install: $(STAMP)
 

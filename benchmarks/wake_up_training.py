@@ -6,13 +6,12 @@ share each matrix. FOLDER: `pip install --no-deps --target FOLDER horovod-0.28.1
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import click
 
 from benchmarks.data_parallel import horovod, measuring
-from benchmarks.group import Contestant, ContestantFailed
+from benchmarks.group import ContestantFailed
 from benchmarks.paired import Options, Result, Target, as_json, measure, table
 from benchmarks.tensor_parallel import SHARED
 from benchmarks.workload import SMALL
@@ -35,7 +34,7 @@ def main(folder: Path, rounds: int, steps: int, warmup: int, file: Path | None) 
             for backend in BACKENDS
             for contestant in (
                 horovod(f"{load}, {backend}", backend, *settings),
-                _published(f"{load}, {backend}, published", backend, folder, settings),
+                horovod(f"{load}, {backend}, published", backend, *settings, PYTHONPATH=str(folder.resolve())),
             )
         ]
         targets = [Target([name], f"{name}, published", 1.0) for name in (f"{load}, {backend}" for backend in BACKENDS)]
@@ -49,11 +48,6 @@ def main(folder: Path, rounds: int, steps: int, warmup: int, file: Path | None) 
         figures[load] = as_json(result, targets)
     if file is not None:
         write_text(file, json.dumps(figures, indent=1) + "\n")
-
-
-def _published(name: str, backend: str, folder: Path, settings: tuple[str, ...]) -> Contestant:
-    contestant = horovod(name, backend, *settings)
-    return replace(contestant, environment={**contestant.environment, "PYTHONPATH": str(folder.resolve())})
 
 
 def _check_losses(result: Result) -> None:

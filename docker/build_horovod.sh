@@ -78,7 +78,7 @@ run() {
 
 jobs=${HOROVOD_BUILD_JOBS:-$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)}
 say "building Horovod $horovod_version with gloo and MPI ${mpi_version:-} for $tag, GPU operations: $gpu_operations"
-say "this happens once and takes about 2 minutes on 2 cores; log: $log"
+say "this happens once and takes about 3 minutes on 2 cores; log: $log"
 started=$SECONDS
 
 # 'pip download' would run the old setup.py for metadata, without the tools it needs: no build isolation.

@@ -1,4 +1,4 @@
-"""No collective is lost or waits for ever: many small ones at once, and process sets, joined ranks, a second init."""
+"""No collective is lost or hangs: many small ones at once, also in process sets and after a second init."""
 
 import os
 from pathlib import Path
