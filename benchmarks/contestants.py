@@ -18,18 +18,18 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from benchmarks.channel import Done, serve
 from benchmarks.workload import SyntheticTask, make_config
-from hvd_transformer.comm.environment import launched
+from hvd_transformer.comm.horovod_env import launched
 from hvd_transformer.comm.world import World
 from hvd_transformer.config.schema import Config
 from hvd_transformer.data.sampler import Replica
+from hvd_transformer.gradients.optimizer import names_without_decay
 from hvd_transformer.models.language_model import LanguageModel
-from hvd_transformer.parallel.layout import Layout, process_groups
-from hvd_transformer.parallel.replicas import broadcast_parameters
-from hvd_transformer.training.allocator import keep_freed_memory
-from hvd_transformer.training.loop import Trainer
-from hvd_transformer.training.optimizer import names_without_decay
-from hvd_transformer.training.position import Position
-from hvd_transformer.training.schedule import peak_rate
+from hvd_transformer.parallel.mesh import Layout, process_groups
+from hvd_transformer.parallel.replica_check import broadcast_parameters
+from hvd_transformer.training.lr_schedule import peak_rate
+from hvd_transformer.training.process import keep_freed_memory
+from hvd_transformer.training.state import Position
+from hvd_transformer.training.trainer import Trainer
 
 
 def trainer(socket: str, settings: Sequence[str]) -> None:

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from benchmarks.paired import machine
 from benchmarks.pipeline_memory import reset_peak, status
 from hvd_transformer.atomic import write_text
-from hvd_transformer.models.losses import projected_cross_entropy
-from hvd_transformer.training.allocated import Allocated
+from hvd_transformer.nn.cross_entropy import projected_cross_entropy
+from hvd_transformer.planning.layer_profile import Allocated
 
 CHUNKED, WHOLE = "in chunks", "all logits"
 _MIB = 2**20

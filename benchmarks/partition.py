@@ -21,12 +21,12 @@ from torch import nn
 from benchmarks.paired import machine
 from benchmarks.workload import make_config
 from hvd_transformer.atomic import write_text
-from hvd_transformer.models.head import VocabularyHead
-from hvd_transformer.models.layers import Block, TokenEmbedding
-from hvd_transformer.parallel import partition
-from hvd_transformer.parallel.pipeline import Layer, MicroBatch, Pipeline, Stage
-from hvd_transformer.training.allocator import keep_freed_memory
-from hvd_transformer.training.layer_measure import measure_layers
+from hvd_transformer.models.layers import Block, TokenEmbedding, VocabularyHead
+from hvd_transformer.nn.contracts import Layer, MicroBatch, Stage
+from hvd_transformer.parallel.pipeline import Pipeline
+from hvd_transformer.planning import partition
+from hvd_transformer.planning.layer_profile import measure_layers
+from hvd_transformer.training.process import keep_freed_memory
 
 WIDTHS = (64, 64, 256, 64, 128, 64, 2048, 1024)
 VOCABULARY, SAMPLES, MICRO_BATCHES = 1000, 2, 8

@@ -20,9 +20,10 @@ from benchmarks.group import Contestant
 from benchmarks.paired import Options, Target
 from benchmarks.workload import PIPELINE, SyntheticTask, make_config
 from hvd_transformer.data.sampler import Replica
-from hvd_transformer.parallel import schedule
-from hvd_transformer.training.allocator import keep_freed_memory
-from hvd_transformer.training.layer_measure import measure_layers
+from hvd_transformer.parallel import pipeline_schedule
+from hvd_transformer.planning import schedule_drawing
+from hvd_transformer.planning.layer_profile import measure_layers
+from hvd_transformer.training.process import keep_freed_memory
 
 F1B, GPIPE, ZERO = "pipeline of 2, 1F1B", "pipeline of 2, gpipe", "pipeline of 2, zero bubble"
 NONE, TORCH, TWICE = "no pipeline", "torch 1F1B", "no pipeline, twice at once"
@@ -47,10 +48,14 @@ class Stages:
     @property
     def ideal(self) -> float:
         """The speed-up of 1F1B over no pipeline, where passing tensors on costs nothing."""
-        plan = schedule.make_schedule("1f1b", len(self.seconds), self.micro_batches)
+        plan = pipeline_schedule.make_schedule("1f1b", len(self.seconds), self.micro_batches)
         forward = [seconds * _FORWARD for seconds in self.seconds]
         backward = [seconds * (1 - _FORWARD) for seconds in self.seconds]
-        return sum(self.seconds) * self.micro_batches / schedule.makespan(schedule.simulate(plan, forward, backward))
+        return (
+            sum(self.seconds)
+            * self.micro_batches
+            / schedule_drawing.makespan(schedule_drawing.simulate(plan, forward, backward))
+        )
 
     def __str__(self) -> str:
         times = " and ".join(f"{1000 * seconds:.1f}" for seconds in self.seconds)

@@ -29,12 +29,13 @@ from benchmarks.saved_tensors import SavedTensors
 from benchmarks.workload import PIPELINE, SyntheticTask, make_config
 from hvd_transformer.atomic import write_text
 from hvd_transformer.data.sampler import Replica
-from hvd_transformer.models.linear import Product
-from hvd_transformer.parallel.later import Later
-from hvd_transformer.parallel.pipeline import Pipeline, Recompute, Stage
-from hvd_transformer.parallel.schedule import SCHEDULES, ScheduleName, make_schedule, most_in_flight
-from hvd_transformer.perf.plan import RECOMPUTES, make_plan
-from hvd_transformer.training.allocated import Allocated
+from hvd_transformer.gradients.weight_grads import Later
+from hvd_transformer.nn.contracts import Stage
+from hvd_transformer.nn.parallel_layers import Product
+from hvd_transformer.parallel.pipeline import Pipeline, Recompute
+from hvd_transformer.parallel.pipeline_schedule import SCHEDULES, ScheduleName, make_schedule, most_in_flight
+from hvd_transformer.planning.layer_profile import Allocated
+from hvd_transformer.planning.memory_plan import RECOMPUTES, make_plan
 
 CUT = (3, 2, 2, 3)  # 2 blocks a stage; the embedding with the first, the head with the last
 CONFIG = make_config([*PIPELINE, f"parallel.pipeline={len(CUT)}", f"parallel.partition={list(CUT)}"])

@@ -20,13 +20,13 @@ from benchmarks.data_parallel import ENVIRONMENT
 from benchmarks.pipeline_memory import TOLERANCE, reset_peak, status
 from benchmarks.workload import SyntheticTask, make_config
 from hvd_transformer.atomic import write_text
-from hvd_transformer.comm.environment import launched
+from hvd_transformer.comm.horovod_env import launched
 from hvd_transformer.comm.world import World
 from hvd_transformer.data.sampler import Replica
-from hvd_transformer.parallel.layout import Layout, process_groups
-from hvd_transformer.perf.plan import make_plan
-from hvd_transformer.training.loop import Trainer
-from hvd_transformer.training.position import Position
+from hvd_transformer.parallel.mesh import Layout, process_groups
+from hvd_transformer.planning.memory_plan import make_plan
+from hvd_transformer.training.state import Position
+from hvd_transformer.training.trainer import Trainer
 
 _MIB = 2**20
 STEPS = 3

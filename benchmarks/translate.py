@@ -17,11 +17,10 @@ import torch
 
 from benchmarks.paired import machine
 from hvd_transformer.atomic import write_text
-from hvd_transformer.data.lines import read_lines
+from hvd_transformer.data.text_files import read_lines
 from hvd_transformer.data.tokenizers import Ids
-from hvd_transformer.inference.lines import in_batches
-from hvd_transformer.inference.trained import Trained, load_trained
-from hvd_transformer.inference.translation import translate
+from hvd_transformer.inference.predict import in_batches, translate
+from hvd_transformer.inference.trained_model import Trained, load_trained
 from hvd_transformer.models.encoder_decoder import EncoderDecoder
 
 

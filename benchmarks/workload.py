@@ -12,7 +12,7 @@ import torch
 
 from hvd_transformer.config import Config, load
 from hvd_transformer.data.sampler import Replica
-from hvd_transformer.training.language_model_task import LanguageModelTask
+from hvd_transformer.tasks.language_model_task import LanguageModelTask
 
 NUM_TOKENS = 1_000_000
 # 4 blocks of 789,760 weights, the tied embedding's 16,000 × 256 and the final norm's 512: 7,255,552.

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from hvd_transformer.checkpoint.store import Snapshot
-from hvd_transformer.parallel.fragment import Fragment
+from hvd_transformer.checkpoint.tensor_file import Fragment
 
 
 def whole(tensors: Mapping[str, Tensor]) -> dict[str, Fragment]:

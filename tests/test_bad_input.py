@@ -130,8 +130,8 @@ def test_a_partition_function_of_the_working_directory(tmp_path):
     [
         (["task=translating"], "task=translating (command line): must be 'language_model', 'translation', 'classif"),
         (["task=absent.module:Task"], "task=absent.module:Task: cannot be imported: ModuleNotFoundError"),
-        (["task=pathlib:Path"], "task=pathlib:Path: must be a subclass of hvd_transformer.training.task.Task"),
-        (["task=hvd_transformer.training.task:Task"], "lacks batch, describe, evaluation_batches"),
+        (["task=pathlib:Path"], "task=pathlib:Path: must be a subclass of hvd_transformer.tasks.task.Task"),
+        (["task=hvd_transformer.tasks.task:Task"], "lacks batch, describe, evaluation_batches"),
         (["task=translation"], "data.source=absent: no such file or folder"),
         (["task=translation", "data.sequence_length=1024"], "model.max_length=1024 less one for a target's beginning"),
         (["task=classification", "data.batching=columns"], "data.batching=columns: not with task=classification"),

@@ -65,7 +65,7 @@ def test_the_two_commands_are_targets_that_do_what_the_readme_says():
 def test_every_file_and_folder_that_the_readme_names_is_there():
     linked = re.findall(r"\]\(([^)#:]+)\)", README)
     assert linked
-    for name in [*linked, "hvd_transformer/comm/environment.py", "hvd_transformer/launch/environment.py"]:
+    for name in [*linked, "hvd_transformer/comm/horovod_env.py", "hvd_transformer/launch/horovodrun_command.py"]:
         assert (REPOSITORY / name).exists(), name
     tree = README.split("### The code")[1].split("```")[1]
     rooms = re.findall(r"^  (\w+)/", tree, re.MULTILINE)

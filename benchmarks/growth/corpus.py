@@ -11,7 +11,7 @@ from benchmarks.growth.fit import Point
 from benchmarks.growth.model import SETTINGS, first_step
 from benchmarks.growth.stopwatch import seconds
 from hvd_transformer.config import Config, load
-from hvd_transformer.data.prepare import prepare
+from hvd_transformer.data.prepare_text import prepare
 from hvd_transformer.training.session import Session
 
 _VOCABULARY = 20_000

@@ -18,14 +18,15 @@ from torch import Tensor, nn
 
 from benchmarks.growth.fit import Point
 from benchmarks.growth.stopwatch import Stopwatch, seconds
+from hvd_transformer.checkpoint import snapshot
 from hvd_transformer.comm.world import World
 from hvd_transformer.config import Config, load
-from hvd_transformer.perf.plan import make_plan
-from hvd_transformer.perf.plan_text import plan_text
-from hvd_transformer.training import job, snapshot
-from hvd_transformer.training.loop import Trainer
+from hvd_transformer.planning.memory_plan import make_plan
+from hvd_transformer.planning.plan_text import plan_text
+from hvd_transformer.training import train_job
+from hvd_transformer.training.process import StopRequest
 from hvd_transformer.training.session import Session
-from hvd_transformer.training.stop import StopRequest
+from hvd_transformer.training.trainer import Trainer
 
 SETTINGS = (
     "data.tokenizer=basic_english", "data.sequence_length=8", "data.workers=1",
@@ -109,8 +110,8 @@ def first_step(config: Config, then: Callable[[Session], None] = lambda _: None)
             self.run.release()
             raise _Enough
 
-    with patch.object(job, "Session", Measured), suppress(_Enough), redirect_stdout(StringIO()):
-        job.run(config, World(), StopRequest())
+    with patch.object(train_job, "Session", Measured), suppress(_Enough), redirect_stdout(StringIO()):
+        train_job.run(config, World(), StopRequest())
     return took
 
 

@@ -24,9 +24,9 @@ from benchmarks.growth.model import SETTINGS
 from hvd_transformer.comm.group import Group
 from hvd_transformer.comm.world import World
 from hvd_transformer.config import load
-from hvd_transformer.training import job
+from hvd_transformer.training import train_job
+from hvd_transformer.training.process import StopRequest
 from hvd_transformer.training.session import Session
-from hvd_transformer.training.stop import StopRequest
 
 _STEPS = 100
 _PHASES = ("start", f"{_STEPS} steps", "checkpoint", "evaluation")
@@ -117,8 +117,8 @@ def main(folder: Path) -> None:
                     marks.append(counted.used())
                 return "stopped"
 
-        with patch.object(job, "Session", Measured), redirect_stdout(StringIO()):
-            job.run(config, world, StopRequest())
+        with patch.object(train_job, "Session", Measured), redirect_stdout(StringIO()):
+            train_job.run(config, world, StopRequest())
         phases = zip(marks, marks[1:], strict=False)
         used = {
             name: [end - begin for begin, end in zip(*ends, strict=True)]

@@ -7,8 +7,8 @@ import numpy as np
 
 from benchmarks.growth.fit import Point
 from benchmarks.growth.stopwatch import seconds
-from hvd_transformer.training.metrics_log import MetricsLog
-from hvd_transformer.training.report import write_report
+from hvd_transformer.reporting.metrics_log import MetricsLog
+from hvd_transformer.reporting.run_report import write_report
 
 
 def steps(number: int) -> dict[str, Point]:

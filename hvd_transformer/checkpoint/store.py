@@ -18,8 +18,8 @@ from uuid import uuid4
 
 from hvd_transformer.checkpoint import manifest, tensor_file
 from hvd_transformer.checkpoint.manifest import DamagedCheckpoint
+from hvd_transformer.checkpoint.tensor_file import Fragment
 from hvd_transformer.errors import UserError
-from hvd_transformer.parallel.fragment import Fragment
 
 _STEP = re.compile(r"step-(\d{8,})")
 _REPLACED = ".replaced-"

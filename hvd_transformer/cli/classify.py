@@ -5,28 +5,28 @@ from pathlib import Path
 
 import click
 
-from hvd_transformer.cli import inputs
+from hvd_transformer.cli import options
 
 
 @click.command()
-@inputs.checkpoint
-@inputs.text_file
+@options.checkpoint
+@options.text_file
 @click.option("--text", multiple=True, help="A text to label, in place of a file; may be repeated.")
-@inputs.batch_size
-@inputs.device
+@options.batch_size
+@options.device
 def classify(checkpoint: Path, file: Path | None, text: tuple[str, ...], batch_size: int, device: str) -> None:
     """Label each line of FILE or standard input with CHECKPOINT: a checkpoint, run directory or exported folder.
 
     Writes a line of JSON for each, in order: the text, its label and the probability of every label; for an empty one
     the label is null. A text longer than those in training is cut as they were.
     """
-    inputs.check_checkpoint(checkpoint)
+    options.check_checkpoint(checkpoint)
     from hvd_transformer.data.tokenizers import Ids
-    from hvd_transformer.inference.classification import classify as classify_batch
-    from hvd_transformer.inference.lines import in_batches
-    from hvd_transformer.inference.trained import load_trained
+    from hvd_transformer.inference.predict import classify as classify_batch
+    from hvd_transformer.inference.predict import in_batches
+    from hvd_transformer.inference.trained_model import load_trained
 
-    trained = load_trained(checkpoint, "classification", inputs.chosen_device(device))
+    trained = load_trained(checkpoint, "classification", options.chosen_device(device))
     tokenizer = trained.tokenizers["text"]
 
     def work(texts: list[Ids]) -> list[list[float]]:
@@ -34,8 +34,8 @@ def classify(checkpoint: Path, file: Path | None, text: tuple[str, ...], batch_s
         found: list[list[float]] = classify_batch(trained.model, cut, tokenizer.pad).tolist()
         return found
 
-    lines = text or inputs.lines_of(file)
-    for line, probabilities in in_batches(lines, tokenizer.encode_lines, work, batch_size, **inputs.window(file)):
+    lines = text or options.lines_of(file)
+    for line, probabilities in in_batches(lines, tokenizer.encode_lines, work, batch_size, **options.window(file)):
         every = dict(
             zip(trained.labels, (round(value, 6) for value in probabilities or ()), strict=bool(probabilities))
         )

@@ -38,12 +38,13 @@ def doctor(
     from hvd_transformer.cli.train import command as train
     from hvd_transformer.config import load
     from hvd_transformer.errors import UserError
-    from hvd_transformer.launch import environment
-    from hvd_transformer.launch.command import Horovodrun, Ssh
+    from hvd_transformer.launch import horovodrun_command
     from hvd_transformer.launch.doctor.examine import examine
     from hvd_transformer.launch.doctor.findings import Job
-    from hvd_transformer.launch.doctor.table import as_json, as_table
+    from hvd_transformer.launch.doctor.findings_table import as_json, as_table
+    from hvd_transformer.launch.horovodrun_command import Horovodrun
     from hvd_transformer.launch.hostfile import Host, parse_hosts, read_hostfile
+    from hvd_transformer.launch.ssh import Ssh
 
     if hosts is not None and hostfile is not None:
         raise UserError("-H and --hostfile: give one of them")
@@ -54,7 +55,7 @@ def doctor(
     horovodrun = Horovodrun(wanted, ssh=Ssh(ssh_port, ssh_identity), network_interface=network_interface)
     given = train.make_context("hvd-train", list(settings)).params
     config = load(given["preset"], given["file"], given["settings"])
-    found = examine(Job.of(horovodrun, config), horovodrun.ssh, environment.minimal(os.environ, []))
+    found = examine(Job.of(horovodrun, config), horovodrun.ssh, horovodrun_command.minimal(os.environ, []))
     if machine:
         click.echo(json.dumps(as_json(found), indent=2))
     else:

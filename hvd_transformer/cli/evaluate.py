@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hvd_transformer.cli import inputs
+from hvd_transformer.cli import options
 from hvd_transformer.errors import UserError
 
 if TYPE_CHECKING:
     from hvd_transformer.comm.world import World
-    from hvd_transformer.training.evaluation_job import Result
-    from hvd_transformer.training.stop import StopRequest
-    from hvd_transformer.training.watchdog import Watchdog
+    from hvd_transformer.monitoring.watchdog import Watchdog
+    from hvd_transformer.training.evaluate_job import Result
+    from hvd_transformer.training.process import StopRequest
 
 
 @click.command()
-@inputs.checkpoint
+@options.checkpoint
 @click.option("--split", type=click.Choice(["train", "valid", "test"]), help="Default: test, where the data has one.")
 @click.option(
     "--data", type=click.Path(path_type=Path), metavar="PATH", help="Other data: a file, or a folder with the split."
@@ -33,7 +33,7 @@ def evaluate(checkpoint: Path, split: str | None, data: Path | None, as_json: bo
     `hvd-transformer launch -np 2 -- evaluate …`. KEY=VALUE may set what a run that goes on may change, such as
     training.eval_batch_size, translation.beam or parallel.pipeline.
     """
-    from hvd_transformer.cli.ranks import run_ranks, tensor_of
+    from hvd_transformer.cli.rank_process import run_ranks, tensor_of
 
     mistake = None
     try:
@@ -42,9 +42,9 @@ def evaluate(checkpoint: Path, split: str | None, data: Path | None, as_json: bo
         mistake = error
 
     def work(world: "World", stop: "StopRequest", watchdog: "Watchdog") -> int:
-        from hvd_transformer.training.evaluation_job import Request
-        from hvd_transformer.training.evaluation_job import evaluate as evaluate_checkpoint
-        from hvd_transformer.training.progress import Progress, Silent
+        from hvd_transformer.reporting.progress import Progress, Silent
+        from hvd_transformer.training.evaluate_job import Request
+        from hvd_transformer.training.evaluate_job import evaluate as evaluate_checkpoint
 
         screen = sys.stderr if as_json else sys.stdout
         progress = Progress(screen, terminal=False) if world.rank == 0 else Silent()
@@ -62,11 +62,11 @@ def check(checkpoint: Path, settings: Sequence[str]) -> None:
     from hvd_transformer.config import check_words
 
     check_words(settings)
-    inputs.check_checkpoint(checkpoint)
+    options.check_checkpoint(checkpoint)
 
 
 def _as_text(result: "Result", num_ranks: int) -> str:
-    from hvd_transformer.training.session import show_metrics
+    from hvd_transformer.tasks.metrics import show_metrics
 
     shown = show_metrics(result.split, {f"{result.split}_{name}": value for name, value in result.metrics.items()})
     of = [f"{result.count:,} {result.unit}", "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"]

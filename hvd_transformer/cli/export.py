@@ -4,19 +4,19 @@ from pathlib import Path
 
 import click
 
-from hvd_transformer.cli import inputs
+from hvd_transformer.cli import options
 
 
 @click.command()
-@inputs.checkpoint
+@options.checkpoint
 @click.argument("folder", type=click.Path(path_type=Path))
 def export(checkpoint: Path, folder: Path) -> None:
     """Write the model of CHECKPOINT into FOLDER: model.safetensors, its tokenizers, and config.json.
 
     `generate`, `translate` and `classify` take it like a checkpoint.
     """
-    inputs.check_checkpoint(checkpoint)
-    from hvd_transformer.inference.trained import export as export_model
+    options.check_checkpoint(checkpoint)
+    from hvd_transformer.inference.trained_model import export as export_model
 
     export_model(checkpoint, folder)
     click.echo(folder)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hvd_transformer.cli import inputs
+from hvd_transformer.cli import options
 from hvd_transformer.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@inputs.checkpoint
+@options.checkpoint
 @click.option("--prompt", "prompts", multiple=True, help="The text to continue; may be repeated.")
 @click.option("--file", type=click.Path(path_type=Path), metavar="FILE", help="A prompt a line, all in one batch.")
 @click.option("--tokens", type=click.IntRange(1), default=100, show_default=True, help="Tokens after each prompt.")
 @click.option(
-    "--temperature", type=inputs.FiniteRange(0), default=1.0, show_default=True, help="0: always the likeliest."
+    "--temperature", type=options.FiniteRange(0), default=1.0, show_default=True, help="0: always the likeliest."
 )
 @click.option("--top-k", type=click.IntRange(1), help="Draw among the k likeliest tokens.")
 @click.option(
     "--top-p",
-    type=inputs.FiniteRange(0, 1, min_open=True),
+    type=options.FiniteRange(0, 1, min_open=True),
     help="Draw among the fewest of this total probability.",
 )
 @click.option("--seed", type=click.IntRange(0), default=1, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="A line of JSON for each prompt.")
-@inputs.device
+@options.device
 def generate(
     checkpoint: Path,
     prompts: tuple[str, ...],
@@ -47,15 +47,15 @@ def generate(
 
     One prompt's text appears as it is made; that of several, each with its prompt, when all are ready.
     """
-    texts = [*prompts, *(inputs.lines_of(file) if file else ())]
+    texts = [*prompts, *(options.lines_of(file) if file else ())]
     if not texts:
         raise UserError("generate: give --prompt TEXT or --file FILE")
-    inputs.check_checkpoint(checkpoint)
+    options.check_checkpoint(checkpoint)
     from hvd_transformer.inference.generation import Sampling
     from hvd_transformer.inference.generation import generate as generate_batch
-    from hvd_transformer.inference.trained import load_trained
+    from hvd_transformer.inference.trained_model import load_trained
 
-    trained = load_trained(checkpoint, "language_model", inputs.chosen_device(device))
+    trained = load_trained(checkpoint, "language_model", options.chosen_device(device))
     tokenizer, longest = trained.tokenizers["text"], trained.num_positions
     rows = [_checked(text, tokenizer.encode(text).tolist(), longest) for text in texts]
     sampling = Sampling(temperature, top_k, top_p, seed)

@@ -1,9 +1,98 @@
 """`hvd-transformer launch`: train on the ranks of many hosts, through horovodrun."""
 
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from click.core import ParameterSource
+
+from hvd_transformer.atomic import write_text
+from hvd_transformer.errors import UserError
+from hvd_transformer.launch.scheduler import compose, kubernetes, slurm
+from hvd_transformer.launch.scheduler.scheduled_job import ScheduledJob
+
+if TYPE_CHECKING:
+    from hvd_transformer.config import Config
+
+
+@dataclass(frozen=True)
+class Launched:
+    """`words` are the worker's command line, `again` those of a restart. `trains`: it writes a run directory."""
+
+    words: list[str]
+    again: list[str]
+    config: "Config"
+    trains: bool
+
+    @property
+    def log(self) -> Path | None:
+        """Where all that the ranks print is kept."""
+        return Path(self.config.output_dir).expanduser() / "logs" / "launch.log" if self.trains else None
+
+
+def worker_of(words: Sequence[str]) -> Launched:
+    """hvd-train with these arguments; or `hvd-transformer evaluate`, where they begin so. Raises `UserError`."""
+    return _evaluate(words) if words[:1] == ("evaluate",) else _train(words)
+
+
+def _train(words: Sequence[str]) -> Launched:
+    from hvd_transformer.cli.train import command as train
+    from hvd_transformer.config import load
+
+    given = train.make_context("hvd-train", list(words)).params
+    config = load(given["preset"], given["file"], given["settings"])
+    worker = ["hvd-train", *words]
+    return Launched(
+        worker, [*worker, "checkpoint.resume=auto"] if config.checkpoint.resume == "never" else worker, config, True
+    )
+
+
+def _evaluate(words: Sequence[str]) -> Launched:
+    from hvd_transformer.cli.evaluate import check, evaluate
+
+    given = evaluate.make_context("evaluate", list(words[1:])).params
+    check(given["checkpoint"], given["settings"])
+    from hvd_transformer.checkpoint.saved_run import read_checkpoint
+    from hvd_transformer.training.evaluate_job import Request, evaluation_config
+
+    request = Request(given["checkpoint"], given["settings"], given["split"], given["data"])
+    worker = ["hvd-transformer", *words]
+    return Launched(worker, worker, evaluation_config(read_checkpoint(request.checkpoint), request), False)
+
+
+_KINDS = {
+    "slurm": (slurm.NAME, slurm.script, "sbatch {}"),
+    "kubernetes": (kubernetes.NAME, kubernetes.manifest, "kubectl apply -f {}"),
+    "compose": (compose.NAME, compose.services, "docker compose -f {} run --rm launcher"),
+}
+
+
+def scheduled(scheduler: str | None, job: ScheduledJob, folder: Path | None, dry_run: bool) -> str:
+    """Writes the job's file for "slurm", "kubernetes" or "compose"; the line that tells how to submit it.
+
+    With `dry_run` the file's text, and nothing is written. Raises `UserError` where the file cannot express the job,
+    is there already, or cannot be written.
+    """
+    if scheduler is None:
+        raise UserError("--output and --image: only with --scheduler")
+    name, make, submit = _KINDS[scheduler]
+    content = make(job)
+    if dry_run:
+        return content.rstrip("\n")
+    if folder is None:
+        raise UserError(f"--scheduler {scheduler}: needs --output, the folder for its file")
+    file = folder / name
+    if file.exists():
+        raise UserError(f"{file}: is there already; remove it or choose another --output")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(file, content)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be written: {error.strerror}") from None
+    return f"{file}: written; submit it with: {submit.format(shlex.quote(str(file)))}"
 
 
 @click.command()
@@ -79,25 +168,22 @@ def launch(
     import sys
     from dataclasses import replace
 
-    from hvd_transformer.cli.launched import worker_of
     from hvd_transformer.errors import UserError
-    from hvd_transformer.launch import environment
-    from hvd_transformer.launch.command import Horovodrun, Ssh
-    from hvd_transformer.launch.controller import horovod_library, takes_mpi
-    from hvd_transformer.launch.devices import check_devices
+    from hvd_transformer.launch import horovodrun_command
     from hvd_transformer.launch.doctor.examine import preflight
     from hvd_transformer.launch.doctor.findings import Job
-    from hvd_transformer.launch.pool import HostPool, find_hosts, least_ranks
-    from hvd_transformer.launch.scheduler.file import scheduled
-    from hvd_transformer.launch.scheduler.job import ScheduledJob
-    from hvd_transformer.launch.screen import Screen
+    from hvd_transformer.launch.horovodrun_command import Horovodrun, check_devices, horovod_library, takes_mpi
+    from hvd_transformer.launch.host_pool import HostPool, find_hosts, least_ranks
+    from hvd_transformer.launch.launch_screen import Screen
+    from hvd_transformer.launch.scheduler.scheduled_job import ScheduledJob
+    from hvd_transformer.launch.ssh import Ssh
     from hvd_transformer.launch.supervisor import Plan, Supervisor
 
     if num_ranks is not None and num_ranks < 1:
         raise UserError(f"-np {num_ranks}: must be at least 1")
     if restarts < 0:
         raise UserError(f"--restarts {restarts}: must be 0 or more")
-    minimal = environment.minimal(os.environ, named)
+    minimal = horovodrun_command.minimal(os.environ, named)
     worker = worker_of(settings)
     config = worker.config
     tensor = config.parallel.tensor
@@ -107,11 +193,11 @@ def launch(
     mpi = takes_mpi(gloo, horovod_library())
     horovodrun = Horovodrun(found, mpi, Ssh(ssh_port, ssh_identity), network_interface, timeline, autotune)
     if scheduler is not None or output is not None or image is not None:
-        environment.check_names(named)  # their values are for the scheduler's side
+        horovodrun_command.check_names(named)  # their values are for the scheduler's side
         job = ScheduledJob(found, _passed_on(click.get_current_context()), named, settings, config, image)
         click.echo(scheduled(scheduler, job, output, dry_run))
         return
-    values = environment.named_values(os.environ, named)
+    values = horovodrun_command.named_values(os.environ, named)
     check_devices(found, config, os.environ)
     horovodrun.check_path()
 
@@ -125,7 +211,7 @@ def launch(
         horovodrun = replace(horovodrun, network_interface=network_interface or interface)
     screen = Screen(restarts, worker.log)
     if screen.terminal:
-        values[environment.SCREEN] = "launcher"
+        values[horovodrun_command.SCREEN] = "launcher"
     plan = Plan(worker.words, worker.again, values, minimal, restarts, min_ranks, network_interface)
     sys.exit(Supervisor(plan, horovodrun, HostPool(find, num_ranks, tensor), screen).run())
 

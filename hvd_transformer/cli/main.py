@@ -1,10 +1,36 @@
 """`hvd-transformer COMMAND`: the group of commands, each imported only when it is called."""
 
+import sys
 from importlib import import_module
 
 import click
 
-from hvd_transformer.cli import errors
+from hvd_transformer.errors import WRONG_INPUT, UserError
+
+
+def run(command: click.Command, name: str) -> None:
+    """Runs it with this process's words, and exits: with 2 where these are wrong, which one line says."""
+    try:
+        sys.exit(command.main(prog_name=name, standalone_mode=False))
+    except UserError as error:
+        show(name, error)
+        sys.exit(WRONG_INPUT)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.ClickException as error:
+        context = error.ctx if isinstance(error, click.UsageError) else None
+        show(context.command_path if context else name, error.format_message())
+        sys.exit(error.exit_code)
+    except click.Abort:
+        show(name, "interrupted")
+        sys.exit(1)
+
+
+def show(name: str, error: Exception | str) -> None:
+    """On stderr, as one line: what a user wrote may hold line breaks."""
+    print(f"{name}: {' '.join(str(error).splitlines())}", file=sys.stderr, flush=True)
+
 
 # Name → one line of help. The command is the function of that name in cli/<name>.py.
 COMMANDS = {
@@ -47,7 +73,7 @@ def group() -> None:
 
 def main() -> None:
     """The console script."""
-    errors.run(group, "hvd-transformer")
+    run(group, "hvd-transformer")
 
 
 if __name__ == "__main__":

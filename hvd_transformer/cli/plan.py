@@ -40,10 +40,10 @@ def plan(
         raise UserError(f"--output {output}: must end in .png")
     config = load(preset, file, settings)
     # Not before all that can be wrong without them: torch takes seconds.
-    from hvd_transformer.parallel.drawing import draw_png
-    from hvd_transformer.parallel.schedule import SCHEDULES
-    from hvd_transformer.perf.plan import make_plan
-    from hvd_transformer.perf.plan_text import plan_text
+    from hvd_transformer.parallel.pipeline_schedule import SCHEDULES
+    from hvd_transformer.planning.memory_plan import make_plan
+    from hvd_transformer.planning.plan_text import plan_text
+    from hvd_transformer.planning.schedule_drawing import draw_png
 
     made = make_plan(config, vocab_size, ranks)
     width = min(shutil.get_terminal_size().columns, 120)

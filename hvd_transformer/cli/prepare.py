@@ -23,10 +23,10 @@ def prepare(file: Path | None, preset: str | None, settings: tuple[str, ...]) ->
     started = time.monotonic()
     config = load(preset=preset, file=file, overrides=settings)
     # Not before what can be wrong without them: torch takes seconds.
-    from hvd_transformer.comm.pool import worker_map
-    from hvd_transformer.data.once import never
-    from hvd_transformer.training.task import Preparing
-    from hvd_transformer.training.tasks import task_class
+    from hvd_transformer.comm.process_map import worker_map
+    from hvd_transformer.data.build_once import never
+    from hvd_transformer.tasks.registry import task_class
+    from hvd_transformer.tasks.task import Preparing
 
     with worker_map(config.data.workers) as mapped:
         if mapped is None:  # another rank's worker

@@ -14,7 +14,7 @@ def report(run_directory: Path) -> None:
     Works while the run goes on, too. Prints the path of report.html.
     """
     from hvd_transformer.errors import UserError
-    from hvd_transformer.training.report import write_report
+    from hvd_transformer.reporting.run_report import write_report
 
     try:
         path = write_report(run_directory)

@@ -2,25 +2,65 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import click
+from pydantic.fields import FieldInfo
 
-from hvd_transformer.cli import errors
+from hvd_transformer.cli.main import run
+from hvd_transformer.config.load import preset_names, preset_summary
+from hvd_transformer.config.schema import Config, Section
 from hvd_transformer.errors import UserError
 
 if TYPE_CHECKING:
     from hvd_transformer.comm.world import World
     from hvd_transformer.config import Config
-    from hvd_transformer.training.stop import StopRequest
-    from hvd_transformer.training.watchdog import Watchdog
+    from hvd_transformer.monitoring.watchdog import Watchdog
+    from hvd_transformer.training.process import StopRequest
+
+
+def reference() -> str:
+    """Keys grouped by section, one a line with default, allowed values and meaning; then the presets."""
+    top = {name: field for name, field in Config.model_fields.items() if not _is_section(field)}
+    blocks = [_block("", "The job", top)]
+    for name, field in Config.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, Section):
+            blocks.append(_block(f"{name}.", (section.__doc__ or name).rstrip("."), section.model_fields))
+    presets = "\n".join(f"  {name:<18} {preset_summary(name)}" for name in preset_names())
+    return "\n\n".join([*blocks, f"Presets\n{presets}"])
+
+
+def _block(prefix: str, title: str, fields: dict[str, FieldInfo]) -> str:
+    lines = [title]
+    for name, field in fields.items():
+        lines.append(f"  {prefix + name}={_word(field.default)}{_choices(field)}")
+        lines.append(f"      {field.description}")
+    return "\n".join(lines)
+
+
+def _is_section(field: FieldInfo) -> bool:
+    return isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+
+
+def _choices(field: FieldInfo) -> str:
+    if get_origin(field.annotation) is Literal:
+        return "  (" + " | ".join(get_args(field.annotation)) + ")"
+    return ""
+
+
+def _word(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(list(value)) if isinstance(value, tuple) else str(value)
 
 
 class _Help(click.Command):
     """Adds every key of the configuration to `--help`, from the schema itself."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from hvd_transformer.config.reference import reference
 
         formatter.write("\n" + reference() + "\n")
 
@@ -34,7 +74,7 @@ def command(file: Path | None, preset: str | None, settings: tuple[str, ...]) ->
 
     KEY=VALUE settings override --config, which overrides --preset.
     """
-    from hvd_transformer.cli.ranks import run_ranks, tensor_of
+    from hvd_transformer.cli.rank_process import run_ranks, tensor_of
     from hvd_transformer.config import load
 
     config, mistake = None, None
@@ -45,8 +85,8 @@ def command(file: Path | None, preset: str | None, settings: tuple[str, ...]) ->
 
     def train(world: "World", stop: "StopRequest", watchdog: "Watchdog") -> int:
         from hvd_transformer.comm.world import agree
-        from hvd_transformer.training.assembly import check_same_configuration
-        from hvd_transformer.training.job import run
+        from hvd_transformer.training.job_setup import check_same_configuration
+        from hvd_transformer.training.train_job import run
 
         agreed = agree(world, lambda: _raise_or_return(config, mistake))
         agree(world, lambda: check_same_configuration(agreed, world))
@@ -60,7 +100,7 @@ def command(file: Path | None, preset: str | None, settings: tuple[str, ...]) ->
 
 def main() -> None:
     """The console script."""
-    errors.run(command, "hvd-train")
+    run(command, "hvd-train")
 
 
 def _raise_or_return(config: "Config | None", mistake: UserError | None) -> "Config":

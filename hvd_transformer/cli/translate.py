@@ -4,19 +4,19 @@ from pathlib import Path
 
 import click
 
-from hvd_transformer.cli import inputs
+from hvd_transformer.cli import options
 from hvd_transformer.errors import UserError
 
 
 @click.command()
-@inputs.checkpoint
-@inputs.text_file
+@options.checkpoint
+@options.text_file
 @click.option("--beam", type=click.IntRange(1), help="Hypotheses kept; 1: greedy search. Default: as trained with.")
 @click.option(
-    "--length-penalty", type=inputs.FiniteRange(0, 10), help="Above 0 favours longer ones. Default: as trained with."
+    "--length-penalty", type=options.FiniteRange(0, 10), help="Above 0 favours longer ones. Default: as trained with."
 )
-@inputs.batch_size
-@inputs.device
+@options.batch_size
+@options.device
 def translate(
     checkpoint: Path, file: Path | None, beam: int | None, length_penalty: float | None, batch_size: int, device: str
 ) -> None:
@@ -24,14 +24,14 @@ def translate(
 
     Writes a line for each, in order; an empty one for an empty one.
     """
-    inputs.check_checkpoint(checkpoint)
+    options.check_checkpoint(checkpoint)
     from hvd_transformer.data.tokenizers import Ids
-    from hvd_transformer.inference.lines import in_batches
-    from hvd_transformer.inference.trained import load_trained
-    from hvd_transformer.inference.translation import translate as translate_batch
+    from hvd_transformer.inference.predict import in_batches
+    from hvd_transformer.inference.predict import translate as translate_batch
+    from hvd_transformer.inference.trained_model import load_trained
     from hvd_transformer.models.encoder_decoder import EncoderDecoder
 
-    trained = load_trained(checkpoint, "translation", inputs.chosen_device(device))
+    trained = load_trained(checkpoint, "translation", options.chosen_device(device))
     model, settings, longest = trained.model, trained.translation, trained.config.max_length
     assert isinstance(model, EncoderDecoder)
 
@@ -48,5 +48,5 @@ def translate(
         return [trained.tokenizers["target"].decode_line(best[0].tokens) for best in found]
 
     encode = trained.tokenizers["source"].encode_lines
-    for _, text in in_batches(inputs.lines_of(file), encode, work, batch_size, **inputs.window(file)):
+    for _, text in in_batches(options.lines_of(file), encode, work, batch_size, **options.window(file)):
         click.echo(text or "")

@@ -7,8 +7,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from hvd_transformer.comm.environment import horovod_wakes_up, launched, set_defaults, usable_cores
 from hvd_transformer.comm.group import Group, Link
+from hvd_transformer.comm.horovod_env import horovod_wakes_up, launched, set_defaults, usable_cores
 from hvd_transformer.errors import UserError
 
 Result = TypeVar("Result")

@@ -1,4 +1,4 @@
-"""Cuts a token file into the batches that a language model trains on and is evaluated on."""
+"""Batches of windows, of columns, and of examples of similar length."""
 
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
@@ -8,8 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hvd_transformer.data.permutation import Permutation
-from hvd_transformer.data.sampler import Replica, share
+from hvd_transformer.data.sampler import Permutation, Replica, share
 
 
 class Tokens(Protocol):
@@ -84,3 +83,55 @@ def evaluation_batches(tokens: Tokens, length: int, batch_size: int, replica: Re
 def _batch(rows: list[NDArray[np.unsignedinteger]]) -> Batch:
     block = torch.from_numpy(np.stack(rows).astype(np.int64))
     return Batch(block[:, :-1].contiguous(), block[:, 1:].contiguous())
+
+
+class LengthBatches:
+    """`lengths` (N,) in tokens. A batch has at most `batch_size` samples or, where it is given, `batch_tokens`: its
+    samples times the longest of them."""
+
+    def __init__(self, lengths: NDArray[np.int64], batch_size: int, batch_tokens: int | None, seed: int) -> None:
+        self.lengths, self.seed = lengths, seed
+        self.ends = _cut(np.sort(lengths), batch_size, batch_tokens)
+        self._order: tuple[int, NDArray[np.int64]] | None = None
+
+    @property
+    def num_units(self) -> int:
+        """Batches an epoch."""
+        return len(self.ends)
+
+    def unit(self, epoch: int, number: int) -> NDArray[np.int64]:
+        """The samples of the epoch's batch at this position (B,)."""
+        place = int(Permutation(self.num_units, (self.seed, epoch, 2))[np.array([number])][0])
+        start = self.ends[place - 1] if place else 0
+        return self._sorted(epoch)[start : self.ends[place]]
+
+    def _sorted(self, epoch: int) -> NDArray[np.int64]:
+        """All samples by length."""
+        if self._order is None or self._order[0] != epoch:
+            shuffled = Permutation(len(self.lengths), (self.seed, epoch))[np.arange(len(self.lengths))]
+            self._order = epoch, shuffled[np.argsort(self.lengths[shuffled], kind="stable")]
+        return self._order[1]
+
+
+def in_order(
+    lengths: NDArray[np.int64], batch_size: int, batch_tokens: int | None, replica: Replica
+) -> Iterator[NDArray[np.int64]]:
+    """A replica's part of all samples, by length, for evaluation: together they have each sample once."""
+    order = np.argsort(lengths, kind="stable")
+    ends = _cut(lengths[order], batch_size, batch_tokens)
+    for number in share(range(len(ends)), replica):
+        yield order[ends[number - 1] if number else 0 : ends[number]]
+
+
+def _cut(lengths: NDArray[np.int64], batch_size: int, batch_tokens: int | None) -> list[int]:
+    """Where batches of these rising lengths end."""
+    if batch_tokens is None:
+        return [*range(batch_size, len(lengths), batch_size), len(lengths)]
+    ends, start = [], 0
+    while start < len(lengths):
+        # Padded to the longest, samples start … stop - 1 have (stop - start) × lengths[stop - 1] tokens: it rises.
+        most = lengths[start : start + batch_tokens // max(1, int(lengths[start])) + 1]
+        fitting = int(np.searchsorted(most * np.arange(1, len(most) + 1), batch_tokens, side="right"))
+        start += max(1, fitting)
+        ends.append(start)
+    return ends

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvd_transformer.config.schema import DataConfig
-from hvd_transformer.data.examples import PreparedExamples, load_examples, tokenizer_prefix
-from hvd_transformer.data.once import Report, ShouldStop, Stopped, build_once, never, silent
-from hvd_transformer.data.prepare import OrderedMap, learning, prepared_folder
-from hvd_transformer.data.rows import Row, Rows
+from hvd_transformer.data.build_once import Report, ShouldStop, Stopped, build_once, never, silent
+from hvd_transformer.data.prepare_text import OrderedMap, learning, prepared_folder
+from hvd_transformer.data.prepared import PreparedExamples, load_examples, token_dtype, tokenizer_prefix
+from hvd_transformer.data.splits import Row, Rows
 from hvd_transformer.data.tokenizers import (
     SPECIALS,
     VOCABULARY_KINDS,
@@ -28,7 +28,6 @@ from hvd_transformer.data.tokenizers import (
     build_vocabulary,
     sha256,
 )
-from hvd_transformer.data.tokens import token_dtype
 from hvd_transformer.errors import UserError
 
 FORMAT = 1  # of the folder; another number prepares anew

@@ -11,7 +11,7 @@ import numpy as np
 
 from hvd_transformer.data.tokenizers import Ids, Tokenizer, sha256
 from hvd_transformer.errors import UserError
-from hvd_transformer.pretrained import from_folder, origin
+from hvd_transformer.huggingface import from_folder, origin
 
 CONFIG = "tokenizer_config.json"  # which no tokenizer of ours has
 _FILES = ("tokenizer.json", CONFIG, "special_tokens_map.json", "chat_template.jinja")

@@ -7,9 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from hvd_transformer.config.schema import DataConfig
-from hvd_transformer.data.lines import read_lines
-from hvd_transformer.data.rows import SPLIT_NAMES, Row, Rows, file_identity, split_at_random
-from hvd_transformer.data.splits import SPLITS, WHOLE, check_whole, chosen_split
+from hvd_transformer.data.splits import (
+    SPLIT_NAMES,
+    SPLITS,
+    WHOLE,
+    Row,
+    Rows,
+    check_whole,
+    chosen_split,
+    file_identity,
+    split_at_random,
+)
+from hvd_transformer.data.text_files import read_lines
 from hvd_transformer.errors import UserError
 
 ENDINGS = tuple(f"{kind}{end}" for kind in (".csv", ".tsv", ".jsonl", ".json") for end in ("", ".gz"))

@@ -1,14 +1,14 @@
 """Hosts and their slots, from `-H` or from a host file in any of the usual forms."""
 
 import itertools
+import json
 import re
 from collections.abc import Iterable, Iterator
 from ipaddress import IPv6Address
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hvd_transformer.errors import UserError
-from hvd_transformer.launch.rank_table import read_rank_table
 
 MAX_SLOTS = 1024
 MAX_HOSTS = 10_000
@@ -187,3 +187,34 @@ def _unique(found: Iterable[tuple[str, Host]]) -> list[Host]:
 def _quoted(text: str) -> str:
     """On one line and not too long, whatever it holds."""
     return ascii(text if len(text) <= 40 else text[:37] + "...")
+
+
+def read_rank_table(text: str, name: str) -> list[tuple[str, str, int]]:
+    """(place in the table, server_id, number of devices) of each server.
+
+    Raises `UserError` that names the line, or the entry, that is wrong; `name` is what it calls the file.
+    """
+    try:
+        table = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{name}, line {error.lineno}: no valid JSON: {error.msg}") from None
+    except (ValueError, RecursionError):  # a number of thousands of digits, brackets without an end
+        raise UserError(f"{name}: no rank table") from None
+    if table.get("version") != "1.0":
+        raise UserError(f'{name}: must hold "version": "1.0", as a MindSpore rank table does')
+    servers = table.get("server_list")
+    if not isinstance(servers, list) or not servers:
+        raise UserError(f"{name}: server_list must be a list of servers")
+    if str(table.get("server_count", len(servers))) != str(len(servers)):
+        raise UserError(f"{name}: server_list has {len(servers)} servers, which is not its server_count")
+    return [_server(server, f"{name}, server_list[{number}]") for number, server in enumerate(servers)]
+
+
+def _server(server: Any, where: str) -> tuple[str, str, int]:
+    host = server.get("server_id") if isinstance(server, dict) else None
+    if not isinstance(host, str):
+        raise UserError(f"{where}: must hold server_id, a host's name or address")
+    devices = server.get("device")
+    if not isinstance(devices, list) or not devices:
+        raise UserError(f"{where}: device must be a list with one entry a rank")
+    return where, host, len(devices)

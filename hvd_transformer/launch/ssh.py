@@ -1,10 +1,13 @@
-"""How another host is called through ssh, and what it means when that fails."""
+"""ssh to the hosts of a job: the command line, why a host refuses, and lasting connections."""
 
+import re
 import shlex
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from hvd_transformer.launch.command import Ssh
+from hvd_transformer.errors import UserError
 
 # A part of what ssh says in its own or the C library's words, what it means, what to do. The first that fits.
 _REASONS = (
@@ -29,6 +32,32 @@ _REASONS = (
         "add your public key there with `ssh-copy-id {host}`, or name the key with --ssh-identity",
     ),
 )
+
+
+# horovodrun puts paths and names unquoted into a shell's command line.
+_PATH = re.compile(r"[\w@%+=:,./~-]+")
+
+
+@dataclass(frozen=True)
+class Ssh:
+    """How hosts are reached; a user or port of one host's own is for ~/.ssh/config.
+
+    Raises `UserError` where the port or the key file cannot be one.
+    """
+
+    port: int | None = None
+    identity: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.port is not None and not 1 <= self.port <= 65535:
+            raise UserError(f"--ssh-port {self.port}: must be from 1 to 65535")
+        if self.identity is not None:
+            try:
+                self.identity.open("rb").close()
+            except (OSError, ValueError) as error:
+                raise UserError(f"--ssh-identity {self.identity}: cannot be read: {error}") from None
+            if not _PATH.fullmatch(str(self.identity)):
+                raise UserError(f"--ssh-identity {self.identity}: horovodrun takes no spaces or quotes in this path")
 
 
 def ssh_command(ssh: Ssh, host: str, command: Sequence[str], connect_seconds: int = 10) -> list[str]:

@@ -12,12 +12,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from hvd_transformer.errors import STALLED, WRONG_INPUT, UserError
-from hvd_transformer.launch.command import Horovodrun
-from hvd_transformer.launch.folder import Failure, HostLost, JobFolder
+from hvd_transformer.launch.agents import Failure, HostLost, JobFolder
+from hvd_transformer.launch.attempt import Ended, Stop, run
+from hvd_transformer.launch.horovodrun_command import Horovodrun
+from hvd_transformer.launch.host_pool import HostPool
 from hvd_transformer.launch.hostfile import Host
-from hvd_transformer.launch.job import Ended, Stop, run
-from hvd_transformer.launch.pool import HostPool
-from hvd_transformer.launch.screen import Screen
+from hvd_transformer.launch.launch_screen import Screen
 from hvd_transformer.launch.ssh import is_local
 
 _SAME_STEP = 3  # failures there, and no more is tried

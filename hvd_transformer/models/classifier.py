@@ -1,14 +1,16 @@
-"""A Transformer encoder with a pooled head, as an ordered list of layers like any model."""
+"""The Transformer encoder with a pooled classification head."""
+
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hvd_transformer.config.schema import ModelConfig
-from hvd_transformer.models.dropout import Dropout, number_dropouts
 from hvd_transformer.models.layers import Block, TokenEmbedding
-from hvd_transformer.models.linear import Linear
-from hvd_transformer.models.shares import Cut
+from hvd_transformer.nn.contracts import Cut, Layer, Tensors
+from hvd_transformer.nn.dropout import Dropout, number_dropouts
+from hvd_transformer.nn.parallel_layers import Linear
 
 
 class PooledHead(nn.Module):
@@ -99,3 +101,20 @@ class Classifier(nn.Module):
             hidden = block(hidden, allowed)
         logits: Tensor = self.head(hidden, allowed)
         return logits
+
+
+def classifier_layers(model: Classifier) -> list[Layer]:
+    """(tokens, allowed) in, the sum of the losses out."""
+
+    def embed(tokens: Tensor, allowed: Tensor) -> Tensors:
+        return model.embedding(tokens), allowed
+
+    return [
+        Layer("embedding", model.embedding, embed, recompute=False),
+        *(Layer(f"blocks.{number}", block, partial(_block, block)) for number, block in enumerate(model.blocks)),
+        Layer("head", model.head, model.head.loss, recompute=False),
+    ]
+
+
+def _block(block: nn.Module, hidden: Tensor, allowed: Tensor) -> Tensors:
+    return block(hidden, allowed), allowed

@@ -1,15 +1,15 @@
-"""The encoder-decoder Transformer (Vaswani et al. 2017, section 3), as an ordered list of layers like any model."""
+"""The encoder-decoder Transformer (Vaswani et al. 2017)."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor, nn
 
 from hvd_transformer.config.schema import ModelConfig
 from hvd_transformer.models.attention import KeyValues
-from hvd_transformer.models.dropout import number_dropouts
-from hvd_transformer.models.head import VocabularyHead
-from hvd_transformer.models.layers import Block, DecoderBlock, DecoderPast, TokenEmbedding
-from hvd_transformer.models.shares import Cut
+from hvd_transformer.models.layers import Block, DecoderBlock, DecoderPast, TokenEmbedding, VocabularyHead
+from hvd_transformer.nn.contracts import Cut, Layer, Tensors
+from hvd_transformer.nn.dropout import number_dropouts
 
 
 class EncoderDecoder(nn.Module):
@@ -91,3 +91,38 @@ class EncoderDecoder(nn.Module):
         """Sources [B, S] and targets [B, T] to logits [B, T, V]."""
         logits: Tensor = self.head(self.decode(target, self.encode(source, allowed), allowed))
         return logits
+
+
+def encoder_decoder_layers(model: EncoderDecoder) -> list[Layer]:
+    """(source, allowed, target) in, the sum of the cross-entropies out. Between them go (the source's hidden, allowed,
+    target), then (memory, allowed, the target's hidden)."""
+
+    def embed_source(source: Tensor, allowed: Tensor, target: Tensor) -> Tensors:
+        return model.source_embedding(source), allowed, target
+
+    def norm(hidden: Tensor, allowed: Tensor, target: Tensor) -> Tensors:
+        return model.encoder_norm(hidden), allowed, target
+
+    def embed_target(memory: Tensor, allowed: Tensor, target: Tensor) -> Tensors:
+        return memory, allowed, model.target_embedding(target)
+
+    def loss(memory: Tensor, allowed: Tensor, hidden: Tensor, places: Tensor, goals: Tensor) -> Tensor:
+        return model.head.loss_at(hidden, places, goals)
+
+    norms = [] if isinstance(model.encoder_norm, nn.Identity) else [model.encoder_norm]
+    return [
+        Layer("source_embedding", model.source_embedding, embed_source, recompute=False),
+        *(Layer(f"encoder.{number}", block, partial(_encode, block)) for number, block in enumerate(model.encoder)),
+        *(Layer("encoder_norm", module, norm, recompute=False) for module in norms),
+        Layer("target_embedding", model.target_embedding, embed_target, recompute=False),
+        *(Layer(f"decoder.{number}", block, partial(_decode, block)) for number, block in enumerate(model.decoder)),
+        Layer("head", model.head, loss, recompute=False),  # it forms its gradients in forward
+    ]
+
+
+def _encode(block: nn.Module, hidden: Tensor, allowed: Tensor, target: Tensor) -> Tensors:
+    return block(hidden, allowed), allowed, target
+
+
+def _decode(block: nn.Module, memory: Tensor, allowed: Tensor, hidden: Tensor) -> Tensors:
+    return memory, allowed, block(hidden, memory, allowed)

@@ -1,12 +1,11 @@
-"""The decoder-only language model: an ordered list of layers, so that a pipeline can cut it anywhere."""
+"""The decoder-only language model."""
 
 from torch import Tensor, nn
 
 from hvd_transformer.config.schema import ModelConfig
-from hvd_transformer.models.dropout import number_dropouts
-from hvd_transformer.models.head import VocabularyHead
-from hvd_transformer.models.layers import Block, TokenEmbedding
-from hvd_transformer.models.shares import Cut
+from hvd_transformer.models.layers import Block, TokenEmbedding, VocabularyHead
+from hvd_transformer.nn.contracts import Cut, Layer
+from hvd_transformer.nn.dropout import number_dropouts
 
 
 class LanguageModel(nn.Module):
@@ -56,3 +55,12 @@ class LanguageModel(nn.Module):
     def loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, int]:
         """(sum of the cross-entropies, number of tokens) of `targets` [B, T] after `tokens` [B, T]."""
         return self.head.loss(self.hidden(tokens), targets), targets.numel()
+
+
+def language_model_layers(model: LanguageModel) -> list[Layer]:
+    """Token numbers in, the sum of the cross-entropies out."""
+    return [
+        Layer("embedding", model.embedding, model.embedding, recompute=False),
+        *(Layer(f"blocks.{number}", block, block) for number, block in enumerate(model.blocks)),
+        Layer("head", model.head, model.head.loss, recompute=False),  # it forms its gradients in forward
+    ]

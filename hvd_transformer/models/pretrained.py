@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hvd_transformer.errors import UserError
-from hvd_transformer.models.dropout import torch_dropout_place
-from hvd_transformer.pretrained import from_folder, origin
+from hvd_transformer.huggingface import from_folder, origin
+from hvd_transformer.nn.dropout import torch_dropout_place
 
 OURS = "hvd_transformer"  # the key in an exported folder's config.json that is ours
 

@@ -1,7 +1,7 @@
-"""Streams micro-batches through the stages of one rank's model, a worker thread a stage.
+r"""Streams micro-batches through the stages of one rank's model, a worker thread a stage.
 
     stage 0   F0 F1 | F2 B0 | F3 B1 | …      each worker follows its list of the schedule
-                 \\      /
+                 \      /
     stage 1      F0 B0 | F1 B1 | …           tuples of tensors go down the channels, their gradients up
 
 A backward hands the gradient up before it adds up those of linear layers' weights, which nobody waits for.
@@ -17,44 +17,20 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hvd_transformer.comm.group import PeerLost
-from hvd_transformer.parallel.channel import Aborted, Channel
-from hvd_transformer.parallel.later import Later
-from hvd_transformer.parallel.schedule import Operation, Schedule, ScheduleName, forward_only, make_schedule
-from hvd_transformer.parallel.streams import Parcel, make_streams
-from hvd_transformer.parallel.timeline import Timeline
+from hvd_transformer.gradients.weight_grads import Later
+from hvd_transformer.monitoring.timeline import Timeline
+from hvd_transformer.nn.contracts import Layer, MicroBatch, Stage, Tensors
+from hvd_transformer.parallel.pipeline_schedule import Operation, Schedule, ScheduleName, forward_only, make_schedule
+from hvd_transformer.parallel.stage_link import Aborted, Channel, Parcel, make_streams
 
-Tensors = tuple[Tensor, ...]
 Recompute = Literal["never", "always", "except_last"]
 Result = TypeVar("Result")
 # Called with the stage and the losses so far.
 BeforeLastBackward = Callable[[int, Sequence[Tensor]], None]
-
-
-class Layer(NamedTuple):
-    """One layer: `run` takes the tensors of the layer before it and returns its own (one, or a tuple)."""
-
-    name: str
-    module: nn.Module  # whose parameters it uses
-    run: Callable[..., Tensor | Tensors]
-    recompute: bool = True  # whether computing it again in backward saves anything
-
-
-class Stage(NamedTuple):
-    """Neighbouring layers on one device."""
-
-    layers: Sequence[Layer]
-    device: torch.device
-
-
-class MicroBatch(NamedTuple):
-    """What the first layer takes, and what the last takes beside the tensors of the one before it."""
-
-    inputs: Tensors
-    targets: Tensors
 
 
 class StageFailed(RuntimeError):

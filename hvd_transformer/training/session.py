@@ -8,20 +8,20 @@ from itertools import takewhile
 from typing import Any
 
 from hvd_transformer import atomic
+from hvd_transformer.checkpoint import snapshot
+from hvd_transformer.checkpoint.writer import Saver
 from hvd_transformer.comm.world import World
 from hvd_transformer.config import Config
 from hvd_transformer.errors import UserError
-from hvd_transformer.evaluation.evaluate import perplexity
-from hvd_transformer.training import snapshot
-from hvd_transformer.training.heartbeat import Heartbeat
-from hvd_transformer.training.loop import Trainer
-from hvd_transformer.training.metrics_log import MetricsLog
-from hvd_transformer.training.position import StepResult
-from hvd_transformer.training.progress import Silent
+from hvd_transformer.monitoring.heartbeat import Heartbeat
+from hvd_transformer.monitoring.stall_report import Stragglers
+from hvd_transformer.reporting.metrics_log import MetricsLog
+from hvd_transformer.reporting.progress import Silent
+from hvd_transformer.tasks.metrics import chosen, perplexity, show_metrics
+from hvd_transformer.training.process import StopRequest
 from hvd_transformer.training.run_directory import RunDirectory
-from hvd_transformer.training.saving import Saver
-from hvd_transformer.training.stop import StopRequest
-from hvd_transformer.training.stragglers import Stragglers
+from hvd_transformer.training.state import StepResult
+from hvd_transformer.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 # The steps of a start that `profile` records; the first ones are slower than the rest.
@@ -100,7 +100,7 @@ class Session:
                     self.heartbeat.phase = "end"
         if self.metrics is not None:
             # Not at the start, which would wait for the drawing library.
-            from hvd_transformer.training.report import write_report
+            from hvd_transformer.reporting.run_report import write_report
 
             self.metrics.close()
             try:
@@ -271,27 +271,6 @@ class Session:
             "best_metric": self.config.training.best_metric,
             "best_value": None if position.best is None else abs(position.best),
         }
-
-
-# Metrics of which less is better.
-_FALLING = {"loss", "perplexity"}
-
-
-def chosen(metrics: Mapping[str, float], name: str) -> float:
-    """The metric named by `training.best_metric`, turned so that less is better."""
-    plain = name.removeprefix("-")
-    return metrics[plain] if name != plain or plain in _FALLING else -metrics[plain]
-
-
-def show_metrics(split: str, values: Mapping[str, Any]) -> str:
-    """A split's metrics as the screen has them; empty where there are none."""
-    digits = {"perplexity": 2, "bleu": 2, "bleu_words": 2}
-    shown = ", ".join(
-        f"{name.replace('_', ' ')} {value:.{digits.get(name, 4)}f}"
-        for key, value in values.items()
-        if (name := key.removeprefix(f"{split}_")) != key and value is not None
-    )
-    return shown and f"{split} {shown}"
 
 
 def _of_split(split: str, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hvd_transformer.config import load
 from hvd_transformer.config.schema import ModelConfig
-from hvd_transformer.data.permutation import Permutation
+from hvd_transformer.data.sampler import Permutation
 from hvd_transformer.models.language_model import LanguageModel
 
 Pair = tuple[Tensor, Tensor]  # inputs and targets [B, T]

@@ -13,10 +13,9 @@ import pytest
 from conftest import BIN, rank_environment
 from jobs import TRAIN, Job, started, state, steps, summary, tiny, write_corpus
 
-from hvd_transformer.launch.command import Horovodrun
-from hvd_transformer.launch.environment import minimal
+from hvd_transformer.launch.attempt import Ended, Stop, run
+from hvd_transformer.launch.horovodrun_command import Horovodrun, minimal
 from hvd_transformer.launch.hostfile import Host
-from hvd_transformer.launch.job import Ended, Stop, run
 
 pytestmark = pytest.mark.distributed
 

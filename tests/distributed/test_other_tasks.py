@@ -17,10 +17,9 @@ from torch import Tensor
 from hvd_transformer.config import Config, load
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.data.tokenizers import PAD
-from hvd_transformer.training.example_task import ExampleTask
-from hvd_transformer.training.optimizer import names_without_decay
-from hvd_transformer.training.task import Preparing
-from hvd_transformer.training.tasks import task_class
+from hvd_transformer.gradients.optimizer import names_without_decay
+from hvd_transformer.tasks.registry import task_class
+from hvd_transformer.tasks.task import ExampleTask, Preparing
 
 pytestmark = pytest.mark.distributed
 

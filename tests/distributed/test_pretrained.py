@@ -13,8 +13,8 @@ from huggingface import WORDS, write_bert, write_gpt
 from jobs import MANY_RUNS, steps, summary, weights, write_runs
 from torch import Tensor, nn
 
-from hvd_transformer.data.length_batches import LengthBatches
-from hvd_transformer.data.permutation import Permutation
+from hvd_transformer.data.batches import LengthBatches
+from hvd_transformer.data.sampler import Permutation
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.distributed

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvd_transformer.config import Config
-from hvd_transformer.launch.command import Horovodrun
+from hvd_transformer.launch.horovodrun_command import Horovodrun
 from hvd_transformer.launch.hostfile import Host
 
 Answer = Mapping[str, Any]

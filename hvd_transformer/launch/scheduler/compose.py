@@ -6,9 +6,16 @@ Source: the Compose Specification.
 from collections.abc import Sequence
 from typing import Any
 
-from hvd_transformer.launch.scheduler.documents import command, text
-from hvd_transformer.launch.scheduler.image import FOLDER, LAUNCHER_KEY, WORKER_KEYS, output_folder
-from hvd_transformer.launch.scheduler.job import SAVE_SECONDS, ScheduledJob
+from hvd_transformer.launch.scheduler.scheduled_job import (
+    FOLDER,
+    LAUNCHER_KEY,
+    SAVE_SECONDS,
+    WORKER_KEYS,
+    ScheduledJob,
+    command,
+    output_folder,
+    text,
+)
 
 NAME = "compose.yaml"
 

@@ -7,9 +7,16 @@ name, and the script prints no slots.
 
 from typing import Any
 
-from hvd_transformer.launch.scheduler.documents import command, text
-from hvd_transformer.launch.scheduler.image import GROUP_ID, LAUNCHER_KEY, SSH_PORT, output_folder
-from hvd_transformer.launch.scheduler.job import SAVE_SECONDS, ScheduledJob
+from hvd_transformer.launch.scheduler.scheduled_job import (
+    GROUP_ID,
+    LAUNCHER_KEY,
+    SAVE_SECONDS,
+    SSH_PORT,
+    ScheduledJob,
+    command,
+    output_folder,
+    text,
+)
 
 NAME = "mpijob.yaml"
 

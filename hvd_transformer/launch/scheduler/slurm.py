@@ -7,7 +7,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from hvd_transformer.launch.scheduler.job import SAVE_SECONDS, ScheduledJob
+from hvd_transformer.launch.scheduler.scheduled_job import SAVE_SECONDS, ScheduledJob
 
 NAME = "job.sbatch"
 

@@ -16,11 +16,11 @@ import time
 import torch
 
 from hvd_transformer.cli.train import main
-from hvd_transformer.comm.environment import launched
-from hvd_transformer.parallel.reducer import GradientReducer
-from hvd_transformer.training import loop
-from hvd_transformer.training.loop import Trainer
-from hvd_transformer.training.precision import LossScaler
+from hvd_transformer.comm.horovod_env import launched
+from hvd_transformer.gradients.sync import GradientReducer
+from hvd_transformer.parallel.precision import LossScaler
+from hvd_transformer.training import trainer
+from hvd_transformer.training.trainer import Trainer
 
 RANK, STEP, FAULT = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 
@@ -61,7 +61,7 @@ def fail_in_a_backward() -> None:
 def fail_in_a_stage() -> None:
     """In the stage's first layer. Memory runs out in a forward."""
     direction, stage, number = FAULT.split("-")
-    original = loop.make_stages
+    original = trainer.make_stages
 
     def make_stages(config, *words):
         stages = original(config, *words)
@@ -85,11 +85,11 @@ def fail_in_a_stage() -> None:
         stages[int(stage)] = stages[int(stage)]._replace(layers=[failing._replace(run=run), *others])
         return stages
 
-    loop.make_stages = make_stages
+    trainer.make_stages = make_stages
 
 
 def hang_in_a_forward() -> None:
-    original = loop.make_stages
+    original = trainer.make_stages
 
     def make_stages(*words):
         (stage,) = original(*words)
@@ -110,7 +110,7 @@ def hang_in_a_forward() -> None:
 
         return [stage._replace(layers=[first._replace(run=run), *others])]
 
-    loop.make_stages = make_stages
+    trainer.make_stages = make_stages
 
 
 def overflow_at_first() -> None:

@@ -8,13 +8,14 @@ import os
 import sys
 from pathlib import Path
 
-from hvd_transformer.comm.environment import launched
+from hvd_transformer.comm.horovod_env import launched
 from hvd_transformer.comm.world import World
 from hvd_transformer.config import load
-from hvd_transformer.parallel.layout import process_groups
-from hvd_transformer.training import job, report
-from hvd_transformer.training.language_model_task import LanguageModelTask
-from hvd_transformer.training.stop import StopRequest
+from hvd_transformer.parallel.mesh import process_groups
+from hvd_transformer.reporting import run_report
+from hvd_transformer.tasks.language_model_task import LanguageModelTask
+from hvd_transformer.training import train_job
+from hvd_transformer.training.process import StopRequest
 
 
 def record_units(output_dir: str, rank: int) -> None:
@@ -35,7 +36,7 @@ ORIGINAL_BATCH = LanguageModelTask.batch
 
 
 def main() -> None:
-    report.write_report = lambda run: run  # its charts take longer than these runs; test_run_directory.py has them
+    run_report.write_report = lambda run: run  # its charts take longer than these runs; test_run_directory.py has them
     configs = [load(overrides=words) for words in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))]
     sizes = sorted({config.parallel.tensor for config in configs})
     groups = {tuple(group): group for tensor in sizes for group in process_groups(launched().size, tensor)}
@@ -43,7 +44,7 @@ def main() -> None:
     for config in configs:
         if "RECORD_UNITS" in os.environ:
             record_units(config.output_dir, world.rank)
-        job.run(config, world, stop)
+        train_job.run(config, world, stop)
     world.close()
 
 

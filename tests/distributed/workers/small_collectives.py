@@ -16,7 +16,7 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor
 
-from hvd_transformer.comm.environment import horovod_wakes_up, launched, set_defaults
+from hvd_transformer.comm.horovod_env import horovod_wakes_up, launched, set_defaults
 
 THREADS = 3
 AT_ONCE = 32

@@ -20,16 +20,9 @@ from safetensors.torch import load_file
 
 from hvd_transformer.checkpoint import manifest, tensor_file
 from hvd_transformer.checkpoint.manifest import DamagedCheckpoint
-from hvd_transformer.checkpoint.store import (
-    MODEL,
-    OPTIMIZER,
-    CheckpointStore,
-    Snapshot,
-    read_state,
-    resolve,
-)
+from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, CheckpointStore, Snapshot, read_state, resolve
+from hvd_transformer.checkpoint.tensor_file import Blocks, Fragment
 from hvd_transformer.errors import UserError
-from hvd_transformer.parallel.fragment import Blocks, Fragment
 
 
 def snapshot(step: int, best: bool = False) -> Snapshot:

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from hvd_transformer.checkpoint import tensor_file
 from hvd_transformer.checkpoint.manifest import DamagedCheckpoint
-from hvd_transformer.parallel.fragment import Blocks, Fragment
-from hvd_transformer.parallel.tensor import piece
+from hvd_transformer.checkpoint.tensor_file import Blocks, Fragment
+from hvd_transformer.parallel.tensor_group import piece
 
 CUTS = {"rows": (0, 1), "columns": (1, 1), "stacked": (0, 3), "alike": None}
 

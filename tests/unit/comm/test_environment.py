@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from hvd_transformer.comm.environment import Launched, launched, set_defaults, usable_cores
+from hvd_transformer.comm.horovod_env import Launched, launched, set_defaults, usable_cores
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +104,7 @@ def test_the_cycle_is_long_only_where_horovod_wakes_up(
             raise PackageNotFoundError
         return installed
 
-    monkeypatch.setattr("hvd_transformer.comm.environment.version", version)
+    monkeypatch.setattr("hvd_transformer.comm.horovod_env.version", version)
     monkeypatch.setattr(os, "environ", {"HOROVOD_CONTROLLER": backend})
     set_defaults(local_size=1, prompt=prompt)
     assert os.environ["HOROVOD_CYCLE_TIME"] == CYCLES[case]
@@ -113,7 +113,7 @@ def test_the_cycle_is_long_only_where_horovod_wakes_up(
 def test_mpi_yields_only_where_ranks_share_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     for ranks, cores, yields in [(2, 2, True), (4, 2, True), (2, 16, False)]:
         monkeypatch.setattr(os, "environ", {})
-        monkeypatch.setattr("hvd_transformer.comm.environment.usable_cores", lambda cores=cores: cores)
+        monkeypatch.setattr("hvd_transformer.comm.horovod_env.usable_cores", lambda cores=cores: cores)
         set_defaults(local_size=ranks)
         assert ("OMPI_MCA_mpi_yield_when_idle" in os.environ) == yields
 

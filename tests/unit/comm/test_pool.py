@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_transformer.comm.pool import FEW_ITEMS, mpi_size, process_map, worker_map
+from hvd_transformer.comm.process_map import FEW_ITEMS, mpi_size, process_map, worker_map
 from hvd_transformer.errors import UserError
 
 
@@ -63,7 +63,7 @@ def test_processes_end_with_a_killed_parent(tmp_path):
     (tmp_path / "worker_module.py").write_text("import os\ndef number(_): return os.getpid()\n")
     (tmp_path / "script.py").write_text(
         "import time\n"
-        "from hvd_transformer.comm.pool import process_map\n"
+        "from hvd_transformer.comm.process_map import process_map\n"
         "from worker_module import number\n"
         "if __name__ == '__main__':\n"
         "    with process_map(2) as mapped:\n"

@@ -5,9 +5,9 @@ from typing import get_args
 
 import pytest
 
+from hvd_transformer.cli.train import reference
 from hvd_transformer.config import Config, load
 from hvd_transformer.config.load import preset_names
-from hvd_transformer.config.reference import reference
 from hvd_transformer.config.schema import KEYS
 
 LINE = re.compile(r"^  ([a-z_.]+)=(.*?)(?:  \((.*)\))?$", re.MULTILINE)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hvd_transformer.data.batches import Columns, Windows, evaluation_batches
+from hvd_transformer.data.prepared import TokenFile
 from hvd_transformer.data.sampler import Replica, WindowSampler
-from hvd_transformer.data.tokens import TokenFile
 
 
 def text(count: int, dtype: str = "<u2") -> np.ndarray:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data import python_docs
-from hvd_transformer.data.corpora import open_corpus
+from hvd_transformer.data.text_corpus import open_corpus
 from hvd_transformer.errors import UserError
 
 

@@ -9,9 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from hvd_transformer.config.schema import DataConfig
-from hvd_transformer.data import corpora, download
-from hvd_transformer.data.corpora import open_corpus
-from hvd_transformer.data.download import Published
+from hvd_transformer.data import published, text_corpus
+from hvd_transformer.data.published import Published
+from hvd_transformer.data.text_corpus import open_corpus
 from hvd_transformer.errors import UserError
 
 FILES = {split: f"wiki.{split}.tokens" for split in ("train", "valid", "test")}
@@ -63,7 +63,7 @@ def open_tiny(server, monkeypatch, tmp_path):
             (f"{address}/tiny.zip",),
             tuple(f"{address}/{split}.txt" for split in FILES),
         )
-        monkeypatch.setitem(corpora.PUBLISHED, "wikitext2", Published("Tiny", FILES, LINES, addresses))
+        monkeypatch.setitem(text_corpus.PUBLISHED, "wikitext2", Published("Tiny", FILES, LINES, addresses))
         return open_corpus(DataConfig(source="wikitext2", cache_dir=str(tmp_path)))
 
     return open_tiny
@@ -93,7 +93,7 @@ def test_the_next_address_is_taken(server, open_tiny, tmp_path, first, monkeypat
         answers["/tiny.zip"] = (len(data), data[:-50])
     if first == "wrong checksum":
         answers["/tiny.zip"] = (len(data), data)
-        monkeypatch.setitem(download.MD5, "tiny.zip", hashlib.md5(b"other").hexdigest())
+        monkeypatch.setitem(published.MD5, "tiny.zip", hashlib.md5(b"other").hexdigest())
     if first == "flipped bit":
         at = data.index(b"a line of train")
         answers["/tiny.zip"] = (len(data), data[:at] + b"b" + data[at + 1 :])
@@ -117,7 +117,7 @@ def test_no_address_works(server, open_tiny, tmp_path):
 
 
 def test_a_download_that_stands_still_ends(server, open_tiny, monkeypatch):
-    monkeypatch.setattr(download, "STALL_SECONDS", 0.5)
+    monkeypatch.setattr(published, "STALL_SECONDS", 0.5)
     stuck = threading.Event()
     monkeypatch.setattr("torchtext.utils.download_from_url", lambda *_, **__: stuck.wait(20))
     server[0]["/tiny.zip"] = (4, b"1234")
@@ -129,4 +129,4 @@ def test_a_download_that_stands_still_ends(server, open_tiny, monkeypatch):
 def test_published_data_sets_are_torchtexts():
     from torchtext.datasets.language_modeling import PennTreebank
 
-    assert [list(addresses) for addresses in corpora.PUBLISHED["penntreebank"].addresses] == [PennTreebank.urls]
+    assert [list(addresses) for addresses in text_corpus.PUBLISHED["penntreebank"].addresses] == [PennTreebank.urls]

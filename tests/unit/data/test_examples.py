@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from hvd_transformer.config import load
-from hvd_transformer.data.examples import PreparedExamples
 from hvd_transformer.data.parallel_text import open_pairs
 from hvd_transformer.data.prepare_examples import prepare_examples
+from hvd_transformer.data.prepared import PreparedExamples
 from hvd_transformer.data.tables import open_table
 from hvd_transformer.errors import UserError
 

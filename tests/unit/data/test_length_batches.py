@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_transformer.data.length_batches import LengthBatches, in_order
+from hvd_transformer.data.batches import LengthBatches, in_order
 from hvd_transformer.data.sampler import Replica
 
 lengths = st.lists(st.integers(1, 60), min_size=1, max_size=200).map(lambda values: np.array(values, np.int64))

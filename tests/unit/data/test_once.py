@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_transformer.data.once import Stopped, build_once
+from hvd_transformer.data.build_once import Stopped, build_once
 from hvd_transformer.errors import UserError
 
 

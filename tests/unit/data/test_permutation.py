@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_transformer.data.permutation import Permutation
+from hvd_transformer.data.sampler import Permutation
 
 
 def everything(length: int, key: tuple[int, ...]) -> list[int]:

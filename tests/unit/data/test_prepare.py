@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from torchtext.data.utils import get_tokenizer
 
-from hvd_transformer.comm.pool import _LazyMap, process_map
+from hvd_transformer.comm.process_map import _LazyMap, process_map
 from hvd_transformer.config.schema import DataConfig
-from hvd_transformer.data import prepare as room
-from hvd_transformer.data.once import Stopped
-from hvd_transformer.data.prepare import prepare
-from hvd_transformer.data.text import read_pieces
+from hvd_transformer.data import prepare_text
+from hvd_transformer.data.build_once import Stopped
+from hvd_transformer.data.prepare_text import prepare
+from hvd_transformer.data.text_files import read_pieces
 from hvd_transformer.errors import UserError
 
 COMMAND = Path(sys.executable).with_name("hvd-transformer")
@@ -55,7 +55,7 @@ def corpus(tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(room, "read_pieces", partial(read_pieces, piece_bytes=4096))
+    monkeypatch.setattr(prepare_text, "read_pieces", partial(read_pieces, piece_bytes=4096))
 
 
 def configure(corpus, cache, **settings) -> DataConfig:
@@ -193,7 +193,7 @@ def test_memory_stays_bounded(corpus, tmp_path, small_pieces, monkeypatch):
             yield function(item)
             done[0] += 1
 
-    monkeypatch.setattr(room, "read_pieces", counting_pieces)
+    monkeypatch.setattr(prepare_text, "read_pieces", counting_pieces)
     prepare(configure(corpus, tmp_path, tokenizer="basic_english"), one_by_one)
     assert taken[0] > 40
     assert most[0] == 1

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from huggingface import WORDS, write_bert
 
+from hvd_transformer.data.load_tokenizer import load_tokenizer
 from hvd_transformer.data.pretrained_tokenizer import PretrainedTokenizer
-from hvd_transformer.data.tokenizers import load_tokenizer
 
 transformers = pytest.importorskip("transformers")
 TEXTS = ["the room was good", "Not VERY clean!", "unheard of", "a"]

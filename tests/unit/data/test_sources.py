@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from hvd_transformer.config import load
-from hvd_transformer.data import download
-from hvd_transformer.data.once import never, silent
+from hvd_transformer.data import published
+from hvd_transformer.data.build_once import never, silent
 from hvd_transformer.data.parallel_text import open_pairs
-from hvd_transformer.data.sources import PAIRS, source_path
+from hvd_transformer.data.published import PAIRS, source_path
 from hvd_transformer.errors import UserError
 
 
@@ -47,7 +47,7 @@ def test_multi30k_is_fetched_checked_and_kept(tmp_path: Path, monkeypatch: pytes
         (folder / name).write_bytes(gzip.compress(b"a b\n" * counts[name.partition(".")[0]]))
         return folder / name
 
-    monkeypatch.setattr(download, "_download", fake)
+    monkeypatch.setattr(published, "_download", fake)
     folder = found(tmp_path, "multi30k")
     rows = open_pairs(load().data, folder, seed=1)
     assert {split: sum(1 for _ in rows.splits[split]()) for split in rows.splits} == {
@@ -69,7 +69,7 @@ def test_a_download_of_other_files_is_refused(tmp_path: Path, monkeypatch: pytes
             path.write_bytes(content)
             return path
 
-        monkeypatch.setattr(download, "_download", fake)
+        monkeypatch.setattr(published, "_download", fake)
         with pytest.raises(UserError, match=reason) as caught:
             found(tmp_path, "multi30k")
         assert "into " in str(caught.value) and str(caught.value).endswith("by hand")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_transformer.data.text import Piece, TextSpan, boundary, read_pieces
+from hvd_transformer.data.text_files import Piece, TextSpan, boundary, read_pieces
 from hvd_transformer.errors import UserError
 
 TEXTS = st.text(st.sampled_from("ab  \n\n\t.<br />é\u00a0\u2028日😀"), max_size=300)

@@ -14,13 +14,8 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 from torchtext.data.utils import get_tokenizer
 from torchtext.vocab import Vocab
 
-from hvd_transformer.data.tokenizers import (
-    BPETokenizer,
-    CharTokenizer,
-    WordTokenizer,
-    build_vocabulary,
-    load_tokenizer,
-)
+from hvd_transformer.data.load_tokenizer import load_tokenizer
+from hvd_transformer.data.tokenizers import BPETokenizer, CharTokenizer, WordTokenizer, build_vocabulary
 from hvd_transformer.errors import UserError
 
 WIKITEXT = Path(__file__).parents[3].parent / "shared" / "data" / "wikitext-2"

@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 
-from hvd_transformer.data.tokens import TokenFile, token_dtype
+from hvd_transformer.data.prepared import TokenFile, token_dtype
 from hvd_transformer.errors import UserError
 
 

@@ -4,7 +4,7 @@ import pytest
 import sacrebleu
 from torchtext.data.metrics import bleu_score
 
-from hvd_transformer.evaluation.bleu import bleu_metrics, signature
+from hvd_transformer.tasks.metrics import bleu_metrics, signature
 
 FOUND = ["A man rides a horse in the park.", "Two dogs run!", "", "three Women are talking to a man ."]
 WANTED = [

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn import metrics
 
-from hvd_transformer.evaluation.confusion import classification_metrics
+from hvd_transformer.tasks.metrics import classification_metrics
 
 samples = st.integers(2, 4).flatmap(
     lambda classes: st.lists(

@@ -8,7 +8,7 @@ from fake_world import FakeWorld
 from torch import Tensor, nn
 
 from hvd_transformer.comm.world import World
-from hvd_transformer.evaluation.evaluate import Evaluation, evaluate, perplexity
+from hvd_transformer.tasks.metrics import Evaluation, evaluate, perplexity
 
 
 def total(batch: Tensor) -> tuple[Tensor, int]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from hvd_transformer.config.schema import ModelConfig
 from hvd_transformer.data.tokenizers import BEGIN, END, PAD
 from hvd_transformer.inference.beam_search import beam_search
-from hvd_transformer.inference.translation import translate
+from hvd_transformer.inference.predict import translate
 from hvd_transformer.models.encoder_decoder import EncoderDecoder
 
 V = 6

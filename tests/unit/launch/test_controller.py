@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hvd_transformer.errors import UserError
-from hvd_transformer.launch.controller import built_with, horovod_library, takes_mpi
+from hvd_transformer.launch.horovodrun_command import built_with, horovod_library, takes_mpi
 
 # Names as compilers and linkers write them into a library.
 GLOO, MPI = b"\0_ZN4gloo9transport3tcp6DeviceE\0", b"\0MPI_Init_thread\0"

@@ -7,7 +7,7 @@ import pytest
 
 from hvd_transformer.config import Config
 from hvd_transformer.errors import UserError
-from hvd_transformer.launch.devices import check_devices, num_gpus
+from hvd_transformer.launch.horovodrun_command import check_devices, num_gpus
 from hvd_transformer.launch.hostfile import Host
 
 

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from hvd_transformer.config import load
-from hvd_transformer.launch.command import Horovodrun
 from hvd_transformer.launch.doctor.findings import (
     GIB,
     MIB,
@@ -20,6 +19,7 @@ from hvd_transformer.launch.doctor.findings import (
     about_sharing,
     common_interfaces,
 )
+from hvd_transformer.launch.horovodrun_command import Horovodrun
 from hvd_transformer.launch.hostfile import parse_hosts
 from hvd_transformer.launch.ssh import why_refused
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from hvd_transformer.errors import UserError
-from hvd_transformer.launch.command import Ssh
-from hvd_transformer.launch.folder import JobFolder, Show
+from hvd_transformer.launch.agents import JobFolder, Show
+from hvd_transformer.launch.ssh import Ssh
 
 VALUES = {"TOKEN": "line one\nline 'two' \"é\" $(x) \\"}
 SLEEP = ["sh", "-c", "sleep 100"]
@@ -40,7 +40,7 @@ exec sh -c "$last"
 
 def start_rank(folder: JobFolder, rank: int, command: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "hvd_transformer.launch.worker", folder.path, *command],
+        [sys.executable, "-m", "hvd_transformer.launch.rank_runner", folder.path, *command],
         env={**os.environ, "HOROVOD_RANK": str(rank)}, text=True, stdout=subprocess.PIPE,
     )  # fmt: skip
 
@@ -128,8 +128,8 @@ def group_lives(group: int) -> bool:
 
 def test_a_killed_launcher_leaves_nothing(ssh_log: Path) -> None:
     source = (
-        "import os, sys; from hvd_transformer.launch.command import Ssh; "
-        "from hvd_transformer.launch.folder import JobFolder; "
+        "import os, sys; from hvd_transformer.launch.horovodrun_command import Ssh; "
+        "from hvd_transformer.launch.agents import JobFolder; "
         "folder = JobFolder(['localhost', 'far.invalid'], Ssh(), {}, dict(os.environ)); folder.wait_ready(); "
         "print(folder.path, flush=True); "
         "sys.stdin.read()"
@@ -140,7 +140,7 @@ def test_a_killed_launcher_leaves_nothing(ssh_log: Path) -> None:
     assert launcher.stdout
     folder = Path(launcher.stdout.readline().strip())
     assert folder.is_dir()
-    rank = subprocess.Popen([sys.executable, "-m", "hvd_transformer.launch.worker", folder, *SLEEP])
+    rank = subprocess.Popen([sys.executable, "-m", "hvd_transformer.launch.rank_runner", folder, *SLEEP])
     wait_until(lambda: list(folder.glob("running-*")))
     launcher.kill()
     assert rank.wait(10) == 128 + signal.SIGTERM
@@ -189,6 +189,6 @@ def keepers(folder: str) -> list[int]:
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             words = file.read_bytes().decode().split("\0")
-            if words[1:4] == ["-m", "hvd_transformer.launch.keeper", folder]:
+            if words[1:4] == ["-m", "hvd_transformer.launch.node_agent", folder]:
                 found.append(int(file.parent.name))
     return found

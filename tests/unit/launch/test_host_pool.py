@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from hvd_transformer.errors import UserError
+from hvd_transformer.launch.host_pool import HostPool, find_hosts, least_ranks
 from hvd_transformer.launch.hostfile import Host
-from hvd_transformer.launch.pool import HostPool, find_hosts, least_ranks
 
 
 def test_the_hosts_are_those_given_or_this_one(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hvd_transformer.errors import UserError
+from hvd_transformer.launch.host_pool import from_script
 from hvd_transformer.launch.hostfile import Host, assign, parse_hostfile, parse_hosts, read_hostfile
-from hvd_transformer.launch.pool import from_script
 
 
 def refused(text: str) -> str:

@@ -19,8 +19,8 @@ from hvd_transformer.cli.launch import launch
 from hvd_transformer.config import Config
 from hvd_transformer.errors import UserError
 from hvd_transformer.launch.hostfile import Host
-from hvd_transformer.launch.scheduler import compose, image, kubernetes, slurm
-from hvd_transformer.launch.scheduler.job import ScheduledJob
+from hvd_transformer.launch.scheduler import compose, kubernetes, scheduled_job, slurm
+from hvd_transformer.launch.scheduler.scheduled_job import ScheduledJob
 
 SCHEDULERS = ("slurm", "kubernetes", "compose")
 TWO_HOSTS = ["-np", "4", "-H", "h1:2,h2:2"]
@@ -331,11 +331,11 @@ def test_the_images_keep_what_the_files_rely_on() -> None:
     dockerfile, entrypoint, sshd = (
         (docker / name).read_text() for name in ("Dockerfile.cpu", "entrypoint.sh", "sshd_config")
     )
-    assert re.findall(r"^WORKDIR (\S+)", dockerfile, re.MULTILINE)[-1] == image.FOLDER
-    assert f"\nARG USER_ID={image.GROUP_ID}\n" in dockerfile
-    assert f"\nPort {image.SSH_PORT}\n" in sshd
-    assert f"\nAuthorizedKeysFile {image.LAUNCHER_KEY}/authorized_keys\n" in sshd
-    assert f"{image.WORKER_KEYS}/$HOSTNAME" in entrypoint
+    assert re.findall(r"^WORKDIR (\S+)", dockerfile, re.MULTILINE)[-1] == scheduled_job.FOLDER
+    assert f"\nARG USER_ID={scheduled_job.GROUP_ID}\n" in dockerfile
+    assert f"\nPort {scheduled_job.SSH_PORT}\n" in sshd
+    assert f"\nAuthorizedKeysFile {scheduled_job.LAUNCHER_KEY}/authorized_keys\n" in sshd
+    assert f"{scheduled_job.WORKER_KEYS}/$HOSTNAME" in entrypoint
     assert re.findall(r"^ +(\w+)\)$", entrypoint, re.MULTILINE)[:2] == ["worker", "launcher"]
     assert "$HOSTS" in entrypoint
     # In an MPIJob no volume has the workers' host keys: a command that asks for them would end every connection.
@@ -344,5 +344,5 @@ def test_the_images_keep_what_the_files_rely_on() -> None:
     said = subprocess.run(
         ["ssh", "-F", docker / "ssh_config", "-T", "-G", "x-worker-0.x.default.svc"], capture_output=True, text=True
     )
-    assert f"port {image.SSH_PORT}\n" in said.stdout
+    assert f"port {scheduled_job.SSH_PORT}\n" in said.stdout
     assert "knownhostscommand" not in said.stdout

@@ -5,9 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
-from hvd_transformer.launch.folder import Beat
+from hvd_transformer.launch.agents import Beat
 from hvd_transformer.launch.hostfile import Host
-from hvd_transformer.launch.screen import _View
+from hvd_transformer.launch.launch_screen import _View
 
 
 def shown(beats: dict[int, Beat]) -> list[str]:

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from hvd_transformer.errors import UserError
-from hvd_transformer.launch import pool, supervisor
-from hvd_transformer.launch.command import Horovodrun
+from hvd_transformer.launch import host_pool, supervisor
+from hvd_transformer.launch.horovodrun_command import Horovodrun
+from hvd_transformer.launch.host_pool import FindHosts, HostPool, from_script
 from hvd_transformer.launch.hostfile import Host
-from hvd_transformer.launch.pool import FindHosts, HostPool, from_script
-from hvd_transformer.launch.screen import Screen
+from hvd_transformer.launch.launch_screen import Screen
 from hvd_transformer.launch.supervisor import Plan, Supervisor
 
 HOROVODRUN = """#!/usr/bin/env python3
@@ -140,7 +140,7 @@ def test_a_lost_host_is_left_alone_and_the_others_go_on(stand: Path, capfd: pyte
 def test_waits_for_a_host_that_is_needed(
     stand: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(pool, "ASIDE_SECONDS", 0.5)
+    monkeypatch.setattr(host_pool, "ASIDE_SECONDS", 0.5)
 
     def lose_and_return() -> None:
         wait_until(lambda: len(list(stand.glob("starts-*"))) == 4)
@@ -204,7 +204,7 @@ def test_a_discovery_script_names_the_hosts_of_now(tmp_path: Path) -> None:
 def test_a_discovery_script_that_fails_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str
 ) -> None:
-    monkeypatch.setattr(pool, "_SCRIPT_SECONDS", 0.4)
+    monkeypatch.setattr(host_pool, "_SCRIPT_SECONDS", 0.4)
     script = write_script(tmp_path, text)
     with pytest.raises(UserError) as raised:
         from_script(script, os.environ)()

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hvd_transformer.models.embedding import Embedding
+from hvd_transformer.nn.parallel_layers import Embedding
 
 TOKENS = torch.tensor([[3, 1, 3], [0, 3, 4]])
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hvd_transformer.models.linear import Linear
+from hvd_transformer.nn.parallel_layers import Linear
 
 
 def pair(

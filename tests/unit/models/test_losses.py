@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hvd_transformer.models.losses import projected_cross_entropy
-from hvd_transformer.training.allocated import Allocated
+from hvd_transformer.nn.cross_entropy import projected_cross_entropy
+from hvd_transformer.planning.layer_profile import Allocated
 
 N, D, V = 7, 5, 11
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from hvd_transformer.comm.world import World
-from hvd_transformer.parallel.flat import Bucket, make_buckets
-from hvd_transformer.parallel.replicas import ReplicasDiffer, broadcast_parameters, check_replicas, checksum
+from hvd_transformer.gradients.buffers import Bucket, make_buckets
+from hvd_transformer.parallel.replica_check import ReplicasDiffer, broadcast_parameters, check_replicas, checksum
 
 LONG = 2**21 + 12_345  # more than two of the pieces that it is summed in
 

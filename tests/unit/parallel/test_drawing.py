@@ -7,8 +7,8 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from hvd_transformer.parallel.drawing import COLOURS, draw_png, draw_text
-from hvd_transformer.parallel.schedule import Timeline, forward_only, make_schedule, simulate
+from hvd_transformer.parallel.pipeline_schedule import forward_only, make_schedule
+from hvd_transformer.planning.schedule_drawing import COLOURS, Timeline, draw_png, draw_text, simulate
 
 
 def example(num_stages: int = 3, count: int = 4, backward: float = 1.0) -> Timeline:

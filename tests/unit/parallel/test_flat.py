@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from hvd_transformer.parallel.flat import make_buckets
+from hvd_transformer.gradients.buffers import make_buckets
 
 FORMATS = [torch.float32, torch.float64, torch.bfloat16]
 

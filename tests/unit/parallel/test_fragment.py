@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hvd_transformer.parallel.fragment import Blocks, Fragment
-from hvd_transformer.parallel.tensor import piece
+from hvd_transformer.checkpoint.tensor_file import Blocks, Fragment
+from hvd_transformer.parallel.tensor_group import piece
 
 CASES = [
     ((12, 5), None, 1),

@@ -5,9 +5,9 @@ import torch
 from fake_world import FakeWorld
 from torch import Tensor, nn
 
-from hvd_transformer.parallel.flat import Shard, make_buckets
-from hvd_transformer.parallel.gathering import Gathering, waiting_stages
-from hvd_transformer.parallel.pipeline import Layer, Stage
+from hvd_transformer.gradients.buffers import Shard, make_buckets
+from hvd_transformer.gradients.param_all_gather import Gathering, waiting_stages
+from hvd_transformer.nn.contracts import Layer, Stage
 
 SIZE = 2
 
@@ -64,7 +64,7 @@ def test_layers_wait_for_the_weights_that_they_use_and_for_no_more() -> None:
 
 
 def test_the_later_ones_begin_when_the_first_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvd_transformer.parallel.gathering.ON_THE_WAY", 260)  # two buckets of 128 bytes
+    monkeypatch.setattr("hvd_transformer.gradients.param_all_gather.ON_THE_WAY", 260)  # two buckets of 128 bytes
     events: list[str] = []
     _, stages, gathering = job(events)
     gathering.start()

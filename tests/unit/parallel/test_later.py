@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvd_transformer.parallel.later import Later
+from hvd_transformer.gradients.weight_grads import Later
 
 
 def test_without_collecting_work_is_done_at_once() -> None:

@@ -10,7 +10,7 @@ from hvd_transformer.comm.group import Group
 from hvd_transformer.comm.world import World
 from hvd_transformer.config import load
 from hvd_transformer.errors import UserError
-from hvd_transformer.parallel.layout import Layout, process_groups
+from hvd_transformer.parallel.mesh import Layout, process_groups
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[torch.device]:

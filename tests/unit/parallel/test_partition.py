@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_transformer.errors import UserError
-from hvd_transformer.parallel.partition import balanced, by_function, explicit, uniform
+from hvd_transformer.planning.partition import balanced, by_function, explicit, uniform
 
 NAMES = ["embed", "layer.0", "layer.1", "output"]
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from hvd_transformer.comm.group import PeerLost
-from hvd_transformer.parallel.pipeline import Layer, MicroBatch, Pipeline, Stage, StageFailed
-from hvd_transformer.parallel.schedule import SCHEDULES, ScheduleName, make_schedule
+from hvd_transformer.nn.contracts import Layer, MicroBatch, Stage
+from hvd_transformer.parallel.pipeline import Pipeline, StageFailed
+from hvd_transformer.parallel.pipeline_schedule import SCHEDULES, ScheduleName, make_schedule
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 8

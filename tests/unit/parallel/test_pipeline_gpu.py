@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from hvd_transformer.parallel.pipeline import Layer, MicroBatch, Pipeline, Stage
-from hvd_transformer.parallel.schedule import SCHEDULES
+from hvd_transformer.nn.contracts import Layer, MicroBatch, Stage
+from hvd_transformer.parallel.pipeline import Pipeline
+from hvd_transformer.parallel.pipeline_schedule import SCHEDULES
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

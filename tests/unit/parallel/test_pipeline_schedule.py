@@ -8,18 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_transformer.parallel.schedule import (
+from hvd_transformer.parallel.pipeline_schedule import (
     SCHEDULES,
     Operation,
     Schedule,
     ScheduleName,
-    bubble,
     forward_only,
     make_schedule,
-    makespan,
     most_in_flight,
-    simulate,
 )
+from hvd_transformer.planning.schedule_drawing import bubble, makespan, simulate
 
 Kind = Literal["gpipe", "1f1b"]
 WHOLE: tuple[Kind, ...] = ("gpipe", "1f1b")  # their backwards are one operation

@@ -9,11 +9,11 @@ from fake_world import FakeWorld
 from torch import Tensor, nn
 
 from hvd_transformer.comm.world import World
-from hvd_transformer.models.linear import Linear
-from hvd_transformer.parallel.flat import Bucket, Shard, make_buckets
-from hvd_transformer.parallel.later import Later
-from hvd_transformer.parallel.reducer import GradientReducer
-from hvd_transformer.parallel.rows import RowPlan
+from hvd_transformer.gradients.buffers import Bucket, Shard, make_buckets
+from hvd_transformer.gradients.embedding_grads import RowPlan
+from hvd_transformer.gradients.sync import GradientReducer
+from hvd_transformer.gradients.weight_grads import Later
+from hvd_transformer.nn.parallel_layers import Linear
 
 EVERY_PARAMETER, ALL_IN_ONE = 1, 2**20
 
@@ -411,7 +411,7 @@ def test_each_rank_receives_the_sum_of_its_shard(rounds: int, gradients: bool, o
 
 @pytest.mark.parametrize("room", [1, 10**9])
 def test_so_many_bytes_are_on_their_way_at_once(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvd_transformer.parallel.reducer.ON_THE_WAY", room)
+    monkeypatch.setattr("hvd_transformer.gradients.sync.ON_THE_WAY", room)
     model = Layers()
     world, buckets, reducer = shards(model, 0, 2, gradients=True)
     assert len(buckets) > 2

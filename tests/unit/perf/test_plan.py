@@ -20,19 +20,19 @@ from hvd_transformer.cli import main as cli
 from hvd_transformer.cli.plan import plan as command
 from hvd_transformer.config import load
 from hvd_transformer.errors import UserError
-from hvd_transformer.models.dropout import dropout_place
-from hvd_transformer.models.language_model import LanguageModel
-from hvd_transformer.models.linear import Product
-from hvd_transformer.parallel.later import Later
-from hvd_transformer.parallel.pipeline import MicroBatch, Pipeline, Stage
-from hvd_transformer.parallel.schedule import SCHEDULES
-from hvd_transformer.perf.layer_costs import fake_model
-from hvd_transformer.perf.plan import RECOMPUTES, Plan, StageCost, make_plan
-from hvd_transformer.perf.plan_text import plan_text
-from hvd_transformer.training.activations import forward, gradients_as_in_training, run_pass
-from hvd_transformer.training.language_model_task import language_model_layers
-from hvd_transformer.training.precision import autocast
-from hvd_transformer.training.tasks import task_class
+from hvd_transformer.gradients.weight_grads import Later
+from hvd_transformer.models.language_model import LanguageModel, language_model_layers
+from hvd_transformer.nn.contracts import MicroBatch, Stage
+from hvd_transformer.nn.dropout import dropout_place
+from hvd_transformer.nn.parallel_layers import Product
+from hvd_transformer.parallel.pipeline import Pipeline
+from hvd_transformer.parallel.pipeline_schedule import SCHEDULES
+from hvd_transformer.parallel.precision import autocast
+from hvd_transformer.planning.layer_profile import forward, gradients_as_in_training, run_pass
+from hvd_transformer.planning.memory_plan import RECOMPUTES, Plan, StageCost, make_plan
+from hvd_transformer.planning.model_costs import fake_model
+from hvd_transformer.planning.plan_text import plan_text
+from hvd_transformer.tasks.registry import task_class
 
 V, LAYERS, D, F, T = 97, 3, 24, 40, 10
 SMALL = [

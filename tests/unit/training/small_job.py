@@ -9,12 +9,12 @@ from hvd_transformer.comm.world import World
 from hvd_transformer.config import Config, load
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.data.tokenizers import CharTokenizer
-from hvd_transformer.parallel.flat import WHOLE
-from hvd_transformer.parallel.layout import Layout
-from hvd_transformer.training.language_model_task import LanguageModelTask
-from hvd_transformer.training.loop import Trainer
-from hvd_transformer.training.position import Position
-from hvd_transformer.training.precision import weight_dtype
+from hvd_transformer.gradients.buffers import WHOLE
+from hvd_transformer.parallel.mesh import Layout
+from hvd_transformer.parallel.precision import weight_dtype
+from hvd_transformer.tasks.language_model_task import LanguageModelTask
+from hvd_transformer.training.state import Position
+from hvd_transformer.training.trainer import Trainer
 
 VOCABULARY = 11
 TOKENIZER = CharTokenizer(["<unk>", *"abcdefghij"])

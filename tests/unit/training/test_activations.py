@@ -7,15 +7,13 @@ import torch
 
 from hvd_transformer.config import Config, load
 from hvd_transformer.errors import UserError
-from hvd_transformer.models.language_model import LanguageModel
-from hvd_transformer.parallel.pipeline import MicroBatch
-from hvd_transformer.parallel.schedule import SCHEDULES, Operation
-from hvd_transformer.perf.layer_costs import fake_model
-from hvd_transformer.perf.plan import RECOMPUTES, make_plan
-from hvd_transformer.training.activations import WAYS, Pass, join, peak_activations, run_pass
-from hvd_transformer.training.language_model_task import language_model_layers
-from hvd_transformer.training.layer_measure import measure_layers
-from hvd_transformer.training.stages import best_cut
+from hvd_transformer.models.language_model import LanguageModel, language_model_layers
+from hvd_transformer.nn.contracts import MicroBatch
+from hvd_transformer.parallel.pipeline_schedule import SCHEDULES, Operation
+from hvd_transformer.planning.layer_profile import WAYS, Pass, join, measure_layers, peak_activations, run_pass
+from hvd_transformer.planning.memory_plan import RECOMPUTES, make_plan
+from hvd_transformer.planning.model_costs import fake_model
+from hvd_transformer.planning.partition import best_cut
 
 V, LENGTH, WIDTH, SAMPLES, PIECES = 97, 32, 48, 2, 6
 

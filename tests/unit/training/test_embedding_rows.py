@@ -7,8 +7,8 @@ import torch
 from small_job import run, settings, trainer, weights
 from torch import nn
 
-from hvd_transformer.models.embedding import Embedding
-from hvd_transformer.training.embedding_rows import row_parameters
+from hvd_transformer.gradients.embedding_grads import row_parameters
+from hvd_transformer.nn.parallel_layers import Embedding
 
 
 class Shared(nn.Module):

@@ -16,17 +16,18 @@ import torch
 from fake_world import FakeWorld
 from small_job import SPLITS, TOKENIZER, VOCABULARY, run, settings
 
+from hvd_transformer.checkpoint import snapshot
 from hvd_transformer.checkpoint.store import CheckpointStore
 from hvd_transformer.comm.world import World
-from hvd_transformer.parallel.layout import Layout
-from hvd_transformer.perf.plan import make_plan
-from hvd_transformer.perf.plan_text import plan_text
-from hvd_transformer.training import charts, snapshot
-from hvd_transformer.training.assembly import make_task
-from hvd_transformer.training.loop import Trainer
-from hvd_transformer.training.metrics_log import MetricsLog
-from hvd_transformer.training.position import Position
-from hvd_transformer.training.report import write_report
+from hvd_transformer.parallel.mesh import Layout
+from hvd_transformer.planning.memory_plan import make_plan
+from hvd_transformer.planning.plan_text import plan_text
+from hvd_transformer.reporting import charts
+from hvd_transformer.reporting.metrics_log import MetricsLog
+from hvd_transformer.reporting.run_report import write_report
+from hvd_transformer.training.job_setup import make_task
+from hvd_transformer.training.state import Position
+from hvd_transformer.training.trainer import Trainer
 
 # When a size doubles, calls may grow by this factor: an exponent of 1.15, the limit of benchmarks.growth.
 DOUBLED = 2**1.15

@@ -5,9 +5,9 @@ import time
 from small_job import settings, trainer
 
 from hvd_transformer.comm.world import World
-from hvd_transformer.parallel.timeline import Timeline
-from hvd_transformer.training.heartbeat import Heartbeat
-from hvd_transformer.training.progress import Silent
+from hvd_transformer.monitoring.heartbeat import Heartbeat
+from hvd_transformer.monitoring.timeline import Timeline
+from hvd_transformer.reporting.progress import Silent
 from hvd_transformer.training.run_directory import RunDirectory
 from hvd_transformer.training.session import Session
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from hvd_transformer.training.late import Seen, who_is_late
+from hvd_transformer.monitoring.stall_report import Seen, who_is_late
 
 HOSTS = ["h1", "h1", "h2", "h2"]
 

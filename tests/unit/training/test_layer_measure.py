@@ -7,11 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from hvd_transformer.config import load
-from hvd_transformer.models.language_model import LanguageModel
-from hvd_transformer.parallel.pipeline import Layer, MicroBatch
-from hvd_transformer.training.activations import WAYS
-from hvd_transformer.training.language_model_task import language_model_layers
-from hvd_transformer.training.layer_measure import MeasuredLayer, measure_layers
+from hvd_transformer.models.language_model import LanguageModel, language_model_layers
+from hvd_transformer.nn.contracts import Layer, MicroBatch
+from hvd_transformer.planning.layer_profile import WAYS, MeasuredLayer, measure_layers
 
 WIDTH, SAMPLES = 8, 3
 PAUSE = 0.1

@@ -12,8 +12,8 @@ from small_job import SPLITS, VOCABULARY, run, settings, trainer, weights
 from torch import Tensor, nn
 
 from hvd_transformer.config import Config
-from hvd_transformer.training.loop import Diverged, Trainer
-from hvd_transformer.training.position import Position
+from hvd_transformer.training.state import Position
+from hvd_transformer.training.trainer import Diverged, Trainer
 
 Pair = tuple[Tensor, Tensor]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hvd_transformer.training.metrics_log import MetricsLog
+from hvd_transformer.reporting.metrics_log import MetricsLog
 
 
 def fail(message: str) -> None:

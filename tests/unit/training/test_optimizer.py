@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from hvd_transformer.config.schema import ModelConfig, OptimizerConfig
+from hvd_transformer.gradients.buffers import Bucket, make_buckets
+from hvd_transformer.gradients.optimizer import FlatOptimizer, names_without_decay
 from hvd_transformer.models.language_model import LanguageModel
-from hvd_transformer.parallel.flat import Bucket, make_buckets
-from hvd_transformer.training.optimizer import FlatOptimizer, names_without_decay
 
 KINDS = {
     "sgd": {"name": "sgd"},

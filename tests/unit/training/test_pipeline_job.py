@@ -11,9 +11,9 @@ from small_job import run, settings, trainer, weights
 from hvd_transformer.config import Config
 from hvd_transformer.data.batches import Batch
 from hvd_transformer.errors import UserError
-from hvd_transformer.models.dropout import dropout_place
-from hvd_transformer.models.linear import Product
-from hvd_transformer.training.loop import Trainer
+from hvd_transformer.nn.dropout import dropout_place
+from hvd_transformer.nn.parallel_layers import Product
+from hvd_transformer.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hvd_transformer.training.precision import LossScaler, autocast, weight_dtype
+from hvd_transformer.parallel.precision import LossScaler, autocast, weight_dtype
 
 CPU = torch.device("cpu")
 

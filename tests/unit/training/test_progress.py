@@ -15,7 +15,7 @@ import time
 
 import pytest
 
-from hvd_transformer.training.progress import Progress, Silent, duration
+from hvd_transformer.reporting.progress import Progress, Silent, duration
 
 
 class Clock:

@@ -13,7 +13,7 @@ from PIL import Image
 
 from hvd_transformer.cli.report import report
 from hvd_transformer.errors import UserError
-from hvd_transformer.training.report import write_report
+from hvd_transformer.reporting.run_report import write_report
 
 CHARTS = ("loss.png", "learning_rate.png", "throughput.png")
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hvd_transformer.config.schema import OptimizerConfig
-from hvd_transformer.training.schedule import learning_rate, peak_rate
+from hvd_transformer.training.lr_schedule import learning_rate, peak_rate
 
 
 def config(**values: object) -> OptimizerConfig:

@@ -8,12 +8,12 @@ import torch
 from fragments import tensors_of
 from small_job import run, settings, trainer, weights
 
+from hvd_transformer.checkpoint import snapshot
 from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, CheckpointStore
 from hvd_transformer.comm.world import World
 from hvd_transformer.errors import UserError
-from hvd_transformer.training import snapshot
-from hvd_transformer.training.loop import Trainer
-from hvd_transformer.training.position import Position
+from hvd_transformer.training.state import Position
+from hvd_transformer.training.trainer import Trainer
 
 SETTINGS = [
     "model.dropout=0.1",

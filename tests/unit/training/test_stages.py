@@ -10,11 +10,10 @@ import small_job
 
 from hvd_transformer.config import Config
 from hvd_transformer.errors import UserError
-from hvd_transformer.training import stages
-from hvd_transformer.training.activations import WAYS, Pass
-from hvd_transformer.training.layer_cache import record
-from hvd_transformer.training.layer_measure import MeasuredLayer
-from hvd_transformer.training.stages import best_cut
+from hvd_transformer.planning import partition
+from hvd_transformer.planning.layer_profile import WAYS, MeasuredLayer, Pass
+from hvd_transformer.planning.partition import best_cut
+from hvd_transformer.planning.profile_cache import record
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -43,7 +42,7 @@ class Measuring:
 @pytest.fixture
 def measuring(monkeypatch: pytest.MonkeyPatch) -> Measuring:
     result = Measuring()
-    monkeypatch.setattr(stages, "measure_layers", result)
+    monkeypatch.setattr(partition, "measure_layers", result)
     return result
 
 
@@ -130,7 +129,7 @@ def fitting(
     config: Config, costs: Sequence[MeasuredLayer], mib: float, num_micro_batches: int = 4, dp: int = 1
 ) -> list[int]:
     """On devices of which so much is left for the stages."""
-    return best_cut(config, costs, num_micro_batches, round(mib * MIB / (1 - stages._RESERVE)) + 1, dp)
+    return best_cut(config, costs, num_micro_batches, round(mib * MIB / (1 - partition._RESERVE)) + 1, dp)
 
 
 def test_memory_is_a_limit(tmp_path: Path) -> None:
@@ -184,7 +183,7 @@ def test_the_users_function_is_asked_once(tmp_path: Path, monkeypatch: pytest.Mo
     )
     monkeypatch.syspath_prepend(tmp_path)
     settings = config(tmp_path, "parallel.partition=counting_stages:of")
-    stages.check_partition(settings)
+    partition.check_partition(settings)
     assert cut(settings) == [5, 1]
     import counting_stages
 

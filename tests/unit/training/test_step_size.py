@@ -3,8 +3,8 @@
 import pytest
 from small_job import settings
 
+from hvd_transformer.config.batch_size import check_step_size, rate_replicas, step_samples
 from hvd_transformer.errors import UserError
-from hvd_transformer.training.step_size import check_step_size, rate_replicas, step_samples
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3, 4, 7])

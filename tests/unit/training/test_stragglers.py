@@ -3,7 +3,7 @@
 import itertools
 import random
 
-from hvd_transformer.training.stragglers import Stragglers
+from hvd_transformer.monitoring.stall_report import Stragglers
 
 SLOW = (
     "rank {} on host {} is slow: {} ms of work a step where the others need {} ms; "

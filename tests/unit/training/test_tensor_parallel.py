@@ -19,17 +19,15 @@ from torch import Tensor, nn
 from hvd_transformer.comm.world import World
 from hvd_transformer.config.schema import ModelConfig
 from hvd_transformer.data.sampler import Replica
-from hvd_transformer.models.dropout import Dropout, dropout_place
-from hvd_transformer.models.embedding import Embedding
+from hvd_transformer.gradients.buffers import WHOLE
 from hvd_transformer.models.language_model import LanguageModel
-from hvd_transformer.models.linear import Linear, Product
-from hvd_transformer.models.losses import projected_cross_entropy
-from hvd_transformer.models.shares import Cut, Part, summed
-from hvd_transformer.parallel.flat import WHOLE
-from hvd_transformer.parallel.layout import Layout
-from hvd_transformer.parallel.tensor import cut_weights, join, piece, span
-from hvd_transformer.training.language_model_task import LanguageModelTask
-from hvd_transformer.training.shares import cut_model, share_layers
+from hvd_transformer.nn.contracts import Cut
+from hvd_transformer.nn.cross_entropy import projected_cross_entropy
+from hvd_transformer.nn.dropout import Dropout, dropout_place
+from hvd_transformer.nn.parallel_layers import Embedding, Linear, Part, Product, summed
+from hvd_transformer.parallel.mesh import Layout
+from hvd_transformer.parallel.tensor_group import cut_model, cut_weights, join, piece, share_layers, span
+from hvd_transformer.tasks.language_model_task import LanguageModelTask
 
 V = 37  # no multiple of the ranks
 WIDTH = 16

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hvd_transformer.errors import STALLED
-from hvd_transformer.training.watchdog import FOLDER, Watchdog
+from hvd_transformer.monitoring.watchdog import FOLDER, Watchdog
 
 
 @pytest.mark.parametrize(

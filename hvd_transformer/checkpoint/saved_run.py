@@ -1,0 +1,46 @@
+"""Reads a saved run: its state and tokenizers, and what kind of folder it is."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvd_transformer.checkpoint import snapshot
+from hvd_transformer.checkpoint.store import STATE, read_state, resolve
+from hvd_transformer.data.load_tokenizer import load_tokenizer
+from hvd_transformer.data.tokenizers import Tokenizer
+from hvd_transformer.errors import UserError
+
+CONFIG = "config.json"
+
+
+def is_run(path: Path) -> bool:
+    """Whether it is a run directory or a checkpoint."""
+    return (path / "checkpoints").is_dir() or (path / STATE).is_file()
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint's folder has beside its weights."""
+
+    folder: Path
+    state: dict[str, Any]
+    tokenizers: dict[str, Tokenizer]  # by the beginning of their files' names
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Of a checkpoint or a run directory. Raises `UserError`."""
+    if (path / CONFIG).is_file() and not is_run(path):
+        raise UserError(
+            f"{path}: a model's folder, which does not say what its data was; evaluate takes the checkpoint or run "
+            "directory that it was made of"
+        )
+    folder = resolve(path)
+    state = read_state(folder)
+    if state.get("format") != snapshot.FORMAT:
+        raise UserError(f"{folder}: format {state.get('format')}, but this version reads format {snapshot.FORMAT}")
+    prefixes = {
+        file.name.removesuffix(name)
+        for name in ("tokenizer.json", "vocabulary.json")
+        for file in folder.glob(f"*{name}")
+    }
+    return Checkpoint(folder, state, {prefix: load_tokenizer(folder, prefix) for prefix in sorted(prefixes)})

@@ -1,1 +1,0 @@
-"""Metrics as sums over every sample, reduced once."""

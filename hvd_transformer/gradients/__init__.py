@@ -1,0 +1,1 @@
+"""The gradient engine: from a weight's gradient to its update."""

@@ -1,0 +1,163 @@
+"""A trained model out of a checkpoint, a run directory (its best) or an exported folder, ready for use.
+
+An exported folder holds model.safetensors, the tokenizers, and config.json: {"format": 1, "task": …, "model": {…}, …}.
+One of `model.pretrained` is a Hugging Face folder again, in whose config.json all that is under "hvd_transformer".
+"""
+
+import json
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hvd_transformer import __version__, atomic
+from hvd_transformer.checkpoint import tensor_file
+from hvd_transformer.checkpoint.saved_run import CONFIG, is_run
+from hvd_transformer.checkpoint.store import MODEL, read_state, resolve
+from hvd_transformer.config.schema import Config, ModelConfig, TranslationConfig
+from hvd_transformer.data.load_tokenizer import load_tokenizer
+from hvd_transformer.data.tokenizers import Tokenizer
+from hvd_transformer.errors import UserError
+from hvd_transformer.models import pretrained
+from hvd_transformer.models.classifier import Classifier
+from hvd_transformer.models.encoder_decoder import EncoderDecoder
+from hvd_transformer.models.language_model import LanguageModel
+
+FORMAT = 1  # of an exported folder
+
+_EXPORTED = (MODEL, "*tokenizer.json", "*vocabulary.json", "*_config.json", "special_tokens_map.json", "*.jinja")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """`tokenizers` by role: "text", or "source" and "target". `longest`: tokens of a sample in training."""
+
+    folder: Path
+    task: str
+    config: ModelConfig
+    translation: TranslationConfig
+    tokenizers: dict[str, Tokenizer]
+    labels: list[str]
+    longest: int
+    model: nn.Module
+
+    @property
+    def num_positions(self) -> int:
+        """Tokens of the longest sample that the model can take."""
+        if self.config.pretrained is None:
+            return self.config.max_length
+        return pretrained.num_positions(self.model) or sys.maxsize
+
+
+def load_trained(path: Path, task: str | None = None, device: str = "cpu") -> Trained:
+    """The model, in evaluation. Raises `UserError`: for one of another task than `task`, too."""
+    folder, facts = _read(path)
+    kind = facts["task"]
+    if task is not None and kind != task:
+        raise UserError(f"{path}: a checkpoint of task={kind}, not of task={task}")
+    config = ModelConfig(**facts["model"])
+    tokenizers = _tokenizers(folder, kind, config.share_embeddings)
+    labels = facts.get("labels", [])
+    translation = TranslationConfig(**facts.get("translation", {}))
+    if config.pretrained is not None:
+        model = _of_transformers(folder, kind, labels, tokenizers["text"].pad).to(device)
+    else:
+        sizes = {role: tokenizer.vocab_size for role, tokenizer in tokenizers.items()}
+        with torch.device("meta"):  # the weights are read, not made
+            model = _of_ours(kind, sizes, len(labels), config)
+        _fill(model, folder / MODEL, device)
+    return Trained(folder, kind, config, translation, tokenizers, labels, facts["longest"], model.eval())
+
+
+def _of_ours(task: str, sizes: dict[str, int], num_classes: int, config: ModelConfig) -> nn.Module:
+    if task == "language_model":
+        return LanguageModel(sizes["text"], config)
+    if task == "translation":
+        return EncoderDecoder(sizes["source"], sizes["target"], config)
+    return Classifier(sizes["text"], num_classes, config)
+
+
+def _of_transformers(folder: Path, task: str, labels: list[str], pad: int) -> nn.Module:
+    if task == "classification":
+        model, new = pretrained.load_classifier(folder, labels, pad)
+        if new:
+            raise UserError(f"{folder / MODEL}: of another model: {new[0]} is in the model but not in the file")
+        return pretrained.ClassLogits(model)
+    return pretrained.load_language_model(folder)
+
+
+def export(path: Path, folder: Path) -> None:
+    """Writes what is needed to use a checkpoint's model, and no more. Raises `UserError`."""
+    source, facts = _read(path)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder}: is there already; choose a new or empty folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in [path for pattern in _EXPORTED for path in source.glob(pattern)]:
+            shutil.copyfile(file, folder / file.name)
+        facts = {"format": FORMAT, "made_by": f"hvd-transformer {__version__}", **facts}
+        if facts["model"].get("pretrained") is not None:
+            facts = json.loads((source / CONFIG).read_text(encoding="utf-8")) | {pretrained.OURS: facts}
+        # The last: without it the folder is none.
+        atomic.write_text(folder / CONFIG, json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written: {error.strerror}") from None
+
+
+def _read(path: Path) -> tuple[Path, dict[str, Any]]:
+    """The folder with the files, and what an exported folder's configuration says or would say."""
+    if (path / CONFIG).is_file() and not is_run(path):
+        try:
+            facts = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+            facts = facts.get(pretrained.OURS, facts)
+            known = facts["format"] == FORMAT and {"task", "model", "longest"} <= facts.keys()
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            known = False
+        if not known:
+            raise UserError(f"{path / CONFIG}: no configuration that `hvd-transformer export` wrote")
+        return path.resolve(), facts
+    folder = resolve(path)
+    state = read_state(folder)
+    sections: dict[str, dict[str, Any]] = {"model": {}, "translation": {}}
+    for key, value in state["config"].items():
+        section, _, name = key.rpartition(".")
+        if section in sections and key in _KEYS:
+            sections[section][name] = value
+    if sections["model"].get("pretrained") is not None:
+        sections["model"] = {"pretrained": "."}  # the folder itself
+    facts = {"task": state["task"], **sections, "longest": state["config"]["data.sequence_length"]}
+    return folder, facts | ({"labels": state["labels"]} if "labels" in state else {})
+
+
+_KEYS = {
+    f"{section}.{name}"
+    for section in ("model", "translation")
+    for name in type(getattr(Config(), section)).model_fields
+}
+
+
+def _tokenizers(folder: Path, task: str, shared: bool) -> dict[str, Tokenizer]:
+    if task in ("language_model", "classification"):
+        return {"text": load_tokenizer(folder)}
+    if task != "translation":
+        raise UserError(f"{folder}: a checkpoint of task={task}, whose model only its own code can use")
+    return {role: load_tokenizer(folder, "" if shared else f"{role}-") for role in ("source", "target")}
+
+
+def _fill(model: nn.Module, file: Path, device: str) -> None:
+    """Gives the model its weights; tied ones stay tied."""
+    shapes = {name: weight.shape for name, weight in model.named_parameters()}
+    tensor_file.check(file, shapes)
+    rows = [(name, 0, shape[0]) for name, shape in shapes.items()]
+    whole = dict(zip(shapes, tensor_file.read(file, rows), strict=True))
+    made: dict[int, nn.Parameter] = {}
+    for name, weight in list(model.named_parameters()):
+        made[id(weight)] = nn.Parameter(whole[name].to(device), requires_grad=False)
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                module._parameters[name] = made[id(parameter)]

@@ -1,0 +1,210 @@
+"""What a launched job shows: one screen on a terminal, plain lines elsewhere; all that its ranks print in a log."""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from hvd_transformer.errors import WRONG_INPUT
+from hvd_transformer.launch.agents import Beat
+from hvd_transformer.launch.attempt import Ended
+from hvd_transformer.launch.hostfile import Host
+
+_LAST_LINES = 12  # of the rank that failed first
+_HOST_ROWS = 8
+_HELD_SECONDS = 3.0  # rank 0's errors wait so long: they may only follow from another rank's
+_QUIET_BEAT_SECONDS = 5.0  # after which a rank is shown as silent
+
+
+class Ranks(Protocol):
+    """What the screen looks at."""
+
+    @property
+    def beats(self) -> dict[int, Beat]:
+        """The newest heartbeat of each rank."""
+
+
+class Screen:
+    """Shows one job over its restarts. Rank 0's lines are shown as they come; another's where it is the first to fail.
+
+    `log`: where everything is written as well, once its folder is there; None: nowhere.
+    """
+
+    def __init__(self, restarts: int, log: Path | None) -> None:
+        self._restarts, self._restart = restarts, 0
+        self._log = _Log(log)
+        self._last: dict[int, deque[str]] = {}
+        self._held: list[tuple[float, str]] = []
+        self._live: Live | None = None
+        self._view: _View | None = None
+        self.terminal = sys.stdout.isatty()
+
+    def start(self, hosts: Sequence[Host], restart: int) -> None:
+        """A start of the job."""
+        self._last.clear()
+        if self.terminal:
+            self._view = _View(hosts, f"restart {restart} of {self._restarts}" if restart else "")
+            self._live = Live(self._view, refresh_per_second=4, redirect_stderr=sys.stderr.isatty())
+            self._live.start()
+
+    def look(self, ranks: Ranks) -> None:
+        """The newest of the ranks; called often."""
+        if self._held and time.monotonic() - self._held[0][0] > _HELD_SECONDS:
+            self._release()
+        if self._view is not None:
+            self._view.beats = ranks.beats
+
+    def show(self, rank: int, stream: str, text: str) -> None:
+        """What a rank has printed: whole lines."""
+        lines = text.splitlines()
+        self._last.setdefault(rank, deque(maxlen=_LAST_LINES)).extend(lines)
+        self._log.write("".join(f"rank {rank}: {line}\n" for line in lines))
+        if rank == 0 and stream == "err":
+            self._held.append((time.monotonic(), text))
+        elif rank == 0:
+            _write(sys.stdout, text)
+
+    def message(self, text: str) -> None:
+        """A line of the launcher's own."""
+        self._log.write(f"{text}\n")
+        _write(sys.stderr, f"hvd-transformer: {text}")
+
+    def failed(self, ended: Ended, cause: str) -> None:
+        """Why a run ended, with the last lines of the first rank that failed, or of horovodrun where none did."""
+        first = ended.first
+        if first is not None and first.rank == 0 and not ended.lost:
+            self._release()
+        self._held.clear()
+        lines: list[str] = []
+        if first is None and not ended.lost:
+            lines = ["the last lines of horovodrun:", *ended.said.splitlines()[-_LAST_LINES:]]
+        elif first is not None and first.rank != 0 and not ended.lost:
+            lines = [f"the last lines of rank {first.rank}:", *self._last.get(first.rank, [])]
+        if first is not None and first.code == WRONG_INPUT:  # one line says it all
+            for line in lines[1:]:
+                _write(sys.stderr, line)
+            return
+        self.message(cause)
+        if len(lines) > 1:
+            self.message(lines[0])
+            _write(sys.stderr, "\n".join(f"  {line}" for line in lines[1:]))
+
+    def end(self, failed: bool = False) -> None:
+        """The end of a start: the last state stays on the screen. `failed` is called next where it failed."""
+        if not failed:
+            self._release()
+        if self._live is not None:
+            self._live.stop()
+            self._live = self._view = None
+
+    def _release(self) -> None:
+        for _, text in self._held:
+            _write(sys.stderr, text)
+        self._held.clear()
+
+
+def _write(file: TextIO, text: str) -> None:
+    with suppress(OSError):  # a screen that is gone does not end the job
+        file.write(text if text.endswith("\n") else f"{text}\n")
+        file.flush()
+
+
+class _Log:
+    """Waits for its folder: a start that is refused has none."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._file, self._waiting = file, ""
+
+    def write(self, text: str) -> None:
+        if self._file is None:
+            return
+        self._waiting += text
+        if self._file.parent.is_dir():
+            with suppress(OSError), self._file.open("a", encoding="utf-8") as file:
+                file.write(self._waiting)
+            self._waiting = ""
+
+
+class _View:
+    """The state of the job at the foot of a terminal: progress, numbers, a row for each host."""
+
+    def __init__(self, hosts: Sequence[Host], restart: str) -> None:
+        self.beats: dict[int, Beat] = {}
+        self._hosts, self._restart, self._began = hosts, restart, time.monotonic()
+        self._first: tuple[float, int] | None = None  # when which step was seen first
+
+    def __rich_console__(self, console: Console, options: object) -> "list[RenderableType]":
+        return [Group(self._progress(), Text(self._numbers(), no_wrap=True, overflow="crop"), self._rows())]
+
+    def _progress(self) -> RenderableType:
+        beat = self.beats.get(0, {})
+        step, total = beat.get("step") or 0, beat.get("total_steps") or 0
+        elapsed = time.monotonic() - self._began
+        grid = Table.grid(padding=(0, 1), expand=True)
+        grid.add_column(no_wrap=True)
+        grid.add_column(ratio=1)
+        grid.add_column(no_wrap=True)
+        if not total:
+            grid.add_row("starting", ProgressBar(total=1, completed=0, pulse=True), f"{_clock(elapsed)} elapsed")
+            return grid
+        self._first = self._first or (time.monotonic(), step)
+        since, first = self._first
+        left = _clock((time.monotonic() - since) / (step - first) * (total - step)) if step > first else "?"
+        grid.add_row(
+            f"step {step}/{total}",
+            ProgressBar(total=total, completed=step),
+            f"{step / total:4.0%}  {_clock(elapsed)} elapsed  {left} left",
+        )
+        return grid
+
+    def _numbers(self) -> str:
+        beat = self.beats.get(0, {})
+        ranks, hosts = sum(host.slots for host in self._hosts), len(self._hosts)
+        words = [f"{ranks} rank{'s' * (ranks > 1)} on {hosts} host{'s' * (hosts > 1)}"]
+        if beat.get("loss") is not None:
+            words.insert(0, f"loss {beat['loss']:.3f}")
+        if beat.get("tokens_per_second"):
+            words.insert(1, f"{beat['tokens_per_second']:,.0f} {beat['unit']}/s")
+        return "  ".join([*words, self._restart] if self._restart else words)
+
+    def _rows(self) -> RenderableType:
+        """The hosts in order; their ranks are numbered in that order too."""
+        table = Table.grid(padding=(0, 2))
+        first = 0
+        for host in self._hosts[:_HOST_ROWS]:
+            ranks = range(first, first + host.slots)
+            first += host.slots
+            numbers = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}–{ranks[-1]}"
+            table.add_row(f"  {host.name}", numbers, self._state(ranks))
+        if len(self._hosts) > _HOST_ROWS:
+            table.add_row(f"  and {len(self._hosts) - _HOST_ROWS} more", "", self._state(range(first, 1 << 30)))
+        return table
+
+    def _state(self, ranks: range) -> Text:
+        """What the ranks do; or which of them do nothing."""
+        beats = [beat for rank, beat in self.beats.items() if rank in ranks]
+        late = [
+            f"rank {beat['rank']} "
+            + (f"silent for {beat['age']:.0f} s" if beat["age"] > _QUIET_BEAT_SECONDS else "late")
+            for beat in beats
+            if beat.get("late") or beat["age"] > _QUIET_BEAT_SECONDS
+        ]
+        if late:
+            return Text(", ".join(late), style="bold red")
+        phases = sorted({str(beat.get("phase", "")) for beat in beats})
+        return Text(", ".join(phases) or "starting", style="dim")
+
+
+def _clock(seconds: float) -> str:
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

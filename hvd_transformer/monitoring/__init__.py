@@ -1,0 +1,1 @@
+"""Is every rank moving, and what does it do now? No torch."""

@@ -1,0 +1,155 @@
+"""Which ranks are late, and which are slow."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from statistics import median
+from typing import Any, NamedTuple
+
+# So many ranks are named with their places, the rest are counted.
+_NAMED = 4
+
+
+class Seen(NamedTuple):
+    """A rank's newest heartbeat (`Watchdog.beat`), and how many seconds old it is."""
+
+    beat: dict[str, Any]
+    age: float
+
+
+def who_is_late(seen: Sequence[Seen], hosts: Sequence[str], silent_seconds: float) -> str:
+    """A sentence that names late ranks with their hosts and phases, and who waits for them where.
+
+    Late is a rank whose heartbeat is older than `silent_seconds` (stopped, or its host is gone) or that waits for
+    nobody. `hosts` are those of all ranks.
+    """
+    silent = [found for found in seen if found.age > silent_seconds]
+    working = [found for found in seen if found.age <= silent_seconds and not found.beat["waits_for"]]
+    waiting = [found for found in seen if found.age <= silent_seconds and found.beat["waits_for"]]
+    ranks = {found.beat["rank"] for found in seen}
+    unseen = [rank for rank in range(len(hosts)) if rank not in ranks]
+    late = sorted(silent + working, key=lambda found: found.beat["rank"])
+    parts = [_late(found, silent_seconds) for found in late[:_NAMED]]
+    if len(late) > _NAMED:
+        parts.append(f"{len(late) - _NAMED} more ranks are late")
+    if late:
+        parts += _waiting(waiting, "for it" if len(late) == 1 else "for them")
+    else:
+        parts += _waiting(waiting, "for others" if unseen else "for each other")
+        parts += [
+            f"nothing is seen from here of {_ranks(list(group))} on host {host}"
+            for host, group in groupby(unseen, key=lambda rank: hosts[rank])
+        ]
+    return "; ".join(parts)
+
+
+def _late(found: Seen, silent_seconds: float) -> str:
+    beat = found.beat
+    who, place = f"rank {beat['rank']} on host {beat['host']} is late", _place(beat)
+    if found.age > silent_seconds:
+        return f"{who}: no sign of life for {found.age:.0f} s, last in {place}"
+    return f"{who}: in {place} for {beat['phase_seconds']:.0f} s"
+
+
+def _waiting(waiting: Sequence[Seen], whom: str) -> list[str]:
+    """Who waits where, the ranks of one place together."""
+    by_place: dict[str, list[int]] = {}
+    for found in waiting:
+        by_place.setdefault(_place(found.beat), []).append(found.beat["rank"])
+    return [
+        f"{_ranks(ranks)} wait{'s' if len(ranks) == 1 else ''} {whom} in {place}" for place, ranks in by_place.items()
+    ]
+
+
+def _place(beat: dict[str, Any]) -> str:
+    """As in "forward of step 31", "allreduce of bucket 4 of step 31", "checkpoint after step 30"."""
+    phase, step = beat["phase"], beat["step"]
+    if phase == "allreduce":
+        phase = f"allreduce of {beat['waits_for']}"
+    if phase in ("start", "end"):
+        return f"the {phase}"
+    between = phase in ("evaluation", "checkpoint", "log")
+    return f"{phase} after step {step}" if between else f"{phase} of step {step + 1}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """As in "rank 3", "ranks 0, 2", "ranks 0, 2 to 7"."""
+    stretches: list[list[int]] = []
+    for rank in sorted(ranks):
+        if stretches and stretches[-1][-1] == rank - 1:
+            stretches[-1].append(rank)
+        else:
+            stretches.append([rank])
+    words = [
+        f"{stretch[0]} to {stretch[-1]}" if len(stretch) > 2 else ", ".join(map(str, stretch)) for stretch in stretches
+    ]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}"
+
+
+# A rank is slow when it works so much longer than the middle one of the others, and until it is this near again.
+_SLOW, _NO_LONGER = 1.2, 1.1
+_LEAST_SECONDS = 0.005
+# What is judged at once: at least so many steps of so many seconds together, and not more than the last of them.
+_STEPS, _SECONDS, _MOST_STEPS = 10, 3.0, 100
+# How long a change must last to be told: after the first line, doubled by each line, and at most.
+_LASTING_SECONDS, _MOST_LASTING_SECONDS = 30.0, 900.0
+
+
+class Stragglers:
+    """Rank 0's view of all ranks; `hosts` are theirs."""
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self._hosts = hosts
+        self._steps: deque[Sequence[float]] = deque(maxlen=_MOST_STEPS)
+        self._seconds = 0.0  # of the steps since the last judgement
+        self._told: int | None = None  # the slow rank that the last line has named
+        self._verdict: int | None = None  # the slow rank now
+        self._held = self._absent = 0.0  # seconds since the verdict is this one, and since it was `_told`
+        self._lasting = 0.0
+
+    def add(self, work: Sequence[float]) -> None:
+        """Each rank's seconds of work in one step."""
+        if len(work) > 1 and all(work):
+            self._steps.append(work)
+            self._seconds += max(work)
+
+    def judge(self, warn: Callable[[str], None]) -> dict[str, float]:
+        """Tells `warn` of a rank that is slow now or is so no longer; numbers for metrics.jsonl.
+
+        Nothing happens before there were enough steps to judge by. Their median counts, so a single long one does not.
+        """
+        if len(self._steps) < _STEPS or self._seconds < _SECONDS:
+            return {}
+        work = [median(seconds) for seconds in zip(*self._steps, strict=True)]
+        slowest = max(range(len(work)), key=work.__getitem__)
+        others = median(work[:slowest] + work[slowest + 1 :])
+        factor = _NO_LONGER if slowest == self._told else _SLOW
+        slow = work[slowest] - others > max((factor - 1) * others, _LEAST_SECONDS)
+        self._note(slowest if slow else None, self._seconds)
+        self._steps.clear()
+        self._seconds = 0.0
+        if slow and slowest != self._told and self._held >= self._lasting:
+            self._tell(slowest)
+            warn(
+                f"rank {slowest} on host {self._hosts[slowest]} is slow: {1000 * work[slowest]:.0f} ms of work a step "
+                f"where the others need {1000 * others:.0f} ms; "
+                f"each step of the job waits {1000 * (work[slowest] - others):.0f} ms for it"
+            )
+        elif self._told is not None and self._absent >= self._lasting:
+            warn(f"rank {self._told} on host {self._hosts[self._told]} is no longer slow")
+            self._tell(None)
+        return {
+            "slowest_rank": slowest,
+            "slowest_work_milliseconds": 1000 * work[slowest],
+            "others_work_milliseconds": 1000 * others,
+        }
+
+    def _note(self, verdict: int | None, seconds: float) -> None:
+        """How long the verdict has been this one, and another one than what was told: from its first time on."""
+        self._held = self._held + seconds if verdict == self._verdict else 0.0
+        self._absent = 0.0 if self._told in (verdict, self._verdict) else self._absent + seconds
+        self._verdict = verdict
+
+    def _tell(self, rank: int | None) -> None:
+        self._told, self._absent = rank, 0.0
+        self._lasting = min(max(2 * self._lasting, _LASTING_SECONDS), _MOST_LASTING_SECONDS)

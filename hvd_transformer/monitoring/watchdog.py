@@ -1,0 +1,208 @@
+"""The thread of every rank that tells how it is, and ends a job that does not move.
+
+Twice a second it looks whether there is any sign of progress, and writes the file `beat-RANK`. Where there was none
+within the limit of what the rank is doing, every rank writes its stacks into its log, one says which rank is late, and
+all end with the exit code `STALLED`, for a launcher to start the job again.
+
+    limit                                      where
+    `training.stall_seconds`, or ten times     steps
+      the longest of the last 100, 30 s at least
+    ten times the longest, at least two        evaluations and checkpoints (whose disk may be slow now and then), with
+      minutes or `training.stall_seconds`        the step after them
+    ten minutes or `training.stall_seconds`    what has not happened before: start, first step, the first of these; end
+
+gloo gives up a rank that does not answer after five minutes, Horovod a tensor that a rank does not send after fifteen.
+"""
+
+import faulthandler
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from hvd_transformer.errors import STALLED
+from hvd_transformer.monitoring.heartbeat import Heartbeat
+from hvd_transformer.monitoring.stall_report import Seen, who_is_late
+
+FOLDER = "HVD_TRANSFORMER_FOLDER"  # the launcher's private folder on this host
+LOOK_SECONDS = 0.5
+# Between two looks: this process was stopped meanwhile (Ctrl-Z, a suspended job) and is not to blame for the time.
+_STOPPED_SECONDS = 5 * LOOK_SECONDS
+_FACTOR = 10.0
+_SHORTEST = {"step": 30.0, "evaluation": 120.0, "checkpoint": 120.0}  # seconds
+_UNKNOWN_SECONDS = 600.0
+_SETTLE_SECONDS = 1.5  # for the other ranks to see `beat-late`
+_BACKSTOP_SECONDS = 2.0  # behind the limit
+_END_SECONDS = 10.0
+_LATE = "beat-late"
+
+log = logging.getLogger(__name__)
+
+
+class Watchdog:
+    """Watches this rank from `start` to `close`. SIGUSR1 writes its stacks."""
+
+    def __init__(self, rank: int, size: int, stall_seconds: float | None = None) -> None:
+        self.heartbeat = Heartbeat()
+        self.rank, self.stall_seconds = rank, stall_seconds
+        self._hosts: Sequence[str] = [socket.gethostname()] * size
+        self._stacks: IO[Any] = sys.stderr
+        self._logs = "no log yet: above"
+        folder = os.environ.get(FOLDER)
+        self._folders = [Path(folder)] if folder else []
+        self._beat_seconds = LOOK_SECONDS  # between two files
+        self._looked = self._beaten = self._phase_began = time.monotonic()
+        self._quiet, self._signs, self._phase = 0.0, -1, ""
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        faulthandler.register(signal.SIGUSR1, self._stacks)
+        self._thread.start()
+
+    def use(self, logs: Path | None, hosts: Sequence[str]) -> None:
+        """From now on there are the run directory's `logs/` for stacks and, without a launcher's folder, heartbeats."""
+        self._hosts = hosts
+        if logs is None:  # an evaluation, which writes nothing
+            return
+        self._logs = f"{logs}{os.sep}"
+        with suppress(OSError):  # a full disk; stacks then go to the screen
+            self._stacks = (logs / f"rank-{self.rank:03d}.log").open("ab", buffering=0)
+        if self._thread.is_alive():
+            faulthandler.register(signal.SIGUSR1, self._stacks)
+        if not self._folders:  # many ranks may share this one
+            self._beat_seconds = max(LOOK_SECONDS, len(hosts) / 64)
+        self._folders.append(logs)
+
+    def close(self) -> None:
+        """In good order: no heartbeat is left."""
+        self._end.set()
+        if self._thread.is_alive():
+            self._thread.join()
+            faulthandler.unregister(signal.SIGUSR1)
+        for folder in self._folders:
+            with suppress(OSError):
+                (folder / f"beat-{self.rank}").unlink(missing_ok=True)
+        if self._stacks is not sys.stderr:
+            self._stacks.close()
+
+    def limit(self) -> float:
+        """Seconds that this rank may be without a sign of progress now."""
+        period, stall = self.heartbeat.period, self.stall_seconds
+        if period == "step" and stall is not None:
+            return stall
+        lasted = list(self.heartbeat.lasted.get(period, ()))
+        if not lasted:
+            return max(stall or 0.0, _UNKNOWN_SECONDS)
+        return max(stall or _SHORTEST[period], _FACTOR * max(lasted))
+
+    def beat(self, late: bool = False) -> dict[str, Any]:
+        """What the file says. Times are seconds, `time` since the epoch, the steps those that have ended."""
+        heartbeat, (phase, waits_for) = self.heartbeat, self.heartbeat.place()
+        return {
+            "rank": self.rank,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "time": time.time(),
+            "step": heartbeat.step,
+            "total_steps": heartbeat.total_steps,
+            "phase": phase,
+            "waits_for": waits_for,
+            "phase_seconds": round(time.monotonic() - self._phase_began, 1),
+            "progress_seconds": round(self._quiet, 1),
+            "limit_seconds": round(self.limit(), 1),
+            "loss": heartbeat.loss,
+            "tokens_per_second": heartbeat.tokens_per_second,
+            "unit": heartbeat.unit,
+            "late": late,
+        }
+
+    def _run(self) -> None:
+        try:
+            while not self._end.wait(LOOK_SECONDS):
+                self._look()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        passed, self._looked = now - self._looked, now
+        if passed > _STOPPED_SECONDS:
+            self.heartbeat.forgive(passed)
+            passed = LOOK_SECONDS
+        signs, (phase, _) = self.heartbeat.signs(), self.heartbeat.place()
+        self._quiet = self._quiet + passed if signs == self._signs else 0.0
+        if signs != self._signs or phase != self._phase:
+            self._phase_began = now
+        self._signs, self._phase = signs, phase
+        left = self.limit() - self._quiet
+        # Should something hold the interpreter so that this thread cannot run, the stacks are written all the same;
+        # the other ranks see an old heartbeat.
+        faulthandler.dump_traceback_later(max(0.0, left) + _BACKSTOP_SECONDS, file=self._stacks)
+        if now - self._beaten >= self._beat_seconds:
+            self._beaten = now
+            self._write(self._folders[:1], self.beat())
+        if left < 0 or (self._quiet and any((folder / _LATE).exists() for folder in self._folders)):
+            self._stall()
+
+    def _stall(self) -> None:
+        # Whatever blocks here, a disk or a screen, this process ends.
+        faulthandler.dump_traceback_later(_END_SECONDS, exit=True, file=self._stacks)
+        try:
+            self._tell()
+        finally:
+            os._exit(STALLED)
+
+    def _tell(self) -> None:
+        """Stacks into the log, and one rank's line about who is late."""
+        beat = self.beat(late=True)
+        what = "step" if self.heartbeat.period == "step" else "progress"
+        log.error("no %s for %.0f s here; the stacks of all threads:", what, self._quiet)
+        faulthandler.dump_traceback(self._stacks)
+        self._write(self._folders, beat)
+        for folder in self._folders:
+            with suppress(OSError):
+                (folder / _LATE).touch()
+        time.sleep(_SETTLE_SECONDS)
+        self._write(self._folders, beat)
+        seen = {**self._see(), self.rank: Seen(beat, 0.0)}
+        silent_seconds = 3 * self._beat_seconds + _SETTLE_SECONDS
+        told = {rank: found.beat for rank, found in seen.items() if found.beat["late"] and found.age <= silent_seconds}
+        longest = max(beat["progress_seconds"] for beat in told.values())
+        line = f"no {what} for {longest:.0f} s: {who_is_late(list(seen.values()), self._hosts, silent_seconds)}"
+        log.error("%s", line)
+        if self.rank == min(told):
+            print(f"hvd-transformer: {line}; stacks are in {self._logs}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(_SETTLE_SECONDS)  # the first rank that ends may end the others
+
+    def _write(self, folders: Sequence[Path], beat: dict[str, Any]) -> None:
+        for folder in folders:
+            with suppress(OSError):  # a full disk does not end a training
+                aside = folder / f"beat-{self.rank}.tmp"
+                aside.write_text(json.dumps(beat), encoding="utf-8")
+                aside.replace(folder / f"beat-{self.rank}")
+
+    def _see(self) -> dict[int, Seen]:
+        """The newest heartbeat of each rank that can be seen from here.
+
+        Their ages are told by the file system's clock, against this rank's own: hosts may have other clocks.
+        """
+        newest: dict[int, Seen] = {}
+        for folder in self._folders:
+            with suppress(OSError):
+                now = (folder / f"beat-{self.rank}").stat().st_mtime
+                for rank in range(len(self._hosts)):
+                    with suppress(OSError, ValueError), (folder / f"beat-{rank}").open(encoding="utf-8") as file:
+                        age = now - os.fstat(file.fileno()).st_mtime
+                        if rank not in newest or age < newest[rank].age:
+                            newest[rank] = Seen(json.load(file), age)
+        return newest

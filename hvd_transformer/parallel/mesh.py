@@ -1,0 +1,114 @@
+"""Who does what: which part of which replica a rank is, with whom, and on which devices. The only place that knows.
+
+parallel.tensor=2 on 6 ranks    shard 0   1
+                    replica 0        [0] [1]     a row shares the matrices of one replica: the tensor group
+                    replica 1        [2] [3]
+                    replica 2        [4] [5]     a column holds the same weights: the data group
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hvd_transformer.comm.group import Group
+from hvd_transformer.comm.world import World
+from hvd_transformer.config.schema import Config
+from hvd_transformer.errors import UserError
+from hvd_transformer.gradients.buffers import WHOLE, Shard
+
+
+@dataclass(frozen=True)
+class Layout:
+    """world = dp × tp; each rank computes on one device a pipeline stage."""
+
+    dp: int
+    tp: int
+    replica: int  # of dp
+    shard: int  # of tp
+    devices: tuple[torch.device, ...]
+    data_group: Group
+    tensor_group: Group
+    update_shard: Shard  # of each bucket, which this rank's optimizer updates
+
+    @classmethod
+    def of(cls, config: Config, world: World) -> "Layout":
+        """Checks the sizes against the world and this host; collective. Raises `UserError`."""
+        tensor = config.parallel.tensor
+        if world.size % tensor:
+            fitting = ", ".join(str(size) for size in range(1, world.size + 1) if world.size % size == 0)
+            raise UserError(
+                f"parallel.tensor={tensor}: must divide the job's number of ranks, {world.size}: it can be {fitting}"
+            )
+        replica, shard = divmod(world.rank, tensor)
+        dp, shards = world.size // tensor, config.parallel.optimizer_shard
+        update_shard = Shard(replica, dp, shards == "gradients") if dp > 1 and shards != "none" else WHOLE
+        layout = cls(
+            dp=dp,
+            tp=tensor,
+            replica=replica,
+            shard=shard,
+            devices=_devices(config.training.device, config.parallel.pipeline, world),
+            data_group=world.group(_data_groups(world.size, tensor)[shard]),
+            tensor_group=world.group(_tensor_groups(world.size, tensor)[replica], prompt=True),
+            update_shard=update_shard,
+        )
+        if config.parallel.tensor_across_hosts == "never" and (warning := layout.across_hosts(config, world)):
+            raise UserError(f"parallel.tensor_across_hosts=never: {warning}")
+        return layout
+
+    @property
+    def device(self) -> torch.device:
+        """The first stage's."""
+        return self.devices[0]
+
+    def across_hosts(self, config: Config, world: World) -> str | None:
+        """What it costs where ranks of a tensor group are on different hosts; None where none are."""
+        for group in _tensor_groups(world.size, self.tp):
+            hosts = list(dict.fromkeys(world.hosts[rank] for rank in group))
+            if len(hosts) > 1:
+                model, training = config.model, config.training
+                tokens = training.batch_size * config.data.sequence_length
+                sent = 4 * model.num_layers * tokens * model.d_model * 4 / 2**20  # two sums forward, two backward
+                return (
+                    f"ranks {', '.join(map(str, group))}, which share their matrices, are on hosts {', '.join(hosts)}: "
+                    f"{sent:,.0f} MiB of activations a round go between them, with the layers waiting"
+                )
+        return None
+
+
+def process_groups(size: int, tensor: int) -> list[Sequence[int]]:
+    """The groups that a world of this size needs beside itself, all of them on every rank; none where it cannot be."""
+    if size % tensor:
+        return []
+    groups = [*_tensor_groups(size, tensor), *_data_groups(size, tensor)]
+    return [group for group in groups if 1 < len(group) < size]
+
+
+def _tensor_groups(size: int, tensor: int) -> list[Sequence[int]]:
+    """Neighbours: one host where its ranks are a multiple of them."""
+    return [range(first, first + tensor) for first in range(0, size, tensor)]
+
+
+def _data_groups(size: int, tensor: int) -> list[Sequence[int]]:
+    return [range(shard, size, tensor) for shard in range(tensor)]
+
+
+def _devices(wanted: str, num_stages: int, world: World) -> tuple[torch.device, ...]:
+    """Stage s of local rank r: GPU r × stages + s, or the CPU."""
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    first = world.local_rank * num_stages
+    enough = num_gpus >= first + num_stages
+    if wanted == "cuda" and not enough:
+        needed = f"{world.local_size} ranks × {num_stages} stages" if num_stages > 1 else f"{world.local_size} ranks"
+        raise UserError(
+            f"training.device=cuda: host {world.host} has {num_gpus} GPUs for {needed}; "
+            f"start at most {num_gpus // num_stages} ranks there, or set training.device=cpu"
+        )
+    if wanted == "auto":  # one GPU short anywhere and all ranks compute on the CPU
+        wanted = "cuda" if all(world.all_gather_objects(enough)) else "cpu"
+    if wanted == "cpu":
+        return (torch.device("cpu"),) * num_stages
+    devices = tuple(torch.device("cuda", first + stage) for stage in range(num_stages))
+    torch.cuda.set_device(devices[0])
+    return devices

@@ -1,0 +1,58 @@
+"""Pipeline schedules: gpipe, 1f1b, zero_bubble."""
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Literal, NamedTuple, get_args
+
+
+class Operation(NamedTuple):
+    """One pass of one micro-batch through one stage."""
+
+    kind: Literal["forward", "backward", "weights"]
+    micro_batch: int
+
+
+Schedule = list[list[Operation]]  # of every stage, in order
+
+ScheduleName = Literal["gpipe", "1f1b", "zero_bubble"]
+SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+
+
+def make_schedule(kind: ScheduleName, num_stages: int, num_micro_batches: int) -> Schedule:
+    """GPipe (Huang et al. 2019), 1F1B with a flush (Narayanan et al. 2021, arXiv 2104.04473, section 2.2), or ZB-H1
+    (Qi et al. 2023, arXiv 2401.10241, section 3.1), where stage s is s micro-batches late with the weights'
+    gradients, so that all stages hold as much as 1F1B's first."""
+    if kind not in SCHEDULES:
+        raise ValueError(f"no such schedule: {kind!r}")
+    schedule = []
+    for stage, forwards in enumerate(forward_only(num_stages, num_micro_batches)):
+        backwards = [[Operation("backward", operation.micro_batch)] for operation in forwards]
+        if kind == "zero_bubble":
+            weights = [Operation("weights", operation.micro_batch) for operation in forwards]
+            for operations, late in zip(backwards[stage:], weights, strict=False):
+                operations.append(late)
+            backwards[-1] += weights[max(num_micro_batches - stage, 0) :]
+        ahead = num_micro_batches if kind == "gpipe" else min(num_stages - stage - 1, num_micro_batches)
+        in_turn = ([forward, *backward] for forward, backward in zip(forwards[ahead:], backwards, strict=False))
+        schedule.append([*forwards[:ahead], *chain(*in_turn), *chain(*backwards[num_micro_batches - ahead :])])
+    return schedule
+
+
+def forward_only(num_stages: int, num_micro_batches: int) -> Schedule:
+    """Evaluation: every micro-batch forward, no backward."""
+    if num_stages < 1 or num_micro_batches < 1:
+        raise ValueError(f"{num_stages} stages and {num_micro_batches} micro-batches: there must be one of each")
+    return [[Operation("forward", micro_batch) for micro_batch in range(num_micro_batches)] for _ in range(num_stages)]
+
+
+def most_in_flight(operations: Sequence[Operation]) -> int:
+    """Micro-batches whose activations a stage holds at most: from its first operation on one to the end of its last."""
+    last = {operation.micro_batch: index for index, operation in enumerate(operations)}
+    held: set[int] = set()
+    most = 0
+    for index, (_, micro_batch) in enumerate(operations):
+        held.add(micro_batch)
+        most = max(most, len(held))
+        if index == last[micro_batch]:
+            held.remove(micro_batch)
+    return most

@@ -1,1 +1,0 @@
-"""What a configuration costs, found without training."""

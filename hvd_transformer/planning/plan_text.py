@@ -1,0 +1,191 @@
+"""A plan as text: aligned columns of plain characters, the same on a terminal, in a pipe and in a file."""
+
+import math
+import textwrap
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from hvd_transformer.parallel.pipeline_schedule import SCHEDULES
+from hvd_transformer.planning.memory_plan import RECOMPUTES, Plan, StageCost
+from hvd_transformer.planning.model_costs import LayerCost
+from hvd_transformer.planning.schedule_drawing import Timeline, draw_text, makespan
+
+# So many are drawn where all micro-batches have no room.
+_DRAWN = 8
+_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+
+
+def plan_text(plan: Plan, width: int, memory_gib: float | None = None) -> str:
+    """All of it. `width` is the drawing's; `memory_gib`: what a device has, to compare with."""
+    parts = [_headline(plan), _layers(plan), _stages(plan), _memory(plan), _activations(plan)]
+    if memory_gib is not None:
+        parts.append(_fits(plan, memory_gib))
+    if len(plan.stages) > 1:
+        parts += [_waiting(plan), _drawing(plan, width)]
+    parts.append(_notes(plan))
+    return "\n\n".join(parts)
+
+
+def _headline(plan: Plan) -> str:
+    config, size = plan.config, plan.micro_batch_size
+    training, parallel = config.training, config.parallel
+    samples = f"{size} sample{'s' if size > 1 else ''}"
+    if plan.num_samples % size:
+        samples = f"{samples}, the last of {plan.num_samples % size}"
+    lines = {
+        "parameters": f"{plan.parameters:,}",
+        "vocabulary": f"{plan.vocab_size:,} ({plan.vocab_origin})",
+        "micro-batches": f"{plan.num_micro_batches} a round, each of {samples}; "
+        f"{'' if config.task == 'language_model' else 'at most '}{config.data.sequence_length} tokens a sample",
+        "pipeline": f"{parallel.pipeline} stage{'s' if parallel.pipeline > 1 else ''}, schedule {parallel.schedule}, "
+        f"recompute {parallel.recompute}",
+        "computation": f"{training.precision}, optimizer {config.optimizer.name}",
+    }
+    if parallel.tensor > 1:
+        lines["tensor"] = f"{parallel.tensor} ranks share the matrices; all of this is what one of them has"
+    if plan.dp > 1:
+        shared = {
+            "none": "",
+            "state": ", which share the optimizer's state",
+            "gradients": ", which share the optimizer's state and the gradients",
+        }
+        lines["replicas"] = f"{plan.dp}{shared[parallel.optimizer_shard]}"
+    return "\n".join(f"{name + ':':<15}{text}" for name, text in lines.items())
+
+
+def _layers(plan: Plan) -> str:
+    rows = [["layer", "parameters", "forward", "backward", "activations"]]
+    for first, last in _alike(plan.layers):
+        name = first.name if first is last else f"{first.name} to {last.name}, each"
+        flops = _number(first.forward_flops / 1e9), _number(first.backward_flops / 1e9)
+        rows.append([name, f"{first.parameters:,}", *flops, _bytes(first.activation_bytes)])
+    return "Layers, one micro-batch: GFLOPs, and what is kept for backward\n" + _table(rows, 1)
+
+
+def _alike(layers: Sequence[LayerCost]) -> Iterator[tuple[LayerCost, LayerCost]]:
+    """The first and last of neighbours that cost the same."""
+
+    def cost(layer: LayerCost) -> tuple[object, ...]:
+        return layer.parameters, layer.forward_flops, layer.backward_flops, layer.activation_bytes, layer.recompute
+
+    for _, group in groupby(layers, cost):
+        members = list(group)
+        yield members[0], members[-1]
+
+
+def _stages(plan: Plan) -> str:
+    rows = [["stage", "layers", "number", "parameters", "GFLOPs", "share"]]
+    total = sum(stage.forward_flops + stage.backward_flops for stage in plan.stages)
+    for number, stage in enumerate(plan.stages):
+        flops = stage.forward_flops + stage.backward_flops
+        names = " to ".join(dict.fromkeys((stage.layers[0].name, stage.layers[-1].name)))
+        cells = names, f"{len(stage.layers)}", f"{stage.parameters:,}", _number(flops / 1e9), f"{flops / total:.0%}"
+        rows.append([f"{number}", *cells])
+    partition = plan.config.parallel.partition
+    how = "auto: by FLOPs; training measures" if partition == "auto" else f"{partition}"
+    return f"Stages, one micro-batch (partition {how})\n{_table(rows, 2)}"
+
+
+def _memory(plan: Plan) -> str:
+    unit, number = _unit(max(sum(plan.memory(stage)) for stage in plan.stages))
+    rows = [["stage", "weights", "gradients", "optimizer", "activations", "total"]]
+    for index, stage in enumerate(plan.stages):
+        rows.append([f"{index}", *(f"{part:,.2f}" for part in _sum(plan, stage, number))])
+    if len(plan.stages) > 1:
+        columns = zip(*(_sum(plan, stage, number) for stage in plan.stages), strict=True)
+        rows.append(["all", *(f"{sum(column):,.2f}" for column in columns)])
+    return f"Memory at its peak, {unit}\n{_table(rows, 1)}"
+
+
+def _sum(plan: Plan, stage: StageCost, number: int) -> list[float]:
+    """A stage's parts and their total in units of `number` bytes, rounded up so that what is shown adds up."""
+    parts = [math.ceil(part / number * 100) / 100 for part in plan.memory(stage)]
+    return [*parts, sum(parts)]
+
+
+def _activations(plan: Plan) -> str:
+    unit, number = _unit(max(max(stage.activations.values()) for stage in plan.stages))
+    configured = plan.config.parallel.schedule, plan.config.parallel.recompute
+    rows = [["schedule", "recompute", *(f"stage {index}" for index in range(len(plan.stages)))]]
+    for schedule in SCHEDULES:
+        for recompute in RECOMPUTES:
+            mark = " *" if (schedule, recompute) == configured else ""
+            values = (stage.activations[schedule, recompute] / number for stage in plan.stages)
+            rows.append([schedule, recompute + mark, *(f"{math.ceil(value * 100) / 100:,.2f}" for value in values)])
+    return f"Activations by schedule and recompute, {unit} (* configured)\n{_table(rows, 2)}"
+
+
+def _fits(plan: Plan, memory_gib: float) -> str:
+    unit, number = _unit(max(sum(plan.memory(stage)) for stage in plan.stages))
+    limit = memory_gib * 2**30
+    lines = [f"Of {memory_gib:g} GiB a stage: weights + gradients + optimizer + activations = total, {unit}"]
+    for index, stage in enumerate(plan.stages):
+        *parts, total = (f"{part:,.2f}" for part in _sum(plan, stage, number))
+        answer = "fits" if sum(plan.memory(stage)) <= limit else "does not fit"
+        of = f"{limit / number:,.2f}"
+        lines.append(f"stage {index}: {' + '.join(parts)} = {total} of {of}: {answer}")
+    return "\n".join(lines)
+
+
+def _waiting(plan: Plan) -> str:
+    rows = [["schedule", "bubble", "speed-up"]]
+    for schedule in SCHEDULES:
+        mark = " *" if schedule == plan.config.parallel.schedule else ""
+        rows.append([schedule + mark, f"{plan.bubble(schedule):.1%}", f"{plan.speed_up(schedule):.2f}"])
+    title = f"Waiting, and the ideal speed-up over one device, of at most {len(plan.stages)} (* configured)"
+    return f"{title}\n{_table(rows, 1)}"
+
+
+def _drawing(plan: Plan, width: int) -> str:
+    schedule, count = plan.config.parallel.schedule, plan.num_micro_batches
+    timeline = plan.timeline(schedule)
+    note = ""
+    if count > _DRAWN and not _has_room(timeline, count, width):
+        timeline, note = plan.timeline(schedule, _DRAWN), f", {_DRAWN} of its {count} micro-batches: more idle less"
+    return f"One round of {schedule}{note}\n{draw_text(timeline, width)}"
+
+
+def _has_room(timeline: Timeline, count: int, width: int) -> bool:
+    """Whether the shortest operation is as wide as its number and a space."""
+    cells = [cell for operations in timeline for cell in operations]
+    shortest = min(end - start for _, start, end in cells if end > start)
+    return shortest / makespan(timeline) * (width - len("stage 0  ")) >= len(str(count - 1)) + 1
+
+
+def _notes(plan: Plan) -> str:
+    text = (
+        "Matrix products' FLOPs stand for time. Memory leaves out a gradient on its way to another stage, buffers for "
+        "sending, and what the libraries take."
+    )
+    if plan.config.parallel.recompute != "never":
+        text += " A stage's GFLOPs hold those of the blocks that backward computes again."
+    if plan.config.training.compile and plan.config.training.precision in ("bf16", "fp16"):
+        text += " Activations hold the weights' 16-bit copies: each micro-batch makes its own."
+    return textwrap.fill(text, 78)
+
+
+def _table(rows: Sequence[Sequence[str]], num_left: int) -> str:
+    """Columns two spaces apart, the first `num_left` aligned to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            f"{cell:<{width}}" if index < num_left else f"{cell:>{width}}"
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def _number(value: float) -> str:
+    """Three digits or more."""
+    return f"{value:,.0f}" if value >= 100 or value == 0 else f"{value:.3g}"
+
+
+def _unit(num_bytes: int) -> tuple[str, int]:
+    """The largest unit of which there is one, and its bytes."""
+    return next((item for item in _UNITS.items() if num_bytes >= item[1]), ("KiB", 2**10))
+
+
+def _bytes(num_bytes: int) -> str:
+    unit, number = _unit(num_bytes)
+    return f"{num_bytes / number:,.1f} {unit}"

@@ -1,0 +1,186 @@
+"""Simulates pipeline schedules and draws them as text and as PNG."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from hvd_transformer.parallel.pipeline_schedule import Operation, Schedule
+
+Timeline = list[list[tuple[Operation, float, float]]]  # the same with start and end
+
+
+def simulate(
+    schedule: Schedule,
+    forward_times: Sequence[float],
+    backward_times: Sequence[float],
+    weights_times: Sequence[float] | None = None,
+) -> Timeline:
+    """Start and end of every operation, where stage s needs `forward_times[s]` and `backward_times[s]` for a
+    micro-batch and passing it on costs nothing. Of a backward in two, `weights_times[s]` (None: half) is the weights'.
+
+    Raises ValueError where stages wait for each other for ever, or for what no stage does.
+    """
+    if not len(schedule) == len(forward_times) == len(backward_times):
+        raise ValueError(f"{len(schedule)} stages, times for {len(forward_times)} and {len(backward_times)}")
+    split = any(operation.kind == "weights" for operations in schedule for operation in operations)
+    weights_times = weights_times or [time / 2 for time in backward_times]
+    times: dict[str, Sequence[float]] = {
+        "forward": forward_times,
+        "weights": weights_times,
+        "backward": [
+            whole - weights if split else whole for whole, weights in zip(backward_times, weights_times, strict=True)
+        ],
+    }
+    timeline: Timeline = [[] for _ in schedule]
+    ends: dict[tuple[int, Operation], float] = {}
+    moved = True
+    while moved:
+        moved = False
+        for stage, operations in enumerate(schedule):
+            done = timeline[stage]
+            for operation in operations[len(done) :]:
+                needs = list(_needs(stage, operation, len(schedule)))
+                if any(need not in ends for need in needs):
+                    break
+                start = max([done[-1][2] if done else 0.0, *(ends[need] for need in needs)])
+                end = start + times[operation.kind][stage]
+                ends[stage, operation] = end
+                done.append((operation, start, end))
+                moved = True
+    stuck = [
+        f"stage {stage} before {operations[len(done)].kind} {operations[len(done)].micro_batch}"
+        for stage, (operations, done) in enumerate(zip(schedule, timeline, strict=True))
+        if len(done) < len(operations)
+    ]
+    if stuck:
+        raise ValueError(f"the schedule deadlocks: {', '.join(stuck)}")
+    return timeline
+
+
+def _needs(stage: int, operation: Operation, num_stages: int) -> Iterator[tuple[int, Operation]]:
+    """What must have ended before this can start."""
+    if operation.kind == "weights":
+        yield stage, Operation("backward", operation.micro_batch)
+        return
+    if operation.kind == "backward":
+        yield stage, Operation("forward", operation.micro_batch)
+    before = stage - 1 if operation.kind == "forward" else stage + 1
+    if 0 <= before < num_stages:
+        yield before, operation
+
+
+def makespan(timeline: Timeline) -> float:
+    """When the last operation ends."""
+    return max((end for operations in timeline for _, _, end in operations), default=0.0)
+
+
+def bubble(timeline: Timeline) -> float:
+    """The share of the stages' time that is idle: (N - 1) / (M + N - 1) for N equal stages, M micro-batches."""
+    total = len(timeline) * makespan(timeline)
+    busy = sum(end - start for operations in timeline for _, start, end in operations)
+    return 1 - busy / total if total else 0.0
+
+
+# Apart in hue for the colour-blind, and in lightness on paper; black numbers are easy to read on both.
+COLOURS = {"forward": "#8ec1ee", "backward": "#e08214", "weights": "#b8e186"}
+LABELS = {"forward": "forward", "backward": "backward", "weights": "weights' half of it"}
+
+
+def draw_text(timeline: Timeline, width: int) -> str:
+    """A line a stage of at most `width` characters, time to the right, and a legend below.
+
+    Forwards are bare numbers, backwards in brackets, the weights' half of a backward in round ones; small and capital
+    letters where there is no room for them. Where numbers have
+    no room they are taken modulo 10, and what is shorter than half a character may be missing.
+    """
+    label = len(f"stage {len(timeline) - 1}  ")
+    if width <= label:
+        raise ValueError(f"a width of {width} leaves no room beside the stages' names")
+    columns, scale = _scale(timeline, width - label)
+    cells = [
+        [(operation, round(start * scale), round(end * scale)) for operation, start, end in operations]
+        for operations in timeline
+    ]
+    digits = len(str(max((operation.micro_batch for row in cells for operation, _, _ in row), default=0)))
+    gap = 1 if digits > 1 else 0  # beside a forward, or 10 11 reads as 1011
+    spare = {"forward": gap, "backward": 2, "weights": 2}
+    room = min((stop - start - spare[operation.kind] for row in cells for operation, start, stop in row), default=1)
+    brackets = all(stop - start >= 3 for row in cells for operation, start, stop in row if operation.kind != "forward")
+    shown = digits if brackets and room >= digits else 1
+    lines = []
+    for stage, row in enumerate(cells):
+        line = ["."] * columns
+        for operation, start, stop in row:
+            line[start:stop] = _cell(operation, stop - start, shown, brackets)
+        lines.append(f"{f'stage {stage}':<{label}}{''.join(line)}")
+    kinds = {operation.kind for row in cells for operation, _, _ in row}
+    backward, weights = ("[0]", "(0)") if brackets else ("a", "A")
+    halves = f", {weights} its weights'" if "weights" in kinds else ""
+    modulo = ", numbers modulo 10" if shown < digits else ""
+    lines.append(
+        f"0 forward of micro-batch 0, {backward} its backward{halves}, . idle ({bubble(timeline):.0%}){modulo}"
+    )
+    return "\n".join(lines)
+
+
+def _scale(timeline: Timeline, columns: int) -> tuple[int, float]:
+    """Columns in use and columns a unit of time: the shortest operation gets a whole number of them, where it can,
+    so that equal times look equal."""
+    length = makespan(timeline) or 1.0
+    shortest = min((end - start for operations in timeline for _, start, end in operations if end > start), default=1.0)
+    scale = columns / length
+    if shortest * scale >= 1:
+        scale = int(shortest * scale) / shortest
+    return round(length * scale), scale
+
+
+def _cell(operation: Operation, width: int, shown: int, brackets: bool) -> str:
+    """Exactly `width` characters; `shown` are the digits of a number that there is room for."""
+    number = str(operation.micro_batch)[-shown:]
+    if operation.kind == "forward":
+        return f"{number:^{width}}"[:width] if brackets else number * width
+    if not brackets:
+        letters = "abcdefghij" if operation.kind == "backward" else "ABCDEFGHIJ"
+        return letters[int(number)] * width
+    left, right = "[]" if operation.kind == "backward" else "()"
+    return f"{left}{number:^{width - 2}}{right}"
+
+
+def draw_png(timelines: Mapping[str, Timeline], file: Path) -> None:
+    """One panel a schedule, titled with its name and bubble, on one scale of time."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    length = max(makespan(timeline) for timeline in timelines.values()) or 1.0
+    cells = [cell for timeline in timelines.values() for operations in timeline for cell in operations]
+    kinds = {operation.kind for operation, _, _ in cells}
+    # The panels are some 640 points wide, and a digit is less wide than high.
+    font_size = min(
+        (640 * (end - start) / length / len(str(operation.micro_batch)) for operation, start, end in cells), default=9.0
+    )
+    rows = [len(timeline) for timeline in timelines.values()]
+    figure = Figure(figsize=(10, 0.8 + sum(0.5 + 0.36 * row for row in rows)), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
+    for axes, (name, timeline) in zip(panels, timelines.items(), strict=True):
+        for stage, operations in enumerate(timeline):
+            for (kind, micro_batch), start, end in operations:
+                axes.barh(stage, end - start, 0.86, start, color=COLOURS[kind], edgecolor="white", linewidth=0.8)
+                if font_size >= 4:  # smaller ones nobody could read
+                    place = (start + end) / 2, stage
+                    axes.text(*place, str(micro_batch), ha="center", va="center_baseline", fontsize=min(font_size, 9))
+        axes.set_title(f"{name}: bubble {bubble(timeline):.1%}", loc="left", fontsize=11)
+        axes.set_xlim(0, length)
+        axes.set_ylim(len(timeline) - 0.5, -0.5)
+        axes.set_yticks(range(len(timeline)))
+        axes.set_ylabel("stage")
+        axes.tick_params(axis="y", length=0)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+    panels[-1].set_xlabel("time")
+    figure.legend(
+        handles=[Patch(color=COLOURS[kind], label=LABELS[kind]) for kind in LABELS if kind in kinds],
+        loc="outside upper right",
+        ncols=len(kinds),
+        frameon=False,
+    )
+    figure.savefig(file, format="png")

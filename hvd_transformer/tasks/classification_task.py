@@ -1,0 +1,156 @@
+"""Classification as a task: labelled texts, and the encoder with a pooled head."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from hvd_transformer.config.schema import Config
+from hvd_transformer.data.prepare_examples import Learned, prepare_examples
+from hvd_transformer.data.prepared import PreparedExamples
+from hvd_transformer.data.published import source_path
+from hvd_transformer.data.sampler import Replica
+from hvd_transformer.data.splits import Rows
+from hvd_transformer.data.tables import open_table, open_table_split
+from hvd_transformer.data.tokenizers import PAD, Tokenizer
+from hvd_transformer.errors import UserError
+from hvd_transformer.inference.predict import padded
+from hvd_transformer.models.classifier import Classifier, classifier_layers
+from hvd_transformer.nn.contracts import Layer, MicroBatch
+from hvd_transformer.tasks.metrics import classification_metrics
+from hvd_transformer.tasks.task import Batch, Evaluated, ExampleTask, Preparing, Sketch
+
+ROLE = "text"
+
+
+class ClassificationTask(ExampleTask):
+    """The label of a text. The mean of the losses is weighted, where classes are: by `num_targets` all the same."""
+
+    unit = "samples"
+    data: PreparedExamples
+
+    def __init__(self, config: Config, data: PreparedExamples, replica: Replica) -> None:
+        super().__init__(config, data, replica)
+        self.labels = data.labels
+        self.positive = _positive(config, self.labels)
+        self.num_sums = 1 + len(self.labels) ** 2
+        self.model = self.make_model()
+
+    def make_model(self) -> nn.Module:
+        config, tokenizer = self.config, self.data.tokenizers[ROLE]
+        smoothing, weights = config.training.label_smoothing, self.class_weights()
+        return Classifier(tokenizer.vocab_size, len(self.labels), config.model, smoothing, weights)
+
+    @classmethod
+    def prepare(cls, config: Config, preparing: Preparing) -> PreparedExamples:
+        return prepare_examples(config.data, open_rows(config, preparing), (ROLE,), **preparing._asdict())
+
+    @classmethod
+    def prepare_evaluation(cls, config: Config, preparing: Preparing, wanted: Evaluated) -> PreparedExamples:
+        data, state = config.data, wanted.state
+        if wanted.path is not None:
+            rows = open_table_split(data, wanted.path, wanted.split)
+        else:
+            rows = open_rows(config, preparing).only(wanted.split, f"data.source={data.source}")
+        learned = Learned({ROLE: wanted.tokenizers[""]}, state["labels"])
+        found = prepare_examples(data, rows, (ROLE,), learned=learned, **preparing._asdict())
+        counts = state.get("label_counts")
+        if counts is None and data.class_weights == "balanced":
+            raise UserError("data.class_weights=balanced: the checkpoint was saved before it held the labels' counts")
+        return replace(found, label_counts=counts)
+
+    def describe(self) -> str:
+        counts = self._label_counts
+        classes = ", ".join(f"{label} {count:,}" for label, count in zip(self.labels, counts, strict=True))
+        vocabulary = f"vocabulary {self.data.tokenizers[ROLE].vocab_size:,}"
+        return f"{len(self.data.splits['train']):,} training texts ({classes}), {vocabulary}"
+
+    @classmethod
+    def layer_names(cls, config: Config) -> list[str]:
+        return ["embedding", *(f"blocks.{number}" for number in range(config.model.num_layers)), "head"]
+
+    @classmethod
+    def sketch(cls, config: Config, vocab_size: int, num_samples: int) -> Sketch:
+        """Of texts as long as may be, and two classes."""
+        model = Classifier(vocab_size, 2, config.model)
+        tokens = torch.zeros(num_samples, config.data.sequence_length, dtype=torch.int64)
+        batch = MicroBatch((tokens, tokens != PAD), (torch.zeros(num_samples, dtype=torch.int64),))
+        return Sketch(model, classifier_layers(model), batch, model.cuts(config.parallel.vocab_parallel))
+
+    @property
+    def layers(self) -> list[Layer]:
+        assert isinstance(self.model, Classifier)
+        return classifier_layers(self.model)
+
+    @property
+    def tokenizers(self) -> Mapping[str, Tokenizer]:
+        return {"": self.data.tokenizers[ROLE]}
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        return {"labels": self.labels, "label_counts": self._label_counts}
+
+    def collate(self, split: str, numbers: NDArray[np.int64]) -> Batch:
+        """Texts [B, T] and labels [B]."""
+        examples = self.data.splits[split]
+        assert examples.labels is not None
+        labels = examples.labels[:][numbers].astype(np.int64)
+        texts, pad = [examples.texts[ROLE][number] for number in numbers], self.data.tokenizers[ROLE].pad
+        return padded(texts, pad), torch.from_numpy(labels)
+
+    def micro_batch(self, batch: Batch) -> MicroBatch:
+        tokens, labels = batch
+        return MicroBatch((tokens, tokens != self.data.tokenizers[ROLE].pad), (labels,))
+
+    def num_targets(self, batch: Batch) -> int:
+        return batch[1].numel()
+
+    def metrics(self, sums: Sequence[float], count: int) -> dict[str, float]:
+        matrix = np.array(sums[1:]).reshape(len(self.labels), -1)
+        return {"loss": sums[0] / count} | classification_metrics(matrix, self.positive)
+
+    @cached_property
+    def _label_counts(self) -> list[int]:
+        """The training split's samples of each label."""
+        if self.data.label_counts is not None:
+            return self.data.label_counts
+        labels = self.data.splits["train"].labels
+        assert labels is not None
+        found: list[int] = np.bincount(labels[:].astype(np.int64), minlength=len(self.labels)).tolist()
+        return found
+
+    def class_weights(self) -> Tensor | None:
+        """ "balanced": as scikit-learn, samples / (classes × samples of the class)."""
+        given = self.config.data.class_weights
+        if given is None:
+            return None
+        if given == "balanced":
+            counts = np.array(self._label_counts)
+            return torch.from_numpy(counts.sum() / (len(self.labels) * counts))
+        assert isinstance(given, dict)
+        if odd := sorted(given.keys() ^ set(self.labels)):
+            raise UserError(
+                f"data.class_weights: the label {odd[0]} is {'no label' if odd[0] in given else 'missing'}; "
+                f"the labels are {', '.join(self.labels)}"
+            )
+        return torch.tensor([given[label] for label in self.labels])
+
+
+def open_rows(config: Config, preparing: Preparing) -> Rows:
+    """The labelled texts of `data.source`. Raises `UserError`."""
+    return open_table(config.data, source_path(config.data, *preparing[1:]), config.seed)
+
+
+def _positive(config: Config, labels: list[str]) -> int | None:
+    """Of two classes the one that precision, recall and F1 are of: as configured, or the second."""
+    name = config.data.positive_label
+    if name is not None and name not in labels:
+        raise UserError(f"data.positive_label={name}: no such label; the labels are {', '.join(labels)}")
+    if name is not None:
+        return labels.index(name)
+    return 1 if len(labels) == 2 else None

@@ -1,0 +1,119 @@
+"""Language modelling as a task: token files in windows or columns, and the decoder-only model."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from hvd_transformer.config.batch_size import step_samples
+from hvd_transformer.config.schema import Config
+from hvd_transformer.data.batches import Batch, Columns, Windows, evaluation_batches
+from hvd_transformer.data.prepare_text import prepare, prepare_corpus
+from hvd_transformer.data.prepared import PreparedData, TokenFile
+from hvd_transformer.data.sampler import ColumnSampler, Replica, WindowSampler
+from hvd_transformer.data.text_corpus import only, open_corpus, open_text
+from hvd_transformer.data.tokenizers import Tokenizer
+from hvd_transformer.errors import UserError
+from hvd_transformer.models.language_model import LanguageModel, language_model_layers
+from hvd_transformer.nn.contracts import Layer, MicroBatch
+from hvd_transformer.tasks.task import Evaluated, Preparing, Sketch, Task
+
+
+class LanguageModelTask(Task):
+    """Each next token of a text."""
+
+    data: PreparedData
+
+    def __init__(self, config: Config, data: PreparedData, replica: Replica) -> None:
+        super().__init__(config, data, replica)
+        training = config.training
+        self.length = config.data.sequence_length
+        self.eval_batch_size = training.eval_batch_size or training.batch_size
+        self.model = self.make_model()
+        self.sampler: WindowSampler | ColumnSampler = WindowSampler(0, 1, 1, replica)
+        self.usual_count = 1  # in evaluation alone: no steps
+        if "train" in data.splits:
+            self._begin_training(data.splits["train"])
+        for split, tokens in data.splits.items():
+            if split != "train" and len(tokens) < 2:
+                raise UserError(
+                    f"data.source={config.data.source}: the {split} split has {len(tokens)} tokens; "
+                    "evaluation needs at least 2"
+                )
+
+    def _begin_training(self, tokens: TokenFile) -> None:
+        config, training, replica, length = self.config, self.config.training, self.replica, self.length
+        num_samples = step_samples(training, replica.size)
+        self.usual_count = num_samples * length
+        self.samples: Windows | Columns
+        if config.data.batching == "windows":
+            needed = length + 1
+            self.samples = Windows(tokens, length, config.seed)
+            self.sampler = WindowSampler(self.samples.num_units, num_samples, training.batch_size, replica)
+        else:
+            needed = 2 * training.batch_size
+            self.samples = Columns(tokens, training.batch_size, length)
+            num_stretches = num_samples // (training.batch_size * training.accumulation)
+            self.sampler = ColumnSampler(self.samples.num_units, num_stretches, training.accumulation, replica)
+        if len(tokens) < needed:
+            raise UserError(
+                f"data.source={config.data.source}: the training split has {len(tokens)} tokens, but one sample of "
+                f"data.sequence_length={length} needs {needed}"
+            )
+
+    def make_model(self) -> nn.Module:
+        model = LanguageModel(self.data.tokenizer.vocab_size, self.config.model)
+        model.head.smoothing = self.config.training.label_smoothing
+        return model
+
+    @classmethod
+    def prepare(cls, config: Config, preparing: Preparing) -> PreparedData:
+        return prepare(config.data, *preparing)
+
+    @classmethod
+    def prepare_evaluation(cls, config: Config, preparing: Preparing, wanted: Evaluated) -> PreparedData:
+        data = config.data
+        if wanted.path is not None:
+            corpus = open_text(wanted.path, wanted.split)
+        else:
+            corpus = only(open_corpus(data, *preparing[1:]), wanted.split, f"data.source={data.source}")
+        return prepare_corpus(data, corpus, wanted.tokenizers[""], *preparing)
+
+    def describe(self) -> str:
+        return f"{len(self.data.splits['train']):,} training tokens, vocabulary {self.data.tokenizer.vocab_size:,}"
+
+    @classmethod
+    def layer_names(cls, config: Config) -> list[str]:
+        return ["embedding", *(f"blocks.{number}" for number in range(config.model.num_layers)), "head"]
+
+    @classmethod
+    def sketch(cls, config: Config, vocab_size: int, num_samples: int) -> Sketch:
+        model = LanguageModel(vocab_size, config.model)
+        tokens = torch.zeros(num_samples, config.data.sequence_length, dtype=torch.int64)
+        layers, batch = language_model_layers(model), MicroBatch((tokens,), (tokens,))
+        return Sketch(model, layers, batch, model.cuts(config.parallel.vocab_parallel))
+
+    @property
+    def tokenizers(self) -> Mapping[str, Tokenizer]:
+        return {"": self.data.tokenizer}
+
+    def batch(self, epoch: int, units: range) -> Batch:
+        return self.samples.batch(epoch, units)
+
+    def has_split(self, split: str) -> bool:
+        return split in self.data.splits
+
+    def evaluation_batches(self, split: str) -> Iterator[Batch]:
+        return evaluation_batches(self.data.splits[split], self.length, self.eval_batch_size, self.replica)
+
+    @property
+    def layers(self) -> list[Layer]:
+        assert isinstance(self.model, LanguageModel)
+        return language_model_layers(self.model)
+
+    def micro_batch(self, batch: tuple[Tensor, ...]) -> MicroBatch:
+        inputs, targets = batch
+        return MicroBatch((inputs,), (targets,))
+
+    def num_targets(self, batch: tuple[Tensor, ...]) -> int:
+        return batch[1].numel()

@@ -1,0 +1,123 @@
+"""Fine-tuning what a Hugging Face folder holds (`model.pretrained`): the same tasks with its model and tokenizer."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from hvd_transformer.config.schema import Config
+from hvd_transformer.data.prepare_examples import Learned, prepare_examples
+from hvd_transformer.data.prepare_text import prepare_corpus
+from hvd_transformer.data.prepared import PreparedData, PreparedExamples
+from hvd_transformer.data.pretrained_tokenizer import PretrainedTokenizer
+from hvd_transformer.data.text_corpus import open_corpus
+from hvd_transformer.errors import UserError
+from hvd_transformer.huggingface import origin
+from hvd_transformer.models import pretrained
+from hvd_transformer.models.classifier import class_loss, class_sums
+from hvd_transformer.nn.contracts import Layer
+from hvd_transformer.tasks.classification_task import ROLE, ClassificationTask, open_rows
+from hvd_transformer.tasks.language_model_task import LanguageModelTask
+from hvd_transformer.tasks.task import Preparing, Sketch, Task
+
+_NAME = "model"  # of the one layer
+
+
+def folder_of(config: Config) -> Path:
+    """The folder of `model.pretrained`."""
+    return Path(str(config.model.pretrained)).expanduser()
+
+
+class PretrainedTask(Task):
+    """What both kinds have in common: the model is one layer, whose parameters keep their names."""
+
+    @classmethod
+    def layer_names(cls, config: Config) -> list[str]:
+        return [_NAME]
+
+    @classmethod
+    def sketch(cls, config: Config, vocab_size: int, num_samples: int) -> Sketch:
+        raise UserError(f"{origin(folder_of(config))}: plan knows the layers of this package's own models alone")
+
+    @property
+    def layers(self) -> list[Layer]:
+        return [Layer(_NAME, self.model, self.loss, recompute=False)]
+
+    @abstractmethod
+    def loss(self, *tensors: Tensor) -> Tensor:
+        """As the last layer of any task, of a micro-batch's tensors."""
+
+    @property
+    def files(self) -> Mapping[str, str]:
+        return pretrained.config_files(self.model)
+
+
+class PretrainedClassificationTask(PretrainedTask, ClassificationTask):
+    """The label of a text, by an encoder with a head of its own or a new one."""
+
+    @classmethod
+    def prepare(cls, config: Config, preparing: Preparing) -> PreparedExamples:
+        folder = folder_of(config)
+        tokenizer = _tokenizer(config)
+        if not tokenizer.has_pad:
+            raise UserError(f"{origin(folder)}: its tokenizer has no pad token, which fills a batch")
+        rows, own = open_rows(config, preparing), pretrained.label_names(folder)
+
+        def prepared(labels: list[str] | None) -> PreparedExamples:
+            learned = Learned({ROLE: tokenizer}, labels)
+            return prepare_examples(config.data, rows, (ROLE,), learned=learned, **preparing._asdict())
+
+        found = prepared(None)
+        # A head that knows these labels knows them by its own numbers.
+        return prepared(own) if own is not None and sorted(own) == sorted(found.labels) else found
+
+    def make_model(self) -> nn.Module:
+        folder, tokenizer = folder_of(self.config), self.data.tokenizers[ROLE]
+        model, self.new = pretrained.load_classifier(folder, self.labels, tokenizer.pad)
+        pretrained.check_fits(model, folder, tokenizer.vocab_size, self.config.data.sequence_length)
+        self.logits = pretrained.ClassLogits(model)
+        self.smoothing, self.weights = self.config.training.label_smoothing, self.class_weights()
+        return model
+
+    def describe(self) -> str:
+        return super().describe() + (f"; new weights: {', '.join(self.new)}" if self.new else "; no new weights")
+
+    def loss(self, *tensors: Tensor) -> Tensor:
+        tokens, allowed, labels = tensors
+        logits = self.logits(tokens, allowed)
+        if self.model.training:
+            return class_loss(logits, labels, self.smoothing, self.weights)
+        return class_sums(logits, labels, self.weights)
+
+
+class PretrainedLanguageModelTask(PretrainedTask, LanguageModelTask):
+    """Each next token of a text, by a causal language model."""
+
+    @classmethod
+    def prepare(cls, config: Config, preparing: Preparing) -> PreparedData:
+        tokenizer = _tokenizer(config)
+        corpus = open_corpus(config.data, *preparing[1:])
+        return prepare_corpus(config.data, corpus, tokenizer, *preparing)
+
+    def make_model(self) -> nn.Module:
+        folder = folder_of(self.config)
+        model = pretrained.load_language_model(folder)
+        pretrained.check_fits(model, folder, self.data.tokenizer.vocab_size, self.length)
+        return model
+
+    def loss(self, *tensors: Tensor) -> Tensor:
+        tokens, targets = tensors
+        smoothing = self.config.training.label_smoothing if self.model.training else 0.0
+        return class_loss(pretrained.next_token_logits(self.model, tokens).flatten(0, 1), targets.flatten(), smoothing)
+
+
+def _tokenizer(config: Config) -> PretrainedTokenizer:
+    """The folder's. Raises `UserError` where it says that samples are too long for the model."""
+    folder, length = folder_of(config), config.data.sequence_length
+    tokenizer = PretrainedTokenizer.read(folder)
+    if tokenizer.longest is not None and length > tokenizer.longest:
+        raise UserError(
+            f"data.sequence_length={length}: longer than {origin(folder)} can take, {tokenizer.longest} tokens"
+        )
+    return tokenizer

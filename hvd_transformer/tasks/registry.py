@@ -1,0 +1,28 @@
+"""The kinds of tasks by name."""
+
+from hvd_transformer.config.schema import Config
+from hvd_transformer.errors import UserError
+from hvd_transformer.plugin import load_plugin
+from hvd_transformer.tasks.task import Task
+
+_CLASSES = {
+    "language_model": "hvd_transformer.tasks.language_model_task:LanguageModelTask",
+    "translation": "hvd_transformer.tasks.translation_task:TranslationTask",
+    "classification": "hvd_transformer.tasks.classification_task:ClassificationTask",
+}
+_PRETRAINED = {
+    "language_model": "hvd_transformer.tasks.pretrained_tasks:PretrainedLanguageModelTask",
+    "classification": "hvd_transformer.tasks.pretrained_tasks:PretrainedClassificationTask",
+}
+
+
+def task_class(config: Config) -> type[Task]:
+    """What `task` names. Raises `UserError`."""
+    origin = f"task={config.task}"
+    classes = _CLASSES if config.model.pretrained is None else _PRETRAINED
+    found = load_plugin(classes.get(config.task, config.task), origin, "Class")
+    if not (isinstance(found, type) and issubclass(found, Task)):
+        raise UserError(f"{origin}: must be a subclass of hvd_transformer.tasks.task.Task")
+    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+        raise UserError(f"{origin}: lacks {', '.join(missing)}")
+    return found

@@ -1,0 +1,137 @@
+"""Translation as a task: pairs of sentences, and the encoder-decoder."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hvd_transformer.comm.group import Group
+from hvd_transformer.config.schema import Config
+from hvd_transformer.data.parallel_text import open_pairs, open_pairs_split
+from hvd_transformer.data.prepare_examples import Learned, prepare_examples
+from hvd_transformer.data.prepared import PreparedExamples, tokenizer_prefix
+from hvd_transformer.data.published import PAIRS, source_path
+from hvd_transformer.data.sampler import Replica
+from hvd_transformer.data.splits import Rows
+from hvd_transformer.data.tokenizers import BEGIN, END, PAD, Tokenizer
+from hvd_transformer.inference.predict import padded, translate
+from hvd_transformer.models.encoder_decoder import EncoderDecoder, encoder_decoder_layers
+from hvd_transformer.nn.contracts import Layer, MicroBatch
+from hvd_transformer.tasks.metrics import bleu_metrics, signature
+from hvd_transformer.tasks.task import Batch, Evaluated, ExampleTask, Preparing, Sketch
+
+ROLES = ("source", "target")
+
+
+class TranslationTask(ExampleTask):
+    """Each next token of a target, from those before it and its source."""
+
+    model: EncoderDecoder
+    data: PreparedExamples
+
+    def __init__(self, config: Config, data: PreparedExamples, replica: Replica) -> None:
+        super().__init__(config, data, replica)
+        source, target = (data.tokenizers[role].vocab_size for role in ROLES)
+        self.model = EncoderDecoder(source, target, config.model, config.training.label_smoothing)
+
+    @classmethod
+    def prepare(cls, config: Config, preparing: Preparing) -> PreparedExamples:
+        shared = config.model.share_embeddings
+        return prepare_examples(config.data, _rows(config, preparing), ROLES, shared=shared, **preparing._asdict())
+
+    @classmethod
+    def prepare_evaluation(cls, config: Config, preparing: Preparing, wanted: Evaluated) -> PreparedExamples:
+        data, shared = config.data, config.model.share_embeddings
+        if wanted.path is not None:
+            rows = open_pairs_split(data, wanted.path, wanted.split)
+        else:
+            rows = _rows(config, preparing).only(wanted.split, f"data.source={data.source}")
+        learned = Learned({role: wanted.tokenizers[tokenizer_prefix(role, ROLES, shared)] for role in ROLES}, [])
+        return prepare_examples(data, rows, ROLES, shared=shared, learned=learned, **preparing._asdict())
+
+    def describe(self) -> str:
+        sizes = [f"{self.data.tokenizers[role].vocab_size:,}" for role in ROLES]
+        vocabulary = (
+            f"vocabulary {sizes[0]}" if self.config.model.share_embeddings else f"vocabularies {' and '.join(sizes)}"
+        )
+        return f"{len(self.data.splits['train']):,} training pairs, {vocabulary}"
+
+    @classmethod
+    def layer_names(cls, config: Config) -> list[str]:
+        model = config.model
+        return [
+            "source_embedding",
+            *(f"encoder.{number}" for number in range(model.num_layers)),
+            *(["encoder_norm"] if model.norm == "pre" else []),
+            "target_embedding",
+            *(f"decoder.{number}" for number in range(model.num_decoder_layers or model.num_layers)),
+            "head",
+        ]
+
+    @classmethod
+    def sketch(cls, config: Config, vocab_size: int, num_samples: int) -> Sketch:
+        """Of pairs as long as may be, with vocabularies of one size."""
+        model = EncoderDecoder(vocab_size, vocab_size, config.model)
+        tokens = torch.zeros(num_samples, config.data.sequence_length, dtype=torch.int64)
+        goals = torch.zeros(tokens.numel(), dtype=torch.int64)
+        batch = MicroBatch((tokens, tokens != PAD, tokens.clone()), (goals, goals.clone()))
+        return Sketch(model, encoder_decoder_layers(model), batch, model.cuts(config.parallel.vocab_parallel))
+
+    @property
+    def layers(self) -> list[Layer]:
+        return encoder_decoder_layers(self.model)
+
+    @property
+    def tokenizers(self) -> Mapping[str, Tokenizer]:
+        shared = self.config.model.share_embeddings
+        return {tokenizer_prefix(role, ROLES, shared): self.data.tokenizers[role] for role in ROLES}
+
+    @property
+    def num_training_targets(self) -> int:
+        targets = self.data.splits["train"].texts["target"]
+        return len(targets.tokens) + len(targets)  # each with its end
+
+    def collate(self, split: str, numbers: NDArray[np.int64]) -> Batch:
+        """Sources [B, S], and targets with their beginning and end [B, T + 1]."""
+        sources, targets = (self.data.splits[split].texts[role] for role in ROLES)
+        ends = [np.concatenate([[BEGIN], targets[number], [END]]) for number in numbers]
+        return padded([sources[number] for number in numbers]), padded(ends)
+
+    def micro_batch(self, batch: Batch) -> MicroBatch:
+        source, target = batch
+        goals = target[:, 1:].flatten()
+        places = (goals != PAD).nonzero().flatten()
+        return MicroBatch((source, source != PAD, target[:, :-1].contiguous()), (places, goals[places]))
+
+    def num_targets(self, batch: Batch) -> int:
+        return int((batch[1][:, 1:] != PAD).sum())
+
+    @property
+    def metric_names(self) -> list[str]:
+        return [*super().metric_names, "bleu", "bleu_words"]
+
+    @property
+    def notes(self) -> list[str]:
+        return [f"bleu is sacrebleu's, {signature()}; bleu_words is of lower-cased words"]
+
+    def more_metrics(self, split: str, group: Group) -> dict[str, float]:
+        """BLEU of what the model makes of the split's sources, which the replicas share."""
+        settings, examples = self.config.translation, self.data.splits[split]
+        own: list[tuple[int, str]] = []
+        for numbers in self.evaluation_numbers(split):
+            sources = [examples.texts["source"][number] for number in numbers]
+            found = translate(
+                self.model, sources, self.config.model.max_length,
+                beam=settings.beam, length_penalty=settings.length_penalty,
+            )  # fmt: skip
+            texts = [self.data.tokenizers["target"].decode_line(best[0].tokens) for best in found]
+            own += zip(numbers.tolist(), texts, strict=True)
+        every = dict(pair for pairs in group.all_gather_objects(own) for pair in pairs)
+        hypotheses = [every[number] for number in range(len(examples))]
+        return bleu_metrics(hypotheses, [texts[-1] for texts in self.data.raw_texts(split)])
+
+
+def _rows(config: Config, preparing: Preparing) -> Rows:
+    path = source_path(config.data, preparing.report, preparing.should_stop, PAIRS)
+    return open_pairs(config.data, path, config.seed)

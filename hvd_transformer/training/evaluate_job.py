@@ -1,0 +1,149 @@
+"""Assembles the evaluation of a checkpoint on every rank, and runs it. It writes nothing but prepared data."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvd_transformer.checkpoint import snapshot
+from hvd_transformer.checkpoint.saved_run import Checkpoint, read_checkpoint
+from hvd_transformer.comm.world import World, agree
+from hvd_transformer.config import Config, load_again
+from hvd_transformer.config.schema import flatten
+from hvd_transformer.data.load_tokenizer import restore
+from hvd_transformer.data.splits import WHOLE
+from hvd_transformer.errors import UserError
+from hvd_transformer.monitoring.watchdog import Watchdog
+from hvd_transformer.parallel.mesh import Layout
+from hvd_transformer.planning.partition import check_partition
+from hvd_transformer.reporting.progress import Silent
+from hvd_transformer.tasks.task import Data, Evaluated, Task
+from hvd_transformer.training.job_setup import (
+    check_same_configuration,
+    check_same_data,
+    compile_layers,
+    make_task,
+    prepare_data,
+)
+from hvd_transformer.training.process import StopRequest, keep_freed_memory
+from hvd_transformer.training.state import Position
+from hvd_transformer.training.trainer import Trainer
+
+# Whatever the ranks of the training shared, these may be any; and nothing is updated, so there is no optimizer state.
+_AS_DEFAULT = {key: value for key, value in flatten(Config()).items() if key.startswith("parallel.")}
+_NO_OPTIMIZER = {"optimizer.name": "sgd", "optimizer.momentum": 0.0}
+
+
+@dataclass(frozen=True)
+class Request:
+    """The command line. `data`: a file, or a folder with the split; None: what the checkpoint was trained on."""
+
+    checkpoint: Path
+    settings: Sequence[str] = ()
+    split: str | None = None
+    data: Path | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """`count` units, which the loss is the mean of; `left_out` samples by reason; `notes` on the metrics."""
+
+    folder: Path
+    split: str
+    source: str
+    metrics: dict[str, float]
+    count: int
+    unit: str
+    left_out: dict[str, int]
+    notes: Sequence[str]
+
+
+def evaluation_config(saved: Checkpoint, request: Request) -> Config:
+    """The checkpoint's own, but for how the work is cut over the ranks, which is as the request says.
+
+    Raises `UserError`.
+    """
+    values = {**saved.state["config"], **_AS_DEFAULT, **_NO_OPTIMIZER}
+    if values.get("model.pretrained") is not None:
+        values["model.pretrained"] = str(saved.folder)  # a checkpoint is such a folder, too
+    config = load_again(values, str(request.checkpoint), request.settings)
+    if request.data is None:
+        return config
+    if not request.data.exists():
+        raise UserError(f"--data {request.data}: no such file or folder")
+    # For messages; what is prepared is told apart by the path itself.
+    return config.model_copy(update={"data": config.data.model_copy(update={"source": str(request.data)})})
+
+
+def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchdog, progress: Silent) -> Result:
+    """The metrics of one split, the same on all ranks. Collective. Rank 0 alone reads the checkpoint.
+
+    Raises `UserError` on all ranks where the input is wrong, `Stopped` where a signal came while data was prepared.
+    """
+    keep_freed_memory()
+    heartbeat = watchdog.heartbeat
+    saved = _read_and_send(request.checkpoint, world)
+    config = agree(world, lambda: evaluation_config(saved, request))
+    agree(world, lambda: check_same_configuration(config, world))
+    watchdog.stall_seconds = config.training.stall_seconds
+    watchdog.use(None, world.hosts)
+    layout = agree(world, lambda: Layout.of(config, world))
+    agree(world, lambda: check_partition(config))
+
+    def should_stop() -> bool:
+        heartbeat.mark()  # also of a rank that waits while another one prepares
+        return bool(stop)
+
+    path = request.data and request.data.resolve()
+    wanted = Evaluated(request.split, path, saved.tokenizers, saved.state)
+    data = agree(world, lambda: prepare_data(config, progress, should_stop, wanted))
+    stop.end_at_once()
+    agree(world, lambda: check_same_data(data, world))
+    task = agree(world, lambda: make_task(config, data, layout))
+    split = agree(world, lambda: _split(task, request.split, config))
+    if path is None:
+        agree(world, lambda: _check_unchanged(data, split, saved.state, config))
+    trainer = Trainer(config, world, layout, task, Position())
+    heartbeat.timeline = trainer.timeline
+    snapshot.load_weights(trainer, saved.folder if world.rank == 0 else None)
+    compile_layers(config, task)
+    heartbeat.enter("evaluation")
+    found = trainer.evaluate(split)
+    heartbeat.enter("end")
+    trainer.close()
+    left_out = getattr(data, "left_out", {}).get(split, {})
+    source = config.data.source
+    return Result(saved.folder, split, source, found.metrics, found.count, task.unit, left_out, task.notes)
+
+
+def _read_and_send(checkpoint: Path, world: World) -> Checkpoint:
+    """Rank 0 alone reads: other hosts need not see the folder, unless it is one of `model.pretrained`."""
+
+    def read() -> tuple[str, dict[str, Any], dict[str, tuple[str, str]]] | None:
+        if world.rank:
+            return None
+        found = read_checkpoint(checkpoint)
+        texts = {prefix: (own.kind, own.to_json()) for prefix, own in found.tokenizers.items()}
+        return str(found.folder), found.state, texts
+
+    folder, state, texts = world.broadcast_object(agree(world, read))
+    return Checkpoint(Path(folder), state, {prefix: restore(*words) for prefix, words in texts.items()})
+
+
+def _check_unchanged(data: Data, split: str, state: Mapping[str, Any], config: Config) -> None:
+    """Other samples than those of the training's split may be some that the model was trained on."""
+    wanted = state.get("splits", {}).get(split)
+    if wanted is not None and wanted != getattr(data, "split_digests", {}).get(split):
+        raise UserError(
+            f"data.source={config.data.source}: its {split} split is not what it was in training; was it changed? With "
+            "--data a file or folder is evaluated as it is"
+        )
+
+
+def _split(task: Task, wanted: str | None, config: Config) -> str:
+    """What the task has prepared; of a task that prepares all it was trained on, the wanted split."""
+    there = [split for split in (WHOLE, "test", "valid", "train") if task.has_split(split)]
+    if there in ([], ["train"]) and wanted is None or wanted not in (None, *there):
+        what = wanted or "valid and no test"
+        raise UserError(f"data.source={config.data.source}: no {what} split; there is {' and '.join(there) or 'none'}")
+    return wanted or there[0]

@@ -1,0 +1,62 @@
+"""What training and evaluation are assembled from, alike on every rank: data, task, compiled layers."""
+
+import torch
+
+from hvd_transformer.comm.process_map import process_map
+from hvd_transformer.comm.world import World
+from hvd_transformer.config import Config
+from hvd_transformer.config.schema import flatten
+from hvd_transformer.data.build_once import ShouldStop
+from hvd_transformer.data.sampler import Replica
+from hvd_transformer.errors import UserError
+from hvd_transformer.parallel.mesh import Layout
+from hvd_transformer.parallel.precision import weight_dtype
+from hvd_transformer.reporting.progress import Silent
+from hvd_transformer.tasks.registry import task_class
+from hvd_transformer.tasks.task import Data, Evaluated, Preparing, Task
+
+
+def check_same_configuration(config: Config, world: World) -> None:
+    """Raises `UserError` naming the first key in which a rank differs from rank 0. Collective."""
+    first, *others = world.all_gather_objects(flatten(config))
+    for rank, other in enumerate(others, start=1):
+        for key, value in first.items():
+            if other[key] != value:
+                raise UserError(
+                    f"{key}: rank {rank} has {other[key]}, rank 0 has {value}; every rank needs the same configuration"
+                )
+
+
+def prepare_data(config: Config, progress: Silent, should_stop: ShouldStop, wanted: Evaluated | None = None) -> Data:
+    """Of a whole training; or what is `wanted` for an evaluation alone."""
+    with process_map(config.data.workers) as mapper:
+        preparing = Preparing(mapper, progress.message, should_stop)
+        if wanted is None:
+            return task_class(config).prepare(config, preparing)
+        return task_class(config).prepare_evaluation(config, preparing, wanted)
+
+
+def check_same_data(data: Data, world: World) -> None:
+    """Raises `UserError` where hosts differ. Collective."""
+    digests = world.all_gather_objects([world.host, data.digest])
+    for host, digest in digests:
+        if digest != digests[0][1]:
+            raise UserError(f"data.source: host {host} has other text than host {digests[0][0]}; copy one to all hosts")
+
+
+def make_task(config: Config, data: Data, layout: Layout) -> Task:
+    """The model is made alike on every rank from the seed alone."""
+    torch.manual_seed(config.seed)
+    torch.set_default_dtype(weight_dtype(config.training.precision))
+    try:
+        return task_class(config)(config, data, Replica(layout.replica, layout.dp))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def compile_layers(config: Config, task: Task) -> None:
+    """Where the configuration says so. Call when the weights are there."""
+    if config.training.compile:
+        for layer in task.layers:
+            if layer.recompute:  # a block
+                layer.module.compile()

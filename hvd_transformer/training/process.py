@@ -1,0 +1,52 @@
+"""This process: signals that ask it to stop, and the memory allocator's settings."""
+
+import ctypes
+import os
+import signal
+from types import FrameType
+
+
+class StopRequest:
+    """Notes the first SIGINT or SIGTERM; a second Ctrl-C interrupts at once."""
+
+    def __init__(self) -> None:
+        self.signal: str | None = None
+        self._previous = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def __bool__(self) -> bool:
+        return self.signal is not None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number).name
+
+    def end_at_once(self) -> None:
+        """From now on a signal ends this process: there is nothing to save."""
+        for number in self._previous:
+            signal.signal(number, signal.SIG_DFL)
+
+    def restore(self) -> None:
+        """Puts the earlier handlers back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+
+# Parameters of mallopt(3), from glibc's malloc.h.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+# Larger blocks come from the kernel and go back to it. This is where glibc's own sliding threshold ends up.
+LARGEST_KEPT_BLOCK = 32 * 2**20
+# The free end of the heap may be as long as this.
+KEPT_END = 2**30
+
+
+def keep_freed_memory() -> bool:
+    """Sets it for this process; False where the user has own settings or the C library is not glibc."""
+    chosen = any(name.startswith("MALLOC_") for name in os.environ)
+    if chosen or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return False
+    return bool(mallopt(_MMAP_THRESHOLD, LARGEST_KEPT_BLOCK)) and bool(mallopt(_TRIM_THRESHOLD, KEPT_END))
