@@ -24,11 +24,11 @@ from hvd_transformer.config.schema import Config
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.gradients.optimizer import names_without_decay
 from hvd_transformer.models.language_model import LanguageModel
-from hvd_transformer.parallel.mesh import Layout, process_groups
+from hvd_transformer.parallel.mesh import ParallelMesh, process_groups
 from hvd_transformer.parallel.replica_check import broadcast_parameters
 from hvd_transformer.training.lr_schedule import peak_rate
 from hvd_transformer.training.process import keep_freed_memory
-from hvd_transformer.training.state import Position
+from hvd_transformer.training.state import TrainState
 from hvd_transformer.training.trainer import Trainer
 
 
@@ -37,9 +37,9 @@ def trainer(socket: str, settings: Sequence[str]) -> None:
     keep_freed_memory()
     config = make_config(settings)
     world = World.start(groups=process_groups(launched().size, config.parallel.tensor))
-    layout = Layout.of(config, world)
+    layout = ParallelMesh.of(config, world)
     task = SyntheticTask(config, Replica(layout.replica, layout.dp))
-    job = Trainer(config, world, layout, task, Position())
+    job = Trainer(config, world, layout, task, TrainState())
     broadcast_parameters(job.buckets, layout.data_group)
     plans = job.steps()
 

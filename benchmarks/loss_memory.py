@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from benchmarks.paired import machine
 from benchmarks.pipeline_memory import reset_peak, status
 from hvd_transformer.atomic import write_text
-from hvd_transformer.nn.cross_entropy import projected_cross_entropy
-from hvd_transformer.planning.layer_profile import Allocated
+from hvd_transformer.nn.cross_entropy import fused_cross_entropy
+from hvd_transformer.planning.layer_profile import AllocationTracker
 
 CHUNKED, WHOLE = "in chunks", "all logits"
 _MIB = 2**20
@@ -65,13 +65,13 @@ def measure(way: str, size: Size) -> Memory:
     def step() -> float:
         hidden.grad = weight.grad = None
         if way == CHUNKED:
-            loss = projected_cross_entropy(hidden, weight, None, targets, smoothing=size.smoothing)
+            loss = fused_cross_entropy(hidden, weight, None, targets, smoothing=size.smoothing)
         else:
             loss = F.cross_entropy(F.linear(hidden, weight), targets, reduction="sum", label_smoothing=size.smoothing)
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.item()
 
-    with Allocated() as counted:
+    with AllocationTracker() as counted:
         loss = step()
     hidden.grad = weight.grad = None
     before = reset_peak()

@@ -29,12 +29,12 @@ from benchmarks.saved_tensors import SavedTensors
 from benchmarks.workload import PIPELINE, SyntheticTask, make_config
 from hvd_transformer.atomic import write_text
 from hvd_transformer.data.sampler import Replica
-from hvd_transformer.gradients.weight_grads import Later
+from hvd_transformer.gradients.weight_grads import WeightGradStore
 from hvd_transformer.nn.contracts import Stage
-from hvd_transformer.nn.parallel_layers import Product
+from hvd_transformer.nn.parallel_layers import WeightGradLayer
 from hvd_transformer.parallel.pipeline import Pipeline, Recompute
 from hvd_transformer.parallel.pipeline_schedule import SCHEDULES, ScheduleName, make_schedule, most_in_flight
-from hvd_transformer.planning.layer_profile import Allocated
+from hvd_transformer.planning.layer_profile import AllocationTracker
 from hvd_transformer.planning.memory_plan import RECOMPUTES, make_plan
 
 CUT = (3, 2, 2, 3)  # 2 blocks a stage; the embedding with the first, the head with the last
@@ -87,7 +87,7 @@ def measure(kind: ScheduleName, recompute: Recompute) -> Memory:
     pipeline.train(micro_batches, 1.0)
     held = [counter.take_peak() / one for counter, one in zip(saved, single, strict=True)]
     pipeline.map(lambda stage: saved[stage].leave())
-    allocated = [Allocated() for _ in stages]
+    allocated = [AllocationTracker() for _ in stages]
     pipeline.map(lambda stage: allocated[stage].__enter__())
     ctypes.CDLL(None).malloc_trim(0)
     before = reset_peak()
@@ -108,10 +108,10 @@ def _prepare_gradients(task: SyntheticTask) -> None:
     embedding.take_rows = lambda tokens, rows: gradient.index_add_(0, tokens, rows)
 
 
-def _leave_products(stage: Stage, later: Later) -> None:
+def _leave_products(stage: Stage, later: WeightGradStore) -> None:
     """As in training: linear layers' weights get their gradients when the stage has time for it."""
     for module in (module for layer in stage.layers for module in layer.module.modules()):
-        if isinstance(module, Product):
+        if isinstance(module, WeightGradLayer):
             add = module.add_product
             module.take_product = lambda values, grad, add=add: later(partial(add, values, grad))  # type: ignore[misc]
 

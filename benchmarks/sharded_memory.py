@@ -23,9 +23,9 @@ from hvd_transformer.atomic import write_text
 from hvd_transformer.comm.horovod_env import launched
 from hvd_transformer.comm.world import World
 from hvd_transformer.data.sampler import Replica
-from hvd_transformer.parallel.mesh import Layout, process_groups
+from hvd_transformer.parallel.mesh import ParallelMesh, process_groups
 from hvd_transformer.planning.memory_plan import make_plan
-from hvd_transformer.training.state import Position
+from hvd_transformer.training.state import TrainState
 from hvd_transformer.training.trainer import Trainer
 
 _MIB = 2**20
@@ -65,8 +65,8 @@ def measure(file: Path, settings: Sequence[str]) -> None:
     """One rank: some steps, and what it had."""
     config = make_config(settings)
     world = World.start(groups=process_groups(launched().size, config.parallel.tensor))
-    layout = Layout.of(config, world)
-    job = Trainer(config, world, layout, SyntheticTask(config, Replica(layout.replica, layout.dp)), Position())
+    layout = ParallelMesh.of(config, world)
+    job = Trainer(config, world, layout, SyntheticTask(config, Replica(layout.replica, layout.dp)), TrainState())
     plans = job.steps()
     job.step(next(plans))  # imports what it needs
     between = reset_peak()

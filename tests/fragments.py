@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from hvd_transformer.checkpoint.store import Snapshot
-from hvd_transformer.checkpoint.tensor_file import Fragment
+from hvd_transformer.checkpoint.tensor_file import TensorShard
 
 
-def whole(tensors: Mapping[str, Tensor]) -> dict[str, Fragment]:
-    return {name: Fragment.whole(tensor) for name, tensor in tensors.items()}
+def whole(tensors: Mapping[str, Tensor]) -> dict[str, TensorShard]:
+    return {name: TensorShard.whole(tensor) for name, tensor in tensors.items()}
 
 
 def tensors_of(taken: Snapshot) -> dict[str, dict[str, Tensor]]:

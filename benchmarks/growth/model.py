@@ -85,7 +85,7 @@ def measure(n: float | None, settings: Sequence[str], num_words: int = WORDS) ->
             folder = session.run.store.steps()[-1]
             state = snapshot.read_position(folder, session.data_digest, session.world)[1]
             assert state is not None
-            found["load"] = [least(lambda: snapshot.load(session.trainer, folder, state))]
+            found["load"] = [least(lambda: snapshot.restore(session.trainer, folder, state))]
 
         found["start"] = [min(first_step(config(f"start-{number}")) for number in range(_STARTS))]
         first_step(config("run"), of_job)

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from hvd_transformer.checkpoint import tensor_file
 from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, Snapshot, read_state
-from hvd_transformer.checkpoint.tensor_file import Fragment
+from hvd_transformer.checkpoint.tensor_file import TensorShard
 from hvd_transformer.comm.world import World, agree
 from hvd_transformer.config.schema import flatten
 from hvd_transformer.errors import UserError
 from hvd_transformer.gradients.optimizer import state_keys
-from hvd_transformer.training.state import Position
+from hvd_transformer.training.state import TrainState
 from hvd_transformer.training.trainer import Trainer
 
 FORMAT = 2
@@ -36,7 +36,7 @@ def savers(trainer: Trainer) -> list[int]:
     return list(range(trainer.world.size if layout.update_shard.count > 1 else layout.tp))
 
 
-def take(trainer: Trainer, data_digest: str, checksum: int, best: bool) -> Snapshot:
+def capture(trainer: Trainer, data_digest: str, checksum: int, best: bool) -> Snapshot:
     """Copies this rank's part of everything to host memory: all that training has to wait for.
 
     Which numbers belong to which tensor is worked out when the copies are written.
@@ -78,17 +78,17 @@ def take(trainer: Trainer, data_digest: str, checksum: int, best: bool) -> Snaps
     )
 
 
-class _Later(Mapping[str, Fragment]):
+class _Later(Mapping[str, TensorShard]):
     """Fragments that are made when the first of them is asked for: by the thread that writes them."""
 
-    def __init__(self, make: Callable[[], dict[str, Fragment]]) -> None:
+    def __init__(self, make: Callable[[], dict[str, TensorShard]]) -> None:
         self._make = make
 
     @cached_property
-    def _made(self) -> dict[str, Fragment]:
+    def _made(self) -> dict[str, TensorShard]:
         return self._make()
 
-    def __getitem__(self, name: str) -> Fragment:
+    def __getitem__(self, name: str) -> TensorShard:
         return self._made[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -98,7 +98,7 @@ class _Later(Mapping[str, Fragment]):
         return len(self._made)
 
 
-def read_position(folder: Path | None, data_digest: str, world: World) -> tuple[Position, dict[str, Any] | None]:
+def read_position(folder: Path | None, data_digest: str, world: World) -> tuple[TrainState, dict[str, Any] | None]:
     """Where the job goes on, and the rest of the state: rank 0 reads, all get it. Collective."""
 
     def read() -> dict[str, Any] | None:
@@ -115,10 +115,10 @@ def read_position(folder: Path | None, data_digest: str, world: World) -> tuple[
         return state
 
     state = world.broadcast_object(agree(world, read))
-    return (Position(), None) if state is None else (Position.load(state["position"]), state)
+    return (TrainState(), None) if state is None else (TrainState.load(state["position"]), state)
 
 
-def load(trainer: Trainer, folder: Path | None, state: dict[str, Any]) -> None:
+def restore(trainer: Trainer, folder: Path | None, state: dict[str, Any]) -> None:
     """Weights and optimizer of a checkpoint: rank 0 reads, all get their parts. Collective."""
     load_weights(trainer, folder)
     places = {
@@ -138,12 +138,12 @@ def load_weights(trainer: Trainer, folder: Path | None) -> None:
     _load(trainer, folder and folder / MODEL, places)
 
 
-def _shards(trainer: Trainer, flats: Iterable[Tensor]) -> dict[str, Fragment]:
+def _shards(trainer: Trainer, flats: Iterable[Tensor]) -> dict[str, TensorShard]:
     """This rank's part of each parameter, in tensors like the shards of its buckets."""
     return _fragments(trainer, [(flat, bucket.own.start) for bucket, flat in zip(trainer.buckets, flats, strict=True)])
 
 
-def _fragments(trainer: Trainer, flats: Iterable[tuple[Tensor, int]]) -> dict[str, Fragment]:
+def _fragments(trainer: Trainer, flats: Iterable[tuple[Tensor, int]]) -> dict[str, TensorShard]:
     """This rank's part of each parameter, in parts of its buckets, each with its start."""
     result = {}
     for bucket, (flat, first) in zip(trainer.buckets, flats, strict=True):
@@ -152,11 +152,11 @@ def _fragments(trainer: Trainer, flats: Iterable[tuple[Tensor, int]]) -> dict[st
             start, stop = max(slot.start, first), min(slot.stop, last)
             values = flat[start - first : stop - first] if start < stop else flat[:0]
             shape, blocks = trainer.pieces[slot.name]
-            result[slot.name] = Fragment(shape, blocks, max(0, start - slot.start), values)
+            result[slot.name] = TensorShard(shape, blocks, max(0, start - slot.start), values)
     return result
 
 
-def _saved(trainer: Trainer, flats: Iterable[Tensor]) -> dict[str, Fragment]:
+def _saved(trainer: Trainer, flats: Iterable[Tensor]) -> dict[str, TensorShard]:
     """What this rank saves of each parameter; of what several ranks have, only the first has any."""
     found = _shards(trainer, flats)
     if trainer.layout.shard == 0:
@@ -164,7 +164,7 @@ def _saved(trainer: Trainer, flats: Iterable[Tensor]) -> dict[str, Fragment]:
     return {name: own if name in trainer.cuts else replace(own, values=own.values[:0]) for name, own in found.items()}
 
 
-def _load(trainer: Trainer, file: Path | None, places: Mapping[str, Fragment]) -> None:
+def _load(trainer: Trainer, file: Path | None, places: Mapping[str, TensorShard]) -> None:
     """Rank 0 reads whole tensors, some rows at a time, and each rank takes its part of them."""
     shapes = {name: own.shape for name, own in places.items()}
     agree(trainer.world, lambda: None if file is None else tensor_file.check(file, shapes))
@@ -183,7 +183,7 @@ def _load(trainer: Trainer, file: Path | None, places: Mapping[str, Fragment]) -
                 run.copy_(part[place - begin :][: run.numel()])
 
 
-def _chunks(places: Mapping[str, Fragment]) -> Iterator[list[tuple[str, int, int]]]:
+def _chunks(places: Mapping[str, TensorShard]) -> Iterator[list[tuple[str, int, int]]]:
     """All rows of all tensors, as [(name, first, last)] of about `CHUNK_BYTES`."""
     chunk: list[tuple[str, int, int]] = []
     room = CHUNK_BYTES

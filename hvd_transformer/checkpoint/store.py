@@ -18,7 +18,7 @@ from uuid import uuid4
 
 from hvd_transformer.checkpoint import manifest, tensor_file
 from hvd_transformer.checkpoint.manifest import DamagedCheckpoint
-from hvd_transformer.checkpoint.tensor_file import Fragment
+from hvd_transformer.checkpoint.tensor_file import TensorShard
 from hvd_transformer.errors import UserError
 
 _STEP = re.compile(r"step-(\d{8,})")
@@ -36,7 +36,7 @@ class Snapshot:
     text files by name, such as tokenizers."""
 
     step: int
-    tensors: Mapping[str, Mapping[str, Fragment]]
+    tensors: Mapping[str, Mapping[str, TensorShard]]
     state: Mapping[str, Any]
     best: bool = False
     texts: Mapping[str, str] = field(default_factory=dict)

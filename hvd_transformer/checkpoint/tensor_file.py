@@ -22,7 +22,7 @@ from hvd_transformer.parallel.tensor_group import span
 
 
 @dataclass(frozen=True)
-class Blocks:
+class StridedBlocks:
     """A piece of a flat tensor: equal blocks, equally far apart."""
 
     length: int
@@ -30,7 +30,7 @@ class Blocks:
     offset: int
 
     @classmethod
-    def of(cls, shape: Sequence[int], cut: tuple[int, int] | None, index: int, count: int) -> "Blocks":
+    def of(cls, shape: Sequence[int], cut: tuple[int, int] | None, index: int, count: int) -> "StridedBlocks":
         """The piece for rank `index` of `count` of a tensor cut as in `parallel.tensor`; None: all of it."""
         if cut is None or count == 1:
             return cls(prod(shape), prod(shape), 0)
@@ -46,18 +46,18 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Fragment:
+class TensorShard:
     """The numbers from `start` on of a rank's piece of a tensor of this shape: `values` [n], in any memory."""
 
     shape: tuple[int, ...]
-    blocks: Blocks
+    blocks: StridedBlocks
     start: int
     values: Tensor
 
     @classmethod
-    def whole(cls, tensor: Tensor) -> "Fragment":
+    def whole(cls, tensor: Tensor) -> "TensorShard":
         shape = tuple(tensor.shape)
-        return cls(shape, Blocks.of(shape, None, 0, 1), 0, tensor.flatten())
+        return cls(shape, StridedBlocks.of(shape, None, 0, 1), 0, tensor.flatten())
 
     def runs(self, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
         """What it has of the whole's places [first, last): views of `values`, each with the place it begins at."""
@@ -77,7 +77,7 @@ _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", tor
 _ALIGNMENT = 8
 
 
-def create(file: Path, fragments: Mapping[str, Fragment]) -> None:
+def create(file: Path, fragments: Mapping[str, TensorShard]) -> None:
     """Makes the file at its full size, for the whole of each named tensor; their values are still zero."""
     # Hugging Face's readers want to know whose tensors these are.
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -94,7 +94,7 @@ def create(file: Path, fragments: Mapping[str, Fragment]) -> None:
         opened.truncate(opened.tell() + position)
 
 
-def write(file: Path, fragments: Mapping[str, Fragment]) -> None:
+def write(file: Path, fragments: Mapping[str, TensorShard]) -> None:
     """Writes what the fragments have into a file that was created; others may write theirs at the same time."""
     with file.open("r+b", buffering=0) as opened:
         length = int.from_bytes(opened.read(8), "little")

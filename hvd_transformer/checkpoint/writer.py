@@ -11,7 +11,7 @@ from threading import Event
 import torch
 
 from hvd_transformer.checkpoint.store import CheckpointStore, Snapshot
-from hvd_transformer.checkpoint.tensor_file import Blocks, Fragment
+from hvd_transformer.checkpoint.tensor_file import StridedBlocks, TensorShard
 from hvd_transformer.comm.world import World
 
 log = logging.getLogger("hvd_transformer")
@@ -151,16 +151,16 @@ class Saver:
             if own:
                 torch.cat([part.values for _, _, part in own[number]], out=values)
             self.world.broadcast_(values, f"save.{number % 4}", root=rank)
-            tensors: dict[str, dict[str, Fragment]] = {}
+            tensors: dict[str, dict[str, TensorShard]] = {}
             for (file, name, start, _, blocks), some in zip(chunk, values.split(counts), strict=True):
                 shape = snapshot.tensors[file][name].shape
-                tensors.setdefault(file, {})[name] = Fragment(shape, Blocks(*blocks), start, some)
+                tensors.setdefault(file, {})[name] = TensorShard(shape, StridedBlocks(*blocks), start, some)
             yield replace(snapshot, tensors=tensors)
 
 
-def _chunks(snapshot: Snapshot) -> Iterator[list[tuple[str, str, Fragment]]]:
+def _chunks(snapshot: Snapshot) -> Iterator[list[tuple[str, str, TensorShard]]]:
     """Its numbers by file and name, `SEND_BYTES` at a time."""
-    chunk: list[tuple[str, str, Fragment]] = []
+    chunk: list[tuple[str, str, TensorShard]] = []
     room = SEND_BYTES
     for file, fragments in snapshot.tensors.items():
         for name, whole in fragments.items():

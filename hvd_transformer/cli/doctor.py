@@ -55,7 +55,7 @@ def doctor(
     horovodrun = Horovodrun(wanted, ssh=Ssh(ssh_port, ssh_identity), network_interface=network_interface)
     given = train.make_context("hvd-train", list(settings)).params
     config = load(given["preset"], given["file"], given["settings"])
-    found = examine(Job.of(horovodrun, config), horovodrun.ssh, horovodrun_command.minimal(os.environ, []))
+    found = examine(Job.of(horovodrun, config), horovodrun.ssh, horovodrun_command.launcher_environment(os.environ, []))
     if machine:
         click.echo(json.dumps(as_json(found), indent=2))
     else:

@@ -173,23 +173,23 @@ def launch(
     from hvd_transformer.launch.doctor.examine import preflight
     from hvd_transformer.launch.doctor.findings import Job
     from hvd_transformer.launch.horovodrun_command import Horovodrun, check_devices, horovod_library, takes_mpi
-    from hvd_transformer.launch.host_pool import HostPool, find_hosts, least_ranks
+    from hvd_transformer.launch.host_pool import HostPool, find_hosts
     from hvd_transformer.launch.launch_screen import Screen
     from hvd_transformer.launch.scheduler.scheduled_job import ScheduledJob
     from hvd_transformer.launch.ssh import Ssh
-    from hvd_transformer.launch.supervisor import Plan, Supervisor
+    from hvd_transformer.launch.supervisor import Supervisor
 
     if num_ranks is not None and num_ranks < 1:
         raise UserError(f"-np {num_ranks}: must be at least 1")
     if restarts < 0:
         raise UserError(f"--restarts {restarts}: must be 0 or more")
-    minimal = horovodrun_command.minimal(os.environ, named)
+    minimal = horovodrun_command.launcher_environment(os.environ, named)
     worker = worker_of(settings)
     config = worker.config
     tensor = config.parallel.tensor
     find = find_hosts(num_ranks, hosts, hostfile, host_discovery_script, minimal, tensor)
     found = HostPool(find, num_ranks, tensor).hosts()
-    min_ranks = least_ranks(min_ranks, num_ranks, sum(host.slots for host in found), tensor)
+    min_ranks = resolve_min_ranks(min_ranks, num_ranks, sum(host.slots for host in found), tensor)
     mpi = takes_mpi(gloo, horovod_library())
     horovodrun = Horovodrun(found, mpi, Ssh(ssh_port, ssh_identity), network_interface, timeline, autotune)
     if scheduler is not None or output is not None or image is not None:
@@ -197,7 +197,7 @@ def launch(
         job = ScheduledJob(found, _passed_on(click.get_current_context()), named, settings, config, image)
         click.echo(scheduled(scheduler, job, output, dry_run))
         return
-    values = horovodrun_command.named_values(os.environ, named)
+    values = horovodrun_command.secret_values(os.environ, named)
     check_devices(found, config, os.environ)
     horovodrun.check_path()
 
@@ -212,7 +212,7 @@ def launch(
     screen = Screen(restarts, worker.log)
     if screen.terminal:
         values[horovodrun_command.SCREEN] = "launcher"
-    plan = Plan(worker.words, worker.again, values, minimal, restarts, min_ranks, network_interface)
+    plan = LaunchPlan(worker.words, worker.again, values, minimal, restarts, min_ranks, network_interface)
     sys.exit(Supervisor(plan, horovodrun, HostPool(find, num_ranks, tensor), screen).run())
 
 

@@ -26,12 +26,11 @@ def prepare(file: Path | None, preset: str | None, settings: tuple[str, ...]) ->
     from hvd_transformer.comm.process_map import worker_map
     from hvd_transformer.data.build_once import never
     from hvd_transformer.tasks.registry import task_class
-    from hvd_transformer.tasks.task import Preparing
 
     with worker_map(config.data.workers) as mapped:
         if mapped is None:  # another rank's worker
             return
-        prepared = task_class(config).prepare(config, Preparing(mapped, click.echo, never))
+        prepared = task_class(config).prepare(config, PrepareContext(mapped, click.echo, never))
     for line in prepared.report():
         click.echo(line)
     click.echo(f"seconds: {time.monotonic() - started:.1f}")

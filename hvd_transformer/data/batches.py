@@ -26,7 +26,7 @@ class Batch(NamedTuple):
     targets: Tensor
 
 
-class Windows:
+class WindowDataset:
     """Training samples of `length` tokens, one after the other, in an order given by seed and epoch alone.
 
     Each epoch cuts the text at another offset, so that over the epochs every token has its turn at every place.
@@ -47,7 +47,7 @@ class Windows:
         return _batch([self.tokens[start : start + self.length + 1] for start in starts.tolist()])
 
 
-class Columns:
+class ColumnDataset:
     """The text as `num_columns` columns, cut into stretches of `length` rows (the PyTorch tutorial's `batchify`).
 
     A unit is one stretch with all its columns. The last stretch may be shorter; tokens that do not fill a row
@@ -85,7 +85,7 @@ def _batch(rows: list[NDArray[np.unsignedinteger]]) -> Batch:
     return Batch(block[:, :-1].contiguous(), block[:, 1:].contiguous())
 
 
-class LengthBatches:
+class LengthBuckets:
     """`lengths` (N,) in tokens. A batch has at most `batch_size` samples or, where it is given, `batch_tokens`: its
     samples times the longest of them."""
 

@@ -11,8 +11,8 @@ from hvd_transformer.data.splits import (
     SPLIT_NAMES,
     SPLITS,
     WHOLE,
-    Row,
-    Rows,
+    ExampleSource,
+    RawExample,
     check_whole,
     chosen_split,
     file_identity,
@@ -22,10 +22,10 @@ from hvd_transformer.data.text_files import read_lines
 from hvd_transformer.errors import UserError
 
 _TABS = (".tsv", ".tsv.gz")
-Read = Callable[[], Iterator[Row]]
+Read = Callable[[], Iterator[RawExample]]
 
 
-def open_pairs(config: DataConfig, path: Path, seed: int) -> Rows:
+def open_pairs(config: DataConfig, path: Path, seed: int) -> ExampleSource:
     """The pairs of a folder, or of one tab-separated file, split at random.
 
     Raises `UserError` with what is missing and what is allowed.
@@ -33,31 +33,33 @@ def open_pairs(config: DataConfig, path: Path, seed: int) -> Rows:
     if path.is_file():
         read: Read = lambda: _tabbed(path)  # noqa: E731
         splits = split_at_random(read, config.split, seed, path)
-        return Rows(
+        return ExampleSource(
             path.name.partition(".")[0], {"file": file_identity(path), "split": config.split, "seed": seed}, splits
         )
     found = _files(config, path)
     for split in ("train", "valid"):
         if split not in found:
             raise UserError(f"{path}: {_missing(config, path, split)}")
-    return Rows(
+    return ExampleSource(
         path.name,
         {split: [file_identity(file) for file in files] for split, files in found.items()},
         {split: _reader(files) for split, files in found.items()},
     )
 
 
-def open_pairs_split(config: DataConfig, path: Path, wanted: str | None) -> Rows:
+def open_pairs_split(config: DataConfig, path: Path, wanted: str | None) -> ExampleSource:
     """One tab-separated file as a whole, or one split of a folder (`splits.chosen_split`), whatever others that has.
 
     Raises `UserError`.
     """
     if path.is_file():
         check_whole(wanted, path)
-        return Rows(path.name.partition(".")[0], {"whole": file_identity(path)}, {WHOLE: _reader((path,))})
+        return ExampleSource(path.name.partition(".")[0], {"whole": file_identity(path)}, {WHOLE: _reader((path,))})
     found = _files(config, path)
     split = chosen_split(wanted, found, str(path))
-    return Rows(path.name, {split: [file_identity(file) for file in found[split]]}, {split: _reader(found[split])})
+    return ExampleSource(
+        path.name, {split: [file_identity(file) for file in found[split]]}, {split: _reader(found[split])}
+    )
 
 
 def _files(config: DataConfig, folder: Path) -> dict[str, tuple[Path, ...]]:
@@ -121,25 +123,25 @@ def _missing(config: DataConfig, folder: Path, split: str) -> str:
     )
 
 
-def _side_by_side(source: Path, target: Path) -> Iterator[Row]:
+def _side_by_side(source: Path, target: Path) -> Iterator[RawExample]:
     for number, pair in enumerate(zip_longest(read_lines(source), read_lines(target)), start=1):
         if None in pair:
             counts = [sum(1 for _ in read_lines(file)) for file in (source, target)]
             raise UserError(
                 f"{source} has {counts[0]:,} lines, {target} has {counts[1]:,}; parallel files must have as many"
             )
-        yield Row(pair, None, f"{source}, line {number}")
+        yield RawExample(pair, None, f"{source}, line {number}")
 
 
-def _tabbed(path: Path) -> Iterator[Row]:
+def _tabbed(path: Path) -> Iterator[RawExample]:
     for number, line in enumerate(read_lines(path), start=1):
         parts = line.split("\t")
         if len(parts) != 2:
             raise UserError(f"{path}, line {number}: {len(parts) - 1} tabs; a pair is a source, one tab and its target")
-        yield Row((parts[0], parts[1]), None, f"{path}, line {number}")
+        yield RawExample((parts[0], parts[1]), None, f"{path}, line {number}")
 
 
-def _segments(source: Path, target: Path) -> Iterator[Row]:
+def _segments(source: Path, target: Path) -> Iterator[RawExample]:
     """Matched by document and number, whatever their order in the target's file."""
     others = _read_segments(target)
     own = _read_segments(source)
@@ -147,7 +149,7 @@ def _segments(source: Path, target: Path) -> Iterator[Row]:
         if alone := next((key for key in here if key not in there), None):
             raise UserError(f"{file}: document {alone[0]}, segment {alone[1]} has no partner in {other.name}")
     for (document, segment), text in own.items():
-        yield Row((text, others[document, segment]), None, f"{source}, document {document}, segment {segment}")
+        yield RawExample((text, others[document, segment]), None, f"{source}, document {document}, segment {segment}")
 
 
 _DOCUMENT = re.compile(r"<doc\s[^>]*?docid\s*=\s*[\"']?([^\"'>\s]+)", re.IGNORECASE)

@@ -19,7 +19,7 @@ from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data.build_once import Report, ShouldStop, Stopped, build_once, never, silent
 from hvd_transformer.data.prepare_text import OrderedMap, learning, prepared_folder
 from hvd_transformer.data.prepared import PreparedExamples, load_examples, token_dtype, tokenizer_prefix
-from hvd_transformer.data.splits import Row, Rows
+from hvd_transformer.data.splits import ExampleSource, RawExample
 from hvd_transformer.data.tokenizers import (
     SPECIALS,
     VOCABULARY_KINDS,
@@ -35,7 +35,7 @@ _ROWS = 2000  # encoded at a time
 _ENDS, _LABELS = "<i8", "<i4"
 
 
-class Learned(NamedTuple):
+class TrainedVocabulary(NamedTuple):
     """What a model was trained with, for other rows: tokenizers by role, and the labels in the order of their
     numbers (None: to be learned from these rows)."""
 
@@ -49,11 +49,11 @@ class Learned(NamedTuple):
 
 def prepare_examples(
     config: DataConfig,
-    rows: Rows,
+    rows: ExampleSource,
     roles: tuple[str, ...],
     *,
     shared: bool = False,
-    learned: Learned | None = None,
+    learned: TrainedVocabulary | None = None,
     map: OrderedMap = builtins.map,
     report: Report = silent,
     should_stop: ShouldStop = never,
@@ -105,10 +105,10 @@ class _Preparation:
     """One preparation under way."""
 
     config: DataConfig
-    rows: Rows
+    rows: ExampleSource
     roles: tuple[str, ...]
     shared: bool
-    learned: Learned | None
+    learned: TrainedVocabulary | None
     map: OrderedMap
     report: Report
     should_stop: ShouldStop
@@ -209,7 +209,7 @@ class _Preparation:
             raise UserError(f"data.source={self.config.source}: the {split} split has no sample that can be used")
         return {name: column.close() for name, column in columns.items()}, dict(left_out)
 
-    def _keeps(self, row: Row, texts: list[NDArray[Any]], left_out: Counter[str]) -> bool:
+    def _keeps(self, row: RawExample, texts: list[NDArray[Any]], left_out: Counter[str]) -> bool:
         """Whether the sample is used; if not it is counted."""
         limit = self.config.sequence_length
         if not all(len(text) for text in texts) or not all(text.strip() for text in row.texts):
@@ -226,7 +226,7 @@ class _Preparation:
         left_out[f"of more than {limit} tokens"] += 1
         return False
 
-    def _read(self, split: str) -> Iterator[Row]:
+    def _read(self, split: str) -> Iterator[RawExample]:
         for number, row in enumerate(self.rows.splits[split]()):
             if number % _ROWS == 0 and self.should_stop():
                 raise Stopped
@@ -246,7 +246,7 @@ def _count(kind: str, texts: list[str]) -> Counter[str]:
     return counts
 
 
-def _encode(tokenizers: list[Tokenizer], rows: list[Row]) -> tuple[list[Row], list[list[NDArray[Any]]]]:
+def _encode(tokenizers: list[Tokenizer], rows: list[RawExample]) -> tuple[list[RawExample], list[list[NDArray[Any]]]]:
     """Each row's texts as token numbers."""
     columns = [
         tokenizer.encode_lines([row.texts[column] for row in rows]) for column, tokenizer in enumerate(tokenizers)

@@ -82,7 +82,7 @@ class TokenFile:
 
 
 @dataclass(frozen=True)
-class Sentences:
+class TokenSequences:
     """One text of every sample of a split: `sentences[i]` are its token numbers (T,)."""
 
     tokens: TokenFile
@@ -102,10 +102,10 @@ class Sentences:
 
 
 @dataclass(frozen=True)
-class Examples:
+class EncodedExamples:
     """A split's samples: their texts by role ("source", "target" or "text"), and labels where they have some."""
 
-    texts: dict[str, Sentences]
+    texts: dict[str, TokenSequences]
     labels: TokenFile | None
 
     def __len__(self) -> int:
@@ -134,7 +134,7 @@ class PreparedExamples:
 
     folder: Path
     tokenizers: dict[str, Tokenizer]
-    splits: dict[str, Examples]
+    splits: dict[str, EncodedExamples]
     labels: list[str]
     left_out: dict[str, dict[str, int]]
     digest: str
@@ -181,8 +181,8 @@ def load_examples(folder: Path) -> PreparedExamples | None:
         if not all(file.is_whole() for file in files.values()):
             return None
         splits = {
-            split: Examples(
-                {role: Sentences(files[f"{split}-{role}"], files[f"{split}-{role}-ends"]) for role in roles},
+            split: EncodedExamples(
+                {role: TokenSequences(files[f"{split}-{role}"], files[f"{split}-{role}-ends"]) for role in roles},
                 files.get(f"{split}-label"),
             )
             for split in index["left_out"]

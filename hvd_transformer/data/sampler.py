@@ -59,7 +59,7 @@ Intervals = list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Step:
+class StepPlan:
     """One step of one replica: the units of each round, one or more, and what remains of the epoch after it."""
 
     rounds: list[range]
@@ -80,7 +80,7 @@ def share(units: range, replica: Replica) -> range:
     return units[start:stop]
 
 
-class WindowSampler:
+class StepSampler:
     """Steps of `step_size` samples go through the order front to back; each replica takes its part of a step in
     rounds of `batch_size` samples, the last smaller where they do not divide it.
 
@@ -95,13 +95,13 @@ class WindowSampler:
         first = self._first(remaining)
         return -(-(self.num_units - first) // self.step_size)
 
-    def epoch(self, remaining: Intervals | None = None) -> Iterator[Step]:
+    def epoch(self, remaining: Intervals | None = None) -> Iterator[StepPlan]:
         """The steps from this position (None: the epoch's beginning)."""
         for start in range(self._first(remaining), self.num_units, self.step_size):
             stop = min(start + self.step_size, self.num_units)
             own = share(range(start, stop), self.replica)
             rounds = [own[first : first + self.batch_size] for first in range(0, len(own), self.batch_size)]
-            yield Step(rounds, [(stop, self.num_units)] if stop < self.num_units else [])
+            yield StepPlan(rounds, [(stop, self.num_units)] if stop < self.num_units else [])
 
     def _first(self, remaining: Intervals | None) -> int:
         if remaining is None:
@@ -123,7 +123,7 @@ class ColumnSampler:
         """Steps from this position to the end of the epoch: those of the longest stretch."""
         return -(-max(map(_length, self._stretches(remaining))) // self.units)
 
-    def epoch(self, remaining: Intervals | None = None) -> Iterator[Step]:
+    def epoch(self, remaining: Intervals | None = None) -> Iterator[StepPlan]:
         """The steps from this position (None: the epoch's beginning)."""
         stretches = self._stretches(remaining)
         own = share(range(self.num_stretches), self.replica)
@@ -131,7 +131,7 @@ class ColumnSampler:
             seen, after = step * self.units, (step + 1) * self.units
             taken = [interval for index in own for interval in _cut(stretches[index], seen, after)]
             left = [_cut(stretch, after, _length(stretch)) for stretch in stretches]
-            yield Step([range(unit, unit + 1) for interval in taken for unit in range(*interval)], _merge(left))
+            yield StepPlan([range(unit, unit + 1) for interval in taken for unit in range(*interval)], _merge(left))
 
     def _stretches(self, remaining: Intervals | None) -> list[Intervals]:
         intervals = [(0, self.num_units)] if remaining is None else remaining

@@ -41,7 +41,7 @@ _SHUFFLE = 5  # tells the split's order from the epochs'
 
 
 @dataclass(frozen=True)
-class Row:
+class RawExample:
     """One sample's texts, and the label of a classification; `place` says where it stands, for messages."""
 
     texts: tuple[str, ...]
@@ -50,17 +50,17 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Rows:
+class ExampleSource:
     """The rows of every split, read anew each time; `identity` tells them from any others."""
 
     name: str
     identity: dict[str, Any]
-    splits: dict[str, Callable[[], Iterator[Row]]]
+    splits: dict[str, Callable[[], Iterator[RawExample]]]
 
-    def only(self, wanted: str | None, origin: str) -> "Rows":
+    def only(self, wanted: str | None, origin: str) -> "ExampleSource":
         """One split, as `chosen_split` says."""
         split = chosen_split(wanted, self.splits, origin)
-        return Rows(self.name, {**self.identity, "only": split}, {split: self.splits[split]})
+        return ExampleSource(self.name, {**self.identity, "only": split}, {split: self.splits[split]})
 
 
 def file_identity(path: Path) -> list[Any]:
@@ -70,8 +70,8 @@ def file_identity(path: Path) -> list[Any]:
 
 
 def split_at_random(
-    read: Callable[[], Iterator[Row]], shares: list[float], seed: int, path: Path
-) -> dict[str, Callable[[], Iterator[Row]]]:
+    read: Callable[[], Iterator[RawExample]], shares: list[float], seed: int, path: Path
+) -> dict[str, Callable[[], Iterator[RawExample]]]:
     """Shares of one file's rows, chosen by `seed` alone; each split keeps the file's order."""
     number = sum(1 for _ in read())
     ends = np.rint(np.cumsum(shares) * number).astype(int)
@@ -87,5 +87,5 @@ def split_at_random(
     return {split: _members(read, members == index) for index, split in enumerate(SPLITS[: len(shares)])}
 
 
-def _members(read: Callable[[], Iterator[Row]], chosen: NDArray[np.bool_]) -> Callable[[], Iterator[Row]]:
+def _members(read: Callable[[], Iterator[RawExample]], chosen: NDArray[np.bool_]) -> Callable[[], Iterator[RawExample]]:
     return lambda: (row for row, number in zip(read(), count()) if chosen[number])

@@ -11,8 +11,8 @@ from hvd_transformer.data.splits import (
     SPLIT_NAMES,
     SPLITS,
     WHOLE,
-    Row,
-    Rows,
+    ExampleSource,
+    RawExample,
     check_whole,
     chosen_split,
     file_identity,
@@ -25,7 +25,7 @@ ENDINGS = tuple(f"{kind}{end}" for kind in (".csv", ".tsv", ".jsonl", ".json") f
 csv.field_size_limit(2**31 - 1)  # a text may be long
 
 
-def open_table(config: DataConfig, path: Path, seed: int) -> Rows:
+def open_table(config: DataConfig, path: Path, seed: int) -> ExampleSource:
     """The rows of one file, split at random, or of a folder with a file a split.
 
     Raises `UserError` with what is missing and what is allowed.
@@ -34,31 +34,33 @@ def open_table(config: DataConfig, path: Path, seed: int) -> Rows:
     if path.is_file():
         splits = split_at_random(_reader(config, path), config.split, seed, path)
         identity: dict[str, Any] = {"file": file_identity(path), "split": config.split, "seed": seed}
-        return Rows(_name(path), {**identity, **columns}, splits)
+        return ExampleSource(_name(path), {**identity, **columns}, splits)
     files = _files(config, path)
     for split in ("train", "valid"):
         if split not in files:
             name = getattr(config, split) or split
             raise UserError(f"{path}: no {split} split; it must hold {name}.csv, {name}.tsv or {name}.jsonl")
-    return Rows(
+    return ExampleSource(
         path.name,
         {**{split: file_identity(file) for split, file in files.items()}, **columns},
         {split: _reader(config, file) for split, file in files.items()},
     )
 
 
-def open_table_split(config: DataConfig, path: Path, wanted: str | None) -> Rows:
+def open_table_split(config: DataConfig, path: Path, wanted: str | None) -> ExampleSource:
     """One file as a whole, or one split of a folder (`splits.chosen_split`), whatever others that has.
 
     Raises `UserError`.
     """
     if path.is_file():
         check_whole(wanted, path)
-        return Rows(_name(path), {"whole": file_identity(path), **_columns(config)}, {WHOLE: _reader(config, path)})
+        return ExampleSource(
+            _name(path), {"whole": file_identity(path), **_columns(config)}, {WHOLE: _reader(config, path)}
+        )
     files = _files(config, path)
     split = chosen_split(wanted, files, str(path))
     identity = {split: file_identity(files[split]), **_columns(config)}
-    return Rows(path.name, identity, {split: _reader(config, files[split])})
+    return ExampleSource(path.name, identity, {split: _reader(config, files[split])})
 
 
 def _columns(config: DataConfig) -> dict[str, str]:
@@ -79,7 +81,7 @@ def _find(config: DataConfig, folder: Path, split: str) -> Path | None:
     return next((file for name in names for end in ENDINGS if (file := folder / f"{name}{end}").is_file()), None)
 
 
-def _reader(config: DataConfig, path: Path) -> Callable[[], Iterator[Row]]:
+def _reader(config: DataConfig, path: Path) -> Callable[[], Iterator[RawExample]]:
     kind = next((end for end in ENDINGS if path.name.endswith(end)), None)
     if kind is None:
         raise UserError(f"{path}: must end in {', '.join(ENDINGS[::2])}, each also with .gz")
@@ -95,7 +97,7 @@ class _Tabs(csv.excel_tab):
     quoting = csv.QUOTE_NONE
 
 
-def _separated(path: Path, delimiter: str, text: str, label: str) -> Iterator[Row]:
+def _separated(path: Path, delimiter: str, text: str, label: str) -> Iterator[RawExample]:
     lines = (f"{line}\n" for line in read_lines(path))
     dialect = _Tabs if delimiter == "\t" else csv.excel
     reader = csv.reader(lines, dialect, strict=True)
@@ -110,7 +112,7 @@ def _separated(path: Path, delimiter: str, text: str, label: str) -> Iterator[Ro
                     raise UserError(
                         f"{path}, line {start}: {len(values)} columns, but the first line names {len(names)}"
                     )
-                yield Row((values[places[0]],), values[places[1]], f"{path}, line {start}")
+                yield RawExample((values[places[0]],), values[places[1]], f"{path}, line {start}")
             start = reader.line_num + 1
     except csv.Error as error:
         raise UserError(f"{path}, line {start}: a broken quote: {error}") from None
@@ -122,7 +124,7 @@ def _column(path: Path, names: list[str], key: str, name: str) -> int:
     return names.index(name)
 
 
-def _json_lines(path: Path, text: str, label: str) -> Iterator[Row]:
+def _json_lines(path: Path, text: str, label: str) -> Iterator[RawExample]:
     for number, line in enumerate(read_lines(path), start=1):
         if not line.strip():
             continue
@@ -137,4 +139,4 @@ def _json_lines(path: Path, text: str, label: str) -> Iterator[Row]:
                 raise UserError(f"{key}={name}: {path}, line {number} has no such column; it has {', '.join(values)}")
         if not isinstance(values[text], str):
             raise UserError(f"{path}, line {number}: {text} must be a string")
-        yield Row((values[text],), str(values[label]), f"{path}, line {number}")
+        yield RawExample((values[text],), str(values[label]), f"{path}, line {number}")

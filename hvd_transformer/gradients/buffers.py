@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class Shard:
+class ZeroShard:
     """Which of `count` equal parts of every bucket this rank updates; `gradients`: of those, too, it keeps only its
     part, and the whole bucket's memory is there only while backward fills it."""
 
@@ -26,13 +26,13 @@ class Shard:
     gradients: bool = False
 
 
-WHOLE = Shard()
+WHOLE = ZeroShard()
 # Each parameter starts at a multiple of this many bytes: vector instructions and matrix kernels like it.
 ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParamSlot:
     """One parameter's place in its bucket."""
 
     name: str
@@ -48,7 +48,7 @@ class Slot:
         return flat[self.start : self.stop].view(self.parameter.shape)
 
 
-class Bucket:
+class GradBuffer:
     """A flat block of parameters and the one of their gradients; parameters become views into it.
 
     `own` is this rank's shard; of a bucket `by_rows`, which holds one matrix alone, each shard is a number of rows.
@@ -59,7 +59,7 @@ class Bucket:
         self,
         parameters: list[tuple[str, nn.Parameter]],
         no_decay: Set[str],
-        shard: Shard = WHOLE,
+        shard: ZeroShard = WHOLE,
         *,
         by_rows: bool = False,
     ) -> None:
@@ -68,11 +68,11 @@ class Bucket:
         first = parameters[0][1]
         step = ALIGNMENT // first.element_size()
         self.shard = shard
-        self.slots: list[Slot] = []
+        self.slots: list[ParamSlot] = []
         position = self.decay_stop = 0
         for group in (decayed, others):
             for name, parameter in group:
-                self.slots.append(Slot(name, parameter, position))
+                self.slots.append(ParamSlot(name, parameter, position))
                 position += -(-parameter.numel() // step) * step
             if group is decayed:
                 self.decay_stop = position
@@ -122,14 +122,14 @@ def make_buckets(
     no_decay: Set[str],
     bucket_bytes: int,
     alone: Set[str] = frozenset(),
-    shard: Shard = WHOLE,
-) -> list[Bucket]:
+    shard: ZeroShard = WHOLE,
+) -> list[GradBuffer]:
     """Cuts the model's named parameters (in the model's order) into buckets of about `bucket_bytes`.
 
     Those named in `alone` are matrices that share a bucket with no other, sharded by rows.
     """
     groups = _cut(reversed(list(parameters.items())), bucket_bytes, alone)
-    return [Bucket(group, no_decay, shard, by_rows=group[0][0] in alone) for group in groups]
+    return [GradBuffer(group, no_decay, shard, by_rows=group[0][0] in alone) for group in groups]
 
 
 def _cut(
@@ -159,7 +159,7 @@ class Filling:
     Where the bucket keeps its shard's alone, the memory for all of them is there from the first gradient to `close`.
     """
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: GradBuffer) -> None:
         self.bucket = bucket
         self.sending = False  # the bucket goes when nothing is missing
         self.missing = 0  # gradients
@@ -194,7 +194,7 @@ class Filling:
         place = self.place(name)
         return place.zero_() if self.first(name) else place
 
-    def store(self, slot: Slot) -> None:
+    def store(self, slot: ParamSlot) -> None:
         """Takes what autograd left as the parameter's gradient; it adds the next ones to that place itself."""
         gradient, place = slot.parameter.grad, self.place(slot.name)
         assert gradient is not None

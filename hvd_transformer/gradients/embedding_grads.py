@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hvd_transformer.comm.group import Group
-from hvd_transformer.nn.parallel_layers import Embedding
+from hvd_transformer.nn.parallel_layers import VocabParallelEmbedding
 
 
 class RowPlan(NamedTuple):
@@ -26,7 +26,7 @@ class RowPlan(NamedTuple):
     gather: bool  # the ranks' rows are gathered, not added to the matrix before that is sent
 
 
-class RowGradient:
+class EmbeddingGrad:
     """One step's rows of one parameter [V, D]: `take` in backward, then `add`, or `send` and what that returned.
 
     `wire` is the number format of the way.
@@ -86,11 +86,11 @@ def _add_rows(place: Tensor, tokens: Tensor, rows: Tensor) -> None:
 
 
 @dataclass
-class RowParameter:
+class EmbeddingGradPlan:
     """A weight that is looked up."""
 
     gather: bool  # the rows travel
-    embeddings: list[Embedding] = field(default_factory=list)  # more than one where they share the weight
+    embeddings: list[VocabParallelEmbedding] = field(default_factory=list)  # more than one where they share the weight
     dense: bool = False  # another layer uses the weight, too: it is tied
 
     @property
@@ -98,21 +98,21 @@ class RowParameter:
         return RowPlan(self.dense, self.gather)
 
 
-def row_parameters(
+def plan_embedding_grads(
     model: nn.Module, choice: Literal["auto", "always", "never"], num_tokens: int
-) -> dict[str, RowParameter]:
+) -> dict[str, EmbeddingGradPlan]:
     """By parameter name, the embeddings of a model that looks up `num_tokens` tokens a step over all ranks.
 
     Gathering N rows sends about N × D numbers, summing a matrix of V rows twice V × D: "auto" takes rows while N < V.
     """
     names = {id(weight): name for name, weight in model.named_parameters() if weight.requires_grad}
     users = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
-    result: dict[str, RowParameter] = {}
+    result: dict[str, EmbeddingGradPlan] = {}
     for module in model.modules():
-        if not isinstance(module, Embedding) or id(module.weight) not in names:
+        if not isinstance(module, VocabParallelEmbedding) or id(module.weight) not in names:
             continue
         gather = choice == "always" or (choice == "auto" and num_tokens < module.weight.size(0))
-        row = result.setdefault(names[id(module.weight)], RowParameter(gather))
+        row = result.setdefault(names[id(module.weight)], EmbeddingGradPlan(gather))
         row.embeddings.append(module)
         row.dense = users[id(module.weight)] > len(row.embeddings)
     return result

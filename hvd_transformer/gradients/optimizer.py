@@ -13,8 +13,8 @@ from torch.optim.sgd import sgd
 
 from hvd_transformer.comm.world import World
 from hvd_transformer.config.schema import Config, OptimizerConfig
-from hvd_transformer.gradients.buffers import Bucket
-from hvd_transformer.parallel.mesh import Layout
+from hvd_transformer.gradients.buffers import GradBuffer
+from hvd_transformer.parallel.mesh import ParallelMesh
 
 
 def names_without_decay(model: nn.Module) -> set[str]:
@@ -30,7 +30,7 @@ def state_keys(config: OptimizerConfig) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq")
 
 
-def copies(config: Config, dp: int) -> tuple[float, float]:
+def copies_per_weight(config: Config, dp: int) -> tuple[float, float]:
     """How many numbers of gradient and of optimizer state a rank keeps for each weight, of `dp` replicas."""
     shards = 1 if config.parallel.optimizer_shard == "none" else dp
     of_gradients = shards if config.parallel.optimizer_shard == "gradients" else 1
@@ -55,7 +55,7 @@ class FlatOptimizer:
     counts.
     """
 
-    def __init__(self, config: OptimizerConfig, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, config: OptimizerConfig, buckets: Sequence[GradBuffer]) -> None:
         keys = state_keys(config)
         self._config = config
         self.state = [{key: torch.zeros_like(bucket.own_parameters) for key in keys} for bucket in buckets]
@@ -124,7 +124,7 @@ class GradientNorm:
     """Joins the norms of the parameters' own gradients in the model's order: stages and buckets change no bit."""
 
     def __init__(
-        self, names: Sequence[str], shared: Collection[str], dtype: torch.dtype, layout: Layout, world: World
+        self, names: Sequence[str], shared: Collection[str], dtype: torch.dtype, layout: ParallelMesh, world: World
     ) -> None:
         self.device, self.size = layout.device, len(names)
         self._nothing = torch.zeros((), dtype=dtype, device=self.device)

@@ -12,21 +12,21 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from hvd_transformer.comm.group import Group
-from hvd_transformer.gradients.buffers import Bucket
+from hvd_transformer.gradients.buffers import GradBuffer
 from hvd_transformer.nn.contracts import Layer, Stage
 
 # Bytes of buckets that can be on their way at once.
 ON_THE_WAY = 64 << 20
 
 
-class Gathering:
+class ParamAllGather:
     """The buckets' parameters; `names` are those of their collectives, `order` that in which forward needs them.
 
     After `start` each rank has its own shards alone: `need` before a bucket's parameters are used. The later ones begin
     their way as the first arrive, so where ranks may not need them alike they `settle` before they wait for each other.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], names: Sequence[str], group: Group) -> None:
+    def __init__(self, buckets: Sequence[GradBuffer], names: Sequence[str], group: Group) -> None:
         self.buckets, self._names, self._group = buckets, names, group
         self.order = list(range(len(buckets)))
         self._left: deque[int] = deque()
@@ -72,7 +72,7 @@ class Gathering:
         self._send()
 
 
-def waiting_stages(stages: Sequence[Stage], gatherings: Sequence[Gathering]) -> list[Stage]:
+def waiting_stages(stages: Sequence[Stage], gatherings: Sequence[ParamAllGather]) -> list[Stage]:
     """The stages, whose layers wait for their weights, and which say in what order those are needed."""
     places = {
         id(slot.parameter): (gathering, index)
@@ -92,7 +92,7 @@ def waiting_stages(stages: Sequence[Stage], gatherings: Sequence[Gathering]) -> 
 
         return layer._replace(run=run)
 
-    order: dict[tuple[Gathering, int], None] = {}
+    order: dict[tuple[ParamAllGather, int], None] = {}
     result = [stage._replace(layers=[wrapped(layer) for layer in stage.layers]) for stage in stages]
     for gathering in gatherings:
         gathering.order.clear()

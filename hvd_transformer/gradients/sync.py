@@ -24,16 +24,16 @@ import torch
 from torch import Tensor, nn
 
 from hvd_transformer.comm.group import Group
-from hvd_transformer.gradients.buffers import Bucket, Filling, Slot, add
-from hvd_transformer.gradients.embedding_grads import RowGradient, RowPlan
-from hvd_transformer.gradients.weight_grads import Later
+from hvd_transformer.gradients.buffers import Filling, GradBuffer, ParamSlot, add
+from hvd_transformer.gradients.embedding_grads import EmbeddingGrad, RowPlan
+from hvd_transformer.gradients.weight_grads import WeightGradStore
 from hvd_transformer.monitoring.timeline import Timeline
 
 # Bytes of a stage's buckets that can be on their way at once where gradients are kept of the shard alone.
 ON_THE_WAY = 16 << 20
 
 
-class _Way:
+class _InFlight:
     """The buckets of a stage that are on their way."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class _Way:
         self.bytes = 0
 
 
-class GradientReducer:
+class GradSync:
     """One step: `begin`, backward any number of times (`last` before each bucket's last one), `finish`.
 
     Afterwards every bucket's `own_gradients` hold the sum over all backwards and all ranks, and `waited` the seconds
@@ -53,7 +53,7 @@ class GradientReducer:
 
     def __init__(
         self,
-        buckets: Sequence[Bucket],
+        buckets: Sequence[GradBuffer],
         group: Group,
         *,
         overlap: bool = True,
@@ -72,18 +72,18 @@ class GradientReducer:
         self._backwards: Callable[[], int] = lambda: 1  # the most that any rank has in this step
         self._sent = [0] * len(buckets)
         self._waits: dict[int, Callable[[], None]] = {}
-        self._way = [_Way() for _ in buckets]  # of each one's stage
+        self._way = [_InFlight() for _ in buckets]  # of each one's stage
         self._order: list[int] = []  # in which one micro-batch's backward fills them
         for indices in reversed(stages or [range(len(buckets))]):
-            way = _Way()
+            way = _InFlight()
             for index in indices:
                 self._way[index] = way
                 self._order.append(index)
-        self._rows: dict[str, RowGradient] = {}
+        self._rows: dict[str, EmbeddingGrad] = {}
         self._gathered: list[str] = []
         self._added: dict[int, list[str]] = {}  # by bucket, which then is not complete before `finish`
         self._dense = [len(bucket.slots) for bucket in buckets]  # parameters that have another gradient than rows
-        self._slots: dict[str, tuple[int, Slot]] = {}  # by name, with the bucket's number
+        self._slots: dict[str, tuple[int, ParamSlot]] = {}  # by name, with the bucket's number
         self._gpus = {bucket.gradients.device for bucket in buckets if bucket.gradients.is_cuda}
         wire = torch.float16 if compression == "fp16" and group.size > 1 else None
         for index, bucket in enumerate(buckets):
@@ -91,7 +91,9 @@ class GradientReducer:
                 self._slots[slot.name] = index, slot
                 if rows is not None and slot.name in rows:
                     parameter, plan = slot.parameter, rows[slot.name]
-                    self._rows[slot.name] = RowGradient(parameter, f"rows.{slot.name}", group, wire or parameter.dtype)
+                    self._rows[slot.name] = EmbeddingGrad(
+                        parameter, f"rows.{slot.name}", group, wire or parameter.dtype
+                    )
                     self._dense[index] -= not plan.dense
                     if plan.gather:
                         self._gathered.append(slot.name)
@@ -103,7 +105,7 @@ class GradientReducer:
         """What a lookup of this parameter calls in backward, with its tokens [N] and their gradients [N, D]."""
         return self._rows[name].take
 
-    def take_product(self, weight: str, bias: str | None, later: Later) -> Callable[[Tensor, Tensor], None]:
+    def take_product(self, weight: str, bias: str | None, later: WeightGradStore) -> Callable[[Tensor, Tensor], None]:
         """What a linear layer calls in backward, with its input [N, D_in] and the gradient of its output [N, D_out].
 
         `later` is given the work of adding the gradients of these two parameters, which no other layer may use.
@@ -191,7 +193,7 @@ class GradientReducer:
         for filling in self._fillings:
             filling.drop()
 
-    def _hook(self, index: int, slot: Slot) -> Callable[[nn.Parameter], None]:
+    def _hook(self, index: int, slot: ParamSlot) -> Callable[[nn.Parameter], None]:
         filling = self._fillings[index]
 
         def store(_: Tensor) -> None:

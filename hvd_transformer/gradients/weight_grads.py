@@ -14,7 +14,7 @@ import torch
 Work = Callable[[], None]
 
 
-class Later:
+class WeightGradStore:
     """One stage's. What is given outside of `collect` is done at once."""
 
     def __init__(self) -> None:

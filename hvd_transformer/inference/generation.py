@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hvd_transformer.models.attention import KeyValues
+from hvd_transformer.models.attention import KVCache
 from hvd_transformer.models.language_model import LanguageModel
 
 # Called with a prompt's number and its next token.
@@ -28,7 +28,7 @@ class LanguageModelSteps:
     """A language model with the keys and values of what it has seen."""
 
     def __init__(self, model: LanguageModel) -> None:
-        self.model, self.pasts = model, [KeyValues() for _ in model.blocks]
+        self.model, self.pasts = model, [KVCache() for _ in model.blocks]
 
     def step(self, tokens: Tensor) -> Tensor:
         """The logits [B, V] after these tokens [B, T], which follow those before."""

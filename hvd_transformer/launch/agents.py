@@ -46,7 +46,7 @@ class HostLost(UserError):
         self.host = host
 
 
-class JobFolder:
+class HostAgents:
     """The folder on all hosts, from construction to `close`; it is there after `wait_ready`."""
 
     def __init__(
@@ -58,7 +58,7 @@ class JobFolder:
         show: Show = lambda rank, stream, text: None,
     ) -> None:
         self.path = f"/tmp/hvd-transformer-{os.getpid()}-{secrets.token_hex(16)}"
-        self._keepers: list[_Keeper] = []
+        self._keepers: list[AgentConnection] = []
         keeper = [sys.executable, "-m", "hvd_transformer.launch.node_agent", self.path]
         if "PYTHONPATH" in environment:
             keeper = ["env", f"PYTHONPATH={environment['PYTHONPATH']}", *keeper]
@@ -70,7 +70,7 @@ class JobFolder:
         try:
             for host in names:
                 words = keeper if local[host] else ssh_command(ssh, host, keeper)
-                self._keepers.append(_Keeper(host, words, environment, show))
+                self._keepers.append(AgentConnection(host, words, environment, show))
             for one in self._keepers:
                 one.send({"environment": dict(values)})
         except BaseException:
@@ -136,7 +136,7 @@ class JobFolder:
                 keeper.send({"do": "ping"})
 
 
-class _Keeper:
+class AgentConnection:
     """The keeper of one host."""
 
     def __init__(self, host: str, words: Sequence[str], environment: Mapping[str, str], show: Show) -> None:

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import IO, NamedTuple
 
 from hvd_transformer.errors import STALLED
-from hvd_transformer.launch.agents import Beat, Failure, JobFolder, Show
+from hvd_transformer.launch.agents import Beat, Failure, HostAgents, Show
 from hvd_transformer.launch.horovodrun_command import Horovodrun
 
 _SAVE_SECONDS = 120.0  # that ranks which were asked to stop have to save
@@ -26,7 +26,7 @@ _TOLD_SECONDS = 2.0  # the same where it was told to
 _LOOK_SECONDS = 0.05
 
 
-class Ended(NamedTuple):
+class AttemptResult(NamedTuple):
     """How a job ended."""
 
     code: int  # of the rank that failed first; 1 where horovodrun failed and no rank
@@ -59,15 +59,15 @@ class Stop:
             signal.signal(number, handler)
 
 
-def run(
+def run_attempt(
     horovodrun: Horovodrun,
     worker: Sequence[str],
     values: Mapping[str, str],
     environment: Mapping[str, str],
     stop: Stop,
     show: Show,
-    look: Callable[[JobFolder], bool] = lambda folder: False,
-) -> Ended:
+    look: Callable[[HostAgents], bool] = lambda folder: False,
+) -> AttemptResult:
     """Runs `worker` on every rank until all have ended; nothing of the job is left on any host.
 
     `environment` is horovodrun's own and seen by everyone on the hosts; `values` are for the ranks alone. A signal
@@ -76,7 +76,7 @@ def run(
 
     Raises `HostLost` for a host that cannot be used.
     """
-    folder = JobFolder([host.name for host in horovodrun.hosts], horovodrun.ssh, values, environment, show)
+    folder = HostAgents([host.name for host in horovodrun.hosts], horovodrun.ssh, values, environment, show)
     with TemporaryFile() as said:
         try:
             words = [sys.executable, "-m", "hvd_transformer.launch.rank_runner", folder.path, *worker]
@@ -102,7 +102,7 @@ def run(
         silent = [beat for beat in beats.values() if _is_silent(beat)]
         failures += [Failure(0.0, beat["rank"], STALLED, beat["host"]) for beat in silent]
         first = failures[0] if failures else None
-        return Ended(first.code if first else int(code != 0), first, lost, stopped, beats, _text(said))
+        return AttemptResult(first.code if first else int(code != 0), first, lost, stopped, beats, _text(said))
 
 
 def _command(horovodrun: list[str], environment: Mapping[str, str]) -> list[str]:
@@ -113,7 +113,7 @@ def _command(horovodrun: list[str], environment: Mapping[str, str]) -> list[str]
     return [sys.executable, "-m", "hvd_transformer.comm.horovodrun", *horovodrun[1:]]
 
 
-def _wait(process: subprocess.Popen[bytes], folder: JobFolder, stop: Stop, look: Callable[[JobFolder], bool]) -> bool:
+def _wait(process: subprocess.Popen[bytes], folder: HostAgents, stop: Stop, look: Callable[[HostAgents], bool]) -> bool:
     """Until all has ended or has to be ended; whether the ranks were asked to stop."""
     deadline: float | None = None
     stopped = False

@@ -28,7 +28,7 @@ _NAMES = {
 _PREFIXES = ("LC_", "OMP_", "MKL_", "HOROVOD_", "NCCL_", "OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_")
 
 
-def minimal(environment: Mapping[str, str], named: Sequence[str]) -> dict[str, str]:
+def launcher_environment(environment: Mapping[str, str], named: Sequence[str]) -> dict[str, str]:
     """The environment of horovodrun; not the variables of `--env`, whatever they are called."""
     result = {
         name: value
@@ -45,7 +45,7 @@ def minimal(environment: Mapping[str, str], named: Sequence[str]) -> dict[str, s
     return result
 
 
-def named_values(environment: Mapping[str, str], named: Sequence[str]) -> dict[str, str]:
+def secret_values(environment: Mapping[str, str], named: Sequence[str]) -> dict[str, str]:
     """The values of the variables of `--env`.
 
     Raises `UserError` for one that is not set or no name.

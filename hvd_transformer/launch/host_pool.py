@@ -74,7 +74,7 @@ def find_hosts(
     return fixed.copy
 
 
-def least_ranks(min_ranks: int | None, num_ranks: int | None, slots: int, tensor: int = 1) -> int:
+def resolve_min_ranks(min_ranks: int | None, num_ranks: int | None, slots: int, tensor: int = 1) -> int:
     """How few ranks the job goes on with, by --min-np, -np and the slots of the hosts of now, in groups of `tensor`.
 
     Raises `UserError` for a number that cannot be, or where there are fewer slots now.

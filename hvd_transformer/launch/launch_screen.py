@@ -16,7 +16,7 @@ from rich.text import Text
 
 from hvd_transformer.errors import WRONG_INPUT
 from hvd_transformer.launch.agents import Beat
-from hvd_transformer.launch.attempt import Ended
+from hvd_transformer.launch.attempt import AttemptResult
 from hvd_transformer.launch.hostfile import Host
 
 _LAST_LINES = 12  # of the rank that failed first
@@ -78,7 +78,7 @@ class Screen:
         self._log.write(f"{text}\n")
         _write(sys.stderr, f"hvd-transformer: {text}")
 
-    def failed(self, ended: Ended, cause: str) -> None:
+    def failed(self, ended: AttemptResult, cause: str) -> None:
         """Why a run ended, with the last lines of the first rank that failed, or of horovodrun where none did."""
         first = ended.first
         if first is not None and first.rank == 0 and not ended.lost:

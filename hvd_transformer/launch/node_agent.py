@@ -5,7 +5,7 @@
 FOLDER is the job's private folder, which the keeper makes for its user alone: the ranks' environment goes in, and out
 come their heartbeats, what they print, and their exit codes. One JSON object a line, on standard input
 `{"environment": {...}}`, then `{"do": "stop" | "stacks" | "end" | "ping"}`; on standard output `{"ready": true}`, then
-the news (`Keeper.news`). When the launcher ends, or is not heard of for a while, every rank here is ended.
+the news (`NodeAgent.news`). When the launcher ends, or is not heard of for a while, every rank here is ended.
 """
 
 import fcntl
@@ -28,7 +28,7 @@ _SAVE_SECONDS = 5.0  # that ranks have when the launcher is gone
 _OUTPUT_BYTES = 1 << 16  # of each rank, at a time
 
 
-class Keeper:
+class NodeAgent:
     """The folder on this host, its ranks and what is known of them."""
 
     def __init__(self, folder: Path) -> None:
@@ -189,7 +189,7 @@ def _lives(pid: int) -> bool:
 
 def main() -> int:
     """Keeps the folder; 1 where it cannot be made."""
-    keeper = Keeper(Path(sys.argv[1]))
+    keeper = NodeAgent(Path(sys.argv[1]))
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
     try:
@@ -209,7 +209,7 @@ def main() -> int:
     return 0
 
 
-def _serve(keeper: Keeper) -> None:
+def _serve(keeper: NodeAgent) -> None:
     """Until the launcher says so, is gone or silent."""
     heard = said = time.monotonic()
     before: tuple[int, int] | None = None
@@ -240,7 +240,7 @@ def _serve(keeper: Keeper) -> None:
             before, said = ranks, time.monotonic()
 
 
-def _end(keeper: Keeper) -> None:
+def _end(keeper: NodeAgent) -> None:
     """What still runs may save before it is killed."""
     keeper.stop()
     deadline = time.monotonic() + _SAVE_SECONDS

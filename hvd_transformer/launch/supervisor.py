@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from hvd_transformer.errors import STALLED, WRONG_INPUT, UserError
-from hvd_transformer.launch.agents import Failure, HostLost, JobFolder
-from hvd_transformer.launch.attempt import Ended, Stop, run
+from hvd_transformer.launch.agents import Failure, HostAgents, HostLost
+from hvd_transformer.launch.attempt import AttemptResult, Stop, run_attempt
 from hvd_transformer.launch.horovodrun_command import Horovodrun
 from hvd_transformer.launch.host_pool import HostPool
 from hvd_transformer.launch.hostfile import Host
@@ -27,7 +27,7 @@ _LOOK_SECONDS = 5.0  # between two looks for hosts to take in
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """What to run and how much to put up with."""
 
     worker: Sequence[str]
@@ -45,7 +45,7 @@ class Supervisor:
     `horovodrun`'s hosts are those of the first start; the pool tells those of later ones.
     """
 
-    def __init__(self, plan: Plan, horovodrun: Horovodrun, pool: HostPool, screen: Screen) -> None:
+    def __init__(self, plan: LaunchPlan, horovodrun: Horovodrun, pool: HostPool, screen: Screen) -> None:
         self._plan, self._horovodrun, self._pool, self._screen = plan, horovodrun, pool, screen
         self._examined = {host.name for host in horovodrun.hosts}
         self._restarts = 0
@@ -83,20 +83,20 @@ class Supervisor:
         finally:
             stop.restore()
 
-    def _start(self, words: Sequence[str], stop: Stop) -> Ended:
+    def _start(self, words: Sequence[str], stop: Stop) -> AttemptResult:
         plan, horovodrun = self._plan, self._horovodrun
         if all(is_local(host.name) for host in horovodrun.hosts):  # horovodrun would look for one with 127.0.0.1
             horovodrun = replace(horovodrun, network_interface=None)
-        newcomers = _Newcomers(self._pool, self._horovodrun, plan.environment)
+        newcomers = HostDiscovery(self._pool, self._horovodrun, plan.environment)
         self._screen.start(self._horovodrun.hosts, self._restarts)
 
-        def look(folder: JobFolder) -> bool:
+        def look(folder: HostAgents) -> bool:
             self._screen.look(folder)
             return newcomers.found is not None
 
-        ended: Ended | None = None
+        ended: AttemptResult | None = None
         try:
-            ended = run(horovodrun, words, plan.values, plan.environment, stop, self._screen.show, look)
+            ended = run_attempt(horovodrun, words, plan.values, plan.environment, stop, self._screen.show, look)
         finally:
             newcomers.close()
             self._screen.end(failed=ended is not None and ended.code != 0 and not ended.stopped)
@@ -104,7 +104,7 @@ class Supervisor:
             self._screen.message(f"the ranks have saved, to take in {_names(newcomers.found)}")
         return ended
 
-    def _goes_on(self, ended: Ended, stop: Stop) -> bool:
+    def _goes_on(self, ended: AttemptResult, stop: Stop) -> bool:
         """Whether another start follows."""
         if ended.code == 0 or stop.count:
             return False
@@ -113,7 +113,7 @@ class Supervisor:
             return True
         return self._may_restart(ended, stop)
 
-    def _may_restart(self, ended: Ended, stop: Stop) -> bool:
+    def _may_restart(self, ended: AttemptResult, stop: Stop) -> bool:
         """Says what failed, and after a while whether to try again."""
         self._screen.failed(ended, _cause(ended))
         if ended.code == WRONG_INPUT or not self._plan.restarts:
@@ -170,7 +170,7 @@ class Supervisor:
             time.sleep(0.05)
 
 
-class _Newcomers:
+class HostDiscovery:
     """Looks, beside a running job, for hosts that would let it have more ranks."""
 
     def __init__(self, pool: HostPool, now: Horovodrun, environment: Mapping[str, str]) -> None:
@@ -190,7 +190,7 @@ class _Newcomers:
                 known = {host.name for host in self._now.hosts}
                 new = [host for host in hosts if host.name not in known]
                 if new and sum(host.slots for host in hosts) > self._now.num_ranks:
-                    folder = JobFolder([host.name for host in new], self._now.ssh, {}, self._environment)
+                    folder = HostAgents([host.name for host in new], self._now.ssh, {}, self._environment)
                     try:
                         folder.wait_ready()
                     finally:
@@ -198,7 +198,7 @@ class _Newcomers:
                     self.found = new
 
 
-def _cause(ended: Ended) -> str:
+def _cause(ended: AttemptResult) -> str:
     """The first cause, in words."""
     if ended.lost:
         return "; ".join(f"host {host} is gone" for host in ended.lost)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hvd_transformer.config.schema import ModelConfig
-from hvd_transformer.nn.contracts import Cut
+from hvd_transformer.nn.contracts import TensorSplit
 from hvd_transformer.nn.dropout import Dropout
 from hvd_transformer.nn.parallel_layers import Linear
 
@@ -88,7 +88,7 @@ def _rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return heads * cosine + heads.roll(heads.size(-1) // 2, dims=-1) * sine
 
 
-class KeyValues:
+class KVCache:
     """The keys and values of one attention for the positions so far, so that decoding computes them once."""
 
     def __init__(self) -> None:
@@ -153,10 +153,10 @@ class Attention(nn.Module):
 class SelfAttention(Attention):
     """Over one's own sequence. `CUTS`: how ranks may share its weights."""
 
-    CUTS: ClassVar[Mapping[str, Cut]] = {
-        "qkv.weight": Cut(0, parts=3),
-        "qkv.bias": Cut(0, parts=3),
-        "output.weight": Cut(1),
+    CUTS: ClassVar[Mapping[str, TensorSplit]] = {
+        "qkv.weight": TensorSplit(0, parts=3),
+        "qkv.bias": TensorSplit(0, parts=3),
+        "output.weight": TensorSplit(1),
     }
 
     def __init__(self, config: ModelConfig, causal: bool = True) -> None:
@@ -168,7 +168,7 @@ class SelfAttention(Attention):
         for linear in (self.qkv, self.output):
             nn.init.zeros_(linear.bias)
 
-    def forward(self, hidden: Tensor, allowed: Tensor | None = None, past: KeyValues | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, allowed: Tensor | None = None, past: KVCache | None = None) -> Tensor:
         """[B, T, D] to [B, T, D]. `allowed` [B, T]: keys that count. `past`: of the positions before these."""
         # [B, T, 3D] → three of [B, H, T, D/H], or of this share's heads
         query, key, value = self.qkv(hidden).unflatten(-1, (3, -1, self.head_width)).permute(2, 0, 3, 1, 4)
@@ -182,12 +182,12 @@ class SelfAttention(Attention):
 class CrossAttention(Attention):
     """Over an encoder's output. `CUTS`: how ranks may share its weights."""
 
-    CUTS: ClassVar[Mapping[str, Cut]] = {
-        "query.weight": Cut(0),
-        "query.bias": Cut(0),
-        "key_value.weight": Cut(0, parts=2),
-        "key_value.bias": Cut(0, parts=2),
-        "output.weight": Cut(1),
+    CUTS: ClassVar[Mapping[str, TensorSplit]] = {
+        "query.weight": TensorSplit(0),
+        "query.bias": TensorSplit(0),
+        "key_value.weight": TensorSplit(0, parts=2),
+        "key_value.bias": TensorSplit(0, parts=2),
+        "output.weight": TensorSplit(1),
     }
 
     def __init__(self, config: ModelConfig) -> None:
@@ -202,7 +202,7 @@ class CrossAttention(Attention):
         for linear in (self.query, self.key_value, self.output):
             nn.init.zeros_(linear.bias)
 
-    def forward(self, hidden: Tensor, memory: Tensor, allowed: Tensor, past: KeyValues | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, memory: Tensor, allowed: Tensor, past: KVCache | None = None) -> Tensor:
         """[B, T, D] over `memory` [B, S, D], of which the places `allowed` [B, S] count, to [B, T, D].
 
         `past` keeps the memory's keys and values from the first call on.

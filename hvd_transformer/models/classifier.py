@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hvd_transformer.config.schema import ModelConfig
 from hvd_transformer.models.layers import Block, TokenEmbedding
-from hvd_transformer.nn.contracts import Cut, Layer, Tensors
+from hvd_transformer.nn.contracts import Layer, Tensors, TensorSplit
 from hvd_transformer.nn.dropout import Dropout, number_dropouts
 from hvd_transformer.nn.parallel_layers import Linear
 
@@ -82,12 +82,12 @@ class Classifier(nn.Module):
         self.head = PooledHead(num_classes, config, smoothing, class_weights)
         number_dropouts(self)
 
-    def cuts(self, vocabulary: bool) -> dict[str, Cut]:
+    def cuts(self, vocabulary: bool) -> dict[str, TensorSplit]:
         """How ranks may share the weights, by name; the rows of the embedding with `vocabulary`."""
         cuts = {
             f"blocks.{number}.{name}": cut for number in range(len(self.blocks)) for name, cut in Block.CUTS.items()
         }
-        return cuts | ({"embedding.embedding.weight": Cut(0)} if vocabulary else {})
+        return cuts | ({"embedding.embedding.weight": TensorSplit(0)} if vocabulary else {})
 
     @property
     def dropping_shares(self) -> list[str]:

@@ -6,9 +6,9 @@ from functools import partial
 from torch import Tensor, nn
 
 from hvd_transformer.config.schema import ModelConfig
-from hvd_transformer.models.attention import KeyValues
-from hvd_transformer.models.layers import Block, DecoderBlock, DecoderPast, TokenEmbedding, VocabularyHead
-from hvd_transformer.nn.contracts import Cut, Layer, Tensors
+from hvd_transformer.models.attention import KVCache
+from hvd_transformer.models.layers import Block, DecoderBlock, DecoderCache, TokenEmbedding, VocabularyHead
+from hvd_transformer.nn.contracts import Layer, Tensors, TensorSplit
 from hvd_transformer.nn.dropout import number_dropouts
 
 
@@ -35,7 +35,7 @@ class EncoderDecoder(nn.Module):
             self.head.weight = self.target_embedding.embedding.weight
         number_dropouts(self)
 
-    def cuts(self, vocabulary: bool) -> dict[str, Cut]:
+    def cuts(self, vocabulary: bool) -> dict[str, TensorSplit]:
         """How ranks may share the weights, by name; the rows of embeddings and output layer with `vocabulary`."""
         cuts = {
             f"encoder.{number}.{name}": cut for number in range(len(self.encoder)) for name, cut in Block.CUTS.items()
@@ -47,7 +47,7 @@ class EncoderDecoder(nn.Module):
         }
         if vocabulary:
             embeddings = ("source_embedding.embedding.weight", "target_embedding.embedding.weight")
-            cuts |= dict.fromkeys((*embeddings, "head.weight", "head.bias"), Cut(0))
+            cuts |= dict.fromkeys((*embeddings, "head.weight", "head.bias"), TensorSplit(0))
         names = {name for name, _ in self.named_parameters()}  # a tied weight has one name alone
         return {name: cut for name, cut in cuts.items() if name in names}
 
@@ -71,12 +71,12 @@ class EncoderDecoder(nn.Module):
         memory: Tensor = self.encoder_norm(hidden)
         return memory
 
-    def new_pasts(self) -> list[DecoderPast]:
+    def new_pasts(self) -> list[DecoderCache]:
         """Of a decoder that has seen nothing yet."""
-        return [DecoderPast(KeyValues(), KeyValues()) for _ in self.decoder]
+        return [DecoderCache(KVCache(), KVCache()) for _ in self.decoder]
 
     def decode(
-        self, target: Tensor, memory: Tensor, allowed: Tensor, pasts: Sequence[DecoderPast] | None = None
+        self, target: Tensor, memory: Tensor, allowed: Tensor, pasts: Sequence[DecoderCache] | None = None
     ) -> Tensor:
         """Token numbers [B, T] over `memory` [B, S, D] to the last block's output [B, T, D].
 

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from hvd_transformer.config.schema import ModelConfig
 from hvd_transformer.models.layers import Block, TokenEmbedding, VocabularyHead
-from hvd_transformer.nn.contracts import Cut, Layer
+from hvd_transformer.nn.contracts import Layer, TensorSplit
 from hvd_transformer.nn.dropout import number_dropouts
 
 
@@ -24,14 +24,14 @@ class LanguageModel(nn.Module):
     def layers(self) -> list[nn.Module]:
         return [self.embedding, *self.blocks, self.head]
 
-    def cuts(self, vocabulary: bool) -> dict[str, Cut]:
+    def cuts(self, vocabulary: bool) -> dict[str, TensorSplit]:
         """How ranks may share the weights, by name; the rows of the embedding and of the output layer with
         `vocabulary`."""
         cuts = {
             f"blocks.{number}.{name}": cut for number in range(len(self.blocks)) for name, cut in Block.CUTS.items()
         }
         if vocabulary:
-            cuts |= dict.fromkeys(("embedding.embedding.weight", "head.weight", "head.bias"), Cut(0))
+            cuts |= dict.fromkeys(("embedding.embedding.weight", "head.weight", "head.bias"), TensorSplit(0))
         names = {name for name, _ in self.named_parameters()}  # a tied weight has one name alone
         return {name: cut for name, cut in cuts.items() if name in names}
 

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from hvd_transformer.config.schema import ModelConfig
 from hvd_transformer.models.attention import (
     CrossAttention,
-    KeyValues,
+    KVCache,
     LearnedPositions,
     NoPositions,
     SelfAttention,
     SinusoidalPositions,
 )
-from hvd_transformer.nn.contracts import Cut
-from hvd_transformer.nn.cross_entropy import projected_cross_entropy
+from hvd_transformer.nn.contracts import TensorSplit
+from hvd_transformer.nn.cross_entropy import fused_cross_entropy
 from hvd_transformer.nn.dropout import Dropout
-from hvd_transformer.nn.parallel_layers import Embedding, Linear, Part, Product
+from hvd_transformer.nn.parallel_layers import Linear, VocabParallelEmbedding, VocabShard, WeightGradLayer
 
 
 class TokenEmbedding(nn.Module):
@@ -28,7 +28,7 @@ class TokenEmbedding(nn.Module):
 
     def __init__(self, vocab_size: int, config: ModelConfig) -> None:
         super().__init__()
-        self.embedding = Embedding(vocab_size, config.d_model)
+        self.embedding = VocabParallelEmbedding(vocab_size, config.d_model)
         self.scale = config.d_model**0.5
         # After × √D the vectors have unit variance. Tied, that would have each token predict itself at first.
         std = 0.02 if config.tie_embeddings else 1 / self.scale
@@ -72,11 +72,11 @@ class Block(nn.Module):
     `CUTS`: how ranks may share its weights. `DROPPING_SHARES` are the dropouts on what they then share, too.
     """
 
-    CUTS: ClassVar[Mapping[str, Cut]] = {
+    CUTS: ClassVar[Mapping[str, TensorSplit]] = {
         **{f"attention.{name}": cut for name, cut in SelfAttention.CUTS.items()},
-        "feedforward.input.weight": Cut(0),
-        "feedforward.input.bias": Cut(0),
-        "feedforward.output.weight": Cut(1),
+        "feedforward.input.weight": TensorSplit(0),
+        "feedforward.input.bias": TensorSplit(0),
+        "feedforward.output.weight": TensorSplit(1),
     }
     DROPPING_SHARES: ClassVar[Sequence[str]] = ("attention.dropout", "feedforward.dropout")
 
@@ -93,7 +93,7 @@ class Block(nn.Module):
             for linear in (self.attention.output, self.feedforward.output):
                 linear.weight.data.mul_((2 * config.num_layers) ** -0.5)
 
-    def forward(self, hidden: Tensor, allowed: Tensor | None = None, past: KeyValues | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, allowed: Tensor | None = None, past: KVCache | None = None) -> Tensor:
         """[B, T, D] to [B, T, D]; `allowed` and `past` as in `SelfAttention`."""
         hidden = self._around(self.norm1, hidden, lambda values: self.attention(values, allowed, past))
         return self._around(self.norm2, hidden, self.feedforward)
@@ -106,17 +106,17 @@ class Block(nn.Module):
         return result
 
 
-class DecoderPast(NamedTuple):
+class DecoderCache(NamedTuple):
     """What a decoder's block keeps of the positions so far, and of the memory."""
 
-    own: KeyValues
-    memory: KeyValues
+    own: KVCache
+    memory: KVCache
 
 
 class DecoderBlock(Block):
     """A causal block that also looks at an encoder's output, between its attention and its feed-forward part."""
 
-    CUTS: ClassVar[Mapping[str, Cut]] = {
+    CUTS: ClassVar[Mapping[str, TensorSplit]] = {
         **Block.CUTS,
         **{f"cross.{name}": cut for name, cut in CrossAttention.CUTS.items()},
     }
@@ -130,7 +130,7 @@ class DecoderBlock(Block):
             self.cross.output.weight.data.mul_((2 * config.num_layers) ** -0.5)
 
     def forward(  # type: ignore[override]  # it takes more
-        self, hidden: Tensor, memory: Tensor, allowed: Tensor, past: DecoderPast | None = None
+        self, hidden: Tensor, memory: Tensor, allowed: Tensor, past: DecoderCache | None = None
     ) -> Tensor:
         """[B, T, D] over `memory` [B, S, D], of which the places `allowed` [B, S] count, to [B, T, D]."""
         own, of_memory = past or (None, None)
@@ -139,7 +139,7 @@ class DecoderBlock(Block):
         return self._around(self.norm2, hidden, self.feedforward)
 
 
-class VocabularyHead(Product):
+class VocabularyHead(WeightGradLayer):
     """The final norm (pre-norm models) and the vocabulary projection. `smoothing` of targets is for training alone."""
 
     def __init__(self, vocab_size: int, config: ModelConfig, smoothing: float = 0.0) -> None:
@@ -149,7 +149,7 @@ class VocabularyHead(Product):
         # As in the tutorial, a free output layer has a bias; tied, it is the embedding's matrix alone.
         self.bias = None if config.tie_embeddings else nn.Parameter(torch.zeros(vocab_size))
         self.loss_chunk, self.smoothing = config.loss_chunk, smoothing
-        self.part: Part | None = None  # of the vocabulary, where weight and bias have some rows alone
+        self.part: VocabShard | None = None  # of the vocabulary, where weight and bias have some rows alone
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ class VocabularyHead(Product):
         return self._loss(hidden.flatten(0, 1).index_select(0, places), targets)
 
     def _loss(self, values: Tensor, targets: Tensor) -> Tensor:
-        return projected_cross_entropy(
+        return fused_cross_entropy(
             self.norm(values),
             self.weight,
             self.bias,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hvd_transformer.errors import UserError
 from hvd_transformer.huggingface import from_folder, origin
-from hvd_transformer.nn.dropout import torch_dropout_place
+from hvd_transformer.nn.dropout import torch_dropout_key
 
 OURS = "hvd_transformer"  # the key in an exported folder's config.json that is ours
 
@@ -114,13 +114,13 @@ class ClassLogits(nn.Module):
         self.model = model
 
     def forward(self, tokens: Tensor, allowed: Tensor) -> Tensor:
-        with torch_dropout_place(tokens.device):
+        with torch_dropout_key(tokens.device):
             logits: Tensor = self.model(input_ids=tokens, attention_mask=allowed.long()).logits
         return logits
 
 
 def next_token_logits(model: nn.Module, tokens: Tensor) -> Tensor:
     """A language model's logits [B, T, V] of token numbers [B, T]."""
-    with torch_dropout_place(tokens.device):
+    with torch_dropout_key(tokens.device):
         logits: Tensor = model(input_ids=tokens, use_cache=False).logits
     return logits

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 _NAMED = 4
 
 
-class Seen(NamedTuple):
+class PeerHeartbeat(NamedTuple):
     """A rank's newest heartbeat (`Watchdog.beat`), and how many seconds old it is."""
 
     beat: dict[str, Any]
     age: float
 
 
-def who_is_late(seen: Sequence[Seen], hosts: Sequence[str], silent_seconds: float) -> str:
+def stall_report(seen: Sequence[PeerHeartbeat], hosts: Sequence[str], silent_seconds: float) -> str:
     """A sentence that names late ranks with their hosts and phases, and who waits for them where.
 
     Late is a rank whose heartbeat is older than `silent_seconds` (stopped, or its host is gone) or that waits for
@@ -43,7 +43,7 @@ def who_is_late(seen: Sequence[Seen], hosts: Sequence[str], silent_seconds: floa
     return "; ".join(parts)
 
 
-def _late(found: Seen, silent_seconds: float) -> str:
+def _late(found: PeerHeartbeat, silent_seconds: float) -> str:
     beat = found.beat
     who, place = f"rank {beat['rank']} on host {beat['host']} is late", _place(beat)
     if found.age > silent_seconds:
@@ -51,7 +51,7 @@ def _late(found: Seen, silent_seconds: float) -> str:
     return f"{who}: in {place} for {beat['phase_seconds']:.0f} s"
 
 
-def _waiting(waiting: Sequence[Seen], whom: str) -> list[str]:
+def _waiting(waiting: Sequence[PeerHeartbeat], whom: str) -> list[str]:
     """Who waits where, the ranks of one place together."""
     by_place: dict[str, list[int]] = {}
     for found in waiting:

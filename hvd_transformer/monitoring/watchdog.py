@@ -30,7 +30,7 @@ from typing import IO, Any
 
 from hvd_transformer.errors import STALLED
 from hvd_transformer.monitoring.heartbeat import Heartbeat
-from hvd_transformer.monitoring.stall_report import Seen, who_is_late
+from hvd_transformer.monitoring.stall_report import PeerHeartbeat, stall_report
 
 FOLDER = "HVD_TRANSFORMER_FOLDER"  # the launcher's private folder on this host
 LOOK_SECONDS = 0.5
@@ -173,11 +173,11 @@ class Watchdog:
                 (folder / _LATE).touch()
         time.sleep(_SETTLE_SECONDS)
         self._write(self._folders, beat)
-        seen = {**self._see(), self.rank: Seen(beat, 0.0)}
+        seen = {**self._see(), self.rank: PeerHeartbeat(beat, 0.0)}
         silent_seconds = 3 * self._beat_seconds + _SETTLE_SECONDS
         told = {rank: found.beat for rank, found in seen.items() if found.beat["late"] and found.age <= silent_seconds}
         longest = max(beat["progress_seconds"] for beat in told.values())
-        line = f"no {what} for {longest:.0f} s: {who_is_late(list(seen.values()), self._hosts, silent_seconds)}"
+        line = f"no {what} for {longest:.0f} s: {stall_report(list(seen.values()), self._hosts, silent_seconds)}"
         log.error("%s", line)
         if self.rank == min(told):
             print(f"hvd-transformer: {line}; stacks are in {self._logs}", file=sys.stderr, flush=True)
@@ -191,12 +191,12 @@ class Watchdog:
                 aside.write_text(json.dumps(beat), encoding="utf-8")
                 aside.replace(folder / f"beat-{self.rank}")
 
-    def _see(self) -> dict[int, Seen]:
+    def _see(self) -> dict[int, PeerHeartbeat]:
         """The newest heartbeat of each rank that can be seen from here.
 
         Their ages are told by the file system's clock, against this rank's own: hosts may have other clocks.
         """
-        newest: dict[int, Seen] = {}
+        newest: dict[int, PeerHeartbeat] = {}
         for folder in self._folders:
             with suppress(OSError):
                 now = (folder / f"beat-{self.rank}").stat().st_mtime
@@ -204,5 +204,5 @@ class Watchdog:
                     with suppress(OSError, ValueError), (folder / f"beat-{rank}").open(encoding="utf-8") as file:
                         age = now - os.fstat(file.fileno()).st_mtime
                         if rank not in newest or age < newest[rank].age:
-                            newest[rank] = Seen(json.load(file), age)
+                            newest[rank] = PeerHeartbeat(json.load(file), age)
         return newest

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 
 
-class Cut(NamedTuple):
+class TensorSplit(NamedTuple):
     """A weight is cut along `dim` into one piece a share; where it stacks several matrices, each of these `parts`."""
 
     dim: int
     parts: int = 1
 
 
-class Shares(Protocol):
+class TensorGroup(Protocol):
     """The ranks that hold the other shares, as one cut layer sees them."""
 
     @property

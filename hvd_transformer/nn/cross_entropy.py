@@ -7,21 +7,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hvd_transformer.nn.parallel_layers import Part, TakeProduct, out_of_graph, own_places
+from hvd_transformer.nn.parallel_layers import TakeProduct, VocabShard, local_vocab_index, out_of_graph
 
 # Tokens a chunk. On a CPU the logits should stay below the 32 MiB from where on glibc takes each block anew from the
 # kernel, page by page: that is a tenth of a step. A GPU wants large matrices.
 CPU_CHUNK, GPU_CHUNK = 256, 4096
 
 
-def projected_cross_entropy(
+def fused_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
     chunk: int | None = None,
     take_product: TakeProduct | None = None,
-    part: Part | None = None,
+    part: VocabShard | None = None,
     smoothing: float = 0.0,
 ) -> Tensor:
     """Sum over tokens of the cross-entropy of `hidden @ weight.T + bias`.
@@ -65,7 +65,7 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         wants: bool,
         take: TakeProduct | None,
         anchor: Tensor | None,
-        part: Part | None,
+        part: VocabShard | None,
         smoothing: float,
     ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -134,7 +134,7 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None, None
 
 
-def _own_part(logits: Tensor, goal: Tensor, part: Part) -> tuple[Tensor, Tensor, Tensor]:
+def _own_part(logits: Tensor, goal: Tensor, part: VocabShard) -> tuple[Tensor, Tensor, Tensor]:
     """The log probabilities [N, V'] of the part's tokens; which targets [N, 1] are among these, and where.
 
     logits [N, V'], goal [N, 1] as numbers of the whole vocabulary. Each share gives its largest logit and the sum of
@@ -145,5 +145,5 @@ def _own_part(logits: Tensor, goal: Tensor, part: Part) -> tuple[Tensor, Tensor,
     tops, totals = part.shares.gather(torch.stack([top, total])).unbind(1)
     highest = tops.amax(0)
     log_total = highest + (totals * (tops - highest).exp_()).sum(0).log_()
-    hit, place = own_places(goal, part.places)
+    hit, place = local_vocab_index(goal, part.places)
     return logits - log_total[:, None], hit, place

@@ -28,7 +28,7 @@ _here = _Here()
 
 
 @contextmanager
-def dropout_place(*place: int) -> Iterator[None]:
+def dropout_key(*place: int) -> Iterator[None]:
     """What this thread computes inside belongs to this place in the job, such as (seed, epoch, first sample)."""
     before, _here.place = _here.place, place
     try:
@@ -38,7 +38,7 @@ def dropout_place(*place: int) -> Iterator[None]:
 
 
 @contextmanager
-def torch_dropout_place(device: torch.device) -> Iterator[None]:
+def torch_dropout_key(device: torch.device) -> Iterator[None]:
     """For modules that draw from torch's own generators: these are seeded by the place, and afterwards as before."""
     if _here.place is None:
         yield
@@ -56,7 +56,7 @@ def _seed(place: tuple[int, ...], *key: int) -> int:
 class Dropout(nn.Module):
     """Sets values to zero with probability `rate` while training, and scales the others by 1 / (1 - rate).
 
-    Outside of a `dropout_place` it draws from torch's own generator. `number` tells the model's dropouts apart,
+    Outside of a `dropout_key` it draws from torch's own generator. `number` tells the model's dropouts apart,
     `share` those of ranks that each have a share of the values.
     """
 

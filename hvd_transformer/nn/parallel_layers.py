@@ -8,24 +8,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hvd_transformer.nn.contracts import Shares
+from hvd_transformer.nn.contracts import TensorGroup
 
 
-class Part(NamedTuple):
+class VocabShard(NamedTuple):
     """One share's places among all of something, such as rows of a vocabulary."""
 
-    shares: Shares
+    shares: TensorGroup
     places: range
     total: int
 
 
-def own_places(numbers: Tensor, places: range) -> tuple[Tensor, Tensor]:
+def local_vocab_index(numbers: Tensor, places: range) -> tuple[Tensor, Tensor]:
     """Which of these numbers [...] are among the places, and the how manieth of them they are; 0 for the others."""
     inside = (numbers >= places.start) & (numbers < places.stop)
     return inside, (numbers - places.start).masked_fill(~inside, 0)
 
 
-def summed(values: Tensor, shares: Shares) -> Tensor:
+def reduce_from_tensor_group(values: Tensor, shares: TensorGroup) -> Tensor:
     """The sum over the shares; each one's own values have the sum's gradient."""
     result: Tensor = _Sum.apply(values, shares)  # type: ignore[no-untyped-call]
     return result
@@ -33,7 +33,7 @@ def summed(values: Tensor, shares: Shares) -> Tensor:
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, shares: Shares) -> Tensor:
+    def forward(ctx: Any, values: Tensor, shares: TensorGroup) -> Tensor:
         result = values.clone(memory_format=torch.contiguous_format)
         shares.sum_(result)()
         return result
@@ -47,7 +47,7 @@ class _Sum(torch.autograd.Function):
 TakeProduct = Callable[[Tensor, Tensor], None]
 
 
-class Product(nn.Module):
+class WeightGradLayer(nn.Module):
     """A layer `values @ weight.T + bias`. While `take_product` is set, weight and bias get no gradient from autograd:
     it gets what that is made of, and can add the product to where gradients are summed, now or when there is time."""
 
@@ -75,12 +75,12 @@ def out_of_graph(values: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[T
     return weight.detach(), None if bias is None else bias.detach(), anchor
 
 
-class Linear(Product, nn.Linear):
+class Linear(WeightGradLayer, nn.Linear):
     """`nn.Linear` as such a layer, perhaps cut: `column` where each share has some of the outputs, `row` where it has
     some of the inputs (`models.shares`). A row's bias belongs to the sum."""
 
-    column: Shares | None = None
-    row: Shares | None = None
+    column: TensorGroup | None = None
+    row: TensorGroup | None = None
 
     def forward(self, values: Tensor) -> Tensor:
         """[..., D_in] to [..., D_out]."""
@@ -96,7 +96,7 @@ class Linear(Product, nn.Linear):
         return result
 
 
-def _product(values: Tensor, weight: Tensor, bias: Tensor | None, row: Shares | None) -> Tensor:
+def _product(values: Tensor, weight: Tensor, bias: Tensor | None, row: TensorGroup | None) -> Tensor:
     if row is None:
         return F.linear(values, weight, bias)
     result = F.linear(values, weight)
@@ -113,8 +113,8 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         take: TakeProduct | None,
         anchor: Tensor | None,
-        column: Shares | None,
-        row: Shares | None,
+        column: TensorGroup | None,
+        row: TensorGroup | None,
     ) -> Tensor:
         kind = values.device.type
         if torch.is_autocast_enabled(kind):
@@ -146,7 +146,7 @@ class _Linear(torch.autograd.Function):
 TakeRows = Callable[[Tensor, Tensor], None]
 
 
-class Embedding(nn.Embedding):
+class VocabParallelEmbedding(nn.Embedding):
     """`nn.Embedding`; while `take_rows` is set, lookups give their gradient to it, and none to the weight.
 
     A tied weight's gradient is then complete as soon as the output layer has its part, at the start of backward.
@@ -154,15 +154,15 @@ class Embedding(nn.Embedding):
     """
 
     take_rows: TakeRows | None = None
-    part: Part | None = None
+    part: VocabShard | None = None
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token numbers [...] to vectors [..., D]."""
         if self.part is None:
             return self._lookup(tokens)
-        inside, rows = own_places(tokens, self.part.places)
+        inside, rows = local_vocab_index(tokens, self.part.places)
         # Other parts' tokens give zeros to row 0: to leave them out, a GPU would have to tell the host how many remain.
-        return summed(self._lookup(rows).masked_fill(~inside[..., None], 0), self.part.shares)
+        return reduce_from_tensor_group(self._lookup(rows).masked_fill(~inside[..., None], 0), self.part.shares)
 
     def _lookup(self, tokens: Tensor) -> Tensor:
         if self.take_rows is None or not torch.is_grad_enabled():

@@ -9,19 +9,19 @@ from torch import Tensor, nn
 from hvd_transformer.comm.group import Group
 from hvd_transformer.comm.world import World, agree
 from hvd_transformer.config.schema import Config, OptimizerConfig
-from hvd_transformer.gradients.buffers import Bucket
+from hvd_transformer.gradients.buffers import GradBuffer
 from hvd_transformer.gradients.optimizer import FlatOptimizer
-from hvd_transformer.gradients.param_all_gather import Gathering
-from hvd_transformer.gradients.sync import GradientReducer
-from hvd_transformer.gradients.weight_grads import Later
+from hvd_transformer.gradients.param_all_gather import ParamAllGather
+from hvd_transformer.gradients.sync import GradSync
+from hvd_transformer.gradients.weight_grads import WeightGradStore
 from hvd_transformer.nn.contracts import Stage
-from hvd_transformer.nn.parallel_layers import Embedding, Product
-from hvd_transformer.parallel.mesh import Layout
+from hvd_transformer.nn.parallel_layers import VocabParallelEmbedding, WeightGradLayer
+from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.planning.partition import _counts
 from hvd_transformer.tasks.task import Task
 
 
-def make_stages(config: Config, task: Task, layout: Layout, world: World) -> list[Stage]:
+def make_stages(config: Config, task: Task, layout: ParallelMesh, world: World) -> list[Stage]:
     """The stages, moved to their devices; the same cut on all ranks. Collective. Raises `UserError` on all ranks."""
     layers = task.layers
     own = agree(world, lambda: _counts(config, task, layout, world.rank == 0))
@@ -42,12 +42,17 @@ class StageWeights:
     """
 
     def __init__(
-        self, config: OptimizerConfig, buckets: Sequence[Bucket], group: Group, first: int, places: Mapping[str, int]
+        self,
+        config: OptimizerConfig,
+        buckets: Sequence[GradBuffer],
+        group: Group,
+        first: int,
+        places: Mapping[str, int],
     ) -> None:
         self.buckets, self.indices = buckets, range(first, first + len(buckets))
-        self.gathering: Gathering | None = None
+        self.gathering: ParamAllGather | None = None
         if any(bucket.shard.count > 1 for bucket in buckets):
-            self.gathering = Gathering(buckets, [f"shards.{index}" for index in self.indices], group)
+            self.gathering = ParamAllGather(buckets, [f"shards.{index}" for index in self.indices], group)
         self.optimizer = FlatOptimizer(config, buckets)
         self._gradients = [
             (places[slot.name], bucket.own_gradients[own])
@@ -85,20 +90,22 @@ def stage_parameters(model: nn.Module, stages: Sequence[Stage]) -> list[dict[str
     return result
 
 
-def take_products(model: nn.Module, stages: Iterable[tuple[Stage, Later]], reducer: GradientReducer) -> None:
+def take_products(model: nn.Module, stages: Iterable[tuple[Stage, WeightGradStore]], reducer: GradSync) -> None:
     """Of the stages' layers, lookups' apart. Weights that modules share, or that are not trained, are left to
     autograd."""
     names = {id(weight): name for name, weight in model.named_parameters() if weight.requires_grad}
     users = Counter(
         id(weight)
         for module in model.modules()
-        if not isinstance(module, Embedding)  # which gives rows
+        if not isinstance(module, VocabParallelEmbedding)  # which gives rows
         for weight in module.parameters(recurse=False)
     )
     for module, later in (
         (module, later) for stage, later in stages for layer in stage.layers for module in layer.module.modules()
     ):
         own = list(module.parameters(recurse=False))
-        if isinstance(module, Product) and all(id(weight) in names and users[id(weight)] == 1 for weight in own):
+        if isinstance(module, WeightGradLayer) and all(
+            id(weight) in names and users[id(weight)] == 1 for weight in own
+        ):
             bias = None if module.bias is None else names[id(module.bias)]
             module.take_product = reducer.take_product(names[id(module.weight)], bias, later)

@@ -15,11 +15,11 @@ from hvd_transformer.comm.group import Group
 from hvd_transformer.comm.world import World
 from hvd_transformer.config.schema import Config
 from hvd_transformer.errors import UserError
-from hvd_transformer.gradients.buffers import WHOLE, Shard
+from hvd_transformer.gradients.buffers import WHOLE, ZeroShard
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelMesh:
     """world = dp × tp; each rank computes on one device a pipeline stage."""
 
     dp: int
@@ -29,10 +29,10 @@ class Layout:
     devices: tuple[torch.device, ...]
     data_group: Group
     tensor_group: Group
-    update_shard: Shard  # of each bucket, which this rank's optimizer updates
+    update_shard: ZeroShard  # of each bucket, which this rank's optimizer updates
 
     @classmethod
-    def of(cls, config: Config, world: World) -> "Layout":
+    def of(cls, config: Config, world: World) -> "ParallelMesh":
         """Checks the sizes against the world and this host; collective. Raises `UserError`."""
         tensor = config.parallel.tensor
         if world.size % tensor:
@@ -42,7 +42,7 @@ class Layout:
             )
         replica, shard = divmod(world.rank, tensor)
         dp, shards = world.size // tensor, config.parallel.optimizer_shard
-        update_shard = Shard(replica, dp, shards == "gradients") if dp > 1 and shards != "none" else WHOLE
+        update_shard = ZeroShard(replica, dp, shards == "gradients") if dp > 1 and shards != "none" else WHOLE
         layout = cls(
             dp=dp,
             tp=tensor,

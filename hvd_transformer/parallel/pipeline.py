@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hvd_transformer.comm.group import PeerLost
-from hvd_transformer.gradients.weight_grads import Later
+from hvd_transformer.gradients.weight_grads import WeightGradStore
 from hvd_transformer.monitoring.timeline import Timeline
 from hvd_transformer.nn.contracts import Layer, MicroBatch, Stage, Tensors
 from hvd_transformer.parallel.pipeline_schedule import Operation, Schedule, ScheduleName, forward_only, make_schedule
-from hvd_transformer.parallel.stage_link import Aborted, Channel, Parcel, make_streams
+from hvd_transformer.parallel.stage_link import Aborted, Channel, StageTensors, make_streams
 
 Recompute = Literal["never", "always", "except_last"]
 Result = TypeVar("Result")
@@ -61,7 +61,7 @@ class Pipeline:
     ) -> None:
         self.stages, self.schedule, self.recompute, self.context = stages, schedule, recompute, context
         self.timeline = timeline or Timeline(0, [])
-        self.later = [Later() for _ in stages]
+        self.later = [WeightGradStore() for _ in stages]
         self.streams = make_streams([stage.device for stage in stages])
         self._workers = [
             ThreadPoolExecutor(1, f"stage-{stage}", torch.set_num_threads, (threads,))
@@ -82,14 +82,14 @@ class Pipeline:
         called by each stage's worker; in the last stage's call all losses are there. Raises `StageFailed`.
         """
         schedule = make_schedule(self.schedule, len(self.stages), len(micro_batches))
-        run = _Run(self, micro_batches, schedule, first_number, scale, before_last_backward)
+        run = ScheduleRun(self, micro_batches, schedule, first_number, scale, before_last_backward)
         self.map(run.work)
         return run.losses
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """The losses alone. Raises `StageFailed`."""
-        run = _Run(self, micro_batches, forward_only(len(self.stages), len(micro_batches)))
+        run = ScheduleRun(self, micro_batches, forward_only(len(self.stages), len(micro_batches)))
 
         @torch.no_grad()  # it counts for its own thread alone
         def work(stage: int) -> None:
@@ -123,14 +123,14 @@ class Pipeline:
             worker.shutdown()
 
 
-class _Held(NamedTuple):
+class SavedActivations(NamedTuple):
     """What a stage keeps of a micro-batch from its forward to its backward."""
 
     inputs: Tensors
     outputs: Tensors
 
 
-class _Run:
+class ScheduleRun:
     """One pass of some micro-batches through all stages."""
 
     def __init__(
@@ -148,12 +148,12 @@ class _Run:
         self._split = any(operation.kind == "weights" for operation in schedule[0])
         num_stages = len(pipeline.stages)
         # Of this size no schedule ever waits for room with its neighbour waiting for it.
-        self._down: list[Channel[Parcel]] = [Channel(num_stages) for _ in range(num_stages)]
-        self._up: list[Channel[Parcel]] = [Channel(num_stages) for _ in range(num_stages)]
+        self._down: list[Channel[StageTensors]] = [Channel(num_stages) for _ in range(num_stages)]
+        self._up: list[Channel[StageTensors]] = [Channel(num_stages) for _ in range(num_stages)]
 
     def work(self, stage: int) -> None:
         """All operations of one stage."""
-        held: dict[int, _Held] = {}
+        held: dict[int, SavedActivations] = {}
         self.pipeline.later[stage].clear()
         for operation in self.schedule[stage]:
             try:
@@ -175,15 +175,15 @@ class _Run:
         for up in self._up:
             up.abort()
 
-    def _forward(self, stage: int, number: int, held: dict[int, _Held]) -> None:
+    def _forward(self, stage: int, number: int, held: dict[int, SavedActivations]) -> None:
         layers, _ = self.pipeline.stages[stage]
         micro = self.micro_batches[number]
         first, last = stage == 0, stage == len(self.pipeline.stages) - 1
-        received = self._received(stage, Parcel(micro.inputs) if first else self._down[stage].get())
+        received = self._received(stage, StageTensors(micro.inputs) if first else self._down[stage].get())
         inputs = tuple(tensor.detach() for tensor in received if tensor is not None)
         if not first and torch.is_grad_enabled():
             inputs = tuple(tensor.requires_grad_(tensor.is_floating_point()) for tensor in inputs)
-        targets = self._received(stage, Parcel(micro.targets)) if last else ()
+        targets = self._received(stage, StageTensors(micro.targets)) if last else ()
         again = torch.is_grad_enabled() and self._recomputes(number)
         tensors = inputs
         with self.pipeline.timeline.span(f"stage {stage}", f"forward {self.first_number + number}"):
@@ -196,9 +196,9 @@ class _Run:
         else:
             self._down[stage + 1].put(self.pipeline.streams[stage].send([tensor.detach() for tensor in tensors]))
         if torch.is_grad_enabled():
-            held[number] = _Held(inputs, tensors)
+            held[number] = SavedActivations(inputs, tensors)
 
-    def _backward(self, stage: int, number: int, held: dict[int, _Held]) -> None:
+    def _backward(self, stage: int, number: int, held: dict[int, SavedActivations]) -> None:
         last = stage == len(self.pipeline.stages) - 1
         grads = None if last else self._received(stage, self._up[stage].get())
         if self.before_last_backward is not None and number == len(self.micro_batches) - 1:
@@ -218,7 +218,7 @@ class _Run:
         if stage > 0:
             self._up[stage - 1].put(self.pipeline.streams[stage].send([tensor.grad for tensor in inputs]))
 
-    def _received(self, stage: int, parcel: Parcel) -> Sequence[Tensor | None]:
+    def _received(self, stage: int, parcel: StageTensors) -> Sequence[Tensor | None]:
         streams = self.pipeline.streams[stage]
         if all(tensor is None or tensor.device == streams.device for tensor in parcel.tensors):
             return streams.receive(parcel)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hvd_transformer.comm.group import Group
 from hvd_transformer.comm.world import World
-from hvd_transformer.gradients.buffers import Bucket
+from hvd_transformer.gradients.buffers import GradBuffer
 
 # Each position has an odd weight of its own (modulo 2^64), so that swapped values are seen too.
 _CHUNK = 1 << 18
@@ -20,7 +20,7 @@ class ReplicasDiffer(RuntimeError):
     """The ranks that should hold equal weights do not."""
 
 
-def broadcast_parameters(buckets: Sequence[Bucket], group: Group) -> None:
+def broadcast_parameters(buckets: Sequence[GradBuffer], group: Group) -> None:
     """Every rank takes those of the group's first."""
     for index, bucket in enumerate(buckets):
         group.broadcast_(bucket.parameters, f"parameters.{index}")
@@ -47,7 +47,7 @@ def checksum(tensors: Sequence[Tensor]) -> int:
 
 
 def check_replicas(
-    buckets: Sequence[Bucket], world: World, when: str, tensor: int = 1, cut: Collection[str] = ()
+    buckets: Sequence[GradBuffer], world: World, when: str, tensor: int = 1, cut: Collection[str] = ()
 ) -> int:
     """The weights' checksum; raises `ReplicasDiffer` naming the ranks that are not like the others.
 
@@ -67,7 +67,7 @@ def check_replicas(
     return (own[0] * 31 + own[1]) % 2**64
 
 
-def _runs(bucket: Bucket, cut: Collection[str]) -> Iterator[tuple[Tensor, bool]]:
+def _runs(bucket: GradBuffer, cut: Collection[str]) -> Iterator[tuple[Tensor, bool]]:
     """The bucket's weights, neighbours that are all cut, or all not, as one tensor: (values, whether they are cut).
 
     What lies between two weights is zero on every rank.

@@ -52,15 +52,15 @@ class Channel(Generic[Item]):
             raise Aborted
 
 
-class Parcel(NamedTuple):
+class StageTensors(NamedTuple):
     """Tensors on their way to a stage; None stands for the gradient of one that has none."""
 
     tensors: Sequence[Tensor | None]
-    sender: Optional["GpuStreams"] = None
+    sender: Optional["CudaStageStreams"] = None
     ready: torch.cuda.Event | None = None  # when the sender's GPU has made them
 
 
-class Streams:
+class StageStreams:
     """Of a stage on the CPU, or alone on its GPU: it computes on the caller's stream."""
 
     def __init__(self, device: torch.device) -> None:
@@ -76,19 +76,19 @@ class Streams:
         """Around what the stage's worker does."""
         return nullcontext()
 
-    def send(self, tensors: Sequence[Tensor | None]) -> Parcel:
+    def send(self, tensors: Sequence[Tensor | None]) -> StageTensors:
         """What this stage has just computed, for a neighbour."""
-        return Parcel(tensors)
+        return StageTensors(tensors)
 
-    def receive(self, parcel: Parcel) -> tuple[Tensor | None, ...]:
+    def receive(self, parcel: StageTensors) -> tuple[Tensor | None, ...]:
         """The tensors on this stage's device, to be computed with from now on."""
         return tuple(None if tensor is None else self._received(tensor, parcel) for tensor in parcel.tensors)
 
-    def _received(self, tensor: Tensor, parcel: Parcel) -> Tensor:
+    def _received(self, tensor: Tensor, parcel: StageTensors) -> Tensor:
         return tensor.to(self.device, non_blocking=True)
 
 
-class GpuStreams(Streams):
+class CudaStageStreams(StageStreams):
     """Of one of several stages, each on a GPU; several may share one."""
 
     def __init__(self, device: torch.device) -> None:
@@ -104,10 +104,10 @@ class GpuStreams(Streams):
     def computing(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self.compute)
 
-    def send(self, tensors: Sequence[Tensor | None]) -> Parcel:
-        return Parcel(tensors, self, self.compute.record_event())
+    def send(self, tensors: Sequence[Tensor | None]) -> StageTensors:
+        return StageTensors(tensors, self, self.compute.record_event())
 
-    def _received(self, tensor: Tensor, parcel: Parcel) -> Tensor:
+    def _received(self, tensor: Tensor, parcel: StageTensors) -> Tensor:
         if tensor.device == self.device:
             if parcel.ready is not None:
                 self.compute.wait_event(parcel.ready)
@@ -126,9 +126,11 @@ class GpuStreams(Streams):
         return moved
 
 
-def make_streams(devices: Sequence[torch.device]) -> list[Streams]:
+def make_streams(devices: Sequence[torch.device]) -> list[StageStreams]:
     """Of the stages on these devices."""
     if len(devices) > 1 and all(device.type == "cuda" for device in devices):
         here = torch.cuda.current_device()
-        return [GpuStreams(torch.device("cuda", here if device.index is None else device.index)) for device in devices]
-    return [Streams(device) for device in devices]
+        return [
+            CudaStageStreams(torch.device("cuda", here if device.index is None else device.index)) for device in devices
+        ]
+    return [StageStreams(device) for device in devices]

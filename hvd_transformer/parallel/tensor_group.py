@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from hvd_transformer.comm.group import Group
-from hvd_transformer.nn.contracts import Cut, Shares
+from hvd_transformer.nn.contracts import TensorGroup, TensorSplit
 from hvd_transformer.nn.dropout import Dropout
-from hvd_transformer.nn.parallel_layers import Linear, Part
-from hvd_transformer.parallel.mesh import Layout
+from hvd_transformer.nn.parallel_layers import Linear, VocabShard
+from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.tasks.task import Task
 
 Cuts = Mapping[str, tuple[int, int]]  # by parameter
@@ -50,7 +50,7 @@ def cut_weights(model: nn.Module, cuts: Cuts, index: int, count: int) -> None:
             weight.data = piece(weight.data, cuts[name], index, count).clone(memory_format=torch.contiguous_format)
 
 
-class TensorShares:
+class HorovodTensorGroup:
     """The other ranks' pieces of one layer, which `name`s its sums: implements `models.shares.Shares`."""
 
     def __init__(self, group: Group, name: str) -> None:
@@ -78,7 +78,7 @@ class TensorShares:
         return f"tensor.{self._name}.{self._calls}"
 
 
-class SilentShares:
+class LocalTensorGroup:
     """One piece alone: nothing is sent, and sums are its own values. To measure and to plan."""
 
     def __init__(self, index: int, count: int) -> None:
@@ -94,25 +94,27 @@ class SilentShares:
 Shapes = Mapping[str, Sequence[int]]  # of the whole weights
 
 
-def cut_model(task: Task, cuts: Mapping[str, Cut], layout: Layout, shapes: Shapes) -> None:
+def shard_model(task: Task, cuts: Mapping[str, TensorSplit], layout: ParallelMesh, shapes: Shapes) -> None:
     """Leaves the model its rank's shares of the weights. Until `connect` its layers compute with these alone."""
     if layout.tp == 1:
         return
     cut_weights(task.model, cuts, layout.shard, layout.tp)
-    share_layers(task.model, cuts, shapes, lambda _: SilentShares(layout.shard, layout.tp))
+    share_layers(task.model, cuts, shapes, lambda _: LocalTensorGroup(layout.shard, layout.tp))
     for name in task.dropping_shares:
         dropout = task.model.get_submodule(name)
         assert isinstance(dropout, Dropout)
         dropout.share = layout.shard
 
 
-def connect(task: Task, cuts: Mapping[str, Cut], layout: Layout, shapes: Shapes) -> None:
+def connect_tensor_group(task: Task, cuts: Mapping[str, TensorSplit], layout: ParallelMesh, shapes: Shapes) -> None:
     """From now on the layers add up with the other ranks of the tensor group."""
     if layout.tp > 1:
-        share_layers(task.model, cuts, shapes, lambda name: TensorShares(layout.tensor_group, name))
+        share_layers(task.model, cuts, shapes, lambda name: HorovodTensorGroup(layout.tensor_group, name))
 
 
-def share_layers(model: nn.Module, cuts: Mapping[str, Cut], shapes: Shapes, shares_of: Callable[[str], Shares]) -> None:
+def share_layers(
+    model: nn.Module, cuts: Mapping[str, TensorSplit], shapes: Shapes, shares_of: Callable[[str], TensorGroup]
+) -> None:
     """Gives each layer whose weight was cut so the shares by its name; those before are forgotten."""
     weights = {id(weight): (cuts[name], shapes[name]) for name, weight in model.named_parameters() if name in cuts}
     for name, layer in model.named_modules():
@@ -122,7 +124,7 @@ def share_layers(model: nn.Module, cuts: Mapping[str, Cut], shapes: Shapes, shar
         cut, whole = found
         shares = shares_of(name)
         if not isinstance(layer, Linear):
-            layer.part = Part(shares, span(whole[0], shares.index, shares.count), whole[0])
+            layer.part = VocabShard(shares, span(whole[0], shares.index, shares.count), whole[0])
         elif cut.dim == 0:
             layer.column = shares
         else:

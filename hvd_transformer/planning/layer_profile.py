@@ -14,14 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from hvd_transformer.gradients.weight_grads import Later
+from hvd_transformer.gradients.weight_grads import WeightGradStore
 from hvd_transformer.nn.contracts import Layer, MicroBatch, Tensors
-from hvd_transformer.nn.parallel_layers import Embedding, Product
+from hvd_transformer.nn.parallel_layers import VocabParallelEmbedding, WeightGradLayer
 from hvd_transformer.parallel.pipeline import Recompute
 from hvd_transformer.parallel.pipeline_schedule import Operation
 
 
-class Allocated(TorchDispatchMode):
+class AllocationTracker(TorchDispatchMode):
     """What this thread's operations make while inside, as long as it lives.
 
     A storage counts once, whichever tensors share it. What a kernel takes and frees within itself is not seen.
@@ -62,11 +62,11 @@ def _storages(tree: object) -> set[UntypedStorage]:
 
 Context = Callable[[], AbstractContextManager[Any]]
 # Whether backward computes the layers again, and whether the weights' gradients wait for the end of it.
-Way = tuple[bool, bool]
-WAYS: tuple[Way, ...] = tuple((again, waits) for again in (False, True) for waits in (False, True))
+PassMode = tuple[bool, bool]
+PASS_MODES: tuple[PassMode, ...] = tuple((again, waits) for again in (False, True) for waits in (False, True))
 
 
-class Pass(NamedTuple):
+class PassMemory(NamedTuple):
     """Bytes that are alive while one micro-batch goes forward and backward through neighbouring layers."""
 
     inputs: int
@@ -77,14 +77,14 @@ class Pass(NamedTuple):
 
 
 def run_pass(
-    layers: Sequence[Layer], tensors: Tensors, targets: Tensors, later: Later, context: Context, way: Way
-) -> tuple[Pass, Tensors]:
+    layers: Sequence[Layer], tensors: Tensors, targets: Tensors, later: WeightGradStore, context: Context, way: PassMode
+) -> tuple[PassMemory, Tensors]:
     """As a stage of the pipeline does it; what it found, and empty tensors like the last layer's outputs.
 
     `targets` are for the model's last layer. Inside `gradients_as_in_training(layers, later)`.
     """
     again, waits = way
-    with Allocated() as allocated:
+    with AllocationTracker() as allocated:
         inputs = received(tensors)
         input_bytes = allocated.now
         outputs = forward(layers, inputs, targets, context, again=again)
@@ -98,10 +98,10 @@ def run_pass(
         if waits:
             later.run()
     empty = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in made)
-    return Pass(input_bytes, forward_peak, kept, backward_peak, late), empty
+    return PassMemory(input_bytes, forward_peak, kept, backward_peak, late), empty
 
 
-def join(passes: Sequence[Pass]) -> Pass:
+def join(passes: Sequence[PassMemory]) -> PassMemory:
     """Of neighbouring layers, from those of each alone: what one hands on is the next one's input."""
     inputs = kept = passes[0].inputs
     forward_peak = backward_peak = late = 0
@@ -113,11 +113,11 @@ def join(passes: Sequence[Pass]) -> Pass:
         before -= one.kept - one.inputs
         backward_peak = max(backward_peak, before + one.backward - one.inputs + late)
         late += one.late
-    return Pass(inputs, forward_peak, kept, backward_peak, late)
+    return PassMemory(inputs, forward_peak, kept, backward_peak, late)
 
 
 def stage_activations(
-    operations: Sequence[Operation], stage: int, recompute: Recompute, passes: Mapping[Way, Pass]
+    operations: Sequence[Operation], stage: int, recompute: Recompute, passes: Mapping[PassMode, PassMemory]
 ) -> int:
     """The most bytes that this stage holds while it works through its operations; who recomputes nothing needs no pass
     of that way."""
@@ -126,7 +126,9 @@ def stage_activations(
     return peak_activations(operations, recompute, whole, whole if recompute == "never" else passes[True, split])
 
 
-def peak_activations(operations: Sequence[Operation], recompute: Recompute, whole: Pass, again: Pass) -> int:
+def peak_activations(
+    operations: Sequence[Operation], recompute: Recompute, whole: PassMemory, again: PassMemory
+) -> int:
     """The same; `again`: where its blocks are recomputed."""
     last = max(operation.micro_batch for operation in operations)
     split = any(operation.kind == "weights" for operation in operations)
@@ -172,12 +174,14 @@ def received(tensors: Tensors) -> Tensors:
 
 
 @contextmanager
-def gradients_as_in_training(layers: Sequence[Layer], later: Later, *, products: bool = True) -> Iterator[None]:
+def gradients_as_in_training(
+    layers: Sequence[Layer], later: WeightGradStore, *, products: bool = True
+) -> Iterator[None]:
     """Gradients are there before, lookups give rows away, and linear layers leave their products to `later`."""
     modules = {module for layer in layers for module in layer.module.modules()}
     weights = {weight for layer in layers for weight in layer.module.parameters()}
-    embeddings = [module for module in modules if isinstance(module, Embedding)]
-    linears = [module for module in modules if isinstance(module, Product) and products]
+    embeddings = [module for module in modules if isinstance(module, VocabParallelEmbedding)]
+    linears = [module for module in modules if isinstance(module, WeightGradLayer) and products]
     before = [embedding.take_rows for embedding in embeddings], [linear.take_product for linear in linears]
     for weight in weights:
         weight.grad = torch.zeros_like(weight)
@@ -196,7 +200,7 @@ def gradients_as_in_training(layers: Sequence[Layer], later: Later, *, products:
             weight.grad = None
 
 
-def _leave(later: Later, layer: Product, values: Tensor, grad: Tensor) -> None:
+def _leave(later: WeightGradStore, layer: WeightGradLayer, values: Tensor, grad: Tensor) -> None:
     later(partial(layer.add_product, values, grad))
 
 
@@ -213,12 +217,12 @@ _LEAST_ROUNDS, _MOST_ROUNDS = 3, 100
 Visit = Callable[[int, Layer, Tensors, Tensors], Tensors]
 
 
-class MeasuredLayer(NamedTuple):
+class LayerProfile(NamedTuple):
     """What one layer needs for one micro-batch; memory in bytes."""
 
     seconds: float  # forward and backward
     weights: int  # a tied one counts at the last layer that has it
-    passes: dict[Way, Pass]  # where nothing is recomputed, without those ways
+    passes: dict[PassMode, PassMemory]  # where nothing is recomputed, without those ways
 
 
 def measure_layers(
@@ -230,19 +234,19 @@ def measure_layers(
     recompute: bool = False,
     threads: int = 1,
     seconds: float = _SECONDS,
-) -> list[MeasuredLayer]:
+) -> list[LayerProfile]:
     """Leaves no gradient behind. A GPU has one layer at a time, as all may not fit; at the end they are on the CPU.
 
     `context` surrounds each call of a layer, as in the pipeline.
     """
     owner = {id(weight): layer.name for layer in layers for weight in layer.module.parameters()}
-    passes: list[dict[Way, Pass]] = [{} for _ in layers]
+    passes: list[dict[PassMode, PassMemory]] = [{} for _ in layers]
     times: list[list[float]] = [[] for _ in layers]
 
     def weigh(index: int, layer: Layer, inputs: Tensors, targets: Tensors) -> Tensors:
         forward([layer], inputs, targets, context, again=False)  # warms up, and makes tables that stay
         outputs: Tensors = ()
-        for way in WAYS:
+        for way in PASS_MODES:
             if recompute or not way[0]:
                 passes[index][way], outputs = run_pass([layer], inputs, targets, later, context, way)
         return outputs
@@ -256,7 +260,7 @@ def measure_layers(
         times[index].append(time.perf_counter() - began)
         return outputs
 
-    later = Later()
+    later = WeightGradStore()
     with _threads(threads), gradients_as_in_training(layers, later):
         _round(layers, micro_batch, device, weigh)
         end = time.perf_counter() + seconds
@@ -265,7 +269,7 @@ def measure_layers(
                 _round(layers, micro_batch, device, clock)
     # The least: other work on the machine only ever adds.
     return [
-        MeasuredLayer(
+        LayerProfile(
             min(times[index]),
             sum(weight.nbytes for weight in layer.module.parameters() if owner[id(weight)] == layer.name),
             passes[index],

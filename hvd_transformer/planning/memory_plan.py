@@ -9,13 +9,13 @@ from typing import get_args
 from hvd_transformer.config.schema import Config
 from hvd_transformer.data.tokenizers import BPE_VOCAB_SIZE
 from hvd_transformer.errors import UserError
-from hvd_transformer.gradients.optimizer import copies
+from hvd_transformer.gradients.optimizer import copies_per_weight
 from hvd_transformer.gradients.sync import ON_THE_WAY
 from hvd_transformer.parallel.pipeline import Recompute
 from hvd_transformer.parallel.pipeline_schedule import SCHEDULES, ScheduleName, make_schedule
 from hvd_transformer.planning import partition
-from hvd_transformer.planning.layer_profile import WAYS, Pass, Way, run_pass, stage_activations
-from hvd_transformer.planning.model_costs import LayerCost, fake_model, layer_costs
+from hvd_transformer.planning.layer_profile import PASS_MODES, PassMemory, PassMode, run_pass, stage_activations
+from hvd_transformer.planning.model_costs import LayerEstimate, fake_model, layer_costs
 from hvd_transformer.planning.partition import check_partition, given_partition
 from hvd_transformer.planning.schedule_drawing import Timeline, bubble, simulate
 
@@ -29,7 +29,7 @@ _WIKITEXT2_WORDS = 28_783
 class StageCost:
     """Neighbouring layers on one device; memory in bytes, FLOPs of one micro-batch."""
 
-    layers: Sequence[LayerCost]
+    layers: Sequence[LayerEstimate]
     gradients: int  # at their peak
     optimizer: int
     activations: dict[tuple[ScheduleName, Recompute], int]  # at their peak
@@ -47,7 +47,7 @@ class StageCost:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """One rank's work in one round."""
 
     config: Config
@@ -57,7 +57,7 @@ class Plan:
     num_samples: int  # of a round
     micro_batch_size: int  # samples; the last micro-batch may have fewer
     num_micro_batches: int
-    layers: Sequence[LayerCost]
+    layers: Sequence[LayerEstimate]
     stages: Sequence[StageCost]
 
     @property
@@ -89,7 +89,7 @@ class Plan:
         return len(self.stages) * (1 - self.bubble(schedule))
 
 
-def make_plan(config: Config, vocab_size: int | None = None, ranks: int | None = None) -> Plan:
+def make_plan(config: Config, vocab_size: int | None = None, ranks: int | None = None) -> MemoryPlan:
     """For one of so many ranks (None: of one replica's).
 
     Raises `UserError` where the vocabulary cannot be known, or the model not be cut as configured.
@@ -108,11 +108,11 @@ def make_plan(config: Config, vocab_size: int | None = None, ranks: int | None =
         ends = [0, *accumulate(_cut(config, costs))]
         for index, (start, stop) in enumerate(pairwise(ends)):
             own_targets = targets if stop == len(layers) else ()
-            runs = {way: run_pass(layers[start:stop], tensors, own_targets, later, context, way) for way in WAYS}
+            runs = {way: run_pass(layers[start:stop], tensors, own_targets, later, context, way) for way in PASS_MODES}
             passes = {way: found for way, (found, _) in runs.items()}
             stages.append(_stage(config, costs[start:stop], index, count, passes, dp))
             tensors = runs[False, False][1]
-    return Plan(config, dp, words, origin, samples, size_, count, costs, stages)
+    return MemoryPlan(config, dp, words, origin, samples, size_, count, costs, stages)
 
 
 def _replicas(config: Config, ranks: int | None) -> int:
@@ -145,7 +145,7 @@ def _vocabulary(config: Config, given: int | None) -> tuple[int, str]:
     )
 
 
-def _cut(config: Config, layers: Sequence[LayerCost]) -> list[int]:
+def _cut(config: Config, layers: Sequence[LayerEstimate]) -> list[int]:
     """Layers a stage, as training.stages does it; "auto" by FLOPs in place of seconds."""
     given = given_partition(config, [layer.name for layer in layers])
     if given is not None:
@@ -156,7 +156,12 @@ def _cut(config: Config, layers: Sequence[LayerCost]) -> list[int]:
 
 
 def _stage(
-    config: Config, layers: Sequence[LayerCost], index: int, count: int, passes: Mapping[Way, Pass], dp: int
+    config: Config,
+    layers: Sequence[LayerEstimate],
+    index: int,
+    count: int,
+    passes: Mapping[PassMode, PassMemory],
+    dp: int,
 ) -> StageCost:
     """Stage `index`, of `count` micro-batches, on one of `dp` replicas."""
     recompute, num_stages = config.parallel.recompute, config.parallel.pipeline
@@ -170,7 +175,7 @@ def _stage(
         for setting in RECOMPUTES
     }
     weights = sum(layer.weight_bytes for layer in layers)
-    gradients, optimizer = (math.ceil(numbers * weights) for numbers in copies(config, dp))
+    gradients, optimizer = (math.ceil(numbers * weights) for numbers in copies_per_weight(config, dp))
     if gradients < weights:  # and those of a bucket that fills, and of buckets on their way
         bucket = max(int(config.communication.bucket_mb * 2**20), *(layer.largest_bytes for layer in layers))
         gradients += min(weights, bucket + ON_THE_WAY)

@@ -15,12 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from hvd_transformer.config.schema import Config
-from hvd_transformer.gradients.weight_grads import Later
+from hvd_transformer.gradients.weight_grads import WeightGradStore
 from hvd_transformer.nn.contracts import Layer, MicroBatch, Tensors
 from hvd_transformer.nn.cross_entropy import GPU_CHUNK
-from hvd_transformer.nn.dropout import dropout_place
+from hvd_transformer.nn.dropout import dropout_key
 from hvd_transformer.parallel.precision import autocast, weight_dtype
-from hvd_transformer.parallel.tensor_group import SilentShares, cut_weights, share_layers
+from hvd_transformer.parallel.tensor_group import LocalTensorGroup, cut_weights, share_layers
 from hvd_transformer.planning.layer_profile import (
     Context,
     backward,
@@ -44,7 +44,7 @@ _MORE_PRODUCTS = {
 
 
 @dataclass(frozen=True)
-class LayerCost:
+class LayerEstimate:
     """One layer's weights, and its part in one micro-batch."""
 
     name: str
@@ -64,7 +64,7 @@ class FakeModel(NamedTuple):
 
     layers: Sequence[Layer]
     micro_batch: MicroBatch
-    later: Later
+    later: WeightGradStore
     context: Context
 
 
@@ -82,12 +82,12 @@ def fake_model(config: Config, vocab_size: int, num_samples: int) -> Iterator[Fa
         if tensor > 1:
             shapes = {name: weight.shape for name, weight in model.named_parameters()}
             cut_weights(model, cuts, 0, tensor)
-            share_layers(model, cuts, shapes, lambda _: SilentShares(0, tensor))
-        later = Later()
+            share_layers(model, cuts, shapes, lambda _: LocalTensorGroup(0, tensor))
+        later = WeightGradStore()
 
         @contextmanager
         def context() -> Iterator[None]:
-            with autocast(config.training.precision, torch.device("cpu")), dropout_place(0):
+            with autocast(config.training.precision, torch.device("cpu")), dropout_key(0):
                 yield
 
         # The gradients are parts of buckets, which count elsewhere.
@@ -96,7 +96,7 @@ def fake_model(config: Config, vocab_size: int, num_samples: int) -> Iterator[Fa
             yield FakeModel(layers, batch, later, context)
 
 
-def layer_costs(model: FakeModel) -> list[LayerCost]:
+def layer_costs(model: FakeModel) -> list[LayerEstimate]:
     """Each alone."""
     layers, (inputs, targets), later, context = model
     owner = {id(weight): layer.name for layer in layers for weight in layer.module.parameters()}
@@ -107,7 +107,7 @@ def layer_costs(model: FakeModel) -> list[LayerCost]:
         alone, tensors = run_pass([layer], tensors, own_targets, later, context, (False, False))
         own = [weight for weight in layer.module.parameters() if owner[id(weight)] == layer.name]
         costs.append(
-            LayerCost(
+            LayerEstimate(
                 name=layer.name,
                 parameters=sum(weight.numel() for weight in own),
                 weight_bytes=sum(weight.nbytes for weight in own),

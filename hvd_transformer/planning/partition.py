@@ -13,17 +13,24 @@ import torch
 
 from hvd_transformer.config.schema import Config
 from hvd_transformer.errors import UserError
-from hvd_transformer.gradients.optimizer import copies
-from hvd_transformer.nn.dropout import dropout_place
-from hvd_transformer.parallel.mesh import Layout
+from hvd_transformer.gradients.optimizer import copies_per_weight
+from hvd_transformer.nn.dropout import dropout_key
+from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.parallel.pipeline import worker_threads
 from hvd_transformer.parallel.pipeline_schedule import make_schedule
 from hvd_transformer.parallel.precision import autocast
-from hvd_transformer.planning.layer_profile import MeasuredLayer, Pass, Way, join, measure_layers, stage_activations
+from hvd_transformer.planning.layer_profile import (
+    LayerProfile,
+    PassMemory,
+    PassMode,
+    join,
+    measure_layers,
+    stage_activations,
+)
 from hvd_transformer.planning.profile_cache import cached_costs
 from hvd_transformer.plugin import first_line, load_plugin
 from hvd_transformer.tasks.registry import task_class
-from hvd_transformer.tasks.task import Task, cut
+from hvd_transformer.tasks.task import Task, split_batch
 
 # Of a stage and its first and last layer (exclusive); None where it may not be.
 Price = Callable[[int, int, int], float | None]
@@ -169,22 +176,22 @@ def check_partition(config: Config) -> None:
         given_partition(config, names)
 
 
-def _counts(config: Config, task: Task, layout: Layout, measures: bool) -> list[int]:
+def _counts(config: Config, task: Task, layout: ParallelMesh, measures: bool) -> list[int]:
     """Layers a stage. Rank 0 alone measures, as another rank would measure something else."""
     layers, num_stages = task.layers, config.parallel.pipeline
     given = given_partition(config, [layer.name for layer in layers])
     if given is not None or num_stages == 1 or not measures or not task.sampler.num_steps():  # in evaluation alone
         return given or uniform(len(layers), num_stages)
     units = next(iter(task.sampler.epoch())).rounds[0]  # rank 0's first round is the largest of all
-    batches = cut(task.batch(0, units), config.parallel.micro_batches)
+    batches = split_batch(task.batch(0, units), config.parallel.micro_batches)
     micro_batch, threads = task.micro_batch(batches[0]), worker_threads(num_stages)
 
     @contextmanager
     def context() -> Iterator[None]:
-        with autocast(config.training.precision, layout.device), dropout_place(config.seed):
+        with autocast(config.training.precision, layout.device), dropout_key(config.seed):
             yield
 
-    def measure() -> list[MeasuredLayer]:
+    def measure() -> list[LayerProfile]:
         recompute = config.parallel.recompute
         again = recompute == "always" or (recompute == "except_last" and len(batches) > 1)
         return measure_layers(layers, micro_batch, layout.device, context=context, recompute=again, threads=threads)
@@ -198,7 +205,7 @@ def _counts(config: Config, task: Task, layout: Layout, measures: bool) -> list[
 
 
 def best_cut(
-    config: Config, costs: Sequence[MeasuredLayer], num_micro_batches: int, device_bytes: int | None, dp: int
+    config: Config, costs: Sequence[LayerProfile], num_micro_batches: int, device_bytes: int | None, dp: int
 ) -> list[int]:
     """Layers a stage such that the slowest stage is fastest, and each fits a device of this memory (None: no limit).
 
@@ -210,13 +217,13 @@ def best_cut(
     seconds = [cost.seconds for cost in costs]
     if device_bytes is None:
         return balanced(seconds, num_stages)
-    numbers = 1 + sum(copies(config, dp))  # of each weight
+    numbers = 1 + sum(copies_per_weight(config, dp))  # of each weight
     schedule = make_schedule(parallel.schedule, num_stages, num_micro_batches)
 
     weights = [0, *accumulate(cost.weights for cost in costs)]
 
     @cache
-    def passes_from(start: int) -> list[dict[Way, Pass]]:
+    def passes_from(start: int) -> list[dict[PassMode, PassMemory]]:
         """Of the first layer from here on, of the first two, and so on."""
         result = [costs[start].passes]
         for cost in costs[start + 1 :]:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from hvd_transformer.parallel.pipeline_schedule import SCHEDULES
-from hvd_transformer.planning.memory_plan import RECOMPUTES, Plan, StageCost
-from hvd_transformer.planning.model_costs import LayerCost
+from hvd_transformer.planning.memory_plan import RECOMPUTES, MemoryPlan, StageCost
+from hvd_transformer.planning.model_costs import LayerEstimate
 from hvd_transformer.planning.schedule_drawing import Timeline, draw_text, makespan
 
 # So many are drawn where all micro-batches have no room.
@@ -15,7 +15,7 @@ _DRAWN = 8
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
 
-def plan_text(plan: Plan, width: int, memory_gib: float | None = None) -> str:
+def plan_text(plan: MemoryPlan, width: int, memory_gib: float | None = None) -> str:
     """All of it. `width` is the drawing's; `memory_gib`: what a device has, to compare with."""
     parts = [_headline(plan), _layers(plan), _stages(plan), _memory(plan), _activations(plan)]
     if memory_gib is not None:
@@ -26,7 +26,7 @@ def plan_text(plan: Plan, width: int, memory_gib: float | None = None) -> str:
     return "\n\n".join(parts)
 
 
-def _headline(plan: Plan) -> str:
+def _headline(plan: MemoryPlan) -> str:
     config, size = plan.config, plan.micro_batch_size
     training, parallel = config.training, config.parallel
     samples = f"{size} sample{'s' if size > 1 else ''}"
@@ -53,7 +53,7 @@ def _headline(plan: Plan) -> str:
     return "\n".join(f"{name + ':':<15}{text}" for name, text in lines.items())
 
 
-def _layers(plan: Plan) -> str:
+def _layers(plan: MemoryPlan) -> str:
     rows = [["layer", "parameters", "forward", "backward", "activations"]]
     for first, last in _alike(plan.layers):
         name = first.name if first is last else f"{first.name} to {last.name}, each"
@@ -62,10 +62,10 @@ def _layers(plan: Plan) -> str:
     return "Layers, one micro-batch: GFLOPs, and what is kept for backward\n" + _table(rows, 1)
 
 
-def _alike(layers: Sequence[LayerCost]) -> Iterator[tuple[LayerCost, LayerCost]]:
+def _alike(layers: Sequence[LayerEstimate]) -> Iterator[tuple[LayerEstimate, LayerEstimate]]:
     """The first and last of neighbours that cost the same."""
 
-    def cost(layer: LayerCost) -> tuple[object, ...]:
+    def cost(layer: LayerEstimate) -> tuple[object, ...]:
         return layer.parameters, layer.forward_flops, layer.backward_flops, layer.activation_bytes, layer.recompute
 
     for _, group in groupby(layers, cost):
@@ -73,7 +73,7 @@ def _alike(layers: Sequence[LayerCost]) -> Iterator[tuple[LayerCost, LayerCost]]
         yield members[0], members[-1]
 
 
-def _stages(plan: Plan) -> str:
+def _stages(plan: MemoryPlan) -> str:
     rows = [["stage", "layers", "number", "parameters", "GFLOPs", "share"]]
     total = sum(stage.forward_flops + stage.backward_flops for stage in plan.stages)
     for number, stage in enumerate(plan.stages):
@@ -86,7 +86,7 @@ def _stages(plan: Plan) -> str:
     return f"Stages, one micro-batch (partition {how})\n{_table(rows, 2)}"
 
 
-def _memory(plan: Plan) -> str:
+def _memory(plan: MemoryPlan) -> str:
     unit, number = _unit(max(sum(plan.memory(stage)) for stage in plan.stages))
     rows = [["stage", "weights", "gradients", "optimizer", "activations", "total"]]
     for index, stage in enumerate(plan.stages):
@@ -97,13 +97,13 @@ def _memory(plan: Plan) -> str:
     return f"Memory at its peak, {unit}\n{_table(rows, 1)}"
 
 
-def _sum(plan: Plan, stage: StageCost, number: int) -> list[float]:
+def _sum(plan: MemoryPlan, stage: StageCost, number: int) -> list[float]:
     """A stage's parts and their total in units of `number` bytes, rounded up so that what is shown adds up."""
     parts = [math.ceil(part / number * 100) / 100 for part in plan.memory(stage)]
     return [*parts, sum(parts)]
 
 
-def _activations(plan: Plan) -> str:
+def _activations(plan: MemoryPlan) -> str:
     unit, number = _unit(max(max(stage.activations.values()) for stage in plan.stages))
     configured = plan.config.parallel.schedule, plan.config.parallel.recompute
     rows = [["schedule", "recompute", *(f"stage {index}" for index in range(len(plan.stages)))]]
@@ -115,7 +115,7 @@ def _activations(plan: Plan) -> str:
     return f"Activations by schedule and recompute, {unit} (* configured)\n{_table(rows, 2)}"
 
 
-def _fits(plan: Plan, memory_gib: float) -> str:
+def _fits(plan: MemoryPlan, memory_gib: float) -> str:
     unit, number = _unit(max(sum(plan.memory(stage)) for stage in plan.stages))
     limit = memory_gib * 2**30
     lines = [f"Of {memory_gib:g} GiB a stage: weights + gradients + optimizer + activations = total, {unit}"]
@@ -127,7 +127,7 @@ def _fits(plan: Plan, memory_gib: float) -> str:
     return "\n".join(lines)
 
 
-def _waiting(plan: Plan) -> str:
+def _waiting(plan: MemoryPlan) -> str:
     rows = [["schedule", "bubble", "speed-up"]]
     for schedule in SCHEDULES:
         mark = " *" if schedule == plan.config.parallel.schedule else ""
@@ -136,7 +136,7 @@ def _waiting(plan: Plan) -> str:
     return f"{title}\n{_table(rows, 1)}"
 
 
-def _drawing(plan: Plan, width: int) -> str:
+def _drawing(plan: MemoryPlan, width: int) -> str:
     schedule, count = plan.config.parallel.schedule, plan.num_micro_batches
     timeline = plan.timeline(schedule)
     note = ""
@@ -152,7 +152,7 @@ def _has_room(timeline: Timeline, count: int, width: int) -> bool:
     return shortest / makespan(timeline) * (width - len("stage 0  ")) >= len(str(count - 1)) + 1
 
 
-def _notes(plan: Plan) -> str:
+def _notes(plan: MemoryPlan) -> str:
     text = (
         "Matrix products' FLOPs stand for time. Memory leaves out a gradient on its way to another stage, buffers for "
         "sending, and what the libraries take."

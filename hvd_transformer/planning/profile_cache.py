@@ -19,7 +19,7 @@ import torch
 from hvd_transformer import __version__, atomic
 from hvd_transformer.config.schema import Config
 from hvd_transformer.nn.contracts import Layer, MicroBatch
-from hvd_transformer.planning.layer_profile import MeasuredLayer, Pass
+from hvd_transformer.planning.layer_profile import LayerProfile, PassMemory
 
 FORMAT = 2  # of the file and of what is measured; another number measures anew
 
@@ -32,8 +32,8 @@ def cached_costs(
     micro_batch: MicroBatch,
     device: torch.device,
     threads: int,
-    measure: Callable[[], list[MeasuredLayer]],
-) -> tuple[list[MeasuredLayer], bool]:
+    measure: Callable[[], list[LayerProfile]],
+) -> tuple[list[LayerProfile], bool]:
     """What `measure` found, now or before (the second value) for all that its result depends on."""
     settings = json.dumps(_settings(config, layers, micro_batch, device, threads), sort_keys=True)
     name = f"{hashlib.sha256(settings.encode()).hexdigest()[:16]}.json"
@@ -79,18 +79,18 @@ def _processor(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
-def record(cost: MeasuredLayer) -> dict[str, Any]:
+def record(cost: LayerProfile) -> dict[str, Any]:
     """A layer's costs as JSON has them."""
     passes = [{"again": again, "waits": waits, **found._asdict()} for (again, waits), found in cost.passes.items()]
     return {**cost._asdict(), "passes": passes}
 
 
-def _layer(record: dict[str, Any]) -> MeasuredLayer:
-    passes = {(found.pop("again"), found.pop("waits")): Pass(**found) for found in record.pop("passes")}
-    return MeasuredLayer(**record, passes=passes)
+def _layer(record: dict[str, Any]) -> LayerProfile:
+    passes = {(found.pop("again"), found.pop("waits")): PassMemory(**found) for found in record.pop("passes")}
+    return LayerProfile(**record, passes=passes)
 
 
-def _read(file: Path, num_layers: int) -> list[MeasuredLayer] | None:
+def _read(file: Path, num_layers: int) -> list[LayerProfile] | None:
     """What is in the file; None where it is missing or damaged."""
     try:
         costs = [_layer(record) for record in json.loads(file.read_text(encoding="utf-8"))]

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hvd_transformer.config.schema import Config
-from hvd_transformer.data.prepare_examples import Learned, prepare_examples
+from hvd_transformer.data.prepare_examples import TrainedVocabulary, prepare_examples
 from hvd_transformer.data.prepared import PreparedExamples
 from hvd_transformer.data.published import source_path
 from hvd_transformer.data.sampler import Replica
-from hvd_transformer.data.splits import Rows
+from hvd_transformer.data.splits import ExampleSource
 from hvd_transformer.data.tables import open_table, open_table_split
 from hvd_transformer.data.tokenizers import PAD, Tokenizer
 from hvd_transformer.errors import UserError
@@ -23,7 +23,7 @@ from hvd_transformer.inference.predict import padded
 from hvd_transformer.models.classifier import Classifier, classifier_layers
 from hvd_transformer.nn.contracts import Layer, MicroBatch
 from hvd_transformer.tasks.metrics import classification_metrics
-from hvd_transformer.tasks.task import Batch, Evaluated, ExampleTask, Preparing, Sketch
+from hvd_transformer.tasks.task import Batch, EvaluationSpec, ExampleTask, ModelSketch, PrepareContext
 
 ROLE = "text"
 
@@ -47,17 +47,17 @@ class ClassificationTask(ExampleTask):
         return Classifier(tokenizer.vocab_size, len(self.labels), config.model, smoothing, weights)
 
     @classmethod
-    def prepare(cls, config: Config, preparing: Preparing) -> PreparedExamples:
+    def prepare(cls, config: Config, preparing: PrepareContext) -> PreparedExamples:
         return prepare_examples(config.data, open_rows(config, preparing), (ROLE,), **preparing._asdict())
 
     @classmethod
-    def prepare_evaluation(cls, config: Config, preparing: Preparing, wanted: Evaluated) -> PreparedExamples:
+    def prepare_evaluation(cls, config: Config, preparing: PrepareContext, wanted: EvaluationSpec) -> PreparedExamples:
         data, state = config.data, wanted.state
         if wanted.path is not None:
             rows = open_table_split(data, wanted.path, wanted.split)
         else:
             rows = open_rows(config, preparing).only(wanted.split, f"data.source={data.source}")
-        learned = Learned({ROLE: wanted.tokenizers[""]}, state["labels"])
+        learned = TrainedVocabulary({ROLE: wanted.tokenizers[""]}, state["labels"])
         found = prepare_examples(data, rows, (ROLE,), learned=learned, **preparing._asdict())
         counts = state.get("label_counts")
         if counts is None and data.class_weights == "balanced":
@@ -75,12 +75,12 @@ class ClassificationTask(ExampleTask):
         return ["embedding", *(f"blocks.{number}" for number in range(config.model.num_layers)), "head"]
 
     @classmethod
-    def sketch(cls, config: Config, vocab_size: int, num_samples: int) -> Sketch:
+    def sketch(cls, config: Config, vocab_size: int, num_samples: int) -> ModelSketch:
         """Of texts as long as may be, and two classes."""
         model = Classifier(vocab_size, 2, config.model)
         tokens = torch.zeros(num_samples, config.data.sequence_length, dtype=torch.int64)
         batch = MicroBatch((tokens, tokens != PAD), (torch.zeros(num_samples, dtype=torch.int64),))
-        return Sketch(model, classifier_layers(model), batch, model.cuts(config.parallel.vocab_parallel))
+        return ModelSketch(model, classifier_layers(model), batch, model.cuts(config.parallel.vocab_parallel))
 
     @property
     def layers(self) -> list[Layer]:
@@ -141,7 +141,7 @@ class ClassificationTask(ExampleTask):
         return torch.tensor([given[label] for label in self.labels])
 
 
-def open_rows(config: Config, preparing: Preparing) -> Rows:
+def open_rows(config: Config, preparing: PrepareContext) -> ExampleSource:
     """The labelled texts of `data.source`. Raises `UserError`."""
     return open_table(config.data, source_path(config.data, *preparing[1:]), config.seed)
 

@@ -7,16 +7,16 @@ from torch import Tensor, nn
 
 from hvd_transformer.config.batch_size import step_samples
 from hvd_transformer.config.schema import Config
-from hvd_transformer.data.batches import Batch, Columns, Windows, evaluation_batches
+from hvd_transformer.data.batches import Batch, ColumnDataset, WindowDataset, evaluation_batches
 from hvd_transformer.data.prepare_text import prepare, prepare_corpus
 from hvd_transformer.data.prepared import PreparedData, TokenFile
-from hvd_transformer.data.sampler import ColumnSampler, Replica, WindowSampler
+from hvd_transformer.data.sampler import ColumnSampler, Replica, StepSampler
 from hvd_transformer.data.text_corpus import only, open_corpus, open_text
 from hvd_transformer.data.tokenizers import Tokenizer
 from hvd_transformer.errors import UserError
 from hvd_transformer.models.language_model import LanguageModel, language_model_layers
 from hvd_transformer.nn.contracts import Layer, MicroBatch
-from hvd_transformer.tasks.task import Evaluated, Preparing, Sketch, Task
+from hvd_transformer.tasks.task import EvaluationSpec, ModelSketch, PrepareContext, Task
 
 
 class LanguageModelTask(Task):
@@ -30,7 +30,7 @@ class LanguageModelTask(Task):
         self.length = config.data.sequence_length
         self.eval_batch_size = training.eval_batch_size or training.batch_size
         self.model = self.make_model()
-        self.sampler: WindowSampler | ColumnSampler = WindowSampler(0, 1, 1, replica)
+        self.sampler: StepSampler | ColumnSampler = StepSampler(0, 1, 1, replica)
         self.usual_count = 1  # in evaluation alone: no steps
         if "train" in data.splits:
             self._begin_training(data.splits["train"])
@@ -45,14 +45,14 @@ class LanguageModelTask(Task):
         config, training, replica, length = self.config, self.config.training, self.replica, self.length
         num_samples = step_samples(training, replica.size)
         self.usual_count = num_samples * length
-        self.samples: Windows | Columns
+        self.samples: WindowDataset | ColumnDataset
         if config.data.batching == "windows":
             needed = length + 1
-            self.samples = Windows(tokens, length, config.seed)
-            self.sampler = WindowSampler(self.samples.num_units, num_samples, training.batch_size, replica)
+            self.samples = WindowDataset(tokens, length, config.seed)
+            self.sampler = StepSampler(self.samples.num_units, num_samples, training.batch_size, replica)
         else:
             needed = 2 * training.batch_size
-            self.samples = Columns(tokens, training.batch_size, length)
+            self.samples = ColumnDataset(tokens, training.batch_size, length)
             num_stretches = num_samples // (training.batch_size * training.accumulation)
             self.sampler = ColumnSampler(self.samples.num_units, num_stretches, training.accumulation, replica)
         if len(tokens) < needed:
@@ -67,11 +67,11 @@ class LanguageModelTask(Task):
         return model
 
     @classmethod
-    def prepare(cls, config: Config, preparing: Preparing) -> PreparedData:
+    def prepare(cls, config: Config, preparing: PrepareContext) -> PreparedData:
         return prepare(config.data, *preparing)
 
     @classmethod
-    def prepare_evaluation(cls, config: Config, preparing: Preparing, wanted: Evaluated) -> PreparedData:
+    def prepare_evaluation(cls, config: Config, preparing: PrepareContext, wanted: EvaluationSpec) -> PreparedData:
         data = config.data
         if wanted.path is not None:
             corpus = open_text(wanted.path, wanted.split)
@@ -87,11 +87,11 @@ class LanguageModelTask(Task):
         return ["embedding", *(f"blocks.{number}" for number in range(config.model.num_layers)), "head"]
 
     @classmethod
-    def sketch(cls, config: Config, vocab_size: int, num_samples: int) -> Sketch:
+    def sketch(cls, config: Config, vocab_size: int, num_samples: int) -> ModelSketch:
         model = LanguageModel(vocab_size, config.model)
         tokens = torch.zeros(num_samples, config.data.sequence_length, dtype=torch.int64)
         layers, batch = language_model_layers(model), MicroBatch((tokens,), (tokens,))
-        return Sketch(model, layers, batch, model.cuts(config.parallel.vocab_parallel))
+        return ModelSketch(model, layers, batch, model.cuts(config.parallel.vocab_parallel))
 
     @property
     def tokenizers(self) -> Mapping[str, Tokenizer]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from hvd_transformer.config.schema import Config
-from hvd_transformer.data.prepare_examples import Learned, prepare_examples
+from hvd_transformer.data.prepare_examples import TrainedVocabulary, prepare_examples
 from hvd_transformer.data.prepare_text import prepare_corpus
 from hvd_transformer.data.prepared import PreparedData, PreparedExamples
 from hvd_transformer.data.pretrained_tokenizer import PretrainedTokenizer
@@ -19,7 +19,7 @@ from hvd_transformer.models.classifier import class_loss, class_sums
 from hvd_transformer.nn.contracts import Layer
 from hvd_transformer.tasks.classification_task import ROLE, ClassificationTask, open_rows
 from hvd_transformer.tasks.language_model_task import LanguageModelTask
-from hvd_transformer.tasks.task import Preparing, Sketch, Task
+from hvd_transformer.tasks.task import ModelSketch, PrepareContext, Task
 
 _NAME = "model"  # of the one layer
 
@@ -37,7 +37,7 @@ class PretrainedTask(Task):
         return [_NAME]
 
     @classmethod
-    def sketch(cls, config: Config, vocab_size: int, num_samples: int) -> Sketch:
+    def sketch(cls, config: Config, vocab_size: int, num_samples: int) -> ModelSketch:
         raise UserError(f"{origin(folder_of(config))}: plan knows the layers of this package's own models alone")
 
     @property
@@ -57,7 +57,7 @@ class PretrainedClassificationTask(PretrainedTask, ClassificationTask):
     """The label of a text, by an encoder with a head of its own or a new one."""
 
     @classmethod
-    def prepare(cls, config: Config, preparing: Preparing) -> PreparedExamples:
+    def prepare(cls, config: Config, preparing: PrepareContext) -> PreparedExamples:
         folder = folder_of(config)
         tokenizer = _tokenizer(config)
         if not tokenizer.has_pad:
@@ -65,7 +65,7 @@ class PretrainedClassificationTask(PretrainedTask, ClassificationTask):
         rows, own = open_rows(config, preparing), pretrained.label_names(folder)
 
         def prepared(labels: list[str] | None) -> PreparedExamples:
-            learned = Learned({ROLE: tokenizer}, labels)
+            learned = TrainedVocabulary({ROLE: tokenizer}, labels)
             return prepare_examples(config.data, rows, (ROLE,), learned=learned, **preparing._asdict())
 
         found = prepared(None)
@@ -95,7 +95,7 @@ class PretrainedLanguageModelTask(PretrainedTask, LanguageModelTask):
     """Each next token of a text, by a causal language model."""
 
     @classmethod
-    def prepare(cls, config: Config, preparing: Preparing) -> PreparedData:
+    def prepare(cls, config: Config, preparing: PrepareContext) -> PreparedData:
         tokenizer = _tokenizer(config)
         corpus = open_corpus(config.data, *preparing[1:])
         return prepare_corpus(config.data, corpus, tokenizer, *preparing)

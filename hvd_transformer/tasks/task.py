@@ -16,20 +16,20 @@ from torch import Tensor, nn
 from hvd_transformer.comm.group import Group
 from hvd_transformer.config.batch_size import step_samples
 from hvd_transformer.config.schema import Config
-from hvd_transformer.data.batches import LengthBatches, in_order
+from hvd_transformer.data.batches import LengthBuckets, in_order
 from hvd_transformer.data.build_once import Report, ShouldStop
 from hvd_transformer.data.prepare_text import OrderedMap
-from hvd_transformer.data.sampler import Intervals, Replica, Step, WindowSampler
+from hvd_transformer.data.sampler import Intervals, Replica, StepPlan, StepSampler
 from hvd_transformer.data.tokenizers import Tokenizer
 from hvd_transformer.errors import UserError
-from hvd_transformer.nn.contracts import Cut, Layer, MicroBatch
+from hvd_transformer.nn.contracts import Layer, MicroBatch, TensorSplit
 from hvd_transformer.tasks.metrics import perplexity
 
 # A batch is a tuple of tensors whose first dimension counts the samples.
 Batch = tuple[Tensor, ...]
 
 
-def cut(batch: Batch, most: int) -> list[Batch]:
+def split_batch(batch: Batch, most: int) -> list[Batch]:
     """A round's micro-batches: at most so many, the last smaller where they do not divide it."""
     size = -(-batch[0].size(0) // most)
     return list(zip(*(tensor.split(size) for tensor in batch), strict=True))
@@ -40,10 +40,10 @@ class Sampler(Protocol):
 
     def num_steps(self, remaining: Intervals | None = None) -> int: ...
 
-    def epoch(self, remaining: Intervals | None = None) -> Iterator[Step]: ...
+    def epoch(self, remaining: Intervals | None = None) -> Iterator[StepPlan]: ...
 
 
-class Preparing(NamedTuple):
+class PrepareContext(NamedTuple):
     """What a preparation of data may use: processes that map in order, the screen, and whether to break off."""
 
     map: OrderedMap
@@ -62,7 +62,7 @@ class Data(Protocol):
         ...
 
 
-class Evaluated(NamedTuple):
+class EvaluationSpec(NamedTuple):
     """What `evaluate` is asked for, and what the checkpoint has for it."""
 
     split: str | None  # None: test where there is one, else valid
@@ -71,14 +71,14 @@ class Evaluated(NamedTuple):
     state: Mapping[str, Any]  # the checkpoint's, with the task's facts
 
 
-class Sketch(NamedTuple):
+class ModelSketch(NamedTuple):
     """A model without data, the largest micro-batch of so many samples, and the weights that ranks may share: what can
     be known before there is a job."""
 
     model: nn.Module
     layers: Sequence[Layer]
     micro_batch: MicroBatch
-    cuts: Mapping[str, Cut]
+    cuts: Mapping[str, TensorSplit]
 
 
 class Task(ABC):
@@ -97,11 +97,11 @@ class Task(ABC):
 
     @classmethod
     @abstractmethod
-    def prepare(cls, config: Config, preparing: Preparing) -> Data:
+    def prepare(cls, config: Config, preparing: PrepareContext) -> Data:
         """The data, made once on each host. Raises `UserError` where it cannot be used."""
 
     @classmethod
-    def prepare_evaluation(cls, config: Config, preparing: Preparing, wanted: Evaluated) -> Data:
+    def prepare_evaluation(cls, config: Config, preparing: PrepareContext, wanted: EvaluationSpec) -> Data:
         """The data of one split or file for a trained model, with its own tokenizers. The split is "data" where
         `wanted.path` is a file.
 
@@ -128,7 +128,7 @@ class Task(ABC):
         return None
 
     @classmethod
-    def sketch(cls, config: Config, vocab_size: int, num_samples: int) -> Sketch:
+    def sketch(cls, config: Config, vocab_size: int, num_samples: int) -> ModelSketch:
         """For `plan`, whose tensors have no values. Raises `UserError` where nothing can be said without the data."""
         raise UserError(f"task={config.task}: cannot be planned; the class has no `sketch`")
 
@@ -181,9 +181,9 @@ class Task(ABC):
         return ()
 
     @property
-    def cuts(self) -> Mapping[str, Cut]:
+    def cuts(self) -> Mapping[str, TensorSplit]:
         """The weights that the ranks of a tensor group share, and how: as the model says, if it does."""
-        own: Callable[[bool], Mapping[str, Cut]] | None = getattr(self.model, "cuts", None)
+        own: Callable[[bool], Mapping[str, TensorSplit]] | None = getattr(self.model, "cuts", None)
         return {} if own is None else own(self.config.parallel.vocab_parallel)
 
     @property
@@ -227,16 +227,16 @@ class ExampleTask(Task):
     def __init__(self, config: Config, data: Any, replica: Replica) -> None:
         super().__init__(config, data, replica)
         self.splits: Mapping[str, Samples] = data.splits
-        self.sampler, self.usual_count = WindowSampler(0, 1, 1, replica), 1  # in evaluation alone: no steps
+        self.sampler, self.usual_count = StepSampler(0, 1, 1, replica), 1  # in evaluation alone: no steps
         if "train" in self.splits:
             self._begin_training()
 
     def _begin_training(self) -> None:
         config, training, replica = self.config, self.config.training, self.replica
         lengths = self.splits["train"].lengths
-        self.batches = LengthBatches(lengths, training.batch_size, config.data.batch_tokens, config.seed)
+        self.batches = LengthBuckets(lengths, training.batch_size, config.data.batch_tokens, config.seed)
         units = -(-step_samples(training, replica.size) // training.batch_size)
-        self.sampler = WindowSampler(self.batches.num_units, units, 1, replica)
+        self.sampler = StepSampler(self.batches.num_units, units, 1, replica)
         self.usual_count = max(1, round(self.num_training_targets * units / self.batches.num_units))
 
     @abstractmethod

@@ -9,17 +9,17 @@ from numpy.typing import NDArray
 from hvd_transformer.comm.group import Group
 from hvd_transformer.config.schema import Config
 from hvd_transformer.data.parallel_text import open_pairs, open_pairs_split
-from hvd_transformer.data.prepare_examples import Learned, prepare_examples
+from hvd_transformer.data.prepare_examples import TrainedVocabulary, prepare_examples
 from hvd_transformer.data.prepared import PreparedExamples, tokenizer_prefix
 from hvd_transformer.data.published import PAIRS, source_path
 from hvd_transformer.data.sampler import Replica
-from hvd_transformer.data.splits import Rows
+from hvd_transformer.data.splits import ExampleSource
 from hvd_transformer.data.tokenizers import BEGIN, END, PAD, Tokenizer
 from hvd_transformer.inference.predict import padded, translate
 from hvd_transformer.models.encoder_decoder import EncoderDecoder, encoder_decoder_layers
 from hvd_transformer.nn.contracts import Layer, MicroBatch
 from hvd_transformer.tasks.metrics import bleu_metrics, signature
-from hvd_transformer.tasks.task import Batch, Evaluated, ExampleTask, Preparing, Sketch
+from hvd_transformer.tasks.task import Batch, EvaluationSpec, ExampleTask, ModelSketch, PrepareContext
 
 ROLES = ("source", "target")
 
@@ -36,18 +36,20 @@ class TranslationTask(ExampleTask):
         self.model = EncoderDecoder(source, target, config.model, config.training.label_smoothing)
 
     @classmethod
-    def prepare(cls, config: Config, preparing: Preparing) -> PreparedExamples:
+    def prepare(cls, config: Config, preparing: PrepareContext) -> PreparedExamples:
         shared = config.model.share_embeddings
         return prepare_examples(config.data, _rows(config, preparing), ROLES, shared=shared, **preparing._asdict())
 
     @classmethod
-    def prepare_evaluation(cls, config: Config, preparing: Preparing, wanted: Evaluated) -> PreparedExamples:
+    def prepare_evaluation(cls, config: Config, preparing: PrepareContext, wanted: EvaluationSpec) -> PreparedExamples:
         data, shared = config.data, config.model.share_embeddings
         if wanted.path is not None:
             rows = open_pairs_split(data, wanted.path, wanted.split)
         else:
             rows = _rows(config, preparing).only(wanted.split, f"data.source={data.source}")
-        learned = Learned({role: wanted.tokenizers[tokenizer_prefix(role, ROLES, shared)] for role in ROLES}, [])
+        learned = TrainedVocabulary(
+            {role: wanted.tokenizers[tokenizer_prefix(role, ROLES, shared)] for role in ROLES}, []
+        )
         return prepare_examples(data, rows, ROLES, shared=shared, learned=learned, **preparing._asdict())
 
     def describe(self) -> str:
@@ -70,13 +72,13 @@ class TranslationTask(ExampleTask):
         ]
 
     @classmethod
-    def sketch(cls, config: Config, vocab_size: int, num_samples: int) -> Sketch:
+    def sketch(cls, config: Config, vocab_size: int, num_samples: int) -> ModelSketch:
         """Of pairs as long as may be, with vocabularies of one size."""
         model = EncoderDecoder(vocab_size, vocab_size, config.model)
         tokens = torch.zeros(num_samples, config.data.sequence_length, dtype=torch.int64)
         goals = torch.zeros(tokens.numel(), dtype=torch.int64)
         batch = MicroBatch((tokens, tokens != PAD, tokens.clone()), (goals, goals.clone()))
-        return Sketch(model, encoder_decoder_layers(model), batch, model.cuts(config.parallel.vocab_parallel))
+        return ModelSketch(model, encoder_decoder_layers(model), batch, model.cuts(config.parallel.vocab_parallel))
 
     @property
     def layers(self) -> list[Layer]:
@@ -132,6 +134,6 @@ class TranslationTask(ExampleTask):
         return bleu_metrics(hypotheses, [texts[-1] for texts in self.data.raw_texts(split)])
 
 
-def _rows(config: Config, preparing: Preparing) -> Rows:
+def _rows(config: Config, preparing: PrepareContext) -> ExampleSource:
     path = source_path(config.data, preparing.report, preparing.should_stop, PAIRS)
     return open_pairs(config.data, path, config.seed)

@@ -14,10 +14,10 @@ from hvd_transformer.data.load_tokenizer import restore
 from hvd_transformer.data.splits import WHOLE
 from hvd_transformer.errors import UserError
 from hvd_transformer.monitoring.watchdog import Watchdog
-from hvd_transformer.parallel.mesh import Layout
+from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.planning.partition import check_partition
 from hvd_transformer.reporting.progress import Silent
-from hvd_transformer.tasks.task import Data, Evaluated, Task
+from hvd_transformer.tasks.task import Data, EvaluationSpec, Task
 from hvd_transformer.training.job_setup import (
     check_same_configuration,
     check_same_data,
@@ -26,7 +26,7 @@ from hvd_transformer.training.job_setup import (
     prepare_data,
 )
 from hvd_transformer.training.process import StopRequest, keep_freed_memory
-from hvd_transformer.training.state import Position
+from hvd_transformer.training.state import TrainState
 from hvd_transformer.training.trainer import Trainer
 
 # Whatever the ranks of the training shared, these may be any; and nothing is updated, so there is no optimizer state.
@@ -87,7 +87,7 @@ def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchd
     agree(world, lambda: check_same_configuration(config, world))
     watchdog.stall_seconds = config.training.stall_seconds
     watchdog.use(None, world.hosts)
-    layout = agree(world, lambda: Layout.of(config, world))
+    layout = agree(world, lambda: ParallelMesh.of(config, world))
     agree(world, lambda: check_partition(config))
 
     def should_stop() -> bool:
@@ -95,7 +95,7 @@ def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchd
         return bool(stop)
 
     path = request.data and request.data.resolve()
-    wanted = Evaluated(request.split, path, saved.tokenizers, saved.state)
+    wanted = EvaluationSpec(request.split, path, saved.tokenizers, saved.state)
     data = agree(world, lambda: prepare_data(config, progress, should_stop, wanted))
     stop.end_at_once()
     agree(world, lambda: check_same_data(data, world))
@@ -103,7 +103,7 @@ def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchd
     split = agree(world, lambda: _split(task, request.split, config))
     if path is None:
         agree(world, lambda: _check_unchanged(data, split, saved.state, config))
-    trainer = Trainer(config, world, layout, task, Position())
+    trainer = Trainer(config, world, layout, task, TrainState())
     heartbeat.timeline = trainer.timeline
     snapshot.load_weights(trainer, saved.folder if world.rank == 0 else None)
     compile_layers(config, task)

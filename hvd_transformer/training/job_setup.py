@@ -9,11 +9,11 @@ from hvd_transformer.config.schema import flatten
 from hvd_transformer.data.build_once import ShouldStop
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.errors import UserError
-from hvd_transformer.parallel.mesh import Layout
+from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.parallel.precision import weight_dtype
 from hvd_transformer.reporting.progress import Silent
 from hvd_transformer.tasks.registry import task_class
-from hvd_transformer.tasks.task import Data, Evaluated, Preparing, Task
+from hvd_transformer.tasks.task import Data, EvaluationSpec, PrepareContext, Task
 
 
 def check_same_configuration(config: Config, world: World) -> None:
@@ -27,10 +27,12 @@ def check_same_configuration(config: Config, world: World) -> None:
                 )
 
 
-def prepare_data(config: Config, progress: Silent, should_stop: ShouldStop, wanted: Evaluated | None = None) -> Data:
+def prepare_data(
+    config: Config, progress: Silent, should_stop: ShouldStop, wanted: EvaluationSpec | None = None
+) -> Data:
     """Of a whole training; or what is `wanted` for an evaluation alone."""
     with process_map(config.data.workers) as mapper:
-        preparing = Preparing(mapper, progress.message, should_stop)
+        preparing = PrepareContext(mapper, progress.message, should_stop)
         if wanted is None:
             return task_class(config).prepare(config, preparing)
         return task_class(config).prepare_evaluation(config, preparing, wanted)
@@ -44,7 +46,7 @@ def check_same_data(data: Data, world: World) -> None:
             raise UserError(f"data.source: host {host} has other text than host {digests[0][0]}; copy one to all hosts")
 
 
-def make_task(config: Config, data: Data, layout: Layout) -> Task:
+def make_task(config: Config, data: Data, layout: ParallelMesh) -> Task:
     """The model is made alike on every rank from the seed alone."""
     torch.manual_seed(config.seed)
     torch.set_default_dtype(weight_dtype(config.training.precision))

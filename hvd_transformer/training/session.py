@@ -121,7 +121,7 @@ class Session:
         checksum = self.trainer.check_replicas(f"step {position.step}")
         self.saver.wait()  # before the copy: at most one is held
         began = time.perf_counter()
-        self.saver.save(snapshot.take(self.trainer, self.data_digest, checksum, best))
+        self.saver.save(snapshot.capture(self.trainer, self.data_digest, checksum, best))
         now = time.perf_counter()
         log.info(
             "step %d: checkpoint: training waited %.4f s, %.4f s of it for the copy",

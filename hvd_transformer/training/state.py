@@ -8,7 +8,7 @@ from hvd_transformer.data.sampler import Intervals
 
 
 @dataclass
-class Position:
+class TrainState:
     """How far the job is: all that the next step depends on beside weights and optimizer state."""
 
     step: int = 0
@@ -39,7 +39,7 @@ class Position:
         self.best_metric = metric
 
     @classmethod
-    def load(cls, state: dict[str, Any]) -> "Position":
+    def load(cls, state: dict[str, Any]) -> "TrainState":
         position = cls(**state)
         if position.remaining is not None:
             position.remaining = [(start, stop) for start, stop in position.remaining]

@@ -12,7 +12,7 @@ from hvd_transformer.config.batch_size import check_step_size
 from hvd_transformer.errors import UserError
 from hvd_transformer.monitoring.heartbeat import Heartbeat
 from hvd_transformer.monitoring.watchdog import Watchdog
-from hvd_transformer.parallel.mesh import Layout
+from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.parallel.replica_check import broadcast_parameters
 from hvd_transformer.planning.partition import check_partition
 from hvd_transformer.reporting.progress import Progress, Silent, screen
@@ -38,7 +38,7 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | No
     heartbeat = watchdog.heartbeat
     heartbeat.world = world
     progress = Progress(*screen()) if world.rank == 0 else Silent()
-    layout = agree(world, lambda: Layout.of(config, world))
+    layout = agree(world, lambda: ParallelMesh.of(config, world))
     agree(world, lambda: check_partition(config))
     agree(world, lambda: check_step_size(config, layout.dp))
     directory = RunDirectory(config)
@@ -80,7 +80,7 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | No
 def _assemble(
     config: Config,
     world: World,
-    layout: Layout,
+    layout: ParallelMesh,
     checkpoint: Path | None,
     progress: Silent,
     stop: StopRequest,
@@ -101,7 +101,7 @@ def _assemble(
     if state is None:
         broadcast_parameters(trainer.buckets, layout.data_group)
     else:
-        snapshot.load(trainer, checkpoint, state)
+        snapshot.restore(trainer, checkpoint, state)
     compile_layers(config, task)
     return data, trainer
 
@@ -123,7 +123,7 @@ def _log_to(file: Path) -> None:
     log.propagate = False
 
 
-def _make_task(config: Config, data: Data, layout: Layout) -> Task:
+def _make_task(config: Config, data: Data, layout: ParallelMesh) -> Task:
     task = make_task(config, data, layout)
     best, names = config.training.best_metric, task.metric_names
     if best.removeprefix("-") not in names:

@@ -18,36 +18,36 @@ from itertools import chain, islice
 import torch
 from torch import Tensor
 
-from hvd_transformer.checkpoint.tensor_file import Blocks
+from hvd_transformer.checkpoint.tensor_file import StridedBlocks
 from hvd_transformer.comm.world import World
 from hvd_transformer.config.batch_size import rate_replicas
 from hvd_transformer.config.schema import Config
-from hvd_transformer.data.sampler import Step
+from hvd_transformer.data.sampler import StepPlan
 from hvd_transformer.gradients.buffers import make_buckets
-from hvd_transformer.gradients.embedding_grads import row_parameters
+from hvd_transformer.gradients.embedding_grads import plan_embedding_grads
 from hvd_transformer.gradients.optimizer import GradientNorm, names_without_decay
 from hvd_transformer.gradients.param_all_gather import waiting_stages
-from hvd_transformer.gradients.sync import GradientReducer
+from hvd_transformer.gradients.sync import GradSync
 from hvd_transformer.monitoring.timeline import Timeline
-from hvd_transformer.nn.dropout import dropout_place
+from hvd_transformer.nn.dropout import dropout_key
 from hvd_transformer.parallel.engine import StageWeights, make_stages, stage_parameters, take_products
-from hvd_transformer.parallel.mesh import Layout
+from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.parallel.pipeline import Pipeline, worker_threads
 from hvd_transformer.parallel.precision import LossScaler, autocast
 from hvd_transformer.parallel.replica_check import check_replicas
-from hvd_transformer.parallel.tensor_group import connect, cut_model
+from hvd_transformer.parallel.tensor_group import connect_tensor_group, shard_model
 from hvd_transformer.tasks.metrics import Evaluation, evaluate
-from hvd_transformer.tasks.task import Batch, Task, cut
+from hvd_transformer.tasks.task import Batch, Task, split_batch
 from hvd_transformer.training.lr_schedule import learning_rate
-from hvd_transformer.training.state import Position, StepResult
+from hvd_transformer.training.state import StepResult, TrainState
 
 
-class StepSums:
+class StepStats:
     """Losses, targets, samples and wishes of a step, summed over all ranks; of a tensor group, which sees the same
     samples, one counts. Nothing waits for the losses before `result`. `work` is this rank's of the step before, in
     seconds."""
 
-    def __init__(self, world: World, layout: Layout, stop: bool, save: bool, work: float) -> None:
+    def __init__(self, world: World, layout: ParallelMesh, stop: bool, save: bool, work: float) -> None:
         self._world, self._device, self._counts = world, layout.devices[-1], layout.shard == 0
         device = self._device
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
@@ -91,9 +91,9 @@ class Trainer:
         self,
         config: Config,
         world: World,
-        layout: Layout,
+        layout: ParallelMesh,
         task: Task,
-        position: Position,
+        position: TrainState,
     ) -> None:
         self.config, self.world, self.layout, self.task, self.position = config, world, layout, task, position
         communication, model = config.communication, task.model
@@ -101,13 +101,13 @@ class Trainer:
         self.cuts = task.cuts
         # What this rank has of each weight: the whole one's shape, and where its own numbers lie in it.
         self.pieces = {
-            name: (tuple(shape), Blocks.of(shape, self.cuts.get(name), layout.shard, layout.tp))
+            name: (tuple(shape), StridedBlocks.of(shape, self.cuts.get(name), layout.shard, layout.tp))
             for name, shape in self.shapes.items()
         }
-        cut_model(task, self.cuts, layout, self.shapes)
+        shard_model(task, self.cuts, layout, self.shapes)
         self.stages = make_stages(config, task, layout, world)
-        connect(task, self.cuts, layout, self.shapes)
-        rows = row_parameters(model, communication.embedding_rows, task.usual_count)
+        connect_tensor_group(task, self.cuts, layout, self.shapes)
+        rows = plan_embedding_grads(model, communication.embedding_rows, task.usual_count)
         self.weights = self._stage_weights(alone={name for name, row in rows.items() if row.gather})
         self.buckets = [bucket for weights in self.weights for bucket in weights.buckets]
         self.gatherings = [weights.gathering for weights in self.weights if weights.gathering is not None]
@@ -124,7 +124,7 @@ class Trainer:
             timeline=self.timeline,
         )
         self.scaler = LossScaler(config.training.precision)
-        self.reducer = GradientReducer(
+        self.reducer = GradSync(
             self.buckets,
             layout.data_group,
             overlap=communication.overlap,
@@ -142,7 +142,7 @@ class Trainer:
         self._work = 0.0  # seconds, of the last step
         self._places: list[tuple[int, int]] = []  # of this step's micro-batches: first unit of the round, and piece
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[StepPlan]:
         """The steps that are left, over the epochs; the position moves on after each."""
         while self.position.step < self.total_steps:
             for step in self.task.sampler.epoch(self.position.remaining):
@@ -150,13 +150,13 @@ class Trainer:
                 if self.position.step == self.total_steps:
                     return
 
-    def step(self, plan: Step, *, stop: bool = False, save: bool = False) -> StepResult:
+    def step(self, plan: StepPlan, *, stop: bool = False, save: bool = False) -> StepResult:
         """One step: forward, backward, reduce, update. `stop` and `save` are this rank's wishes, told to all."""
         began = time.perf_counter()
         position = self.position
         if not self.task.model.training:  # goes through all modules
             self.task.model.train()
-        sums = StepSums(self.world, self.layout, stop, save, self._work)
+        sums = StepStats(self.world, self.layout, stop, save, self._work)
         usual = self.task.usual_count
         rounds = self._rounds(plan)
         for batches in rounds:
@@ -241,11 +241,13 @@ class Trainer:
         self.pipeline.close()
         self.timeline.close()
 
-    def _rounds(self, plan: Step) -> list[list[Batch]]:
+    def _rounds(self, plan: StepPlan) -> list[list[Batch]]:
         """This rank's samples of a step, each round of them cut into micro-batches."""
         with self.timeline.span("data", "batches"):
             rounds = [
-                cut(self._pinned(self.task.batch(self.position.epoch, units)), self.config.parallel.micro_batches)
+                split_batch(
+                    self._pinned(self.task.batch(self.position.epoch, units)), self.config.parallel.micro_batches
+                )
                 for units in plan.rounds
             ]
         self._places = [
@@ -255,7 +257,7 @@ class Trainer:
         ]
         return rounds
 
-    def _forward_backward(self, rounds: Sequence[Sequence[Batch]], scale: float, sums: StepSums) -> None:
+    def _forward_backward(self, rounds: Sequence[Sequence[Batch]], scale: float, sums: StepStats) -> None:
         """Gradients of scale × the sum of all losses; in the last round they are sent as they become complete."""
 
         def before_last_backward(stage: int, losses: Sequence[Tensor]) -> None:
@@ -315,7 +317,7 @@ class Trainer:
         self.position.updates += 1
         return norm
 
-    def _advance(self, plan: Step, samples: int, targets: int) -> None:
+    def _advance(self, plan: StepPlan, samples: int, targets: int) -> None:
         position = self.position
         position.step += 1
         position.samples += samples
@@ -339,7 +341,7 @@ class Trainer:
         """Around the layers of this step's micro-batch `number`."""
         # Its place in the data: the same on any rank and in any round. Evaluation drops nothing.
         place = self._places[number] if self.task.model.training else ()
-        dropout = dropout_place(self.config.seed, self.position.epoch, *place)
+        dropout = dropout_key(self.config.seed, self.position.epoch, *place)
         with autocast(self.config.training.precision, self.layout.device), dropout:
             yield
 

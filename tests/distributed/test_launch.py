@@ -13,8 +13,8 @@ import pytest
 from conftest import BIN, rank_environment
 from jobs import TRAIN, Job, started, state, steps, summary, tiny, write_corpus
 
-from hvd_transformer.launch.attempt import Ended, Stop, run
-from hvd_transformer.launch.horovodrun_command import Horovodrun, minimal
+from hvd_transformer.launch.attempt import AttemptResult, Stop, run_attempt
+from hvd_transformer.launch.horovodrun_command import Horovodrun, launcher_environment
 from hvd_transformer.launch.hostfile import Host
 
 pytestmark = pytest.mark.distributed
@@ -139,12 +139,12 @@ RANK = "rank=${HOROVOD_RANK:-$OMPI_COMM_WORLD_RANK}; "
 def run_shell(tmp_path):
     """Runs a shell script on two ranks; no process and no folder of it is left."""
 
-    def run_it(backend, script) -> Ended:
+    def run_it(backend, script) -> AttemptResult:
         horovodrun = Horovodrun([Host("localhost", 2)], mpi=backend == "mpi")
-        environment = {**minimal(rank_environment(), []), "HOROVOD_TEST_JOB": str(tmp_path)}
+        environment = {**launcher_environment(rank_environment(), []), "HOROVOD_TEST_JOB": str(tmp_path)}
         stop = Stop()
         try:
-            return run(horovodrun, ["sh", "-c", RANK + script], {}, environment, stop, lambda *printed: None)
+            return run_attempt(horovodrun, ["sh", "-c", RANK + script], {}, environment, stop, lambda *printed: None)
         finally:
             stop.restore()
 

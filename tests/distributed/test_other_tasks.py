@@ -19,7 +19,7 @@ from hvd_transformer.data.sampler import Replica
 from hvd_transformer.data.tokenizers import PAD
 from hvd_transformer.gradients.optimizer import names_without_decay
 from hvd_transformer.tasks.registry import task_class
-from hvd_transformer.tasks.task import ExampleTask, Preparing
+from hvd_transformer.tasks.task import ExampleTask, PrepareContext
 
 pytestmark = pytest.mark.distributed
 
@@ -80,7 +80,7 @@ def settings(folder: Path, task: str) -> list[str]:
 
 def make_task(config: Config) -> ExampleTask:
     kind = task_class(config)
-    data = kind.prepare(config, Preparing(map, lambda text: None, lambda: False))
+    data = kind.prepare(config, PrepareContext(map, lambda text: None, lambda: False))
     torch.manual_seed(config.seed)
     torch.set_default_dtype(torch.float64)
     try:

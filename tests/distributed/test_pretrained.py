@@ -13,7 +13,7 @@ from huggingface import WORDS, write_bert, write_gpt
 from jobs import MANY_RUNS, steps, summary, weights, write_runs
 from torch import Tensor, nn
 
-from hvd_transformer.data.batches import LengthBatches
+from hvd_transformer.data.batches import LengthBuckets
 from hvd_transformer.data.sampler import Permutation
 
 transformers = pytest.importorskip("transformers")
@@ -106,7 +106,7 @@ def of_reviews(folder: Path, model: nn.Module) -> Iterator[list[tuple[Tensor, in
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "bert")
     rows = [line.split(",") for line in (folder / "texts" / "train.csv").read_text().splitlines()[1:]]
     lengths = torch.tensor([len(tokenizer(text)["input_ids"]) for _, text in rows]).numpy()
-    batches = LengthBatches(lengths, 6, None, SEED)
+    batches = LengthBuckets(lengths, 6, None, SEED)
     epoch = 0
     while True:
         for first in range(0, batches.num_units, 4):

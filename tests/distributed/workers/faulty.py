@@ -17,7 +17,7 @@ import torch
 
 from hvd_transformer.cli.train import main
 from hvd_transformer.comm.horovod_env import launched
-from hvd_transformer.gradients.sync import GradientReducer
+from hvd_transformer.gradients.sync import GradSync
 from hvd_transformer.parallel.precision import LossScaler
 from hvd_transformer.training import trainer
 from hvd_transformer.training.trainer import Trainer
@@ -39,7 +39,7 @@ def corrupt_after_a_step() -> None:
 
 
 def fail_in_a_backward() -> None:
-    original = GradientReducer.begin
+    original = GradSync.begin
     calls = 0
 
     def fail(*_):
@@ -55,7 +55,7 @@ def fail_in_a_backward() -> None:
             buckets[len(buckets) // 2].slots[0].parameter.register_hook(fail)
         original(reducer, *words)
 
-    GradientReducer.begin = begin
+    GradSync.begin = begin
 
 
 def fail_in_a_stage() -> None:

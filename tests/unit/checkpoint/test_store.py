@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from hvd_transformer.checkpoint import manifest, tensor_file
 from hvd_transformer.checkpoint.manifest import DamagedCheckpoint
 from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, CheckpointStore, Snapshot, read_state, resolve
-from hvd_transformer.checkpoint.tensor_file import Blocks, Fragment
+from hvd_transformer.checkpoint.tensor_file import StridedBlocks, TensorShard
 from hvd_transformer.errors import UserError
 
 
@@ -264,9 +264,9 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monke
 
 def halves(step: int) -> list[Snapshot]:
     """Two ranks' parts of a tensor."""
-    values, blocks = torch.arange(10.0), Blocks(10, 10, 0)
+    values, blocks = torch.arange(10.0), StridedBlocks(10, 10, 0)
     return [
-        Snapshot(step, {MODEL: {"w": Fragment((2, 5), blocks, start, values[start:][:count])}}, {"step": step})
+        Snapshot(step, {MODEL: {"w": TensorShard((2, 5), blocks, start, values[start:][:count])}}, {"step": step})
         for start, count in ((0, 3), (3, 7))
     ]
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from hvd_transformer.checkpoint import tensor_file
 from hvd_transformer.checkpoint.manifest import DamagedCheckpoint
-from hvd_transformer.checkpoint.tensor_file import Blocks, Fragment
+from hvd_transformer.checkpoint.tensor_file import StridedBlocks, TensorShard
 from hvd_transformer.parallel.tensor_group import piece
 
 CUTS = {"rows": (0, 1), "columns": (1, 1), "stacked": (0, 3), "alike": None}
@@ -26,7 +26,7 @@ def test_pieces_written_side_by_side_make_the_tensors(dtype: torch.dtype, tmp_pa
             cut = CUTS.get(name)
             own = whole[:] if cut is None else piece(whole, cut, rank, count)
             values = own.flatten() if cut is not None or rank == 0 else own.flatten()[:0]
-            part[name] = Fragment(tuple(whole.shape), Blocks.of(whole.shape, cut, rank, count), 0, values)
+            part[name] = TensorShard(tuple(whole.shape), StridedBlocks.of(whole.shape, cut, rank, count), 0, values)
         parts.append(part)
     tensor_file.create(file, parts[0])
     assert not any(tensor.any() for tensor in load_file(file).values())
@@ -40,7 +40,7 @@ def test_pieces_written_side_by_side_make_the_tensors(dtype: torch.dtype, tmp_pa
 
 
 def test_a_file_that_is_there_is_not_made_again(tmp_path: Path) -> None:
-    fragments = {"w": Fragment.whole(torch.ones(2))}
+    fragments = {"w": TensorShard.whole(torch.ones(2))}
     tensor_file.create(tmp_path / "file", fragments)
     with pytest.raises(FileExistsError):
         tensor_file.create(tmp_path / "file", fragments)

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hvd_transformer.data.batches import Columns, Windows, evaluation_batches
+from hvd_transformer.data.batches import ColumnDataset, WindowDataset, evaluation_batches
 from hvd_transformer.data.prepared import TokenFile
-from hvd_transformer.data.sampler import Replica, WindowSampler
+from hvd_transformer.data.sampler import Replica, StepSampler
 
 
 def text(count: int, dtype: str = "<u2") -> np.ndarray:
@@ -27,7 +27,7 @@ def text(count: int, dtype: str = "<u2") -> np.ndarray:
 @given(st.integers(1, 12), st.integers(0, 150), st.integers(0, 2**63 - 1), st.integers(0, 5))
 def test_an_epoch_of_windows_is_the_text_cut_from_one_offset(length: int, more: int, seed: int, epoch: int) -> None:
     tokens = text(length + 1 + more)
-    windows = Windows(tokens, length, seed)
+    windows = WindowDataset(tokens, length, seed)
     inputs, targets = windows.batch(epoch, range(windows.num_units))
     assert inputs.dtype == targets.dtype == torch.int64
     assert inputs.shape == targets.shape == (windows.num_units, length)
@@ -47,7 +47,7 @@ def test_an_epoch_of_windows_is_the_text_cut_from_one_offset(length: int, more: 
 def test_windows_come_in_the_epochs_order_however_they_are_asked_for(
     data: st.DataObject, length: int, count: int
 ) -> None:
-    windows = Windows(text(count), length, 3)
+    windows = WindowDataset(text(count), length, 3)
     whole = windows.batch(1, range(windows.num_units)).inputs
     start = data.draw(st.integers(0, windows.num_units - 1))
     stop = data.draw(st.integers(start + 1, windows.num_units))
@@ -56,34 +56,34 @@ def test_windows_come_in_the_epochs_order_however_they_are_asked_for(
 
 def test_the_cut_and_the_order_change_with_the_epoch_and_the_seed() -> None:
     tokens = text(1000)
-    first = [Windows(tokens, 10, 1).batch(epoch, range(98)).inputs for epoch in range(300)]
+    first = [WindowDataset(tokens, 10, 1).batch(epoch, range(98)).inputs for epoch in range(300)]
     assert {int(inputs.min()) for inputs in first} == set(range(20))
     assert not torch.equal(first[0] - first[0].min(), first[1] - first[1].min())
-    assert torch.equal(first[0], Windows(tokens, 10, 1).batch(0, range(98)).inputs)
-    other = Windows(tokens, 10, 2).batch(0, range(98)).inputs
+    assert torch.equal(first[0], WindowDataset(tokens, 10, 1).batch(0, range(98)).inputs)
+    other = WindowDataset(tokens, 10, 2).batch(0, range(98)).inputs
     assert not torch.equal(first[0] - first[0].min(), other - other.min())
 
 
 def test_over_the_epochs_every_token_is_trained_on() -> None:
-    windows = Windows(text(31), 10, 1)
+    windows = WindowDataset(text(31), 10, 1)
     batches = [windows.batch(epoch, range(windows.num_units)) for epoch in range(300)]
     assert set(torch.cat([batch.inputs.flatten() for batch in batches]).tolist()) == set(range(30))
     assert set(torch.cat([batch.targets.flatten() for batch in batches]).tolist()) == set(range(1, 31))
 
 
 def test_a_text_that_just_fits_is_one_window() -> None:
-    windows = Windows(text(6), 5, 1)
+    windows = WindowDataset(text(6), 5, 1)
     assert windows.num_units == 1
     assert windows.batch(0, range(1)).inputs.tolist() == [[0, 1, 2, 3, 4]]
 
 
 def test_the_samples_of_an_epoch_do_not_depend_on_the_number_of_replicas() -> None:
-    windows = Windows(text(500), 7, 4)
+    windows = WindowDataset(text(500), 7, 4)
 
     def samples(size: int, batch_size: int) -> list[list[int]]:
         """Step by step, over all replicas."""
         steps = [
-            WindowSampler(windows.num_units, batch_size * size, batch_size, Replica(rank, size)).epoch()
+            StepSampler(windows.num_units, batch_size * size, batch_size, Replica(rank, size)).epoch()
             for rank in range(size)
         ]
         return [
@@ -112,7 +112,7 @@ def get_batch(source: Tensor, i: int, bptt: int) -> tuple[Tensor, Tensor]:
 @given(st.integers(1, 9), st.integers(1, 12), st.integers(0, 150))
 def test_columns_are_the_tutorials_batches(num_columns: int, length: int, more: int) -> None:
     tokens = text(2 * num_columns + more, "<u4")
-    columns = Columns(tokens, num_columns, length)
+    columns = ColumnDataset(tokens, num_columns, length)
     source = batchify(torch.from_numpy(tokens.astype(np.int64)), num_columns)
     places = range(0, source.size(0) - 1, length)
     assert columns.num_units == len(places)
@@ -124,13 +124,13 @@ def test_columns_are_the_tutorials_batches(num_columns: int, length: int, more: 
 
 
 def test_columns_have_the_same_order_in_every_epoch() -> None:
-    columns = Columns(text(100), 4, 5)
+    columns = ColumnDataset(text(100), 4, 5)
     assert torch.equal(columns.batch(0, range(2, 3)).inputs, columns.batch(7, range(2, 3)).inputs)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 5])
 def test_a_text_shorter_than_two_rows_has_no_columns(count: int) -> None:
-    assert Columns(text(count), 3, 5).num_units == 0
+    assert ColumnDataset(text(count), 3, 5).num_units == 0
 
 
 @settings(deadline=None, max_examples=150)
@@ -177,7 +177,7 @@ def test_tokens_behind_four_billion_are_found(ten_gigabytes: TokenFile) -> None:
     for number, place in enumerate(MARKS, start=1):
         piece = ten_gigabytes[max(0, place - 2) : place + 1]
         assert piece[-1] == number and not piece[:-1].any()
-    columns = Columns(ten_gigabytes, 4, 35)
+    columns = ColumnDataset(ten_gigabytes, 4, 35)
     last = columns.batch(0, range(columns.num_units - 1, columns.num_units))
     assert last.targets[3, -1] == 4
 
@@ -188,14 +188,14 @@ def test_ten_gigabytes_of_tokens_train_in_constant_memory(ten_gigabytes: TokenFi
     before = resident()
     tracemalloc.start()
     try:
-        windows = Windows(ten_gigabytes, length, 1)
+        windows = WindowDataset(ten_gigabytes, length, 1)
         assert windows.num_units == (HUGE - 1) // length - 1
-        sampler = WindowSampler(windows.num_units, 16, 8, Replica(1, 2))
+        sampler = StepSampler(windows.num_units, 16, 8, Replica(1, 2))
         assert sampler.num_steps() == -(-windows.num_units // 16)
         for number in range(8):  # everywhere in the epoch
             step = next(iter(sampler.epoch([(windows.num_units * number // 8, windows.num_units)])))
             assert windows.batch(0, step.rounds[0]).inputs.shape == (8, length)
-        columns = Columns(ten_gigabytes, 20, 35)
+        columns = ColumnDataset(ten_gigabytes, 20, 35)
         assert columns.batch(0, range(10**6, 10**6 + 1)).inputs.shape == (20, 35)
         assert sum(1 for _ in evaluation_batches(ten_gigabytes, length, 8, Replica(3, 100_000))) == 7
         peak = tracemalloc.get_traced_memory()[1]

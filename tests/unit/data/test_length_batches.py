@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_transformer.data.batches import LengthBatches, in_order
+from hvd_transformer.data.batches import LengthBuckets, in_order
 from hvd_transformer.data.sampler import Replica
 
 lengths = st.lists(st.integers(1, 60), min_size=1, max_size=200).map(lambda values: np.array(values, np.int64))
@@ -13,7 +13,7 @@ lengths = st.lists(st.integers(1, 60), min_size=1, max_size=200).map(lambda valu
 
 @given(lengths, st.integers(1, 9), st.one_of(st.none(), st.integers(1, 150)), st.integers(0, 3))
 def test_each_sample_once_within_the_limit(values, batch_size, batch_tokens, epoch) -> None:
-    batches = LengthBatches(values, batch_size, batch_tokens, seed=7)
+    batches = LengthBuckets(values, batch_size, batch_tokens, seed=7)
     units = [batches.unit(epoch, number) for number in range(batches.num_units)]
     assert sorted(np.concatenate(units)) == list(range(len(values)))
     for unit in units:
@@ -30,7 +30,7 @@ def test_each_sample_once_within_the_limit(values, batch_size, batch_tokens, epo
 @given(lengths, st.integers(1, 150))
 def test_a_batch_is_as_full_as_the_limit_allows(values, batch_tokens) -> None:
     """One sample more, the next in length, would not fit."""
-    batches = LengthBatches(values, 1, batch_tokens, seed=0)
+    batches = LengthBuckets(values, 1, batch_tokens, seed=0)
     ordered = np.sort(values)
     for end in batches.ends[:-1]:
         start = ([0, *batches.ends])[batches.ends.index(end)]
@@ -41,7 +41,7 @@ def test_the_order_is_of_seed_and_epoch() -> None:
     values = np.random.default_rng(0).integers(1, 20, 300)
 
     def order(seed: int, epoch: int) -> list[list[int]]:
-        batches = LengthBatches(values, 8, None, seed)
+        batches = LengthBuckets(values, 8, None, seed)
         return [batches.unit(epoch, number).tolist() for number in range(batches.num_units)]
 
     assert order(1, 0) == order(1, 0)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_transformer.data.sampler import ColumnSampler, Intervals, Replica, Step, WindowSampler, share
+from hvd_transformer.data.sampler import ColumnSampler, Intervals, Replica, StepPlan, StepSampler, share
 
-Sampler = WindowSampler | ColumnSampler
+Sampler = StepSampler | ColumnSampler
 Make = Callable[[Replica], Sampler]
 
 replicas = st.integers(1, 7)
@@ -21,18 +21,16 @@ def makers(draw: st.DrawFn, num_units: int) -> Make:
     """One kind of sampler of so many units for whichever replica; a step grows with their number, or is fixed."""
     batch_size, rounds, fixed = draw(st.integers(1, 9)), draw(st.integers(1, 4)), draw(st.none() | st.integers(1, 40))
     if draw(st.booleans()):
-        return lambda replica: WindowSampler(
-            num_units, fixed or batch_size * rounds * replica.size, batch_size, replica
-        )
+        return lambda replica: StepSampler(num_units, fixed or batch_size * rounds * replica.size, batch_size, replica)
     return lambda replica: ColumnSampler(num_units, fixed or replica.size, rounds, replica)
 
 
-def all_replicas(make: Make, size: int, remaining: Intervals | None = None) -> list[list[Step]]:
+def all_replicas(make: Make, size: int, remaining: Intervals | None = None) -> list[list[StepPlan]]:
     """The steps of every replica."""
     return [list(make(Replica(rank, size)).epoch(remaining)) for rank in range(size)]
 
 
-def units(steps: list[Step]) -> list[int]:
+def units(steps: list[StepPlan]) -> list[int]:
     return [unit for step in steps for part in step.rounds for unit in part]
 
 
@@ -91,7 +89,7 @@ def test_steps_of_a_fixed_size_are_the_same_samples_over_any_number_of_replicas(
     kind, rounds, remaining, found = data.draw(st.sampled_from(Sampler.__args__)), 1, None, []
     for number, size in enumerate(sizes):
         # Samples a round may change; what each stretch of columns gives to a step may not.
-        if kind is WindowSampler:
+        if kind is StepSampler:
             rounds = data.draw(st.integers(1, 9))
         every = all_replicas(lambda replica: kind(num_units, step_size, rounds, replica), size, remaining)  # noqa: B023
         steps = [list(chain.from_iterable(units([step]) for step in part)) for part in zip(*every, strict=True)]
@@ -108,7 +106,7 @@ def test_steps_of_a_fixed_size_are_the_same_samples_over_any_number_of_replicas(
 def test_a_step_of_windows_is_shared_evenly_and_taken_in_full_rounds(
     num_units: int, step_size: int, batch_size: int, size: int
 ) -> None:
-    every = all_replicas(lambda replica: WindowSampler(num_units, step_size, batch_size, replica), size)
+    every = all_replicas(lambda replica: StepSampler(num_units, step_size, batch_size, replica), size)
     largest = min(batch_size, -(-min(num_units, step_size) // size))
     assert len(every[0][0].rounds[0]) == largest  # so rank 0 can tell what a round needs
     for parts in zip(*every, strict=True):
@@ -123,7 +121,7 @@ def test_a_step_of_windows_is_shared_evenly_and_taken_in_full_rounds(
 
 @pytest.mark.parametrize(("size", "rounds"), [(1, [3, 3, 2]), (2, [3, 1]), (3, [3]), (4, [2]), (5, [2]), (9, [1])])
 def test_the_rounds_of_the_first_replica_when_a_step_has_eight_samples(size: int, rounds: list[int]) -> None:
-    every = all_replicas(lambda replica: WindowSampler(16, 8, 3, replica), size)
+    every = all_replicas(lambda replica: StepSampler(16, 8, 3, replica), size)
     assert [[len(part) for part in step.rounds] for step in every[0]] == [rounds, rounds]
 
 
@@ -154,7 +152,7 @@ def test_shares_are_contiguous_and_fair(total: int, size: int) -> None:
 
 
 def test_the_picture_of_the_first_line() -> None:
-    steps = all_replicas(lambda replica: WindowSampler(12, 6, 3, replica), 2)
+    steps = all_replicas(lambda replica: StepSampler(12, 6, 3, replica), 2)
     assert [step.rounds for step in steps[0]] == [[range(3)], [range(6, 9)]]
     assert [step.rounds for step in steps[1]] == [[range(3, 6)], [range(9, 12)]]
     columns = all_replicas(lambda replica: ColumnSampler(8, 2, 2, replica), 2)
@@ -167,7 +165,7 @@ def test_a_long_epoch_is_a_few_numbers(kind: str) -> None:
     """Ten to the twelfth units: a list of them would never end."""
     replica = Replica(1, 3)
     long = 10**12
-    sampler = WindowSampler(long, 48, 8, replica) if kind == "windows" else ColumnSampler(long, 3, 2, replica)
+    sampler = StepSampler(long, 48, 8, replica) if kind == "windows" else ColumnSampler(long, 3, 2, replica)
     first = next(iter(sampler.epoch()))
     assert sum(map(len, first.rounds)) == (16 if kind == "windows" else 2)
     assert len(first.remaining) <= 3

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hvd_transformer.errors import UserError
-from hvd_transformer.launch.agents import JobFolder, Show
+from hvd_transformer.launch.agents import HostAgents, Show
 from hvd_transformer.launch.ssh import Ssh
 
 VALUES = {"TOKEN": "line one\nline 'two' \"é\" $(x) \\"}
@@ -38,7 +38,7 @@ exec sh -c "$last"
     return log
 
 
-def start_rank(folder: JobFolder, rank: int, command: list[str]) -> subprocess.Popen[str]:
+def start_rank(folder: HostAgents, rank: int, command: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "hvd_transformer.launch.rank_runner", folder.path, *command],
         env={**os.environ, "HOROVOD_RANK": str(rank)}, text=True, stdout=subprocess.PIPE,
@@ -52,12 +52,12 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def notes(folder: JobFolder) -> list[Path]:
+def notes(folder: HostAgents) -> list[Path]:
     return list(Path(folder.path).glob("running-*"))
 
 
-def opened(*hosts: str, show: Show = lambda *printed: None) -> JobFolder:
-    folder = JobFolder(hosts, Ssh(), VALUES, dict(os.environ), show)
+def opened(*hosts: str, show: Show = lambda *printed: None) -> HostAgents:
+    folder = HostAgents(hosts, Ssh(), VALUES, dict(os.environ), show)
     try:
         folder.wait_ready()
     except UserError:

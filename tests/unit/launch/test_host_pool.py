@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hvd_transformer.errors import UserError
-from hvd_transformer.launch.host_pool import HostPool, find_hosts, least_ranks
+from hvd_transformer.launch.host_pool import HostPool, find_hosts, resolve_min_ranks
 from hvd_transformer.launch.hostfile import Host
 
 
@@ -34,7 +34,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     [(None, None, 4, 4), (None, 3, 4, 3), (2, None, 4, 2), (2, 8, 4, 2), (4, 4, 4, 4)],
 )
 def test_the_least_number_of_ranks(min_ranks: int | None, num_ranks: int | None, slots: int, least: int) -> None:
-    assert least_ranks(min_ranks, num_ranks, slots) == least
+    assert resolve_min_ranks(min_ranks, num_ranks, slots) == least
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_the_least_number_of_ranks(min_ranks: int | None, num_ranks: int | None,
 )
 def test_a_least_number_that_cannot_be(min_ranks: int | None, num_ranks: int | None, slots: int, message: str) -> None:
     with pytest.raises(UserError) as caught:
-        least_ranks(min_ranks, num_ranks, slots)
+        resolve_min_ranks(min_ranks, num_ranks, slots)
     assert str(caught.value) == message
 
 
@@ -62,6 +62,6 @@ def test_ranks_that_share_matrices_are_whole_groups() -> None:
     with pytest.raises(UserError, match="-np 3: must be a multiple of parallel.tensor=2"):
         HostPool(find, 3, tensor=2)
     assert find_hosts(None, None, None, None, {}, tensor=2)() == [Host("localhost", 2)]
-    assert least_ranks(None, None, 4, tensor=2) == 4
+    assert resolve_min_ranks(None, None, 4, tensor=2) == 4
     with pytest.raises(UserError, match="fewer slots now than the parallel.tensor=2 ranks of one replica"):
-        least_ranks(None, None, 0, tensor=2)
+        resolve_min_ranks(None, None, 0, tensor=2)

@@ -9,7 +9,7 @@ from conftest import REPOSITORY
 
 from hvd_transformer.cli.launch import launch
 from hvd_transformer.errors import UserError
-from hvd_transformer.launch.horovodrun_command import Horovodrun, minimal, named_values
+from hvd_transformer.launch.horovodrun_command import Horovodrun, launcher_environment, secret_values
 from hvd_transformer.launch.hostfile import Host, parse_hosts
 from hvd_transformer.launch.ssh import Ssh
 
@@ -97,19 +97,19 @@ ENVIRONMENT = {
 
 def test_nothing_travels_but_the_allowed_and_the_named() -> None:
     named = ["WANDB_API_KEY", "NCCL_TOKEN"]
-    given = minimal(ENVIRONMENT, named)
+    given = launcher_environment(ENVIRONMENT, named)
     assert given.pop("PATH") == f"{Path(sys.executable).parent}:/usr/bin"
     allowed = {"HOME", "LC_ALL", "OMP_NUM_THREADS", "HOROVOD_CYCLE_TIME", "NCCL_DEBUG"}
     for name in ("OMPI_MCA_orte_launch_agent", "OPAL_PREFIX"):  # where Open MPI is a Python package
         given.pop(name, None)
     assert given.keys() == allowed | {"OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_btl"}
-    assert named_values(ENVIRONMENT, named) == {"WANDB_API_KEY": "secret", "NCCL_TOKEN": "secret"}
+    assert secret_values(ENVIRONMENT, named) == {"WANDB_API_KEY": "secret", "NCCL_TOKEN": "secret"}
 
 
 @pytest.mark.parametrize("name", ["TOKEN=hush", "MISSING", "A B", "", "1A"])
 def test_a_named_variable_that_is_none(name: str) -> None:
     with pytest.raises(UserError, match="^--env ") as caught:
-        named_values(ENVIRONMENT, [name])
+        secret_values(ENVIRONMENT, [name])
     assert "hush" not in str(caught.value)
 
 

@@ -16,7 +16,7 @@ from hvd_transformer.launch.horovodrun_command import Horovodrun
 from hvd_transformer.launch.host_pool import FindHosts, HostPool, from_script
 from hvd_transformer.launch.hostfile import Host
 from hvd_transformer.launch.launch_screen import Screen
-from hvd_transformer.launch.supervisor import Plan, Supervisor
+from hvd_transformer.launch.supervisor import LaunchPlan, Supervisor
 
 HOROVODRUN = """#!/usr/bin/env python3
 # Starts the command in every slot, as horovodrun does; the first exit code other than 0 ends it, always with 1.
@@ -70,7 +70,7 @@ def supervise(
 ) -> int:
     hosts = HostPool(find, num_ranks)
     words = ["sh", "-c", WORKER + script]
-    plan = Plan(words, words, {}, dict(os.environ), restarts, min_ranks)
+    plan = LaunchPlan(words, words, {}, dict(os.environ), restarts, min_ranks)
     screen = Screen(restarts, stand / "logs" / "launch.log")
     return Supervisor(plan, Horovodrun(hosts.hosts()), hosts, screen).run()
 

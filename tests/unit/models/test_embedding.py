@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from hvd_transformer.nn.parallel_layers import Embedding
+from hvd_transformer.nn.parallel_layers import VocabParallelEmbedding
 
 TOKENS = torch.tensor([[3, 1, 3], [0, 3, 4]])
 
 
 def test_rows_add_up_to_torchs_gradient() -> None:
-    embedding = Embedding(6, 4, dtype=torch.float64)
+    embedding = VocabParallelEmbedding(6, 4, dtype=torch.float64)
     plain = torch.nn.Embedding(6, 4, dtype=torch.float64)
     plain.load_state_dict(embedding.state_dict())
     taken: list[tuple[Tensor, Tensor]] = []
@@ -25,7 +25,7 @@ def test_rows_add_up_to_torchs_gradient() -> None:
 
 
 def test_it_is_torchs_own_embedding_otherwise() -> None:
-    embedding = Embedding(6, 4)
+    embedding = VocabParallelEmbedding(6, 4)
     embedding(TOKENS).sum().backward()
     assert embedding.weight.grad is not None
     embedding.take_rows = lambda tokens, rows: None
@@ -35,7 +35,7 @@ def test_it_is_torchs_own_embedding_otherwise() -> None:
 
 def test_a_tied_weight_is_complete_before_the_rest_of_backward() -> None:
     """Its output layer's part, without waiting for the lookup at the other end of the model."""
-    embedding, events = Embedding(6, 4), []
+    embedding, events = VocabParallelEmbedding(6, 4), []
     embedding.take_rows = lambda tokens, rows: events.append("rows")
     embedding.weight.register_post_accumulate_grad_hook(lambda _: events.append("dense"))
     hidden = embedding(TOKENS)

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hvd_transformer.nn.cross_entropy import projected_cross_entropy
-from hvd_transformer.planning.layer_profile import Allocated
+from hvd_transformer.nn.cross_entropy import fused_cross_entropy
+from hvd_transformer.planning.layer_profile import AllocationTracker
 
 N, D, V = 7, 5, 11
 
@@ -36,7 +36,7 @@ def gradients(loss: Tensor, *tensors: Tensor | None) -> list[Tensor]:
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
 def test_value_and_gradients_equal_torchs(smoothing: float, width: int, chunk: int, with_bias: bool) -> None:
     hidden, weight, bias, targets = operands(with_bias, width=width)
-    loss = projected_cross_entropy(hidden, weight, bias, targets, chunk, smoothing=smoothing)
+    loss = fused_cross_entropy(hidden, weight, bias, targets, chunk, smoothing=smoothing)
     expected = F.cross_entropy(F.linear(hidden, weight, bias), targets, reduction="sum", label_smoothing=smoothing)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     # The factor stands for the scale of the mean and of float16.
@@ -48,9 +48,7 @@ def test_value_and_gradients_equal_torchs(smoothing: float, width: int, chunk: i
 @pytest.mark.parametrize("chunk", [2, N])
 def test_gradcheck(chunk: int) -> None:
     hidden, weight, bias, targets = operands(True)
-    assert torch.autograd.gradcheck(
-        lambda *args: projected_cross_entropy(*args, targets, chunk), (hidden, weight, bias)
-    )
+    assert torch.autograd.gradcheck(lambda *args: fused_cross_entropy(*args, targets, chunk), (hidden, weight, bias))
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
@@ -60,7 +58,7 @@ def test_products_are_given_away_once_where_that_is_less_to_keep(width: int, chu
     hidden, weight, bias, targets = operands(with_bias, width=width)
     taken: list[tuple[Tensor, Tensor]] = []
     take = lambda values, grad: taken.append((values, grad))  # noqa: E731
-    loss = projected_cross_entropy(hidden, weight, bias, targets, chunk, take)
+    loss = fused_cross_entropy(hidden, weight, bias, targets, chunk, take)
     (loss * 0.37).backward()
     expected = F.cross_entropy(F.linear(hidden, weight, bias), targets, reduction="sum") * 0.37
     wanted = gradients(expected, hidden, weight, bias)
@@ -80,14 +78,14 @@ def test_products_are_given_away_once_where_that_is_less_to_keep(width: int, chu
 def test_equal_targets_in_a_chunk_are_all_counted() -> None:
     hidden, weight, _, _ = operands(False)
     targets = torch.full((N,), 4)
-    loss = projected_cross_entropy(hidden, weight, None, targets, 4)
+    loss = fused_cross_entropy(hidden, weight, None, targets, 4)
     expected = F.cross_entropy(F.linear(hidden, weight), targets, reduction="sum")
     torch.testing.assert_close(gradients(loss, weight)[0], gradients(expected, weight)[0], rtol=1e-11, atol=1e-13)
 
 
 def test_large_logits_overflow_nothing() -> None:
     hidden, weight, bias, targets = operands(True)
-    loss = projected_cross_entropy(hidden * 1e4, weight, bias, targets, 3)
+    loss = fused_cross_entropy(hidden * 1e4, weight, bias, targets, 3)
     expected = F.cross_entropy(F.linear(hidden * 1e4, weight, bias), targets, reduction="sum")
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     assert all(grad.isfinite().all() for grad in gradients(loss, hidden, weight, bias))
@@ -101,7 +99,7 @@ def test_under_autocast_it_stays_close_to_float64(chunk: int, dtype: torch.dtype
     hidden, weight, bias, targets = operands(True, torch.float64)
     single = [tensor.detach().float().requires_grad_() for tensor in (hidden, weight, bias)]
     with torch.autocast("cpu", dtype):
-        loss = projected_cross_entropy(*single, targets, chunk)
+        loss = fused_cross_entropy(*single, targets, chunk)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.double(), expected, rtol=tolerance, atol=0)
     for ours, theirs in zip(gradients(loss, *single), gradients(expected, *exact[:3]), strict=True):
@@ -113,7 +111,7 @@ def test_sums_over_many_tokens_are_not_made_in_half_precision() -> None:
     """5,000 tokens of loss log 2: a bfloat16 sum would stop growing at 256 or so, a float16 one be off by units."""
     hidden, weight = torch.zeros(5000, 4), torch.zeros(2, 4)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = projected_cross_entropy(hidden, weight, None, torch.zeros(5000, dtype=torch.int64), 64)
+        loss = fused_cross_entropy(hidden, weight, None, torch.zeros(5000, dtype=torch.int64), 64)
     assert loss.item() == pytest.approx(5000 * 0.6931471805599453, rel=1e-5)
 
 
@@ -139,7 +137,7 @@ def test_no_tensor_of_all_logits_exists() -> None:
     hidden, weight = torch.randn(num_tokens, width, requires_grad=True), torch.randn(words, width, requires_grad=True)
     targets = torch.randint(words, (num_tokens,))
     with Watch() as watch:
-        projected_cross_entropy(hidden, weight, None, targets, chunk).backward()
+        fused_cross_entropy(hidden, weight, None, targets, chunk).backward()
     assert watch.largest == chunk * words
     with Watch() as watch:  # the watch does see them where they are
         F.cross_entropy(hidden @ weight.t(), targets).backward()
@@ -152,14 +150,14 @@ def test_the_peak_is_at_most_the_gradients_and_three_chunks_of_logits(chunk: int
     num_tokens, width, words, item = 1024, 32, 500, 4
     hidden, weight = torch.randn(num_tokens, width, requires_grad=True), torch.randn(words, width, requires_grad=True)
     targets = torch.randint(words, (num_tokens,))
-    with Allocated() as chunked:
-        projected_cross_entropy(hidden, weight, None, targets, chunk, smoothing=smoothing).backward()
+    with AllocationTracker() as chunked:
+        fused_cross_entropy(hidden, weight, None, targets, chunk, smoothing=smoothing).backward()
     own = item * width * (num_tokens + words)  # of both gradients
     logits = item * chunk * words  # of a chunk: before and after softmax, and after it of the chunk before
     few = item * 16 * chunk  # a few numbers a token of the chunk
     # In backward they exist twice: as they were formed, and times the gradient of the loss.
     assert chunked.peak <= max(own + 3 * logits, 2 * own) + few
-    with Allocated() as plain:
+    with AllocationTracker() as plain:
         F.cross_entropy(F.linear(hidden, weight), targets, reduction="sum", label_smoothing=smoothing).backward()
     assert plain.peak >= item * num_tokens * words > chunked.peak
 
@@ -167,6 +165,6 @@ def test_the_peak_is_at_most_the_gradients_and_three_chunks_of_logits(chunk: int
 def test_without_gradients_only_the_logits_are_computed() -> None:
     hidden, weight, bias, targets = operands(True)
     with torch.no_grad(), Watch() as watch:
-        projected_cross_entropy(hidden, weight, bias, targets, N)
+        fused_cross_entropy(hidden, weight, bias, targets, N)
     products = [name for name in watch.operations if "mm" in name]
     assert len(products) == 1

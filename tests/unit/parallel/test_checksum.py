@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from hvd_transformer.comm.world import World
-from hvd_transformer.gradients.buffers import Bucket, make_buckets
+from hvd_transformer.gradients.buffers import GradBuffer, make_buckets
 from hvd_transformer.parallel.replica_check import ReplicasDiffer, broadcast_parameters, check_replicas, checksum
 
 LONG = 2**21 + 12_345  # more than two of the pieces that it is summed in
@@ -72,11 +72,11 @@ def test_equal_tensors_have_equal_ones_wherever_they_lie(count: int) -> None:
     assert 0 <= checksum([tensor]) < 2**64
 
 
-def buckets() -> list[Bucket]:
+def buckets() -> list[GradBuffer]:
     return make_buckets({"a": nn.Parameter(numbers(9)), "b": nn.Parameter(numbers(4).double())}, set(), 1)
 
 
-def own_sums(own: list[Bucket], *cut: str) -> list[int]:
+def own_sums(own: list[GradBuffer], *cut: str) -> list[int]:
     """Of what all ranks have alike, and of the shares."""
     slots = [(slot.name, slot.view(bucket.parameters)) for bucket in own for slot in bucket.slots]
     return [checksum([weight for name, weight in slots if (name in cut) == is_cut]) for is_cut in (False, True)]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hvd_transformer.checkpoint.tensor_file import Blocks, Fragment
+from hvd_transformer.checkpoint.tensor_file import StridedBlocks, TensorShard
 from hvd_transformer.parallel.tensor_group import piece
 
 CASES = [
@@ -23,9 +23,9 @@ def test_a_piece_has_the_numbers_that_cutting_the_tensor_gives(shape, cut, count
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     for index in range(count):
         own = whole if cut is None else piece(whole, cut, index, count)
-        blocks = Blocks.of(shape, cut, index, count)
+        blocks = StridedBlocks.of(shape, cut, index, count)
         places = [0] * own.numel()
-        for place, run in Fragment(shape, blocks, 0, torch.arange(own.numel())).runs(0, whole.numel()):
+        for place, run in TensorShard(shape, blocks, 0, torch.arange(own.numel())).runs(0, whole.numel()):
             for number, position in enumerate(run.tolist()):
                 places[position] = place + number
         assert places == own.flatten().tolist()
@@ -44,8 +44,8 @@ def test_all_ranks_fragments_make_the_whole_and_take_it_apart(shape, cut, count,
         length = -(-own.numel() // shards)
         for shard in range(shards):
             values = own[shard * length :][:length]
-            fragment = Fragment(shape, Blocks.of(shape, cut, index, count), shard * length, values)
-            read = Fragment(shape, fragment.blocks, shard * length, torch.zeros(len(values)))
+            fragment = TensorShard(shape, StridedBlocks.of(shape, cut, index, count), shard * length, values)
+            read = TensorShard(shape, fragment.blocks, shard * length, torch.zeros(len(values)))
             for first in range(0, whole.numel(), step):
                 last = min(first + step, whole.numel())
                 for place, run in fragment.runs(first, last):

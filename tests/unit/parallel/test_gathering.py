@@ -5,21 +5,21 @@ import torch
 from fake_world import FakeWorld
 from torch import Tensor, nn
 
-from hvd_transformer.gradients.buffers import Shard, make_buckets
-from hvd_transformer.gradients.param_all_gather import Gathering, waiting_stages
+from hvd_transformer.gradients.buffers import ZeroShard, make_buckets
+from hvd_transformer.gradients.param_all_gather import ParamAllGather, waiting_stages
 from hvd_transformer.nn.contracts import Layer, Stage
 
 SIZE = 2
 
 
-def job(events: list[str]) -> tuple[FakeWorld, list[Stage], Gathering]:
+def job(events: list[str]) -> tuple[FakeWorld, list[Stage], ParamAllGather]:
     """Three layers in a bucket each; the last uses the first's weight, too."""
     layers = [nn.Linear(4, 4, bias=False) for _ in range(3)]
     layers[2].tied = layers[0].weight  # type: ignore[assignment]
     world = FakeWorld(size=SIZE)
     world.events = events
     parameters = {f"{number}": layer.weight for number, layer in enumerate(layers)}
-    buckets = make_buckets(parameters, set(), 1, shard=Shard(0, SIZE))
+    buckets = make_buckets(parameters, set(), 1, shard=ZeroShard(0, SIZE))
 
     def layer(number: int) -> Layer:
         def run(values: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ def job(events: list[str]) -> tuple[FakeWorld, list[Stage], Gathering]:
 
         return Layer(f"{number}", layers[number], run)
 
-    gathering = Gathering(buckets, [bucket.slots[0].name for bucket in buckets], world)
+    gathering = ParamAllGather(buckets, [bucket.slots[0].name for bucket in buckets], world)
     stages = waiting_stages([Stage([layer(number) for number in range(3)], torch.device("cpu"))], [gathering])
     return world, stages, gathering
 

@@ -2,18 +2,18 @@
 
 import pytest
 
-from hvd_transformer.gradients.weight_grads import Later
+from hvd_transformer.gradients.weight_grads import WeightGradStore
 
 
 def test_without_collecting_work_is_done_at_once() -> None:
     done: list[int] = []
-    Later()(lambda: done.append(1))
+    WeightGradStore()(lambda: done.append(1))
     assert done == [1]
 
 
 def test_each_backwards_work_waits_for_its_turn() -> None:
     done: list[int] = []
-    later = Later()
+    later = WeightGradStore()
     for numbers in ((1, 2), (), (3,)):
         with later.collect():
             for number in numbers:
@@ -31,7 +31,7 @@ def test_each_backwards_work_waits_for_its_turn() -> None:
 
 def test_a_backward_that_fails_leaves_nothing_and_the_next_work_is_done_at_once() -> None:
     done: list[int] = []
-    later = Later()
+    later = WeightGradStore()
     with pytest.raises(ValueError, match="bad luck"), later.collect():
         later(lambda: done.append(1))
         raise ValueError("bad luck")

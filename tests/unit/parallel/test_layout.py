@@ -10,7 +10,7 @@ from hvd_transformer.comm.group import Group
 from hvd_transformer.comm.world import World
 from hvd_transformer.config import load
 from hvd_transformer.errors import UserError
-from hvd_transformer.parallel.mesh import Layout, process_groups
+from hvd_transformer.parallel.mesh import ParallelMesh, process_groups
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[torch.device]:
@@ -23,14 +23,14 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[torch.device]:
 
 
 def test_alone_it_is_the_only_replica() -> None:
-    layout = Layout.of(load(overrides=["training.device=cpu"]), World())
+    layout = ParallelMesh.of(load(overrides=["training.device=cpu"]), World())
     assert (layout.dp, layout.tp, layout.replica, layout.shard) == (1, 1, 0, 0)
     assert layout.devices == (torch.device("cpu"),)
     assert layout.data_group.size == layout.tensor_group.size == 1
 
 
 def test_every_rank_is_a_replica() -> None:
-    layout = Layout.of(load(overrides=["training.device=cpu"]), FakeWorld(rank=2, size=5))
+    layout = ParallelMesh.of(load(overrides=["training.device=cpu"]), FakeWorld(rank=2, size=5))
     assert (layout.dp, layout.replica) == (5, 2)
 
 
@@ -39,7 +39,7 @@ def test_a_device_that_is_not_there_is_told_with_host_and_number(monkeypatch: py
     world = FakeWorld(rank=1)
     world.local_rank, world.local_size, world.host = 1, 2, "node7"
     with pytest.raises(UserError) as caught:
-        Layout.of(load(overrides=["training.device=cuda"]), world)
+        ParallelMesh.of(load(overrides=["training.device=cuda"]), world)
     message = str(caught.value)
     assert message.startswith("training.device=cuda: host node7 has 1 GPUs for 2 ranks")
     assert "training.device=cpu" in message
@@ -49,14 +49,14 @@ def test_auto_takes_a_gpu_a_rank_where_every_rank_has_one(monkeypatch: pytest.Mo
     chosen = gpus(monkeypatch, 2)
     world = FakeWorld(rank=3, size=4)
     world.local_rank, world.local_size = 1, 2
-    assert Layout.of(load(), world).device == torch.device("cuda", 1)
+    assert ParallelMesh.of(load(), world).device == torch.device("cuda", 1)
     assert chosen == [torch.device("cuda", 1)]
 
 
 def test_auto_is_the_cpu_for_all_where_one_rank_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = gpus(monkeypatch, 2)
     world = FakeWorld(0, 3, others=lambda mine: [mine, True, False])
-    assert Layout.of(load(), world).device == torch.device("cpu")
+    assert ParallelMesh.of(load(), world).device == torch.device("cpu")
     assert chosen == []
 
 
@@ -64,7 +64,7 @@ def test_each_stage_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     chosen = gpus(monkeypatch, 4)
     world = FakeWorld(rank=3, size=4)
     world.local_rank, world.local_size = 1, 2
-    layout = Layout.of(load(overrides=["parallel.pipeline=2"]), world)
+    layout = ParallelMesh.of(load(overrides=["parallel.pipeline=2"]), world)
     assert layout.devices == (torch.device("cuda", 2), torch.device("cuda", 3))
     assert chosen == [torch.device("cuda", 2)]
 
@@ -74,18 +74,18 @@ def test_too_few_gpus_for_the_stages_is_told_with_what_fits(monkeypatch: pytest.
     world = FakeWorld(rank=1)
     world.local_rank, world.local_size, world.host = 1, 2, "node7"
     with pytest.raises(UserError) as caught:
-        Layout.of(load(overrides=["training.device=cuda", "parallel.pipeline=4"]), world)
+        ParallelMesh.of(load(overrides=["training.device=cuda", "parallel.pipeline=4"]), world)
     assert str(caught.value).startswith("training.device=cuda: host node7 has 5 GPUs for 2 ranks × 4 stages")
     assert "at most 1 ranks" in str(caught.value)
 
 
 def test_on_the_cpu_every_stage_is_a_thread() -> None:
-    layout = Layout.of(load(overrides=["training.device=cpu", "parallel.pipeline=3"]), World())
+    layout = ParallelMesh.of(load(overrides=["training.device=cpu", "parallel.pipeline=3"]), World())
     assert layout.devices == (torch.device("cpu"),) * 3
 
 
-def shared(world: FakeWorld, *words: str) -> Layout:
-    return Layout.of(load(overrides=["training.device=cpu", "parallel.tensor=2", *words]), world)
+def shared(world: FakeWorld, *words: str) -> ParallelMesh:
+    return ParallelMesh.of(load(overrides=["training.device=cpu", "parallel.tensor=2", *words]), world)
 
 
 class GroupedWorld(FakeWorld):

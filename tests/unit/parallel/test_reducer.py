@@ -9,10 +9,10 @@ from fake_world import FakeWorld
 from torch import Tensor, nn
 
 from hvd_transformer.comm.world import World
-from hvd_transformer.gradients.buffers import Bucket, Shard, make_buckets
+from hvd_transformer.gradients.buffers import GradBuffer, ZeroShard, make_buckets
 from hvd_transformer.gradients.embedding_grads import RowPlan
-from hvd_transformer.gradients.sync import GradientReducer
-from hvd_transformer.gradients.weight_grads import Later
+from hvd_transformer.gradients.sync import GradSync
+from hvd_transformer.gradients.weight_grads import WeightGradStore
 from hvd_transformer.nn.parallel_layers import Linear
 
 EVERY_PARAMETER, ALL_IN_ONE = 1, 2**20
@@ -36,25 +36,25 @@ class Layers(nn.Module):
         return hidden.square().sum()
 
 
-def made(world: World, bucket_bytes: int, **options: object) -> tuple[Layers, Layers, list[Bucket], GradientReducer]:
+def made(world: World, bucket_bytes: int, **options: object) -> tuple[Layers, Layers, list[GradBuffer], GradSync]:
     """The model in buckets, a plain copy of it, the buckets and their reducer."""
     torch.manual_seed(0)
     model = Layers(world.events if isinstance(world, FakeWorld) else None)
     plain = Layers()
     plain.load_state_dict(copy.deepcopy(model.state_dict()))
     buckets = make_buckets(dict(model.named_parameters()), set(), bucket_bytes)
-    return model, plain, buckets, GradientReducer(buckets, world, **options)
+    return model, plain, buckets, GradSync(buckets, world, **options)
 
 
 def inputs(number: int) -> Tensor:
     return torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
 
 
-def reduced(buckets: list[Bucket]) -> dict[str, Tensor]:
+def reduced(buckets: list[GradBuffer]) -> dict[str, Tensor]:
     return {slot.name: slot.view(bucket.gradients).clone() for bucket in buckets for slot in bucket.slots}
 
 
-def expect(buckets: list[Bucket], plain: Layers, factor: float = 1.0) -> None:
+def expect(buckets: list[GradBuffer], plain: Layers, factor: float = 1.0) -> None:
     own = reduced(buckets)
     for name, parameter in plain.named_parameters():
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -198,7 +198,7 @@ def test_a_parameter_used_twice_is_complete_when_it_is_sent() -> None:
     world = FakeWorld()
     weight = nn.Parameter(torch.tensor([2.0, 3.0]))
     (bucket,) = make_buckets({"weight": weight}, set(), 1)
-    reducer = GradientReducer([bucket], world)
+    reducer = GradSync([bucket], world)
     reducer.begin()
     reducer.last()
     ((weight * 5).tanh() * weight).sum().backward()  # as a tied embedding
@@ -238,7 +238,7 @@ def test_rows_of_all_ranks_and_rounds_are_added(tied: bool, gather: bool, size: 
     plain.load_state_dict(copy.deepcopy(model.state_dict()))
     buckets = make_buckets(dict(model.named_parameters()), set(), ALL_IN_ONE, alone={"matrix"} if gather else set())
     assert len(buckets) == 1 + gather
-    reducer = GradientReducer(buckets, world, rows={"matrix": RowPlan(tied, gather)})
+    reducer = GradSync(buckets, world, rows={"matrix": RowPlan(tied, gather)})
     take = reducer.take_rows("matrix")
     batches = torch.tensor([[1, 1, 4], [4, 0, 1]])
     for rounds in (2, 1, 0):  # the second step must not see the first; the third is one without samples
@@ -262,7 +262,7 @@ def test_an_unfinished_steps_rows_are_forgotten() -> None:
     world = FakeWorld(size=1)
     weight = nn.Parameter(torch.ones(4, 2))
     (bucket,) = make_buckets({"weight": weight}, set(), 1)
-    reducer = GradientReducer([bucket], world, rows={"weight": RowPlan(dense=False, gather=True)})
+    reducer = GradSync([bucket], world, rows={"weight": RowPlan(dense=False, gather=True)})
     reducer.begin()
     reducer.take_rows("weight")(torch.tensor([1]), torch.ones(1, 2))
     reducer.begin()
@@ -277,18 +277,18 @@ class Products(Layers):
         super().__init__(events)
         self.layers = nn.ModuleList(Linear(3, 3) for _ in range(3)).double()
 
-    def give(self, reducer: GradientReducer, later: Later) -> None:
+    def give(self, reducer: GradSync, later: WeightGradStore) -> None:
         for number, layer in enumerate(self.layers):
             layer.take_product = reducer.take_product(f"layers.{number}.weight", f"layers.{number}.bias", later)
 
 
-def products(bucket_bytes: int) -> tuple[Products, Layers, list[Bucket], GradientReducer, FakeWorld, Later]:
+def products(bucket_bytes: int) -> tuple[Products, Layers, list[GradBuffer], GradSync, FakeWorld, WeightGradStore]:
     torch.manual_seed(0)
-    world, later = FakeWorld(), Later()
+    world, later = FakeWorld(), WeightGradStore()
     model, plain = Products(world.events), Layers()
     plain.load_state_dict(model.state_dict())
     buckets = make_buckets(dict(model.named_parameters()), set(), bucket_bytes)
-    reducer = GradientReducer(buckets, world)
+    reducer = GradSync(buckets, world)
     model.give(reducer, later)
     return model, plain, buckets, reducer, world, later
 
@@ -354,7 +354,7 @@ def test_a_parameter_may_get_products_in_one_round_and_autograds_gradients_in_an
 
 def test_products_in_another_number_format_are_added_in_the_buckets_own() -> None:
     model, _, buckets, reducer, _, _ = products(ALL_IN_ONE)
-    model.give(reducer, Later())
+    model.give(reducer, WeightGradStore())
     reducer.begin()
     values, grad = torch.randn(2, 4, 3, dtype=torch.bfloat16)
     for _ in range(2):
@@ -366,10 +366,10 @@ def test_products_in_another_number_format_are_added_in_the_buckets_own() -> Non
 
 def shards(
     model: nn.Module, rank: int, size: int, gradients: bool, **options: object
-) -> tuple[FakeWorld, list[Bucket], GradientReducer]:
+) -> tuple[FakeWorld, list[GradBuffer], GradSync]:
     world = FakeWorld(rank=rank, size=size)
-    buckets = make_buckets(dict(model.named_parameters()), set(), 100, shard=Shard(rank, size, gradients))
-    return world, buckets, GradientReducer(buckets, world, **options)
+    buckets = make_buckets(dict(model.named_parameters()), set(), 100, shard=ZeroShard(rank, size, gradients))
+    return world, buckets, GradSync(buckets, world, **options)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -438,8 +438,8 @@ def test_rows_go_to_the_ranks_whose_shards_they_are_in(tied: bool, gather: bool,
         model.load_state_dict(plain.state_dict())
         world = FakeWorld(rank=rank, size=size)
         parameters, alone = dict(model.named_parameters()), {"matrix"} if gather else set()
-        buckets = make_buckets(parameters, set(), ALL_IN_ONE, alone, Shard(rank, size, gradients))
-        reducer = GradientReducer(buckets, world, rows=rows)
+        buckets = make_buckets(parameters, set(), ALL_IN_ONE, alone, ZeroShard(rank, size, gradients))
+        reducer = GradSync(buckets, world, rows=rows)
         reducer.begin(len(batches))
         for number, batch in enumerate(batches):
             if number == len(batches) - 1:

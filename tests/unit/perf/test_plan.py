@@ -20,16 +20,16 @@ from hvd_transformer.cli import main as cli
 from hvd_transformer.cli.plan import plan as command
 from hvd_transformer.config import load
 from hvd_transformer.errors import UserError
-from hvd_transformer.gradients.weight_grads import Later
+from hvd_transformer.gradients.weight_grads import WeightGradStore
 from hvd_transformer.models.language_model import LanguageModel, language_model_layers
 from hvd_transformer.nn.contracts import MicroBatch, Stage
-from hvd_transformer.nn.dropout import dropout_place
-from hvd_transformer.nn.parallel_layers import Product
+from hvd_transformer.nn.dropout import dropout_key
+from hvd_transformer.nn.parallel_layers import WeightGradLayer
 from hvd_transformer.parallel.pipeline import Pipeline
 from hvd_transformer.parallel.pipeline_schedule import SCHEDULES
 from hvd_transformer.parallel.precision import autocast
 from hvd_transformer.planning.layer_profile import forward, gradients_as_in_training, run_pass
-from hvd_transformer.planning.memory_plan import RECOMPUTES, Plan, StageCost, make_plan
+from hvd_transformer.planning.memory_plan import RECOMPUTES, MemoryPlan, StageCost, make_plan
 from hvd_transformer.planning.model_costs import fake_model
 from hvd_transformer.planning.plan_text import plan_text
 from hvd_transformer.tasks.registry import task_class
@@ -41,7 +41,7 @@ SMALL = [
 ]  # fmt: skip
 
 
-def small_plan(*words: str) -> Plan:
+def small_plan(*words: str) -> MemoryPlan:
     return make_plan(load(overrides=[*SMALL, *words]), V)
 
 
@@ -100,10 +100,10 @@ def test_flops_of_a_block_and_the_head() -> None:
     assert (head.forward_flops, head.backward_flops) == (3 * 2 * tokens * V * D, 0)
 
 
-def leave_products(model: LanguageModel, later: Later) -> None:
+def leave_products(model: LanguageModel, later: WeightGradStore) -> None:
     """The weights' gradients are added where they are, as in training."""
     for module in model.modules():
-        if isinstance(module, Product):
+        if isinstance(module, WeightGradLayer):
             module.take_product = lambda *product, linear=module: later(partial(linear.add_product, *product))
 
 
@@ -115,7 +115,7 @@ def really_kept(config, first: int, stop: int) -> int:
         model = LanguageModel(V, config.model).train()
     finally:
         torch.set_default_dtype(torch.float32)
-    leave_products(model, Later())
+    leave_products(model, WeightGradStore())
     mixed = torch.autocast("cpu", torch.bfloat16) if config.training.precision == "bf16" else nullcontext()
     size = -(-config.training.batch_size // config.parallel.micro_batches)
     tokens, targets = torch.randint(0, V, (size, T)), torch.randint(0, V, (size, T))
@@ -132,7 +132,7 @@ def really_kept(config, first: int, stop: int) -> int:
         if number == first:
             tensors = tuple(tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in tensors)
             ends += tensors
-        with hooks, mixed, dropout_place(1, 2):
+        with hooks, mixed, dropout_key(1, 2):
             result = layer.run(*tensors)
         tensors = (result,)
         if number == stop - 1:
@@ -247,7 +247,7 @@ def test_the_pipelines_peak(schedule: str, recompute: str, more: list[str]) -> N
 
     @contextmanager
     def context(number: int) -> Iterator[None]:
-        with autocast(config.training.precision, torch.device("cpu")), dropout_place(0, number):
+        with autocast(config.training.precision, torch.device("cpu")), dropout_key(0, number):
             yield
 
     pipeline = Pipeline(
@@ -299,7 +299,7 @@ def test_optimizer_state_is_torchs(words: list[str], make) -> None:
 def test_bubble_of_equal_stages(stages: int, count: int) -> None:
     config = load(overrides=[f"parallel.pipeline={stages}"])
     equal = [StageCost([], 0, 0, {}, forward_flops=7, backward_flops=14, late_flops=7)] * stages
-    plan = Plan(config, 1, V, "", count, 1, count, [], equal)
+    plan = MemoryPlan(config, 1, V, "", count, 1, count, [], equal)
     for schedule in ("gpipe", "1f1b"):
         assert plan.bubble(schedule) == pytest.approx((stages - 1) / (count + stages - 1))
     if count >= stages:  # Qi et al. 2023, section 3.1
@@ -460,8 +460,8 @@ def test_other_tasks_are_planned_as_they_run(task: str) -> None:
     assert plan.parameters == sum(weight.numel() for weight in model.parameters())
     assert [layer.name for layer in plan.layers] == [layer.name for layer in layers]
     assert task_class(config).layer_names(config) == [layer.name for layer in layers]
-    later, tensors = Later(), batch.inputs
-    with gradients_as_in_training(layers, later), dropout_place(0):
+    later, tensors = WeightGradStore(), batch.inputs
+    with gradients_as_in_training(layers, later), dropout_key(0):
         forward(layers, *batch, nullcontext, again=False)  # makes the tables of positions
         for layer, planned in zip(layers, plan.layers, strict=True):
             targets = batch.targets if layer is layers[-1] else ()

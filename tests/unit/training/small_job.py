@@ -10,10 +10,10 @@ from hvd_transformer.config import Config, load
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.data.tokenizers import CharTokenizer
 from hvd_transformer.gradients.buffers import WHOLE
-from hvd_transformer.parallel.mesh import Layout
+from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.parallel.precision import weight_dtype
 from hvd_transformer.tasks.language_model_task import LanguageModelTask
-from hvd_transformer.training.state import Position
+from hvd_transformer.training.state import TrainState
 from hvd_transformer.training.trainer import Trainer
 
 VOCABULARY = 11
@@ -52,7 +52,9 @@ def settings(*overrides: str) -> Config:
     return load(overrides=[*SMALL, *overrides])
 
 
-def trainer(config: Config, world: World | None = None, position: Position | None = None, replica: int = 0) -> Trainer:
+def trainer(
+    config: Config, world: World | None = None, position: TrainState | None = None, replica: int = 0
+) -> Trainer:
     """The job's trainer, its weights by the seed, on one of the world's ranks."""
     world = world or World()
     data = SimpleNamespace(tokenizer=TOKENIZER, splits=SPLITS)
@@ -62,7 +64,7 @@ def trainer(config: Config, world: World | None = None, position: Position | Non
         task = LanguageModelTask(config, data, Replica(replica, world.size))
     finally:
         torch.set_default_dtype(torch.float32)
-    layout = Layout(
+    layout = ParallelMesh(
         dp=world.size,
         tp=1,
         replica=replica,
@@ -72,7 +74,7 @@ def trainer(config: Config, world: World | None = None, position: Position | Non
         tensor_group=World(),
         update_shard=WHOLE,
     )
-    return Trainer(config, world, layout, task, position or Position())
+    return Trainer(config, world, layout, task, position or TrainState())
 
 
 def run(job: Trainer, num_steps: int | None = None) -> list[float]:

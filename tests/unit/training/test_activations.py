@@ -10,7 +10,14 @@ from hvd_transformer.errors import UserError
 from hvd_transformer.models.language_model import LanguageModel, language_model_layers
 from hvd_transformer.nn.contracts import MicroBatch
 from hvd_transformer.parallel.pipeline_schedule import SCHEDULES, Operation
-from hvd_transformer.planning.layer_profile import WAYS, Pass, join, measure_layers, peak_activations, run_pass
+from hvd_transformer.planning.layer_profile import (
+    PASS_MODES,
+    PassMemory,
+    join,
+    measure_layers,
+    peak_activations,
+    run_pass,
+)
 from hvd_transformer.planning.memory_plan import RECOMPUTES, make_plan
 from hvd_transformer.planning.model_costs import fake_model
 from hvd_transformer.planning.partition import best_cut
@@ -30,17 +37,17 @@ def config(*words: str) -> Config:
 def test_peak_by_hand() -> None:
     """Forward 0, forward 1, backward 0, backward 1; whole a micro-batch keeps 10, computed again 3."""
     operations = [Operation(kind, number) for kind in ("forward", "backward") for number in (0, 1)]
-    whole, again = Pass(0, forward=11, kept=10, backward=14, late=2), Pass(0, 6, 3, 9, 2)
+    whole, again = PassMemory(0, forward=11, kept=10, backward=14, late=2), PassMemory(0, 6, 3, 9, 2)
     assert peak_activations(operations, "never", whole, again) == 10 + 14
     assert peak_activations(operations, "always", whole, again) == 3 + 9
     assert peak_activations(operations, "except_last", whole, again) == 10 + 9
     in_turn = [Operation(kind, number) for number in (0, 1) for kind in ("forward", "backward")]
     assert peak_activations(in_turn, "never", whole, again) == 14
-    assert peak_activations(in_turn, "except_last", Pass(0, 20, 10, 14, 2), again) == 20  # forward's own
+    assert peak_activations(in_turn, "except_last", PassMemory(0, 20, 10, 14, 2), again) == 20  # forward's own
     late = [*operations[:2], operations[2], operations[3], Operation("weights", 0), Operation("weights", 1)]
     assert peak_activations(late, "never", whole, again) == 10 + 14
     assert peak_activations(late, "always", whole, again) == 3 + 9
-    slow = Pass(0, forward=6, kept=3, backward=13, late=8)
+    slow = PassMemory(0, forward=6, kept=3, backward=13, late=8)
     assert peak_activations(late, "never", slow, again) == 8 + 13  # the first one's weights still wait
 
 
@@ -49,7 +56,7 @@ def test_layers_joined_are_those_of_a_stage() -> None:
     of earlier."""
     hidden = 4 * SAMPLES * LENGTH * WIDTH
     with fake_model(config("model.dropout=0.1"), V, SAMPLES) as (layers, (inputs, targets), later, context):
-        for way in WAYS:
+        for way in PASS_MODES:
             tensors, alone = inputs, []
             for layer in layers:
                 own = targets if layer is layers[-1] else ()

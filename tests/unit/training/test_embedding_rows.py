@@ -7,8 +7,8 @@ import torch
 from small_job import run, settings, trainer, weights
 from torch import nn
 
-from hvd_transformer.gradients.embedding_grads import row_parameters
-from hvd_transformer.nn.parallel_layers import Embedding
+from hvd_transformer.gradients.embedding_grads import plan_embedding_grads
+from hvd_transformer.nn.parallel_layers import VocabParallelEmbedding
 
 
 class Shared(nn.Module):
@@ -16,14 +16,18 @@ class Shared(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.source, self.target, self.output = Embedding(10, 4), Embedding(10, 4), nn.Linear(4, 10)
+        self.source, self.target, self.output = (
+            VocabParallelEmbedding(10, 4),
+            VocabParallelEmbedding(10, 4),
+            nn.Linear(4, 10),
+        )
         self.target.weight = self.output.weight = self.source.weight
-        self.other = Embedding(20, 4)
+        self.other = VocabParallelEmbedding(20, 4)
 
 
 def test_tied_and_free_weights_are_told_apart() -> None:
     model = Shared()
-    rows = row_parameters(model, "always", 10**6)
+    rows = plan_embedding_grads(model, "always", 10**6)
     assert {name: (row.embeddings, row.dense) for name, row in rows.items()} == {
         "source.weight": ([model.source, model.target], True),
         "other.weight": ([model.other], False),
@@ -32,7 +36,7 @@ def test_tied_and_free_weights_are_told_apart() -> None:
 
 def test_auto_takes_rows_while_they_are_fewer_than_the_vocabulary() -> None:
     def gathered(choice: Literal["auto", "always", "never"], num_tokens: int) -> list[str]:
-        return [name for name, row in row_parameters(Shared(), choice, num_tokens).items() if row.gather]
+        return [name for name, row in plan_embedding_grads(Shared(), choice, num_tokens).items() if row.gather]
 
     assert gathered("auto", 9) == ["source.weight", "other.weight"]
     assert gathered("auto", 10) == ["other.weight"]
@@ -43,7 +47,7 @@ def test_auto_takes_rows_while_they_are_fewer_than_the_vocabulary() -> None:
 def test_a_frozen_weight_has_no_rows() -> None:
     model = Shared()
     model.other.weight.requires_grad_(False)
-    assert list(row_parameters(model, "always", 1)) == ["source.weight"]
+    assert list(plan_embedding_grads(model, "always", 1)) == ["source.weight"]
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -19,14 +19,14 @@ from small_job import SPLITS, TOKENIZER, VOCABULARY, run, settings
 from hvd_transformer.checkpoint import snapshot
 from hvd_transformer.checkpoint.store import CheckpointStore
 from hvd_transformer.comm.world import World
-from hvd_transformer.parallel.mesh import Layout
+from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.planning.memory_plan import make_plan
 from hvd_transformer.planning.plan_text import plan_text
 from hvd_transformer.reporting import charts
 from hvd_transformer.reporting.metrics_log import MetricsLog
 from hvd_transformer.reporting.run_report import write_report
 from hvd_transformer.training.job_setup import make_task
-from hvd_transformer.training.state import Position
+from hvd_transformer.training.state import TrainState
 from hvd_transformer.training.trainer import Trainer
 
 # When a size doubles, calls may grow by this factor: an exponent of 1.15, the limit of benchmarks.growth.
@@ -75,12 +75,12 @@ def job(num_ranks: int, *words: str) -> Iterator[tuple[Trainer, Costs]]:
     """Rank 0's trainer, and what building it cost."""
     config = settings(*words)
     world = World() if num_ranks == 1 else FakeWorld(0, num_ranks)
-    layout = Layout.of(config, world)
+    layout = ParallelMesh.of(config, world)
     data = SimpleNamespace(tokenizer=TOKENIZER, splits=SPLITS)
     costs: Costs = {}
     built: list[Any] = []
     costs["model"] = calls(lambda: built.append(make_task(config, data, layout)))
-    costs["trainer"] = calls(lambda: built.append(Trainer(config, world, layout, built[0], Position())))
+    costs["trainer"] = calls(lambda: built.append(Trainer(config, world, layout, built[0], TrainState())))
     yield built[1], costs
     built[1].close()
 
@@ -94,12 +94,12 @@ def of_a_job(folder: Path, num_ranks: int, *words: str) -> Costs:
         costs["evaluation"] = calls(lambda: trainer.evaluate("valid"))
         costs["comparison of the replicas"] = calls(lambda: trainer.check_replicas("now"))
         taken = []
-        costs["snapshot"] = calls(lambda: taken.append(snapshot.take(trainer, "digest", 0, False)))
+        costs["snapshot"] = calls(lambda: taken.append(snapshot.capture(trainer, "digest", 0, False)))
         store = CheckpointStore(folder, keep_last=1)
         costs["checkpoint"] = calls(lambda: store.save(taken[0]))
         state = snapshot.read_position(store.steps()[-1], "digest", World())[1]
         assert state is not None
-        costs["load"] = calls(lambda: snapshot.load(trainer, store.steps()[-1], state))
+        costs["load"] = calls(lambda: snapshot.restore(trainer, store.steps()[-1], state))
         if isinstance(trainer.world, FakeWorld):
             costs["messages"] = len(trainer.world.events)
         return costs

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from hvd_transformer.monitoring.stall_report import Seen, who_is_late
+from hvd_transformer.monitoring.stall_report import PeerHeartbeat, stall_report
 
 HOSTS = ["h1", "h1", "h2", "h2"]
 
 
-def seen(rank: int, phase: str, waits_for: str | None = None, age: float = 0.2, **other: Any) -> Seen:
+def seen(rank: int, phase: str, waits_for: str | None = None, age: float = 0.2, **other: Any) -> PeerHeartbeat:
     beat = {
         "rank": rank,
         "host": HOSTS[rank],
@@ -18,10 +18,10 @@ def seen(rank: int, phase: str, waits_for: str | None = None, age: float = 0.2, 
         "step": 30,
         "phase_seconds": 33.4,
     }
-    return Seen(beat | other, age)
+    return PeerHeartbeat(beat | other, age)
 
 
-def waiting(*ranks: int) -> list[Seen]:
+def waiting(*ranks: int) -> list[PeerHeartbeat]:
     return [seen(rank, "allreduce", "bucket 4") for rank in ranks]
 
 
@@ -71,12 +71,12 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_late_rank_is_named(case: str) -> None:
     found, sentence = CASES[case]
-    assert who_is_late(found, HOSTS, silent_seconds=3.0) == sentence
+    assert stall_report(found, HOSTS, silent_seconds=3.0) == sentence
 
 
 def test_many_late_ranks_are_counted() -> None:
     hosts = [f"h{rank // 8}" for rank in range(64)]
-    beats = [Seen(seen(0, "forward").beat | {"rank": rank, "host": hosts[rank]}, 0.0) for rank in range(8, 64)]
-    told = who_is_late(waiting(*range(3)) + beats, hosts, silent_seconds=3.0)
+    beats = [PeerHeartbeat(seen(0, "forward").beat | {"rank": rank, "host": hosts[rank]}, 0.0) for rank in range(8, 64)]
+    told = stall_report(waiting(*range(3)) + beats, hosts, silent_seconds=3.0)
     assert told.count("is late") == 4
     assert told.endswith("; 52 more ranks are late; ranks 0 to 2 wait for them in allreduce of bucket 4 of step 31")

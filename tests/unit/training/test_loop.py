@@ -12,7 +12,7 @@ from small_job import SPLITS, VOCABULARY, run, settings, trainer, weights
 from torch import Tensor, nn
 
 from hvd_transformer.config import Config
-from hvd_transformer.training.state import Position
+from hvd_transformer.training.state import TrainState
 from hvd_transformer.training.trainer import Diverged, Trainer
 
 Pair = tuple[Tensor, Tensor]
@@ -276,11 +276,11 @@ def test_the_number_of_steps_is_known_before_and_kept(batching: str) -> None:
     assert (job.position.epoch, job.position.remaining) == (3, None)
     assert job.position.samples == 3 * {"windows": 41, "columns": 44}[batching]
     # In the middle of the second epoch, and with an end before the third.
-    again = trainer(settings(*words), position=Position(step=8, epoch=1, remaining=[(16, 41)]))
+    again = trainer(settings(*words), position=TrainState(step=8, epoch=1, remaining=[(16, 41)]))
     if batching == "windows":
         assert again.total_steps == 8 + 4 + 6
-    assert trainer(settings(*words, "training.max_steps=9"), position=Position(step=8, epoch=1)).total_steps == 9
-    assert run(trainer(settings(*words), position=Position(step=18, epoch=3))) == []
+    assert trainer(settings(*words, "training.max_steps=9"), position=TrainState(step=8, epoch=1)).total_steps == 9
+    assert run(trainer(settings(*words), position=TrainState(step=18, epoch=3))) == []
 
 
 def test_wishes_of_a_rank_reach_the_result() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hvd_transformer.config.schema import ModelConfig, OptimizerConfig
-from hvd_transformer.gradients.buffers import Bucket, make_buckets
+from hvd_transformer.gradients.buffers import GradBuffer, make_buckets
 from hvd_transformer.gradients.optimizer import FlatOptimizer, names_without_decay
 from hvd_transformer.models.language_model import LanguageModel
 
@@ -28,7 +28,7 @@ def net() -> nn.Module:
 
 def in_buckets(
     model: nn.Module, bucket_bytes: int, kind: str, decay: float = 0.1
-) -> tuple[list[Bucket], FlatOptimizer]:
+) -> tuple[list[GradBuffer], FlatOptimizer]:
     config = OptimizerConfig(**{"weight_decay": decay, **KINDS[kind]})
     buckets = make_buckets(dict(model.named_parameters()), names_without_decay(model), bucket_bytes)
     return buckets, FlatOptimizer(config, buckets)
@@ -58,7 +58,7 @@ def gradients(model: nn.Module, step: int) -> dict[str, Tensor]:
     }
 
 
-def fill(buckets: list[Bucket], values: dict[str, Tensor]) -> None:
+def fill(buckets: list[GradBuffer], values: dict[str, Tensor]) -> None:
     for bucket in buckets:
         for slot in bucket.slots:
             slot.view(bucket.gradients).copy_(values[slot.name])

@@ -11,8 +11,8 @@ from small_job import run, settings, trainer, weights
 from hvd_transformer.config import Config
 from hvd_transformer.data.batches import Batch
 from hvd_transformer.errors import UserError
-from hvd_transformer.nn.dropout import dropout_place
-from hvd_transformer.nn.parallel_layers import Product
+from hvd_transformer.nn.dropout import dropout_key
+from hvd_transformer.nn.parallel_layers import WeightGradLayer
 from hvd_transformer.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,7 +54,7 @@ def one_step(pieces: int, *words: str) -> Config:
     )
 
 
-def add_product(layer: Product, values: torch.Tensor, grad: torch.Tensor) -> None:
+def add_product(layer: WeightGradLayer, values: torch.Tensor, grad: torch.Tensor) -> None:
     """Multiplied right into the gradient: rounded once, where autograd rounds the product and then the sum."""
     for weight in layer.parameters(recurse=False):
         weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
@@ -72,11 +72,11 @@ def one_after_the_other(pieces: int) -> tuple[list[float], dict[str, torch.Tenso
     looked_up: list[tuple[torch.Tensor, torch.Tensor]] = []
     model.embedding.embedding.take_rows = lambda *rows: looked_up.append(rows)
     for module in model.modules():
-        if isinstance(module, Product):
+        if isinstance(module, WeightGradLayer):
             module.take_product = partial(add_product, module)
     losses = []
     for number, (inputs, targets) in enumerate(zip(*(tensor.split(2) for tensor in batch), strict=True)):
-        with dropout_place(made.seed, 0, 0, number):  # epoch, first unit, piece
+        with dropout_key(made.seed, 0, 0, number):  # epoch, first unit, piece
             loss, _ = model.loss(inputs, targets)
         (loss / batch[1].numel()).backward()
         losses.append(loss.item())

@@ -12,7 +12,7 @@ from hvd_transformer.checkpoint import snapshot
 from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, CheckpointStore
 from hvd_transformer.comm.world import World
 from hvd_transformer.errors import UserError
-from hvd_transformer.training.state import Position
+from hvd_transformer.training.state import TrainState
 from hvd_transformer.training.trainer import Trainer
 
 SETTINGS = [
@@ -30,7 +30,7 @@ OPTIMIZERS = {
 
 
 def saved(job: Trainer, folder: Path) -> Path:
-    return CheckpointStore(folder, keep_last=9).save(snapshot.take(job, "digest", checksum=5, best=False))
+    return CheckpointStore(folder, keep_last=9).save(snapshot.capture(job, "digest", checksum=5, best=False))
 
 
 def resumed(checkpoint: Path, *overrides: str) -> Trainer:
@@ -39,12 +39,12 @@ def resumed(checkpoint: Path, *overrides: str) -> Trainer:
     with torch.no_grad():
         for bucket in job.buckets:
             bucket.parameters.fill_(7)  # whatever was there before
-    snapshot.load(job, checkpoint, state)
+    snapshot.restore(job, checkpoint, state)
     return job
 
 
 def everything(job: Trainer) -> dict[str, torch.Tensor]:
-    taken = tensors_of(snapshot.take(job, "digest", 0, False))
+    taken = tensors_of(snapshot.capture(job, "digest", 0, False))
     return {f"{file}/{name}": tensor for file, tensors in taken.items() for name, tensor in tensors.items()}
 
 
@@ -100,7 +100,7 @@ def test_a_checkpoint_does_not_depend_on_the_stages(here: int, there: int, tmp_p
 def test_a_snapshot_is_a_copy() -> None:
     job = trainer(settings("optimizer.name=adamw"))
     run(job, 2)
-    taken = snapshot.take(job, "digest", 0, False)
+    taken = snapshot.capture(job, "digest", 0, False)
     before = {name: tensor.clone() for tensors in tensors_of(taken).values() for name, tensor in tensors.items()}
     position = json.dumps(taken.state)
     run(job, 2)
@@ -113,7 +113,7 @@ def test_a_snapshot_is_a_copy() -> None:
 def test_the_files_name_every_weight_once_and_its_moments() -> None:
     job = trainer(settings("optimizer.name=adamw"))
     run(job, 1)
-    taken = snapshot.take(job, "digest", 77, True)
+    taken = snapshot.capture(job, "digest", 77, True)
     names = set(weights(job))
     assert set(taken.tensors[MODEL]) == names
     assert set(taken.tensors[OPTIMIZER]) == {f"{key}.{name}" for key in ("exp_avg", "exp_avg_sq") for name in names}
@@ -122,13 +122,13 @@ def test_the_files_name_every_weight_once_and_its_moments() -> None:
 
 
 def test_a_position_survives_json() -> None:
-    position = Position(step=5, updates=4, epoch=2, remaining=[(3, 7), (9, 20)], samples=99, best=1.5, best_step=2)
+    position = TrainState(step=5, updates=4, epoch=2, remaining=[(3, 7), (9, 20)], samples=99, best=1.5, best_step=2)
     position.interval["loss"] = 0.1 + 0.2
-    assert Position.load(json.loads(json.dumps(position.state()))) == position
+    assert TrainState.load(json.loads(json.dumps(position.state()))) == position
 
 
 def test_without_a_checkpoint_a_job_begins_at_the_beginning() -> None:
-    assert snapshot.read_position(None, "digest", World()) == (Position(), None)
+    assert snapshot.read_position(None, "digest", World()) == (TrainState(), None)
 
 
 def test_other_tokens_and_other_formats_are_refused(tmp_path: Path) -> None:

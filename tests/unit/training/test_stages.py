@@ -11,7 +11,7 @@ import small_job
 from hvd_transformer.config import Config
 from hvd_transformer.errors import UserError
 from hvd_transformer.planning import partition
-from hvd_transformer.planning.layer_profile import WAYS, MeasuredLayer, Pass
+from hvd_transformer.planning.layer_profile import PASS_MODES, LayerProfile, PassMemory
 from hvd_transformer.planning.partition import best_cut
 from hvd_transformer.planning.profile_cache import record
 
@@ -20,10 +20,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 MIB = 2**20
 
 
-def layer(seconds: float = 1, held: int = 8, again: int = 0, weights: int = 8) -> MeasuredLayer:
+def layer(seconds: float = 1, held: int = 8, again: int = 0, weights: int = 8) -> LayerProfile:
     """It holds so many bytes for a micro-batch, and while it is computed again so many more."""
-    whole, shed = Pass(0, held + again, held + again, held + again, 0), Pass(0, held, held, held + again, 0)
-    return MeasuredLayer(seconds, weights, {way: shed if way[0] else whole for way in WAYS})
+    whole, shed = PassMemory(0, held + again, held + again, held + again, 0), PassMemory(0, held, held, held + again, 0)
+    return LayerProfile(seconds, weights, {way: shed if way[0] else whole for way in PASS_MODES})
 
 
 class Measuring:
@@ -33,7 +33,7 @@ class Measuring:
         self.seconds: Sequence[float] = [1, 1, 1, 1, 1, 5]
         self.calls = 0
 
-    def __call__(self, layers: Sequence[object], *_: object, **__: object) -> list[MeasuredLayer]:
+    def __call__(self, layers: Sequence[object], *_: object, **__: object) -> list[LayerProfile]:
         self.calls += 1
         assert len(layers) == len(self.seconds)
         return [layer(seconds) for seconds in self.seconds]
@@ -120,13 +120,13 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, measuring: M
     assert measuring.calls == 2
 
 
-def costs(*held: int, weights: int = 0, again: int = 0) -> list[MeasuredLayer]:
+def costs(*held: int, weights: int = 0, again: int = 0) -> list[LayerProfile]:
     """Layers of one second each, that hold so many MiB for a micro-batch."""
     return [layer(1.0, size * MIB, again * MIB, weights * MIB) for size in held]
 
 
 def fitting(
-    config: Config, costs: Sequence[MeasuredLayer], mib: float, num_micro_batches: int = 4, dp: int = 1
+    config: Config, costs: Sequence[LayerProfile], mib: float, num_micro_batches: int = 4, dp: int = 1
 ) -> list[int]:
     """On devices of which so much is left for the stages."""
     return best_cut(config, costs, num_micro_batches, round(mib * MIB / (1 - partition._RESERVE)) + 1, dp)

@@ -21,12 +21,18 @@ from hvd_transformer.config.schema import ModelConfig
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.gradients.buffers import WHOLE
 from hvd_transformer.models.language_model import LanguageModel
-from hvd_transformer.nn.contracts import Cut
-from hvd_transformer.nn.cross_entropy import projected_cross_entropy
-from hvd_transformer.nn.dropout import Dropout, dropout_place
-from hvd_transformer.nn.parallel_layers import Embedding, Linear, Part, Product, summed
-from hvd_transformer.parallel.mesh import Layout
-from hvd_transformer.parallel.tensor_group import cut_model, cut_weights, join, piece, share_layers, span
+from hvd_transformer.nn.contracts import TensorSplit
+from hvd_transformer.nn.cross_entropy import fused_cross_entropy
+from hvd_transformer.nn.dropout import Dropout, dropout_key
+from hvd_transformer.nn.parallel_layers import (
+    Linear,
+    VocabParallelEmbedding,
+    VocabShard,
+    WeightGradLayer,
+    reduce_from_tensor_group,
+)
+from hvd_transformer.parallel.mesh import ParallelMesh
+from hvd_transformer.parallel.tensor_group import cut_weights, join, piece, shard_model, share_layers, span
 from hvd_transformer.tasks.language_model_task import LanguageModelTask
 
 V = 37  # no multiple of the ranks
@@ -65,7 +71,7 @@ def test_a_piece_of_stacked_matrices_has_its_rows_of_each() -> None:
 # --- layers alone -----------------------------------------------------------------------------------------------------
 
 
-def linear(weight: Tensor, bias: Tensor | None, cut: Cut, shares: ThreadShares) -> Linear:
+def linear(weight: Tensor, bias: Tensor | None, cut: TensorSplit, shares: ThreadShares) -> Linear:
     """The rank's part of a whole linear layer."""
     layer = Linear(weight.size(1), weight.size(0), bias=bias is not None)
     layer.weight = nn.Parameter(piece(weight, cut, shares.index, shares.count).clone())
@@ -81,7 +87,7 @@ def linear(weight: Tensor, bias: Tensor | None, cut: Cut, shares: ThreadShares) 
 
 
 @contextmanager
-def taking(layer: Product, takes: bool) -> Iterator[None]:
+def taking(layer: WeightGradLayer, takes: bool) -> Iterator[None]:
     """With the gradients of weight and bias left to `take_product`, which adds them as autograd would."""
     if takes:
         for weight in layer.parameters(recurse=False):
@@ -101,10 +107,10 @@ def test_a_column_and_a_row_are_two_linear_layers(count: int, with_bias: bool, t
 
     def work(shares: ThreadShares) -> None:
         column = linear(
-            first.weight.detach(), first.bias if first.bias is None else first.bias.detach(), Cut(0), shares
+            first.weight.detach(), first.bias if first.bias is None else first.bias.detach(), TensorSplit(0), shares
         )
         row = linear(
-            second.weight.detach(), second.bias if second.bias is None else second.bias.detach(), Cut(1), shares
+            second.weight.detach(), second.bias if second.bias is None else second.bias.detach(), TensorSplit(1), shares
         )
         own = values.detach().clone().requires_grad_()
         with taking(column, takes), taking(row, takes):
@@ -132,9 +138,9 @@ def test_an_embedding_cut_by_rows_is_an_embedding(count: int, takes: bool) -> No
     (wanted * slope).sum().backward()
 
     def work(shares: ThreadShares) -> None:
-        layer, places = Embedding(V, 6), span(V, shares.index, count)
+        layer, places = VocabParallelEmbedding(V, 6), span(V, shares.index, count)
         layer.weight = nn.Parameter(whole.weight.detach()[places.start : places.stop].clone())
-        layer.part = Part(shares, places, V)
+        layer.part = VocabShard(shares, places, V)
         grad = torch.zeros_like(layer.weight)
         if takes:
             layer.take_rows = partial(grad.index_add_, 0)
@@ -168,7 +174,9 @@ def test_a_loss_over_parts_of_the_vocabulary_is_torchs(
             for whole in (weight, bias)
         ]
         values = hidden.detach().clone().requires_grad_()
-        loss = projected_cross_entropy(values, *own, targets, chunk, part=Part(shares, places, V), smoothing=smoothing)
+        loss = fused_cross_entropy(
+            values, *own, targets, chunk, part=VocabShard(shares, places, V), smoothing=smoothing
+        )
         loss.backward()
         near(loss.detach(), wanted.detach())
         near(values.grad, hidden.grad)
@@ -186,7 +194,7 @@ class _Own(torch.autograd.Function):
     """A rank's piece of what all ranks have; its gradient is the sum of theirs, so that it can be checked whole."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, cut: Cut, shares: ThreadShares) -> Tensor:
+    def forward(ctx: Any, whole: Tensor, cut: TensorSplit, shares: ThreadShares) -> Tensor:
         ctx.shape, ctx.cut, ctx.shares = whole.shape, cut, shares
         return piece(whole, cut, shares.index, shares.count).clone()
 
@@ -195,7 +203,7 @@ class _Own(torch.autograd.Function):
         return join(list(_gathered(ctx.shares, grad, ctx.shape, ctx.cut)), ctx.cut), None, None
 
 
-def _gathered(shares: ThreadShares, grad: Tensor, shape: torch.Size, cut: Cut) -> Iterator[Tensor]:
+def _gathered(shares: ThreadShares, grad: Tensor, shape: torch.Size, cut: TensorSplit) -> Iterator[Tensor]:
     """Every rank's piece, of which some may be larger than others."""
     shapes = [piece(torch.empty(shape, device="meta"), cut, index, shares.count).shape for index in range(shares.count)]
     flat = torch.zeros(max(size.numel() for size in shapes))
@@ -219,8 +227,8 @@ def test_gradcheck_of_a_column_and_a_row(count: int) -> None:
     def function(shares: ThreadShares, values: Tensor, first: Tensor, bias: Tensor, second: Tensor) -> Tensor:
         column, row = Linear(3, 4), Linear(4, 2)
         for layer, weights in (
-            (column, (_Own.apply(first, Cut(0), shares), _Own.apply(bias, Cut(0), shares))),
-            (row, (_Own.apply(second, Cut(1), shares), None)),
+            (column, (_Own.apply(first, TensorSplit(0), shares), _Own.apply(bias, TensorSplit(0), shares))),
+            (row, (_Own.apply(second, TensorSplit(1), shares), None)),
         ):
             for name, weight in zip(("weight", "bias"), weights, strict=True):
                 delattr(layer, name)
@@ -236,15 +244,19 @@ def test_gradcheck_of_the_loss_over_parts(count: int) -> None:
     targets = torch.randint(V, (4,))
 
     def function(shares: ThreadShares, hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        own = [_Own.apply(whole, Cut(0), shares) for whole in (weight, bias)]
-        return projected_cross_entropy(hidden, *own, targets, 3, part=Part(shares, span(V, shares.index, count), V))
+        own = [_Own.apply(whole, TensorSplit(0), shares) for whole in (weight, bias)]
+        return fused_cross_entropy(hidden, *own, targets, 3, part=VocabShard(shares, span(V, shares.index, count), V))
 
     gradcheck(count, function, torch.randn(4, 2), torch.randn(V, 2), torch.randn(V))
 
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_gradcheck_of_a_sum(count: int) -> None:
-    gradcheck(count, lambda shares, whole: summed(_Own.apply(whole, Cut(0), shares).exp(), shares), torch.randn(8, 2))
+    gradcheck(
+        count,
+        lambda shares, whole: reduce_from_tensor_group(_Own.apply(whole, TensorSplit(0), shares).exp(), shares),
+        torch.randn(8, 2),
+    )
 
 
 # --- whole models -----------------------------------------------------------------------------------------------------
@@ -310,11 +322,11 @@ def test_dropout_is_the_same_where_ranks_have_the_same_values_and_another_where_
         task = LanguageModelTask(config, data, Replica(0, 1))
         alone = World()
         shapes = {name: weight.shape for name, weight in task.model.named_parameters()}
-        cut_model(task, task.cuts, Layout(1, 2, 0, shard, (torch.device("cpu"),), alone, alone, WHOLE), shapes)
+        shard_model(task, task.cuts, ParallelMesh(1, 2, 0, shard, (torch.device("cpu"),), alone, alone, WHOLE), shapes)
         task.model.train()
         for name, module in task.model.named_modules():
             if isinstance(module, Dropout):
-                with dropout_place(1, 2, 3):
+                with dropout_key(1, 2, 3):
                     drawn.setdefault(name, []).append(module(torch.ones(50)))
     own = {name for name, (first, second) in drawn.items() if not torch.equal(first, second)}
     assert own == {"blocks.0.attention.dropout", "blocks.0.feedforward.dropout"}
