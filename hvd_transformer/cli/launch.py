@@ -173,11 +173,11 @@ def launch(
     from hvd_transformer.launch.doctor.examine import preflight
     from hvd_transformer.launch.doctor.findings import Job
     from hvd_transformer.launch.horovodrun_command import Horovodrun, check_devices, horovod_library, takes_mpi
-    from hvd_transformer.launch.host_pool import HostPool, find_hosts
+    from hvd_transformer.launch.host_pool import HostPool, find_hosts, resolve_min_ranks
     from hvd_transformer.launch.launch_screen import Screen
     from hvd_transformer.launch.scheduler.scheduled_job import ScheduledJob
     from hvd_transformer.launch.ssh import Ssh
-    from hvd_transformer.launch.supervisor import Supervisor
+    from hvd_transformer.launch.supervisor import LaunchPlan, Supervisor
 
     if num_ranks is not None and num_ranks < 1:
         raise UserError(f"-np {num_ranks}: must be at least 1")

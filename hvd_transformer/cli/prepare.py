@@ -26,6 +26,7 @@ def prepare(file: Path | None, preset: str | None, settings: tuple[str, ...]) ->
     from hvd_transformer.comm.process_map import worker_map
     from hvd_transformer.data.build_once import never
     from hvd_transformer.tasks.registry import task_class
+    from hvd_transformer.tasks.task import PrepareContext
 
     with worker_map(config.data.workers) as mapped:
         if mapped is None:  # another rank's worker
