@@ -124,6 +124,10 @@ class PretrainedTokenizer(Tokenizer):
     def to_json(self) -> str:
         return self._json
 
+    @classmethod
+    def from_json(cls, text: str) -> "PretrainedTokenizer":
+        return cls(json.loads(text))
+
     @cached_property
     def digest(self) -> str:
         """Not of the settings beside it, whose text another transformers may write otherwise."""

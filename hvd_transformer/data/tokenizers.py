@@ -6,14 +6,13 @@ import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_transformer.data.load_tokenizer import restore
 from hvd_transformer.errors import UserError
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ _UNIT_CHARACTERS = 2**14
 
 
 class Tokenizer(ABC):
-    """A fixed vocabulary, `<unk>` first. Goes to other processes as its kind and its JSON text."""
+    """A fixed vocabulary, `<unk>` first. It is pickled as its class and its JSON text."""
 
     kind: ClassVar[str]
     file_name: ClassVar[str]
@@ -69,7 +68,12 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def to_json(self) -> str:
-        """All of it as JSON text; the same for the same vocabulary."""
+        """The whole tokenizer as JSON text; equal vocabularies give equal texts."""
+
+    @classmethod
+    @abstractmethod
+    def from_json(cls, text: str) -> "Tokenizer":
+        """The tokenizer that `to_json` wrote. Raises an exception of any kind where the text is damaged."""
 
     @cached_property
     def digest(self) -> str:
@@ -86,7 +90,12 @@ class Tokenizer(ABC):
             (folder / f"{prefix}{name}").write_text(text, encoding="utf-8")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return restore, (self.kind, self.to_json())
+        return _rebuild, (type(self), self.to_json())
+
+
+@lru_cache(maxsize=2)  # a worker process that encodes piece after piece builds the tables once
+def _rebuild(kind: type[Tokenizer], text: str) -> Tokenizer:
+    return kind.from_json(text)
 
 
 class VocabularyTokenizer(Tokenizer):
@@ -107,6 +116,13 @@ class VocabularyTokenizer(Tokenizer):
 
     def to_json(self) -> str:
         return self._json
+
+    @classmethod
+    def from_json(cls, text: str) -> "VocabularyTokenizer":
+        tokens = json.loads(text)["tokens"]
+        if not tokens or tokens[0] != UNKNOWN or not all(isinstance(token, str) for token in tokens):
+            raise ValueError(f"its tokens must be a list of strings, {UNKNOWN} first")
+        return cls(tokens)
 
     @staticmethod
     @abstractmethod
@@ -192,6 +208,12 @@ class BPETokenizer(Tokenizer):
 
     def to_json(self) -> str:
         return self._json
+
+    @classmethod
+    def from_json(cls, text: str) -> "BPETokenizer":
+        from tokenizers import Tokenizer as Model
+
+        return cls(Model.from_str(text))
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int | None, min_frequency: int) -> "BPETokenizer":

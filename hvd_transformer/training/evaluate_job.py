@@ -10,7 +10,7 @@ from hvd_transformer.checkpoint.saved_run import Checkpoint, read_checkpoint
 from hvd_transformer.comm.world import World, agree
 from hvd_transformer.config import Config, load_again
 from hvd_transformer.config.schema import flatten
-from hvd_transformer.data.load_tokenizer import restore
+from hvd_transformer.data.load_tokenizer import tokenizer_from_json
 from hvd_transformer.data.splits import WHOLE
 from hvd_transformer.errors import UserError
 from hvd_transformer.monitoring.watchdog import Watchdog
@@ -127,7 +127,7 @@ def _read_and_send(checkpoint: Path, world: World) -> Checkpoint:
         return str(found.folder), found.state, texts
 
     folder, state, texts = world.broadcast_object(agree(world, read))
-    return Checkpoint(Path(folder), state, {prefix: restore(*words) for prefix, words in texts.items()})
+    return Checkpoint(Path(folder), state, {prefix: tokenizer_from_json(*words) for prefix, words in texts.items()})
 
 
 def _check_unchanged(data: Data, split: str, state: Mapping[str, Any], config: Config) -> None:
