@@ -11,7 +11,7 @@ ONE_STEP = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from small_job import settings, trainer
-from hvd_transformer.training import job, session
+from hvd_transformer.training import session, train_job
 
 job = trainer(settings())
 job.step(next(job.steps()))
@@ -20,6 +20,6 @@ print(sorted({"matplotlib", "sympy", "tensorboard", "torch._dynamo"} & sys.modul
 
 
 def test_the_first_step_needs_no_slow_library() -> None:
-    command = [sys.executable, "-c", ONE_STEP, str(Path(__file__).parent)]
+    command = [sys.executable, "-c", ONE_STEP, str(Path(__file__).parents[2])]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

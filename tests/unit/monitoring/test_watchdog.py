@@ -77,7 +77,7 @@ def test_the_file_says_how_the_rank_is_and_goes_in_the_end(monkeypatch, tmp_path
 ALONE = """
 import ctypes, logging, sys, time
 from pathlib import Path
-from hvd_transformer.training.watchdog import Watchdog
+from hvd_transformer.monitoring.watchdog import Watchdog
 log = Path(sys.argv[1], "rank-000.log")
 logging.basicConfig(**({"stream": sys.stderr} if log.is_dir() else {"filename": log}))
 watchdog = Watchdog(0, 1, stall_seconds=0.5)

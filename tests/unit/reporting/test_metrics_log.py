@@ -108,7 +108,7 @@ def test_a_long_run_keeps_tensorboard_small(tmp_path: Path) -> None:
 FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
-from hvd_transformer.training.metrics_log import MetricsLog
+from hvd_transformer.reporting.metrics_log import MetricsLog
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the limit is then an OSError, half of it done
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
@@ -148,7 +148,7 @@ def test_a_full_disk_is_told_once_and_loses_nothing(tmp_path: Path) -> None:
 RESUME_ON_A_FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
-from hvd_transformer.training.metrics_log import MetricsLog
+from hvd_transformer.reporting.metrics_log import MetricsLog
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 log = MetricsLog(Path(sys.argv[1]), 0, print)

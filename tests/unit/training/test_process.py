@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs
 # Five times 30 blocks of 4 MiB, written and freed: 30,720 pages of 4 KiB a time if they come from the kernel anew.
 PROGRAM = """
 import ctypes, resource, sys
-from hvd_transformer.training.allocator import keep_freed_memory
+from hvd_transformer.training.process import keep_freed_memory
 print(keep_freed_memory() if sys.argv[1] == "keep" else None)
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]

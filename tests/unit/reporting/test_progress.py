@@ -147,7 +147,7 @@ def test_duration(seconds: float, text: str) -> None:
 
 PROGRAM = """
 import sys, time
-from hvd_transformer.training.progress import Progress
+from hvd_transformer.reporting.progress import Progress
 progress = Progress()
 progress.start(60_000, 12_000)
 time.sleep(0.3)
