@@ -1,7 +1,7 @@
-"""A job's whole state as a checkpoint and back: weights, optimizer, loss scale, position in the data, best value.
+"""Captures an engine's weights and optimizer state for a checkpoint, and restores them.
 
-Whole tensors are saved, by parameter name, each rank its fragments of them: a checkpoint does not depend on how
-parameters and optimizer state are laid out in buckets, stages, shares and shards.
+Whole tensors are saved, by parameter name, each rank its shards of them: a checkpoint does not depend on how
+parameters and optimizer state are laid out in buffers, stages, tensor groups and ZeRO shards.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,69 +17,57 @@ from torch import Tensor
 
 from hvd_transformer.checkpoint import tensor_file
 from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, Snapshot, read_state
-from hvd_transformer.checkpoint.tensor_file import TensorShard
+from hvd_transformer.checkpoint.tensor_file import StridedBlocks, TensorShard
 from hvd_transformer.comm.world import World, agree
-from hvd_transformer.config.schema import flatten
 from hvd_transformer.errors import UserError
 from hvd_transformer.gradients.optimizer import state_keys
-from hvd_transformer.training.state import TrainState
-from hvd_transformer.training.trainer import Trainer
+from hvd_transformer.parallel.engine import Engine
 
 FORMAT = 2
-# Read and sent to the other ranks at a time, unless one row alone is larger.
+# Read and sent to the other ranks at a time, unless a single row is larger.
 CHUNK_BYTES = 32 << 20
 
 
-def savers(trainer: Trainer) -> list[int]:
-    """The ranks that have a part of a checkpoint: those of the first replica, or all where replicas share a state."""
-    layout = trainer.layout
-    return list(range(trainer.world.size if layout.update_shard.count > 1 else layout.tp))
+def saving_ranks(engine: Engine) -> list[int]:
+    """The ranks that have a part of a checkpoint: those of the first replica, or all with a ZeRO-sharded optimizer."""
+    mesh = engine.mesh
+    return list(range(engine.world.size if mesh.zero_shard.count > 1 else mesh.tp))
 
 
-def capture(trainer: Trainer, data_digest: str, checksum: int, best: bool) -> Snapshot:
-    """Copies this rank's part of everything to host memory: all that training has to wait for.
+def capture(engine: Engine, step: int, state: Mapping[str, Any], texts: Mapping[str, str], best: bool) -> Snapshot:
+    """Copy this rank's part of everything to host memory: all that training has to wait for.
 
-    Which numbers belong to which tensor is worked out when the copies are written.
+    `state` goes into state.json and `texts` are files by name. Which numbers belong to which tensor is worked out when
+    the copies are written.
     """
-    mine = trainer.layout.replica == 0 or trainer.layout.update_shard.count > 1
+    mine = engine.mesh.dp_rank == 0 or engine.mesh.zero_shard.count > 1
 
     def copied(flats: Iterable[Tensor]) -> list[Tensor]:
         return [flat.to("cpu", copy=True) if mine else flat.new_empty(0) for flat in flats]
 
-    weights = copied(bucket.own_parameters for bucket in trainer.buckets)
-    states = trainer.optimizer_state()
-    optimizer = {key: copied(state[key] for state in states) for key in state_keys(trainer.config.optimizer)}
+    weights = copied(buffer.own_parameters for buffer in engine.buffers)
+    states = engine.optimizer_state()
+    optimizer = {key: copied(state[key] for state in states) for key in state_keys(engine.config.optimizer)}
     return Snapshot(
-        step=trainer.position.step,
+        step=step,
         tensors={
-            MODEL: _Later(lambda: _saved(trainer, weights)),
-            OPTIMIZER: _Later(
+            MODEL: _LazyShards(lambda: _saved_shards(engine, weights)),
+            OPTIMIZER: _LazyShards(
                 lambda: {
                     f"{key}.{name}": own
                     for key, flats in optimizer.items()
-                    for name, own in _saved(trainer, flats).items()
+                    for name, own in _saved_shards(engine, flats).items()
                 }
             ),
         },
-        state={
-            "format": FORMAT,
-            "task": trainer.config.task,
-            "config": flatten(trainer.config),
-            "data_digest": data_digest,
-            "splits": getattr(trainer.task.data, "split_digests", {}),
-            "dp": trainer.layout.dp,
-            "weights_checksum": checksum,
-            "position": trainer.position.state(),
-            "loss_scaler": trainer.scaler.state(),
-            **trainer.task.facts,
-        },
+        state={"format": FORMAT, **state},
         best=best,
-        texts={**trainer.task.files, **trainer.tokenizer_files},
+        texts=texts,
     )
 
 
-class _Later(Mapping[str, TensorShard]):
-    """Fragments that are made when the first of them is asked for: by the thread that writes them."""
+class _LazyShards(Mapping[str, TensorShard]):
+    """Shards that are made when the first of them is asked for: by the thread that writes them."""
 
     def __init__(self, make: Callable[[], dict[str, TensorShard]]) -> None:
         self._make = make
@@ -98,8 +86,8 @@ class _Later(Mapping[str, TensorShard]):
         return len(self._made)
 
 
-def read_position(folder: Path | None, data_digest: str, world: World) -> tuple[TrainState, dict[str, Any] | None]:
-    """Where the job goes on, and the rest of the state: rank 0 reads, all get it. Collective."""
+def read_checked(folder: Path | None, data_digest: str, world: World) -> dict[str, Any] | None:
+    """The state of a checkpoint of this data: rank 0 reads, all ranks get it. Collective. Raises `UserError`."""
 
     def read() -> dict[str, Any] | None:
         if folder is None:
@@ -114,60 +102,60 @@ def read_position(folder: Path | None, data_digest: str, world: World) -> tuple[
             )
         return state
 
-    state = world.broadcast_object(agree(world, read))
-    return (TrainState(), None) if state is None else (TrainState.load(state["position"]), state)
+    state: dict[str, Any] | None = world.broadcast_object(agree(world, read))
+    return state
 
 
-def restore(trainer: Trainer, folder: Path | None, state: dict[str, Any]) -> None:
-    """Weights and optimizer of a checkpoint: rank 0 reads, all get their parts. Collective."""
-    load_weights(trainer, folder)
-    places = {
+def restore(engine: Engine, folder: Path | None, num_updates: int) -> None:
+    """Load weights and optimizer from a checkpoint, rank 0's `folder`, into every rank. Collective."""
+    restore_weights(engine, folder)
+    shards = {
         f"{key}.{name}": own
-        for key in state_keys(trainer.config.optimizer)
-        for name, own in _shards(trainer, [state[key] for state in trainer.optimizer_state()]).items()
+        for key in state_keys(engine.config.optimizer)
+        for name, own in _own_shards(engine, [state[key] for state in engine.optimizer_state()]).items()
     }
-    _load(trainer, folder and folder / OPTIMIZER, places)
-    trainer.optimizer_state_loaded()
-    trainer.scaler.load(state["loss_scaler"])
+    _load(engine.world, folder and folder / OPTIMIZER, shards)
+    engine.set_updates(num_updates)
 
 
-def load_weights(trainer: Trainer, folder: Path | None) -> None:
-    """The weights of a checkpoint (rank 0's `folder`) on every rank. Collective."""
-    trainer.settle()
-    places = _fragments(trainer, [(bucket.parameters, 0) for bucket in trainer.buckets])
-    _load(trainer, folder and folder / MODEL, places)
+def restore_weights(engine: Engine, folder: Path | None) -> None:
+    """Load the weights of a checkpoint, rank 0's `folder`, into every rank. Collective."""
+    engine.wait_params()
+    shards = _shards(engine, [(buffer.parameters, 0) for buffer in engine.buffers])
+    _load(engine.world, folder and folder / MODEL, shards)
 
 
-def _shards(trainer: Trainer, flats: Iterable[Tensor]) -> dict[str, TensorShard]:
-    """This rank's part of each parameter, in tensors like the shards of its buckets."""
-    return _fragments(trainer, [(flat, bucket.own.start) for bucket, flat in zip(trainer.buckets, flats, strict=True)])
+def _own_shards(engine: Engine, flats: Iterable[Tensor]) -> dict[str, TensorShard]:
+    """This rank's part of each parameter, in tensors like the shards of its buffers."""
+    return _shards(engine, [(flat, buffer.own.start) for buffer, flat in zip(engine.buffers, flats, strict=True)])
 
 
-def _fragments(trainer: Trainer, flats: Iterable[tuple[Tensor, int]]) -> dict[str, TensorShard]:
-    """This rank's part of each parameter, in parts of its buckets, each with its start."""
+def _shards(engine: Engine, flats: Iterable[tuple[Tensor, int]]) -> dict[str, TensorShard]:
+    """This rank's part of each parameter, in parts of its buffers, each with its start in the buffer."""
     result = {}
-    for bucket, (flat, first) in zip(trainer.buckets, flats, strict=True):
+    for buffer, (flat, first) in zip(engine.buffers, flats, strict=True):
         last = first + flat.numel()
-        for slot in bucket.slots:
+        for slot in buffer.slots:
             start, stop = max(slot.start, first), min(slot.stop, last)
             values = flat[start - first : stop - first] if start < stop else flat[:0]
-            shape, blocks = trainer.pieces[slot.name]
+            shape = tuple(engine.shapes[slot.name])
+            blocks = StridedBlocks.of(shape, engine.splits.get(slot.name), engine.mesh.tp_rank, engine.mesh.tp)
             result[slot.name] = TensorShard(shape, blocks, max(0, start - slot.start), values)
     return result
 
 
-def _saved(trainer: Trainer, flats: Iterable[Tensor]) -> dict[str, TensorShard]:
+def _saved_shards(engine: Engine, flats: Iterable[Tensor]) -> dict[str, TensorShard]:
     """What this rank saves of each parameter; of what several ranks have, only the first has any."""
-    found = _shards(trainer, flats)
-    if trainer.layout.shard == 0:
+    found = _own_shards(engine, flats)
+    if engine.mesh.tp_rank == 0:
         return found
-    return {name: own if name in trainer.cuts else replace(own, values=own.values[:0]) for name, own in found.items()}
+    return {name: own if name in engine.splits else replace(own, values=own.values[:0]) for name, own in found.items()}
 
 
-def _load(trainer: Trainer, file: Path | None, places: Mapping[str, TensorShard]) -> None:
+def _load(world: World, file: Path | None, places: Mapping[str, TensorShard]) -> None:
     """Rank 0 reads whole tensors, some rows at a time, and each rank takes its part of them."""
     shapes = {name: own.shape for name, own in places.items()}
-    agree(trainer.world, lambda: None if file is None else tensor_file.check(file, shapes))
+    agree(world, lambda: None if file is None else tensor_file.check(file, shapes))
     chunks = list(_chunks(places))
     found = tensor_file.read(file, chain.from_iterable(chunks)) if file is not None else None
     for number, rows in enumerate(chunks):
@@ -176,7 +164,7 @@ def _load(trainer: Trainer, file: Path | None, places: Mapping[str, TensorShard]
         flat = torch.empty(sum(sizes), dtype=places[rows[0][0]].values.dtype)
         if found is not None:
             torch.cat([values.flatten() for values in islice(found, len(rows))], out=flat)
-        trainer.world.broadcast_(flat, f"load.{number % 4}")
+        world.broadcast_(flat, f"load.{number % 4}")
         for (name, first, last), part in zip(rows, flat.split(sizes), strict=True):
             begin = first * widths[name]
             for place, run in places[name].runs(begin, last * widths[name]):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hvd_transformer.checkpoint.manifest import DamagedCheckpoint
 from hvd_transformer.errors import UserError
-from hvd_transformer.parallel.tensor_group import span
+from hvd_transformer.nn.parallel_layers import split_range
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class StridedBlocks:
             return cls(prod(shape), prod(shape), 0)
         dim, parts = cut
         inner, size = prod(shape[dim + 1 :]), shape[dim] // parts
-        places = span(size, index, count)
+        places = split_range(size, index, count)
         return cls(len(places) * inner, size * inner, places.start * inner)
 
     def before(self, place: int) -> int:

@@ -1,16 +1,17 @@
-"""Parameters and gradients in flat buckets: one block of memory a bucket, so one allreduce and one update each.
+"""Parameters and gradients in flat buffers ("buckets"): one allreduce and one optimizer update per buffer.
 
-A bucket holds parameters in the order in which backward finishes them (the reverse of the model's), the ones
-with weight decay first:
+A buffer holds parameters in the order in which backward finishes them (the reverse of the model's), those with weight
+decay first:
 
     parameters  | w7 | w6 | w5 | b7 | b6 | b5 |      model weights are views into it
     gradients   | g7 | g6 | g5 | g7 | g6 | g5 |      filled by backward, sent as a whole
                  `-- decayed --´`- not decayed-´
-    shards      |  rank 0  |  rank 1 | rank 2 |      whose optimizer updates what, where that is shared
+    shards      |  rank 0  |  rank 1 | rank 2 |      ZeRO: which rank's optimizer updates what
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,10 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class ZeroShard:
-    """Which of `count` equal parts of every bucket this rank updates; `gradients`: of those, too, it keeps only its
-    part, and the whole bucket's memory is there only while backward fills it."""
+    """The shard of every buffer that this rank updates: part `index` of `count` equal parts.
+
+    With `gradients` the rank also keeps the gradients of its shard only (ZeRO stage 2).
+    """
 
     index: int = 0
     count: int = 1
@@ -33,7 +36,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class ParamSlot:
-    """One parameter's place in its bucket."""
+    """One parameter's place in its buffer."""
 
     name: str
     parameter: nn.Parameter
@@ -44,15 +47,22 @@ class ParamSlot:
         return self.start + self.parameter.numel()
 
     def view(self, flat: Tensor) -> Tensor:
-        """This parameter's part of a flat tensor of the bucket, in the parameter's shape."""
+        """This parameter's part of a flat tensor of the buffer's size, in the parameter's shape."""
         return flat[self.start : self.stop].view(self.parameter.shape)
+
+
+class BufferListener(Protocol):
+    """Told when a buffer has all gradients of its last backward."""
+
+    def buffer_ready(self, buffer: "GradBuffer") -> None: ...
 
 
 class GradBuffer:
     """A flat block of parameters and the one of their gradients; parameters become views into it.
 
-    `own` is this rank's shard; of a bucket `by_rows`, which holds one matrix alone, each shard is a number of rows.
-    `gradients` are those that stay: of the shard alone or of the whole block.
+    `own` is this rank's shard; if `by_rows` (a buffer of one matrix), each shard is a number of rows. `gradients` stay
+    between steps: those of the shard only, or of the whole block. Where only the shard's stay, the memory for the whole
+    block is there from the first gradient of a backward to `close`.
     """
 
     def __init__(
@@ -85,6 +95,15 @@ class GradBuffer:
         for slot in self.slots:
             slot.view(self.parameters).copy_(slot.parameter.data)
             slot.parameter.data = slot.view(self.parameters)
+        # The state of one step.
+        self.listener: BufferListener | None = None
+        self.sends = False  # tells the listener when no gradient is missing
+        self._missing = 0
+        self._written: set[str] = set()
+        self._views: dict[str, Tensor] = {}
+        self._flat: Tensor | None = None
+        if not shard.gradients:
+            self._open(self.gradients)
 
     @property
     def own_parameters(self) -> Tensor:
@@ -95,12 +114,12 @@ class GradBuffer:
         return self.gradients if self.shard.gradients else self.gradients[self.own]
 
     def own_part(self, start: int, stop: int) -> slice | None:
-        """Where these places of the whole block are in this rank's shard; None: nowhere."""
+        """Where these indices of the whole block are in this rank's shard; None: nowhere."""
         start, stop = max(start, self.own.start), min(stop, self.own.stop)
         return slice(start - self.own.start, stop - self.own.start) if start < stop else None
 
-    def halves(self) -> Iterator[tuple[slice, bool]]:
-        """The parts of the shard with one weight decay each: (place in it, decayed)."""
+    def decay_groups(self) -> Iterator[tuple[slice, bool]]:
+        """The parts of the shard with one weight decay each: (indices in the shard, decayed)."""
         decayed = self.own_part(0, self.decay_stop)
         if decayed is not None:
             yield decayed, True
@@ -108,34 +127,120 @@ class GradBuffer:
         if others is not None:
             yield others, False
 
-    def gaps(self) -> Iterator[slice]:
-        """The places between parameters, which nothing else writes."""
+    def padding(self) -> Iterator[slice]:
+        """The indices between parameters, which nothing else writes."""
         ends = [slot.stop for slot in self.slots]
         starts = [slot.start for slot in self.slots[1:]]
         for stop, start in zip(ends, [*starts, self.parameters.numel()], strict=True):
             if stop < start:
                 yield slice(stop, start)
 
+    def begin_step(self) -> None:
+        """Forget the last step's gradients."""
+        self.sends = False
+        self._written.clear()
+        self.drop_grads()
 
-def make_buckets(
+    def expect(self, num_gradients: int, sends: bool = True) -> None:
+        """Call the listener after this many more gradients, if `sends`."""
+        self._missing, self.sends = num_gradients, sends
+
+    def count(self) -> None:
+        """One more gradient of this backward is complete."""
+        self._missing -= 1
+        if self._missing == 0 and self.listener is not None:
+            self.listener.buffer_ready(self)
+
+    def store_grad(self, slot: ParamSlot) -> None:
+        """Take the gradient that autograd left at the parameter; autograd adds the next ones in place."""
+        gradient, view = slot.parameter.grad, self._view(slot)
+        assert gradient is not None
+        if gradient is not view:
+            add(view, gradient, self._is_first(slot))
+            slot.parameter.grad = view
+        if self.sends:
+            self.count()
+
+    def add_product(self, slot: ParamSlot, values: Tensor, grad: Tensor) -> None:
+        """Add a weight's gradient `grad.T @ values`, or a bias's: the sum of `grad` over its rows."""
+        view, first = self._view(slot), self._is_first(slot)
+        if view.ndim == 1:
+            add(view, grad.sum(0, dtype=view.dtype), first)
+        elif view.dtype != grad.dtype:
+            add(view, grad.t() @ values, first)
+        else:
+            view.addmm_(grad.t(), values, beta=0 if first else 1)
+
+    def zeroed(self, slot: ParamSlot) -> Tensor:
+        """The parameter's gradient so far, to add to: zeros if there is none."""
+        view = self._view(slot)
+        return view.zero_() if self._is_first(slot) else view
+
+    def close(self) -> Tensor:
+        """All gradients, zero where there is none. If only the shard's stay, the next backward opens a new block."""
+        for slot in self.slots:
+            if slot.name not in self._written:  # unused, or a rank without samples
+                self._view(slot).zero_()
+        flat = self._flat
+        assert flat is not None
+        if self.shard.gradients:
+            for gap in self.padding():
+                flat[gap].zero_()
+            self._written.clear()
+            self.drop_grads()
+            self._flat, self._views = None, {}
+        return flat
+
+    def drop_grads(self) -> None:
+        """Leave no gradient at the parameters."""
+        for slot in self.slots:
+            slot.parameter.grad = None
+
+    def _view(self, slot: ParamSlot) -> Tensor:
+        """The parameter's gradient, in its shape; arbitrary values before it is written."""
+        if self._flat is None:
+            self._open(torch.empty_like(self.parameters))
+        return self._views[slot.name]
+
+    def _is_first(self, slot: ParamSlot) -> bool:
+        """Whether the parameter has no gradient so far; afterwards it has one."""
+        if slot.name in self._written:
+            return False
+        self._written.add(slot.name)
+        return True
+
+    def _open(self, flat: Tensor) -> None:
+        self._flat = flat
+        self._views = {slot.name: slot.view(flat) for slot in self.slots}
+
+
+def add(place: Tensor, gradient: Tensor, first: bool) -> None:
+    """Add to what is there; `first`: nothing is, so write."""
+    if first:
+        place.copy_(gradient)
+    else:
+        place.add_(gradient)
+
+
+def make_grad_buffers(
     parameters: Mapping[str, nn.Parameter],
     no_decay: Set[str],
     bucket_bytes: int,
     alone: Set[str] = frozenset(),
     shard: ZeroShard = WHOLE,
 ) -> list[GradBuffer]:
-    """Cuts the model's named parameters (in the model's order) into buckets of about `bucket_bytes`.
+    """Group named parameters, given in the model's order, into buffers of about `bucket_bytes`.
 
-    Those named in `alone` are matrices that share a bucket with no other, sharded by rows.
+    Parameters named in `alone` are matrices that get a buffer each, sharded by rows.
     """
-    groups = _cut(reversed(list(parameters.items())), bucket_bytes, alone)
+    groups = _groups(reversed(list(parameters.items())), bucket_bytes, alone)
     return [GradBuffer(group, no_decay, shard, by_rows=group[0][0] in alone) for group in groups]
 
 
-def _cut(
+def _groups(
     parameters: Iterable[tuple[str, nn.Parameter]], bucket_bytes: int, alone: Set[str]
 ) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """Groups of one dtype and device, of at most the size; a parameter beyond it has a bucket of its own."""
+    """Groups of one dtype and device, at most `bucket_bytes` each; a larger parameter is alone."""
     groups: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     for name, parameter in parameters:
@@ -151,85 +256,3 @@ def _cut(
         groups[kind].append((name, parameter))
         sizes[kind] += size
     yield from groups.values()
-
-
-class Filling:
-    """The parameters' gradients of one step, each written first and added to by the backwards after.
-
-    Where the bucket keeps its shard's alone, the memory for all of them is there from the first gradient to `close`.
-    """
-
-    def __init__(self, bucket: GradBuffer) -> None:
-        self.bucket = bucket
-        self.sending = False  # the bucket goes when nothing is missing
-        self.missing = 0  # gradients
-        self._slots = {slot.name: slot for slot in bucket.slots}
-        self._written: set[str] = set()
-        self._flat: Tensor | None = None
-        self._places: dict[str, Tensor] = {}
-        if not bucket.shard.gradients:
-            self._open(bucket.gradients)
-
-    def begin(self) -> None:
-        """Forgets the last step's gradients."""
-        self.sending = False
-        self._written.clear()
-        self.drop()
-
-    def place(self, name: str) -> Tensor:
-        """The parameter's gradient, in its shape; anything may be there unless it was written."""
-        if self._flat is None:
-            self._open(torch.empty_like(self.bucket.parameters))
-        return self._places[name]
-
-    def first(self, name: str) -> bool:
-        """Whether the parameter has no gradient so far; afterwards it has one."""
-        if name in self._written:
-            return False
-        self._written.add(name)
-        return True
-
-    def zeroed(self, name: str) -> Tensor:
-        """The parameter's gradient so far, to which more can be added: zero if there is none."""
-        place = self.place(name)
-        return place.zero_() if self.first(name) else place
-
-    def store(self, slot: ParamSlot) -> None:
-        """Takes what autograd left as the parameter's gradient; it adds the next ones to that place itself."""
-        gradient, place = slot.parameter.grad, self.place(slot.name)
-        assert gradient is not None
-        if gradient is place:
-            return
-        add(place, gradient, self.first(slot.name))
-        slot.parameter.grad = place
-
-    def close(self) -> Tensor:
-        """All of the bucket's gradients, zero where there is none: the next backward writes anew, if memory goes."""
-        for name in self._slots.keys() - self._written:  # unused, or a rank without samples
-            self.place(name).zero_()
-        flat = self._flat
-        assert flat is not None
-        if self.bucket.shard.gradients:
-            for gap in self.bucket.gaps():
-                flat[gap].zero_()
-            self._written.clear()
-            self.drop()
-            self._flat, self._places = None, {}
-        return flat
-
-    def _open(self, flat: Tensor) -> None:
-        self._flat = flat
-        self._places = {name: slot.view(flat) for name, slot in self._slots.items()}
-
-    def drop(self) -> None:
-        """Leaves no gradient at the parameters."""
-        for slot in self.bucket.slots:
-            slot.parameter.grad = None
-
-
-def add(place: Tensor, gradient: Tensor, first: bool) -> None:
-    """Adds to what is there; with `first` that is nothing."""
-    if first:
-        place.copy_(gradient)
-    else:
-        place.add_(gradient)

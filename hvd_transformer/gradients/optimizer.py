@@ -3,7 +3,7 @@
 They are called as functions: the classes around them import torch's compiler, which takes as long as torch itself.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
-from hvd_transformer.comm.world import World
+from hvd_transformer.comm.group import Group
 from hvd_transformer.config.schema import Config, OptimizerConfig
 from hvd_transformer.gradients.buffers import GradBuffer
-from hvd_transformer.parallel.mesh import ParallelMesh
 
 
 def names_without_decay(model: nn.Module) -> set[str]:
@@ -55,17 +54,17 @@ class FlatOptimizer:
     counts.
     """
 
-    def __init__(self, config: OptimizerConfig, buckets: Sequence[GradBuffer]) -> None:
+    def __init__(self, config: OptimizerConfig, buffers: Sequence[GradBuffer]) -> None:
         keys = state_keys(config)
         self._config = config
-        self.state = [{key: torch.zeros_like(bucket.own_parameters) for key in keys} for bucket in buckets]
+        self.state = [{key: torch.zeros_like(buffer.own_parameters) for key in keys} for buffer in buffers]
         decayed, others = _Group(config.weight_decay, state=[[] for _ in keys]), _Group(0.0, state=[[] for _ in keys])
-        for bucket, state in zip(buckets, self.state, strict=True):
-            for place, decays in bucket.halves():
+        for buffer, state in zip(buffers, self.state, strict=True):
+            for place, decays in buffer.decay_groups():
                 group = decayed if decays else others
-                group.parameters.append(bucket.own_parameters[place])
-                group.gradients.append(bucket.own_gradients[place])
-                group.steps.append(torch.zeros((), dtype=torch.float32, device=bucket.parameters.device))
+                group.parameters.append(buffer.own_parameters[place])
+                group.gradients.append(buffer.own_gradients[place])
+                group.steps.append(torch.zeros((), dtype=torch.float32, device=buffer.parameters.device))
                 for parts, key in zip(group.state, keys, strict=True):
                     parts.append(state[key][place])
         self._groups = [group for group in (decayed, others) if group.parameters]
@@ -120,22 +119,28 @@ class FlatOptimizer:
         )
 
 
-class GradientNorm:
-    """Joins the norms of the parameters' own gradients in the model's order: stages and buckets change no bit."""
+class GradNorm:
+    """The norm of the whole gradient, over stages, tensor group and ZeRO shards.
 
-    def __init__(
-        self, names: Sequence[str], shared: Collection[str], dtype: torch.dtype, layout: ParallelMesh, world: World
-    ) -> None:
-        self.device, self.size = layout.device, len(names)
-        self._nothing = torch.zeros((), dtype=dtype, device=self.device)
-        self._group = world if layout.update_shard.count > 1 else layout.tensor_group
-        # Each share of a weight counts, and a weight that all ranks of a tensor group have counts once.
-        self._counts = torch.tensor([layout.shard == 0 or name in shared for name in names], device=layout.device)
+    It joins the norms of the parameters' own gradients in the model's order, so that stages and buffers change no bit.
+    `counts` says for each parameter whether this rank's part of it counts: a weight that all ranks of a tensor group
+    hold counts once. `group` are the ranks that hold the other parts.
+    """
+
+    def __init__(self, counts: Sequence[bool], dtype: torch.dtype, device: torch.device, group: Group) -> None:
+        self.device, self.size = device, len(counts)
+        self._nothing = torch.zeros((), dtype=dtype, device=device)
+        self._group, self._counts = group, torch.tensor(counts, device=device)
 
     def __call__(self, own: Mapping[int, Tensor]) -> float:
-        """`own`: by the parameter's number, of what this rank has of its gradient. Collective."""
+        """`own`: the norms of this rank's gradients by the parameter's number in the model. Collective."""
         joined = torch.stack([own.get(number, self._nothing).to(self.device) for number in range(self.size)])
         if self._group.size == 1:
             return float(torch.linalg.vector_norm(joined))
         squares = self._group.all_reduce_((joined * self._counts).square(), "norms")
         return float(squares.sum().sqrt())
+
+
+def clip_factor(norm: float, clip_norm: float | None) -> float:
+    """What to multiply gradients of this norm by, as `torch.nn.utils.clip_grad_norm_` does."""
+    return 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + 1e-6))

@@ -1,50 +1,116 @@
-"""Work that a stage's backward leaves for later: the gradients of weights, which no other stage waits for.
+"""Weight gradients of linear layers, computed right into the gradient buffers: now, or when the stage has time.
 
 A backward through a linear layer is two products of the same size: one makes the gradient of its input, for the stage
 before; the other the gradient of its weight, for the optimizer (Qi et al. 2023, "Zero Bubble Pipeline Parallelism",
-arXiv 2401.10241, section 2).
+arXiv 2401.10241, section 2). Only the first is urgent.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor, nn
 
-Work = Callable[[], None]
+from hvd_transformer.gradients.buffers import GradBuffer, ParamSlot
+from hvd_transformer.nn.parallel_layers import VocabParallelEmbedding, WeightGradLayer
+
+
+class ProductSink(Protocol):
+    """Adds the gradients of a layer's weight and bias where they are summed."""
+
+    def add_product(self, values: Tensor, grad: Tensor, counted: Sequence[bool]) -> None:
+        """`values` [N, D_in], `grad` [N, D_out]; `counted`: whether each buffer waits for its gradient."""
+        ...
+
+
+class _Deferred(NamedTuple):
+    sink: ProductSink
+    values: Tensor
+    grad: Tensor
+    counted: Sequence[bool]
 
 
 class WeightGradStore:
-    """One stage's. What is given outside of `collect` is done at once."""
+    """Holds one stage's deferred weight gradients. What comes outside of `deferring` is computed at once."""
 
     def __init__(self) -> None:
-        self._waiting: deque[list[Work]] = deque()
-        self._collecting: list[Work] | None = None
+        self._waiting: deque[list[_Deferred]] = deque()
+        self._deferring: list[_Deferred] | None = None
 
-    def __call__(self, work: Work) -> None:
-        if self._collecting is None:
-            work()
+    def put(self, sink: ProductSink, values: Tensor, grad: Tensor, counted: Sequence[bool] = ()) -> None:
+        """Called in backward."""
+        if self._deferring is None:
+            sink.add_product(values, grad, counted)
         else:
-            self._collecting.append(work)
+            self._deferring.append(_Deferred(sink, values, grad, counted))
 
     @contextmanager
-    def collect(self) -> Iterator[None]:
-        """Around one backward: its work waits for `run`."""
-        self._collecting = []
+    def deferring(self) -> Iterator[None]:
+        """Around one backward: its weight gradients wait for `run_oldest`."""
+        self._deferring = []
         try:
             yield
-            self._waiting.append(self._collecting)
+            self._waiting.append(self._deferring)
         finally:
-            self._collecting = None
+            self._deferring = None
 
     @torch.no_grad()
-    def run(self) -> None:
-        """Does the work of the oldest backward that waits, and lets go of its tensors one by one."""
+    def run_oldest(self) -> None:
+        """Compute the weight gradients of the oldest backward that waits, freeing its tensors one by one."""
         work = self._waiting.popleft()
         work.reverse()
         while work:
-            work.pop()()
+            sink, values, grad, counted = work.pop()
+            sink.add_product(values, grad, counted)
 
     def clear(self) -> None:
-        """Forgets what an unfinished step left."""
+        """Drop what an unfinished step left."""
         self._waiting.clear()
+
+
+class BufferedWeightGrads:
+    """The weight gradients of one layer, whose weight and bias have these slots: implements `WeightGrads`."""
+
+    def __init__(self, store: WeightGradStore, slots: Sequence[tuple[GradBuffer, ParamSlot]]) -> None:
+        self._store, self._slots = store, slots
+
+    def put(self, values: Tensor, grad: Tensor) -> None:
+        # Asked now: by the time that a deferred product is added, the buffer may expect a later backward's.
+        self._store.put(self, values, grad, [buffer.sends for buffer, _ in self._slots])
+
+    def add_product(self, values: Tensor, grad: Tensor, counted: Sequence[bool]) -> None:
+        for (buffer, slot), counts in zip(self._slots, counted, strict=True):
+            buffer.add_product(slot, values, grad)
+            if counts:
+                buffer.count()
+
+
+def install_stores(
+    model: nn.Module, stages: Sequence[tuple[Sequence[nn.Module], WeightGradStore]], buffers: Sequence[GradBuffer]
+) -> None:
+    """Give the linear layers of each stage's modules their buffers' slots, by way of the stage's store.
+
+    Weights that several modules share (lookups apart, which give rows), or that are not trained, are left to autograd.
+    """
+    slots = {id(slot.parameter): (buffer, slot) for buffer in buffers for slot in buffer.slots}
+    users = _users(model)
+    for modules, store in stages:
+        for module in (inner for outer in modules for inner in outer.modules()):
+            own = list(module.parameters(recurse=False))
+            if not isinstance(module, WeightGradLayer) or not all(
+                weight.requires_grad and users[id(weight)] == 1 for weight in own
+            ):
+                continue
+            weights = [weight for weight in (module.weight, module.bias) if weight is not None]
+            module.weight_grads = BufferedWeightGrads(store, [slots[id(weight)] for weight in weights])
+
+
+def _users(model: nn.Module) -> Mapping[int, int]:
+    return Counter(
+        id(weight)
+        for module in model.modules()
+        if not isinstance(module, VocabParallelEmbedding)
+        for weight in module.parameters(recurse=False)
+    )

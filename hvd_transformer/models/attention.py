@@ -1,17 +1,14 @@
 """Multi-head attention (Vaswani et al. 2017, section 3.2), positions, and the key-value cache."""
 
 import math
-from collections.abc import Mapping
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hvd_transformer.config.schema import ModelConfig
-from hvd_transformer.nn.contracts import TensorSplit
 from hvd_transformer.nn.dropout import Dropout
-from hvd_transformer.nn.parallel_layers import Linear
+from hvd_transformer.nn.parallel_layers import ColumnParallelLinear, RowParallelLinear
 
 
 def sinusoidal_table(length: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -118,8 +115,8 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, causal: bool) -> None:
         super().__init__()
         self.head_width, self.causal = config.d_model // config.num_heads, causal
-        self.output: Linear
-        self.dropout = Dropout(config.dropout)
+        self.output: RowParallelLinear
+        self.dropout = Dropout(config.dropout, sharded=True)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None) -> Tensor:
         """[B, H, T, D/H] of query and [B, H, S, D/H] of key and value to [B, T, D]; `allowed` [B, S]: keys that count.
@@ -151,22 +148,18 @@ class Attention(nn.Module):
 
 
 class SelfAttention(Attention):
-    """Over one's own sequence. `CUTS`: how ranks may share its weights."""
-
-    CUTS: ClassVar[Mapping[str, TensorSplit]] = {
-        "qkv.weight": TensorSplit(0, parts=3),
-        "qkv.bias": TensorSplit(0, parts=3),
-        "output.weight": TensorSplit(1),
-    }
+    """Attention over the sequence itself; the ranks of a tensor group have some of the heads each."""
 
     def __init__(self, config: ModelConfig, causal: bool = True) -> None:
         super().__init__(config, causal)
-        self.qkv = Linear(config.d_model, 3 * config.d_model)  # rows: query, key, value, as in torch.nn
-        self.output = Linear(config.d_model, config.d_model)
+        self.qkv = ColumnParallelLinear(
+            config.d_model, 3 * config.d_model, parts=3
+        )  # rows: query, key, value, as in torch.nn
+        self.output = RowParallelLinear(config.d_model, config.d_model)
         self.rotary = RotaryPositions(self.head_width) if config.position == "rotary" else None
         nn.init.xavier_uniform_(self.qkv.weight)
-        for linear in (self.qkv, self.output):
-            nn.init.zeros_(linear.bias)
+        for bias in (self.qkv.bias, self.output.bias):
+            nn.init.zeros_(bias)
 
     def forward(self, hidden: Tensor, allowed: Tensor | None = None, past: KVCache | None = None) -> Tensor:
         """[B, T, D] to [B, T, D]. `allowed` [B, T]: keys that count. `past`: of the positions before these."""
@@ -180,27 +173,19 @@ class SelfAttention(Attention):
 
 
 class CrossAttention(Attention):
-    """Over an encoder's output. `CUTS`: how ranks may share its weights."""
-
-    CUTS: ClassVar[Mapping[str, TensorSplit]] = {
-        "query.weight": TensorSplit(0),
-        "query.bias": TensorSplit(0),
-        "key_value.weight": TensorSplit(0, parts=2),
-        "key_value.bias": TensorSplit(0, parts=2),
-        "output.weight": TensorSplit(1),
-    }
+    """Attention over an encoder's output; the ranks of a tensor group have some of the heads each."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, causal=False)
-        self.query = Linear(config.d_model, config.d_model)
-        self.key_value = Linear(config.d_model, 2 * config.d_model)
-        self.output = Linear(config.d_model, config.d_model)
+        self.query = ColumnParallelLinear(config.d_model, config.d_model)
+        self.key_value = ColumnParallelLinear(config.d_model, 2 * config.d_model, parts=2)
+        self.output = RowParallelLinear(config.d_model, config.d_model)
         # As where the three matrices are one (torch.nn), so that both kinds of attention begin alike.
         bound = (6 / (4 * config.d_model)) ** 0.5
         for linear in (self.query, self.key_value):
             nn.init.uniform_(linear.weight, -bound, bound)
-        for linear in (self.query, self.key_value, self.output):
-            nn.init.zeros_(linear.bias)
+        for bias in (self.query.bias, self.key_value.bias, self.output.bias):
+            nn.init.zeros_(bias)
 
     def forward(self, hidden: Tensor, memory: Tensor, allowed: Tensor, past: KVCache | None = None) -> Tensor:
         """[B, T, D] over `memory` [B, S, D], of which the places `allowed` [B, S] count, to [B, T, D].

@@ -10,7 +10,7 @@ from hvd_transformer.config.schema import ModelConfig
 from hvd_transformer.models.layers import Block, TokenEmbedding
 from hvd_transformer.nn.contracts import Layer, Tensors, TensorSplit
 from hvd_transformer.nn.dropout import Dropout, number_dropouts
-from hvd_transformer.nn.parallel_layers import Linear
+from hvd_transformer.nn.parallel_layers import Linear, tensor_splits
 
 
 class PooledHead(nn.Module):
@@ -83,16 +83,8 @@ class Classifier(nn.Module):
         number_dropouts(self)
 
     def cuts(self, vocabulary: bool) -> dict[str, TensorSplit]:
-        """How ranks may share the weights, by name; the rows of the embedding with `vocabulary`."""
-        cuts = {
-            f"blocks.{number}.{name}": cut for number in range(len(self.blocks)) for name, cut in Block.CUTS.items()
-        }
-        return cuts | ({"embedding.embedding.weight": TensorSplit(0)} if vocabulary else {})
-
-    @property
-    def dropping_shares(self) -> list[str]:
-        """The names of the dropouts that drop from what such ranks share."""
-        return [f"blocks.{number}.{name}" for number in range(len(self.blocks)) for name in Block.DROPPING_SHARES]
+        """How the ranks of a tensor group split the weights, by name; `vocabulary`: embeddings and output layer, too."""
+        return tensor_splits(self, vocabulary)
 
     def forward(self, tokens: Tensor, allowed: Tensor) -> Tensor:
         """Token numbers [B, T], of which `allowed` [B, T] are no padding, to logits [B, C]."""

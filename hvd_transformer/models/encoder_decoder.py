@@ -10,6 +10,7 @@ from hvd_transformer.models.attention import KVCache
 from hvd_transformer.models.layers import Block, DecoderBlock, DecoderCache, TokenEmbedding, VocabularyHead
 from hvd_transformer.nn.contracts import Layer, Tensors, TensorSplit
 from hvd_transformer.nn.dropout import number_dropouts
+from hvd_transformer.nn.parallel_layers import tensor_splits
 
 
 class EncoderDecoder(nn.Module):
@@ -36,32 +37,8 @@ class EncoderDecoder(nn.Module):
         number_dropouts(self)
 
     def cuts(self, vocabulary: bool) -> dict[str, TensorSplit]:
-        """How ranks may share the weights, by name; the rows of embeddings and output layer with `vocabulary`."""
-        cuts = {
-            f"encoder.{number}.{name}": cut for number in range(len(self.encoder)) for name, cut in Block.CUTS.items()
-        }
-        cuts |= {
-            f"decoder.{number}.{name}": cut
-            for number in range(len(self.decoder))
-            for name, cut in DecoderBlock.CUTS.items()
-        }
-        if vocabulary:
-            embeddings = ("source_embedding.embedding.weight", "target_embedding.embedding.weight")
-            cuts |= dict.fromkeys((*embeddings, "head.weight", "head.bias"), TensorSplit(0))
-        names = {name for name, _ in self.named_parameters()}  # a tied weight has one name alone
-        return {name: cut for name, cut in cuts.items() if name in names}
-
-    @property
-    def dropping_shares(self) -> list[str]:
-        """The names of the dropouts that drop from what such ranks share."""
-        return [
-            *(f"encoder.{number}.{name}" for number in range(len(self.encoder)) for name in Block.DROPPING_SHARES),
-            *(
-                f"decoder.{number}.{name}"
-                for number in range(len(self.decoder))
-                for name in DecoderBlock.DROPPING_SHARES
-            ),
-        ]
+        """How the ranks of a tensor group split the weights, by name; `vocabulary`: embeddings and output layer, too."""
+        return tensor_splits(self, vocabulary)
 
     def encode(self, source: Tensor, allowed: Tensor) -> Tensor:
         """Token numbers [B, S], of which `allowed` [B, S] are no padding, to the decoder's memory [B, S, D]."""

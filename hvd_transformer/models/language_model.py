@@ -6,6 +6,7 @@ from hvd_transformer.config.schema import ModelConfig
 from hvd_transformer.models.layers import Block, TokenEmbedding, VocabularyHead
 from hvd_transformer.nn.contracts import Layer, TensorSplit
 from hvd_transformer.nn.dropout import number_dropouts
+from hvd_transformer.nn.parallel_layers import tensor_splits
 
 
 class LanguageModel(nn.Module):
@@ -25,20 +26,8 @@ class LanguageModel(nn.Module):
         return [self.embedding, *self.blocks, self.head]
 
     def cuts(self, vocabulary: bool) -> dict[str, TensorSplit]:
-        """How ranks may share the weights, by name; the rows of the embedding and of the output layer with
-        `vocabulary`."""
-        cuts = {
-            f"blocks.{number}.{name}": cut for number in range(len(self.blocks)) for name, cut in Block.CUTS.items()
-        }
-        if vocabulary:
-            cuts |= dict.fromkeys(("embedding.embedding.weight", "head.weight", "head.bias"), TensorSplit(0))
-        names = {name for name, _ in self.named_parameters()}  # a tied weight has one name alone
-        return {name: cut for name, cut in cuts.items() if name in names}
-
-    @property
-    def dropping_shares(self) -> list[str]:
-        """The names of the dropouts that drop from what such ranks share."""
-        return [f"blocks.{number}.{name}" for number in range(len(self.blocks)) for name in Block.DROPPING_SHARES]
+        """How the ranks of a tensor group split the weights, by name; `vocabulary`: embeddings and output layer, too."""
+        return tensor_splits(self, vocabulary)
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """Token numbers [B, T] to the last block's output [B, T, D]."""

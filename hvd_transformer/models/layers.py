@@ -1,8 +1,7 @@
 """The layers of a Transformer: embedding, blocks, vocabulary head."""
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
-from typing import ClassVar, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +16,16 @@ from hvd_transformer.models.attention import (
     SelfAttention,
     SinusoidalPositions,
 )
-from hvd_transformer.nn.contracts import TensorSplit
 from hvd_transformer.nn.cross_entropy import fused_cross_entropy
 from hvd_transformer.nn.dropout import Dropout
-from hvd_transformer.nn.parallel_layers import Linear, VocabParallelEmbedding, VocabShard, WeightGradLayer
+from hvd_transformer.nn.parallel_layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelLayer,
+    WeightGradLayer,
+    split_range,
+)
 
 
 class TokenEmbedding(nn.Module):
@@ -53,10 +58,10 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.input = Linear(config.d_model, config.d_feedforward)
-        self.output = Linear(config.d_feedforward, config.d_model)
+        self.input = ColumnParallelLinear(config.d_model, config.d_feedforward)
+        self.output = RowParallelLinear(config.d_feedforward, config.d_model)
         self.activation = F.gelu if config.activation == "gelu" else F.relu
-        self.dropout = Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout, sharded=True)
         for linear in (self.input, self.output):
             nn.init.xavier_uniform_(linear.weight)
             nn.init.zeros_(linear.bias)
@@ -67,18 +72,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each with a residual connection and a layer norm before (pre) or after (post) it.
-
-    `CUTS`: how ranks may share its weights. `DROPPING_SHARES` are the dropouts on what they then share, too.
-    """
-
-    CUTS: ClassVar[Mapping[str, TensorSplit]] = {
-        **{f"attention.{name}": cut for name, cut in SelfAttention.CUTS.items()},
-        "feedforward.input.weight": TensorSplit(0),
-        "feedforward.input.bias": TensorSplit(0),
-        "feedforward.output.weight": TensorSplit(1),
-    }
-    DROPPING_SHARES: ClassVar[Sequence[str]] = ("attention.dropout", "feedforward.dropout")
+    """Attention and feed-forward, each with a residual connection and a layer norm before (pre) or after (post) it."""
 
     def __init__(self, config: ModelConfig, causal: bool = True) -> None:
         super().__init__()
@@ -116,12 +110,6 @@ class DecoderCache(NamedTuple):
 class DecoderBlock(Block):
     """A causal block that also looks at an encoder's output, between its attention and its feed-forward part."""
 
-    CUTS: ClassVar[Mapping[str, TensorSplit]] = {
-        **Block.CUTS,
-        **{f"cross.{name}": cut for name, cut in CrossAttention.CUTS.items()},
-    }
-    DROPPING_SHARES: ClassVar[Sequence[str]] = (*Block.DROPPING_SHARES, "cross.dropout")
-
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.cross = CrossAttention(config)
@@ -139,7 +127,7 @@ class DecoderBlock(Block):
         return self._around(self.norm2, hidden, self.feedforward)
 
 
-class VocabularyHead(WeightGradLayer):
+class VocabularyHead(VocabParallelLayer, WeightGradLayer):
     """The final norm (pre-norm models) and the vocabulary projection. `smoothing` of targets is for training alone."""
 
     def __init__(self, vocab_size: int, config: ModelConfig, smoothing: float = 0.0) -> None:
@@ -149,7 +137,6 @@ class VocabularyHead(WeightGradLayer):
         # As in the tutorial, a free output layer has a bias; tied, it is the embedding's matrix alone.
         self.bias = None if config.tie_embeddings else nn.Parameter(torch.zeros(vocab_size))
         self.loss_chunk, self.smoothing = config.loss_chunk, smoothing
-        self.part: VocabShard | None = None  # of the vocabulary, where weight and bias have some rows alone
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -160,12 +147,11 @@ class VocabularyHead(WeightGradLayer):
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] to logits [..., V] of the whole vocabulary, on every share."""
         own: Tensor = self(hidden)
-        if self.part is None:
+        if self.shard is None:
             return own
-        shares, _, total = self.part
-        ends = [total * index // shares.count for index in range(shares.count + 1)]
-        sizes = [stop - start for start, stop in pairwise(ends)]
-        pieces = shares.gather(F.pad(own, (0, max(sizes) - own.size(-1))))
+        group, _, total = self.shard
+        sizes = [len(split_range(total, index, group.count)) for index in range(group.count)]
+        pieces = group.gather(F.pad(own, (0, max(sizes) - own.size(-1))))
         return torch.cat([piece[..., :size] for piece, size in zip(pieces, sizes, strict=True)], -1)
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -183,7 +169,7 @@ class VocabularyHead(WeightGradLayer):
             self.bias,
             targets,
             self.loss_chunk,
-            self.take_product,
-            self.part,
+            self.weight_grads,
+            self.shard,
             self.smoothing if self.training else 0.0,
         )

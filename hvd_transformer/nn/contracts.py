@@ -1,62 +1,76 @@
-"""What layers, pipeline and gradient engine know of each other: layers, micro-batches, tensor splits."""
+"""What layers, pipeline and gradient engine know of each other."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor, nn
+
+Tensors = tuple[Tensor, ...]
+
+
+class Layer(NamedTuple):
+    """One layer of a model. `run` takes the tensors of the layer before it and returns its own: one, or a tuple."""
+
+    name: str
+    module: nn.Module  # whose parameters `run` uses
+    run: Callable[..., Tensor | Tensors]
+    recompute: bool = True  # whether recomputing it in backward saves memory
+
+
+class MicroBatch(NamedTuple):
+    """`inputs` go to the first layer; the last layer takes `targets` after the tensors of the layer before it.
+
+    `dropout_key` places the samples in the job: see `nn.dropout.dropout_key`.
+    """
+
+    inputs: Tensors
+    targets: Tensors
+    dropout_key: tuple[int, ...] = ()
 
 
 class TensorSplit(NamedTuple):
-    """A weight is cut along `dim` into one piece a share; where it stacks several matrices, each of these `parts`."""
+    """A weight is split along `dim` into one piece per rank of the tensor group.
+
+    A weight that stacks several matrices along `dim` splits each of these `parts`.
+    """
 
     dim: int
     parts: int = 1
 
 
 class TensorGroup(Protocol):
-    """The ranks that hold the other shares, as one cut layer sees them."""
+    """The ranks that hold the other pieces of one split layer."""
 
     @property
     def index(self) -> int:
-        """Which share this is."""
+        """This rank's piece, from 0."""
         ...
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of pieces."""
         ...
 
     def sum_(self, values: Tensor) -> Callable[[], None]:
-        """Begins the sum of a contiguous tensor over the shares, in place; returns the function that waits for it."""
+        """Start the in-place sum of a contiguous tensor over the group; the function returned waits for it."""
         ...
 
     def gather(self, values: Tensor) -> Tensor:
-        """Every share's tensor of this shape [...], in order: [count, ...]."""
+        """Stack every rank's tensor of this shape [...], in rank order: [count, ...]."""
         ...
 
 
-Tensors = tuple[Tensor, ...]
+class WeightGrads(Protocol):
+    """Takes the weight gradient of one linear layer as the two matrices that it is the product of."""
+
+    def put(self, values: Tensor, grad: Tensor) -> None:
+        """Called in backward with the layer's input [N, D_in] and the gradient of its output [N, D_out]."""
+        ...
 
 
-class Layer(NamedTuple):
-    """One layer: `run` takes the tensors of the layer before it and returns its own (one, or a tuple)."""
+class EmbeddingGrads(Protocol):
+    """Takes the gradient of embedding lookups as rows, one per token."""
 
-    name: str
-    module: nn.Module  # whose parameters it uses
-    run: Callable[..., Tensor | Tensors]
-    recompute: bool = True  # whether computing it again in backward saves anything
-
-
-class Stage(NamedTuple):
-    """Neighbouring layers on one device."""
-
-    layers: Sequence[Layer]
-    device: torch.device
-
-
-class MicroBatch(NamedTuple):
-    """What the first layer takes, and what the last takes beside the tensors of the one before it."""
-
-    inputs: Tensors
-    targets: Tensors
+    def put(self, tokens: Tensor, rows: Tensor) -> None:
+        """Called in backward with the token numbers [N] and the gradient of their vectors [N, D]."""
+        ...

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hvd_transformer.nn.parallel_layers import TakeProduct, VocabShard, local_vocab_index, out_of_graph
+from hvd_transformer.nn.contracts import WeightGrads
+from hvd_transformer.nn.parallel_layers import VocabShard, local_vocab_index, out_of_graph
 
 # Tokens a chunk. On a CPU the logits should stay below the 32 MiB from where on glibc takes each block anew from the
 # kernel, page by page: that is a tenth of a step. A GPU wants large matrices.
@@ -20,40 +21,40 @@ def fused_cross_entropy(
     bias: Tensor | None,
     targets: Tensor,
     chunk: int | None = None,
-    take_product: TakeProduct | None = None,
-    part: VocabShard | None = None,
+    weight_grads: WeightGrads | None = None,
+    shard: VocabShard | None = None,
     smoothing: float = 0.0,
 ) -> Tensor:
     """Sum over tokens of the cross-entropy of `hidden @ weight.T + bias`.
 
     hidden [N, D], weight [V, D], bias [V] or None, targets [N] → scalar in float32 or wider. Holds the logits of
-    `chunk` tokens (None: a good number for the device) at a time. Their gradients are formed beside the loss, so the
+    `chunk` tokens (None: a good number for the device) at a time, and forms their gradients beside the loss, so that
     logits are computed once (the idea of Liger-Kernel's fused linear cross-entropy, arXiv 2410.10989, section 3.2). For
-    backward it keeps the smaller of these [N, V] and the weight's gradient [V, D].
+    backward it keeps the smaller of the logits' gradients [N, V] and the weight's gradient [V, D].
 
-    With N ≤ D `take_product` gets `hidden` and the logits' gradient in backward, and weight and bias get none.
+    With N ≤ D, `weight_grads` gets `hidden` and the logits' gradients in backward; weight and bias get no gradient.
 
-    `smoothing` is the share of each target's weight that all the vocabulary's tokens have in equal parts (Szegedy et
-    al. 2016, arXiv 1512.00567, section 7), as in torch's `label_smoothing`.
+    `smoothing` is the share of each target's weight that is spread over the whole vocabulary (Szegedy et al. 2016,
+    arXiv 1512.00567, section 7), as in torch's `label_smoothing`.
 
-    With `part` weight and bias are those rows of the vocabulary's alone. The shares tell each other two numbers a
-    token, not the logits (Megatron-LM, arXiv 1909.08053, section 3), and all have the same result.
+    With a `shard`, weight and bias have that shard's rows only. The ranks exchange two numbers per token, not the
+    logits (Megatron-LM, arXiv 1909.08053, section 3), and all get the same result.
     """
     chunk = chunk or (CPU_CHUNK if hidden.device.type == "cpu" else GPU_CHUNK)
     anchor = None
     if hidden.size(0) > hidden.size(1) or not torch.is_grad_enabled():
-        take_product = None
-    if take_product is not None:
+        weight_grads = None
+    if weight_grads is not None:
         weight, bias, anchor = out_of_graph(hidden, weight, bias)
     # Inside `forward` gradients look wanted also under no_grad: evaluation would form them in vain.
     wants = torch.is_grad_enabled()
-    loss: Tensor = _ProjectedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, chunk, wants, take_product, anchor, part, smoothing
+    loss: Tensor = _FusedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, targets, chunk, wants, weight_grads, anchor, shard, smoothing
     )
     return loss
 
 
-class _ProjectedCrossEntropy(torch.autograd.Function):
+class _FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -63,9 +64,9 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         chunk: int,
         wants: bool,
-        take: TakeProduct | None,
+        grads: WeightGrads | None,
         anchor: Tensor | None,
-        part: VocabShard | None,
+        shard: VocabShard | None,
         smoothing: float,
     ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -76,15 +77,15 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight) if wants_gradient and not keeps_slopes else None
         grad_bias = torch.zeros_like(bias) if grad_weight is not None and bias is not None else None
         slopes: list[Tensor] = []
-        even = smoothing / (weight.size(0) if part is None else part.total)  # of each token of the vocabulary
+        even = smoothing / (weight.size(0) if shard is None else shard.total)  # of each token of the vocabulary
         for start in range(0, hidden.size(0), chunk):
             values, goal = hidden[start : start + chunk], targets[start : start + chunk, None]
             logits = F.linear(values, weight, bias)
-            if part is None:
+            if shard is None:
                 log_probability, hit = F.log_softmax(logits, dim=-1, dtype=loss.dtype), None
                 loss -= (1 - smoothing) * log_probability.gather(1, goal).sum()
             else:
-                log_probability, hit, goal = _own_part(logits.to(loss.dtype), goal, part)
+                log_probability, hit, goal = _local_log_probabilities(logits.to(loss.dtype), goal, shard)
                 loss -= (1 - smoothing) * (log_probability.gather(1, goal) * hit).sum()
             if smoothing:
                 loss -= even * log_probability.sum()
@@ -104,13 +105,13 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
                 grad_weight.addmm_(slope.t(), values)
             else:
                 grad_weight += slope.t() @ values.to(logits.dtype)
-        if part is not None:
-            waits = [part.shares.sum_(sums) for sums in (loss[None], grad_hidden) if sums is not None]
+        if shard is not None:
+            waits = [shard.group.sum_(sums) for sums in (loss[None], grad_hidden) if sums is not None]
             for wait in waits:
                 wait()
         kept = hidden if slopes else None
         ctx.save_for_backward(kept, grad_hidden, grad_weight, grad_bias, *slopes)
-        ctx.take, ctx.types = take, (weight.dtype, None if bias is None else bias.dtype)
+        ctx.grads, ctx.types = grads, (weight.dtype, None if bias is None else bias.dtype)
         return loss
 
     @staticmethod
@@ -124,9 +125,9 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         if slopes:
             slope = torch.cat(slopes) if len(slopes) > 1 else slopes[0]
             slope = slope * grad.to(slope.dtype)
-            values = hidden.detach().to(slope.dtype)  # detached: as in `models.linear`
-            if ctx.take is not None:
-                ctx.take(values, slope)
+            values = hidden.detach().to(slope.dtype)  # detached: as in `nn.parallel_layers`
+            if ctx.grads is not None:
+                ctx.grads.put(values, slope)
             else:
                 weight_type, bias_type = ctx.types
                 grad_weight = (slope.t() @ values).to(weight_type)
@@ -134,7 +135,7 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None, None
 
 
-def _own_part(logits: Tensor, goal: Tensor, part: VocabShard) -> tuple[Tensor, Tensor, Tensor]:
+def _local_log_probabilities(logits: Tensor, goal: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor, Tensor]:
     """The log probabilities [N, V'] of the part's tokens; which targets [N, 1] are among these, and where.
 
     logits [N, V'], goal [N, 1] as numbers of the whole vocabulary. Each share gives its largest logit and the sum of
@@ -142,8 +143,8 @@ def _own_part(logits: Tensor, goal: Tensor, part: VocabShard) -> tuple[Tensor, T
     """
     top = logits.amax(-1)
     total = (logits - top[:, None]).exp_().sum(-1)
-    tops, totals = part.shares.gather(torch.stack([top, total])).unbind(1)
+    tops, totals = shard.group.gather(torch.stack([top, total])).unbind(1)
     highest = tops.amax(0)
     log_total = highest + (totals * (tops - highest).exp_()).sum(0).log_()
-    hit, place = local_vocab_index(goal, part.places)
+    hit, place = local_vocab_index(goal, shard.rows)
     return logits - log_total[:, None], hit, place

@@ -56,13 +56,14 @@ def _seed(place: tuple[int, ...], *key: int) -> int:
 class Dropout(nn.Module):
     """Sets values to zero with probability `rate` while training, and scales the others by 1 / (1 - rate).
 
-    Outside of a `dropout_key` it draws from torch's own generator. `number` tells the model's dropouts apart,
-    `share` those of ranks that each have a share of the values.
+    Outside of a `dropout_key` it draws from torch's own generator. `number` tells the dropouts of a model apart. A
+    `sharded` dropout sees one piece of the values on each rank of a tensor group; `share` is the rank's piece.
     """
 
-    def __init__(self, rate: float) -> None:
+    def __init__(self, rate: float, *, sharded: bool = False) -> None:
         super().__init__()
-        self.rate, self.number, self.share = rate, 0, 0
+        self.rate, self.sharded = rate, sharded
+        self.number = self.share = 0
 
     def forward(self, values: Tensor) -> Tensor:
         if not self.training or self.rate == 0:

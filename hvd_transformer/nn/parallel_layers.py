@@ -1,6 +1,9 @@
-"""Linear and embedding layers that can be tensor parallel, and that pass their weight gradients on."""
+"""Linear and embedding layers that can be tensor parallel, and that hand their weight gradients to the gradient engine.
 
-from collections.abc import Callable
+Column- and row-parallel layers: Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053, section 3.
+"""
+
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -8,34 +11,39 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hvd_transformer.nn.contracts import TensorGroup
+from hvd_transformer.nn.contracts import EmbeddingGrads, TensorGroup, TensorSplit, WeightGrads
 
 
 class VocabShard(NamedTuple):
-    """One share's places among all of something, such as rows of a vocabulary."""
+    """The rows of a vocabulary that this rank holds: `rows` of `total`."""
 
-    shares: TensorGroup
-    places: range
+    group: TensorGroup
+    rows: range
     total: int
 
 
-def local_vocab_index(numbers: Tensor, places: range) -> tuple[Tensor, Tensor]:
-    """Which of these numbers [...] are among the places, and the how manieth of them they are; 0 for the others."""
-    inside = (numbers >= places.start) & (numbers < places.stop)
-    return inside, (numbers - places.start).masked_fill(~inside, 0)
+def split_range(size: int, index: int, count: int) -> range:
+    """The indices of piece `index` when `size` is split into `count` pieces as evenly as possible."""
+    return range(size * index // count, size * (index + 1) // count)
 
 
-def reduce_from_tensor_group(values: Tensor, shares: TensorGroup) -> Tensor:
-    """The sum over the shares; each one's own values have the sum's gradient."""
-    result: Tensor = _Sum.apply(values, shares)  # type: ignore[no-untyped-call]
+def local_vocab_index(numbers: Tensor, rows: range) -> tuple[Tensor, Tensor]:
+    """Which of these token numbers [...] are among `rows`, and their index there; 0 for the others."""
+    inside = (numbers >= rows.start) & (numbers < rows.stop)
+    return inside, (numbers - rows.start).masked_fill(~inside, 0)
+
+
+def reduce_from_tensor_group(values: Tensor, group: TensorGroup) -> Tensor:
+    """The sum of `values` over the group. In backward each rank's values get the sum's gradient."""
+    result: Tensor = _Sum.apply(values, group)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, shares: TensorGroup) -> Tensor:
+    def forward(ctx: Any, values: Tensor, group: TensorGroup) -> Tensor:
         result = values.clone(memory_format=torch.contiguous_format)
-        shares.sum_(result)()
+        group.sum_(result)()
         return result
 
     @staticmethod
@@ -43,57 +51,102 @@ class _Sum(torch.autograd.Function):
         return grad, None
 
 
-# Called in backward with the layer's input [N, D_in] and the gradient of its output [N, D_out].
-TakeProduct = Callable[[Tensor, Tensor], None]
+class SplitLayer(nn.Module):
+    """A layer whose weights the ranks of a tensor group can split between them."""
+
+    def splits(self) -> dict[str, TensorSplit]:
+        """How its own parameters are split, by name."""
+        return {}
+
+    def set_tensor_group(self, group: TensorGroup, whole: Sequence[int]) -> None:
+        """From now on compute with the other ranks of `group`. `whole` is the shape of the unsplit weight."""
+        raise NotImplementedError
 
 
-class WeightGradLayer(nn.Module):
-    """A layer `values @ weight.T + bias`. While `take_product` is set, weight and bias get no gradient from autograd:
-    it gets what that is made of, and can add the product to where gradients are summed, now or when there is time."""
+class VocabParallelLayer(SplitLayer):
+    """A layer with one row of its weight per token of the vocabulary."""
+
+    shard: VocabShard | None = None
+
+    def splits(self) -> dict[str, TensorSplit]:
+        return dict.fromkeys((name for name, _ in self.named_parameters(recurse=False)), TensorSplit(0))
+
+    def set_tensor_group(self, group: TensorGroup, whole: Sequence[int]) -> None:
+        self.shard = VocabShard(group, split_range(whole[0], group.index, group.count), whole[0])
+
+
+def tensor_splits(model: nn.Module, vocabulary: bool) -> dict[str, TensorSplit]:
+    """How a model's parameters are split, by name; with `vocabulary` also those of embeddings and output layers."""
+    splits = {
+        f"{prefix}.{name}" if prefix else name: split
+        for prefix, module in model.named_modules()
+        if isinstance(module, SplitLayer) and (vocabulary or not isinstance(module, VocabParallelLayer))
+        for name, split in module.splits().items()
+    }
+    names = {name for name, _ in model.named_parameters()}  # a tied weight has one name only
+    return {name: split for name, split in splits.items() if name in names}
+
+
+class WeightGradLayer(SplitLayer):
+    """A layer `values @ weight.T + bias`.
+
+    While `weight_grads` is set, autograd computes no gradient for weight and bias: `weight_grads` gets the two
+    matrices instead, and adds their product to the gradient buffer, now or when the stage has time.
+    """
 
     weight: Tensor
     bias: Any  # a tensor or None
-    take_product: TakeProduct | None = None
-
-    @torch.no_grad()
-    def add_product(self, values: Tensor, grad: Tensor) -> None:
-        """A `take_product` that adds to the gradients that weight and bias have, as autograd does."""
-        weight, bias = self.weight.grad, None if self.bias is None else self.bias.grad
-        assert weight is not None
-        if weight.dtype == grad.dtype:
-            weight.addmm_(grad.t(), values)
-        else:
-            weight.add_(grad.t() @ values)
-        if bias is not None:
-            bias.add_(grad.sum(0, dtype=bias.dtype))
+    weight_grads: WeightGrads | None = None
 
 
 def out_of_graph(values: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Weight and bias, which stay out of the graph, and an anchor: something in it must want a gradient, so that
-    backward comes by, and that may be `values` themselves (None)."""
+    """Weight and bias detached, and an anchor that makes autograd call backward: None if `values` do that."""
     anchor = None if values.requires_grad else torch.empty(0, requires_grad=True, device=values.device)
     return weight.detach(), None if bias is None else bias.detach(), anchor
 
 
 class Linear(WeightGradLayer, nn.Linear):
-    """`nn.Linear` as such a layer, perhaps cut: `column` where each share has some of the outputs, `row` where it has
-    some of the inputs (`models.shares`). A row's bias belongs to the sum."""
+    """`nn.Linear` whose weight gradients go where `WeightGradLayer` says."""
 
-    column: TensorGroup | None = None
-    row: TensorGroup | None = None
+    column_group: TensorGroup | None = None  # its ranks have some of the outputs each
+    row_group: TensorGroup | None = None  # its ranks have some of the inputs each
 
     def forward(self, values: Tensor) -> Tensor:
         """[..., D_in] to [..., D_out]."""
-        cut = self.column is not None or self.row is not None
-        if (self.take_product is None and not cut) or not torch.is_grad_enabled():
-            return _product(values, self.weight, self.bias, self.row)
+        is_split = self.column_group is not None or self.row_group is not None
+        if (self.weight_grads is None and not is_split) or not torch.is_grad_enabled():
+            return _product(values, self.weight, self.bias, self.row_group)
         weight, bias, anchor = self.weight, self.bias, None
-        if self.take_product is not None:
+        if self.weight_grads is not None:
             weight, bias, anchor = out_of_graph(values, weight, bias)
         result: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-            values, weight, bias, self.take_product, anchor, self.column, self.row
+            values, weight, bias, self.weight_grads, anchor, self.column_group, self.row_group
         )
         return result
+
+
+class ColumnParallelLinear(Linear):
+    """Each rank of a tensor group computes some of the outputs; a weight that stacks `parts` matrices splits each."""
+
+    def __init__(self, in_features: int, out_features: int, *, parts: int = 1) -> None:
+        super().__init__(in_features, out_features)
+        self.parts = parts
+
+    def splits(self) -> dict[str, TensorSplit]:
+        return dict.fromkeys(("weight", "bias"), TensorSplit(0, self.parts))
+
+    def set_tensor_group(self, group: TensorGroup, whole: Sequence[int]) -> None:
+        self.column_group = group
+
+
+class RowParallelLinear(Linear):
+    """Each rank of a tensor group takes some of the inputs; the outputs are summed, then the bias is added."""
+
+    def splits(self) -> dict[str, TensorSplit]:
+        return {"weight": TensorSplit(1)}
+
+    def set_tensor_group(self, group: TensorGroup, whole: Sequence[int]) -> None:
+        self.row_group = group
 
 
 def _product(values: Tensor, weight: Tensor, bias: Tensor | None, row: TensorGroup | None) -> Tensor:
@@ -111,16 +164,16 @@ class _Linear(torch.autograd.Function):
         values: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        take: TakeProduct | None,
+        grads: WeightGrads | None,
         anchor: Tensor | None,
         column: TensorGroup | None,
         row: TensorGroup | None,
     ) -> Tensor:
         kind = values.device.type
         if torch.is_autocast_enabled(kind):
-            values = values.to(torch.get_autocast_dtype(kind))  # to be kept in this format, as autocast does
+            values = values.to(torch.get_autocast_dtype(kind))  # kept in this format for backward, as autocast does
         ctx.save_for_backward(values, weight)
-        ctx.take, ctx.column, ctx.bias_type = take, column, None if bias is None else bias.dtype
+        ctx.grads, ctx.column, ctx.bias_type = grads, column, None if bias is None else bias.dtype
         return _product(values, weight, bias, row)
 
     @staticmethod
@@ -129,11 +182,11 @@ class _Linear(torch.autograd.Function):
         values, weight = ctx.saved_tensors
         grad_values = grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None
         summed = None if grad_values is None or ctx.column is None else ctx.column.sum_(grad_values)
-        # Detached: who waits with it would keep the graph that it came from, and what that received.
+        # Detached: deferred, they would keep the graph that they came from alive.
         values, rows = values.detach().flatten(0, -2), grad.flatten(0, -2)
         grad_weight = grad_bias = None
-        if ctx.take is not None:
-            ctx.take(values, rows)
+        if ctx.grads is not None:
+            ctx.grads.put(values, rows)
         else:
             grad_weight = (rows.t() @ values).to(weight.dtype)
             grad_bias = None if ctx.bias_type is None else rows.sum(0, dtype=ctx.bias_type)
@@ -142,43 +195,39 @@ class _Linear(torch.autograd.Function):
         return grad_values, grad_weight, grad_bias, None, None, None, None
 
 
-# Called in backward with the token numbers [N] and the gradient of their vectors [N, D].
-TakeRows = Callable[[Tensor, Tensor], None]
+class VocabParallelEmbedding(VocabParallelLayer, nn.Embedding):
+    """`nn.Embedding` whose lookups can give their gradient as rows, one per token.
 
-
-class VocabParallelEmbedding(nn.Embedding):
-    """`nn.Embedding`; while `take_rows` is set, lookups give their gradient to it, and none to the weight.
-
-    A tied weight's gradient is then complete as soon as the output layer has its part, at the start of backward.
-    With `part` its weight has these rows alone, and what `take_rows` gets are places among them.
+    While `embedding_grads` is set it gets these rows, and the weight gets no gradient from lookups. The gradient of a
+    tied weight is then complete at the start of backward, as soon as the output layer has added its part. With a
+    `shard` the weight has that shard's rows only, and `embedding_grads` gets indices among them.
     """
 
-    take_rows: TakeRows | None = None
-    part: VocabShard | None = None
+    embedding_grads: EmbeddingGrads | None = None
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token numbers [...] to vectors [..., D]."""
-        if self.part is None:
+        if self.shard is None:
             return self._lookup(tokens)
-        inside, rows = local_vocab_index(tokens, self.part.places)
-        # Other parts' tokens give zeros to row 0: to leave them out, a GPU would have to tell the host how many remain.
-        return reduce_from_tensor_group(self._lookup(rows).masked_fill(~inside[..., None], 0), self.part.shares)
+        inside, rows = local_vocab_index(tokens, self.shard.rows)
+        # Tokens of other shards give zeros to row 0: to leave them out, a GPU would have to tell the host their number.
+        return reduce_from_tensor_group(self._lookup(rows).masked_fill(~inside[..., None], 0), self.shard.group)
 
     def _lookup(self, tokens: Tensor) -> Tensor:
-        if self.take_rows is None or not torch.is_grad_enabled():
+        if self.embedding_grads is None or not torch.is_grad_enabled():
             return nn.functional.embedding(tokens.to(self.weight.device), self.weight).to(tokens.device)
-        # Something that wants a gradient, so that backward comes by; the weight itself stays out of the graph.
+        # The anchor makes autograd call backward; the weight itself stays out of the graph.
         anchor = torch.empty(0, requires_grad=True, device=tokens.device)
         weight = self.weight.detach()
-        vectors: Tensor = _Lookup.apply(anchor, tokens, weight, self.take_rows)  # type: ignore[no-untyped-call]
+        vectors: Tensor = _Lookup.apply(anchor, tokens, weight, self.embedding_grads)  # type: ignore[no-untyped-call]
         return vectors
 
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, tokens: Tensor, weight: Tensor, take_rows: TakeRows) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, tokens: Tensor, weight: Tensor, grads: EmbeddingGrads) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.take_rows = take_rows
+        ctx.grads = grads
         # Tied to an output layer on another device, the matrix stays there and the rows travel.
         return nn.functional.embedding(tokens.to(weight.device), weight).to(tokens.device)
 
@@ -186,5 +235,5 @@ class _Lookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
         (tokens,) = ctx.saved_tensors
-        ctx.take_rows(tokens.flatten(), grad.flatten(0, -2))
+        ctx.grads.put(tokens.flatten(), grad.flatten(0, -2))
         return None, None, None, None

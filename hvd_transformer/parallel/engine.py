@@ -1,83 +1,200 @@
-"""One rank's model, wired for data, pipeline and tensor parallel training."""
+"""One rank's model, wired for training: stages on their devices, gradient buffers, collectives, optimizer, pipeline."""
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, chain, pairwise
 
 import torch
 from torch import Tensor, nn
 
-from hvd_transformer.comm.group import Group
-from hvd_transformer.comm.world import World, agree
+from hvd_transformer.comm.world import World
 from hvd_transformer.config.schema import Config, OptimizerConfig
-from hvd_transformer.gradients.buffers import GradBuffer
-from hvd_transformer.gradients.optimizer import FlatOptimizer
-from hvd_transformer.gradients.param_all_gather import ParamAllGather
-from hvd_transformer.gradients.sync import GradSync
-from hvd_transformer.gradients.weight_grads import WeightGradStore
-from hvd_transformer.nn.contracts import Stage
-from hvd_transformer.nn.parallel_layers import VocabParallelEmbedding, WeightGradLayer
+from hvd_transformer.gradients.buffers import GradBuffer, make_grad_buffers
+from hvd_transformer.gradients.embedding_grads import plan_embedding_grads
+from hvd_transformer.gradients.optimizer import FlatOptimizer, GradNorm, names_without_decay
+from hvd_transformer.gradients.param_all_gather import ParamAllGather, ParamWaits, plan_param_waits
+from hvd_transformer.gradients.sync import GradSync, ShardedGradSync
+from hvd_transformer.gradients.weight_grads import install_stores
+from hvd_transformer.monitoring.timeline import Timeline
+from hvd_transformer.nn.contracts import Layer
 from hvd_transformer.parallel.mesh import ParallelMesh
-from hvd_transformer.planning.partition import _counts
-from hvd_transformer.tasks.task import Task
+from hvd_transformer.parallel.pipeline import Pipeline, Stage, worker_threads
+from hvd_transformer.parallel.replica_check import check_replicas
+from hvd_transformer.parallel.tensor_group import Shapes, Splits, connect_tensor_group
 
 
-def make_stages(config: Config, task: Task, layout: ParallelMesh, world: World) -> list[Stage]:
-    """The stages, moved to their devices; the same cut on all ranks. Collective. Raises `UserError` on all ranks."""
-    layers = task.layers
-    own = agree(world, lambda: _counts(config, task, layout, world.rank == 0))
-    counts = world.all_gather_objects(own)[0]
-    stages, start = [], 0
-    for count, device in zip(counts, layout.devices, strict=True):
-        stages.append(Stage(layers[start : start + count], device))
-        start += count
-        for layer in stages[-1].layers:
+class ModelStage(Stage):
+    """A pipeline stage with its gradient buffers and optimizer, so that stages send and update side by side."""
+
+    def __init__(self, layers: Sequence[Layer], device: torch.device) -> None:
+        super().__init__(layers, device)
+        for layer in layers:
             layer.module.to(device)
-    return stages
+        self.buffers: list[GradBuffer] = []
+        self.all_gather: ParamAllGather | None = None  # ZeRO
+        self.waits: ParamWaits = {}
+
+    def add_buffers(self, config: OptimizerConfig, buffers: list[GradBuffer], numbers: Mapping[str, int]) -> None:
+        """`numbers`: the parameters' places in the model, by name."""
+        self.buffers = buffers
+        self.optimizer = FlatOptimizer(config, buffers)
+        self._grads = [
+            (numbers[slot.name], buffer.own_gradients[own])
+            for buffer in buffers
+            for slot in buffer.slots
+            if (own := buffer.own_part(slot.start, slot.stop)) is not None
+        ]
+
+    def wait_params(self, layer: Layer) -> None:
+        for gather, index in self.waits.get(layer.name, ()):
+            gather.wait(index)
+
+    def norms(self) -> list[tuple[int, Tensor]]:
+        """The norm of each parameter's gradient in this rank's shard, with the parameter's place in the model."""
+        return [(number, torch.linalg.vector_norm(grad)) for number, grad in self._grads]
+
+    def update(self, factor: float, rate: float) -> None:
+        """One optimizer step with the gradients × `factor`; starts the all-gather of sharded parameters."""
+        if factor != 1.0:
+            for buffer in self.buffers:
+                buffer.own_gradients.mul_(factor)
+        self.optimizer.step(rate)
+        if self.all_gather is not None:
+            self.all_gather.start()
 
 
-class StageWeights:
-    """`indices` are its buckets' numbers among the job's, from `first` on; `places` the parameters' in the model.
+class Engine:
+    """The wiring between model, pipeline, gradients and optimizer on one rank.
 
-    `group` are the ranks with the same weights, which update a shard each where the buckets are so cut.
+    `layers` is the whole model in order and `partition` the number of layers per stage. `shapes` are those of the
+    unsplit weights; the model is sharded by `splits` already. A step looks up about `num_tokens` tokens.
     """
 
     def __init__(
         self,
-        config: OptimizerConfig,
-        buckets: Sequence[GradBuffer],
-        group: Group,
-        first: int,
-        places: Mapping[str, int],
+        config: Config,
+        world: World,
+        mesh: ParallelMesh,
+        model: nn.Module,
+        layers: Sequence[Layer],
+        *,
+        partition: Sequence[int],
+        splits: Splits,
+        shapes: Shapes,
+        num_tokens: int,
     ) -> None:
-        self.buckets, self.indices = buckets, range(first, first + len(buckets))
-        self.gathering: ParamAllGather | None = None
-        if any(bucket.shard.count > 1 for bucket in buckets):
-            self.gathering = ParamAllGather(buckets, [f"shards.{index}" for index in self.indices], group)
-        self.optimizer = FlatOptimizer(config, buckets)
-        self._gradients = [
-            (places[slot.name], bucket.own_gradients[own])
-            for bucket in buckets
-            for slot in bucket.slots
-            if (own := bucket.own_part(slot.start, slot.stop)) is not None
+        self.config, self.world, self.mesh = config, world, mesh
+        self.splits, self.shapes = splits, shapes
+        if mesh.tp > 1:
+            connect_tensor_group(model, splits, shapes, mesh.tp_group)
+        ends = pairwise(accumulate(partition, initial=0))
+        self.stages = [
+            ModelStage(layers[start:stop], device) for (start, stop), device in zip(ends, mesh.devices, strict=True)
         ]
+        embeddings = plan_embedding_grads(model, config.communication.embedding_rows, num_tokens)
+        self._add_buffers(model, {name for name, plan in embeddings.items() if plan.gather})
+        self.buffers = [buffer for stage in self.stages for buffer in stage.buffers]
+        self._add_all_gathers(layers)
+        self.timeline = Timeline(world.rank, [f"stage {stage}" for stage in range(len(self.stages))])
+        sharded = self.buffers[0].shard.gradients and mesh.dp_group.size > 1
+        self.grad_sync = (ShardedGradSync if sharded else GradSync)(
+            self.buffers,
+            mesh.dp_group,
+            overlap=config.communication.overlap,
+            compression=config.communication.compression,
+            embeddings=embeddings,
+            timeline=self.timeline,
+            stages=[stage.buffers for stage in self.stages],
+        )
+        for name, plan in embeddings.items():
+            for embedding in plan.embeddings:
+                embedding.embedding_grads = self.grad_sync.embedding_grads[name]
+        if not config.training.compile:  # compiled graphs cannot call back
+            of_stages = [([layer.module for layer in stage.layers], stage.weight_grads) for stage in self.stages]
+            install_stores(model, of_stages, self.buffers)
+        self.pipeline = Pipeline(
+            self.stages,
+            schedule=config.parallel.schedule,
+            recompute=config.parallel.recompute,
+            precision=config.training.precision,
+            grad_sync=self.grad_sync,
+            threads=worker_threads(len(self.stages)),
+            timeline=self.timeline,
+        )
+        counts = [mesh.tp_rank == 0 or name in splits for name in shapes]
+        norm_group = world if mesh.zero_shard.count > 1 else mesh.tp_group
+        self._norm = GradNorm(counts, self.buffers[0].gradients.dtype, mesh.device, norm_group)
 
-    def norms(self) -> list[tuple[int, Tensor]]:
-        """Each parameter's place in the model and the norm of its gradient, of what is in this rank's shard."""
-        return [(place, torch.linalg.vector_norm(gradient)) for place, gradient in self._gradients]
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model."""
+        return sum(torch.Size(shape).numel() for shape in self.shapes.values())
+
+    def wait_params(self) -> None:
+        """Return when all parameters are whole: after an update, shards may still be in flight."""
+        for stage in self.stages:
+            if stage.all_gather is not None:
+                stage.all_gather.wait_all()
+
+    def grad_norm(self) -> float:
+        """The norm of the reduced gradient of the whole model. Collective."""
+        norms = self.pipeline.map(lambda stage: self.stages[stage].norms())
+        return self._norm(dict(chain.from_iterable(norms)))
 
     def update(self, factor: float, rate: float) -> None:
-        """One step of the optimizer with the gradients × `factor`; the ranks begin to give each other their shards."""
-        if factor != 1.0:
-            for bucket in self.buckets:
-                bucket.own_gradients.mul_(factor)
-        self.optimizer.step(rate)
-        if self.gathering is not None:
-            self.gathering.start()
+        """One optimizer step of all stages, side by side, with the gradients × `factor`."""
+
+        def update(stage: int) -> None:
+            with self.timeline.span(f"stage {stage}", "update"):
+                self.stages[stage].update(factor, rate)
+
+        self.pipeline.map(update)
+
+    def optimizer_state(self) -> list[dict[str, Tensor]]:
+        """The optimizer state of each buffer, as flat tensors like its own parameters: {"exp_avg": …}."""
+        return [state for stage in self.stages for state in stage.optimizer.state]
+
+    def set_updates(self, number: int) -> None:
+        """Tell the optimizers how many updates are behind the state that was loaded."""
+        for stage in self.stages:
+            stage.optimizer.set_updates(number)
+
+    def check_replicas(self, when: str) -> int:
+        """The checksum of the weights. Raises `ReplicasDiffer`. Collective."""
+        self.wait_params()
+        return check_replicas(self.buffers, self.world, when, self.mesh.tp, self.splits)
+
+    def close(self) -> None:
+        """End the threads of the stages."""
+        self.pipeline.close()
+        self.timeline.close()
+
+    def _add_buffers(self, model: nn.Module, alone: set[str]) -> None:
+        """Buffers of each stage's own parameters, so that it sends and updates without the others."""
+        numbers = {name: number for number, (name, _) in enumerate(model.named_parameters())}
+        no_decay, size = names_without_decay(model), int(self.config.communication.bucket_mb * 2**20)
+        for stage, parameters in zip(self.stages, _stage_parameters(model, self.stages), strict=True):
+            buffers = make_grad_buffers(parameters, no_decay, size, alone, self.mesh.zero_shard)
+            stage.add_buffers(self.config.optimizer, buffers, numbers)
+
+    def _add_all_gathers(self, layers: Sequence[Layer]) -> None:
+        """Of the stages whose buffers are sharded."""
+        index = {buffer: number for number, buffer in enumerate(self.buffers)}
+        for stage in self.stages:
+            if any(buffer.shard.count > 1 for buffer in stage.buffers):
+                names = [f"shards.{index[buffer]}" for buffer in stage.buffers]
+                stage.all_gather = ParamAllGather(stage.buffers, names, self.mesh.dp_group)
+        gathers = [stage.all_gather for stage in self.stages if stage.all_gather is not None]
+        if gathers:
+            waits = plan_param_waits(layers, gathers)
+            for stage in self.stages:
+                stage.waits = waits
 
 
-def stage_parameters(model: nn.Module, stages: Sequence[Stage]) -> list[dict[str, nn.Parameter]]:
-    """Each stage's parameters by name, in the model's order. A tied one belongs to the last stage that has it: the
-    output layer's, where its dense gradient comes from."""
+def _stage_parameters(model: nn.Module, stages: Sequence[Stage]) -> list[dict[str, nn.Parameter]]:
+    """Each stage's parameters by name, in the model's order.
+
+    A tied one belongs to the last stage that has it: the output layer's, where its dense gradient comes from.
+    """
     stage_of = {
         id(weight): number
         for number, stage in enumerate(stages)
@@ -88,24 +205,3 @@ def stage_parameters(model: nn.Module, stages: Sequence[Stage]) -> list[dict[str
     for name, weight in model.named_parameters():
         result[stage_of[id(weight)]][name] = weight
     return result
-
-
-def take_products(model: nn.Module, stages: Iterable[tuple[Stage, WeightGradStore]], reducer: GradSync) -> None:
-    """Of the stages' layers, lookups' apart. Weights that modules share, or that are not trained, are left to
-    autograd."""
-    names = {id(weight): name for name, weight in model.named_parameters() if weight.requires_grad}
-    users = Counter(
-        id(weight)
-        for module in model.modules()
-        if not isinstance(module, VocabParallelEmbedding)  # which gives rows
-        for weight in module.parameters(recurse=False)
-    )
-    for module, later in (
-        (module, later) for stage, later in stages for layer in stage.layers for module in layer.module.modules()
-    ):
-        own = list(module.parameters(recurse=False))
-        if isinstance(module, WeightGradLayer) and all(
-            id(weight) in names and users[id(weight)] == 1 for weight in own
-        ):
-            bias = None if module.bias is None else names[id(module.bias)]
-            module.take_product = reducer.take_product(names[id(module.weight)], bias, later)

@@ -1,9 +1,9 @@
-"""Who does what: which part of which replica a rank is, with whom, and on which devices. The only place that knows.
+"""The mesh of ranks: which replica and tensor-parallel rank this one is, its process groups, and its devices.
 
-parallel.tensor=2 on 6 ranks    shard 0   1
-                    replica 0        [0] [1]     a row shares the matrices of one replica: the tensor group
-                    replica 1        [2] [3]
-                    replica 2        [4] [5]     a column holds the same weights: the data group
+parallel.tensor=2 on 6 ranks    tp_rank  0   1
+                    dp_rank 0           [0] [1]     a row splits the matrices of one replica: the tensor group
+                    dp_rank 1           [2] [3]
+                    dp_rank 2           [4] [5]     a column holds the same weights: the data-parallel group
 """
 
 from collections.abc import Sequence
@@ -24,12 +24,12 @@ class ParallelMesh:
 
     dp: int
     tp: int
-    replica: int  # of dp
-    shard: int  # of tp
+    dp_rank: int  # this rank's replica, of dp
+    tp_rank: int  # this rank's place in its tensor group, of tp
     devices: tuple[torch.device, ...]
-    data_group: Group
-    tensor_group: Group
-    update_shard: ZeroShard  # of each bucket, which this rank's optimizer updates
+    dp_group: Group
+    tp_group: Group
+    zero_shard: ZeroShard  # of each gradient buffer
 
     @classmethod
     def of(cls, config: Config, world: World) -> "ParallelMesh":
@@ -40,22 +40,22 @@ class ParallelMesh:
             raise UserError(
                 f"parallel.tensor={tensor}: must divide the job's number of ranks, {world.size}: it can be {fitting}"
             )
-        replica, shard = divmod(world.rank, tensor)
+        dp_rank, tp_rank = divmod(world.rank, tensor)
         dp, shards = world.size // tensor, config.parallel.optimizer_shard
-        update_shard = ZeroShard(replica, dp, shards == "gradients") if dp > 1 and shards != "none" else WHOLE
-        layout = cls(
+        zero_shard = ZeroShard(dp_rank, dp, shards == "gradients") if dp > 1 and shards != "none" else WHOLE
+        mesh = cls(
             dp=dp,
             tp=tensor,
-            replica=replica,
-            shard=shard,
+            dp_rank=dp_rank,
+            tp_rank=tp_rank,
             devices=_devices(config.training.device, config.parallel.pipeline, world),
-            data_group=world.group(_data_groups(world.size, tensor)[shard]),
-            tensor_group=world.group(_tensor_groups(world.size, tensor)[replica], prompt=True),
-            update_shard=update_shard,
+            dp_group=world.group(_dp_groups(world.size, tensor)[tp_rank]),
+            tp_group=world.group(_tp_groups(world.size, tensor)[dp_rank], prompt=True),
+            zero_shard=zero_shard,
         )
-        if config.parallel.tensor_across_hosts == "never" and (warning := layout.across_hosts(config, world)):
+        if config.parallel.tensor_across_hosts == "never" and (warning := mesh.across_hosts(config, world)):
             raise UserError(f"parallel.tensor_across_hosts=never: {warning}")
-        return layout
+        return mesh
 
     @property
     def device(self) -> torch.device:
@@ -64,7 +64,7 @@ class ParallelMesh:
 
     def across_hosts(self, config: Config, world: World) -> str | None:
         """What it costs where ranks of a tensor group are on different hosts; None where none are."""
-        for group in _tensor_groups(world.size, self.tp):
+        for group in _tp_groups(world.size, self.tp):
             hosts = list(dict.fromkeys(world.hosts[rank] for rank in group))
             if len(hosts) > 1:
                 model, training = config.model, config.training
@@ -81,16 +81,16 @@ def process_groups(size: int, tensor: int) -> list[Sequence[int]]:
     """The groups that a world of this size needs beside itself, all of them on every rank; none where it cannot be."""
     if size % tensor:
         return []
-    groups = [*_tensor_groups(size, tensor), *_data_groups(size, tensor)]
+    groups = [*_tp_groups(size, tensor), *_dp_groups(size, tensor)]
     return [group for group in groups if 1 < len(group) < size]
 
 
-def _tensor_groups(size: int, tensor: int) -> list[Sequence[int]]:
+def _tp_groups(size: int, tensor: int) -> list[Sequence[int]]:
     """Neighbours: one host where its ranks are a multiple of them."""
     return [range(first, first + tensor) for first in range(0, size, tensor)]
 
 
-def _data_groups(size: int, tensor: int) -> list[Sequence[int]]:
+def _dp_groups(size: int, tensor: int) -> list[Sequence[int]]:
     return [range(shard, size, tensor) for shard in range(tensor)]
 
 

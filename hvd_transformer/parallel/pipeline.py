@@ -1,36 +1,68 @@
-r"""Streams micro-batches through the stages of one rank's model, a worker thread a stage.
+"""Streams micro-batches through the stages of one rank's model, one worker thread per stage.
 
     stage 0   F0 F1 | F2 B0 | F3 B1 | …      each worker follows its list of the schedule
-                 \      /
-    stage 1      F0 B0 | F1 B1 | …           tuples of tensors go down the channels, their gradients up
+                 \\      /
+    stage 1      F0 B0 | F1 B1 | …           activations go down the channels, their gradients up
 
-A backward hands the gradient up before it adds up those of linear layers' weights, which nobody waits for.
+A backward sends the gradient up before the weight gradients of linear layers are computed, which nobody waits for.
 
 A stage runs its backwards in the order of the micro-batches, so gradients add up as without a pipeline, bit for bit.
 With one stage everything runs in the caller's thread. (GPipe: Huang et al. 2019, arXiv 1811.06965; 1F1B: Narayanan et
 al. 2021, arXiv 2104.04473.)
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple, TypeVar
+from contextlib import contextmanager, nullcontext
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hvd_transformer.comm.group import PeerLost
+from hvd_transformer.gradients.buffers import GradBuffer
+from hvd_transformer.gradients.sync import GradSync
 from hvd_transformer.gradients.weight_grads import WeightGradStore
 from hvd_transformer.monitoring.timeline import Timeline
-from hvd_transformer.nn.contracts import Layer, MicroBatch, Stage, Tensors
-from hvd_transformer.parallel.pipeline_schedule import Operation, Schedule, ScheduleName, forward_only, make_schedule
+from hvd_transformer.nn.contracts import Layer, MicroBatch, Tensors
+from hvd_transformer.nn.dropout import dropout_key
+from hvd_transformer.parallel.pipeline_schedule import (
+    Operation,
+    Schedule,
+    ScheduleName,
+    forward_only,
+    make_schedule,
+)
+from hvd_transformer.parallel.precision import Precision, autocast
 from hvd_transformer.parallel.stage_link import Aborted, Channel, StageTensors, make_streams
 
 Recompute = Literal["never", "always", "except_last"]
 Result = TypeVar("Result")
-# Called with the stage and the losses so far.
-BeforeLastBackward = Callable[[int, Sequence[Tensor]], None]
+
+
+class Stage:
+    """Neighbouring layers on one device."""
+
+    def __init__(self, layers: Sequence[Layer], device: torch.device) -> None:
+        self.layers, self.device = layers, device
+        self.weight_grads = WeightGradStore()
+        self.buffers: Sequence[GradBuffer] = ()
+
+    def wait_params(self, layer: Layer) -> None:
+        """Return when the layer's parameters are whole."""
+
+
+class LossSink(Protocol):
+    """Takes the loss of each micro-batch, in order, from the last stage's worker."""
+
+    def add_loss(self, loss: Tensor) -> None: ...
+
+
+class Losses(list[Tensor]):
+    """A list of losses."""
+
+    add_loss = list.append
 
 
 class StageFailed(RuntimeError):
@@ -38,15 +70,22 @@ class StageFailed(RuntimeError):
 
 
 def worker_threads(num_stages: int) -> int:
-    """Threads of torch for each stage's worker: together as many as this process has."""
+    """Torch threads per stage worker: together as many as this process has."""
     return max(1, torch.get_num_threads() // num_stages)
+
+
+@contextmanager
+def layer_context(precision: Precision, device: torch.device, key: Sequence[int]) -> Iterator[None]:
+    """What surrounds each call of a layer: autocast, and the place of its dropout."""
+    with autocast(precision, device), dropout_key(*key):
+        yield
 
 
 class Pipeline:
     """The stages and their workers. The last layer returns a loss.
 
-    `context(number)` surrounds the layers of micro-batch `number`: autocast, the place of dropout. `threads`: the
-    torch threads of each worker. `timeline` gets what each stage does when.
+    `grad_sync` is told of each stage's last backward. `threads` is the number of torch threads per worker. `timeline`
+    records what each stage does when.
     """
 
     def __init__(
@@ -55,48 +94,46 @@ class Pipeline:
         *,
         schedule: ScheduleName = "1f1b",
         recompute: Recompute = "never",
-        context: Callable[[int], AbstractContextManager[Any]],
+        precision: Precision = "fp32",
+        grad_sync: GradSync | None = None,
         threads: int = 1,
         timeline: Timeline | None = None,
     ) -> None:
-        self.stages, self.schedule, self.recompute, self.context = stages, schedule, recompute, context
+        self.stages, self.schedule, self.recompute = stages, schedule, recompute
+        self.precision, self.grad_sync = precision, grad_sync
         self.timeline = timeline or Timeline(0, [])
-        self.later = [WeightGradStore() for _ in stages]
         self.streams = make_streams([stage.device for stage in stages])
         self._workers = [
             ThreadPoolExecutor(1, f"stage-{stage}", torch.set_num_threads, (threads,))
             for stage in range(len(stages) if len(stages) > 1 else 0)
         ]
 
-    def train(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        scale: float,
-        *,
-        first_number: int = 0,
-        before_last_backward: BeforeLastBackward | None = None,
-    ) -> list[Tensor]:
-        """Forward and backward of all; returns their losses. Gradients are those of scale × the sum of the losses.
+    def forward_backward(self, accumulation: Sequence[Sequence[MicroBatch]], scale: float, losses: LossSink) -> None:
+        """Run all micro-batches of a step, one accumulation step after the other; raises `StageFailed`.
 
-        `first_number` is the first micro-batch's number within the step. `before_last_backward(stage, losses)` is
-        called by each stage's worker; in the last stage's call all losses are there. Raises `StageFailed`.
+        Gradients are those of `scale` × the sum of the losses. In the last accumulation step full gradient buffers are
+        sent while backward goes on.
         """
-        schedule = make_schedule(self.schedule, len(self.stages), len(micro_batches))
-        run = ScheduleRun(self, micro_batches, schedule, first_number, scale, before_last_backward)
-        self.map(run.work)
-        return run.losses
+        first_number = 0
+        for number, micro_batches in enumerate(accumulation, start=1):
+            schedule = make_schedule(self.schedule, len(self.stages), len(micro_batches))
+            grad_sync = self.grad_sync if number == len(accumulation) else None
+            run = ScheduleRun(self, micro_batches, schedule, losses, first_number, scale, grad_sync)
+            self.map(run.work)
+            first_number += len(micro_batches)
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """The losses alone. Raises `StageFailed`."""
-        run = ScheduleRun(self, micro_batches, forward_only(len(self.stages), len(micro_batches)))
+        """The losses only; raises `StageFailed`."""
+        losses = Losses()
+        run = ScheduleRun(self, micro_batches, forward_only(len(self.stages), len(micro_batches)), losses)
 
-        @torch.no_grad()  # it counts for its own thread alone
+        @torch.no_grad()  # it counts for its own thread only
         def work(stage: int) -> None:
             run.work(stage)
 
         self.map(work)
-        return run.losses
+        return losses
 
     def map(self, function: Callable[[int], Result]) -> list[Result]:
         """`function(stage)` of all stages side by side, each by its own worker."""
@@ -131,134 +168,142 @@ class SavedActivations(NamedTuple):
 
 
 class ScheduleRun:
-    """One pass of some micro-batches through all stages."""
+    """One pass of some micro-batches through all stages. `first_number` is the first one's number within the step."""
 
     def __init__(
         self,
         pipeline: Pipeline,
         micro_batches: Sequence[MicroBatch],
         schedule: Schedule,
+        losses: LossSink,
         first_number: int = 0,
         scale: float = 1.0,
-        before_last_backward: BeforeLastBackward | None = None,
+        grad_sync: GradSync | None = None,
     ) -> None:
-        self.pipeline, self.micro_batches, self.schedule = pipeline, micro_batches, schedule
-        self.first_number, self.scale, self.before_last_backward = first_number, scale, before_last_backward
-        self.losses: list[Tensor] = []
-        self._split = any(operation.kind == "weights" for operation in schedule[0])
+        self.pipeline, self.micro_batches, self.schedule, self.losses = pipeline, micro_batches, schedule, losses
+        self.first_number, self.scale, self.grad_sync = first_number, scale, grad_sync
         num_stages = len(pipeline.stages)
-        # Of this size no schedule ever waits for room with its neighbour waiting for it.
-        self._down: list[Channel[StageTensors]] = [Channel(num_stages) for _ in range(num_stages)]
-        self._up: list[Channel[StageTensors]] = [Channel(num_stages) for _ in range(num_stages)]
+        # Of this size no schedule ever waits for room while its neighbour waits for it.
+        self.down: list[Channel[StageTensors]] = [Channel(num_stages) for _ in range(num_stages)]
+        self.up: list[Channel[StageTensors]] = [Channel(num_stages) for _ in range(num_stages)]
 
     def work(self, stage: int) -> None:
-        """All operations of one stage."""
-        held: dict[int, SavedActivations] = {}
-        self.pipeline.later[stage].clear()
+        """All operations of one stage; an error ends the other stages, too."""
+        runner = StageRunner(self, stage)
         for operation in self.schedule[stage]:
             try:
-                if operation.kind == "forward":
-                    self._forward(stage, operation.micro_batch, held)
-                elif operation.kind == "backward":
-                    self._backward(stage, operation.micro_batch, held)
-                if operation.kind == ("weights" if self._split else "backward"):
-                    self._weights(stage, operation.micro_batch)
+                runner.run(operation)
             except BaseException as error:
-                self._abort()
+                for channel in (*self.down, *self.up):
+                    channel.abort()
                 if isinstance(error, (Aborted, PeerLost)) or len(self.schedule) == 1:
                     raise
-                raise StageFailed(f"{self._where(stage, operation, error)}: {error or type(error).__name__}") from error
+                where = runner.where(operation, error)
+                raise StageFailed(f"{where}: {error or type(error).__name__}") from error
 
-    def _abort(self) -> None:
-        for down in self._down:
-            down.abort()
-        for up in self._up:
-            up.abort()
 
-    def _forward(self, stage: int, number: int, held: dict[int, SavedActivations]) -> None:
-        layers, _ = self.pipeline.stages[stage]
-        micro = self.micro_batches[number]
-        first, last = stage == 0, stage == len(self.pipeline.stages) - 1
-        received = self._received(stage, StageTensors(micro.inputs) if first else self._down[stage].get())
+class StageRunner:
+    """The work of one stage in one `ScheduleRun`."""
+
+    def __init__(self, schedule_run: ScheduleRun, index: int) -> None:
+        pipeline = schedule_run.pipeline
+        self._run, self._index, self._lane = schedule_run, index, f"stage {index}"
+        self._stage, self._streams, self._timeline = pipeline.stages[index], pipeline.streams[index], pipeline.timeline
+        self._is_first, self._is_last = index == 0, index == len(pipeline.stages) - 1
+        self._splits_backward = any(operation.kind == "weights" for operation in schedule_run.schedule[0])
+        self._saved: dict[int, SavedActivations] = {}
+        self._stage.weight_grads.clear()
+
+    def run(self, operation: Operation) -> None:
+        """One operation of the schedule."""
+        kind, number = operation
+        if kind == "forward":
+            self._forward(number)
+        elif kind == "backward":
+            self._backward(number)
+        if kind == ("weights" if self._splits_backward else "backward") and self._defers(number):
+            with self._timeline.span(self._lane, f"weights {self._run.first_number + number}"):
+                self._stage.weight_grads.run_oldest()
+
+    def where(self, operation: Operation, error: BaseException) -> str:
+        """The place of an error, in words."""
+        layers, name = self._stage.layers, getattr(error, "failed_layer", None)
+        layer = f"layer {name}" if name else f"layers {layers[0].name} to {layers[-1].name}"
+        number = self._run.first_number + operation.micro_batch
+        return f"stage {self._index}, {layer}, micro-batch {number}, {operation.kind}"
+
+    def _forward(self, number: int) -> None:
+        micro, layers, trains = self._run.micro_batches[number], self._stage.layers, torch.is_grad_enabled()
+        received = self._receive(StageTensors(micro.inputs) if self._is_first else self._run.down[self._index].get())
         inputs = tuple(tensor.detach() for tensor in received if tensor is not None)
-        if not first and torch.is_grad_enabled():
+        if not self._is_first and trains:
             inputs = tuple(tensor.requires_grad_(tensor.is_floating_point()) for tensor in inputs)
-        targets = self._received(stage, StageTensors(micro.targets)) if last else ()
-        again = torch.is_grad_enabled() and self._recomputes(number)
+        targets = self._receive(StageTensors(micro.targets)) if self._is_last else ()
+        recomputes = trains and self._recomputes(number)
         tensors = inputs
-        with self.pipeline.timeline.span(f"stage {stage}", f"forward {self.first_number + number}"):
+        with self._timeline.span(self._lane, f"forward {self._run.first_number + number}"):
             for layer in layers:
-                if last and layer is layers[-1]:
+                if self._is_last and layer is layers[-1]:
                     tensors += tuple(tensor for tensor in targets if tensor is not None)
-                tensors = self._call(layer, tensors, self.first_number + number, again and layer.recompute)
-        if last:
-            self.losses.append(tensors[0].detach())
+                tensors = self._call(layer, tensors, micro, recomputes and layer.recompute)
+        if self._is_last:
+            self._run.losses.add_loss(tensors[0].detach())
         else:
-            self._down[stage + 1].put(self.pipeline.streams[stage].send([tensor.detach() for tensor in tensors]))
-        if torch.is_grad_enabled():
-            held[number] = SavedActivations(inputs, tensors)
+            self._run.down[self._index + 1].put(self._streams.send([tensor.detach() for tensor in tensors]))
+        if trains:
+            self._saved[number] = SavedActivations(inputs, tensors)
 
-    def _backward(self, stage: int, number: int, held: dict[int, SavedActivations]) -> None:
-        last = stage == len(self.pipeline.stages) - 1
-        grads = None if last else self._received(stage, self._up[stage].get())
-        if self.before_last_backward is not None and number == len(self.micro_batches) - 1:
-            self.before_last_backward(stage, self.losses)
-        inputs, outputs = held.pop(number)
-        if grads is None:  # a gradient given for the loss would have torch import sympy, for a second
-            pairs: list[tuple[Tensor, Tensor | None]] = [(outputs[0] * self.scale, None)]
+    def _backward(self, number: int) -> None:
+        grads = None if self._is_last else self._receive(self._run.up[self._index].get())
+        if self._run.grad_sync is not None and number == len(self._run.micro_batches) - 1:
+            self._run.grad_sync.expect_last_backward(self._stage.buffers)
+        inputs, outputs = self._saved.pop(number)
+        if grads is None:  # a gradient given for the loss would make torch import sympy, which takes a second
+            pairs: list[tuple[Tensor, Tensor | None]] = [(outputs[0] * self._run.scale, None)]
         else:
             pairs = [
                 (tensor, grad)
                 for tensor, grad in zip(outputs, grads, strict=True)
                 if tensor.requires_grad and grad is not None
             ]
-        span = self.pipeline.timeline.span(f"stage {stage}", f"backward {self.first_number + number}")
-        with span, self.pipeline.later[stage].collect() if self._waits(stage, number) else nullcontext():
+        span = self._timeline.span(self._lane, f"backward {self._run.first_number + number}")
+        with span, self._stage.weight_grads.deferring() if self._defers(number) else nullcontext():
             torch.autograd.backward([tensor for tensor, _ in pairs], [grad for _, grad in pairs])
-        if stage > 0:
-            self._up[stage - 1].put(self.pipeline.streams[stage].send([tensor.grad for tensor in inputs]))
+        if not self._is_first:
+            self._run.up[self._index - 1].put(self._streams.send([tensor.grad for tensor in inputs]))
 
-    def _received(self, stage: int, parcel: StageTensors) -> Sequence[Tensor | None]:
-        streams = self.pipeline.streams[stage]
-        if all(tensor is None or tensor.device == streams.device for tensor in parcel.tensors):
-            return streams.receive(parcel)
-        with self.pipeline.timeline.span(f"copies to stage {stage}", "copy"):
-            return streams.receive(parcel)
+    def _receive(self, sent: StageTensors) -> Sequence[Tensor | None]:
+        if all(tensor is None or tensor.device == self._streams.device for tensor in sent.tensors):
+            return self._streams.receive(sent)
+        with self._timeline.span(f"copies to {self._lane}", "copy"):
+            return self._streams.receive(sent)
 
-    def _waits(self, stage: int, number: int) -> bool:
-        """Whether the weights' gradients wait for the end of backward. It takes memory, which who recomputes wants
-        most; and the first stage has nobody to hand a gradient to."""
-        return self._split or (stage > 0 and not self._recomputes(number))
-
-    def _weights(self, stage: int, number: int) -> None:
-        if self._waits(stage, number):
-            with self.pipeline.timeline.span(f"stage {stage}", f"weights {self.first_number + number}"):
-                self.pipeline.later[stage].run()
-
-    def _call(self, layer: Layer, tensors: Tensors, number: int, again: bool) -> Tensors:
+    def _call(self, layer: Layer, tensors: Tensors, micro: MicroBatch, recomputes: bool) -> Tensors:
         def run(*inputs: Tensor) -> Tensors:
-            # Inside, as a layer computed again in backward must see the same.
-            with self.pipeline.context(number):
+            # The context is inside: a recomputed layer must see the same.
+            with layer_context(self._run.pipeline.precision, self._stage.device, micro.dropout_key):
                 try:
+                    self._stage.wait_params(layer)
                     result = layer.run(*inputs)
                 except Exception as error:
                     error.failed_layer = layer.name  # type: ignore[attr-defined]
                     raise
             return result if isinstance(result, tuple) else (result,)
 
-        if not again:
+        if not recomputes:
             return run(*tensors)
         # Nothing here draws from torch's own generators, so there is no random state to restore.
         result: Tensors = checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=False)
         return result
 
     def _recomputes(self, number: int) -> bool:
-        """ "except_last": the last micro-batch's backward comes at once after its forward (on the last stage)."""
-        kind = self.pipeline.recompute
-        return kind == "always" or (kind == "except_last" and number < len(self.micro_batches) - 1)
+        """ "except_last": the last micro-batch's backward follows its forward at once (on the last stage)."""
+        kind = self._run.pipeline.recompute
+        return kind == "always" or (kind == "except_last" and number < len(self._run.micro_batches) - 1)
 
-    def _where(self, stage: int, operation: Operation, error: BaseException) -> str:
-        layers = self.pipeline.stages[stage].layers
-        name = getattr(error, "failed_layer", None)
-        layer = f"layer {name}" if name else f"layers {layers[0].name} to {layers[-1].name}"
-        return f"stage {stage}, {layer}, micro-batch {self.first_number + operation.micro_batch}, {operation.kind}"
+    def _defers(self, number: int) -> bool:
+        """Whether weight gradients wait for the end of backward.
+
+        That takes memory, which recomputing is there to save; and the first stage has nobody to send a gradient to.
+        """
+        return self._splits_backward or (not self._is_first and not self._recomputes(number))

@@ -39,9 +39,12 @@ class LossScaler:
         if self.active and self.good_steps % self.patience == 0:
             self.scale *= 2
 
-    def overflow(self) -> None:
-        """They were not."""
+    def overflowed(self) -> bool:
+        """The gradients were not finite: halve the factor. False if that cannot help."""
+        if not self.active or self.scale <= 1:
+            return False
         self.scale, self.good_steps = max(1.0, self.scale / 2), 0
+        return True
 
     def state(self) -> dict[str, float]:
         return {"scale": self.scale, "good_steps": self.good_steps}

@@ -1,9 +1,8 @@
-"""Weights cut for the ranks of a tensor group, joined again, and what the cut layers tell each other.
+"""Tensor parallelism: a model sharded over the ranks of a tensor group, and the collectives of its split layers.
 
-A cut is (dimension, parts): a weight that stacks `parts` matrices along that dimension gives each rank its piece of
-every one of them.
+A weight that stacks several matrices (`TensorSplit.parts`) gives each rank its piece of every one of them:
 
-    [ query | key | value ]   cut for two ranks   [ q0 | k0 | v0 ]   [ q1 | k1 | v1 ]
+    [ query | key | value ]   split for two ranks   [ q0 | k0 | v0 ]   [ q1 | k1 | v1 ]
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,44 +13,45 @@ from torch import Tensor, nn
 from hvd_transformer.comm.group import Group
 from hvd_transformer.nn.contracts import TensorGroup, TensorSplit
 from hvd_transformer.nn.dropout import Dropout
-from hvd_transformer.nn.parallel_layers import Linear, VocabShard
-from hvd_transformer.parallel.mesh import ParallelMesh
-from hvd_transformer.tasks.task import Task
+from hvd_transformer.nn.parallel_layers import SplitLayer, split_range
 
-Cuts = Mapping[str, tuple[int, int]]  # by parameter
-# Sums of one layer that can be on their way at once; their names are used again, so that Horovod knows them.
+Splits = Mapping[str, TensorSplit]  # by parameter name
+Shapes = Mapping[str, Sequence[int]]  # of the unsplit weights, by parameter name
+# Collectives of one layer in flight at most; their names repeat, so that Horovod caches them.
 _NAMES = 4
 
 
-def span(size: int, index: int, count: int) -> range:
-    """The places of one piece of so many: as even as can be."""
-    return range(size * index // count, size * (index + 1) // count)
-
-
-def piece(whole: Tensor, cut: tuple[int, int], index: int, count: int) -> Tensor:
-    """A view of the piece for rank `index` of `count`."""
-    dim, parts = cut
+def piece(whole: Tensor, split: TensorSplit, index: int, count: int) -> Tensor:
+    """A view of rank `index`'s piece, of `count`."""
+    dim, parts = split
     stacked: Tensor = whole.unflatten(dim, (parts, -1))
-    places = span(stacked.size(dim + 1), index, count)
+    places = split_range(stacked.size(dim + 1), index, count)
     own: Tensor = stacked.narrow(dim + 1, places.start, len(places))
     return own.flatten(dim, dim + 1)
 
 
-def join(pieces: Sequence[Tensor], cut: tuple[int, int]) -> Tensor:
-    """The whole of all ranks' pieces."""
-    dim, parts = cut
-    return torch.cat([own.unflatten(dim, (parts, -1)) for own in pieces], dim + 1).flatten(dim, dim + 1)
+def shard_model(model: nn.Module, splits: Splits, index: int, count: int) -> None:
+    """Leave the model rank `index`'s pieces of the weights; until `connect_tensor_group` layers compute with these only.
 
-
-def cut_weights(model: nn.Module, cuts: Cuts, index: int, count: int) -> None:
-    """Leaves a model the pieces of rank `index`; parameters stay the same objects, so tied ones stay tied."""
+    Parameters stay the same objects, so tied ones stay tied.
+    """
+    shapes = {name: weight.shape for name, weight in model.named_parameters()}
     for name, weight in model.named_parameters():
-        if name in cuts:
-            weight.data = piece(weight.data, cuts[name], index, count).clone(memory_format=torch.contiguous_format)
+        if name in splits:
+            weight.data = piece(weight.data, splits[name], index, count).clone(memory_format=torch.contiguous_format)
+    _set_tensor_groups(model, splits, shapes, lambda _: LocalTensorGroup(index, count))
+    for module in model.modules():
+        if splits and isinstance(module, Dropout) and module.sharded:
+            module.share = index
+
+
+def connect_tensor_group(model: nn.Module, splits: Splits, shapes: Shapes, group: Group) -> None:
+    """From now on the model's split layers compute with the other ranks of the group."""
+    _set_tensor_groups(model, splits, shapes, lambda name: HorovodTensorGroup(group, name))
 
 
 class HorovodTensorGroup:
-    """The other ranks' pieces of one layer, which `name`s its sums: implements `models.shares.Shares`."""
+    """The tensor group of the layer called `name`, over Horovod: implements `TensorGroup`."""
 
     def __init__(self, group: Group, name: str) -> None:
         self.index, self.count = group.rank, group.size
@@ -73,13 +73,13 @@ class HorovodTensorGroup:
         return self._group.all_gather_async(values[None], self._next())()
 
     def _next(self) -> str:
-        """A layer's calls follow each other on every rank alike."""
+        """Every rank calls a layer's collectives in the same order."""
         self._calls = (self._calls + 1) % _NAMES
         return f"tensor.{self._name}.{self._calls}"
 
 
 class LocalTensorGroup:
-    """One piece alone: nothing is sent, and sums are its own values. To measure and to plan."""
+    """A tensor group without communication, where sums are this rank's own values: to profile and to plan."""
 
     def __init__(self, index: int, count: int) -> None:
         self.index, self.count = index, count
@@ -91,41 +91,11 @@ class LocalTensorGroup:
         return values[None]
 
 
-Shapes = Mapping[str, Sequence[int]]  # of the whole weights
-
-
-def shard_model(task: Task, cuts: Mapping[str, TensorSplit], layout: ParallelMesh, shapes: Shapes) -> None:
-    """Leaves the model its rank's shares of the weights. Until `connect` its layers compute with these alone."""
-    if layout.tp == 1:
-        return
-    cut_weights(task.model, cuts, layout.shard, layout.tp)
-    share_layers(task.model, cuts, shapes, lambda _: LocalTensorGroup(layout.shard, layout.tp))
-    for name in task.dropping_shares:
-        dropout = task.model.get_submodule(name)
-        assert isinstance(dropout, Dropout)
-        dropout.share = layout.shard
-
-
-def connect_tensor_group(task: Task, cuts: Mapping[str, TensorSplit], layout: ParallelMesh, shapes: Shapes) -> None:
-    """From now on the layers add up with the other ranks of the tensor group."""
-    if layout.tp > 1:
-        share_layers(task.model, cuts, shapes, lambda name: HorovodTensorGroup(layout.tensor_group, name))
-
-
-def share_layers(
-    model: nn.Module, cuts: Mapping[str, TensorSplit], shapes: Shapes, shares_of: Callable[[str], TensorGroup]
+def _set_tensor_groups(
+    model: nn.Module, splits: Splits, shapes: Shapes, group_of: Callable[[str], TensorGroup]
 ) -> None:
-    """Gives each layer whose weight was cut so the shares by its name; those before are forgotten."""
-    weights = {id(weight): (cuts[name], shapes[name]) for name, weight in model.named_parameters() if name in cuts}
+    whole = {id(weight): shapes[name] for name, weight in model.named_parameters() if name in splits}
     for name, layer in model.named_modules():
-        found = weights.get(id(layer._parameters.get("weight")))  # tied ones have a name for one layer alone
-        if found is None:
-            continue
-        cut, whole = found
-        shares = shares_of(name)
-        if not isinstance(layer, Linear):
-            layer.part = VocabShard(shares, span(whole[0], shares.index, shares.count), whole[0])
-        elif cut.dim == 0:
-            layer.column = shares
-        else:
-            layer.row = shares
+        weight = layer._parameters.get("weight")  # a tied weight has a name in one layer only
+        if isinstance(layer, SplitLayer) and id(weight) in whole:
+            layer.set_tensor_group(group_of(name), whole[id(weight)])

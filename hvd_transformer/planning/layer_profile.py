@@ -89,14 +89,14 @@ def run_pass(
         input_bytes = allocated.now
         outputs = forward(layers, inputs, targets, context, again=again)
         forward_peak, kept = allocated.take_peak(), allocated.now
-        with later.collect() if waits else nullcontext():
+        with later.deferring() if waits else nullcontext():
             backward(outputs)
         backward_peak = allocated.take_peak()
         made = [(tensor.shape, tensor.dtype, tensor.device) for tensor in outputs]
         del inputs, outputs
         late = allocated.now
         if waits:
-            later.run()
+            later.run_oldest()
     empty = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in made)
     return PassMemory(input_bytes, forward_peak, kept, backward_peak, late), empty
 
@@ -182,26 +182,51 @@ def gradients_as_in_training(
     weights = {weight for layer in layers for weight in layer.module.parameters()}
     embeddings = [module for module in modules if isinstance(module, VocabParallelEmbedding)]
     linears = [module for module in modules if isinstance(module, WeightGradLayer) and products]
-    before = [embedding.take_rows for embedding in embeddings], [linear.take_product for linear in linears]
+    before = [embedding.embedding_grads for embedding in embeddings], [linear.weight_grads for linear in linears]
     for weight in weights:
         weight.grad = torch.zeros_like(weight)
     for embedding in embeddings:
-        embedding.take_rows = lambda tokens, gradients: None
+        embedding.embedding_grads = _NoRows()
     for linear in linears:
-        linear.take_product = partial(_leave, later, linear)
+        linear.weight_grads = _ParameterGrads(linear, later)
     try:
         yield
     finally:
-        for embedding, take_rows in zip(embeddings, before[0], strict=True):
-            embedding.take_rows = take_rows
-        for linear, take_product in zip(linears, before[1], strict=True):
-            linear.take_product = take_product
+        for embedding, embedding_grads in zip(embeddings, before[0], strict=True):
+            embedding.embedding_grads = embedding_grads
+        for linear, weight_grads in zip(linears, before[1], strict=True):
+            linear.weight_grads = weight_grads
         for weight in weights:
             weight.grad = None
 
 
-def _leave(later: WeightGradStore, layer: WeightGradLayer, values: Tensor, grad: Tensor) -> None:
-    later(partial(layer.add_product, values, grad))
+class _NoRows:
+    """Embedding gradients that are dropped."""
+
+    def put(self, tokens: Tensor, rows: Tensor) -> None:
+        pass
+
+
+class _ParameterGrads:
+    """Weight gradients that are added to the parameters' own, as autograd does."""
+
+    def __init__(self, layer: WeightGradLayer, store: WeightGradStore) -> None:
+        self._layer, self._store = layer, store
+
+    def put(self, values: Tensor, grad: Tensor) -> None:
+        self._store.put(self, values, grad)
+
+    @torch.no_grad()
+    def add_product(self, values: Tensor, grad: Tensor, counted: Sequence[bool]) -> None:
+        layer = self._layer
+        weight, bias = layer.weight.grad, None if layer.bias is None else layer.bias.grad
+        assert weight is not None
+        if weight.dtype == grad.dtype:
+            weight.addmm_(grad.t(), values)
+        else:
+            weight.add_(grad.t() @ values)
+        if bias is not None:
+            bias.add_(grad.sum(0, dtype=bias.dtype))
 
 
 def _call(layer: Layer, context: Context, *inputs: Tensor) -> Tensors:

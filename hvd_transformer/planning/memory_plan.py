@@ -10,7 +10,7 @@ from hvd_transformer.config.schema import Config
 from hvd_transformer.data.tokenizers import BPE_VOCAB_SIZE
 from hvd_transformer.errors import UserError
 from hvd_transformer.gradients.optimizer import copies_per_weight
-from hvd_transformer.gradients.sync import ON_THE_WAY
+from hvd_transformer.gradients.sync import MAX_IN_FLIGHT
 from hvd_transformer.parallel.pipeline import Recompute
 from hvd_transformer.parallel.pipeline_schedule import SCHEDULES, ScheduleName, make_schedule
 from hvd_transformer.planning import partition
@@ -104,7 +104,8 @@ def make_plan(config: Config, vocab_size: int | None = None, ranks: int | None =
     check_partition(config)
     with fake_model(config, words, size_) as model:
         costs, stages = layer_costs(model), []
-        layers, (tensors, targets), later, context = model
+        layers, batch, later, context = model
+        tensors, targets = batch.inputs, batch.targets
         ends = [0, *accumulate(_cut(config, costs))]
         for index, (start, stop) in enumerate(pairwise(ends)):
             own_targets = targets if stop == len(layers) else ()
@@ -146,7 +147,7 @@ def _vocabulary(config: Config, given: int | None) -> tuple[int, str]:
 
 
 def _cut(config: Config, layers: Sequence[LayerEstimate]) -> list[int]:
-    """Layers a stage, as training.stages does it; "auto" by FLOPs in place of seconds."""
+    """Layers a stage, as `planning.partition` does it; "auto" by FLOPs in place of seconds."""
     given = given_partition(config, [layer.name for layer in layers])
     if given is not None:
         return given
@@ -178,7 +179,7 @@ def _stage(
     gradients, optimizer = (math.ceil(numbers * weights) for numbers in copies_per_weight(config, dp))
     if gradients < weights:  # and those of a bucket that fills, and of buckets on their way
         bucket = max(int(config.communication.bucket_mb * 2**20), *(layer.largest_bytes for layer in layers))
-        gradients += min(weights, bucket + ON_THE_WAY)
+        gradients += min(weights, bucket + MAX_IN_FLIGHT)
     return StageCost(
         layers=layers,
         gradients=gradients,

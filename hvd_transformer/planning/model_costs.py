@@ -8,6 +8,7 @@ keep all its weights [B, H, T, T], and knows no autocast.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,9 +19,9 @@ from hvd_transformer.config.schema import Config
 from hvd_transformer.gradients.weight_grads import WeightGradStore
 from hvd_transformer.nn.contracts import Layer, MicroBatch, Tensors
 from hvd_transformer.nn.cross_entropy import GPU_CHUNK
-from hvd_transformer.nn.dropout import dropout_key
-from hvd_transformer.parallel.precision import autocast, weight_dtype
-from hvd_transformer.parallel.tensor_group import LocalTensorGroup, cut_weights, share_layers
+from hvd_transformer.parallel.pipeline import layer_context
+from hvd_transformer.parallel.precision import weight_dtype
+from hvd_transformer.parallel.tensor_group import shard_model
 from hvd_transformer.planning.layer_profile import (
     Context,
     backward,
@@ -76,31 +77,26 @@ def fake_model(config: Config, vocab_size: int, num_samples: int) -> Iterator[Fa
     with FakeTensorMode(), _default_dtype(weight_dtype(config.training.precision)):
         of_model = config.model.model_copy(update={"loss_chunk": chunk})
         planned = config.model_copy(update={"model": of_model})
-        model, layers, batch, cuts = task_class(config).sketch(planned, vocab_size, num_samples)
+        model, layers, batch, splits = task_class(config).sketch(planned, vocab_size, num_samples)
         model.train()
-        tensor = config.parallel.tensor
-        if tensor > 1:
-            shapes = {name: weight.shape for name, weight in model.named_parameters()}
-            cut_weights(model, cuts, 0, tensor)
-            share_layers(model, cuts, shapes, lambda _: LocalTensorGroup(0, tensor))
+        if config.parallel.tensor > 1:
+            shard_model(model, splits, 0, config.parallel.tensor)
         later = WeightGradStore()
-
-        @contextmanager
-        def context() -> Iterator[None]:
-            with autocast(config.training.precision, torch.device("cpu")), dropout_key(0):
-                yield
+        context = partial(layer_context, config.training.precision, torch.device("cpu"), (0,))
 
         # The gradients are parts of buckets, which count elsewhere.
         with gradients_as_in_training(layers, later, products=not config.training.compile):
-            forward(layers, *batch, context, again=False)  # makes the tables of positions, which stay
+            forward(
+                layers, batch.inputs, batch.targets, context, again=False
+            )  # makes the tables of positions, which stay
             yield FakeModel(layers, batch, later, context)
 
 
 def layer_costs(model: FakeModel) -> list[LayerEstimate]:
     """Each alone."""
-    layers, (inputs, targets), later, context = model
+    layers, batch, later, context = model
     owner = {id(weight): layer.name for layer in layers for weight in layer.module.parameters()}
-    tensors, costs = inputs, []
+    tensors, targets, costs = batch.inputs, batch.targets, []
     for layer in layers:
         own_targets = targets if layer is layers[-1] else ()
         forward_flops, backward_flops, late_flops = _flops(model, layer, tensors, own_targets)
@@ -128,10 +124,10 @@ def _flops(model: FakeModel, layer: Layer, tensors: Tensors, targets: Tensors) -
     counters = [FlopCounterMode(display=False, custom_mapping=_MORE_PRODUCTS) for _ in range(3)]
     with counters[0]:
         outputs = forward([layer], received(tensors), targets, model.context, again=False)
-    with counters[1], model.later.collect():
+    with counters[1], model.later.deferring():
         backward(outputs)
     with counters[2]:
-        model.later.run()
+        model.later.run_oldest()
     of_forward, of_backward, late = (counter.get_total_flops() for counter in counters)
     return of_forward, of_backward, late
 

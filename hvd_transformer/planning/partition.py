@@ -3,22 +3,20 @@
 import logging
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, pairwise
 
 import torch
 
+from hvd_transformer.comm.world import World, agree
 from hvd_transformer.config.schema import Config
 from hvd_transformer.errors import UserError
 from hvd_transformer.gradients.optimizer import copies_per_weight
-from hvd_transformer.nn.dropout import dropout_key
 from hvd_transformer.parallel.mesh import ParallelMesh
-from hvd_transformer.parallel.pipeline import worker_threads
+from hvd_transformer.parallel.pipeline import layer_context, worker_threads
 from hvd_transformer.parallel.pipeline_schedule import make_schedule
-from hvd_transformer.parallel.precision import autocast
 from hvd_transformer.planning.layer_profile import (
     LayerProfile,
     PassMemory,
@@ -176,28 +174,31 @@ def check_partition(config: Config) -> None:
         given_partition(config, names)
 
 
-def _counts(config: Config, task: Task, layout: ParallelMesh, measures: bool) -> list[int]:
-    """Layers a stage. Rank 0 alone measures, as another rank would measure something else."""
-    layers, num_stages = task.layers, config.parallel.pipeline
-    given = given_partition(config, [layer.name for layer in layers])
-    if given is not None or num_stages == 1 or not measures or not task.sampler.num_steps():  # in evaluation alone
-        return given or uniform(len(layers), num_stages)
-    units = next(iter(task.sampler.epoch())).rounds[0]  # rank 0's first round is the largest of all
-    batches = split_batch(task.batch(0, units), config.parallel.micro_batches)
-    micro_batch, threads = task.micro_batch(batches[0]), worker_threads(num_stages)
+def choose_partition(config: Config, task: Task, mesh: ParallelMesh, world: World) -> list[int]:
+    """Layers per stage, the same on all ranks. Collective. Raises `UserError` on all ranks."""
+    own = agree(world, lambda: _own_choice(config, task, mesh, world.rank == 0))
+    chosen: list[int] = world.all_gather_objects(own)[0]
+    return chosen
 
-    @contextmanager
-    def context() -> Iterator[None]:
-        with autocast(config.training.precision, layout.device), dropout_key(config.seed):
-            yield
+
+def _own_choice(config: Config, task: Task, mesh: ParallelMesh, measures: bool) -> list[int]:
+    """Only rank 0 measures, as another rank would measure something else."""
+    layers, num_stages, precision = task.layers, config.parallel.pipeline, config.training.precision
+    given = given_partition(config, [layer.name for layer in layers])
+    if given is not None or num_stages == 1 or not measures or not task.sampler.num_steps():  # evaluation has no steps
+        return given or uniform(len(layers), num_stages)
+    items = next(iter(task.sampler.epoch())).rounds[0]  # rank 0's first accumulation step is the largest of all
+    batches = split_batch(task.batch(0, items), config.parallel.micro_batches)
+    micro_batch, threads = task.micro_batch(batches[0]), worker_threads(num_stages)
 
     def measure() -> list[LayerProfile]:
         recompute = config.parallel.recompute
         again = recompute == "always" or (recompute == "except_last" and len(batches) > 1)
-        return measure_layers(layers, micro_batch, layout.device, context=context, recompute=again, threads=threads)
+        context = partial(layer_context, precision, mesh.device, (config.seed,))
+        return measure_layers(layers, micro_batch, mesh.device, context=context, recompute=again, threads=threads)
 
-    costs, cached = cached_costs(config, layers, micro_batch, layout.device, threads, measure)
-    counts = best_cut(config, costs, len(batches), _device_bytes(layout.devices), layout.dp)
+    costs, cached = cached_costs(config, layers, micro_batch, mesh.device, threads, measure)
+    counts = best_cut(config, costs, len(batches), _device_bytes(mesh.devices), mesh.dp)
     seconds = sum(cost.seconds for cost in costs)
     origin = "measured before" if cached else "measured now"
     log.info("partition %s: layers of %.1f ms a micro-batch, %s", counts, 1000 * seconds, origin)

@@ -63,7 +63,9 @@ def _settings(
         "recompute": config.parallel.recompute,
         "precision": config.training.precision,
         "compile": config.training.compile,
-        "micro_batch": [[list(tensor.shape), str(tensor.dtype)] for part in micro_batch for tensor in part],
+        "micro_batch": [
+            [list(tensor.shape), str(tensor.dtype)] for tensor in (*micro_batch.inputs, *micro_batch.targets)
+        ],
         "layers": [[layer.name, *(list(weight.shape) for weight in layer.module.parameters())] for layer in layers],
     }
 

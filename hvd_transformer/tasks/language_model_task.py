@@ -31,7 +31,7 @@ class LanguageModelTask(Task):
         self.eval_batch_size = training.eval_batch_size or training.batch_size
         self.model = self.make_model()
         self.sampler: StepSampler | ColumnSampler = StepSampler(0, 1, 1, replica)
-        self.usual_count = 1  # in evaluation alone: no steps
+        self.targets_per_step = 1  # in evaluation alone: no steps
         if "train" in data.splits:
             self._begin_training(data.splits["train"])
         for split, tokens in data.splits.items():
@@ -44,7 +44,7 @@ class LanguageModelTask(Task):
     def _begin_training(self, tokens: TokenFile) -> None:
         config, training, replica, length = self.config, self.config.training, self.replica, self.length
         num_samples = step_samples(training, replica.size)
-        self.usual_count = num_samples * length
+        self.targets_per_step = num_samples * length
         self.samples: WindowDataset | ColumnDataset
         if config.data.batching == "windows":
             needed = length + 1

@@ -5,7 +5,7 @@ length; `task=package.module:Class` trains it (docs/own-task.md).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -89,7 +89,7 @@ class Task(ABC):
 
     model: nn.Module
     sampler: Sampler
-    usual_count: int
+    targets_per_step: int
     """Targets of a full step over all replicas: keeps gradients near their mean while they are summed."""
 
     def __init__(self, config: Config, data: Any, replica: Replica) -> None:
@@ -187,12 +187,6 @@ class Task(ABC):
         return {} if own is None else own(self.config.parallel.vocab_parallel)
 
     @property
-    def dropping_shares(self) -> Collection[str]:
-        """The dropouts on what these ranks share, too."""
-        own: Collection[str] = getattr(self.model, "dropping_shares", ())
-        return own
-
-    @property
     def tokenizers(self) -> Mapping[str, Tokenizer]:
         """What a checkpoint needs to be of use, by the beginning of its file's name."""
         return {}
@@ -227,7 +221,7 @@ class ExampleTask(Task):
     def __init__(self, config: Config, data: Any, replica: Replica) -> None:
         super().__init__(config, data, replica)
         self.splits: Mapping[str, Samples] = data.splits
-        self.sampler, self.usual_count = StepSampler(0, 1, 1, replica), 1  # in evaluation alone: no steps
+        self.sampler, self.targets_per_step = StepSampler(0, 1, 1, replica), 1  # in evaluation alone: no steps
         if "train" in self.splits:
             self._begin_training()
 
@@ -237,7 +231,7 @@ class ExampleTask(Task):
         self.batches = LengthBuckets(lengths, training.batch_size, config.data.batch_tokens, config.seed)
         units = -(-step_samples(training, replica.size) // training.batch_size)
         self.sampler = StepSampler(self.batches.num_units, units, 1, replica)
-        self.usual_count = max(1, round(self.num_training_targets * units / self.batches.num_units))
+        self.targets_per_step = max(1, round(self.num_training_targets * units / self.batches.num_units))
 
     @abstractmethod
     def collate(self, split: str, numbers: NDArray[np.int64]) -> Batch:

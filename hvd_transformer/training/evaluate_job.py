@@ -87,7 +87,7 @@ def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchd
     agree(world, lambda: check_same_configuration(config, world))
     watchdog.stall_seconds = config.training.stall_seconds
     watchdog.use(None, world.hosts)
-    layout = agree(world, lambda: ParallelMesh.of(config, world))
+    mesh = agree(world, lambda: ParallelMesh.of(config, world))
     agree(world, lambda: check_partition(config))
 
     def should_stop() -> bool:
@@ -99,18 +99,18 @@ def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchd
     data = agree(world, lambda: prepare_data(config, progress, should_stop, wanted))
     stop.end_at_once()
     agree(world, lambda: check_same_data(data, world))
-    task = agree(world, lambda: make_task(config, data, layout))
+    task = agree(world, lambda: make_task(config, data, mesh))
     split = agree(world, lambda: _split(task, request.split, config))
     if path is None:
         agree(world, lambda: _check_unchanged(data, split, saved.state, config))
-    trainer = Trainer(config, world, layout, task, TrainState())
-    heartbeat.timeline = trainer.timeline
-    snapshot.load_weights(trainer, saved.folder if world.rank == 0 else None)
+    trainer = Trainer(config, world, mesh, task, TrainState())
+    heartbeat.timeline = trainer.engine.timeline
+    snapshot.restore_weights(trainer.engine, saved.folder if world.rank == 0 else None)
     compile_layers(config, task)
     heartbeat.enter("evaluation")
     found = trainer.evaluate(split)
     heartbeat.enter("end")
-    trainer.close()
+    trainer.engine.close()
     left_out = getattr(data, "left_out", {}).get(split, {})
     source = config.data.source
     return Result(saved.folder, split, source, found.metrics, found.count, task.unit, left_out, task.notes)

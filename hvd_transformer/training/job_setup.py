@@ -46,12 +46,12 @@ def check_same_data(data: Data, world: World) -> None:
             raise UserError(f"data.source: host {host} has other text than host {digests[0][0]}; copy one to all hosts")
 
 
-def make_task(config: Config, data: Data, layout: ParallelMesh) -> Task:
+def make_task(config: Config, data: Data, mesh: ParallelMesh) -> Task:
     """The model is made alike on every rank from the seed alone."""
     torch.manual_seed(config.seed)
     torch.set_default_dtype(weight_dtype(config.training.precision))
     try:
-        return task_class(config)(config, data, Replica(layout.replica, layout.dp))
+        return task_class(config)(config, data, Replica(mesh.dp_rank, mesh.dp))
     finally:
         torch.set_default_dtype(torch.float32)
 

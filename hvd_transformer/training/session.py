@@ -9,9 +9,11 @@ from typing import Any
 
 from hvd_transformer import atomic
 from hvd_transformer.checkpoint import snapshot
+from hvd_transformer.checkpoint.store import Snapshot
 from hvd_transformer.checkpoint.writer import Saver
 from hvd_transformer.comm.world import World
 from hvd_transformer.config import Config
+from hvd_transformer.config.schema import flatten
 from hvd_transformer.errors import UserError
 from hvd_transformer.monitoring.heartbeat import Heartbeat
 from hvd_transformer.monitoring.stall_report import Stragglers
@@ -44,27 +46,27 @@ class Session:
         self.config, self.world, self.trainer, self.run = config, world, trainer, run
         self.progress, self.data_digest, self.heartbeat = progress, data_digest, heartbeat
         self.stragglers = Stragglers(world.hosts)
-        heartbeat.step, heartbeat.total_steps = trainer.position.step, trainer.total_steps
+        heartbeat.step, heartbeat.total_steps = trainer.state.step, trainer.total_steps
         heartbeat.unit = trainer.task.unit
         self.metrics: MetricsLog | None = None
-        self.saver = Saver(run.store, world, snapshot.savers(trainer), self.warn)
+        self.saver = Saver(run.store, world, snapshot.saving_ranks(trainer.engine), self.warn)
         if world.rank == 0:
-            self.metrics = MetricsLog(run.path, trainer.position.step, self.warn)
-        self.saved_step = trainer.position.step if trainer.position.step else None
+            self.metrics = MetricsLog(run.path, trainer.state.step, self.warn)
+        self.saved_step = trainer.state.step if trainer.state.step else None
         self.saved_at = time.monotonic()
         self.valid: dict[str, float] | None = None
 
     def train(self, stop: StopRequest) -> str:
         """Steps until the end ("finished") or until a rank was asked to stop ("stopped"). Collective."""
-        position = self.trainer.position
-        self.progress.start(self.trainer.total_steps, position.step)
+        state = self.trainer.state
+        self.progress.start(self.trainer.total_steps, state.step)
         stopped = False
         try:
-            if position.step and self._evaluate_if_due():  # stopped or killed before it could be
+            if state.step and self._evaluate_if_due():  # stopped or killed before it could be
                 self.save(best=True)
             steps = takewhile(lambda _: not self._patience_ended(), self.trainer.steps())
             for number, plan in enumerate(steps, start=1):
-                self.trainer.timeline.recording = self.config.profile and number in PROFILED
+                self.trainer.engine.timeline.recording = self.config.profile and number in PROFILED
                 self.heartbeat.phase = "step"
                 result = self.trainer.step(plan, stop=bool(stop), save=self._save_due_by_time())
                 if number == PROFILED[-1]:
@@ -73,7 +75,7 @@ class Session:
                 stopped = result.stop
                 best = not stopped and self._evaluate_if_due()
                 every = self.config.checkpoint.every_steps
-                if best or result.save or stopped or (every and position.step % every == 0):
+                if best or result.save or stopped or (every and state.step % every == 0):
                     self.save(best)
                 if stopped:
                     break
@@ -113,23 +115,38 @@ class Session:
 
     def save(self, best: bool) -> None:
         """A checkpoint of this step, unless there is one; the replicas are compared first. Collective."""
-        position = self.trainer.position
-        if self.saved_step == position.step and not best:
+        state = self.trainer.state
+        if self.saved_step == state.step and not best:
             return
         self.heartbeat.enter("checkpoint")
         stopped = time.perf_counter()
-        checksum = self.trainer.check_replicas(f"step {position.step}")
+        checksum = self.trainer.engine.check_replicas(f"step {state.step}")
         self.saver.wait()  # before the copy: at most one is held
         began = time.perf_counter()
-        self.saver.save(snapshot.capture(self.trainer, self.data_digest, checksum, best))
+        self.saver.save(self._capture(checksum, best))
         now = time.perf_counter()
         log.info(
             "step %d: checkpoint: training waited %.4f s, %.4f s of it for the copy",
-            position.step,
+            state.step,
             now - stopped,
             now - began,
         )
-        self.saved_step, self.saved_at = position.step, time.monotonic()
+        self.saved_step, self.saved_at = state.step, time.monotonic()
+
+    def _capture(self, checksum: int, best: bool) -> Snapshot:
+        trainer, task, state = self.trainer, self.trainer.task, self.trainer.state
+        saved = {
+            "task": self.config.task,
+            "config": flatten(self.config),
+            "data_digest": self.data_digest,
+            "splits": getattr(task.data, "split_digests", {}),
+            "dp": trainer.mesh.dp,
+            "weights_checksum": checksum,
+            "position": state.state(),
+            "loss_scaler": trainer.loss_scaler.state(),
+            **task.facts,
+        }
+        return snapshot.capture(trainer.engine, state.step, saved, {**task.files, **trainer.tokenizer_files}, best)
 
     def warn(self, text: str) -> None:
         """A line on rank 0's screen and in its log."""
@@ -137,88 +154,88 @@ class Session:
         self.progress.message(f"warning: {text}")
 
     def _record(self, result: StepResult) -> None:
-        position = self.trainer.position
-        self.heartbeat.stepped(position.step, result.loss, result.count / result.seconds)
+        state = self.trainer.state
+        self.heartbeat.stepped(state.step, result.loss, result.count / result.seconds)
         self.stragglers.add(result.work)
-        position.seconds += result.seconds
-        interval = position.interval
+        state.seconds += result.seconds
+        interval = state.interval
         interval["loss"] += result.loss * result.count
         interval["count"] += result.count
         interval["seconds"] += result.seconds
         interval["steps"] += 1
-        due = position.step % self.config.training.log_every == 0 or position.step == self.trainer.total_steps
-        if not due and position.step > 1:
+        due = state.step % self.config.training.log_every == 0 or state.step == self.trainer.total_steps
+        if not due and state.step > 1:
             return
         loss = interval["loss"] / interval["count"]
         speed = interval["count"] / interval["seconds"]
-        position.train_loss = loss
+        state.train_loss = loss
         task = self.trainer.task
         shown = perplexity(loss) if "perplexity" in task.metric_names else None
         more = {} if shown is None else {"perplexity": shown}
-        self.progress.step(position.step, result.epoch + 1, loss, shown, result.learning_rate, speed, task.unit)
+        self.progress.step(state.step, result.epoch + 1, loss, shown, result.learning_rate, speed, task.unit)
         milliseconds = 1000 * interval["seconds"] / interval["steps"]
         log.info(
             "epoch %d, step %d of %d, lr %.3e, %.1f ms a step, loss %.5f, gradient norm %.4f",
-            result.epoch + 1, position.step, self.trainer.total_steps, result.learning_rate, milliseconds, loss,
+            result.epoch + 1, state.step, self.trainer.total_steps, result.learning_rate, milliseconds, loss,
             result.grad_norm,
         )  # fmt: skip
         if self.metrics is not None:
             self.metrics.write(
-                position.step,
+                state.step,
                 epoch=result.epoch + 1,
-                samples=position.samples,
+                samples=state.samples,
                 loss=loss,
                 **more,
                 lr=result.learning_rate,
                 grad_norm=result.grad_norm,
                 tokens_per_second=speed,
                 milliseconds_per_step=milliseconds,
-                loss_scale=self.trainer.scaler.scale,
+                loss_scale=self.trainer.loss_scaler.scale,
                 **self.stragglers.judge(self.warn),
             )
         if due:
-            position.interval = dict.fromkeys(interval, 0.0)
+            state.interval = dict.fromkeys(interval, 0.0)
 
     def _evaluate_if_due(self) -> bool:
         """Evaluates the validation split when it is time; whether it is the best so far and to be kept."""
-        position, every = self.trainer.position, self.config.training.eval_every
-        epoch_ended = position.remaining is None
-        due = epoch_ended if every is None else position.step % every == 0
-        if position.evaluated_step == position.step or not (due or position.step == self.trainer.total_steps):
+        state, every = self.trainer.state, self.config.training.eval_every
+        epoch_ended = state.remaining is None
+        due = epoch_ended if every is None else state.step % every == 0
+        if state.evaluated_step == state.step or not (due or state.step == self.trainer.total_steps):
             return False
-        position.evaluated_step = position.step
+        state.evaluated_step = state.step
         self.saved_step = None  # a checkpoint of this step is to hold what is found
         self.heartbeat.enter("evaluation")
         began = time.perf_counter()
         self.valid = self.trainer.evaluate("valid").metrics
         value = chosen(self.valid, self.config.training.best_metric)
-        best = position.best is None or value < position.best
-        position.not_better = 0 if best else position.not_better + 1
+        best = state.best is None or value < state.best
+        state.not_better = 0 if best else state.not_better + 1
         if best:
-            position.best, position.best_step = value, position.step
-        mark = "best so far" if best else f"best: step {position.best_step}"
-        self.progress.message(f"step {position.step}: {show_metrics('valid', _of_split('valid', self.valid))} ({mark})")
-        log.info("step %d: valid %s, %.1f s", position.step, self.valid, time.perf_counter() - began)
+            state.best, state.best_step = value, state.step
+        mark = "best so far" if best else f"best: step {state.best_step}"
+        self.progress.message(f"step {state.step}: {show_metrics('valid', _of_split('valid', self.valid))} ({mark})")
+        log.info("step %d: valid %s, %.1f s", state.step, self.valid, time.perf_counter() - began)
         if self.metrics is not None:
             self.metrics.write(
-                position.step,
-                epoch=position.epoch + (0 if epoch_ended else 1),
+                state.step,
+                epoch=state.epoch + (0 if epoch_ended else 1),
                 **_of_split("valid", self.valid),
             )
         return best and self.config.checkpoint.keep_best
 
     def _patience_ended(self) -> bool:
-        position, patience = self.trainer.position, self.config.training.patience
-        if patience is None or position.not_better < patience:
+        state, patience = self.trainer.state, self.config.training.patience
+        if patience is None or state.not_better < patience:
             return False
         self.progress.message(
-            f"step {position.step}: {position.not_better} evaluations in a row brought no better one, "
+            f"step {state.step}: {state.not_better} evaluations in a row brought no better one, "
             f"training.patience={patience}: training ends"
         )
         return True
 
     def _write_timeline(self) -> None:
-        timeline = self.trainer.timeline
+        timeline = self.trainer.engine.timeline
         timeline.recording = False
         if timeline.written or not timeline.has_spans:
             return
@@ -237,39 +254,39 @@ class Session:
 
     def _load_best(self) -> bool:
         """The best weights, where the last ones are not the best."""
-        position = self.trainer.position
-        if not self.config.checkpoint.keep_best or position.best_step in (None, position.step):
+        state = self.trainer.state
+        if not self.config.checkpoint.keep_best or state.best_step in (None, state.step):
             return False
         folder = self.run.store.best() if self.world.rank == 0 else None
         if not self.world.broadcast_object(folder is not None):
             self.warn("the best checkpoint is not whole; the last weights are tested instead")
             return False
-        snapshot.load_weights(self.trainer, folder)
+        snapshot.restore_weights(self.trainer.engine, folder)
         return True
 
     def _summary(self, status: str) -> dict[str, Any]:
-        trainer, position = self.trainer, self.trainer.position
+        trainer, state = self.trainer, self.trainer.state
         return {
             "status": status,
-            "steps": position.step,
-            "epochs": position.epoch,
-            "samples": position.samples,
-            "seconds": round(position.seconds, 3),
+            "steps": state.step,
+            "epochs": state.epoch,
+            "samples": state.samples,
+            "seconds": round(state.seconds, 3),
             "unit": trainer.task.unit,
-            "tokens_per_second": round(position.targets / position.seconds, 1) if position.seconds else None,
+            "tokens_per_second": round(state.targets / state.seconds, 1) if state.seconds else None,
             "world": self.world.size,
-            "dp": trainer.layout.dp,
-            "tp": trainer.layout.tp,
-            "pp": len(trainer.stages),
+            "dp": trainer.mesh.dp,
+            "tp": trainer.mesh.tp,
+            "pp": len(trainer.engine.stages),
             "backend": self.world.backend,
-            "device": trainer.layout.device.type,
-            "parameters": trainer.num_parameters,
-            "train_loss": position.train_loss,
+            "device": trainer.mesh.device.type,
+            "parameters": trainer.engine.num_parameters,
+            "train_loss": state.train_loss,
             "valid_loss": None,
             **_of_split("valid", self.valid or {}),
-            "best_step": position.best_step,
+            "best_step": state.best_step,
             "best_metric": self.config.training.best_metric,
-            "best_value": None if position.best is None else abs(position.best),
+            "best_value": None if state.best is None else abs(state.best),
         }
 
 

@@ -38,6 +38,15 @@ class TrainState:
             self.best, self.best_step, self.not_better, self.evaluated_step = None, None, 0, None
         self.best_metric = metric
 
+    def advance(self, remaining: Intervals, samples: int, targets: int) -> None:
+        """One step has ended; `remaining` is what is left of its epoch."""
+        self.step += 1
+        self.samples += samples
+        self.targets += targets
+        self.remaining = remaining or None
+        if not remaining:
+            self.epoch += 1
+
     @classmethod
     def load(cls, state: dict[str, Any]) -> "TrainState":
         position = cls(**state)

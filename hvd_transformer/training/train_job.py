@@ -22,6 +22,7 @@ from hvd_transformer.training.job_setup import check_same_data, compile_layers, 
 from hvd_transformer.training.process import StopRequest, keep_freed_memory
 from hvd_transformer.training.run_directory import RunDirectory
 from hvd_transformer.training.session import Session
+from hvd_transformer.training.state import TrainState
 from hvd_transformer.training.trainer import Trainer
 
 log = logging.getLogger("hvd_transformer")
@@ -38,40 +39,40 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | No
     heartbeat = watchdog.heartbeat
     heartbeat.world = world
     progress = Progress(*screen()) if world.rank == 0 else Silent()
-    layout = agree(world, lambda: ParallelMesh.of(config, world))
+    mesh = agree(world, lambda: ParallelMesh.of(config, world))
     agree(world, lambda: check_partition(config))
-    agree(world, lambda: check_step_size(config, layout.dp))
+    agree(world, lambda: check_step_size(config, mesh.dp))
     directory = RunDirectory(config)
     checkpoint = agree(world, lambda: directory.claim(config, progress.message) if world.rank == 0 else None)
     _log_to(directory.path / "logs" / f"rank-{world.rank:03d}.log")
     try:
-        data, trainer = _assemble(config, world, layout, checkpoint, progress, stop, heartbeat)
+        data, trainer = _assemble(config, world, mesh, checkpoint, progress, stop, heartbeat)
         agree(world, lambda: directory.begin(config, world.rank))
     except BaseException:
         directory.abandon()
         raise
     watchdog.use(directory.path / "logs", world.hosts)
-    heartbeat.timeline = trainer.timeline
-    log.info("rank %d of %d (%s) on %s, %s", world.rank, world.size, world.backend, world.host, layout.device)
-    trainer.check_replicas("at the start")
+    heartbeat.timeline = trainer.engine.timeline
+    log.info("rank %d of %d (%s) on %s, %s", world.rank, world.size, world.backend, world.host, mesh.device)
+    trainer.engine.check_replicas("at the start")
 
-    position = trainer.position
+    state = trainer.state
     progress.message(_headline(config, world, trainer))
-    if warning := layout.across_hosts(config, world):
+    if warning := mesh.across_hosts(config, world):
         progress.message(f"warning: {warning}")
     if checkpoint is not None:
-        progress.message(f"going on from {checkpoint} after step {position.step} of {trainer.total_steps}")
+        progress.message(f"going on from {checkpoint} after step {state.step} of {trainer.total_steps}")
     session = Session(config, world, trainer, directory, progress, data.digest, heartbeat)
     status = session.train(stop)
     if status == "stopped":  # said first: a launcher may not wait for what follows
         progress.message(
-            f"stopped after step {position.step} ({stop.signal or 'asked on another rank'}); everything is saved: "
+            f"stopped after step {state.step} ({stop.signal or 'asked on another rank'}); everything is saved: "
             f"the same command goes on from here\nrun directory: {directory.path}"
         )
     heartbeat.enter("end")
-    trainer.check_replicas("at the end")
+    trainer.engine.check_replicas("at the end")
     summary = session.finish(status)
-    trainer.close()
+    trainer.engine.close()
     if status == "finished":
         progress.message("\n".join([_results(summary), *trainer.task.notes, f"run directory: {directory.path}"]))
     return summary
@@ -80,7 +81,7 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | No
 def _assemble(
     config: Config,
     world: World,
-    layout: ParallelMesh,
+    mesh: ParallelMesh,
     checkpoint: Path | None,
     progress: Silent,
     stop: StopRequest,
@@ -94,14 +95,16 @@ def _assemble(
 
     data = agree(world, lambda: prepare_data(config, progress, should_stop))
     agree(world, lambda: check_same_data(data, world))
-    position, state = snapshot.read_position(checkpoint, data.digest, world)
-    position.choose_best_by(config.training.best_metric)
-    task = agree(world, lambda: _make_task(config, data, layout))
-    trainer = Trainer(config, world, layout, task, position)
-    if state is None:
-        broadcast_parameters(trainer.buckets, layout.data_group)
+    saved = snapshot.read_checked(checkpoint, data.digest, world)
+    state = TrainState() if saved is None else TrainState.load(saved["position"])
+    state.choose_best_by(config.training.best_metric)
+    task = agree(world, lambda: _make_task(config, data, mesh))
+    trainer = Trainer(config, world, mesh, task, state)
+    if saved is None:
+        broadcast_parameters(trainer.engine.buffers, mesh.dp_group)
     else:
-        snapshot.restore(trainer, checkpoint, state)
+        snapshot.restore(trainer.engine, checkpoint, state.updates)
+        trainer.loss_scaler.load(saved["loss_scaler"])
     compile_layers(config, task)
     return data, trainer
 
@@ -123,8 +126,8 @@ def _log_to(file: Path) -> None:
     log.propagate = False
 
 
-def _make_task(config: Config, data: Data, layout: ParallelMesh) -> Task:
-    task = make_task(config, data, layout)
+def _make_task(config: Config, data: Data, mesh: ParallelMesh) -> Task:
+    task = make_task(config, data, mesh)
     best, names = config.training.best_metric, task.metric_names
     if best.removeprefix("-") not in names:
         raise UserError(f"training.best_metric={best}: no such metric of this task; it has {', '.join(names)}")
@@ -134,9 +137,9 @@ def _make_task(config: Config, data: Data, layout: ParallelMesh) -> Task:
 def _headline(config: Config, world: World, trainer: Trainer) -> str:
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks over {world.backend}"
     return (
-        f"{config.task}: {trainer.num_parameters:,} parameters on {ranks} ({trainer.layout.device.type})\n"
+        f"{config.task}: {trainer.engine.num_parameters:,} parameters on {ranks} ({trainer.mesh.device.type})\n"
         f"{config.data.source}: {trainer.task.describe()}; "
-        f"{trainer.total_steps:,} steps of {trainer.task.usual_count:,} {trainer.task.unit}"
+        f"{trainer.total_steps:,} steps of {trainer.task.targets_per_step:,} {trainer.task.unit}"
     )
 
 
