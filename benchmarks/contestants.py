@@ -38,9 +38,9 @@ def trainer(socket: str, settings: Sequence[str]) -> None:
     config = make_config(settings)
     world = World.start(groups=process_groups(launched().size, config.parallel.tensor))
     layout = ParallelMesh.of(config, world)
-    task = SyntheticTask(config, Replica(layout.replica, layout.dp))
+    task = SyntheticTask(config, Replica(layout.dp_rank, layout.dp))
     job = Trainer(config, world, layout, task, TrainState())
-    broadcast_parameters(job.buckets, layout.data_group)
+    broadcast_parameters(job.engine.buffers, layout.dp_group)
     plans = job.steps()
 
     def step() -> Done:
@@ -107,7 +107,7 @@ def torch_1f1b(socket: str, settings: Sequence[str]) -> None:
     def loss_of(hidden: Tensor, targets: Tensor) -> Tensor:
         loss = head.run(hidden, targets)
         assert isinstance(loss, Tensor)
-        return loss / task.usual_count
+        return loss / task.targets_per_step
 
     schedule = Schedule1F1B(stage, config.parallel.micro_batches, loss_fn=loss_of, scale_grads=False)
     optimizer = make_adamw(config, task.model, parameters, 1)

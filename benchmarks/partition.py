@@ -9,7 +9,6 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -22,10 +21,10 @@ from benchmarks.paired import machine
 from benchmarks.workload import make_config
 from hvd_transformer.atomic import write_text
 from hvd_transformer.models.layers import Block, TokenEmbedding, VocabularyHead
-from hvd_transformer.nn.contracts import Layer, MicroBatch, Stage
-from hvd_transformer.parallel.pipeline import Pipeline
+from hvd_transformer.nn.contracts import Layer, MicroBatch
+from hvd_transformer.parallel.pipeline import Losses, Pipeline, Stage
 from hvd_transformer.planning import partition
-from hvd_transformer.planning.layer_profile import measure_layers
+from hvd_transformer.planning.layer_profile import NoRows, measure_layers
 from hvd_transformer.training.process import keep_freed_memory
 
 WIDTHS = (64, 64, 256, 64, 128, 64, 2048, 1024)
@@ -64,7 +63,7 @@ def uneven_layers() -> list[Layer]:
     config = make_config(["model.tie_embeddings=false"]).model
     embedding, head = TokenEmbedding(VOCABULARY, config), VocabularyHead(VOCABULARY, config)
     blocks: list[nn.Module] = [Block(config.model_copy(update={"d_feedforward": width})) for width in WIDTHS]
-    embedding.embedding.take_rows = lambda tokens, gradients: None  # as in training, where the reducer takes them
+    embedding.embedding.embedding_grads = NoRows()  # as in training, where gradient sync takes them
     return [
         Layer("embedding", embedding, embedding),
         *(Layer(f"blocks.{number}", block, block) for number, block in enumerate(blocks)),
@@ -96,15 +95,15 @@ def measure(rounds: int, steps: int) -> Result:
 
 def _pipeline(layers: Sequence[Layer], cut: Cut) -> Pipeline:
     stages = [Stage(layers[: cut[0]], CPU), Stage(layers[cut[0] :], CPU)]
-    return Pipeline(stages, schedule="1f1b", context=lambda number: nullcontext(), threads=1)
+    return Pipeline(stages, schedule="1f1b", threads=1)
 
 
 def _step_seconds(pipeline: Pipeline, micro_batches: Sequence[MicroBatch], steps: int) -> float:
     """The mean of some steps, after one unmeasured; all of them add to gradients that are there."""
-    pipeline.train(micro_batches, 1.0)
+    pipeline.forward_backward([micro_batches], 1.0, Losses())
     began = time.perf_counter()
     for _ in range(steps):
-        pipeline.train(micro_batches, 1.0)
+        pipeline.forward_backward([micro_batches], 1.0, Losses())
     return (time.perf_counter() - began) / steps
 
 

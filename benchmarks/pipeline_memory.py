@@ -16,25 +16,22 @@ import multiprocessing
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import accumulate, pairwise, product
 from pathlib import Path
 
 import click
 import torch
+from torch import Tensor
 
 from benchmarks.saved_tensors import SavedTensors
 from benchmarks.workload import PIPELINE, SyntheticTask, make_config
 from hvd_transformer.atomic import write_text
 from hvd_transformer.data.sampler import Replica
-from hvd_transformer.gradients.weight_grads import WeightGradStore
-from hvd_transformer.nn.contracts import Stage
 from hvd_transformer.nn.parallel_layers import WeightGradLayer
-from hvd_transformer.parallel.pipeline import Pipeline, Recompute
+from hvd_transformer.parallel.pipeline import Losses, Pipeline, Recompute, Stage
 from hvd_transformer.parallel.pipeline_schedule import SCHEDULES, ScheduleName, make_schedule, most_in_flight
-from hvd_transformer.planning.layer_profile import AllocationTracker
+from hvd_transformer.planning.layer_profile import AllocationTracker, ParameterGrads
 from hvd_transformer.planning.memory_plan import RECOMPUTES, make_plan
 
 CUT = (3, 2, 2, 3)  # 2 blocks a stage; the embedding with the first, the head with the last
@@ -74,24 +71,24 @@ def measure(kind: ScheduleName, recompute: Recompute) -> Memory:
         Stage(task.layers[start:stop], torch.device("cpu", number))
         for number, (start, stop) in enumerate(pairwise(accumulate(CUT, initial=0)))
     ]
-    pipeline = Pipeline(stages, schedule=kind, recompute=recompute, context=lambda number: nullcontext())
-    for stage, later in zip(stages, pipeline.later, strict=True):
-        _leave_products(stage, later)
+    pipeline = Pipeline(stages, schedule=kind, recompute=recompute)
+    for stage in stages:
+        _defer_weight_grads(stage)
     weights = list(task.model.parameters())
     saved = [SavedTensors(weights) for _ in stages]
     # In the workers themselves: hooks and modes are a thread's own. Not in `context`, which is inside a checkpoint:
     # there the hooks would take the tensors from the checkpoint, and keep them.
     pipeline.map(lambda stage: saved[stage].enter())
-    pipeline.train(micro_batches[:1], 1.0)
+    pipeline.forward_backward([micro_batches[:1]], 1.0, Losses())
     single = [counter.take_peak() for counter in saved]
-    pipeline.train(micro_batches, 1.0)
+    pipeline.forward_backward([micro_batches], 1.0, Losses())
     held = [counter.take_peak() / one for counter, one in zip(saved, single, strict=True)]
     pipeline.map(lambda stage: saved[stage].leave())
     allocated = [AllocationTracker() for _ in stages]
     pipeline.map(lambda stage: allocated[stage].__enter__())
     ctypes.CDLL(None).malloc_trim(0)
     before = reset_peak()
-    pipeline.train(micro_batches, 1.0)
+    pipeline.forward_backward([micro_batches], 1.0, Losses())
     process = status("VmHWM") - before
     pipeline.map(lambda stage: allocated[stage].__exit__(None, None, None))
     pipeline.close()
@@ -105,15 +102,24 @@ def _prepare_gradients(task: SyntheticTask) -> None:
     embedding = task.model.embedding.embedding
     gradient = embedding.weight.grad
     assert gradient is not None
-    embedding.take_rows = lambda tokens, rows: gradient.index_add_(0, tokens, rows)
+    embedding.embedding_grads = _Rows(gradient)
 
 
-def _leave_products(stage: Stage, later: WeightGradStore) -> None:
+class _Rows:
+    """Adds lookups' gradients to the matrix."""
+
+    def __init__(self, gradient: Tensor) -> None:
+        self._gradient = gradient
+
+    def put(self, tokens: Tensor, rows: Tensor) -> None:
+        self._gradient.index_add_(0, tokens, rows)
+
+
+def _defer_weight_grads(stage: Stage) -> None:
     """As in training: linear layers' weights get their gradients when the stage has time for it."""
     for module in (module for layer in stage.layers for module in layer.module.modules()):
         if isinstance(module, WeightGradLayer):
-            add = module.add_product
-            module.take_product = lambda values, grad, add=add: later(partial(add, values, grad))  # type: ignore[misc]
+            module.weight_grads = ParameterGrads(module, stage.weight_grads)
 
 
 def reset_peak() -> int:

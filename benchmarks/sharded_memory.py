@@ -66,7 +66,7 @@ def measure(file: Path, settings: Sequence[str]) -> None:
     config = make_config(settings)
     world = World.start(groups=process_groups(launched().size, config.parallel.tensor))
     layout = ParallelMesh.of(config, world)
-    job = Trainer(config, world, layout, SyntheticTask(config, Replica(layout.replica, layout.dp)), TrainState())
+    job = Trainer(config, world, layout, SyntheticTask(config, Replica(layout.dp_rank, layout.dp)), TrainState())
     plans = job.steps()
     job.step(next(plans))  # imports what it needs
     between = reset_peak()
@@ -74,9 +74,9 @@ def measure(file: Path, settings: Sequence[str]) -> None:
         job.step(next(plans))
     above = status("VmHWM") - between
     found = {
-        "gradients": sum(bucket.gradients.nbytes for bucket in job.buckets),
-        "state": sum(tensor.nbytes for state in job.optimizer_state() for tensor in state.values()),
-        "weights": sum(bucket.parameters.nbytes for bucket in job.buckets),
+        "gradients": sum(bucket.gradients.nbytes for bucket in job.engine.buffers),
+        "state": sum(tensor.nbytes for state in job.engine.optimizer_state() for tensor in state.values()),
+        "weights": sum(bucket.parameters.nbytes for bucket in job.engine.buffers),
     }
     found["peak"] = sum(found.values()) + above
     file.with_name(f"{file.name}-{world.rank}").write_text(json.dumps(found), encoding="utf-8")

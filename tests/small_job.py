@@ -67,12 +67,12 @@ def trainer(
     layout = ParallelMesh(
         dp=world.size,
         tp=1,
-        replica=replica,
-        shard=0,
+        dp_rank=replica,
+        tp_rank=0,
         devices=(torch.device("cpu"),) * config.parallel.pipeline,
-        data_group=world,
-        tensor_group=World(),
-        update_shard=WHOLE,
+        dp_group=world,
+        tp_group=World(),
+        zero_shard=WHOLE,
     )
     return Trainer(config, world, layout, task, position or TrainState())
 

@@ -83,9 +83,9 @@ def measure(n: float | None, settings: Sequence[str], num_words: int = WORDS) ->
 
         def of_resumed(session: Session) -> None:
             folder = session.run.store.steps()[-1]
-            state = snapshot.read_position(folder, session.data_digest, session.world)[1]
+            state = snapshot.read_checked(folder, session.data_digest, session.world)
             assert state is not None
-            found["load"] = [least(lambda: snapshot.restore(session.trainer, folder, state))]
+            found["load"] = [least(lambda: session.trainer.restore(folder, state))]
 
         found["start"] = [min(first_step(config(f"start-{number}")) for number in range(_STARTS))]
         first_step(config("run"), of_job)
@@ -129,7 +129,7 @@ def steps(trainer: Trainer) -> tuple[float, float]:
 
     ours, plain = [], []
     for plan in islice(trainer.steps(), 3 * _REPEATS):
-        batch = trainer.task.batch(trainer.position.epoch, plan.rounds[0])
+        batch = trainer.task.batch(trainer.state.epoch, plan.rounds[0])
         ours.append(seconds(partial(trainer.step, plan)))
         plain.append(seconds(partial(torch_step, *batch)))
     return min(ours), min(plain)

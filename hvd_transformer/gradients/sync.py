@@ -241,3 +241,9 @@ def _storing(buffer: GradBuffer, slot: ParamSlot) -> Callable[[nn.Parameter], No
         buffer.store_grad(slot)
 
     return store
+
+
+def make_grad_sync(buffers: Sequence[GradBuffer], group: Group, **options: Any) -> GradSync:
+    """The `GradSync` that the buffers' sharding needs. `options` as there."""
+    sharded = group.size > 1 and buffers[0].shard.gradients
+    return (ShardedGradSync if sharded else GradSync)(buffers, group, **options)

@@ -12,7 +12,7 @@ from hvd_transformer.gradients.buffers import GradBuffer, make_grad_buffers
 from hvd_transformer.gradients.embedding_grads import plan_embedding_grads
 from hvd_transformer.gradients.optimizer import FlatOptimizer, GradNorm, names_without_decay
 from hvd_transformer.gradients.param_all_gather import ParamAllGather, ParamWaits, plan_param_waits
-from hvd_transformer.gradients.sync import GradSync, ShardedGradSync
+from hvd_transformer.gradients.sync import make_grad_sync
 from hvd_transformer.gradients.weight_grads import install_stores
 from hvd_transformer.monitoring.timeline import Timeline
 from hvd_transformer.nn.contracts import Layer
@@ -95,8 +95,7 @@ class Engine:
         self.buffers = [buffer for stage in self.stages for buffer in stage.buffers]
         self._add_all_gathers(layers)
         self.timeline = Timeline(world.rank, [f"stage {stage}" for stage in range(len(self.stages))])
-        sharded = self.buffers[0].shard.gradients and mesh.dp_group.size > 1
-        self.grad_sync = (ShardedGradSync if sharded else GradSync)(
+        self.grad_sync = make_grad_sync(
             self.buffers,
             mesh.dp_group,
             overlap=config.communication.overlap,

@@ -186,9 +186,9 @@ def gradients_as_in_training(
     for weight in weights:
         weight.grad = torch.zeros_like(weight)
     for embedding in embeddings:
-        embedding.embedding_grads = _NoRows()
+        embedding.embedding_grads = NoRows()
     for linear in linears:
-        linear.weight_grads = _ParameterGrads(linear, later)
+        linear.weight_grads = ParameterGrads(linear, later)
     try:
         yield
     finally:
@@ -200,15 +200,15 @@ def gradients_as_in_training(
             weight.grad = None
 
 
-class _NoRows:
+class NoRows:
     """Embedding gradients that are dropped."""
 
     def put(self, tokens: Tensor, rows: Tensor) -> None:
         pass
 
 
-class _ParameterGrads:
-    """Weight gradients that are added to the parameters' own, as autograd does."""
+class ParameterGrads:
+    """The weight gradients of a layer, added to the parameters' own as autograd does: implements `WeightGrads`."""
 
     def __init__(self, layer: WeightGradLayer, store: WeightGradStore) -> None:
         self._layer, self._store = layer, store

@@ -9,11 +9,9 @@ from typing import Any
 
 from hvd_transformer import atomic
 from hvd_transformer.checkpoint import snapshot
-from hvd_transformer.checkpoint.store import Snapshot
 from hvd_transformer.checkpoint.writer import Saver
 from hvd_transformer.comm.world import World
 from hvd_transformer.config import Config
-from hvd_transformer.config.schema import flatten
 from hvd_transformer.errors import UserError
 from hvd_transformer.monitoring.heartbeat import Heartbeat
 from hvd_transformer.monitoring.stall_report import Stragglers
@@ -123,7 +121,7 @@ class Session:
         checksum = self.trainer.engine.check_replicas(f"step {state.step}")
         self.saver.wait()  # before the copy: at most one is held
         began = time.perf_counter()
-        self.saver.save(self._capture(checksum, best))
+        self.saver.save(self.trainer.capture(self.data_digest, checksum, best))
         now = time.perf_counter()
         log.info(
             "step %d: checkpoint: training waited %.4f s, %.4f s of it for the copy",
@@ -132,21 +130,6 @@ class Session:
             now - began,
         )
         self.saved_step, self.saved_at = state.step, time.monotonic()
-
-    def _capture(self, checksum: int, best: bool) -> Snapshot:
-        trainer, task, state = self.trainer, self.trainer.task, self.trainer.state
-        saved = {
-            "task": self.config.task,
-            "config": flatten(self.config),
-            "data_digest": self.data_digest,
-            "splits": getattr(task.data, "split_digests", {}),
-            "dp": trainer.mesh.dp,
-            "weights_checksum": checksum,
-            "position": state.state(),
-            "loss_scaler": trainer.loss_scaler.state(),
-            **task.facts,
-        }
-        return snapshot.capture(trainer.engine, state.step, saved, {**task.files, **trainer.tokenizer_files}, best)
 
     def warn(self, text: str) -> None:
         """A line on rank 0's screen and in its log."""

@@ -103,8 +103,7 @@ def _assemble(
     if saved is None:
         broadcast_parameters(trainer.engine.buffers, mesh.dp_group)
     else:
-        snapshot.restore(trainer.engine, checkpoint, state.updates)
-        trainer.loss_scaler.load(saved["loss_scaler"])
+        trainer.restore(checkpoint, saved)
     compile_layers(config, task)
     return data, trainer
 

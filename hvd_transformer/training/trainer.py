@@ -9,18 +9,21 @@ One step of a rank: each accumulation step is cut into micro-batches, which stre
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hvd_transformer.checkpoint import snapshot
+from hvd_transformer.checkpoint.store import Snapshot
 from hvd_transformer.comm.world import World
 from hvd_transformer.config.batch_size import rate_replicas
-from hvd_transformer.config.schema import Config
+from hvd_transformer.config.schema import Config, flatten
 from hvd_transformer.data.sampler import StepPlan
 from hvd_transformer.gradients.optimizer import clip_factor
 from hvd_transformer.nn.contracts import MicroBatch
@@ -202,6 +205,27 @@ class Trainer:
         found = evaluate(losses(), self.mesh.dp_group, self.task.num_sums)
         metrics = self.task.metrics(found.sums, found.count)
         return replace(found, metrics=metrics | self.task.more_metrics(split, self.mesh.dp_group))
+
+    def capture(self, data_digest: str, checksum: int, best: bool) -> Snapshot:
+        """A checkpoint of the job as it is now, with the weights' checksum; `best`: of all so far."""
+        task = self.task
+        state = {
+            "task": self.config.task,
+            "config": flatten(self.config),
+            "data_digest": data_digest,
+            "splits": getattr(task.data, "split_digests", {}),
+            "dp": self.mesh.dp,
+            "weights_checksum": checksum,
+            "position": self.state.state(),
+            "loss_scaler": self.loss_scaler.state(),
+            **task.facts,
+        }
+        return snapshot.capture(self.engine, self.state.step, state, {**task.files, **self.tokenizer_files}, best)
+
+    def restore(self, folder: Path | None, saved: Mapping[str, Any]) -> None:
+        """Weights, optimizer and loss scale of a checkpoint, rank 0's `folder`; `saved` is its state. Collective."""
+        snapshot.restore(self.engine, folder, self.state.updates)
+        self.loss_scaler.load(saved["loss_scaler"])
 
     @cached_property
     def tokenizer_files(self) -> dict[str, str]:

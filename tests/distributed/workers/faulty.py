@@ -30,9 +30,9 @@ def corrupt_after_a_step() -> None:
 
     def step(trainer, *words, **wishes):
         result = original(trainer, *words, **wishes)
-        if trainer.position.step == STEP:
-            trainer.settle()
-            trainer.buckets[-1].parameters[3] += 1e-6
+        if trainer.state.step == STEP:
+            trainer.engine.wait_params()
+            trainer.engine.buffers[-1].parameters[3] += 1e-6
         return result
 
     Trainer.step = step

@@ -30,21 +30,21 @@ OPTIMIZERS = {
 
 
 def saved(job: Trainer, folder: Path) -> Path:
-    return CheckpointStore(folder, keep_last=9).save(snapshot.capture(job, "digest", checksum=5, best=False))
+    return CheckpointStore(folder, keep_last=9).save(job.capture("digest", checksum=5, best=False))
 
 
 def resumed(checkpoint: Path, *overrides: str) -> Trainer:
-    position, state = snapshot.read_position(checkpoint, "digest", World())
-    job = trainer(settings(*overrides), position=position)
+    saved = snapshot.read_checked(checkpoint, "digest", World())
+    job = trainer(settings(*overrides), position=TrainState.load(saved["position"]))
     with torch.no_grad():
-        for bucket in job.buckets:
+        for bucket in job.engine.buffers:
             bucket.parameters.fill_(7)  # whatever was there before
-    snapshot.restore(job, checkpoint, state)
+    job.restore(checkpoint, saved)
     return job
 
 
 def everything(job: Trainer) -> dict[str, torch.Tensor]:
-    taken = tensors_of(snapshot.capture(job, "digest", 0, False))
+    taken = tensors_of(job.capture("digest", 0, False))
     return {f"{file}/{name}": tensor for file, tensors in taken.items() for name, tensor in tensors.items()}
 
 
@@ -65,9 +65,9 @@ def test_a_broken_job_ends_with_the_weights_of_an_unbroken_one(
     assert before + middle + run(third) == losses
     for name, weight in weights(unbroken).items():
         assert torch.equal(weights(third)[name], weight), name
-    assert third.position == unbroken.position
+    assert third.state == unbroken.state
     if precision == "fp16":
-        assert third.scaler.state() == unbroken.scaler.state()
+        assert third.loss_scaler.state() == unbroken.loss_scaler.state()
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -77,7 +77,7 @@ def test_the_state_is_exact_under_other_bucket_sizes(optimizer: str, here: float
     job = trainer(settings(*words, f"communication.bucket_mb={here}"))
     run(job, 3)
     other = resumed(saved(job, tmp_path), *words, f"communication.bucket_mb={there}")
-    assert len(other.buckets) != len(job.buckets)
+    assert len(other.engine.buffers) != len(job.engine.buffers)
     old, new = everything(job), everything(other)
     assert old.keys() == new.keys()
     for name, tensor in old.items():
@@ -100,7 +100,7 @@ def test_a_checkpoint_does_not_depend_on_the_stages(here: int, there: int, tmp_p
 def test_a_snapshot_is_a_copy() -> None:
     job = trainer(settings("optimizer.name=adamw"))
     run(job, 2)
-    taken = snapshot.capture(job, "digest", 0, False)
+    taken = job.capture("digest", 0, False)
     before = {name: tensor.clone() for tensors in tensors_of(taken).values() for name, tensor in tensors.items()}
     position = json.dumps(taken.state)
     run(job, 2)
@@ -113,7 +113,7 @@ def test_a_snapshot_is_a_copy() -> None:
 def test_the_files_name_every_weight_once_and_its_moments() -> None:
     job = trainer(settings("optimizer.name=adamw"))
     run(job, 1)
-    taken = snapshot.capture(job, "digest", 77, True)
+    taken = job.capture("digest", 77, True)
     names = set(weights(job))
     assert set(taken.tensors[MODEL]) == names
     assert set(taken.tensors[OPTIMIZER]) == {f"{key}.{name}" for key in ("exp_avg", "exp_avg_sq") for name in names}
@@ -128,7 +128,7 @@ def test_a_position_survives_json() -> None:
 
 
 def test_without_a_checkpoint_a_job_begins_at_the_beginning() -> None:
-    assert snapshot.read_position(None, "digest", World()) == (TrainState(), None)
+    assert snapshot.read_checked(None, "digest", World()) is None
 
 
 def test_other_tokens_and_other_formats_are_refused(tmp_path: Path) -> None:
@@ -136,11 +136,11 @@ def test_other_tokens_and_other_formats_are_refused(tmp_path: Path) -> None:
     run(job, 1)
     checkpoint = saved(job, tmp_path)
     with pytest.raises(UserError, match="trained on other tokens than data.source gives now"):
-        snapshot.read_position(checkpoint, "another digest", World())
+        snapshot.read_checked(checkpoint, "another digest", World())
     state = json.loads((checkpoint / "state.json").read_text())
     (checkpoint / "state.json").write_text(json.dumps(state | {"format": 99}))
     with pytest.raises(UserError, match="format 99, but this version reads format 2"):
-        snapshot.read_position(checkpoint, "digest", World())
+        snapshot.read_checked(checkpoint, "digest", World())
 
 
 @pytest.mark.parametrize(
@@ -156,6 +156,6 @@ def test_a_checkpoint_of_another_model_names_the_weight(change: str, named: str,
     run(job, 1)
     checkpoint = saved(job, tmp_path)
     with pytest.raises(UserError) as caught:
-        snapshot.load_weights(trainer(settings(change)), checkpoint)
+        snapshot.restore_weights(trainer(settings(change)).engine, checkpoint)
     assert str(caught.value).startswith(str(checkpoint / MODEL))
     assert f"of another model: {named}" in str(caught.value)

@@ -97,7 +97,7 @@ FULL = """
 import sys
 from pathlib import Path
 import torch
-from hvd_transformer.parallel.fragment import Fragment
+from hvd_transformer.checkpoint.tensor_file import TensorShard
 from hvd_transformer.checkpoint.store import MODEL, CheckpointStore, Snapshot
 from hvd_transformer.checkpoint.writer import CheckpointWriter
 
@@ -105,7 +105,7 @@ folder, warnings = Path(sys.argv[1]), []
 store = CheckpointStore(folder / "checkpoints", 3)
 writer = CheckpointWriter(store, warnings.append)
 for step in range(1, 8):
-    writer.submit(Snapshot(step, {MODEL: {"w": Fragment.whole(torch.full([30_000], float(step)))}}, {"step": step}))
+    writer.submit(Snapshot(step, {MODEL: {"w": TensorShard.whole(torch.full([30_000], float(step)))}}, {"step": step}))
     if step == 5:
         writer.wait()
         (folder / "filler").unlink()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from hvd_transformer.gradients.buffers import make_buckets
+from hvd_transformer.gradients.buffers import make_grad_buffers
 
 FORMATS = [torch.float32, torch.float64, torch.bfloat16]
 
@@ -33,7 +33,7 @@ def test_every_parameter_has_one_place_and_keeps_its_value(
     parameters, no_decay, bucket_bytes = made
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     shapes = {name: parameter.shape for name, parameter in parameters.items()}
-    buckets = make_buckets(parameters, no_decay, bucket_bytes)
+    buckets = make_grad_buffers(parameters, no_decay, bucket_bytes)
 
     slots = [slot for bucket in buckets for slot in bucket.slots]
     assert sorted(slot.name for slot in slots) == sorted(parameters)
@@ -65,8 +65,8 @@ def test_decayed_parameters_come_first_and_the_halves_cut_between(
     made: tuple[dict[str, nn.Parameter], set[str], int],
 ) -> None:
     parameters, no_decay, bucket_bytes = made
-    for bucket in make_buckets(parameters, no_decay, bucket_bytes):
-        halves = list(bucket.halves())
+    for bucket in make_grad_buffers(parameters, no_decay, bucket_bytes):
+        halves = list(bucket.decay_groups())
         places = [index for place, _ in halves for index in range(place.start, place.stop)]
         assert places == list(range(bucket.parameters.numel()))
         assert len({decayed for _, decayed in halves}) == len(halves)
@@ -82,7 +82,7 @@ def test_buckets_follow_backward_and_hold_as_much_as_fits(
     made: tuple[dict[str, nn.Parameter], set[str], int],
 ) -> None:
     parameters, no_decay, bucket_bytes = made
-    buckets = make_buckets(parameters, no_decay, bucket_bytes)
+    buckets = make_grad_buffers(parameters, no_decay, bucket_bytes)
     for dtype in FORMATS:
         kind = [bucket for bucket in buckets if bucket.parameters.dtype == dtype]
         own = [name for name, parameter in parameters.items() if parameter.dtype == dtype]
@@ -103,7 +103,7 @@ def test_buckets_follow_backward_and_hold_as_much_as_fits(
 def test_within_a_bucket_parameters_follow_backward(made: tuple[dict[str, nn.Parameter], set[str], int]) -> None:
     parameters, no_decay, bucket_bytes = made
     backward = list(reversed(parameters))
-    for bucket in make_buckets(parameters, no_decay, bucket_bytes):
+    for bucket in make_grad_buffers(parameters, no_decay, bucket_bytes):
         for group in (False, True):
             names = [slot.name for slot in bucket.slots if (slot.name in no_decay) == group]
             assert names == sorted(names, key=backward.index)
@@ -113,7 +113,7 @@ def test_within_a_bucket_parameters_follow_backward(made: tuple[dict[str, nn.Par
 def test_a_model_trains_through_the_views(bucket_bytes: int) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).double()
     plain = copy.deepcopy(model)
-    buckets = make_buckets(dict(model.named_parameters()), set(), bucket_bytes)
+    buckets = make_grad_buffers(dict(model.named_parameters()), set(), bucket_bytes)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for step in range(5):
         inputs = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
@@ -131,5 +131,5 @@ def test_a_model_trains_through_the_views(bucket_bytes: int) -> None:
 
 def test_the_picture_of_the_first_line() -> None:
     parameters = {f"{kind}{i}": nn.Parameter(torch.full([1], float(i))) for i in (5, 6, 7) for kind in ("w", "b")}
-    (bucket,) = make_buckets(parameters, {"b5", "b6", "b7"}, 2**20)
+    (bucket,) = make_grad_buffers(parameters, {"b5", "b6", "b7"}, 2**20)
     assert [slot.name for slot in bucket.slots] == ["w7", "w6", "w5", "b7", "b6", "b5"]

@@ -67,4 +67,4 @@ def test_rows_train_like_matrices(tied: bool) -> None:
     wanted = weights(jobs["never"])
     for name, weight in weights(jobs["always"]).items():
         torch.testing.assert_close(weight, wanted[name], rtol=1e-8, atol=1e-10)
-    assert jobs["always"].task.model.embedding.embedding.take_rows is not None
+    assert jobs["always"].task.model.embedding.embedding.embedding_grads is not None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hvd_transformer.config.schema import ModelConfig, OptimizerConfig
-from hvd_transformer.gradients.buffers import GradBuffer, make_buckets
+from hvd_transformer.gradients.buffers import GradBuffer, make_grad_buffers
 from hvd_transformer.gradients.optimizer import FlatOptimizer, names_without_decay
 from hvd_transformer.models.language_model import LanguageModel
 
@@ -30,7 +30,7 @@ def in_buckets(
     model: nn.Module, bucket_bytes: int, kind: str, decay: float = 0.1
 ) -> tuple[list[GradBuffer], FlatOptimizer]:
     config = OptimizerConfig(**{"weight_decay": decay, **KINDS[kind]})
-    buckets = make_buckets(dict(model.named_parameters()), names_without_decay(model), bucket_bytes)
+    buckets = make_grad_buffers(dict(model.named_parameters()), names_without_decay(model), bucket_bytes)
     return buckets, FlatOptimizer(config, buckets)
 
 

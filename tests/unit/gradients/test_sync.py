@@ -9,10 +9,10 @@ from fake_world import FakeWorld
 from torch import Tensor, nn
 
 from hvd_transformer.comm.world import World
-from hvd_transformer.gradients.buffers import GradBuffer, ZeroShard, make_buckets
-from hvd_transformer.gradients.embedding_grads import RowPlan
-from hvd_transformer.gradients.sync import GradSync
-from hvd_transformer.gradients.weight_grads import WeightGradStore
+from hvd_transformer.gradients.buffers import GradBuffer, ZeroShard, make_grad_buffers
+from hvd_transformer.gradients.embedding_grads import EmbeddingGradPlan
+from hvd_transformer.gradients.sync import GradSync, make_grad_sync
+from hvd_transformer.gradients.weight_grads import WeightGradStore, install_stores
 from hvd_transformer.nn.parallel_layers import Linear
 
 EVERY_PARAMETER, ALL_IN_ONE = 1, 2**20
@@ -37,13 +37,18 @@ class Layers(nn.Module):
 
 
 def made(world: World, bucket_bytes: int, **options: object) -> tuple[Layers, Layers, list[GradBuffer], GradSync]:
-    """The model in buckets, a plain copy of it, the buckets and their reducer."""
+    """The model in buckets, a plain copy of it, the buckets and their sync."""
     torch.manual_seed(0)
     model = Layers(world.events if isinstance(world, FakeWorld) else None)
     plain = Layers()
     plain.load_state_dict(copy.deepcopy(model.state_dict()))
-    buckets = make_buckets(dict(model.named_parameters()), set(), bucket_bytes)
-    return model, plain, buckets, GradSync(buckets, world, **options)
+    buckets = make_grad_buffers(dict(model.named_parameters()), set(), bucket_bytes)
+    return model, plain, buckets, make_grad_sync(buckets, world, **options)
+
+
+def finish(sync: GradSync) -> None:
+    sync.send_rest()
+    sync.wait()
 
 
 def inputs(number: int) -> Tensor:
@@ -64,16 +69,16 @@ def expect(buckets: list[GradBuffer], plain: Layers, factor: float = 1.0) -> Non
 @pytest.mark.parametrize("rounds", [1, 2, 3])
 @pytest.mark.parametrize("bucket_bytes", [EVERY_PARAMETER, 120, ALL_IN_ONE])
 def test_gradients_of_several_backwards_add_up_as_in_autograd(bucket_bytes: int, rounds: int) -> None:
-    model, plain, buckets, reducer = made(World(), bucket_bytes)
+    model, plain, buckets, sync = made(World(), bucket_bytes)
     for step in range(2):  # the second step must not see the first
         plain.zero_grad()
-        reducer.begin()
+        sync.begin_step()
         for number in range(rounds):
             if number == rounds - 1:
-                reducer.last()
+                sync.expect_last_backward()
             model(inputs(10 * step + number)).backward()
             plain(inputs(10 * step + number)).backward()
-        reducer.finish()
+        finish(sync)
         expect(buckets, plain)
         # A gradient exists once: in its bucket.
         assert all(parameter.grad is None for parameter in model.parameters())
@@ -81,53 +86,53 @@ def test_gradients_of_several_backwards_add_up_as_in_autograd(bucket_bytes: int,
 
 @pytest.mark.parametrize("bucket_bytes", [EVERY_PARAMETER, ALL_IN_ONE])
 def test_unused_parameters_get_zero_also_after_a_step_that_used_them(bucket_bytes: int) -> None:
-    model, plain, buckets, reducer = made(World(), bucket_bytes)
+    model, plain, buckets, sync = made(World(), bucket_bytes)
     for use in ((0, 1, 2), (0, 2), (1,)):
         plain.zero_grad()
-        reducer.begin()
-        reducer.last()
+        sync.begin_step()
+        sync.expect_last_backward()
         model(inputs(1), use).backward()
         plain(inputs(1), use).backward()
-        reducer.finish()
+        finish(sync)
         expect(buckets, plain)
     assert not reduced(buckets)["layers.0.weight"].any()
     assert reduced(buckets)["layers.1.weight"].any()
 
 
 def test_a_parameter_used_in_one_round_alone_keeps_that_rounds_gradient() -> None:
-    model, plain, buckets, reducer = made(World(), ALL_IN_ONE)
-    reducer.begin()
+    model, plain, buckets, sync = made(World(), ALL_IN_ONE)
+    sync.begin_step()
     for number, use in enumerate([(0, 1), (1, 2), (2,)]):
         if number == 2:
-            reducer.last()
+            sync.expect_last_backward()
         model(inputs(number), use).backward()
         plain(inputs(number), use).backward()
-    reducer.finish()
+    finish(sync)
     expect(buckets, plain)
 
 
 def test_a_step_without_any_backward_is_all_zeros() -> None:
     """A rank whose replica has no sample in an epoch's last step."""
-    model, plain, buckets, reducer = made(FakeWorld(), EVERY_PARAMETER)
+    model, plain, buckets, sync = made(FakeWorld(), EVERY_PARAMETER)
     for samples in (True, False):
-        reducer.begin()
+        sync.begin_step()
         if samples:
-            reducer.last()
+            sync.expect_last_backward()
             model(inputs(0)).backward()
-        reducer.finish()
+        finish(sync)
     assert all(not gradient.any() for gradient in reduced(buckets).values())
 
 
 def test_buckets_are_sent_while_backward_goes_on() -> None:
     world = FakeWorld()
-    model, plain, buckets, reducer = made(world, EVERY_PARAMETER)
+    model, plain, buckets, sync = made(world, EVERY_PARAMETER)
     assert len(buckets) == 6
-    reducer.begin()
-    reducer.last()
+    sync.begin_step()
+    sync.expect_last_backward()
     model(inputs(0)).backward()
     plain(inputs(0)).backward()
     events = list(world.events)
-    reducer.finish()
+    finish(sync)
     # Bucket 0 and 1 are the last layer's bias and weight, and so on down.
     assert events.index("send bucket.0") < events.index("backward 1")
     assert events.index("send bucket.1") < events.index("backward 0")
@@ -138,16 +143,16 @@ def test_buckets_are_sent_while_backward_goes_on() -> None:
 
 def test_nothing_is_sent_before_the_last_round() -> None:
     world = FakeWorld()
-    model, plain, buckets, reducer = made(world, EVERY_PARAMETER)
-    reducer.begin()
+    model, plain, buckets, sync = made(world, EVERY_PARAMETER)
+    sync.begin_step()
     for number in range(2):
         model(inputs(number)).backward()
         plain(inputs(number)).backward()
     assert not any(event.startswith("send") for event in world.events)
-    reducer.last()
+    sync.expect_last_backward()
     model(inputs(2)).backward()
     plain(inputs(2)).backward()
-    reducer.finish()
+    finish(sync)
     # What was sent was complete.
     for index, bucket in enumerate(buckets):
         for slot in bucket.slots:
@@ -160,19 +165,19 @@ def test_nothing_is_sent_before_the_last_round() -> None:
 @pytest.mark.parametrize("bucket_bytes", [EVERY_PARAMETER, 120, ALL_IN_ONE])
 def test_each_bucket_is_sent_once_and_waited_for_once(bucket_bytes: int, overlap: bool) -> None:
     world = FakeWorld(size=3)
-    model, plain, buckets, reducer = made(world, bucket_bytes, overlap=overlap)
+    model, plain, buckets, sync = made(world, bucket_bytes, overlap=overlap)
     for step, use in enumerate([(0, 1, 2), (0, 2)]):
         world.events.clear()
         plain.zero_grad()
-        reducer.begin()
+        sync.begin_step()
         model(inputs(step), use).backward()
         plain(inputs(step), use).backward()
-        reducer.last()
+        sync.expect_last_backward()
         model(inputs(step + 5), use).backward()
         plain(inputs(step + 5), use).backward()
         early = [event for event in world.events if event.startswith("send")]
         assert overlap or not early
-        reducer.finish()
+        finish(sync)
         for kind in ("send", "wait"):
             seen = [event for event in world.events if event.startswith(kind)]
             assert sorted(seen) == sorted(f"{kind} bucket.{index}" for index in range(len(buckets)))
@@ -181,12 +186,12 @@ def test_each_bucket_is_sent_once_and_waited_for_once(bucket_bytes: int, overlap
 
 def test_half_precision_on_the_wire_rounds_what_is_sent() -> None:
     world = FakeWorld()
-    model, plain, buckets, reducer = made(world, 120, compression="fp16")
-    reducer.begin()
-    reducer.last()
+    model, plain, buckets, sync = made(world, 120, compression="fp16")
+    sync.begin_step()
+    sync.expect_last_backward()
     model(inputs(0)).backward()
     plain(inputs(0)).backward()
-    reducer.finish()
+    finish(sync)
     own = reduced(buckets)
     assert all(tensor.dtype == torch.float16 for tensor in world.sent.values())
     for name, parameter in plain.named_parameters():
@@ -197,12 +202,12 @@ def test_half_precision_on_the_wire_rounds_what_is_sent() -> None:
 def test_a_parameter_used_twice_is_complete_when_it_is_sent() -> None:
     world = FakeWorld()
     weight = nn.Parameter(torch.tensor([2.0, 3.0]))
-    (bucket,) = make_buckets({"weight": weight}, set(), 1)
-    reducer = GradSync([bucket], world)
-    reducer.begin()
-    reducer.last()
+    (bucket,) = make_grad_buffers({"weight": weight}, set(), 1)
+    sync = GradSync([bucket], world)
+    sync.begin_step()
+    sync.expect_last_backward()
     ((weight * 5).tanh() * weight).sum().backward()  # as a tied embedding
-    reducer.finish()
+    finish(sync)
     reference = weight.detach().clone().requires_grad_()
     ((reference * 5).tanh() * reference).sum().backward()
     torch.testing.assert_close(world.sent["bucket.0"][:2], reference.grad)
@@ -236,21 +241,23 @@ def test_rows_of_all_ranks_and_rounds_are_added(tied: bool, gather: bool, size: 
     world = FakeWorld(size=size)
     model, plain = Lookup(tied), Lookup(tied)
     plain.load_state_dict(copy.deepcopy(model.state_dict()))
-    buckets = make_buckets(dict(model.named_parameters()), set(), ALL_IN_ONE, alone={"matrix"} if gather else set())
+    buckets = make_grad_buffers(
+        dict(model.named_parameters()), set(), ALL_IN_ONE, alone={"matrix"} if gather else set()
+    )
     assert len(buckets) == 1 + gather
-    reducer = GradSync(buckets, world, rows={"matrix": RowPlan(tied, gather)})
-    take = reducer.take_rows("matrix")
+    sync = make_grad_sync(buckets, world, embeddings={"matrix": EmbeddingGradPlan(gather, dense=tied)})
+    take = sync.embedding_grads["matrix"].put
     batches = torch.tensor([[1, 1, 4], [4, 0, 1]])
     for rounds in (2, 1, 0):  # the second step must not see the first; the third is one without samples
         world.events.clear()
         plain.zero_grad()
-        reducer.begin()
+        sync.begin_step()
         for number in range(rounds):
             if number == rounds - 1:
-                reducer.last()
+                sync.expect_last_backward()
             model(batches[number], take).backward()
             plain(batches[number]).backward()
-        reducer.finish()
+        finish(sync)
         expect(buckets, plain, factor=size)
         # A matrix without a dense gradient is not sent, nor are rows that are in it.
         sent = sum(event.startswith("send bucket.") for event in world.events)
@@ -261,12 +268,12 @@ def test_rows_of_all_ranks_and_rounds_are_added(tied: bool, gather: bool, size: 
 def test_an_unfinished_steps_rows_are_forgotten() -> None:
     world = FakeWorld(size=1)
     weight = nn.Parameter(torch.ones(4, 2))
-    (bucket,) = make_buckets({"weight": weight}, set(), 1)
-    reducer = GradSync([bucket], world, rows={"weight": RowPlan(dense=False, gather=True)})
-    reducer.begin()
-    reducer.take_rows("weight")(torch.tensor([1]), torch.ones(1, 2))
-    reducer.begin()
-    reducer.finish()
+    (bucket,) = make_grad_buffers({"weight": weight}, set(), 1)
+    sync = GradSync([bucket], world, embeddings={"weight": EmbeddingGradPlan(gather=True)})
+    sync.begin_step()
+    sync.embedding_grads["weight"].put(torch.tensor([1]), torch.ones(1, 2))
+    sync.begin_step()
+    finish(sync)
     assert not bucket.gradients.any()
 
 
@@ -277,88 +284,87 @@ class Products(Layers):
         super().__init__(events)
         self.layers = nn.ModuleList(Linear(3, 3) for _ in range(3)).double()
 
-    def give(self, reducer: GradSync, later: WeightGradStore) -> None:
-        for number, layer in enumerate(self.layers):
-            layer.take_product = reducer.take_product(f"layers.{number}.weight", f"layers.{number}.bias", later)
+    def give(self, sync: GradSync, store: WeightGradStore) -> None:
+        install_stores(self, [(self.layers, store)], sync.buffers)
 
 
 def products(bucket_bytes: int) -> tuple[Products, Layers, list[GradBuffer], GradSync, FakeWorld, WeightGradStore]:
     torch.manual_seed(0)
-    world, later = FakeWorld(), WeightGradStore()
+    world, store = FakeWorld(), WeightGradStore()
     model, plain = Products(world.events), Layers()
     plain.load_state_dict(model.state_dict())
-    buckets = make_buckets(dict(model.named_parameters()), set(), bucket_bytes)
-    reducer = GradSync(buckets, world)
-    model.give(reducer, later)
-    return model, plain, buckets, reducer, world, later
+    buckets = make_grad_buffers(dict(model.named_parameters()), set(), bucket_bytes)
+    sync = GradSync(buckets, world)
+    model.give(sync, store)
+    return model, plain, buckets, sync, world, store
 
 
 @pytest.mark.parametrize("bucket_bytes", [EVERY_PARAMETER, ALL_IN_ONE])
 @pytest.mark.parametrize("late", [0, 1, 2])
 def test_products_that_come_late_add_up_and_are_sent_once_complete(late: int, bucket_bytes: int) -> None:
     """Of three backwards, each adds its products when `late` more have run; the last ones when all have."""
-    model, plain, buckets, reducer, world, later = products(bucket_bytes)
+    model, plain, buckets, sync, world, store = products(bucket_bytes)
     for step in range(2):
         world.events.clear()
         plain.zero_grad()
-        reducer.begin()
+        sync.begin_step()
         for number in range(3):
             if number == 2:
-                reducer.last()
-            with later.collect():
+                sync.expect_last_backward()
+            with store.deferring():
                 model(inputs(10 * step + number)).backward()
             plain(inputs(10 * step + number)).backward()
             if number >= late:
                 assert not any(event.startswith("send") for event in world.events)
-                later.run()
+                store.run_oldest()
         for _ in range(late):
             assert not any(event.startswith("send") for event in world.events)
-            later.run()
+            store.run_oldest()
         sent = [event for event in world.events if event.startswith("send")]
         assert sorted(sent) == sorted(f"send bucket.{index}" for index in range(len(buckets)))
         assert all(parameter.grad is None for parameter in model.parameters())
-        reducer.finish()
+        finish(sync)
         assert [event for event in world.events if event.startswith("send")] == sent  # nothing was left to send
         expect(buckets, plain, factor=2)
 
 
 def test_products_at_once_are_sent_while_backward_goes_on() -> None:
-    model, plain, buckets, reducer, world, _ = products(EVERY_PARAMETER)
-    reducer.begin()
-    reducer.last()
+    model, plain, buckets, sync, world, _ = products(EVERY_PARAMETER)
+    sync.begin_step()
+    sync.expect_last_backward()
     model(inputs(0)).backward()
     plain(inputs(0)).backward()
     first, last = (world.events.index(f"send bucket.{index}") for index in (0, len(buckets) - 1))
     assert first < world.events.index("backward 0") < last
-    reducer.finish()
+    finish(sync)
     expect(buckets, plain, factor=2)
 
 
 def test_a_parameter_may_get_products_in_one_round_and_autograds_gradients_in_another() -> None:
-    model, plain, buckets, reducer, _, later = products(ALL_IN_ONE)
+    model, plain, buckets, sync, _, store = products(ALL_IN_ONE)
     for numbers in ((0, 1, 2), (1, 0, 2)):
         plain.zero_grad()
-        reducer.begin()
+        sync.begin_step()
         for number in numbers:
             if number == 2:
-                reducer.last()
+                sync.expect_last_backward()
             for layer in model.layers:
-                layer.take_product = None
+                layer.weight_grads = None
             if number != 1:
-                model.give(reducer, later)
+                model.give(sync, store)
             model(inputs(number)).backward()
             plain(inputs(number)).backward()
-        reducer.finish()
+        finish(sync)
         expect(buckets, plain, factor=2)
 
 
 def test_products_in_another_number_format_are_added_in_the_buckets_own() -> None:
-    model, _, buckets, reducer, _, _ = products(ALL_IN_ONE)
-    model.give(reducer, WeightGradStore())
-    reducer.begin()
+    model, _, buckets, sync, _, _ = products(ALL_IN_ONE)
+    model.give(sync, WeightGradStore())
+    sync.begin_step()
     values, grad = torch.randn(2, 4, 3, dtype=torch.bfloat16)
     for _ in range(2):
-        model.layers[1].take_product(values, grad)
+        model.layers[1].weight_grads.put(values, grad)
     own = reduced(buckets)
     assert torch.equal(own["layers.1.weight"], 2 * (grad.t() @ values).double())
     assert torch.equal(own["layers.1.bias"], 2 * grad.double().sum(0))
@@ -368,8 +374,8 @@ def shards(
     model: nn.Module, rank: int, size: int, gradients: bool, **options: object
 ) -> tuple[FakeWorld, list[GradBuffer], GradSync]:
     world = FakeWorld(rank=rank, size=size)
-    buckets = make_buckets(dict(model.named_parameters()), set(), 100, shard=ZeroShard(rank, size, gradients))
-    return world, buckets, GradSync(buckets, world, **options)
+    buckets = make_grad_buffers(dict(model.named_parameters()), set(), 100, shard=ZeroShard(rank, size, gradients))
+    return world, buckets, make_grad_sync(buckets, world, **options)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -383,17 +389,17 @@ def test_each_rank_receives_the_sum_of_its_shard(rounds: int, gradients: bool, o
     for rank in range(size):
         model = Layers()
         model.load_state_dict(first.state_dict())
-        world, buckets, reducer = shards(model, rank, size, gradients, overlap=overlap)
+        world, buckets, sync = shards(model, rank, size, gradients, overlap=overlap)
         plain.zero_grad()
         for _ in range(2):  # the second step must not see the first
             world.events.clear()
-            reducer.begin(rounds)
+            sync.begin_step(rounds)
             for number in range(rounds):
                 if number == rounds - 1:
-                    reducer.last()
+                    sync.expect_last_backward()
                 model(inputs(number)).backward()
                 assert not gradients or not any(parameter.grad is not None for parameter in model.parameters())
-            reducer.finish()
+            finish(sync)
         for index, bucket in enumerate(buckets):
             found.setdefault(index, []).append(bucket.own_gradients.clone())
             assert world.events.count(f"send bucket.{index}") == (rounds if gradients else 1)
@@ -411,15 +417,15 @@ def test_each_rank_receives_the_sum_of_its_shard(rounds: int, gradients: bool, o
 
 @pytest.mark.parametrize("room", [1, 10**9])
 def test_so_many_bytes_are_on_their_way_at_once(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvd_transformer.gradients.sync.ON_THE_WAY", room)
+    monkeypatch.setattr("hvd_transformer.gradients.sync.MAX_IN_FLIGHT", room)
     model = Layers()
-    world, buckets, reducer = shards(model, 0, 2, gradients=True)
+    world, buckets, sync = shards(model, 0, 2, gradients=True)
     assert len(buckets) > 2
-    reducer.begin(1)
+    sync.begin_step(1)
     model(inputs(0)).backward()
     sent, arrived = (sum(event.startswith(f"{what} bucket.") for event in world.events) for what in ("send", "wait"))
     assert sent == len(buckets) and sent - arrived == (1 if room == 1 else len(buckets))
-    reducer.finish()
+    finish(sync)
     assert sum(event.startswith("wait bucket.") for event in world.events) == len(buckets)
 
 
@@ -427,7 +433,7 @@ def test_so_many_bytes_are_on_their_way_at_once(room: int, monkeypatch: pytest.M
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
 def test_rows_go_to_the_ranks_whose_shards_they_are_in(tied: bool, gather: bool, gradients: bool) -> None:
-    size, rows = 2, {"matrix": RowPlan(tied, gather)}
+    size, rows = 2, {"matrix": EmbeddingGradPlan(gather, dense=tied)}
     torch.manual_seed(0)
     plain = Lookup(tied)
     batches = torch.tensor([[1, 1, 4], [4, 0, 1]])
@@ -438,14 +444,14 @@ def test_rows_go_to_the_ranks_whose_shards_they_are_in(tied: bool, gather: bool,
         model.load_state_dict(plain.state_dict())
         world = FakeWorld(rank=rank, size=size)
         parameters, alone = dict(model.named_parameters()), {"matrix"} if gather else set()
-        buckets = make_buckets(parameters, set(), ALL_IN_ONE, alone, ZeroShard(rank, size, gradients))
-        reducer = GradSync(buckets, world, rows=rows)
-        reducer.begin(len(batches))
+        buckets = make_grad_buffers(parameters, set(), ALL_IN_ONE, alone, ZeroShard(rank, size, gradients))
+        sync = make_grad_sync(buckets, world, embeddings=rows)
+        sync.begin_step(len(batches))
         for number, batch in enumerate(batches):
             if number == len(batches) - 1:
-                reducer.last()
-            model(batch, reducer.take_rows("matrix")).backward()
-        reducer.finish()
+                sync.expect_last_backward()
+            model(batch, sync.embedding_grads["matrix"].put).backward()
+        finish(sync)
         for bucket in buckets:
             for slot in bucket.slots:
                 own = bucket.own_part(slot.start, slot.stop)

@@ -1,6 +1,7 @@
 """Lookups that give their gradient as rows: the same numbers as torch's own embedding, and none in the weight."""
 
 import torch
+from grad_sinks import Sink
 from torch import Tensor
 
 from hvd_transformer.nn.parallel_layers import VocabParallelEmbedding
@@ -13,7 +14,7 @@ def test_rows_add_up_to_torchs_gradient() -> None:
     plain = torch.nn.Embedding(6, 4, dtype=torch.float64)
     plain.load_state_dict(embedding.state_dict())
     taken: list[tuple[Tensor, Tensor]] = []
-    embedding.take_rows = lambda tokens, rows: taken.append((tokens, rows))
+    embedding.embedding_grads = Sink(lambda tokens, rows: taken.append((tokens, rows)))
     vectors, wanted = embedding(TOKENS), plain(TOKENS)
     assert torch.equal(vectors, wanted)
     for result in (vectors, wanted):
@@ -28,7 +29,7 @@ def test_it_is_torchs_own_embedding_otherwise() -> None:
     embedding = VocabParallelEmbedding(6, 4)
     embedding(TOKENS).sum().backward()
     assert embedding.weight.grad is not None
-    embedding.take_rows = lambda tokens, rows: None
+    embedding.embedding_grads = Sink(lambda tokens, rows: None)
     with torch.no_grad():
         assert not embedding(TOKENS).requires_grad
 
@@ -36,7 +37,7 @@ def test_it_is_torchs_own_embedding_otherwise() -> None:
 def test_a_tied_weight_is_complete_before_the_rest_of_backward() -> None:
     """Its output layer's part, without waiting for the lookup at the other end of the model."""
     embedding, events = VocabParallelEmbedding(6, 4), []
-    embedding.take_rows = lambda tokens, rows: events.append("rows")
+    embedding.embedding_grads = Sink(lambda tokens, rows: events.append("rows"))
     embedding.weight.register_post_accumulate_grad_hook(lambda _: events.append("dense"))
     hidden = embedding(TOKENS)
     between = hidden.tanh()

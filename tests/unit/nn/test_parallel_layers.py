@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from grad_sinks import Sink
 from torch import Tensor, nn
 
 from hvd_transformer.nn.parallel_layers import Linear
@@ -15,7 +16,7 @@ def pair(
     linear, plain = Linear(5, 7, bias, dtype=dtype), nn.Linear(5, 7, bias, dtype=dtype)
     plain.load_state_dict(linear.state_dict())
     taken: list[tuple[Tensor, Tensor]] = []
-    linear.take_product = lambda values, grad: taken.append((values, grad))
+    linear.weight_grads = Sink(lambda values, grad: taken.append((values, grad)))
     return linear, plain, taken
 
 
@@ -73,6 +74,6 @@ def test_it_is_torchs_own_layer_otherwise() -> None:
     values = torch.randn(4, 5, dtype=torch.float64)
     with torch.no_grad():
         assert not linear(values).requires_grad
-    linear.take_product = None
+    linear.weight_grads = None
     linear(values).sum().backward()
     assert linear.weight.grad is not None and not taken

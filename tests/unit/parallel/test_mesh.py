@@ -24,14 +24,14 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[torch.device]:
 
 def test_alone_it_is_the_only_replica() -> None:
     layout = ParallelMesh.of(load(overrides=["training.device=cpu"]), World())
-    assert (layout.dp, layout.tp, layout.replica, layout.shard) == (1, 1, 0, 0)
+    assert (layout.dp, layout.tp, layout.dp_rank, layout.tp_rank) == (1, 1, 0, 0)
     assert layout.devices == (torch.device("cpu"),)
-    assert layout.data_group.size == layout.tensor_group.size == 1
+    assert layout.dp_group.size == layout.tp_group.size == 1
 
 
 def test_every_rank_is_a_replica() -> None:
     layout = ParallelMesh.of(load(overrides=["training.device=cpu"]), FakeWorld(rank=2, size=5))
-    assert (layout.dp, layout.replica) == (5, 2)
+    assert (layout.dp, layout.dp_rank) == (5, 2)
 
 
 def test_a_device_that_is_not_there_is_told_with_host_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,9 +100,9 @@ def test_neighbours_share_matrices_and_the_others_are_replicas() -> None:
     for rank, (replica, shard) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]):
         world = GroupedWorld(rank, size=6)
         layout = shared(world)
-        assert (layout.dp, layout.tp, layout.replica, layout.shard) == (3, 2, replica, shard)
+        assert (layout.dp, layout.tp, layout.dp_rank, layout.tp_rank) == (3, 2, replica, shard)
         assert world.asked == [[shard, shard + 2, shard + 4], [2 * replica, 2 * replica + 1]]
-        assert (layout.data_group.rank, layout.tensor_group.rank) == (replica, shard)
+        assert (layout.dp_group.rank, layout.tp_group.rank) == (replica, shard)
 
 
 def test_every_rank_knows_all_groups_that_are_not_the_world_or_one_rank() -> None:

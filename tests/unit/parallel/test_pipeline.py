@@ -3,15 +3,14 @@
 import threading
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from hvd_transformer.comm.group import PeerLost
-from hvd_transformer.nn.contracts import Layer, MicroBatch, Stage
-from hvd_transformer.parallel.pipeline import Pipeline, StageFailed
+from hvd_transformer.nn.contracts import Layer, MicroBatch
+from hvd_transformer.parallel.pipeline import Losses, Pipeline, Stage, StageFailed
 from hvd_transformer.parallel.pipeline_schedule import SCHEDULES, ScheduleName, make_schedule
 
 CPU = torch.device("cpu")
@@ -40,7 +39,13 @@ def made(num_stages: int, wrap: Callable[[str, nn.Module], Callable] = lambda na
     layers = [Layer(f"layer{number}", module, wrap(f"layer{number}", module)) for number, module in enumerate(modules)]
     ends = [len(layers) * stage // num_stages for stage in range(num_stages + 1)]
     stages = [Stage(layers[start:end], CPU) for start, end in zip(ends, ends[1:], strict=False)]
-    return modules, Pipeline(stages, context=lambda number: nullcontext(), **options)
+    return modules, Pipeline(stages, **options)
+
+
+def train(pipeline: Pipeline, batches: list[MicroBatch], scale: float = 1.0) -> list[Tensor]:
+    losses = Losses()
+    pipeline.forward_backward([batches], scale, losses)
+    return losses
 
 
 def micro_batches(count: int) -> list[MicroBatch]:
@@ -78,7 +83,7 @@ def test_tuples_with_tensors_without_a_gradient(num_stages: int, schedule: str) 
         losses, grads = plain(modules, batches)
         assert all(map(torch.equal, pipeline.evaluate(batches), losses))
         assert all(module.weight.grad is None for module in modules[:-1])
-        assert all(map(torch.equal, pipeline.train(batches, 0.5), losses))
+        assert all(map(torch.equal, train(pipeline, batches, 0.5), losses))
         assert all(torch.equal(module.weight.grad, grad) for module, grad in zip(modules[:-1], grads, strict=True))
         for module in modules[:-1]:
             module.weight.grad = None
@@ -89,6 +94,13 @@ def test_tuples_with_tensors_without_a_gradient(num_stages: int, schedule: str) 
 def test_every_stage_does_what_its_schedule_says_and_in_that_order(schedule: ScheduleName) -> None:
     """The weights' part, where it is no operation of its own, at once after its backward."""
     done: dict[int, list[tuple[str, int]]] = {0: [], 1: [], 2: []}
+
+    class Noting:
+        def __init__(self, stage: int, number: int) -> None:
+            self.stage, self.number = stage, number
+
+        def add_product(self, values: Tensor, grad: Tensor, counted: object) -> None:
+            done[self.stage].append(("weights", self.number))
 
     class Noted(torch.autograd.Function):
         """Identity that notes what comes by, and leaves work for later."""
@@ -103,7 +115,7 @@ def test_every_stage_does_what_its_schedule_says_and_in_that_order(schedule: Sch
         def backward(ctx, grad: Tensor):
             stage, number = ctx.stage, ctx.number
             done[stage].append(("backward", number))
-            pipeline.later[stage](lambda: done[stage].append(("weights", number)))
+            pipeline.stages[stage].weight_grads.put(Noting(stage, number), grad, grad)
             return grad, None, None
 
     calls: Counter[int] = Counter()
@@ -120,7 +132,7 @@ def test_every_stage_does_what_its_schedule_says_and_in_that_order(schedule: Sch
         return run
 
     _, pipeline = made(3, wrap, schedule=schedule)
-    pipeline.train(micro_batches(6), 1.0)
+    train(pipeline, micro_batches(6))
     pipeline.close()
     for stage, operations in enumerate(make_schedule(schedule, 3, 6)):
         wanted = [tuple(operation) for operation in operations]
@@ -164,7 +176,7 @@ def test_a_stage_holds_no_more_activations_than_its_schedule_says(schedule: str,
         return lambda values, mask: module(Counted.apply(values.requires_grad_(), firsts[name]), mask)
 
     _, pipeline = made(3, wrap, schedule=schedule)
-    pipeline.train(micro_batches(6), 1.0)
+    train(pipeline, micro_batches(6))
     assert [peak[stage] for stage in range(3)] == most
     assert not any(held.values())
     pipeline.close()
@@ -178,7 +190,7 @@ def test_recompute_calls_a_layer_again(recompute: str, calls: int) -> None:
         return lambda *tensors: counts.update([name]) or module(*tensors)
 
     _, pipeline = made(2, wrap, recompute=recompute)
-    pipeline.train(micro_batches(5), 1.0)
+    train(pipeline, micro_batches(5))
     # The input of the whole model has no gradient: nothing is computed again for it but by its own weight.
     assert counts["layer1"] == counts["layer6"] == calls
     pipeline.close()
@@ -218,7 +230,7 @@ def test_a_failing_stage_stops_all_and_is_named(number: int, stage: int, directi
 
     _, pipeline = made(3, wrap, schedule=schedule)
     with pytest.raises(StageFailed) as caught:
-        pipeline.train(micro_batches(6), 1.0)
+        train(pipeline, micro_batches(6))
     named = f"layer {layer}" if direction == "forward" else f"layers layer{3 * stage} to layer{3 * stage + 2}"
     assert str(caught.value) == f"stage {stage}, {named}, micro-batch {number}, {direction}: bad luck"
     assert caught.value.__cause__ is error
@@ -236,5 +248,5 @@ def test_a_lost_rank_is_told_as_such() -> None:
 
     modules[1].weight.register_post_accumulate_grad_hook(hook)
     with pytest.raises(PeerLost):
-        pipeline.train(micro_batches(3), 1.0)
+        train(pipeline, micro_batches(3))
     pipeline.close()

@@ -39,14 +39,14 @@ def test_only_float16_is_scaled(precision: str) -> None:
 def test_the_factor_is_halved_by_an_overflow_and_doubled_by_patience() -> None:
     scaler = LossScaler("fp16", patience=3)
     assert scaler.scale == 65536
-    scaler.overflow()
+    scaler.overflowed()
     assert scaler.scale == 32768
     for expected in (32768, 32768, 65536, 65536, 65536, 131072):
         scaler.good()
         assert scaler.scale == expected
     scaler.good()
     scaler.good()
-    scaler.overflow()  # patience begins again
+    scaler.overflowed()  # patience begins again
     for expected in (65536, 65536, 131072):
         scaler.good()
         assert scaler.scale == expected
@@ -55,13 +55,13 @@ def test_the_factor_is_halved_by_an_overflow_and_doubled_by_patience() -> None:
 def test_the_factor_never_falls_below_one() -> None:
     scaler = LossScaler("fp16")
     for _ in range(40):
-        scaler.overflow()
+        scaler.overflowed()
     assert scaler.scale == 1.0
 
 
 def test_its_state_goes_on_elsewhere() -> None:
     first, second = LossScaler("fp16", patience=3), LossScaler("fp16", patience=3)
-    first.overflow()
+    first.overflowed()
     first.good()
     first.good()
     second.load(first.state())

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from hvd_transformer.comm.world import World
-from hvd_transformer.gradients.buffers import GradBuffer, make_buckets
+from hvd_transformer.gradients.buffers import GradBuffer, make_grad_buffers
 from hvd_transformer.parallel.replica_check import ReplicasDiffer, broadcast_parameters, check_replicas, checksum
 
 LONG = 2**21 + 12_345  # more than two of the pieces that it is summed in
@@ -73,7 +73,7 @@ def test_equal_tensors_have_equal_ones_wherever_they_lie(count: int) -> None:
 
 
 def buckets() -> list[GradBuffer]:
-    return make_buckets({"a": nn.Parameter(numbers(9)), "b": nn.Parameter(numbers(4).double())}, set(), 1)
+    return make_grad_buffers({"a": nn.Parameter(numbers(9)), "b": nn.Parameter(numbers(4).double())}, set(), 1)
 
 
 def own_sums(own: list[GradBuffer], *cut: str) -> list[int]:

@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from grad_sinks import Sink, parameter_grads
 from plain_transformer import PlainTransformer
 from small_job import SPLITS, VOCABULARY, settings
 from thread_shares import ThreadShares, together
 from torch import Tensor, nn
 
-from hvd_transformer.comm.world import World
 from hvd_transformer.config.schema import ModelConfig
 from hvd_transformer.data.sampler import Replica
-from hvd_transformer.gradients.buffers import WHOLE
 from hvd_transformer.models.language_model import LanguageModel
 from hvd_transformer.nn.contracts import TensorSplit
 from hvd_transformer.nn.cross_entropy import fused_cross_entropy
@@ -30,9 +29,9 @@ from hvd_transformer.nn.parallel_layers import (
     VocabShard,
     WeightGradLayer,
     reduce_from_tensor_group,
+    split_range,
 )
-from hvd_transformer.parallel.mesh import ParallelMesh
-from hvd_transformer.parallel.tensor_group import cut_weights, join, piece, shard_model, share_layers, span
+from hvd_transformer.parallel.tensor_group import _set_tensor_groups, piece, shard_model
 from hvd_transformer.tasks.language_model_task import LanguageModelTask
 
 V = 37  # no multiple of the ranks
@@ -49,6 +48,12 @@ def double() -> Iterator[None]:
 
 def near(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+def join(pieces: list[Tensor], split: tuple[int, int]) -> Tensor:
+    """The whole of all ranks' pieces."""
+    dim, parts = split
+    return torch.cat([own.unflatten(dim, (parts, -1)) for own in pieces], dim + 1).flatten(dim, dim + 1)
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -80,19 +85,17 @@ def linear(weight: Tensor, bias: Tensor | None, cut: TensorSplit, shares: Thread
             piece(bias, cut, shares.index, shares.count).clone() if cut.dim == 0 else bias.clone()
         )
     if cut.dim == 0:
-        layer.column = shares
+        layer.column_group = shares
     else:
-        layer.row = shares
+        layer.row_group = shares
     return layer
 
 
 @contextmanager
 def taking(layer: WeightGradLayer, takes: bool) -> Iterator[None]:
-    """With the gradients of weight and bias left to `take_product`, which adds them as autograd would."""
+    """With the gradients of weight and bias put into the parameters' own, as autograd would."""
     if takes:
-        for weight in layer.parameters(recurse=False):
-            weight.grad = torch.zeros_like(weight)
-        layer.take_product = layer.add_product
+        layer.weight_grads = parameter_grads(layer)
     yield
 
 
@@ -138,12 +141,12 @@ def test_an_embedding_cut_by_rows_is_an_embedding(count: int, takes: bool) -> No
     (wanted * slope).sum().backward()
 
     def work(shares: ThreadShares) -> None:
-        layer, places = VocabParallelEmbedding(V, 6), span(V, shares.index, count)
+        layer, places = VocabParallelEmbedding(V, 6), split_range(V, shares.index, count)
         layer.weight = nn.Parameter(whole.weight.detach()[places.start : places.stop].clone())
-        layer.part = VocabShard(shares, places, V)
+        layer.shard = VocabShard(shares, places, V)
         grad = torch.zeros_like(layer.weight)
         if takes:
-            layer.take_rows = partial(grad.index_add_, 0)
+            layer.embedding_grads = Sink(partial(grad.index_add_, 0))
         found = layer(tokens)
         near(found.detach(), wanted.detach())
         (found * slope).sum().backward()
@@ -168,14 +171,14 @@ def test_a_loss_over_parts_of_the_vocabulary_is_torchs(
     wanted.backward()
 
     def work(shares: ThreadShares) -> None:
-        places = span(V, shares.index, count)
+        places = split_range(V, shares.index, count)
         own = [
             None if whole is None else (30 * whole.detach()[places.start : places.stop]).requires_grad_()
             for whole in (weight, bias)
         ]
         values = hidden.detach().clone().requires_grad_()
         loss = fused_cross_entropy(
-            values, *own, targets, chunk, part=VocabShard(shares, places, V), smoothing=smoothing
+            values, *own, targets, chunk, shard=VocabShard(shares, places, V), smoothing=smoothing
         )
         loss.backward()
         near(loss.detach(), wanted.detach())
@@ -233,7 +236,7 @@ def test_gradcheck_of_a_column_and_a_row(count: int) -> None:
             for name, weight in zip(("weight", "bias"), weights, strict=True):
                 delattr(layer, name)
                 setattr(layer, name, weight)
-        column.column, row.row = shares, shares
+        column.column_group, row.row_group = shares, shares
         return row(column(values).square())
 
     gradcheck(count, function, torch.randn(2, 3), torch.randn(4, 3), torch.randn(4), torch.randn(2, 4))
@@ -245,7 +248,9 @@ def test_gradcheck_of_the_loss_over_parts(count: int) -> None:
 
     def function(shares: ThreadShares, hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         own = [_Own.apply(whole, TensorSplit(0), shares) for whole in (weight, bias)]
-        return fused_cross_entropy(hidden, *own, targets, 3, part=VocabShard(shares, span(V, shares.index, count), V))
+        return fused_cross_entropy(
+            hidden, *own, targets, 3, shard=VocabShard(shares, split_range(V, shares.index, count), V)
+        )
 
     gradcheck(count, function, torch.randn(4, 2), torch.randn(V, 2), torch.randn(V))
 
@@ -292,8 +297,8 @@ def test_a_whole_model_is_torchs(count: int, kind: dict[str, Any], vocabulary: b
 
     def work(shares: ThreadShares) -> None:
         own = deepcopy(model)
-        cut_weights(own, cuts, shares.index, count)
-        share_layers(own, cuts, shapes, lambda name: shares)
+        shard_model(own, cuts, shares.index, count)
+        _set_tensor_groups(own, cuts, shapes, lambda name: shares)
         loss, _ = own.loss(inputs, targets)
         loss.backward()
         near(loss.detach(), wanted.detach())
@@ -320,9 +325,7 @@ def test_dropout_is_the_same_where_ranks_have_the_same_values_and_another_where_
     drawn: dict[str, list[Tensor]] = {}
     for shard in range(2):
         task = LanguageModelTask(config, data, Replica(0, 1))
-        alone = World()
-        shapes = {name: weight.shape for name, weight in task.model.named_parameters()}
-        shard_model(task, task.cuts, ParallelMesh(1, 2, 0, shard, (torch.device("cpu"),), alone, alone, WHOLE), shapes)
+        shard_model(task.model, task.cuts, shard, 2)
         task.model.train()
         for name, module in task.model.named_modules():
             if isinstance(module, Dropout):

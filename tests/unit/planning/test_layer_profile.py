@@ -83,6 +83,6 @@ def test_nothing_is_left_behind(tied: bool, recompute: bool) -> None:
     assert sum(cost.weights for cost in costs) == 4 * sum(weight.numel() for weight in model.parameters())
     assert all(weight.grad is None for weight in model.parameters())
     assert all(map(torch.equal, model.parameters(), before))
-    assert model.embedding.embedding.take_rows is None
+    assert model.embedding.embedding.embedding_grads is None
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), random)

@@ -3,9 +3,8 @@
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import accumulate
 from operator import itemgetter
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from grad_sinks import Sink
 from torch import nn
 from torch._C._profiler import _EventType
 
@@ -22,13 +22,12 @@ from hvd_transformer.config import load
 from hvd_transformer.errors import UserError
 from hvd_transformer.gradients.weight_grads import WeightGradStore
 from hvd_transformer.models.language_model import LanguageModel, language_model_layers
-from hvd_transformer.nn.contracts import MicroBatch, Stage
+from hvd_transformer.nn.contracts import MicroBatch
 from hvd_transformer.nn.dropout import dropout_key
 from hvd_transformer.nn.parallel_layers import WeightGradLayer
-from hvd_transformer.parallel.pipeline import Pipeline
+from hvd_transformer.parallel.pipeline import Losses, Pipeline, Stage
 from hvd_transformer.parallel.pipeline_schedule import SCHEDULES
-from hvd_transformer.parallel.precision import autocast
-from hvd_transformer.planning.layer_profile import forward, gradients_as_in_training, run_pass
+from hvd_transformer.planning.layer_profile import ParameterGrads, forward, gradients_as_in_training, run_pass
 from hvd_transformer.planning.memory_plan import RECOMPUTES, MemoryPlan, StageCost, make_plan
 from hvd_transformer.planning.model_costs import fake_model
 from hvd_transformer.planning.plan_text import plan_text
@@ -104,7 +103,7 @@ def leave_products(model: LanguageModel, later: WeightGradStore) -> None:
     """The weights' gradients are added where they are, as in training."""
     for module in model.modules():
         if isinstance(module, WeightGradLayer):
-            module.take_product = lambda *product, linear=module: later(partial(linear.add_product, *product))
+            module.weight_grads = ParameterGrads(module, later)
 
 
 def really_kept(config, first: int, stop: int) -> int:
@@ -160,7 +159,8 @@ def really_kept(config, first: int, stop: int) -> int:
 def test_activations_are_those_of_a_real_run(words: list[str]) -> None:
     config = load(overrides=[*SMALL, *words])
     num_samples = -(-config.training.batch_size // config.parallel.micro_batches)
-    with fake_model(config, V, num_samples) as (layers, (inputs, targets), later, context):
+    with fake_model(config, V, num_samples) as (layers, batch, later, context):
+        inputs, targets = batch.inputs, batch.targets
         first, outputs = run_pass(layers[:2], inputs, (), later, context, (False, False))
         second, _ = run_pass(layers[2:], outputs, targets, later, context, (False, False))
     assert first.kept == really_kept(config, 0, 2)
@@ -242,21 +242,15 @@ def test_the_pipelines_peak(schedule: str, recompute: str, more: list[str]) -> N
     model = LanguageModel(V, config.model).train()
     for weight in model.parameters():
         weight.grad = torch.zeros_like(weight)
-    model.embedding.embedding.take_rows = lambda tokens, rows: None
+    model.embedding.embedding.embedding_grads = Sink(lambda tokens, rows: None)
     batches = [MicroBatch((torch.randint(0, V, (2, 128)),), (torch.randint(0, V, (2, 128)),)) for _ in range(4)]
-
-    @contextmanager
-    def context(number: int) -> Iterator[None]:
-        with autocast(config.training.precision, torch.device("cpu")), dropout_key(0, number):
-            yield
-
     pipeline = Pipeline(
         [Stage(language_model_layers(model), torch.device("cpu"))],
-        schedule=schedule, recompute=recompute, context=context,
+        schedule=schedule, recompute=recompute, precision=config.training.precision,
     )  # fmt: skip
-    leave_products(model, pipeline.later[0])
-    pipeline.train(batches[:1], 1.0)  # makes the tables of positions
-    measured = really_allocated(lambda: pipeline.train(batches, 1.0))
+    leave_products(model, pipeline.stages[0].weight_grads)
+    pipeline.forward_backward([batches[:1]], 1.0, Losses())  # makes the tables of positions
+    measured = really_allocated(lambda: pipeline.forward_backward([batches], 1.0, Losses()))
     assert planned == pytest.approx(measured, rel=0.002)
 
 
@@ -462,7 +456,7 @@ def test_other_tasks_are_planned_as_they_run(task: str) -> None:
     assert task_class(config).layer_names(config) == [layer.name for layer in layers]
     later, tensors = WeightGradStore(), batch.inputs
     with gradients_as_in_training(layers, later), dropout_key(0):
-        forward(layers, *batch, nullcontext, again=False)  # makes the tables of positions
+        forward(layers, batch.inputs, batch.targets, nullcontext, again=False)  # makes the tables of positions
         for layer, planned in zip(layers, plan.layers, strict=True):
             targets = batch.targets if layer is layers[-1] else ()
             found, tensors = run_pass([layer], tensors, targets, later, nullcontext, (False, False))

@@ -52,7 +52,7 @@ def config(cache: Path, *words: str) -> Config:
 
 
 def cut(config: Config) -> list[int]:
-    return [len(stage.layers) for stage in small_job.trainer(config).stages]
+    return [len(stage.layers) for stage in small_job.trainer(config).engine.stages]
 
 
 def test_a_configuration_is_measured_once(

@@ -82,7 +82,7 @@ def job(num_ranks: int, *words: str) -> Iterator[tuple[Trainer, Costs]]:
     costs["model"] = calls(lambda: built.append(make_task(config, data, layout)))
     costs["trainer"] = calls(lambda: built.append(Trainer(config, world, layout, built[0], TrainState())))
     yield built[1], costs
-    built[1].close()
+    built[1].engine.close()
 
 
 def of_a_job(folder: Path, num_ranks: int, *words: str) -> Costs:
@@ -92,14 +92,14 @@ def of_a_job(folder: Path, num_ranks: int, *words: str) -> Costs:
         step = next(trainer.steps())
         costs["step"] = calls(lambda: trainer.step(step))
         costs["evaluation"] = calls(lambda: trainer.evaluate("valid"))
-        costs["comparison of the replicas"] = calls(lambda: trainer.check_replicas("now"))
+        costs["comparison of the replicas"] = calls(lambda: trainer.engine.check_replicas("now"))
         taken = []
-        costs["snapshot"] = calls(lambda: taken.append(snapshot.capture(trainer, "digest", 0, False)))
+        costs["snapshot"] = calls(lambda: taken.append(trainer.capture("digest", 0, False)))
         store = CheckpointStore(folder, keep_last=1)
         costs["checkpoint"] = calls(lambda: store.save(taken[0]))
-        state = snapshot.read_position(store.steps()[-1], "digest", World())[1]
+        state = snapshot.read_checked(store.steps()[-1], "digest", World())
         assert state is not None
-        costs["load"] = calls(lambda: snapshot.restore(trainer, store.steps()[-1], state))
+        costs["load"] = calls(lambda: trainer.restore(store.steps()[-1], state))
         if isinstance(trainer.world, FakeWorld):
             costs["messages"] = len(trainer.world.events)
         return costs

@@ -1,11 +1,12 @@
 """A job whose model is cut into stages trains bit for bit like one that is not, whatever the cut and the schedule."""
 
 import json
-from functools import cache, partial
+from functools import cache
 
 import pytest
 import torch
 from fake_world import FakeWorld
+from grad_sinks import Sink, parameter_grads
 from small_job import run, settings, trainer, weights
 
 from hvd_transformer.config import Config
@@ -54,15 +55,6 @@ def one_step(pieces: int, *words: str) -> Config:
     )
 
 
-def add_product(layer: WeightGradLayer, values: torch.Tensor, grad: torch.Tensor) -> None:
-    """Multiplied right into the gradient: rounded once, where autograd rounds the product and then the sum."""
-    for weight in layer.parameters(recurse=False):
-        weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-    layer.weight.grad.addmm_(grad.t(), values)
-    if layer.bias is not None:
-        layer.bias.grad.add_(grad.sum(0))
-
-
 @cache
 def one_after_the_other(pieces: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The losses of the micro-batches and the gradients, without an engine. Lookups' gradients are added last."""
@@ -70,10 +62,10 @@ def one_after_the_other(pieces: int) -> tuple[list[float], dict[str, torch.Tenso
     job = trainer(made)
     model, batch = job.task.model, first_batch(job)
     looked_up: list[tuple[torch.Tensor, torch.Tensor]] = []
-    model.embedding.embedding.take_rows = lambda *rows: looked_up.append(rows)
+    model.embedding.embedding.embedding_grads = Sink(lambda *rows: looked_up.append(rows))
     for module in model.modules():
         if isinstance(module, WeightGradLayer):
-            module.take_product = partial(add_product, module)
+            module.weight_grads = parameter_grads(module)
     losses = []
     for number, (inputs, targets) in enumerate(zip(*(tensor.split(2) for tensor in batch), strict=True)):
         with dropout_key(made.seed, 0, 0, number):  # epoch, first unit, piece
@@ -104,7 +96,7 @@ def test_the_gradients_are_those_of_the_micro_batches_one_after_the_other(
         job = trainer(one_step(pieces, *words))
         result = job.step(next(job.steps()))
         assert result.loss == sum(losses) / result.count
-        found = {slot.name: slot.view(bucket.gradients) for bucket in job.buckets for slot in bucket.slots}
+        found = {slot.name: slot.view(bucket.gradients) for bucket in job.engine.buffers for slot in bucket.slots}
         assert found.keys() == gradients.keys()
         assert [name for name in gradients if not torch.equal(found[name], gradients[name])] == []
 
@@ -137,7 +129,7 @@ def test_columns_are_measured_and_trained_too() -> None:
 def test_measuring_leaves_no_gradient_and_no_trace_in_the_weights() -> None:
     before = weights(trainer(config()))
     job = trainer(config("parallel.pipeline=3", "parallel.micro_batches=2"))
-    assert sum(len(stage.layers) for stage in job.stages) == NUM_BLOCKS + 2
+    assert sum(len(stage.layers) for stage in job.engine.stages) == NUM_BLOCKS + 2
     assert all(weight.grad is None for weight in job.task.model.parameters())
     assert all(torch.equal(weight, before[name]) for name, weight in weights(job).items())
 
@@ -170,10 +162,10 @@ def test_the_timeline_shows_every_operation_in_its_lane() -> None:
     job = trainer(config(*words, "communication.embedding_rows=never"), world)
     plans = job.steps()
     job.step(next(plans))  # not recorded
-    job.timeline.recording = True
+    job.engine.timeline.recording = True
     job.step(next(plans))
-    job.close()
-    events = json.loads(job.timeline.trace())["traceEvents"]
+    job.engine.close()
+    events = json.loads(job.engine.timeline.trace())["traceEvents"]
     lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     spans = sorted((event for event in events if event["ph"] == "X"), key=lambda event: event["ts"])
     seen = [(lanes[event["tid"]], event["name"]) for event in spans]
@@ -181,7 +173,7 @@ def test_the_timeline_shows_every_operation_in_its_lane() -> None:
     back = [[f"backward {n}", f"weights {n}"] for n in range(3)]
     assert first == ["forward 0", "forward 1", "backward 0", "forward 2", "backward 1", "backward 2", "update"]
     assert second == [word for n in range(3) for word in (f"forward {n}", *back[n])] + ["update"]
-    assert sum(lane.startswith("allreduce") for lane, _ in seen) == len(job.buckets)
+    assert sum(lane.startswith("allreduce") for lane, _ in seen) == len(job.engine.buffers)
     assert {event["pid"] for event in events} == {world.rank}
     # A micro-batch reaches the second stage after the first, and its gradient comes back after that.
     ends = {(lanes[event["tid"]], event["name"]): event["ts"] + event["dur"] for event in spans}

@@ -133,7 +133,7 @@ def test_a_rank_of_two_that_do_the_same_trains_as_if_alone_with_its_samples(batc
     assert [result.loss for result in both] == pytest.approx([result.loss for result in one], rel=1e-12)
     assert [result.grad_norm for result in both] == pytest.approx([result.grad_norm for result in one], rel=1e-10)
     assert [result.count for result in both] == [2 * result.count for result in one]
-    assert job.position.samples == 2 * alone.position.samples
+    assert job.state.samples == 2 * alone.state.samples
     for name, weight in weights(alone).items():
         torch.testing.assert_close(weights(job)[name], weight, rtol=1e-10, atol=1e-12)
 
@@ -146,7 +146,7 @@ def test_the_sums_of_a_step_travel_with_its_last_backward() -> None:
     job.step(next(job.steps()))
     sends = [event for event in world.events if event.startswith("send")]
     # The rows of the tied embedding are sent in two: their tokens and their values.
-    assert sends[0] == "send step.sums" and len(sends) == 1 + len(job.buckets) + 2
+    assert sends[0] == "send step.sums" and len(sends) == 1 + len(job.engine.buffers) + 2
     assert sorted(event.replace("wait", "send") for event in world.events if event.startswith("wait")) == sorted(sends)
     first_wait = next(index for index, event in enumerate(world.events) if event.startswith("wait"))
     assert first_wait == len(sends)
@@ -176,7 +176,7 @@ def test_a_replica_without_samples_takes_part_in_the_step() -> None:
         job.step(plans[0])
         world.events.clear()
         job.step(plans[1])
-        assert (job.position.step, job.position.epoch) == (2, 1)
+        assert (job.state.step, job.state.epoch) == (2, 1)
         calls.append(sorted(world.events))
         if not samples:
             assert not any(tensor.any() for name, tensor in world.sent.items() if name.startswith("bucket"))
@@ -213,7 +213,7 @@ def test_every_precision_trains_down(precision: str) -> None:
     assert all(map(math.isfinite, losses))
     assert losses[0] == pytest.approx(math.log(VOCABULARY), abs=1.0)
     assert sum(losses[-5:]) / 5 < 0.75 * losses[0]
-    assert job.position.updates == 60
+    assert job.state.updates == 60
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 0.05), ("fp16", 0.01)])
@@ -223,24 +223,24 @@ def test_half_precision_gradients_are_those_of_float32_but_for_rounding(precisio
         result = job.step(next(job.steps()))
         job.norm = result.grad_norm
     assert half.norm == pytest.approx(exact.norm, rel=tolerance)
-    assert all(bucket.gradients.dtype == torch.float32 for bucket in half.buckets)
+    assert all(bucket.gradients.dtype == torch.float32 for bucket in half.engine.buffers)
 
 
 def test_an_overflow_leaves_the_step_out_and_halves_the_scale() -> None:
     job = trainer(settings("training.precision=fp16", "optimizer.schedule=constant"))
     plans = job.steps()
-    job.scaler.scale = 2.0**60
+    job.loss_scaler.scale = 2.0**60
     before = weights(job)
     result = job.step(next(plans))
     assert not math.isfinite(result.grad_norm) and math.isfinite(result.loss)
-    assert job.scaler.scale == 2.0**59
-    assert (job.position.step, job.position.updates) == (1, 0)
+    assert job.loss_scaler.scale == 2.0**59
+    assert (job.state.step, job.state.updates) == (1, 0)
     assert all(torch.equal(weight, before[name]) for name, weight in weights(job).items())
-    assert not any(flat.any() for state in job.optimizer_state() for flat in state.values())
+    assert not any(flat.any() for state in job.engine.optimizer_state() for flat in state.values())
     # Afterwards it goes on as if that step had not been.
-    job.scaler.scale = 2.0**10
+    job.loss_scaler.scale = 2.0**10
     assert math.isfinite(job.step(next(plans)).grad_norm)
-    assert (job.position.step, job.position.updates) == (2, 1)
+    assert (job.state.step, job.state.updates) == (2, 1)
     assert any(not torch.equal(weight, before[name]) for name, weight in weights(job).items())
 
 
@@ -263,7 +263,7 @@ def test_float16_that_overflows_at_any_scale_has_diverged() -> None:
     job.task.model.head.weight.data[0, 0] = math.nan
     with pytest.raises(Diverged, match="^step 17: "):
         run(job)
-    assert job.scaler.scale == 1.0
+    assert job.loss_scaler.scale == 1.0
 
 
 @pytest.mark.parametrize("batching", ["windows", "columns"])
@@ -273,8 +273,8 @@ def test_the_number_of_steps_is_known_before_and_kept(batching: str) -> None:
     # 213 tokens: 41 windows of 5, 8 a step; or 4 columns of 53 rows, 11 stretches, 2 a step.
     per_epoch = {"windows": 6, "columns": 6}[batching]
     assert job.total_steps == 3 * per_epoch == len(run(job))
-    assert (job.position.epoch, job.position.remaining) == (3, None)
-    assert job.position.samples == 3 * {"windows": 41, "columns": 44}[batching]
+    assert (job.state.epoch, job.state.remaining) == (3, None)
+    assert job.state.samples == 3 * {"windows": 41, "columns": 44}[batching]
     # In the middle of the second epoch, and with an end before the third.
     again = trainer(settings(*words), position=TrainState(step=8, epoch=1, remaining=[(16, 41)]))
     if batching == "windows":

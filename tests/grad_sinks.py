@@ -1,0 +1,28 @@
+"""Where layers under test leave the gradients of their weights, in place of the gradient engine."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hvd_transformer.gradients.weight_grads import WeightGradStore
+from hvd_transformer.nn.parallel_layers import WeightGradLayer
+from hvd_transformer.planning.layer_profile import ParameterGrads
+
+
+class Sink:
+    """`WeightGrads` and `EmbeddingGrads` that call a function."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], object]) -> None:
+        self.function = function
+
+    def put(self, first: Tensor, second: Tensor) -> None:
+        self.function(first, second)
+
+
+def parameter_grads(layer: WeightGradLayer, store: WeightGradStore | None = None) -> ParameterGrads:
+    """Multiplies right into the gradients of weight and bias: rounded once, where autograd rounds product and sum."""
+    for weight in layer.parameters(recurse=False):
+        weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+
+    return ParameterGrads(layer, store or WeightGradStore())
