@@ -1,6 +1,7 @@
-"""torch's optimizers over flat buckets: a bucket is two tensors at most, so an update is a few kernels.
+"""torch's optimizers over flat gradient buffers, the norm of the whole gradient, and clipping.
 
-They are called as functions: the classes around them import torch's compiler, which takes as long as torch itself.
+A buffer is two tensors at most (with and without weight decay), so an update is a few kernels. The optimizers are
+called as functions: torch's classes around them import its compiler, which takes as long as torch itself.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,20 +18,20 @@ from hvd_transformer.gradients.buffers import GradBuffer
 
 
 def names_without_decay(model: nn.Module) -> set[str]:
-    """Biases, norms and embeddings: what weight decay leaves alone."""
+    """The parameters without weight decay: biases, norms and embeddings."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     return {name for name, weight in model.named_parameters() if weight.ndim < 2 or id(weight) in embeddings}
 
 
 def state_keys(config: OptimizerConfig) -> tuple[str, ...]:
-    """The names of the numbers of optimizer state that each weight has, as in torch's optimizers."""
+    """The names of each weight's optimizer state, as in torch's optimizers."""
     if config.name == "sgd":
         return ("momentum_buffer",) if config.momentum else ()
     return ("exp_avg", "exp_avg_sq")
 
 
 def copies_per_weight(config: Config, dp: int) -> tuple[float, float]:
-    """How many numbers of gradient and of optimizer state a rank keeps for each weight, of `dp` replicas."""
+    """The numbers of gradient and of optimizer state that a rank keeps per weight, with `dp` replicas."""
     shards = 1 if config.parallel.optimizer_shard == "none" else dp
     of_gradients = shards if config.parallel.optimizer_shard == "gradients" else 1
     return 1 / of_gradients, len(state_keys(config.optimizer)) / shards
@@ -38,7 +39,7 @@ def copies_per_weight(config: Config, dp: int) -> tuple[float, float]:
 
 @dataclass
 class _Group:
-    """The parts of the buckets that have one weight decay. `steps` is a number a part, on its device."""
+    """The parts of the buffers with one weight decay. `steps` has one number per part, on its device."""
 
     weight_decay: float
     parameters: list[Tensor] = field(default_factory=list)
@@ -48,10 +49,9 @@ class _Group:
 
 
 class FlatOptimizer:
-    """Updates the buckets' own parameters from their gradients. No buckets (a stage without weights): nothing to do.
+    """Updates the buffers' own parameters from their gradients.
 
-    `state` is that of each bucket, as flat tensors like its own parameters, {"exp_avg": …}: what is written there
-    counts.
+    `state` holds each buffer's state as flat tensors like its own parameters, {"exp_avg": …}; writing into it loads it.
     """
 
     def __init__(self, config: OptimizerConfig, buffers: Sequence[GradBuffer]) -> None:
@@ -71,7 +71,7 @@ class FlatOptimizer:
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        """One update at this rate."""
+        """One update at this learning rate."""
         for group in self._groups:
             if self._config.name == "sgd":
                 self._sgd(group, learning_rate)
@@ -79,7 +79,7 @@ class FlatOptimizer:
                 self._adam(group, learning_rate)
 
     def set_updates(self, number: int) -> None:
-        """How many steps are behind the state that was loaded."""
+        """Set the number of updates behind a loaded state."""
         for group in self._groups:
             for step in group.steps:
                 step.fill_(number)

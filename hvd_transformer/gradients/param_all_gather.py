@@ -78,7 +78,7 @@ ParamWaits = Mapping[str, Sequence[tuple[ParamAllGather, int]]]
 
 
 def plan_param_waits(layers: Sequence[Layer], gathers: Sequence[ParamAllGather]) -> ParamWaits:
-    """What each layer of the model waits for. Tells the gathers in which order the layers, given in order, need them."""
+    """What each layer waits for. The gathers learn the order in which `layers`, the whole model, need their buffers."""
     places = {
         id(slot.parameter): (gather, index)
         for gather in gathers

@@ -83,7 +83,7 @@ class GradSync:
                 slot.parameter.register_post_accumulate_grad_hook(_storing(buffer, slot))
 
     def begin_step(self, num_backwards: int = 1) -> None:
-        """Forget the last step's gradients. `num_backwards` is this rank's number of micro-batches; ranks may differ."""
+        """Forget the last step's gradients. `num_backwards`: this rank's micro-batches; ranks may differ."""
         for buffer in self.buffers:
             buffer.begin_step()
         for embedding_grad in self.embedding_grads.values():

@@ -83,7 +83,7 @@ class Classifier(nn.Module):
         number_dropouts(self)
 
     def cuts(self, vocabulary: bool) -> dict[str, TensorSplit]:
-        """How the ranks of a tensor group split the weights, by name; `vocabulary`: embeddings and output layer, too."""
+        """How a tensor group splits the weights, by name; `vocabulary`: also those of embeddings and output layer."""
         return tensor_splits(self, vocabulary)
 
     def forward(self, tokens: Tensor, allowed: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ class EncoderDecoder(nn.Module):
         number_dropouts(self)
 
     def cuts(self, vocabulary: bool) -> dict[str, TensorSplit]:
-        """How the ranks of a tensor group split the weights, by name; `vocabulary`: embeddings and output layer, too."""
+        """How a tensor group splits the weights, by name; `vocabulary`: also those of embeddings and output layer."""
         return tensor_splits(self, vocabulary)
 
     def encode(self, source: Tensor, allowed: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class LanguageModel(nn.Module):
         return [self.embedding, *self.blocks, self.head]
 
     def cuts(self, vocabulary: bool) -> dict[str, TensorSplit]:
-        """How the ranks of a tensor group split the weights, by name; `vocabulary`: embeddings and output layer, too."""
+        """How a tensor group splits the weights, by name; `vocabulary`: also those of embeddings and output layer."""
         return tensor_splits(self, vocabulary)
 
     def hidden(self, tokens: Tensor) -> Tensor:

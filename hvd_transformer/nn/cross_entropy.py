@@ -10,8 +10,8 @@ from torch.autograd.function import once_differentiable
 from hvd_transformer.nn.contracts import WeightGrads
 from hvd_transformer.nn.parallel_layers import VocabShard, local_vocab_index, out_of_graph
 
-# Tokens a chunk. On a CPU the logits should stay below the 32 MiB from where on glibc takes each block anew from the
-# kernel, page by page: that is a tenth of a step. A GPU wants large matrices.
+# Tokens per chunk. On a CPU the logits should stay below the 32 MiB from which glibc maps each block anew, page by
+# page, which costs a tenth of a step. A GPU wants large matrices.
 CPU_CHUNK, GPU_CHUNK = 256, 4096
 
 
@@ -136,10 +136,10 @@ class _FusedCrossEntropy(torch.autograd.Function):
 
 
 def _local_log_probabilities(logits: Tensor, goal: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor, Tensor]:
-    """The log probabilities [N, V'] of the part's tokens; which targets [N, 1] are among these, and where.
+    """The log probabilities [N, V'] of the shard's tokens; which targets [N, 1] are among them, and at which index.
 
-    logits [N, V'], goal [N, 1] as numbers of the whole vocabulary. Each share gives its largest logit and the sum of
-    its exponentials above that; the sum over the vocabulary follows from those of all shares.
+    logits [N, V'], goal [N, 1] as numbers of the whole vocabulary. Each rank contributes its largest logit and the sum
+    of its exponentials relative to that; the sum over the vocabulary follows from those of all ranks.
     """
     top = logits.amax(-1)
     total = (logits - top[:, None]).exp_().sum(-1)

@@ -1,8 +1,8 @@
-"""Dropout whose random numbers depend on its place in the job alone: seed, epoch, samples, layer.
+"""Dropout whose random numbers depend only on its place in the job: seed, epoch, samples, layer.
 
-torch's CPU generator is one for the whole process: stages of a pipeline that run side by side would draw from it in
-any order. Here each call seeds a generator of its own, so a run repeats bit for bit whatever the partition and the
-timing, a layer computed again drops the same values, and a checkpoint has no random state to keep.
+torch has one CPU generator per process: pipeline stages that run side by side would draw from it in any order. Here
+each call seeds its own generator, so a run repeats bit for bit whatever the partition and the timing, a recomputed
+layer drops the same values, and a checkpoint has no random state to keep.
 """
 
 import threading
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 class _Here(threading.local):
-    """What this thread computes now, and its generators."""
+    """The place that this thread computes now, and its generators."""
 
     place: tuple[int, ...] | None = None
 
@@ -29,7 +29,7 @@ _here = _Here()
 
 @contextmanager
 def dropout_key(*place: int) -> Iterator[None]:
-    """What this thread computes inside belongs to this place in the job, such as (seed, epoch, first sample)."""
+    """Inside, this thread computes for this place in the job, such as (seed, epoch, first sample)."""
     before, _here.place = _here.place, place
     try:
         yield
@@ -39,7 +39,7 @@ def dropout_key(*place: int) -> Iterator[None]:
 
 @contextmanager
 def torch_dropout_key(device: torch.device) -> Iterator[None]:
-    """For modules that draw from torch's own generators: these are seeded by the place, and afterwards as before."""
+    """For modules that draw from torch's own generators: seeds them by the place, and restores them afterwards."""
     if _here.place is None:
         yield
         return
@@ -80,12 +80,12 @@ class Dropout(nn.Module):
         return f"rate={self.rate}, number={self.number}"
 
     def _seed(self) -> int:
-        """Of this call."""
+        """The seed of this call."""
         assert _here.place is not None
         return _seed((*_here.place, self.number), *([self.share] if self.share else []))
 
     def _generator(self, device: torch.device) -> torch.Generator:
-        """One a thread and device, seeded for this call."""
+        """The generator of this thread and device, seeded for this call."""
         generator = _here.generators.get(device)
         if generator is None:
             generator = _here.generators[device] = torch.Generator(device)
@@ -94,8 +94,11 @@ class Dropout(nn.Module):
 
 @torch.library.custom_op("hvd_transformer::dropout_mask", mutates_args=())
 def _cpu_mask(like: Tensor, rate: float, seed: int) -> Tensor:
-    """Zeros, and what keeps the mean. 16 random bits a value, six times as fast as torch's generator; the share that is
-    dropped is the next of 65,536 parts, and the others are scaled by just that."""
+    """Zeros, and the factor that keeps the mean.
+
+    It uses 16 random bits per value, which is six times as fast as torch's generator. The dropped share is rounded to
+    65,536ths, and the kept values are scaled by exactly that.
+    """
     count = like.numel()
     bits = np.random.SFC64(seed).random_raw(-(-count // 4)).view(np.int16)[:count]
     dropped = min(round(rate * 2**16), 2**16 - 1)
@@ -109,6 +112,6 @@ def _(like: Tensor, rate: float, seed: int) -> Tensor:
 
 
 def number_dropouts(model: nn.Module) -> None:
-    """Numbers a model's dropouts in its own order. Call once, when the model is whole."""
+    """Number a model's dropouts in its own order. Call once, when the model is complete."""
     for number, module in enumerate(module for module in model.modules() if isinstance(module, Dropout)):
         module.number = number

@@ -20,7 +20,7 @@ from hvd_transformer.gradients.buffers import WHOLE, ZeroShard
 
 @dataclass(frozen=True)
 class ParallelMesh:
-    """world = dp × tp; each rank computes on one device a pipeline stage."""
+    """world = dp × tp ranks, each with one device per pipeline stage."""
 
     dp: int
     tp: int
@@ -33,7 +33,7 @@ class ParallelMesh:
 
     @classmethod
     def of(cls, config: Config, world: World) -> "ParallelMesh":
-        """Checks the sizes against the world and this host; collective. Raises `UserError`."""
+        """The mesh of this world. Collective. Raises `UserError` if the sizes do not fit the world or the GPUs."""
         tensor = config.parallel.tensor
         if world.size % tensor:
             fitting = ", ".join(str(size) for size in range(1, world.size + 1) if world.size % size == 0)
@@ -59,11 +59,11 @@ class ParallelMesh:
 
     @property
     def device(self) -> torch.device:
-        """The first stage's."""
+        """The device of the first stage."""
         return self.devices[0]
 
     def across_hosts(self, config: Config, world: World) -> str | None:
-        """What it costs where ranks of a tensor group are on different hosts; None where none are."""
+        """A warning with the traffic if a tensor group spans hosts, otherwise None."""
         for group in _tp_groups(world.size, self.tp):
             hosts = list(dict.fromkeys(world.hosts[rank] for rank in group))
             if len(hosts) > 1:
@@ -71,14 +71,14 @@ class ParallelMesh:
                 tokens = training.batch_size * config.data.sequence_length
                 sent = 4 * model.num_layers * tokens * model.d_model * 4 / 2**20  # two sums forward, two backward
                 return (
-                    f"ranks {', '.join(map(str, group))}, which share their matrices, are on hosts {', '.join(hosts)}: "
-                    f"{sent:,.0f} MiB of activations a round go between them, with the layers waiting"
+                    f"the ranks {', '.join(map(str, group))} of one tensor group are on hosts {', '.join(hosts)}: "
+                    f"{sent:,.0f} MiB of activations per accumulation step go between them while the layers wait"
                 )
         return None
 
 
 def process_groups(size: int, tensor: int) -> list[Sequence[int]]:
-    """The groups that a world of this size needs beside itself, all of them on every rank; none where it cannot be."""
+    """The process groups beside the world, for every rank to create; none if `tensor` does not divide `size`."""
     if size % tensor:
         return []
     groups = [*_tp_groups(size, tensor), *_dp_groups(size, tensor)]
@@ -86,7 +86,7 @@ def process_groups(size: int, tensor: int) -> list[Sequence[int]]:
 
 
 def _tp_groups(size: int, tensor: int) -> list[Sequence[int]]:
-    """Neighbours: one host where its ranks are a multiple of them."""
+    """Neighbouring ranks, so that a group is on one host if the host's slots are a multiple of `tensor`."""
     return [range(first, first + tensor) for first in range(0, size, tensor)]
 
 
@@ -95,7 +95,7 @@ def _dp_groups(size: int, tensor: int) -> list[Sequence[int]]:
 
 
 def _devices(wanted: str, num_stages: int, world: World) -> tuple[torch.device, ...]:
-    """Stage s of local rank r: GPU r × stages + s, or the CPU."""
+    """The device of each stage: GPU r × num_stages + s for stage s of local rank r, or the CPU."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     first = world.local_rank * num_stages
     enough = num_gpus >= first + num_stages
@@ -105,7 +105,7 @@ def _devices(wanted: str, num_stages: int, world: World) -> tuple[torch.device, 
             f"training.device=cuda: host {world.host} has {num_gpus} GPUs for {needed}; "
             f"start at most {num_gpus // num_stages} ranks there, or set training.device=cpu"
         )
-    if wanted == "auto":  # one GPU short anywhere and all ranks compute on the CPU
+    if wanted == "auto":  # if any rank lacks a GPU, all ranks compute on the CPU
         wanted = "cuda" if all(world.all_gather_objects(enough)) else "cpu"
     if wanted == "cpu":
         return (torch.device("cpu"),) * num_stages

@@ -1,4 +1,4 @@
-"""Pipeline schedules: gpipe, 1f1b, zero_bubble."""
+"""Pipeline schedules: the order of forwards and backwards in each stage, for gpipe, 1f1b and zero_bubble."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -12,16 +12,19 @@ class Operation(NamedTuple):
     micro_batch: int
 
 
-Schedule = list[list[Operation]]  # of every stage, in order
+Schedule = list[list[Operation]]  # by stage
 
 ScheduleName = Literal["gpipe", "1f1b", "zero_bubble"]
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
 
 def make_schedule(kind: ScheduleName, num_stages: int, num_micro_batches: int) -> Schedule:
-    """GPipe (Huang et al. 2019), 1F1B with a flush (Narayanan et al. 2021, arXiv 2104.04473, section 2.2), or ZB-H1
-    (Qi et al. 2023, arXiv 2401.10241, section 3.1), where stage s is s micro-batches late with the weights'
-    gradients, so that all stages hold as much as 1F1B's first."""
+    """The operations of every stage for one accumulation step.
+
+    gpipe: Huang et al. 2019, arXiv 1811.06965. 1f1b with a flush: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.
+    zero_bubble: ZB-H1 of Qi et al. 2023, arXiv 2401.10241, section 3.1, where stage s defers weight gradients by s
+    micro-batches, so that every stage holds as many activations as the first stage of 1f1b.
+    """
     if kind not in SCHEDULES:
         raise ValueError(f"no such schedule: {kind!r}")
     schedule = []
@@ -39,14 +42,14 @@ def make_schedule(kind: ScheduleName, num_stages: int, num_micro_batches: int) -
 
 
 def forward_only(num_stages: int, num_micro_batches: int) -> Schedule:
-    """Evaluation: every micro-batch forward, no backward."""
+    """The schedule of evaluation: every micro-batch forward, no backward."""
     if num_stages < 1 or num_micro_batches < 1:
         raise ValueError(f"{num_stages} stages and {num_micro_batches} micro-batches: there must be one of each")
     return [[Operation("forward", micro_batch) for micro_batch in range(num_micro_batches)] for _ in range(num_stages)]
 
 
 def most_in_flight(operations: Sequence[Operation]) -> int:
-    """Micro-batches whose activations a stage holds at most: from its first operation on one to the end of its last."""
+    """The largest number of micro-batches whose activations a stage holds at the same time."""
     last = {operation.micro_batch: index for index, operation in enumerate(operations)}
     held: set[int] = set()
     most = 0

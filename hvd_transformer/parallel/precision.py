@@ -1,4 +1,4 @@
-"""Mixed precision: weights, gradients and sums in float32, matrix products in bfloat16 or float16."""
+"""Mixed precision: autocast of forward passes, and loss scaling for float16."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
@@ -9,12 +9,12 @@ Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 
 
 def weight_dtype(precision: Precision) -> torch.dtype:
-    """The format of weights, gradients and optimizer state."""
+    """The number format of weights, gradients and optimizer state."""
     return torch.float64 if precision == "fp64" else torch.float32
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """The context of forward passes."""
+    """The context of forward passes: matrix products in bfloat16 or float16 where `precision` says so."""
     if precision in ("fp32", "fp64"):
         return nullcontext()
     return torch.autocast(device.type, torch.bfloat16 if precision == "bf16" else torch.float16)
@@ -23,8 +23,8 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
 class LossScaler:
     """The factor that keeps float16 gradients off zero (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2).
 
-    Halved when a gradient overflows (that step is left out), doubled after `patience` good steps.
-    Every rank sees the same reduced gradients, so every rank's factor is the same. 1 for other precisions.
+    It is halved when a gradient overflows (that step is skipped) and doubled after `patience` good steps. All ranks
+    see the same reduced gradients, so all have the same factor. For other precisions it is 1.
     """
 
     def __init__(self, precision: Precision, patience: int = 2000) -> None:

@@ -1,4 +1,4 @@
-"""Do all replicas hold the same weights? Broadcast at the start, and a checksum that says which rank differs."""
+"""Keeps replicas equal: broadcasts the weights at the start, and names the ranks whose checksum differs later."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -11,7 +11,7 @@ from hvd_transformer.comm.group import Group
 from hvd_transformer.comm.world import World
 from hvd_transformer.gradients.buffers import GradBuffer
 
-# Each position has an odd weight of its own (modulo 2^64), so that swapped values are seen too.
+# Each position has its own odd weight (modulo 2^64), so that swapped values are seen, too.
 _CHUNK = 1 << 18
 _MULTIPLIER = 6364136223846793005
 
@@ -20,15 +20,14 @@ class ReplicasDiffer(RuntimeError):
     """The ranks that should hold equal weights do not."""
 
 
-def broadcast_parameters(buckets: Sequence[GradBuffer], group: Group) -> None:
-    """Every rank takes those of the group's first."""
-    for index, bucket in enumerate(buckets):
-        group.broadcast_(bucket.parameters, f"parameters.{index}")
+def broadcast_parameters(buffers: Sequence[GradBuffer], group: Group) -> None:
+    """Copy the parameters of the group's first rank to all others."""
+    for index, buffer in enumerate(buffers):
+        group.broadcast_(buffer.parameters, f"parameters.{index}")
 
 
 def checksum(tensors: Sequence[Tensor]) -> int:
-    """A 64-bit sum over the tensors' bits and their positions; runs where the tensors are, and waits once for each
-    device."""
+    """A 64-bit sum over the tensors' bits and positions, computed where the tensors are, with one wait per device."""
     words = [tensor.detach().contiguous().flatten().view(torch.int32) for tensor in tensors]
     longest: dict[torch.device, int] = {}
     for each in words:
@@ -47,14 +46,14 @@ def checksum(tensors: Sequence[Tensor]) -> int:
 
 
 def check_replicas(
-    buckets: Sequence[GradBuffer], world: World, when: str, tensor: int = 1, cut: Collection[str] = ()
+    buffers: Sequence[GradBuffer], world: World, when: str, tensor: int = 1, cut: Collection[str] = ()
 ) -> int:
-    """The weights' checksum; raises `ReplicasDiffer` naming the ranks that are not like the others.
+    """The checksum of the weights. Raises `ReplicasDiffer` with the ranks that differ from the others.
 
-    Each `tensor` neighbours share the weights named in `cut`, and have the others alike.
+    Groups of `tensor` neighbouring ranks split the weights named in `cut`; all other weights are equal on all ranks.
     """
     shared = set(cut) if tensor > 1 else set()
-    runs = [run for bucket in buckets for run in _runs(bucket, shared)]
+    runs = [run for buffer in buffers for run in _runs(buffer, shared)]
     own = [checksum([values for values, is_cut in runs if is_cut == part]) for part in (False, True)]
     sums = world.all_gather_objects(own)
     groups = [{rank: common for rank, (common, _) in enumerate(sums)}]
@@ -67,18 +66,18 @@ def check_replicas(
     return (own[0] * 31 + own[1]) % 2**64
 
 
-def _runs(bucket: GradBuffer, cut: Collection[str]) -> Iterator[tuple[Tensor, bool]]:
-    """The bucket's weights, neighbours that are all cut, or all not, as one tensor: (values, whether they are cut).
+def _runs(buffer: GradBuffer, cut: Collection[str]) -> Iterator[tuple[Tensor, bool]]:
+    """The buffer's weights, runs of split and of unsplit ones as one tensor each: (values, whether they are split).
 
-    What lies between two weights is zero on every rank.
+    The padding between two weights is zero on every rank.
     """
-    for is_cut, slots in groupby(bucket.slots, lambda slot: slot.name in cut):
+    for is_cut, slots in groupby(buffer.slots, lambda slot: slot.name in cut):
         own = list(slots)
-        yield bucket.parameters[own[0].start : own[-1].stop], is_cut
+        yield buffer.parameters[own[0].start : own[-1].stop], is_cut
 
 
 def _strangers(sums: dict[int, int]) -> set[int]:
-    """The ranks whose sum is not the usual one; all of them where none is usual."""
+    """The ranks whose sum is not the majority's; all ranks if there is no majority."""
     usual, count = Counter(sums.values()).most_common(1)[0]
     if count < len(sums) and 2 * count <= len(sums):
         return set(sums)

@@ -13,11 +13,11 @@ Item = TypeVar("Item")
 
 
 class Aborted(Exception):
-    """Another stage failed: this one has nothing more to do."""
+    """Another stage failed, so this one stops."""
 
 
 class Channel(Generic[Item]):
-    """One thread puts, one gets; both wait, and `abort` wakes both."""
+    """A bounded queue between two threads; `abort` wakes both."""
 
     def __init__(self, size: int) -> None:
         self._items: deque[Item] = deque()
@@ -25,7 +25,7 @@ class Channel(Generic[Item]):
         self._changed = threading.Condition()
 
     def put(self, item: Item) -> None:
-        """Waits for room. Raises `Aborted`."""
+        """Wait for room, then add the item. Raises `Aborted`."""
         with self._changed:
             self._changed.wait_for(lambda: self._aborted or len(self._items) < self._size)
             self._check()
@@ -33,7 +33,7 @@ class Channel(Generic[Item]):
             self._changed.notify_all()
 
     def get(self) -> Item:
-        """Waits for an item. Raises `Aborted`."""
+        """Wait for an item and remove it. Raises `Aborted`."""
         with self._changed:
             self._changed.wait_for(lambda: self._aborted or self._items)
             self._check()
@@ -42,7 +42,7 @@ class Channel(Generic[Item]):
             return item
 
     def abort(self) -> None:
-        """Every `put` and `get`, now and later, raises `Aborted`."""
+        """Make every `put` and `get`, now and later, raise `Aborted`."""
         with self._changed:
             self._aborted = True
             self._changed.notify_all()
@@ -53,43 +53,43 @@ class Channel(Generic[Item]):
 
 
 class StageTensors(NamedTuple):
-    """Tensors on their way to a stage; None stands for the gradient of one that has none."""
+    """Tensors sent to a stage; None stands for a missing gradient."""
 
     tensors: Sequence[Tensor | None]
     sender: Optional["CudaStageStreams"] = None
-    ready: torch.cuda.Event | None = None  # when the sender's GPU has made them
+    ready: torch.cuda.Event | None = None  # when the sender's GPU has computed them
 
 
 class StageStreams:
-    """Of a stage on the CPU, or alone on its GPU: it computes on the caller's stream."""
+    """The streams of a stage on the CPU, or of the only stage on a GPU: it computes on the caller's stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def begin(self) -> None:
-        """In the caller's thread, before the stage's worker starts."""
+        """Called in the caller's thread before the stage's worker starts."""
 
     def end(self) -> None:
-        """In the caller's thread, when the stage's worker has ended."""
+        """Called in the caller's thread after the stage's worker has ended."""
 
     def computing(self) -> AbstractContextManager[Any]:
-        """Around what the stage's worker does."""
+        """The context of the worker's computations."""
         return nullcontext()
 
     def send(self, tensors: Sequence[Tensor | None]) -> StageTensors:
-        """What this stage has just computed, for a neighbour."""
+        """Prepare what this stage has just computed for a neighbour."""
         return StageTensors(tensors)
 
-    def receive(self, parcel: StageTensors) -> tuple[Tensor | None, ...]:
-        """The tensors on this stage's device, to be computed with from now on."""
-        return tuple(None if tensor is None else self._received(tensor, parcel) for tensor in parcel.tensors)
+    def receive(self, sent: StageTensors) -> tuple[Tensor | None, ...]:
+        """The tensors on this stage's device, ready to use."""
+        return tuple(None if tensor is None else self._received(tensor, sent) for tensor in sent.tensors)
 
-    def _received(self, tensor: Tensor, parcel: StageTensors) -> Tensor:
+    def _received(self, tensor: Tensor, sent: StageTensors) -> Tensor:
         return tensor.to(self.device, non_blocking=True)
 
 
 class CudaStageStreams(StageStreams):
-    """Of one of several stages, each on a GPU; several may share one."""
+    """The streams of one of several stages on GPUs; stages may share a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -107,18 +107,18 @@ class CudaStageStreams(StageStreams):
     def send(self, tensors: Sequence[Tensor | None]) -> StageTensors:
         return StageTensors(tensors, self, self.compute.record_event())
 
-    def _received(self, tensor: Tensor, parcel: StageTensors) -> Tensor:
+    def _received(self, tensor: Tensor, sent: StageTensors) -> Tensor:
         if tensor.device == self.device:
-            if parcel.ready is not None:
-                self.compute.wait_event(parcel.ready)
-            tensor.record_stream(self.compute)  # its memory is the sender's stream's: not to be used again before
+            if sent.ready is not None:
+                self.compute.wait_event(sent.ready)
+            tensor.record_stream(self.compute)  # the sender's stream must not reuse its memory earlier
             return tensor
         with ExitStack() as streams:
-            if parcel.sender is not None and parcel.ready is not None:
+            if sent.sender is not None and sent.ready is not None:
                 # A copy between GPUs runs on the source's current stream.
-                streams.enter_context(torch.cuda.stream(parcel.sender.copies))
-                parcel.sender.copies.wait_event(parcel.ready)
-                tensor.record_stream(parcel.sender.copies)
+                streams.enter_context(torch.cuda.stream(sent.sender.copies))
+                sent.sender.copies.wait_event(sent.ready)
+                tensor.record_stream(sent.sender.copies)
             streams.enter_context(torch.cuda.stream(self.copies))
             moved = tensor.to(self.device, non_blocking=True)
         self.compute.wait_stream(self.copies)
@@ -127,7 +127,7 @@ class CudaStageStreams(StageStreams):
 
 
 def make_streams(devices: Sequence[torch.device]) -> list[StageStreams]:
-    """Of the stages on these devices."""
+    """The streams of the stages on these devices."""
     if len(devices) > 1 and all(device.type == "cuda" for device in devices):
         here = torch.cuda.current_device()
         return [

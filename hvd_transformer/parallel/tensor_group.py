@@ -31,7 +31,7 @@ def piece(whole: Tensor, split: TensorSplit, index: int, count: int) -> Tensor:
 
 
 def shard_model(model: nn.Module, splits: Splits, index: int, count: int) -> None:
-    """Leave the model rank `index`'s pieces of the weights; until `connect_tensor_group` layers compute with these only.
+    """Leave the model rank `index`'s pieces of the weights. Until `connect_tensor_group` layers use these only.
 
     Parameters stay the same objects, so tied ones stay tied.
     """

@@ -29,14 +29,14 @@ from hvd_transformer.training.process import StopRequest, keep_freed_memory
 from hvd_transformer.training.state import TrainState
 from hvd_transformer.training.trainer import Trainer
 
-# Whatever the ranks of the training shared, these may be any; and nothing is updated, so there is no optimizer state.
+# How the training was parallelized does not matter here; and nothing is updated, so there is no optimizer state.
 _AS_DEFAULT = {key: value for key, value in flatten(Config()).items() if key.startswith("parallel.")}
 _NO_OPTIMIZER = {"optimizer.name": "sgd", "optimizer.momentum": 0.0}
 
 
 @dataclass(frozen=True)
 class Request:
-    """The command line. `data`: a file, or a folder with the split; None: what the checkpoint was trained on."""
+    """What to evaluate. `data` is a file, or a folder with the split; None: what the checkpoint was trained on."""
 
     checkpoint: Path
     settings: Sequence[str] = ()
@@ -46,7 +46,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Result:
-    """`count` units, which the loss is the mean of; `left_out` samples by reason; `notes` on the metrics."""
+    """The loss is the mean over `count` units; `left_out` are samples by reason; `notes` are about the metrics."""
 
     folder: Path
     split: str
@@ -59,26 +59,26 @@ class Result:
 
 
 def evaluation_config(saved: Checkpoint, request: Request) -> Config:
-    """The checkpoint's own, but for how the work is cut over the ranks, which is as the request says.
+    """The checkpoint's configuration with the request's settings; parallel settings are the request's only.
 
     Raises `UserError`.
     """
     values = {**saved.state["config"], **_AS_DEFAULT, **_NO_OPTIMIZER}
     if values.get("model.pretrained") is not None:
-        values["model.pretrained"] = str(saved.folder)  # a checkpoint is such a folder, too
+        values["model.pretrained"] = str(saved.folder)  # a checkpoint is a Hugging Face folder, too
     config = load_again(values, str(request.checkpoint), request.settings)
     if request.data is None:
         return config
     if not request.data.exists():
         raise UserError(f"--data {request.data}: no such file or folder")
-    # For messages; what is prepared is told apart by the path itself.
+    # For messages only; the prepared data is identified by the path itself.
     return config.model_copy(update={"data": config.data.model_copy(update={"source": str(request.data)})})
 
 
 def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchdog, progress: Silent) -> Result:
-    """The metrics of one split, the same on all ranks. Collective. Rank 0 alone reads the checkpoint.
+    """Evaluate one split; the same result on all ranks. Collective. Only rank 0 reads the checkpoint.
 
-    Raises `UserError` on all ranks where the input is wrong, `Stopped` where a signal came while data was prepared.
+    Raises `UserError` on all ranks if the input is wrong, `Stopped` if a signal arrives while data is prepared.
     """
     keep_freed_memory()
     heartbeat = watchdog.heartbeat
@@ -91,7 +91,7 @@ def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchd
     agree(world, lambda: check_partition(config))
 
     def should_stop() -> bool:
-        heartbeat.mark()  # also of a rank that waits while another one prepares
+        heartbeat.mark()  # also on a rank that waits while another one prepares
         return bool(stop)
 
     path = request.data and request.data.resolve()
@@ -117,7 +117,7 @@ def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchd
 
 
 def _read_and_send(checkpoint: Path, world: World) -> Checkpoint:
-    """Rank 0 alone reads: other hosts need not see the folder, unless it is one of `model.pretrained`."""
+    """Only rank 0 reads: other hosts need not see the folder, unless `model.pretrained` is set."""
 
     def read() -> tuple[str, dict[str, Any], dict[str, tuple[str, str]]] | None:
         if world.rank:
@@ -131,7 +131,7 @@ def _read_and_send(checkpoint: Path, world: World) -> Checkpoint:
 
 
 def _check_unchanged(data: Data, split: str, state: Mapping[str, Any], config: Config) -> None:
-    """Other samples than those of the training's split may be some that the model was trained on."""
+    """Raise `UserError` if the split is not training's: the model may have been trained on its samples."""
     wanted = state.get("splits", {}).get(split)
     if wanted is not None and wanted != getattr(data, "split_digests", {}).get(split):
         raise UserError(
@@ -141,7 +141,7 @@ def _check_unchanged(data: Data, split: str, state: Mapping[str, Any], config: C
 
 
 def _split(task: Task, wanted: str | None, config: Config) -> str:
-    """What the task has prepared; of a task that prepares all it was trained on, the wanted split."""
+    """The name of the split to evaluate. Raises `UserError` if there is none."""
     there = [split for split in (WHOLE, "test", "valid", "train") if task.has_split(split)]
     if there in ([], ["train"]) and wanted is None or wanted not in (None, *there):
         what = wanted or "valid and no test"

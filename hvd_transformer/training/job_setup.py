@@ -1,4 +1,4 @@
-"""What training and evaluation are assembled from, alike on every rank: data, task, compiled layers."""
+"""What training and evaluation share at the start, the same on every rank: data, task, compiled layers."""
 
 import torch
 
@@ -17,7 +17,7 @@ from hvd_transformer.tasks.task import Data, EvaluationSpec, PrepareContext, Tas
 
 
 def check_same_configuration(config: Config, world: World) -> None:
-    """Raises `UserError` naming the first key in which a rank differs from rank 0. Collective."""
+    """Raise `UserError` with the first key in which a rank differs from rank 0. Collective."""
     first, *others = world.all_gather_objects(flatten(config))
     for rank, other in enumerate(others, start=1):
         for key, value in first.items():
@@ -30,7 +30,7 @@ def check_same_configuration(config: Config, world: World) -> None:
 def prepare_data(
     config: Config, progress: Silent, should_stop: ShouldStop, wanted: EvaluationSpec | None = None
 ) -> Data:
-    """Of a whole training; or what is `wanted` for an evaluation alone."""
+    """The data of a training, or only what is `wanted` for an evaluation."""
     with process_map(config.data.workers) as mapper:
         preparing = PrepareContext(mapper, progress.message, should_stop)
         if wanted is None:
@@ -39,7 +39,7 @@ def prepare_data(
 
 
 def check_same_data(data: Data, world: World) -> None:
-    """Raises `UserError` where hosts differ. Collective."""
+    """Raise `UserError` if hosts have different data. Collective."""
     digests = world.all_gather_objects([world.host, data.digest])
     for host, digest in digests:
         if digest != digests[0][1]:
@@ -47,7 +47,7 @@ def check_same_data(data: Data, world: World) -> None:
 
 
 def make_task(config: Config, data: Data, mesh: ParallelMesh) -> Task:
-    """The model is made alike on every rank from the seed alone."""
+    """The task with its model, whose weights depend on the seed only: the same on every rank."""
     torch.manual_seed(config.seed)
     torch.set_default_dtype(weight_dtype(config.training.precision))
     try:
@@ -57,7 +57,7 @@ def make_task(config: Config, data: Data, mesh: ParallelMesh) -> Task:
 
 
 def compile_layers(config: Config, task: Task) -> None:
-    """Where the configuration says so. Call when the weights are there."""
+    """Compile the blocks if `training.compile` is set. Call when the weights are loaded."""
     if config.training.compile:
         for layer in task.layers:
             if layer.recompute:  # a block

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the position in the job, so that there is no state to restore."""
+"""The learning rate as a pure function of the step, so that there is no state to restore."""
 
 import math
 
@@ -6,14 +6,16 @@ from hvd_transformer.config.schema import OptimizerConfig
 
 
 def peak_rate(config: OptimizerConfig, replicas: float) -> float:
-    """`optimizer.lr` scaled to so many replicas (Goyal et al. 2017, arXiv 1706.02677, section 2.1);
-    `training.step_size` says how many."""
+    """`optimizer.lr` scaled by the number of replicas (Goyal et al. 2017, arXiv 1706.02677, section 2.1).
+
+    `config.batch_size.rate_replicas` gives that number.
+    """
     scale = {"linear": replicas, "sqrt": math.sqrt(replicas), "none": 1.0}[config.lr_scaling]
     return config.lr * scale
 
 
 def learning_rate(config: OptimizerConfig, replicas: float, step: int, epoch: int, total_steps: int) -> float:
-    """The rate of the update number `step` (from 0) in `epoch` (from 0), of a job of `total_steps`."""
+    """The learning rate of update `step` in `epoch`, both from 0, of a job of `total_steps`."""
     peak, warmup = peak_rate(config, replicas), config.warmup_steps
     if step < warmup:
         warm = peak * (step + 1) / warmup

@@ -1,4 +1,4 @@
-"""This process: signals that ask it to stop, and the memory allocator's settings."""
+"""Settings of this process: signals that request a stop, and the memory allocator."""
 
 import ctypes
 import os
@@ -7,7 +7,7 @@ from types import FrameType
 
 
 class StopRequest:
-    """Notes the first SIGINT or SIGTERM; a second Ctrl-C interrupts at once."""
+    """Records the first SIGINT or SIGTERM; a second Ctrl-C interrupts at once."""
 
     def __init__(self) -> None:
         self.signal: str | None = None
@@ -22,26 +22,26 @@ class StopRequest:
         self.signal = signal.Signals(number).name
 
     def end_at_once(self) -> None:
-        """From now on a signal ends this process: there is nothing to save."""
+        """From now on a signal ends this process at once: there is nothing to save."""
         for number in self._previous:
             signal.signal(number, signal.SIG_DFL)
 
     def restore(self) -> None:
-        """Puts the earlier handlers back."""
+        """Restore the earlier signal handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
 
 # Parameters of mallopt(3), from glibc's malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-# Larger blocks come from the kernel and go back to it. This is where glibc's own sliding threshold ends up.
+# Larger blocks are mapped and unmapped one by one. This is where glibc's own sliding threshold ends up.
 LARGEST_KEPT_BLOCK = 32 * 2**20
-# The free end of the heap may be as long as this.
+# The largest free end of the heap that is kept.
 KEPT_END = 2**30
 
 
 def keep_freed_memory() -> bool:
-    """Sets it for this process; False where the user has own settings or the C library is not glibc."""
+    """Make glibc keep freed memory; False if the user has set the allocator, or the C library is not glibc."""
     chosen = any(name.startswith("MALLOC_") for name in os.environ)
     if chosen or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False

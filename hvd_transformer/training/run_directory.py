@@ -1,6 +1,6 @@
-"""Claiming `output_dir`: is it ours, can it be written, and is there a checkpoint to go on from?
+"""Claims `output_dir`: is it a run directory, can it be written, and is there a checkpoint to resume from?
 
-Nothing is written before all input was found right: a start that is refused leaves what it found.
+Nothing is written before all input has been checked: a refused start leaves the folder as it was.
 """
 
 import fcntl
@@ -19,24 +19,24 @@ from hvd_transformer.config import Config, dump, load_file
 from hvd_transformer.config.schema import flatten, may_change
 from hvd_transformer.errors import UserError
 
-# A job that was just killed may take a moment to be gone.
+# A job that was just killed may need a moment to exit.
 LOCK_SECONDS = 5.0
 
 
 class RunDirectory:
-    """The folder of one run. Rank 0's process claims it and writes to it; every rank keeps a log in it."""
+    """The folder of one run. Rank 0 claims and writes it; every rank keeps a log in it."""
 
     def __init__(self, config: Config) -> None:
         self.path = Path(config.output_dir).expanduser()
         self.store = CheckpointStore(self.path / "checkpoints", config.checkpoint.keep_last)
         self._release: Callable[[], object] | None = None
-        self._made: list[Path] = []  # folders, the innermost first
+        self._made: list[Path] = []  # folders that `claim` created, the innermost first
 
     def claim(self, config: Config, warn: Callable[[str], None]) -> Path | None:
-        """Makes the folder or takes an earlier run's; returns the checkpoint to go on from, if any.
+        """Create the folder or take an earlier run's; returns the checkpoint to resume from, if any.
 
-        `begin` or `abandon` follows. Raises `UserError` and loses nothing where the folder is another's,
-        cannot be written, or holds a run whose configuration does not agree.
+        `begin` or `abandon` follows. Raises `UserError` and changes nothing if the folder is not a run directory,
+        cannot be written, or holds a run with a different configuration.
         """
         self._check_folder()
         self._lock()
@@ -47,7 +47,7 @@ class RunDirectory:
             raise
 
     def begin(self, config: Config, rank: int) -> None:
-        """Writes what a run starts with. Every rank calls it: on another host the folder is that host's own."""
+        """Write what a run starts with. Every rank calls it: on another host the folder may be that host's own."""
         try:
             if rank == 0:
                 self.store.clean()
@@ -59,9 +59,9 @@ class RunDirectory:
             raise UserError(f"output_dir={self.path}: cannot be written: {error.strerror}") from None
 
     def abandon(self) -> None:
-        """Leaves the folder as it was before `claim`."""
+        """Restore the folder to what it was before `claim`."""
         for folder in self._made:
-            with suppress(OSError):  # something is in it by now
+            with suppress(OSError):  # not empty any more
                 folder.rmdir()
         self.release()
 
@@ -87,7 +87,7 @@ class RunDirectory:
             raise UserError(f"output_dir={self.path}: cannot be made: {error.strerror}") from None
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise UserError(f"output_dir={self.path}: cannot be written")
-        # A start that was killed early leaves dot files; a rank on a host that rank 0 was not on, its log.
+        # A start that was killed early leaves dot files; a rank on another host than rank 0's leaves its log.
         others = [name for name in present if not name.startswith(".")]
         logs = (self.path / "logs").glob("*")
         logs_alone = others == ["logs"] and all(log.match("rank-*.log") or log.match("beat-*") for log in logs)
@@ -98,7 +98,7 @@ class RunDirectory:
             )
 
     def _lock(self) -> None:
-        """Two jobs in one folder would remove each other's files. The lock ends with this process, however it ends."""
+        """Keep other jobs out: they would remove each other's files. The lock ends with this process, however it ends."""
         folder = os.open(self.path, os.O_RDONLY)
         self._release = weakref.finalize(self, os.close, folder)
         limit = time.monotonic() + LOCK_SECONDS
@@ -118,12 +118,12 @@ class RunDirectory:
                 return
 
     def release(self) -> None:
-        """Lets another job have the folder; the end of this process does, too."""
+        """Release the lock, as the end of this process does."""
         if self._release is not None:
             self._release()
 
     def _is_ours(self) -> bool:
-        """Whether the configuration in the folder is one of hvd-train."""
+        """Whether the folder has a configuration of hvd-train."""
         file = self.path / "config.yaml"
         try:
             content = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -133,9 +133,9 @@ class RunDirectory:
 
 
 def check_agreement(config: Config, checkpoint: Path) -> None:
-    """Raises `UserError` naming the first key that must be the same as in the checkpoint and is not."""
+    """Raise `UserError` with the first key that must equal the checkpoint's and does not."""
     wanted = flatten(config)
-    # There the batch is the number of columns, which says what a stretch of rows is.
+    # With columns, the batch size is the number of columns and so defines the samples.
     fixed = {"training.batch_size"} if config.data.batching == "columns" else set()
     made_with = read_state(checkpoint).get("config", {})
     for key, value in made_with.items():

@@ -1,4 +1,4 @@
-"""One run from its first step to its summary: the loop, with what is shown, recorded, evaluated and saved."""
+"""One run from its first step to its summary: when to log, evaluate, save and stop."""
 
 import json
 import logging
@@ -24,12 +24,12 @@ from hvd_transformer.training.state import StepResult
 from hvd_transformer.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
-# The steps of a start that `profile` records; the first ones are slower than the rest.
+# The steps after a start that `profile` records; the first two are slower than the rest.
 PROFILED = range(3, 8)
 
 
 class Session:
-    """Runs a `Trainer` to the end of the job or to a stop; rank 0 writes the run directory."""
+    """Runs a `Trainer` until the job ends or is stopped; rank 0 writes the run directory."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Session:
         self.valid: dict[str, float] | None = None
 
     def train(self, stop: StopRequest) -> str:
-        """Steps until the end ("finished") or until a rank was asked to stop ("stopped"). Collective."""
+        """Train until the end ("finished") or until a rank was asked to stop ("stopped"). Collective."""
         state = self.trainer.state
         self.progress.start(self.trainer.total_steps, state.step)
         stopped = False
@@ -112,14 +112,14 @@ class Session:
         return summary
 
     def save(self, best: bool) -> None:
-        """A checkpoint of this step, unless there is one; the replicas are compared first. Collective."""
+        """Save a checkpoint of this step, unless there is one; the replicas are compared first. Collective."""
         state = self.trainer.state
         if self.saved_step == state.step and not best:
             return
         self.heartbeat.enter("checkpoint")
         stopped = time.perf_counter()
         checksum = self.trainer.engine.check_replicas(f"step {state.step}")
-        self.saver.wait()  # before the copy: at most one is held
+        self.saver.wait()  # before the copy, so that at most one exists
         began = time.perf_counter()
         self.saver.save(self.trainer.capture(self.data_digest, checksum, best))
         now = time.perf_counter()
@@ -132,7 +132,7 @@ class Session:
         self.saved_step, self.saved_at = state.step, time.monotonic()
 
     def warn(self, text: str) -> None:
-        """A line on rank 0's screen and in its log."""
+        """Show a warning on rank 0's screen and in its log."""
         log.warning(text)
         self.progress.message(f"warning: {text}")
 
@@ -180,7 +180,7 @@ class Session:
             state.interval = dict.fromkeys(interval, 0.0)
 
     def _evaluate_if_due(self) -> bool:
-        """Evaluates the validation split when it is time; whether it is the best so far and to be kept."""
+        """Evaluate the validation split if it is time; returns whether to keep it as the best so far."""
         state, every = self.trainer.state, self.config.training.eval_every
         epoch_ended = state.remaining is None
         due = epoch_ended if every is None else state.step % every == 0
@@ -231,12 +231,12 @@ class Session:
             self.warn(f"{file}: cannot be written: {error}")
 
     def _save_due_by_time(self) -> bool:
-        """Rank 0's clock decides, so that the ranks agree."""
+        """Whether a checkpoint is due by `checkpoint.every_seconds`. Rank 0's clock decides."""
         every = self.config.checkpoint.every_seconds
         return self.world.rank == 0 and every is not None and time.monotonic() - self.saved_at >= every
 
     def _load_best(self) -> bool:
-        """The best weights, where the last ones are not the best."""
+        """Load the best weights, if they are not the last ones; returns whether it did."""
         state = self.trainer.state
         if not self.config.checkpoint.keep_best or state.best_step in (None, state.step):
             return False
@@ -278,7 +278,7 @@ def _of_split(split: str, metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _finite(summary: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinities."""
+    """Replace infinities and NaN, which JSON lacks, by null."""
     return {
         key: None if isinstance(value, float) and not abs(value) < float("inf") else value
         for key, value in summary.items()

@@ -1,4 +1,4 @@
-"""How far a job is, and what one step brought."""
+"""How far a job has come, and the result of one step."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -9,14 +9,17 @@ from hvd_transformer.data.sampler import Intervals
 
 @dataclass
 class TrainState:
-    """How far the job is: all that the next step depends on beside weights and optimizer state."""
+    """How far the job has come: all that the next step depends on beside weights and optimizer state.
+
+    Its members are the keys of `position` in a checkpoint's state.json.
+    """
 
     step: int = 0
-    updates: int = 0  # steps less the ones left out because a float16 gradient overflowed
+    updates: int = 0  # steps without those skipped because a float16 gradient overflowed
     epoch: int = 0
     remaining: Intervals | None = None  # of this epoch; None: all of it
     samples: int = 0
-    targets: int = 0  # what the losses were the mean of: tokens
+    targets: int = 0  # that the losses are the mean of: tokens or samples
     seconds: float = 0.0
     best: float | None = None  # of best_metric
     best_metric: str | None = None  # training.best_metric
@@ -33,7 +36,7 @@ class TrainState:
         return asdict(self)
 
     def choose_best_by(self, metric: str) -> None:
-        """The best so far counts for as long as `training.best_metric` stays the same."""
+        """Forget the best evaluation so far if `training.best_metric` has changed."""
         if self.best_metric not in (None, metric):  # None: a new job, or a checkpoint older than this member
             self.best, self.best_step, self.not_better, self.evaluated_step = None, None, 0, None
         self.best_metric = metric
@@ -57,14 +60,14 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step brought, the same on every rank."""
+    """The result of one step, the same on every rank."""
 
     epoch: int  # counted from 0
     loss: float
     count: int
     grad_norm: float
     learning_rate: float
-    stop: bool  # some rank was asked to stop
-    save: bool  # some rank asks for a checkpoint
+    stop: bool  # a rank was asked to stop
+    save: bool  # a rank asks for a checkpoint
     seconds: float
-    work: Sequence[float]  # of each rank in the step before: seconds less those it waited for others; 0 if none was
+    work: Sequence[float]  # seconds that each rank did not wait for others in the step before; 0 in the first

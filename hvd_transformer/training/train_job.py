@@ -1,4 +1,4 @@
-"""Assembles a job from its configuration on every rank, and runs it."""
+"""Assembles a training job from its configuration on every rank, and runs it."""
 
 import logging
 from io import TextIOWrapper
@@ -29,10 +29,10 @@ log = logging.getLogger("hvd_transformer")
 
 
 def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | None = None) -> dict[str, Any]:
-    """Trains; returns the summary, whose `status` is "finished" or "stopped". Collective.
+    """Train; returns the summary, whose `status` is "finished" or "stopped". Collective.
 
-    `watchdog` is told what this rank is doing. Raises `UserError` (on every rank) before training starts where the
-    input is wrong.
+    `watchdog` learns what this rank is doing. Raises `UserError` on every rank, before training starts, if the input is
+    wrong.
     """
     keep_freed_memory()
     watchdog = watchdog or Watchdog(world.rank, world.size)
@@ -87,10 +87,10 @@ def _assemble(
     stop: StopRequest,
     heartbeat: Heartbeat,
 ) -> tuple[Data, Trainer]:
-    """The data, and a trainer with the first weights or the checkpoint's: all that wrong input can make fail."""
+    """The data, and a trainer with initial or restored weights: everything that wrong input can make fail."""
 
     def should_stop() -> bool:
-        heartbeat.mark()  # also of a rank that waits while another one prepares
+        heartbeat.mark()  # also on a rank that waits while another one prepares
         return bool(stop)
 
     data = agree(world, lambda: prepare_data(config, progress, should_stop))
@@ -109,7 +109,7 @@ def _assemble(
 
 
 class _LogFile(logging.FileHandler):
-    """Makes its folder with the first line: a start that is refused has none."""
+    """Creates its folder with the first line, so that a refused start leaves none."""
 
     def _open(self) -> TextIOWrapper:
         Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ class _LogFile(logging.FileHandler):
 
 
 def _log_to(file: Path) -> None:
-    """Each rank's own log; the screen is rank 0's progress alone."""
+    """Log to the rank's own file; the screen shows rank 0's progress only."""
     handler = _LogFile(file, encoding="utf-8", delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.handlers = [handler]

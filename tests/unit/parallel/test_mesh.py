@@ -121,7 +121,9 @@ def test_matrices_across_hosts_are_told_with_the_cost_or_refused() -> None:
     world = GroupedWorld(rank=0, size=4)
     world.hosts = ["a", "b", "b", "c"]
     # 4 blocks × 4 sums × 8 × 128 tokens × 192 numbers of 4 bytes
-    told = "ranks 0, 1, which share their matrices, are on hosts a, b: 12 MiB of activations a round go between them"
+    told = (
+        "the ranks 0, 1 of one tensor group are on hosts a, b: 12 MiB of activations per accumulation step go between"
+    )
     assert str(shared(world).across_hosts(load(), world)).startswith(told)
     with pytest.raises(UserError, match=f"parallel.tensor_across_hosts=never: {told}"):
         shared(world, "parallel.tensor_across_hosts=never")
