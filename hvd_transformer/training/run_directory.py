@@ -98,7 +98,7 @@ class RunDirectory:
             )
 
     def _lock(self) -> None:
-        """Keep other jobs out: they would remove each other's files. The lock ends with this process, however it ends."""
+        """Keep other jobs out: they would remove each other's files. The lock ends with this process."""
         folder = os.open(self.path, os.O_RDONLY)
         self._release = weakref.finalize(self, os.close, folder)
         limit = time.monotonic() + LOCK_SECONDS

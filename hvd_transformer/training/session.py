@@ -89,7 +89,7 @@ class Session:
         return "stopped" if stopped else "finished"
 
     def finish(self, status: str) -> dict[str, Any]:
-        """Tests the best weights (after "finished"), writes summary and report; returns the summary. Collective."""
+        """Test the best weights (after "finished"), write summary and report; returns the summary. Collective."""
         summary = self._summary(status)
         if status == "finished":
             best = self._load_best()
