@@ -7,8 +7,7 @@
 A backward sends the gradient up before the weight gradients of linear layers are computed, which nobody waits for.
 
 A stage runs its backwards in the order of the micro-batches, so gradients add up as without a pipeline, bit for bit.
-With one stage everything runs in the caller's thread. (GPipe: Huang et al. 2019, arXiv 1811.06965; 1F1B: Narayanan et
-al. 2021, arXiv 2104.04473.)
+With one stage everything runs in the caller's thread. `parallel.pipeline_schedule` has the schedules.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,13 +26,7 @@ from hvd_transformer.gradients.weight_grads import WeightGradStore
 from hvd_transformer.monitoring.timeline import Timeline
 from hvd_transformer.nn.contracts import Layer, MicroBatch, Tensors
 from hvd_transformer.nn.dropout import dropout_key
-from hvd_transformer.parallel.pipeline_schedule import (
-    Operation,
-    Schedule,
-    ScheduleName,
-    forward_only,
-    make_schedule,
-)
+from hvd_transformer.parallel.pipeline_schedule import Operation, Schedule, ScheduleName, forward_only, make_schedule
 from hvd_transformer.parallel.precision import Precision, autocast
 from hvd_transformer.parallel.stage_link import Aborted, Channel, StageTensors, make_streams
 
