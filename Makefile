@@ -1,4 +1,4 @@
-# make train: install everything into .venv, then train on two Horovod ranks. make test, make lint, make bench likewise.
+# make train: install everything into .venv, then train on two Horovod ranks. make test, make lint, make docs, make bench likewise.
 PYTHON ?= python3
 # Relative: make cuts names at spaces, and the checkout's path may have some.
 VENV := .venv
@@ -22,7 +22,7 @@ ifneq ($(HOROVOD_GPU_OPERATIONS),$(INSTALLED_GPU_OPERATIONS))
 .PHONY: $(STAMP)
 endif
 
-.PHONY: train test unit-tests distributed-tests test-docker lint bench install clean
+.PHONY: train test unit-tests distributed-tests test-docker lint docs bench install clean
 
 train: install
 	horovodrun -np 2 -H localhost:2 hvd-train --preset python-docs output_dir=$(OUTPUT)
@@ -50,6 +50,10 @@ lint: install
 	$(BIN)/shellcheck docker/*.sh .ci/run
 	$(BIN)/hadolint $(HADOLINT) docker/Dockerfile.*
 
+# The site, into site/. A broken link, a missing anchor or a page that is not in the navigation fails.
+docs: install
+	$(BIN)/python -m mkdocs build --strict --quiet
+
 bench: install
 	$(BIN)/python -m benchmarks.data_parallel
 	$(BIN)/python -m benchmarks.pipeline
@@ -72,4 +76,4 @@ $(STAMP): setup.cfg constraints.txt docker/build_horovod.sh docker/patches/wake_
 	@echo '$(HOROVOD_GPU_OPERATIONS)' >$@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) build site *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

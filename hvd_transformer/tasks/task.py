@@ -1,6 +1,6 @@
 """What the loop asks of a task: its data, its layers, and batches. The rest of training is the same for all.
 
-A task of one's own is a class that implements `Task`, or `training.example_task.ExampleTask` for samples that differ in
+A task of one's own is a class that implements `Task`, or `ExampleTask` for samples that differ in
 length; `task=package.module:Class` trains it (docs/own-task.md).
 """
 
