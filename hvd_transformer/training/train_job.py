@@ -37,7 +37,7 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | No
     watchdog = watchdog or Watchdog(world.rank, world.size)
     heartbeat = watchdog.heartbeat
     heartbeat.world = world
-    progress = Progress(*screen()) if world.rank == 0 else Silent()
+    progress = Progress(*screen(world.size)) if world.rank == 0 else Silent()
     layout = agree(world, lambda: ParallelMesh.of(config, world))
     agree(world, lambda: check_partition(config))
     agree(world, lambda: check_step_size(config, layout.dp))
@@ -68,7 +68,7 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | No
             f"stopped after step {position.step} ({stop.signal or 'asked on another rank'}); everything is saved: "
             f"the same command goes on from here\nrun directory: {directory.path}"
         )
-    heartbeat.enter("end")
+    heartbeat.enter_phase("end")
     trainer.check_replicas("at the end")
     summary = session.finish(status)
     trainer.close()
@@ -89,7 +89,7 @@ def _assemble(
     """The data, and a trainer with the first weights or the checkpoint's: all that wrong input can make fail."""
 
     def should_stop() -> bool:
-        heartbeat.mark()  # also of a rank that waits while another one prepares
+        heartbeat.tick()  # also of a rank that waits while another one prepares
         return bool(stop)
 
     data = agree(world, lambda: prepare_data(config, progress, should_stop))
