@@ -1,6 +1,6 @@
-"""Files that appear whole or not at all: written aside, synced, renamed.
+"""Atomic file writes: to a temporary file, which is synced and renamed.
 
-A reader, another rank or the next start sees the old file or the new one, whatever kills the writer.
+A reader, another rank or the next start sees either the old file or the new one, even if the writer is killed.
 """
 
 import errno
@@ -9,22 +9,22 @@ from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
-# What file systems answer that cannot sync a folder (some network and FUSE mounts).
+# Errors of file systems that cannot sync a folder (some network and FUSE mounts).
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES}
 
 
 def write_text(path: Path, text: str) -> None:
-    """Put `text` into `path` as UTF-8, whole or not at all."""
+    """Writes `text` to `path` as UTF-8, atomically. Raises `OSError` like `write_bytes`."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Put `data` into `path`, whole or not at all. Raises OSError; `path` is then as it was before.
+    """Writes `data` to `path`, atomically. Raises `OSError`, and then leaves `path` as it was.
 
-    The temporary file lies in the same folder, under a name that starts with a dot. Only a killed process
-    leaves one behind.
+    The temporary file is in the same folder, with a name that starts with a dot. Only a killed process leaves one
+    behind.
     """
-    # Not tempfile: its files are private (0600), these follow the umask like any other.
+    # Not `tempfile`, whose files are private (0600): these follow the umask.
     temporary = path.with_name(f".{uuid4().hex}.tmp")
     try:
         with temporary.open("xb") as file:
@@ -40,7 +40,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` (new files, renames) survive a power cut."""
+    """Syncs a folder, so that new and renamed files in it survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

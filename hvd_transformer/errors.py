@@ -1,8 +1,8 @@
-"""The one exception for what a user can put right, and the exit codes that say more than that something failed."""
+"""The exception for errors that the user can fix, and the exit codes with a meaning."""
 
-WRONG_INPUT = 2  # one line on the screen, no traceback: starting it again will not help
-STALLED = 75  # ended by the watchdog, for a launcher to start it again: EX_TEMPFAIL of sysexits.h
+WRONG_INPUT = 2  # one line on stderr, no traceback; never retried
+STALLED = 75  # ended by the watchdog; a launcher may restart it (EX_TEMPFAIL of sysexits.h)
 
 
 class UserError(Exception):
-    """Names the file, line or key that is wrong, and what is allowed instead."""
+    """An error that the user can fix: names the file, line or key that is wrong, and what is allowed instead."""

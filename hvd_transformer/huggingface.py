@@ -1,4 +1,4 @@
-"""Hugging Face folders through transformers, an optional extra. Nothing is fetched."""
+"""Loads Hugging Face folders with transformers, an optional dependency. Nothing is downloaded."""
 
 from pathlib import Path
 from typing import Any
@@ -7,13 +7,13 @@ from hvd_transformer.errors import UserError
 
 
 def origin(folder: Path) -> str:
-    """What a message about the folder begins with."""
+    """The start of every message about the folder."""
     return f"model.pretrained={folder}"
 
 
 def from_folder(kind: str, folder: Path, **options: Any) -> Any:
-    """`transformers.<kind>.from_pretrained(folder)`. Raises `UserError` where it is not installed, or the folder not
-    whole."""
+    """`transformers.<kind>.from_pretrained(folder)`. Raises `UserError` if transformers is not installed, or the folder
+    is incomplete."""
     if not (folder / "config.json").is_file():
         raise UserError(f"{origin(folder)}: must be a folder with config.json, model.safetensors and a tokenizer")
     try:
@@ -25,9 +25,9 @@ def from_folder(kind: str, folder: Path, **options: Any) -> Any:
         ) from None
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    fixed = {"local_files_only": True, "trust_remote_code": False}  # neither fetched nor of the folder's own code
+    fixed = {"local_files_only": True, "trust_remote_code": False}  # no downloads, no code from the folder
     try:
         return getattr(transformers, kind).from_pretrained(folder, **fixed, **options)
-    except Exception as error:  # each kind of damage has another
+    except Exception as error:  # the type depends on the damage
         said = str(error).strip().splitlines() or [""]
         raise UserError(f"{origin(folder)}: cannot be read: {type(error).__name__}: {said[0]}") from None

@@ -1,4 +1,4 @@
-"""What the user names as `package.module:name`: imported from where they stand, or from what is installed."""
+"""The user's own functions and classes, named as `package.module:name`."""
 
 import sys
 from importlib import import_module
@@ -8,21 +8,24 @@ from hvd_transformer.errors import UserError
 
 
 def load_plugin(path: str, origin: str, kind: str) -> Any:
-    """The named function or class. Raises `UserError` that begins with `origin`, the setting."""
+    """Imports the function or class at `path`, from the current folder or an installed package.
+
+    Raises `UserError`, which begins with `origin`, the setting that names it. `kind` is "function" or "Class".
+    """
     module, _, name = path.partition(":")
     if not module or not name:
         raise UserError(f"{origin}: must be of the form package.module:{kind}")
     if "" not in sys.path:
-        sys.path.insert(0, "")  # a console script does not look where the user stands
+        sys.path.insert(0, "")  # console scripts do not import from the current folder
     try:
         found = getattr(import_module(module), name)
     except Exception as error:
         raise UserError(f"{origin}: cannot be imported: {first_line(error)}") from error
     if not callable(found):
-        raise UserError(f"{origin}: {name} is no {kind}")
+        raise UserError(f"{origin}: {name} is not a {kind}")
     return found
 
 
 def first_line(error: Exception) -> str:
-    """What an error of the user's code says, for one line."""
+    """An error of the user's code as one line."""
     return f"{type(error).__name__}: {error}".strip().splitlines()[0]

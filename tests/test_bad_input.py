@@ -133,7 +133,10 @@ def test_a_partition_function_of_the_working_directory(tmp_path):
         (["task=pathlib:Path"], "task=pathlib:Path: must be a subclass of hvd_transformer.tasks.task.Task"),
         (["task=hvd_transformer.tasks.task:Task"], "lacks batch, describe, evaluation_batches"),
         (["task=translation"], "data.source=absent: no such file or folder"),
-        (["task=translation", "data.sequence_length=1024"], "model.max_length=1024 less one for a target's beginning"),
+        (
+            ["task=translation", "data.sequence_length=1024"],
+            "model.max_length=1024 minus one for the target's start token",
+        ),
         (["task=classification", "data.batching=columns"], "data.batching=columns: not with task=classification"),
         (
             ["task=classification", "training.label_smoothing=1"],
@@ -169,7 +172,7 @@ def test_labelled_texts(tmp_path, words, message):
 
 def test_a_configuration_file_names_its_line(tmp_path):
     (tmp_path / "job.yaml").write_text("model:\n  num_layers: 2\n d_model: 3\n")
-    assert "job.yaml, line 3: no valid YAML" in refused(tmp_path, "--config", "job.yaml")
+    assert "job.yaml, line 3: not valid YAML" in refused(tmp_path, "--config", "job.yaml")
 
 
 def test_no_data_folder(tmp_path):

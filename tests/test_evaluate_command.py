@@ -186,9 +186,9 @@ def test_launch_checks_the_words_first(trained, folder: Path) -> None:
     for words, message in (
         (
             [directory, "model.d_model=8"],
-            "model.d_model is the checkpoint's own, model.d_model=32, and",
+            "model.d_model is fixed by the checkpoint, model.d_model=32, and",
         ),
-        ([directory, "optimizer.lr=1"], "optimizer.lr is the checkpoint's own"),
+        ([directory, "optimizer.lr=1"], "optimizer.lr is fixed by the checkpoint"),
         ([directory, "lr=1"], "lr (command line): unknown key, did you mean optimizer.lr?"),
         ([directory, "parallel.tensor=3"], "parallel.tensor=3: must divide model.num_heads=2"),
         ([directory, "--data", "absent"], "--data absent: no such file or folder"),

@@ -1,1 +1,1 @@
-"""The commands: one file each, thin; whatever is heavy is imported inside the command, so `--help` is instant."""
+"""The commands, one thin file each. Slow imports happen inside the command body, so that `--help` is instant."""

@@ -1,4 +1,4 @@
-"""`hvd-transformer classify`: label lines of text."""
+"""`hvd-transformer classify`: classifies lines of text."""
 
 import json
 from pathlib import Path
@@ -11,14 +11,14 @@ from hvd_transformer.cli import options
 @click.command()
 @options.checkpoint
 @options.text_file
-@click.option("--text", multiple=True, help="A text to label, in place of a file; may be repeated.")
+@click.option("--text", multiple=True, help="Text to label instead of a file; repeatable.")
 @options.batch_size
 @options.device
 def classify(checkpoint: Path, file: Path | None, text: tuple[str, ...], batch_size: int, device: str) -> None:
-    """Label each line of FILE or standard input with CHECKPOINT: a checkpoint, run directory or exported folder.
+    """Classify each line of FILE or standard input with CHECKPOINT: a checkpoint, run directory or exported folder.
 
-    Writes a line of JSON for each, in order: the text, its label and the probability of every label; for an empty one
-    the label is null. A text longer than those in training is cut as they were.
+    Prints one JSON object per line, in order: the text, its label and the probability of every label. The label of an
+    empty text is null. A text that is longer than the training samples is truncated as they were.
     """
     options.check_checkpoint(checkpoint)
     from hvd_transformer.data.tokenizers import Ids

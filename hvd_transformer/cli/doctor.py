@@ -1,17 +1,19 @@
-"""`hvd-transformer doctor`: what is wrong with which host."""
+"""`hvd-transformer doctor`: checks the hosts of a job and reports their problems."""
 
 from pathlib import Path
 
 import click
 
+from hvd_transformer.cli import options
+
 
 @click.command()
-@click.option("-H", "hosts", metavar="HOST:SLOTS,…", help="The hosts: h1:2,h2:2 or node[01-08]:4. Default: localhost.")
-@click.option("--hostfile", type=click.Path(path_type=Path), metavar="FILE", help="The hosts, one a line.")
-@click.option("--ssh-port", type=int, metavar="N", help="The same on all hosts.")
-@click.option("--ssh-identity", type=click.Path(path_type=Path), metavar="FILE", help="The private key.")
-@click.option("--network-interface", metavar="NAME", help="Such as eth0. Default: one that all hosts have in common.")
-@click.option("--json", "machine", is_flag=True, help="Print what was found as JSON.")
+@options.hosts
+@options.hostfile
+@options.ssh_port
+@options.ssh_identity
+@options.network_interface
+@click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 @click.argument("settings", nargs=-1, type=click.UNPROCESSED, metavar="[-- HVD-TRAIN'S ARGUMENTS...]")
 def doctor(
     hosts: str | None,
@@ -19,15 +21,15 @@ def doctor(
     ssh_port: int | None,
     ssh_identity: Path | None,
     network_interface: str | None,
-    machine: bool,
+    as_json: bool,
     settings: tuple[str, ...],
 ) -> None:
-    """Examine all hosts at once, within ten seconds: is each reachable, with the same software, clock and folders, the
-    devices that its slots need, and a network between them, whose speed is measured.
+    """Check all hosts in parallel, within ten seconds: ssh access, software versions, clocks, folders, GPUs for the
+    slots, and the network, whose bandwidth is measured.
 
     `hvd-transformer doctor -H h1:2,h2:2 -- --preset python-docs output_dir=runs/four`
 
-    Every finding says what to do. The exit code is 0 where nothing is in the way of a job, and 1 where something is.
+    Every finding says what to do. Exit code 0: nothing prevents the job. Exit code 1: something does.
     """
     import json
     import os
@@ -35,29 +37,19 @@ def doctor(
 
     from rich.console import Console
 
-    from hvd_transformer.cli.train import command as train
-    from hvd_transformer.config import load
-    from hvd_transformer.errors import UserError
-    from hvd_transformer.launch import horovodrun_command
+    from hvd_transformer.cli.train import config_of
     from hvd_transformer.launch.doctor.examine import examine
     from hvd_transformer.launch.doctor.findings import Job
-    from hvd_transformer.launch.doctor.findings_table import as_json, as_table
-    from hvd_transformer.launch.horovodrun_command import Horovodrun
-    from hvd_transformer.launch.hostfile import Host, parse_hosts, read_hostfile
+    from hvd_transformer.launch.doctor.findings_table import as_table, to_json
+    from hvd_transformer.launch.horovodrun_command import Horovodrun, launcher_environment
+    from hvd_transformer.launch.host_pool import given_hosts
     from hvd_transformer.launch.ssh import Ssh
 
-    if hosts is not None and hostfile is not None:
-        raise UserError("-H and --hostfile: give one of them")
-    if hosts is not None:
-        wanted = parse_hosts(hosts)
-    else:
-        wanted = [Host("localhost", 1)] if hostfile is None else read_hostfile(hostfile)
+    wanted = given_hosts(hosts, hostfile)
     horovodrun = Horovodrun(wanted, ssh=Ssh(ssh_port, ssh_identity), network_interface=network_interface)
-    given = train.make_context("hvd-train", list(settings)).params
-    config = load(given["preset"], given["file"], given["settings"])
-    found = examine(Job.of(horovodrun, config), horovodrun.ssh, horovodrun_command.launcher_environment(os.environ, []))
-    if machine:
-        click.echo(json.dumps(as_json(found), indent=2))
+    found = examine(Job.of(horovodrun, config_of(settings)), horovodrun.ssh, launcher_environment(os.environ, []))
+    if as_json:
+        click.echo(json.dumps(to_json(found), indent=2))
     else:
         Console().print(as_table(found, [host.name for host in wanted]))
     sys.exit(int(any(finding.problem for finding in found.findings)))

@@ -1,4 +1,4 @@
-"""`hvd-transformer evaluate`: the metrics of a trained model, on the ranks that a launcher started or alone."""
+"""`hvd-transformer evaluate`: the metrics of a trained model, computed by all ranks or by one process."""
 
 import json
 import sys
@@ -20,17 +20,19 @@ if TYPE_CHECKING:
 
 @click.command()
 @options.checkpoint
-@click.option("--split", type=click.Choice(["train", "valid", "test"]), help="Default: test, where the data has one.")
 @click.option(
-    "--data", type=click.Path(path_type=Path), metavar="PATH", help="Other data: a file, or a folder with the split."
+    "--split", type=click.Choice(["train", "valid", "test"]), help="Split of the data. Default: test, if there is one."
 )
-@click.option("--json", "as_json", is_flag=True, help="Write one JSON object.")
-@click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option(
+    "--data", type=options.PATH, metavar="PATH", help="Evaluate on other data: a file, or a folder with the split."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@options.settings
 def evaluate(checkpoint: Path, split: str | None, data: Path | None, as_json: bool, settings: tuple[str, ...]) -> None:
-    """Evaluate CHECKPOINT, a checkpoint or a run directory (its best), on a split of the data it was trained on.
+    """Evaluate CHECKPOINT, a checkpoint or a run directory (its best checkpoint), on a split of its training data.
 
-    Alone, or on any number of ranks: `horovodrun -np 2 hvd-transformer evaluate …`, or
-    `hvd-transformer launch -np 2 -- evaluate …`. KEY=VALUE may set what a run that goes on may change, such as
+    Runs in one process or on any number of ranks: `horovodrun -np 2 hvd-transformer evaluate …`, or
+    `hvd-transformer launch -np 2 -- evaluate …`. KEY=VALUE may set keys that a resumed run may change, such as
     training.eval_batch_size, translation.beam or parallel.pipeline.
     """
     from hvd_transformer.cli.rank_process import run_ranks, tensor_of
@@ -38,7 +40,7 @@ def evaluate(checkpoint: Path, split: str | None, data: Path | None, as_json: bo
     mistake = None
     try:
         check(checkpoint, settings)
-    except UserError as error:  # where there are other ranks, they find it as well: rank 0 alone has to see the folder
+    except UserError as error:  # raised once all ranks have met: only rank 0 needs to see the folder
         mistake = error
 
     def work(world: "World", stop: "StopRequest", watchdog: "Watchdog") -> int:
@@ -58,7 +60,7 @@ def evaluate(checkpoint: Path, split: str | None, data: Path | None, as_json: bo
 
 
 def check(checkpoint: Path, settings: Sequence[str]) -> None:
-    """Raises `UserError` for what is wrong at first sight, before torch is imported."""
+    """Raises `UserError` for what can be seen to be wrong before torch is imported."""
     from hvd_transformer.config import check_words
 
     check_words(settings)

@@ -1,4 +1,4 @@
-"""`hvd-transformer export`: what is needed to use a trained model, and no more."""
+"""`hvd-transformer export`: writes the parts of a checkpoint that inference needs."""
 
 from pathlib import Path
 
@@ -9,11 +9,11 @@ from hvd_transformer.cli import options
 
 @click.command()
 @options.checkpoint
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=options.PATH)
 def export(checkpoint: Path, folder: Path) -> None:
-    """Write the model of CHECKPOINT into FOLDER: model.safetensors, its tokenizers, and config.json.
+    """Export the model of CHECKPOINT to FOLDER: model.safetensors, its tokenizers and config.json.
 
-    `generate`, `translate` and `classify` take it like a checkpoint.
+    `generate`, `translate` and `classify` accept the exported folder like a checkpoint.
     """
     options.check_checkpoint(checkpoint)
     from hvd_transformer.inference.trained_model import export as export_model

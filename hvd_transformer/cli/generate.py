@@ -1,4 +1,4 @@
-"""`hvd-transformer generate`: continue texts."""
+"""`hvd-transformer generate`: continues texts with a language model."""
 
 import json
 import sys
@@ -16,20 +16,24 @@ if TYPE_CHECKING:
 
 @click.command()
 @options.checkpoint
-@click.option("--prompt", "prompts", multiple=True, help="The text to continue; may be repeated.")
-@click.option("--file", type=click.Path(path_type=Path), metavar="FILE", help="A prompt a line, all in one batch.")
-@click.option("--tokens", type=click.IntRange(1), default=100, show_default=True, help="Tokens after each prompt.")
+@click.option("--prompt", "prompts", multiple=True, help="Text to continue; repeatable.")
+@click.option("--file", type=options.PATH, metavar="FILE", help="File with one prompt per line, all in one batch.")
+@click.option("--tokens", type=click.IntRange(1), default=100, show_default=True, help="Tokens to generate per prompt.")
 @click.option(
-    "--temperature", type=options.FiniteRange(0), default=1.0, show_default=True, help="0: always the likeliest."
+    "--temperature",
+    type=options.FiniteRange(0),
+    default=1.0,
+    show_default=True,
+    help="Sampling temperature; 0: greedy, always the most likely token.",
 )
-@click.option("--top-k", type=click.IntRange(1), help="Draw among the k likeliest tokens.")
+@click.option("--top-k", type=click.IntRange(1), help="Sample from the k most likely tokens.")
 @click.option(
     "--top-p",
     type=options.FiniteRange(0, 1, min_open=True),
-    help="Draw among the fewest of this total probability.",
+    help="Nucleus sampling: sample from the fewest tokens with this total probability.",
 )
-@click.option("--seed", type=click.IntRange(0), default=1, show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="A line of JSON for each prompt.")
+@click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="Seed of the sampling.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per prompt.")
 @options.device
 def generate(
     checkpoint: Path,
@@ -43,9 +47,10 @@ def generate(
     as_json: bool,
     device: str,
 ) -> None:
-    """Continue texts with CHECKPOINT, a language model's checkpoint, run directory or exported folder.
+    """Continue texts with CHECKPOINT: a language model's checkpoint, run directory or exported folder.
 
-    One prompt's text appears as it is made; that of several, each with its prompt, when all are ready.
+    A single prompt's text is streamed as it is generated. Several prompts are printed with their texts when all are
+    complete.
     """
     texts = [*prompts, *(options.lines_of(file) if file else ())]
     if not texts:
@@ -73,19 +78,19 @@ def generate(
 
 
 def _checked(text: str, row: list[int], longest: int) -> list[int]:
-    """The tokens of a prompt that can be continued."""
+    """The tokens of the prompt `text`. Raises `UserError` if it cannot be continued."""
     if not row:
-        raise UserError(f"--prompt {text!r}: has no token; there must be one to go on from")
+        raise UserError(f"--prompt {text!r}: has no token; a prompt needs at least one")
     if len(row) >= longest:
         raise UserError(
-            f"--prompt {text[:20]!r}…: {len(row)} tokens; the model has {longest} positions, and needs one for what "
-            "follows"
+            f"--prompt {text[:20]!r}…: {len(row)} tokens; the model has {longest} positions and needs one for the "
+            "next token"
         )
     return row
 
 
 class _Stream:
-    """Writes a text as it grows, but for a character whose bytes are not all there yet."""
+    """Writes a text as it grows, except for a character whose bytes are still incomplete."""
 
     def __init__(self, tokenizer: "Tokenizer", tokens: list[int]) -> None:
         self.tokenizer, self.tokens, self.shown = tokenizer, tokens.copy(), 0

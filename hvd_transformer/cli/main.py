@@ -1,4 +1,4 @@
-"""`hvd-transformer COMMAND`: the group of commands, each imported only when it is called."""
+"""`hvd-transformer COMMAND`: the command group; a command is imported only when it is called."""
 
 import sys
 from importlib import import_module
@@ -9,7 +9,7 @@ from hvd_transformer.errors import WRONG_INPUT, UserError
 
 
 def run(command: click.Command, name: str) -> None:
-    """Runs it with this process's words, and exits: with 2 where these are wrong, which one line says."""
+    """Runs `command` on this process's arguments and exits; invalid input gives one line on stderr and exit code 2."""
     try:
         sys.exit(command.main(prog_name=name, standalone_mode=False))
     except UserError as error:
@@ -28,27 +28,27 @@ def run(command: click.Command, name: str) -> None:
 
 
 def show(name: str, error: Exception | str) -> None:
-    """On stderr, as one line: what a user wrote may hold line breaks."""
+    """Prints an error to stderr as one line, even if the user's words contain line breaks."""
     print(f"{name}: {' '.join(str(error).splitlines())}", file=sys.stderr, flush=True)
 
 
-# Name → one line of help. The command is the function of that name in cli/<name>.py.
+# Name → one line of help. Each command is the function of that name in cli/<name>.py.
 COMMANDS = {
-    "classify": "Label lines of text with a trained classifier.",
-    "doctor": "Say what is wrong with which host, and what to do.",
-    "evaluate": "Give a trained model's metrics on a split or a file, on any number of ranks.",
-    "export": "Write a trained model's folder: weights, tokenizers, configuration.",
+    "classify": "Classify lines of text with a trained model.",
+    "doctor": "Check the hosts of a job and say how to fix their problems.",
+    "evaluate": "Compute a trained model's metrics on a split or a file, on any number of ranks.",
+    "export": "Export a trained model: weights, tokenizers, configuration.",
     "generate": "Continue texts with a trained language model.",
-    "launch": "Train on the ranks of many hosts: hvd-train under horovodrun.",
-    "plan": "Show what a job needs, before it is started: memory of each stage, bubbles.",
-    "prepare": "Write a data source's token files, before a job needs them.",
-    "report": "Draw a run directory's curves again: report.html and PNG files.",
+    "launch": "Train on many hosts: hvd-train under horovodrun, with restarts.",
+    "plan": "Estimate a job's memory per pipeline stage and its bubbles, before it is started.",
+    "prepare": "Tokenize a data source ahead of training.",
+    "report": "Redraw the charts of a run: report.html and PNG files.",
     "translate": "Translate lines of text with a trained encoder-decoder.",
 }
 
 
 class LazyGroup(click.Group):
-    """Knows its commands by name; imports one when it runs."""
+    """A group that knows its commands by name and imports one when it runs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -68,7 +68,7 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="hvd-transformer")
 def group() -> None:
-    """Train Transformers on many hosts with Horovod. Training itself is `hvd-train`, under horovodrun or alone."""
+    """Train Transformers on many hosts with Horovod. The training process itself is `hvd-train`."""
 
 
 def main() -> None:

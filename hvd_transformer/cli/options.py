@@ -1,4 +1,4 @@
-"""What the commands that use a trained model have in common: their lines of input, and where they run."""
+"""Options that several commands share, and what commands that use a trained model have in common."""
 
 import math
 import sys
@@ -10,9 +10,11 @@ import click
 
 from hvd_transformer.errors import UserError
 
+PATH = click.Path(path_type=Path)
+
 
 class FiniteRange(click.FloatRange):
-    """A range of numbers; nan, and infinity where the range is open, are in none."""
+    """A range of finite numbers: rejects nan, and infinity even where the range is open."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = float(super().convert(value, param, ctx))
@@ -21,18 +23,43 @@ class FiniteRange(click.FloatRange):
         return number
 
 
-checkpoint = click.argument("checkpoint", type=click.Path(path_type=Path))
-device = click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+# The configuration of a job: hvd-train, plan, prepare.
+config_file = click.option("--config", "file", type=PATH, metavar="FILE", help="YAML file with settings.")
+preset = click.option(
+    "--preset", metavar="NAME", help="Settings that ship with the package; `hvd-train --help` lists them."
+)
+settings = click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
+
+# The hosts of a job: launch, doctor.
+hosts = click.option(
+    "-H", "hosts", metavar="HOST:SLOTS,…", help="Hosts, such as h1:2,h2:2 or node[01-08]:4. Default: localhost."
+)
+hostfile = click.option("--hostfile", type=PATH, metavar="FILE", help="File with one host per line.")
+ssh_port = click.option("--ssh-port", type=int, metavar="N", help="ssh port of all hosts.")
+ssh_identity = click.option("--ssh-identity", type=PATH, metavar="FILE", help="Private key for ssh.")
+network_interface = click.option(
+    "--network-interface", metavar="NAME", help="Interface to use, such as eth0. Default: one that all hosts share."
+)
+
+# A trained model: classify, evaluate, export, generate, translate.
+checkpoint = click.argument("checkpoint", type=PATH)
+device = click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="auto: a GPU if there is one.",
+)
 batch_size = click.option(
-    "--batch-size", type=click.IntRange(1), default=32, show_default=True, help="Lines at once, of similar length."
+    "--batch-size", type=click.IntRange(1), default=32, show_default=True, help="Lines per batch, of similar length."
 )
 text_file = click.option(
-    "--file", type=click.Path(path_type=Path), metavar="FILE", help="A text a line; without it, standard input."
+    "--file", type=PATH, metavar="FILE", help="File with one text per line. Default: standard input."
 )
 
 
 def check_checkpoint(path: Path) -> None:
-    """Raises `UserError` for what is wrong at first sight: before torch is imported, which takes seconds."""
+    """Raises `UserError` if `path` cannot be a checkpoint; runs before torch is imported, which takes seconds."""
     if not path.is_dir():
         raise UserError(f"{path}: no such checkpoint folder")
     if not any((path / name).exists() for name in ("checkpoints", "MANIFEST.json", "config.json")):
@@ -40,16 +67,16 @@ def check_checkpoint(path: Path) -> None:
 
 
 def chosen_device(name: str) -> str:
-    """ "auto" is a GPU where there is one. Raises `UserError`."""
+    """The device for `--device`; "auto" selects a GPU if there is one. Raises `UserError`."""
     import torch
 
     if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: there is no GPU that torch can use")
+        raise UserError("--device cuda: torch finds no usable GPU")
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
 
 
 def lines_of(file: Path | None) -> Iterator[str]:
-    """Of the file or of standard input, without their ends. Raises `UserError`."""
+    """The lines of the file, or of standard input, without line ends. Raises `UserError`."""
     from hvd_transformer.data.text_files import read_lines
 
     if file is not None:
@@ -60,5 +87,5 @@ def lines_of(file: Path | None) -> Iterator[str]:
 
 
 def window(file: Path | None) -> dict[str, Any]:
-    """Who types lines wants each answered at once."""
+    """Arguments for `in_batches`: lines typed on a terminal are answered one by one."""
     return {"window": 1} if file is None and sys.stdin.isatty() else {}

@@ -1,18 +1,20 @@
-"""`hvd-transformer plan`: what a configuration needs, before anything is trained."""
+"""`hvd-transformer plan`: estimates the memory and the pipeline schedule of a configuration."""
 
 from pathlib import Path
 
 import click
 
+from hvd_transformer.cli import options
+
 
 @click.command()
-@click.option("--config", "file", type=click.Path(path_type=Path), metavar="FILE", help="Settings as YAML.")
-@click.option("--preset", metavar="NAME", help="Settings that come with the package; `hvd-train --help` lists them.")
-@click.option("--vocab-size", type=int, metavar="N", help="Tokens of the vocabulary, where no data is prepared yet.")
-@click.option("-np", "ranks", type=int, metavar="N", help="The job's ranks, where they share the optimizer.")
-@click.option("--memory-gib", type=float, metavar="N", help="What a stage's device has: says whether it is enough.")
-@click.option("--output", type=click.Path(path_type=Path), metavar="FILE.png", help="Draw both schedules there.")
-@click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
+@options.config_file
+@options.preset
+@click.option("--vocab-size", type=int, metavar="N", help="Vocabulary size, if no data is prepared yet.")
+@click.option("-np", "ranks", type=int, metavar="N", help="Number of ranks, if they share the optimizer.")
+@click.option("--memory-gib", type=float, metavar="N", help="Memory of a stage's device: says whether it suffices.")
+@click.option("--output", type=options.PATH, metavar="FILE.png", help="Draw the pipeline schedules to this file.")
+@options.settings
 def plan(
     file: Path | None,
     preset: str | None,
@@ -22,10 +24,10 @@ def plan(
     output: Path | None,
     settings: tuple[str, ...],
 ) -> None:
-    """Show what a job needs, without data, a GPU or training: parameters, the memory of each pipeline stage, and how
-    long the stages wait for each other.
+    """Estimate what a job needs, without data, a GPU or training: parameters, memory per pipeline stage, and pipeline
+    bubbles (how long the stages wait for each other).
 
-    Takes the same settings as hvd-train: for example
+    Takes the settings of hvd-train, for example
     `hvd-transformer plan --preset tutorial-1b --memory-gib 16 parallel.recompute=always`.
     """
     import math
@@ -39,7 +41,7 @@ def plan(
     if output is not None and output.suffix.lower() != ".png":
         raise UserError(f"--output {output}: must end in .png")
     config = load(preset, file, settings)
-    # Not before all that can be wrong without them: torch takes seconds.
+    # Imported after the settings are checked: torch takes seconds.
     from hvd_transformer.parallel.pipeline_schedule import SCHEDULES
     from hvd_transformer.planning.memory_plan import make_plan
     from hvd_transformer.planning.plan_text import plan_text

@@ -1,20 +1,22 @@
-"""`hvd-transformer prepare`: writes a data source's token files, alone or with every rank of an mpirun."""
+"""`hvd-transformer prepare`: writes a data source's token files, alone or on every rank of an mpirun."""
 
 from pathlib import Path
 
 import click
 
+from hvd_transformer.cli import options
+
 
 @click.command()
-@click.option("--config", "file", type=click.Path(path_type=Path), metavar="FILE", help="Settings as YAML.")
-@click.option("--preset", metavar="NAME", help="Settings that come with the package; `hvd-train --help` lists them.")
-@click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
+@options.config_file
+@options.preset
+@options.settings
 def prepare(file: Path | None, preset: str | None, settings: tuple[str, ...]) -> None:
-    """Write a data source's token files, before a job needs them.
+    """Tokenize a data source ahead of training and write its token files.
 
-    Takes the same settings as hvd-train and uses task and data.*: for example
-    `hvd-transformer prepare data.source=my-folder data.tokenizer=bpe`. Works over data.workers processes,
-    or over the ranks of `mpirun -np N hvd-transformer prepare …`. What is already there is kept.
+    Takes the settings of hvd-train and uses task and data.*, for example
+    `hvd-transformer prepare data.source=my-folder data.tokenizer=bpe`. Runs on data.workers processes, or on the ranks
+    of `mpirun -np N hvd-transformer prepare …`. Token files that exist are kept.
     """
     import time
 
@@ -22,14 +24,14 @@ def prepare(file: Path | None, preset: str | None, settings: tuple[str, ...]) ->
 
     started = time.monotonic()
     config = load(preset=preset, file=file, overrides=settings)
-    # Not before what can be wrong without them: torch takes seconds.
+    # Imported after the settings are checked: torch takes seconds.
     from hvd_transformer.comm.process_map import worker_map
     from hvd_transformer.data.build_once import never
     from hvd_transformer.tasks.registry import task_class
     from hvd_transformer.tasks.task import PrepareContext
 
     with worker_map(config.data.workers) as mapped:
-        if mapped is None:  # another rank's worker
+        if mapped is None:  # this rank was a worker of rank 0
             return
         prepared = task_class(config).prepare(config, PrepareContext(mapped, click.echo, never))
     for line in prepared.report():

@@ -1,4 +1,4 @@
-"""What commands that run on every rank have in common: how their world starts, and how each rank ends."""
+"""How a rank's process starts and ends, in every command that runs on all ranks."""
 
 import logging
 import os
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 def run_ranks(
     command: str, work: "Work", tensor: int, stall_seconds: float | None = None, mistake: UserError | None = None
 ) -> int:
-    """Joins the other ranks and does the work; returns its exit code, or that of its error, which is shown.
+    """Joins the other ranks and runs `work`. Returns the exit code of `work`, or that of its error, which is printed.
 
-    A `mistake` in this rank's words is for the work to raise where other ranks wait to hear of it. Horovod tells them.
+    `mistake` is an error in this rank's command line. With several ranks `work` raises it after they have joined, so
+    that all of them learn of it; a single process fails at once.
     """
     from hvd_transformer.comm.horovod_env import launched
 
@@ -43,7 +44,7 @@ def run_ranks(
 
 
 def tensor_of(settings: Sequence[str]) -> int:
-    """`parallel.tensor` as the words alone have it: Horovod must know the groups of ranks before anything else."""
+    """`parallel.tensor` on the command line alone: Horovod must know the process sets before it starts."""
     given = [value for key, _, value in (word.partition("=") for word in settings) if key == "parallel.tensor"]
     return int(given[-1]) if given and given[-1].isdecimal() and int(given[-1]) else 1
 
@@ -63,8 +64,8 @@ def _run(command: str, work: "Work", rank: int, watchdog: "Watchdog", groups: Se
         if rank == 0:
             _fail(command, error)
         else:
-            time.sleep(1)  # a launcher ends all ranks at the first exit
-        _leave(WRONG_INPUT)  # an MPI that did not start right would not end either
+            time.sleep(1)  # a launcher kills all ranks at the first exit
+        _leave(WRONG_INPUT)  # an MPI that failed to start would not shut down either
     watchdog.heartbeat.world = world
     try:
         code = work(world, stop, watchdog)
@@ -74,14 +75,14 @@ def _run(command: str, work: "Work", rank: int, watchdog: "Watchdog", groups: Se
         if world.rank == 0 or not isinstance(error, AgreedError):
             _fail(command, error)
         if isinstance(error, AgreedError):
-            world.close()  # waits until the message is out, before a launcher ends the job for the first exit code
+            world.close()  # a barrier: the message is out before a launcher kills the job at the first exit code
         return WRONG_INPUT
     except (Diverged, ReplicasDiffer) as error:
         if world.rank == 0:
             _fail(command, error)
         return 1
     except Stopped:
-        _fail(command, UserError("stopped while the data was prepared; the same command begins again"))
+        _fail(command, UserError("stopped while preparing the data; the same command starts over"))
         _leave(1)
     except PeerLost as error:
         _fail(command, error)
@@ -98,14 +99,14 @@ def _fail(command: str, error: Exception) -> int:
 
 
 def _report_crash(command: str, rank: int) -> None:
-    """A fault of ours: the whole traceback, on the screen and in this rank's log."""
+    """Prints the traceback of a bug, on the screen and in this rank's log."""
     text = traceback.format_exc()
     logging.getLogger("hvd_transformer").error("%s", text)
     print(f"{command}: rank {rank} failed:\n{text}", file=sys.stderr, flush=True)
 
 
 def _leave(code: int) -> None:
-    """Ends this process at once: an orderly shutdown would wait for ranks that may never come."""
+    """Exits at once: an orderly shutdown would wait for ranks that may never arrive."""
     sys.stdout.flush()
     sys.stderr.flush()
     logging.shutdown()

@@ -1,4 +1,4 @@
-"""`hvd-transformer report`: draw a run directory's curves again."""
+"""`hvd-transformer report`: redraws the charts of a run directory."""
 
 from pathlib import Path
 
@@ -8,10 +8,10 @@ import click
 @click.command()
 @click.argument("run_directory", type=click.Path(path_type=Path))
 def report(run_directory: Path) -> None:
-    """Draw the curves of RUN_DIRECTORY: loss.png, learning_rate.png, throughput.png, those of a task's own metrics
-    (bleu.png, scores.png), and all in report.html.
+    """Draw the charts of RUN_DIRECTORY: loss.png, learning_rate.png, throughput.png, the task's metrics (bleu.png,
+    scores.png), and report.html with all of them.
 
-    Works while the run goes on, too. Prints the path of report.html.
+    Also works while the run is in progress. Prints the path of report.html.
     """
     from hvd_transformer.errors import UserError
     from hvd_transformer.reporting.run_report import write_report

@@ -1,26 +1,27 @@
-"""`hvd-train`: the worker that horovodrun or mpirun starts on every rank; started alone it is a world of one."""
+"""`hvd-train`: the process that horovodrun or mpirun starts on every rank; started alone it is a world of one."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import click
 from pydantic.fields import FieldInfo
 
+from hvd_transformer.cli import options
 from hvd_transformer.cli.main import run
-from hvd_transformer.config.load import preset_names, preset_summary
+from hvd_transformer.config.load import load, preset_names, preset_summary
 from hvd_transformer.config.schema import Config, Section
 from hvd_transformer.errors import UserError
 
 if TYPE_CHECKING:
     from hvd_transformer.comm.world import World
-    from hvd_transformer.config import Config
     from hvd_transformer.monitoring.watchdog import Watchdog
     from hvd_transformer.training.process import StopRequest
 
 
 def reference() -> str:
-    """Keys grouped by section, one a line with default, allowed values and meaning; then the presets."""
+    """All keys by section, each with its default, allowed values and description; then the presets."""
     top = {name: field for name, field in Config.model_fields.items() if not _is_section(field)}
     blocks = [_block("", "The job", top)]
     for name, field in Config.model_fields.items():
@@ -58,24 +59,22 @@ def _word(value: Any) -> str:
 
 
 class _Help(click.Command):
-    """Adds every key of the configuration to `--help`, from the schema itself."""
+    """Appends every configuration key to `--help`, from the schema."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-
         formatter.write("\n" + reference() + "\n")
 
 
 @click.command(cls=_Help, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--config", "file", type=click.Path(path_type=Path), help="A YAML file of settings.")
-@click.option("--preset", metavar="NAME", help="A set of settings that comes with the package (listed below).")
-@click.argument("settings", metavar="[KEY=VALUE ...]", nargs=-1)
+@options.config_file
+@options.preset
+@options.settings
 def command(file: Path | None, preset: str | None, settings: tuple[str, ...]) -> None:
-    """Train a Transformer on the ranks that horovodrun or mpirun started, or alone.
+    """Train a Transformer, on the ranks that horovodrun or mpirun started or in a single process.
 
     KEY=VALUE settings override --config, which overrides --preset.
     """
     from hvd_transformer.cli.rank_process import run_ranks, tensor_of
-    from hvd_transformer.config import load
 
     config, mistake = None, None
     try:
@@ -93,9 +92,15 @@ def command(file: Path | None, preset: str | None, settings: tuple[str, ...]) ->
         summary = run(agreed, world, stop, watchdog)
         return 0 if summary["status"] == "finished" else 1
 
-    # The ranks must be in groups before they can tell each other of a mistake.
+    # The process sets must exist before the ranks can tell each other of an error.
     tensor = config.parallel.tensor if config else tensor_of(settings)
     sys.exit(run_ranks("hvd-train", train, tensor, config.training.stall_seconds if config else None, mistake))
+
+
+def config_of(words: Sequence[str]) -> Config:
+    """The configuration for these arguments of hvd-train. Raises `UserError`."""
+    given = command.make_context("hvd-train", list(words)).params
+    return load(given["preset"], given["file"], given["settings"])
 
 
 def main() -> None:
@@ -103,7 +108,7 @@ def main() -> None:
     run(command, "hvd-train")
 
 
-def _raise_or_return(config: "Config | None", mistake: UserError | None) -> "Config":
+def _raise_or_return(config: Config | None, mistake: UserError | None) -> Config:
     if mistake is not None:
         raise mistake
     assert config is not None

@@ -1,4 +1,4 @@
-"""`hvd-transformer translate`: translate lines of text."""
+"""`hvd-transformer translate`: translates lines of text."""
 
 from pathlib import Path
 
@@ -11,9 +11,11 @@ from hvd_transformer.errors import UserError
 @click.command()
 @options.checkpoint
 @options.text_file
-@click.option("--beam", type=click.IntRange(1), help="Hypotheses kept; 1: greedy search. Default: as trained with.")
+@click.option("--beam", type=click.IntRange(1), help="Beam size; 1: greedy search. Default: as in training.")
 @click.option(
-    "--length-penalty", type=options.FiniteRange(0, 10), help="Above 0 favours longer ones. Default: as trained with."
+    "--length-penalty",
+    type=options.FiniteRange(0, 10),
+    help="Values above 0 favour longer translations. Default: as in training.",
 )
 @options.batch_size
 @options.device
@@ -22,7 +24,7 @@ def translate(
 ) -> None:
     """Translate each line of FILE or standard input with CHECKPOINT: a checkpoint, run directory or exported folder.
 
-    Writes a line for each, in order; an empty one for an empty one.
+    Prints one line per input line, in order; an empty line stays empty.
     """
     options.check_checkpoint(checkpoint)
     from hvd_transformer.data.tokenizers import Ids

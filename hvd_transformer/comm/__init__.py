@@ -1,1 +1,1 @@
-"""The world of ranks and its collectives: the only room that imports horovod or mpi4py."""
+"""The world of ranks and its collectives: the only package that imports horovod or mpi4py."""

@@ -1,4 +1,4 @@
-"""Ranks that work together, and their collectives over Horovod; alone, a rank needs none of it."""
+"""Groups of ranks and their collectives over Horovod. A single rank needs no Horovod."""
 
 import json
 import time
@@ -9,23 +9,22 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-# Between two looks at a collective that has not ended.
+# Interval at which a pending collective is polled; `prompt` groups use the second one.
 POLL_SECONDS = 0.0005
 PROMPT_POLL_SECONDS = 0.00005
 Operation = Literal["sum", "min", "max"]
 
 
 class PeerLost(RuntimeError):
-    """A collective could not end because another rank has gone."""
+    """A collective failed because another rank is lost."""
 
 
 class Link:
-    """This process's Horovod, which all of its groups share.
+    """This process's connection to Horovod, shared by all of its groups.
 
-    `sums_whole`: where a rank needs a part of a sum, all of it is the cheaper one. `waits_asleep`: Horovod's own wait
-    leaves the core to others; published Horovod's spins. `gloo`: collectives are gloo's. `waiting` holds the names of
-    the collectives that this rank waits for at this moment, `ended` counts those that it has waited for: another
-    thread may read both.
+    `sums_whole`: an allreduce is cheaper than a reduce-scatter. `waits_asleep`: Horovod's own wait sleeps; published
+    Horovod spins. `gloo`: gloo runs the collectives. `waiting` holds the names of the collectives that this rank is
+    waiting for, `ended` counts those that it has waited for; other threads may read both.
     """
 
     def __init__(self, horovod: ModuleType | None, who: str) -> None:
@@ -35,8 +34,8 @@ class Link:
         self.ended = 0
 
     def wait(self, handle: Any, name: str, poll_seconds: float) -> Any:
-        """The result of an asynchronous collective, waited for asleep: a rank that spins takes its core from the others
-        and from its own transfer."""
+        """Waits for an asynchronous collective and returns its result. It sleeps while waiting: spinning would take the
+        core from other ranks and from this rank's own transfers."""
         hvd = self.horovod
         assert hvd is not None
         self.waiting[name] = None
@@ -48,7 +47,7 @@ class Link:
         return result
 
     def guard(self, action: Callable[[], Any]) -> Any:
-        """The action's result; raises `PeerLost` where Horovod has lost a rank."""
+        """Returns the result of `action`. Raises `PeerLost` if Horovod has lost a rank."""
         assert self.horovod is not None
         from horovod.common.exceptions import HorovodInternalError
 
@@ -59,10 +58,10 @@ class Link:
 
 
 class Group:
-    """Some ranks of the job, as one of them sees it: `rank` and `size` are those within the group.
+    """Some ranks of the job, as one of them sees it: `rank` and `size` count within the group.
 
-    Every collective must be called by all of them; the asynchronous ones with the same names. `prompt`: others compute
-    on with each result at once, so waiting for it may cost more of a core.
+    All ranks of the group must call every collective, the asynchronous ones with the same names. `prompt`: the results
+    are needed immediately (tensor parallelism), so pending collectives are polled more often.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class Group:
         return {} if self._set is None else {"process_set": self._set}
 
     def all_reduce_async_(self, tensor: Tensor, name: str, operation: Operation = "sum") -> Callable[[], None]:
-        """Reduces a contiguous tensor over the ranks, in place; returns the function that waits for the end."""
+        """Reduces a contiguous tensor over the ranks, in place; returns a function that waits for the end."""
         hvd = self._horovod
         if hvd is None:
             return _done
@@ -95,14 +94,14 @@ class Group:
         return tensor
 
     def reduce_scatter_async(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
-        """Sums a contiguous 1-D tensor over the ranks; each gets one of as many equal parts, in rank order.
+        """Sums a contiguous 1-D tensor over the ranks and scatters it in equal parts, in rank order.
 
-        Returns the function that waits for this rank's. The tensor may be overwritten.
+        Returns a function that waits for this rank's part. The tensor may be overwritten.
         """
         hvd = self._horovod
         if hvd is None:
             return lambda: tensor
-        # Where the ranks are no power of two, gloo's own can return memory that another rank has freed already.
+        # Unless the number of ranks is a power of two, gloo's can return memory that another rank has already freed.
         if self._link.sums_whole or (self._link.gloo and self.size.bit_count() > 1):
             done = self.all_reduce_async_(tensor, name)
 
@@ -116,9 +115,9 @@ class Group:
         return lambda: cast(Tensor, self._wait(handle, name)).flatten()
 
     def all_gather_async(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
-        """Joins the ranks' contiguous tensors along their first dimension, whose size may differ between ranks.
+        """Concatenates the ranks' contiguous tensors along the first dimension, whose size may differ between ranks.
 
-        Returns the function that waits for the result: all ranks' parts, in rank order.
+        Returns a function that waits for the result, in rank order.
         """
         hvd = self._horovod
         if hvd is None:
@@ -127,16 +126,16 @@ class Group:
         return lambda: cast(Tensor, self._wait(handle, name))
 
     def broadcast_(self, tensor: Tensor, name: str, root: int = 0) -> Tensor:
-        """Overwrites a contiguous tensor with the root's, a rank of this group."""
+        """Overwrites a contiguous tensor with that of rank `root` of this group."""
         hvd = self._horovod
         if hvd is not None:
-            first = self.ranks[root]  # also within a process set Horovod counts the world's ranks
+            first = self.ranks[root]  # Horovod expects the rank in the world, even within a process set
             handle = self._link.guard(lambda: hvd.broadcast_async_(tensor, root_rank=first, name=name, **self._where))
             self._wait(handle, name)
         return tensor
 
     def all_gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's JSON-able value, in rank order. Travels as JSON: nothing is unpickled."""
+        """The values of all ranks, in rank order. They travel as JSON: nothing is unpickled."""
         if self._horovod is None:
             return [value]
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -146,11 +145,11 @@ class Group:
         return [json.loads(part.numpy().tobytes()) for part in joined.split(sizes)]
 
     def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's JSON-able value."""
+        """The value of rank 0, which travels as JSON."""
         return self.all_gather_objects(value if self.rank == 0 else None)[0]
 
     def barrier(self) -> None:
-        """Waits until every rank is here."""
+        """Waits until every rank of the group has called it."""
         self.all_reduce_(torch.zeros(1), "barrier")
 
     def _wait(self, handle: Any, name: str) -> Any:

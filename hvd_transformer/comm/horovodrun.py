@@ -1,7 +1,7 @@
-"""horovodrun, for a launcher that knows what Horovod was built with: `python -m hvd_transformer.comm.horovodrun …`.
+"""horovodrun without two of its flaws: `python -m hvd_transformer.comm.horovodrun …`.
 
-horovodrun itself finds out by importing torch, and only then starts the ranks, which all do the same. And it puts the
-path of Python unquoted into the command that looks for the hosts' network interfaces.
+The original imports torch to find out what Horovod was built with, before it starts the ranks. It also does not quote
+the path of Python in the command that finds the hosts' network interfaces.
 """
 
 import shlex
@@ -19,7 +19,7 @@ def _built(verbose: bool = False) -> bool:
 
 
 def _remote(command: str, **how: Any) -> str:
-    """For the shell here and the one there."""
+    """Quotes the command for both shells, the local one and the remote one."""
     words: str = get_remote_command(shlex.quote(command), **how)
     return words
 

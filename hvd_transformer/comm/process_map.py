@@ -1,6 +1,6 @@
-"""An ordered map over several processes: over the other MPI ranks under mpirun, else over local processes.
+"""An ordered map over several processes: over the other MPI ranks under mpirun, otherwise over local processes.
 
-Both take in items as they finish earlier ones, so that a long input never lies in memory as a whole.
+Both consume items only as earlier ones finish, so that a long input is never held in memory as a whole.
 """
 
 import multiprocessing
@@ -17,21 +17,21 @@ from typing import Any, Protocol, TypeVar
 A = TypeVar("A")
 B = TypeVar("B")
 
-# So few items, of a few tenths of a second each, are done before processes have started.
+# This few items (a few tenths of a second each) are done sooner than processes start.
 FEW_ITEMS = 8
 
 
 class OrderedMap(Protocol):
-    """Like the builtin `map`: results in the order of the items, each when it is asked for."""
+    """Like the builtin `map`: yields results lazily, in the order of the items."""
 
     def __call__(self, function: Callable[[A], B], items: Iterable[A], /) -> Iterator[B]: ...
 
 
 @contextmanager
 def worker_map(processes: int) -> Iterator[OrderedMap | None]:
-    """A map over the MPI ranks where mpirun started several, else `process_map(processes)`.
+    """A map over the MPI ranks if mpirun started several, otherwise `process_map(processes)`.
 
-    Under MPI every rank must enter: rank 0 gets the map, the others work until it leaves, and get None.
+    Under MPI every rank must enter: rank 0 gets the map; the others work until rank 0 leaves, then get None.
     """
     if mpi_size() == 1:
         with process_map(processes) as mapped:
@@ -49,7 +49,7 @@ def worker_map(processes: int) -> Iterator[OrderedMap | None]:
 
 @contextmanager
 def process_map(processes: int) -> Iterator[OrderedMap]:
-    """A map over so many local processes (0: one a core), started when there are more than a few items.
+    """A map over this many local processes (0: one per core), started when there are more than a few items.
 
     With one process it is the builtin `map`.
     """
@@ -68,8 +68,8 @@ def mpi_size() -> int:
 
 
 class _ExecutorMap:
-    """Keeps two items a worker under way. When it is broken off these are done in vain: cancelled ones would have the
-    executor wait for ever at its end before Python 3.11.4 (github.com/python/cpython/issues/94440)."""
+    """Keeps two items per worker in flight. They are not cancelled when the map is abandoned: before Python 3.11.4 the
+    executor's shutdown would then hang (github.com/python/cpython/issues/94440)."""
 
     def __init__(self, executor: Executor, workers: int) -> None:
         self.executor = executor
@@ -86,7 +86,7 @@ class _ExecutorMap:
 
 
 class _LazyMap:
-    """Starts its processes with the first long input, and keeps them for the next."""
+    """Starts its processes at the first long input and reuses them."""
 
     def __init__(self, processes: int, stack: ExitStack) -> None:
         self.processes = processes
@@ -101,7 +101,7 @@ class _LazyMap:
         if self.mapped is None:
             executor = ProcessPoolExecutor(
                 self.processes,
-                mp_context=multiprocessing.get_context("spawn"),  # our threads, locks and MPI do not survive a fork
+                mp_context=multiprocessing.get_context("spawn"),  # threads, locks and MPI do not survive a fork
                 initializer=_start_worker,
             )
             self.stack.enter_context(executor)
@@ -110,7 +110,7 @@ class _LazyMap:
 
 
 def _start_worker() -> None:
-    """Ctrl-C is the parent's to handle; and a worker whose parent was killed ends too."""
+    """Leaves Ctrl-C to the parent, and makes the worker exit if its parent is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _one_thread()
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -123,6 +123,6 @@ def _end_with_parent() -> None:
 
 
 def _one_thread() -> None:
-    """The workers are the parallelism: their libraries must not start a thread a core each."""
+    """Limits the libraries of a worker to one thread: the workers themselves use all cores."""
     for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):
         os.environ.setdefault(name, "1")

@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 class AgreedError(UserError):
-    """A `UserError` that every rank raises alike: rank 0 alone has to show it."""
+    """A `UserError` that all ranks raise alike; only rank 0 prints it."""
 
 
 class World(Group):
@@ -23,7 +23,7 @@ class World(Group):
 
     def __init__(self) -> None:
         self.host = socket.gethostname()
-        self.hosts = [self.host]  # of all ranks
+        self.hosts = [self.host]  # the host of each rank
         self.link = Link(None, f"rank 0 on {self.host}")
         super().__init__(self.link, [0], 0)
         self.local_rank, self.local_size = 0, 1
@@ -32,12 +32,12 @@ class World(Group):
 
     @classmethod
     def start(cls, stall_seconds: float | None = None, groups: Sequence[Sequence[int]] = ()) -> "World":
-        """Joins the ranks that this process's launcher started, or is a world of one.
+        """Joins the ranks that this process's launcher started; without a launcher, a world of one.
 
-        Horovod's own limits are not shorter than `stall_seconds`, which a rank may be silent. `groups` are those of
-        ranks that will work together, each smaller than the world; the same on all ranks.
+        Horovod's own time limits are set to at least `stall_seconds`. `groups` lists the process sets, each smaller
+        than the world; it must be the same on all ranks.
 
-        Raises `UserError` where ranks were launched but Horovod is not installed, or cannot start.
+        Raises `UserError` if ranks were launched but Horovod is not installed or cannot start.
         """
         world = cls()
         place = launched()
@@ -55,7 +55,7 @@ class World(Group):
         world._process_sets = {tuple(group): hvd.ProcessSet(list(group)) for group in groups if len(group) > 1}
         try:
             hvd.init(process_sets=list(world._process_sets.values()))
-        except ValueError as error:  # ranks with other groups are among its reasons, which it prints
+        except ValueError as error:  # for example different groups on another rank; the message says which
             raise UserError(f"{error} Every rank needs the same parallel.tensor") from None
         world.rank, world.ranks, world.size = hvd.rank(), list(range(hvd.size())), hvd.size()
         world.local_rank, world.local_size = hvd.local_rank(), hvd.local_size()
@@ -63,20 +63,20 @@ class World(Group):
         world.link.horovod, world.link.who = hvd, f"rank {world.rank} on {world.host}"
         world.link.waits_asleep = horovod_wakes_up()
         world.hosts = world.all_gather_objects(world.host)
-        # Horovod's reduce-scatter over gloo takes up to twice the CPU of its allreduce; between hosts bytes cost more.
+        # Over gloo Horovod's reduce-scatter takes up to twice the CPU of its allreduce; between hosts bandwidth counts.
         world.link.gloo = world.backend == "gloo"
         world.link.sums_whole = world.link.gloo and len(set(world.hosts)) == 1
         return world
 
     def group(self, ranks: Sequence[int], *, prompt: bool = False) -> Group:
-        """Some ranks of the world, this one among them: all, this one alone, or one of the `groups` it started with."""
+        """A group with this rank in it: the whole world, this rank alone, or one of the `groups` of `start`."""
         process_set = None
         if 1 < len(ranks) < self.size:
             process_set = self._process_sets[tuple(ranks)]
         return Group(self.link, ranks, list(ranks).index(self.rank), process_set, prompt=prompt)
 
     def close(self) -> None:
-        """Leaves the world in good order: all ranks must call it."""
+        """Shuts Horovod down; all ranks must call it."""
         if self.link.horovod is not None:
             self.barrier()
             self.link.horovod.shutdown()
@@ -84,9 +84,9 @@ class World(Group):
 
 
 def agree(world: World, action: Callable[[], Result]) -> Result:
-    """Runs `action` on every rank; a `UserError` of any rank is raised on all of them, so that all end alike.
+    """Runs `action` on every rank and returns its result. A `UserError` of any rank is raised on all of them.
 
-    `action` may not wait for other ranks after it can fail.
+    `action` must not call collectives after a point where it can fail.
     """
     result: Result | None = None
     message = None
@@ -101,6 +101,6 @@ def agree(world: World, action: Callable[[], Result]) -> Result:
 
 
 def _share_cores(local_size: int) -> None:
-    """One share of this host's cores a rank; without it every rank would use them all."""
+    """Divides this host's cores among its ranks; by default every rank would use all of them."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, usable_cores() // local_size))

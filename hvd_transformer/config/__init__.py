@@ -1,4 +1,4 @@
-"""Typed configuration: the schema, the presets, and how a job's settings are put together."""
+"""Typed configuration: schema, presets and loading. No torch."""
 
 from hvd_transformer.config.load import check_words, dump, load, load_again, load_file
 from hvd_transformer.config.schema import Config

@@ -1,11 +1,11 @@
-"""What no single key can tell: settings that do not go together."""
+"""Checks across keys: settings that do not fit together."""
 
 from hvd_transformer.config.schema import Config, allowed
 from hvd_transformer.errors import UserError
 
 
 def check(config: Config) -> None:
-    """Raises `UserError` with the keys that do not fit and what would."""
+    """Raises `UserError`, which names the keys that do not fit together and what is allowed."""
     model, data, optimizer, training = config.model, config.data, config.optimizer, config.training
     if model.pretrained is not None:
         _check_pretrained(config)
@@ -13,28 +13,28 @@ def check(config: Config) -> None:
         raise UserError(f"model.d_model={model.d_model}: must be a multiple of model.num_heads={model.num_heads}")
     if model.position == "rotary" and (model.d_model // model.num_heads) % 2:
         raise UserError(
-            f"model.position=rotary: needs an even width a head, but model.d_model={model.d_model} / "
+            f"model.position=rotary: needs an even width per head, but model.d_model={model.d_model} / "
             f"model.num_heads={model.num_heads} is odd"
         )
     if model.position == "sinusoidal" and model.d_model % 2:
         raise UserError(f"model.position=sinusoidal: needs an even model.d_model, not {model.d_model}")
-    ends = int(config.task == "translation")  # a target has its beginning, too
+    ends = int(config.task == "translation")  # a target also has a start token
     if data.sequence_length + ends > model.max_length and model.pretrained is None:
         raise UserError(
             f"data.sequence_length={data.sequence_length}: longer than the model's positions, "
-            f"model.max_length={model.max_length}" + (" less one for a target's beginning" if ends else "")
+            f"model.max_length={model.max_length}" + (" minus one for the target's start token" if ends else "")
         )
     if data.batching == "columns" and config.task in ("translation", "classification"):
         raise UserError(f"data.batching=columns: not with task={config.task}, whose samples are sentences")
     if sum(data.split) > 1 + 1e-9 or data.split[0] <= 0:
-        raise UserError(f"data.split={data.split}: the shares must add up to at most 1, train's above 0")
+        raise UserError(f"data.split={data.split}: the fractions must add up to at most 1, and train's must be above 0")
     if data.tokenizer == "bpe" and data.vocab_size is not None and data.vocab_size < _least(config):
         raise UserError(
             f"data.vocab_size={data.vocab_size}: data.tokenizer=bpe needs at least {_least(config)} (256 bytes and the "
             "special tokens)"
         )
     if data.vocab_size == 1:
-        raise UserError("data.vocab_size=1: a vocabulary of one token has nothing to predict; at least 2")
+        raise UserError("data.vocab_size=1: must be at least 2; with a single token there is nothing to predict")
     if optimizer.schedule == "noam" and optimizer.warmup_steps == 0:
         raise UserError("optimizer.schedule=noam: needs optimizer.warmup_steps of at least 1")
     if optimizer.momentum and optimizer.name != "sgd":
@@ -47,7 +47,7 @@ def check(config: Config) -> None:
     if config.parallel.micro_batches > training.batch_size and data.batch_tokens is None:
         raise UserError(
             f"parallel.micro_batches={config.parallel.micro_batches}: more than the "
-            f"training.batch_size={training.batch_size} samples they are cut from"
+            f"training.batch_size={training.batch_size} samples that they divide"
         )
     _check_global_batch_size(config)
     if config.communication.compression == "fp16" and training.precision == "fp64":
@@ -65,12 +65,12 @@ def _check_pretrained(config: Config) -> None:
         values = getattr(config, section)
         value, default = getattr(values, key), type(values).model_fields[key].default
         if value != default:
-            why = "which has its own" if (section, key) in own else "which is trained data-parallel alone"
+            why = "which has its own" if (section, key) in own else "which only supports data parallelism"
             raise UserError(f"{section}.{key}={value}: not with {origin}, {why}; leave it at {default}")
 
 
 def _least(config: Config) -> int:
-    """Tokens of a byte-pair vocabulary without a merge; sentences have four special ones, a running text has <unk>."""
+    """Size of a byte-pair vocabulary without merges: 256 bytes; four special tokens, or only <unk> for running text."""
     return 256 + (1 if config.task == "language_model" else 4)
 
 
@@ -88,8 +88,8 @@ def _check_tensor(config: Config) -> None:
 def _check_shards(config: Config) -> None:
     if config.parallel.optimizer_shard == "gradients" and config.parallel.schedule == "zero_bubble":
         raise UserError(
-            "parallel.optimizer_shard=gradients: not with parallel.schedule=zero_bubble, which keeps the gradients of "
-            "weights for later; use 1f1b, or optimizer_shard=state"
+            "parallel.optimizer_shard=gradients: not with parallel.schedule=zero_bubble, which defers the weight "
+            "gradients; use 1f1b, or optimizer_shard=state"
         )
 
 
@@ -100,8 +100,8 @@ def _check_global_batch_size(config: Config) -> None:
         return
     if training.accumulation != 1:
         raise UserError(
-            f"training.accumulation={training.accumulation}: not with training.global_batch_size={total}, which says "
-            "how many rounds a step needs; set one of the two"
+            f"training.accumulation={training.accumulation}: not with training.global_batch_size={total}, which "
+            "determines the number of accumulation steps; set only one of the two"
         )
     if size > total:
         raise UserError(f"training.batch_size={size}: more than the training.global_batch_size={total} of a whole step")

@@ -1,6 +1,6 @@
-"""Puts a job's configuration together: defaults < preset < file < KEY=VALUE.
+"""Loads the configuration of a job: defaults < preset < file < KEY=VALUE.
 
-Every wrong value is a `UserError` that names the key, where it was set and what is allowed.
+Every invalid value raises a `UserError`, which names the key, where it was set and what is allowed.
 """
 
 import difflib
@@ -20,7 +20,7 @@ PRESETS = resources.files("hvd_transformer.config") / "presets"
 
 
 def preset_names() -> list[str]:
-    """The names that `--preset` takes."""
+    """The names that `--preset` accepts."""
     return sorted(item.name.removesuffix(".yaml") for item in PRESETS.iterdir() if item.name.endswith(".yaml"))
 
 
@@ -30,16 +30,13 @@ def preset_summary(name: str) -> str:
 
 
 def load(preset: str | None = None, file: Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """The checked configuration.
-
-    `overrides` are "KEY=VALUE" words with dotted keys. Raises `UserError`.
-    """
+    """The validated configuration. `overrides` are "KEY=VALUE" words with dotted keys. Raises `UserError`."""
     settings = _Settings()
     if preset is not None:
         if preset not in preset_names():
             raise UserError(
                 f"--preset {preset}: no such preset{_nearest(preset, preset_names())}; "
-                f"there are: {', '.join(preset_names())}"
+                f"presets: {', '.join(preset_names())}"
             )
         settings.add_text((PRESETS / f"{preset}.yaml").read_text(encoding="utf-8"), f"preset {preset}")
     if file is not None:
@@ -50,9 +47,9 @@ def load(preset: str | None = None, file: Path | None = None, overrides: Sequenc
 
 
 def load_again(values: Mapping[str, Any], origin: str, overrides: Sequence[str] = ()) -> Config:
-    """The checked configuration of a checkpoint, whose `values` are by dotted key, and of "KEY=VALUE" words.
+    """The validated configuration of a checkpoint (`values`, by dotted key) with "KEY=VALUE" words applied.
 
-    Raises `UserError`: for a word that would change what was trained, too.
+    Raises `UserError`, also for a word that sets a key which must not change.
     """
     settings = _Settings()
     for key, value in values.items():
@@ -61,12 +58,12 @@ def load_again(values: Mapping[str, Any], origin: str, overrides: Sequence[str] 
         settings.add_word(word)
         key = word.partition("=")[0].strip()
         if not may_change(key):
-            raise UserError(f"{word}: {key} is the checkpoint's own, {key}={values.get(key)}, and cannot be changed")
+            raise UserError(f"{word}: {key} is fixed by the checkpoint, {key}={values.get(key)}, and cannot be changed")
     return settings.build()
 
 
 def check_words(overrides: Sequence[str]) -> None:
-    """Raises `UserError` for a "KEY=VALUE" word that is wrong whatever the other settings are."""
+    """Raises `UserError` for a "KEY=VALUE" word that is invalid whatever the other settings are."""
     settings = _Settings()
     for word in overrides:
         settings.add_word(word)
@@ -74,17 +71,17 @@ def check_words(overrides: Sequence[str]) -> None:
 
 
 def load_file(file: Path) -> Config:
-    """A run directory's `config.yaml`."""
+    """The configuration in a file, such as a run directory's `config.yaml`. Raises `UserError`."""
     return load(file=file)
 
 
 def dump(config: Config) -> str:
-    """The configuration as YAML; `load(file=…)` of it gives the same configuration."""
+    """The configuration as YAML, which `load(file=…)` turns back into the same configuration."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 class _Settings:
-    """Settings gathered so far, by dotted key, each with the place that set it."""
+    """Settings collected so far, by dotted key, each with the place where it was set."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -94,15 +91,15 @@ class _Settings:
         try:
             content = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise UserError(f"{origin}, line {_line(error, text)}: no valid YAML: {_problem(error)}") from None
+            raise UserError(f"{origin}, line {_line(error, text)}: not valid YAML: {_problem(error)}") from None
         if content is None:
             return
         if not isinstance(content, dict):
-            raise UserError(f"{origin}: must hold keys and values, such as 'model:' with 'num_layers: 4' below it")
+            raise UserError(f"{origin}: must contain keys and values, such as 'model:' with 'num_layers: 4' below it")
         for name, value in content.items():
             if name in SECTIONS:
                 if not isinstance(value, dict):
-                    raise UserError(f"{origin}: {name} must hold keys and values, not {_shown(value)}")
+                    raise UserError(f"{origin}: {name} must contain keys and values, not {_shown(value)}")
                 for key, inner in value.items():
                     self.add(f"{name}.{key}", inner, origin)
             else:
@@ -117,7 +114,7 @@ class _Settings:
             try:
                 parsed = yaml.safe_load(value)
             except yaml.YAMLError:
-                raise UserError(f"{word}: the value is no valid list") from None
+                raise UserError(f"{word}: the value is not a valid list") from None
         self.add(key.strip(), parsed, "command line")
 
     def add(self, key: str, value: Any, origin: str) -> None:
@@ -127,12 +124,12 @@ class _Settings:
         if key not in KEYS:
             raise UserError(f"{_shown(key)} ({origin}): unknown key{_nearest(key, KEYS)}")
         given = f"{key}={_shown(value)} ({origin})"
-        if _has_bool(value) and field(key).annotation is not bool:  # pydantic would take it for 0 or 1
+        if _has_bool(value) and field(key).annotation is not bool:  # pydantic would read it as 0 or 1
             raise UserError(f"{given}: must not be true or false, nor yes or no, unless in quotes")
         if not isinstance(value, _PLAIN):  # a date, for example
             raise UserError(f"{given}: must be text, a number, a list or a table; put text in quotes")
         if isinstance(value, str) and any(character < " " for character in value):
-            raise UserError(f"{given}: must not hold line breaks or other control characters")
+            raise UserError(f"{given}: must not contain line breaks or other control characters")
         self.values[key] = value
         self.origins[key] = origin
 
@@ -142,7 +139,7 @@ class _Settings:
         return config
 
     def validated(self) -> Config:
-        """Each value by itself."""
+        """Validates each value by itself."""
         nested: dict[str, Any] = {}
         for key, value in self.values.items():
             section, _, name = key.rpartition(".")
@@ -163,7 +160,7 @@ _PLAIN = (str, int, float, list, dict, type(None))
 
 
 def _wanted(key: str, message: str) -> str:
-    """What pydantic's message says that the value should be or have; all that is allowed, where the schema says it."""
+    """What the value must be: in the schema's words if it has any, otherwise in pydantic's."""
     if in_words := allowed(key):
         return f"be {in_words}"
     wanted = (message.partition(" should ")[2] or message).partition(", unable")[0]
@@ -176,7 +173,7 @@ def _has_bool(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """As one would type it, in one line."""
+    """A value as the user would type it, on one line."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_shown(name)}: {_shown(inner)}" for name, inner in value.items()) + "}"
     if isinstance(value, list):
@@ -188,7 +185,7 @@ def _shown(value: Any) -> str:
 
 
 def _line(error: yaml.YAMLError, text: str) -> int:
-    if isinstance(error, yaml.reader.ReaderError):  # a character that no YAML may hold
+    if isinstance(error, yaml.reader.ReaderError):  # a character that YAML does not allow
         return text.count("\n", 0, error.position) + 1
     mark = getattr(error, "problem_mark", None)
     return mark.line + 1 if mark else 1
@@ -204,11 +201,11 @@ def _read(file: Path) -> str:
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise UserError(f"{file}: no valid UTF-8 at byte {error.start}") from None
+        raise UserError(f"{file}: not valid UTF-8 at byte {error.start}") from None
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:
-    """ ", did you mean …?", by the whole key or by its last part; empty where nothing is near."""
+    """ ", did you mean …?", matched by the whole key or its last part; empty if nothing is similar."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     if not near:
         leaves = {key.rpartition(".")[2]: key for key in known}

@@ -1,7 +1,6 @@
-"""The typed schema: every setting once, with its type, range, default and one line of documentation.
+"""The typed schema: each setting once, with its type, range, default and description.
 
-`hvd-train --help`, the checks, `config.yaml` and the rule of what may change when a run goes on all come
-from here.
+It is the source of `hvd-train --help`, the checks, `config.yaml`, and the rules for what may change when a run resumes.
 """
 
 import re
@@ -14,10 +13,10 @@ from pydantic.fields import FieldInfo
 def setting(
     default: Any, description: str, *, may_change: bool = False, allowed: str | None = None, **limits: Any
 ) -> Any:
-    """One key: its default, its line in `--help`, its range.
+    """One key: its default, its description in `--help`, its range.
 
-    `may_change`: a run may go on from a checkpoint although this key differs. `allowed`: what a list, a table or a
-    union may be, for messages; pydantic's own name one of its parts only.
+    `may_change`: a run may resume from a checkpoint in which this key differs. `allowed`: what a list, a table or a
+    union may be, for messages; pydantic's messages name only one of the alternatives.
     """
     extra: dict[str, Any] = {"may_change": may_change, "allowed": allowed}
     return Field(default, description=description, json_schema_extra=extra, **limits)
@@ -47,7 +46,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
-    # In YAML a label or a folder may look like a number.
+    # In YAML a label or a folder name may look like a number.
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True)
 
 
@@ -56,136 +55,143 @@ class ModelConfig(Section):
 
     pretrained: OptionalName = setting(
         None,
-        "fine-tune what this Hugging Face folder holds, with its tokenizer: an encoder for classification, a causal "
-        "model for language_model; its config.json stands for all other keys of model; none: a new model",
+        "Hugging Face folder to fine-tune, with its tokenizer: an encoder for classification, a causal model for "
+        "language_model; its config.json replaces all other keys of model; none: train from scratch",
     )
-    num_layers: int = setting(4, "Transformer blocks; of the encoder, where there is one", ge=1)
-    num_decoder_layers: OptionalCount = setting(None, "blocks of a translation's decoder; none: num_layers")
-    d_model: int = setting(192, "width; a multiple of num_heads", ge=1)
-    num_heads: int = setting(6, "attention heads", ge=1)
-    d_feedforward: int = setting(768, "width inside the feed-forward part", ge=1)
-    dropout: float = setting(0.0, "share of activations dropped in training", ge=0, lt=1)
-    max_length: int = setting(1024, "longest sequence the positions reach to, in tokens", ge=1)
+    num_layers: int = setting(4, "number of Transformer blocks; in the encoder, if there is one", ge=1)
+    num_decoder_layers: OptionalCount = setting(None, "number of decoder blocks, for translation; none: num_layers")
+    d_model: int = setting(192, "model width; a multiple of num_heads", ge=1)
+    num_heads: int = setting(6, "number of attention heads", ge=1)
+    d_feedforward: int = setting(768, "hidden width of the feed-forward layers", ge=1)
+    dropout: float = setting(0.0, "dropout probability during training", ge=0, lt=1)
+    max_length: int = setting(1024, "longest sequence that the model has positions for, in tokens", ge=1)
     norm: Literal["pre", "post"] = setting(
-        "pre", "layer norm before each part (and once at the end), or after each part"
+        "pre", "layer norm before each sub-layer (and once at the end), or after each sub-layer"
     )
-    activation: Literal["relu", "gelu"] = setting("gelu", "nonlinearity of the feed-forward part")
-    position: Literal["sinusoidal", "learned", "rotary"] = setting(
-        "sinusoidal", "how a token's position enters the model"
-    )
-    tie_embeddings: bool = setting(True, "the output layer uses the (target) token embedding's matrix")
+    activation: Literal["relu", "gelu"] = setting("gelu", "activation function of the feed-forward layers")
+    position: Literal["sinusoidal", "learned", "rotary"] = setting("sinusoidal", "type of position encoding")
+    tie_embeddings: bool = setting(True, "share the weights of the output layer and the (target) token embedding")
     share_embeddings: bool = setting(
-        False, "source and target have one vocabulary, learned from both, and one embedding"
+        False, "one vocabulary, learned from both languages, and one embedding for source and target"
     )
     loss_chunk: OptionalCount = setting(
         None,
-        "tokens whose logits exist at once while the loss is computed; none: 256 on a CPU, 4096 on a GPU",
+        "number of tokens whose logits are in memory at once in the loss; none: 256 on a CPU, 4096 on a GPU",
         may_change=True,
     )
 
 
 class DataConfig(Section):
-    """What is trained on, and how it is cut."""
+    """The data set, its tokenizer and its batches."""
 
     source: str = setting(
         "python-docs",
-        "a folder with train.txt, valid.txt and test.txt or one text file, python-docs (embedded), wikitext2, "
-        "wikitext103, penntreebank; of translation, multi30k, iwslt2016, wmt14 or pairs, and of classification a "
-        "table, as a folder or a file",
+        "a folder with train.txt, valid.txt and test.txt, or one text file, or python-docs (built in), wikitext2, "
+        "wikitext103, penntreebank; for translation: multi30k, iwslt2016, wmt14, or a folder or file of sentence "
+        "pairs; for classification: a folder or file of tables",
         min_length=1,
     )
     split: list[Fraction] = setting(
         [0.9, 0.05, 0.05],
-        "shares of train, valid and test when source is one file; two numbers: no test split",
-        allowed="a list of two or three shares from 0 to 1, such as [0.9, 0.05, 0.05]",
+        "fractions for train, valid and test if source is one file; two numbers: no test split",
+        allowed="a list of two or three fractions from 0 to 1, such as [0.9, 0.05, 0.05]",
         min_length=2,
         max_length=3,
     )
     tokenizer: Literal["basic_english", "char", "bpe"] = setting(
-        "bpe", "torchtext's basic_english words, single characters, or byte-pair encoding"
+        "bpe", "basic_english: words, by torchtext; char: characters; bpe: byte-pair encoding"
     )
-    vocab_size: OptionalCount = setting(None, "largest vocabulary, <unk> included; none: every token (bpe: 4096)")
-    min_frequency: int = setting(1, "rarer tokens of the training split become <unk>", ge=1)
+    vocab_size: OptionalCount = setting(None, "maximum vocabulary size, including <unk>; none: all tokens (bpe: 4096)")
+    min_frequency: int = setting(1, "tokens that are rarer than this in the training split become <unk>", ge=1)
     batching: Literal["windows", "columns"] = setting(
         "windows",
-        "windows: fixed-length pieces in an order given by seed and epoch; columns: the text in batch_size "
-        "columns, each rank its own stretch of rows (the PyTorch tutorial's)",
+        "windows: fixed-length samples, shuffled by seed and epoch; columns: the text in batch_size columns, with "
+        "a separate stretch of rows for each rank (as in the PyTorch tutorial)",
     )
     sequence_length: int = setting(
-        128, "tokens a sample; where samples differ in length: of the longest, of either side", ge=1
+        128, "tokens per sample; if samples differ in length: of the longest sample, on either side", ge=1
     )
     too_long: Literal["drop", "cut", "error"] = setting(
-        "drop", "samples of more than sequence_length tokens: dropped and counted, cut there, or refused"
+        "drop", "samples of more than sequence_length tokens: drop and count them, truncate them, or stop with an error"
     )
     batch_tokens: OptionalCount = setting(
         None,
-        "where samples differ in length: a round has as many as fit into this many tokens, padding included, not "
-        "batch_size; none: batch_size",
+        "if samples differ in length: batches are filled up to this number of tokens, including padding, instead of "
+        "batch_size samples; none: batch_size",
         may_change=True,
     )
-    source_language: str = setting("de", "translation: the ending of its files, train.de", min_length=1)
-    target_language: str = setting("en", "translation: the ending of its files, train.en", min_length=1)
-    train: OptionalName = setting(None, "name of the training split's files in source; none: train")
-    valid: OptionalName = setting(None, "of the validation split's; none: valid, val, validation or dev")
-    test: OptionalName = setting(None, "of the test split's; none: test, or the only one that begins so")
-    text_column: str = setting("text", "classification: the column with the text", min_length=1)
-    label_column: str = setting("label", "classification: the column with the label", min_length=1)
+    source_language: str = setting(
+        "de", "translation: source language, the extension of its files (train.de)", min_length=1
+    )
+    target_language: str = setting(
+        "en", "translation: target language, the extension of its files (train.en)", min_length=1
+    )
+    train: OptionalName = setting(None, "file name of the training split in source; none: train")
+    valid: OptionalName = setting(None, "file name of the validation split; none: valid, val, validation or dev")
+    test: OptionalName = setting(None, "file name of the test split; none: test, or the only name that starts with it")
+    text_column: str = setting("text", "classification: column with the text", min_length=1)
+    label_column: str = setting("label", "classification: column with the label", min_length=1)
     positive_label: OptionalName = setting(
-        None, "the label that precision, recall and f1 are of; none: the second of two, of more none"
+        None, "label for precision, recall and f1; default: the second label if there are two, otherwise none"
     )
     class_weights: ClassWeights = setting(
         None,
-        "how much a sample of each class counts in the loss: a number a label, {good: 1, bad: 2.5}, or balanced: the "
-        "more the rarer the class is; none: all alike",
+        "weight of each class in the loss: a number per label, such as {good: 1, bad: 2.5}; balanced: inversely "
+        "proportional to its frequency; none: equal weights",
         allowed="balanced, none, or a number above 0 for each label, such as {good: 1, bad: 2.5}",
     )
     cache_dir: str = setting(
         "~/.cache/hvd-transformer/data",
-        "where downloads, token files and measured layer times are kept",
+        "cache folder for downloads, token files and measured layer times",
         may_change=True,
     )
-    workers: int = setting(0, "processes that prepare the token files; 0: one a core", may_change=True, ge=0)
+    workers: int = setting(
+        0, "number of processes that prepare the token files; 0: one per core", may_change=True, ge=0
+    )
 
 
 class ParallelConfig(Section):
-    """How the work is cut over ranks and devices."""
+    """Data, tensor and pipeline parallelism over ranks and devices."""
 
-    pipeline: int = setting(1, "pipeline stages a rank, each on a device of its own", may_change=True, ge=1)
+    pipeline: int = setting(1, "pipeline parallelism: stages per rank, each on its own device", may_change=True, ge=1)
     tensor: int = setting(
         1,
-        "ranks that share each layer's matrices, neighbours in rank order; the others are replicas",
+        "tensor parallelism: number of consecutive ranks that share each layer's matrices and form one replica",
         may_change=True,
         ge=1,
     )
     vocab_parallel: bool = setting(
-        False, "the ranks of parallel.tensor share the embedding and the output layer, too", may_change=True
+        False, "also split the embedding and the output layer over the ranks of parallel.tensor", may_change=True
     )
     tensor_across_hosts: Literal["warn", "never"] = setting(
-        "warn", "what to do where ranks that share matrices are on different hosts", may_change=True
+        "warn", "if a tensor-parallel group spans several hosts: warn, or refuse to start", may_change=True
     )
     optimizer_shard: Literal["none", "state", "gradients"] = setting(
         "none",
-        "replicas share the optimizer: each updates its part of the weights with its part of the optimizer state, or "
-        "of the gradients, too, which then are sent after every micro-batch",
+        "sharded optimizer: each replica stores and updates its shard; state: of the optimizer state (ZeRO-1); "
+        "gradients: also of the gradients (ZeRO-2), which are then reduced after every micro-batch",
         may_change=True,
     )
-    micro_batches: int = setting(1, "a round's samples are cut into at most this many pieces", may_change=True, ge=1)
+    micro_batches: int = setting(
+        1, "number of micro-batches that a batch is split into, at most", may_change=True, ge=1
+    )
     schedule: Literal["gpipe", "1f1b", "zero_bubble"] = setting(
         "1f1b",
-        "order of a stage's work: all forwards first; one forward, one backward, which holds fewer activations; or "
-        "that with the weights' gradients kept for when a stage would wait",
+        "pipeline schedule; gpipe: all forwards first; 1f1b: one forward, one backward, which stores fewer "
+        "activations; zero_bubble: 1f1b that computes weight gradients when a stage would otherwise wait",
         may_change=True,
     )
     partition: str | list[int] = setting(
         "auto",
-        "layers a stage: auto (measured once, then the best of all cuts), uniform, a list such as [5, 4, 5], or "
-        "package.module:function from a layer's name to its stage",
+        "layers per stage; auto: the fastest partition by measured layer times; uniform; a list such as [5, 4, 5]; or "
+        "package.module:function, which maps a layer's name to its stage",
         may_change=True,
-        allowed="auto, uniform, a list of layers a stage such as [5, 4, 5], or package.module:function",
+        allowed="auto, uniform, a list of layers per stage such as [5, 4, 5], or package.module:function",
     )
     recompute: Literal["never", "always", "except_last"] = setting(
         "never",
-        "compute a block's activations again in backward, not keep them: for every micro-batch, or all but the last",
+        "activation checkpointing: recompute a block's activations in backward; always: for every micro-batch; "
+        "except_last: for all but the last",
         may_change=True,
     )
 
@@ -193,139 +199,143 @@ class ParallelConfig(Section):
 class OptimizerConfig(Section):
     """The optimizer and its learning rate."""
 
-    name: Literal["sgd", "adam", "adamw"] = setting("adamw", "the update rule")
-    lr: float = setting(1e-3, "peak learning rate of one data-parallel replica", gt=0)
+    name: Literal["sgd", "adam", "adamw"] = setting("adamw", "optimizer")
+    lr: float = setting(1e-3, "peak learning rate for one data-parallel replica", gt=0)
     lr_scaling: Literal["linear", "sqrt", "none"] = setting(
         "linear",
-        "how the rate grows with the number of replicas dp: lr x dp, lr x sqrt(dp), lr; where "
-        "training.global_batch_size is set, global_batch_size / batch_size stands for dp",
+        "scaling of the learning rate with the number of replicas dp: lr x dp, lr x sqrt(dp), or lr; with "
+        "training.global_batch_size, global_batch_size / batch_size replaces dp",
     )
-    weight_decay: float = setting(0.01, "weight decay; never on biases, norms and embeddings", ge=0)
-    momentum: float = setting(0.0, "momentum of sgd", ge=0, lt=1)
+    weight_decay: float = setting(0.01, "weight decay; not applied to biases, norms and embeddings", ge=0)
+    momentum: float = setting(0.0, "momentum, for sgd", ge=0, lt=1)
     betas: tuple[Beta, Beta] = setting(
         (0.9, 0.95),
-        "adam's and adamw's two decay rates",
+        "decay rates of adam and adamw",
         allowed="a list of two numbers from 0 to less than 1, such as [0.9, 0.95]",
     )
-    eps: float = setting(1e-8, "adam's and adamw's epsilon", gt=0)
-    clip_norm: OptionalPositive = setting(1.0, "largest norm of the whole gradient; none: no clipping")
+    eps: float = setting(1e-8, "epsilon of adam and adamw", gt=0)
+    clip_norm: OptionalPositive = setting(
+        1.0, "gradient clipping: maximum norm of the whole gradient; none: no clipping"
+    )
     schedule: Literal["constant", "step", "cosine", "noam"] = setting(
         "cosine",
-        "the rate after warm-up: constant; step: x gamma each epoch; cosine: down to lr x gamma at the end; "
-        "noam: with the inverse root of the step",
+        "learning rate after warm-up; constant; step: x gamma every epoch; cosine: decays to lr x gamma at the end; "
+        "noam: proportional to the inverse square root of the step",
     )
-    warmup_steps: int = setting(0, "steps of linear warm-up from zero", ge=0)
+    warmup_steps: int = setting(0, "number of steps of linear warm-up from zero", ge=0)
     gamma: float = setting(0.1, "factor of the step and cosine schedules", ge=0, le=1)
 
 
 class TrainingConfig(Section):
-    """How long, how much at once, in which precision."""
+    """Length, batch size, precision and evaluation."""
 
-    epochs: int = setting(1, "passes over the training split", may_change=True, ge=1)
-    max_steps: OptionalCount = setting(None, "stop after this many steps; none: after the epochs", may_change=True)
-    batch_size: int = setting(8, "samples a replica takes in one round", may_change=True, ge=1)
-    eval_batch_size: OptionalCount = setting(None, "the same in evaluation; none: batch_size", may_change=True)
-    accumulation: int = setting(1, "rounds a step", may_change=True, ge=1)
+    epochs: int = setting(1, "number of passes over the training split", may_change=True, ge=1)
+    max_steps: OptionalCount = setting(None, "stop after this many steps; none: after `epochs`", may_change=True)
+    batch_size: int = setting(8, "samples per replica and accumulation step", may_change=True, ge=1)
+    eval_batch_size: OptionalCount = setting(None, "batch size in evaluation; none: batch_size", may_change=True)
+    accumulation: int = setting(
+        1, "gradient accumulation: number of accumulation steps per step", may_change=True, ge=1
+    )
     global_batch_size: OptionalCount = setting(
         None,
-        "samples a step sees whatever the number of replicas, each of which takes the rounds that its part needs, in "
-        "place of accumulation; none: batch_size x accumulation x replicas",
+        "samples per step for any number of replicas; replaces accumulation: each replica takes as many accumulation "
+        "steps as its part needs; none: batch_size x accumulation x replicas",
         may_change=True,
     )
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = setting(
-        "fp32", "number format of the computation; weights and sums are never below fp32"
+        "fp32", "precision of the computation (mixed precision: bf16, fp16); weights and sums are at least fp32"
     )
     device: Literal["auto", "cpu", "cuda"] = setting(
-        "auto", "auto: a GPU a rank where there is one, else the CPU", may_change=True
+        "auto", "device; auto: GPUs if there are enough for all stages, otherwise the CPU", may_change=True
     )
-    log_every: int = setting(10, "steps between two lines of metrics.jsonl", may_change=True, ge=1)
+    log_every: int = setting(10, "steps between two lines in metrics.jsonl", may_change=True, ge=1)
     eval_every: OptionalCount = setting(
         None, "steps between two evaluations; none: at the end of each epoch", may_change=True
     )
     best_metric: str = setting(
         "loss",
-        "metric of the validation split that tells the best checkpoint: loss, perplexity, accuracy, f1, bleu, …; "
-        "with a minus before it, the lower the better",
+        "validation metric that selects the best checkpoint: loss, perplexity, accuracy, f1, bleu, …; with a leading "
+        "minus: lower is better",
         may_change=True,
         min_length=1,
     )
     patience: OptionalCount = setting(
-        None, "end training after so many evaluations that brought no better one; none: never", may_change=True
+        None, "early stopping: end after this many evaluations without improvement; none: never", may_change=True
     )
     stall_seconds: OptionalPositive = setting(
         None,
-        "seconds without a step after which a job is ended, with all stacks in its logs; none: ten times the longest "
-        "of the last 100 steps, 30 at least",
+        "end a job that completes no step for this many seconds, with all stacks in its logs; none: ten times the "
+        "longest of the last 100 steps, at least 30",
         may_change=True,
     )
     label_smoothing: float = setting(
-        0.0, "share of a target's weight that is spread over all classes or tokens", ge=0, lt=1
+        0.0, "label smoothing: fraction of the target's weight that is spread over all classes or tokens", ge=0, lt=1
     )
     compile: bool = setting(False, "compile the model's layers with torch.compile", may_change=True)
 
 
 class TranslationConfig(Section):
-    """How a translation is searched for, in evaluation and by `translate`."""
+    """Beam search, in evaluation and in `translate`."""
 
-    beam: int = setting(4, "hypotheses kept at each step; 1: greedy search", may_change=True, ge=1)
+    beam: int = setting(4, "beam size; 1: greedy search", may_change=True, ge=1)
     length_penalty: float = setting(
-        0.6, "above 0 favours longer translations (Wu et al. 2016)", may_change=True, ge=0, le=10
+        0.6, "length penalty; above 0 favours longer translations (Wu et al. 2016)", may_change=True, ge=0, le=10
     )
 
 
 class CommunicationConfig(Section):
-    """What Horovod sends, and when."""
+    """Gradient communication over Horovod."""
 
     bucket_mb: float = setting(
-        8.0, "size of one flat gradient bucket, in MiB; each is one allreduce", may_change=True, gt=0
+        8.0, "size of a flat gradient bucket in MiB; each bucket is one allreduce", may_change=True, gt=0
     )
     compression: Literal["none", "fp16"] = setting(
         "none",
-        "number format of gradients on the wire; fp16 halves the bytes and rounds the sums",
+        "compression of gradients in transit; fp16 halves the bytes and rounds the sums",
         may_change=True,
     )
-    overlap: bool = setting(True, "send each bucket as soon as it is full, while backward goes on", may_change=True)
+    overlap: bool = setting(True, "send each bucket as soon as it is full, while backward continues", may_change=True)
     embedding_rows: Literal["auto", "always", "never"] = setting(
         "auto",
-        "send the gradient of embedding lookups as one row a token, not as a matrix of the vocabulary's size; "
-        "auto: while a step has fewer tokens than the vocabulary",
+        "send the gradient of an embedding as one row per token instead of a matrix of the vocabulary's size; "
+        "auto: if a step has fewer tokens than the vocabulary",
         may_change=True,
     )
 
 
 class CheckpointConfig(Section):
-    """What is kept on disk, and where a run goes on from."""
+    """When checkpoints are saved, which ones are kept, and where a run resumes."""
 
     every_steps: OptionalCount = setting(
-        200, "steps between two checkpoints; none: only with every_seconds and at the end", may_change=True
+        200, "steps between two checkpoints; none: only by every_seconds and at the end", may_change=True
     )
     every_seconds: OptionalPositive = setting(
-        None, "seconds between two checkpoints, beside every_steps", may_change=True
+        None, "seconds between two checkpoints, in addition to every_steps", may_change=True
     )
-    keep_last: int = setting(3, "newest checkpoints kept", may_change=True, ge=1)
+    keep_last: int = setting(3, "number of newest checkpoints to keep", may_change=True, ge=1)
     keep_best: bool = setting(
-        True, "keep the best checkpoint by training.best_metric, and test that one at the end", may_change=True
+        True, "keep the best checkpoint by training.best_metric, and test it at the end", may_change=True
     )
     resume: str = setting(
         "auto",
-        "auto: go on where output_dir's newest whole checkpoint ends; never: refuse an output_dir that has "
-        "one; or the checkpoint (or run directory) to start from",
+        "auto: resume from the newest complete checkpoint in output_dir; never: refuse an output_dir that has one; "
+        "or the checkpoint (or run directory) to start from",
         may_change=True,
     )
 
 
 class Config(Section):
-    """A whole job."""
+    """The configuration of a job."""
 
     task: TaskName = setting(
         "language_model",
-        "what is trained: language_model, translation, classification, or package.module:Class of your own",
+        "task to train: language_model, translation, classification, or your own package.module:Class",
     )
-    output_dir: str = setting("runs/default", "the run directory", may_change=True, min_length=1)
+    output_dir: str = setting("runs/default", "run directory", may_change=True, min_length=1)
     profile: bool = setting(
-        False, "write timeline-NNN.json, a Chrome trace a rank, of the steps 3 to 7 of this start", may_change=True
+        False, "write timeline-NNN.json, a Chrome trace per rank, of steps 3 to 7 after this start", may_change=True
     )
-    seed: int = setting(1, "seed of the weights, of the data order and of dropout", ge=0, lt=2**63)
+    seed: int = setting(1, "random seed of the weights, the data order and dropout", ge=0, lt=2**63)
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     parallel: ParallelConfig = ParallelConfig()
@@ -352,7 +362,7 @@ SECTIONS: tuple[str, ...] = tuple(dict.fromkeys(key.split(".")[0] for key in KEY
 
 
 def field(key: str) -> FieldInfo:
-    """The schema's entry of a dotted key."""
+    """The schema's entry for a dotted key."""
     section, _, name = key.rpartition(".")
     model = Config.model_fields[section].annotation if section else Config
     assert isinstance(model, type) and issubclass(model, Section)
@@ -360,12 +370,12 @@ def field(key: str) -> FieldInfo:
 
 
 def may_change(key: str) -> bool:
-    """Whether a run may go on from a checkpoint made with another value of this dotted key."""
+    """Whether a run may resume from a checkpoint that has another value for this dotted key."""
     return bool(_extra(key)["may_change"])
 
 
 def allowed(key: str) -> str | None:
-    """What the value of this dotted key may be, in words; None where its type and limits say it."""
+    """What the value of this dotted key may be, in words; None if its type and limits say it."""
     found = _extra(key)["allowed"]
     return None if found is None else str(found)
 

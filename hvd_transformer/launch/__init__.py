@@ -1,1 +1,1 @@
-"""From hosts to a running job: host files, the horovodrun command, and the job it starts."""
+"""From hosts to a finished job: host files, the horovodrun command, supervision and restarts. No torch."""

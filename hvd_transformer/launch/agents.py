@@ -1,8 +1,8 @@
-"""A job's private folder on every host, and what the launcher hears of its ranks from there.
+"""The launcher's side of the node agents: one connection per host.
 
-On each host a keeper (`keeper.py`, through ssh where the host is another one) makes the folder, only for its user, and
-removes it when the connection ends: also when the launcher was killed. Everything travels through standard input and
-output: the variables of `--env` to the ranks; heartbeats, printed lines and exit codes back.
+A node agent (`node_agent.py`, started through ssh on other hosts) creates the job's private folder on its host,
+readable by its user only, and removes it when the connection ends, even if the launcher was killed. Everything travels
+through standard input and output: the `--env` variables to the ranks; heartbeats, printed lines and exit codes back.
 """
 
 import json
@@ -22,24 +22,24 @@ from hvd_transformer.launch.ssh import Ssh, is_local, ssh_command
 
 _READY_SECONDS = 30.0
 _PING_SECONDS = 1.0
-_SILENCE_SECONDS = 8.0  # of a keeper, which speaks every second: its host or the network is gone
-_END_SECONDS = 10.0  # that keepers have to end
+_SILENCE_SECONDS = 8.0  # without a word from an agent, which reports every second: its host or the network is lost
+_END_SECONDS = 10.0  # for the agents to exit
 
-Show = Callable[[int, str, str], object]  # rank, "out" or "err", and what it printed
-Beat = dict[str, Any]  # training/heartbeat.py
+Show = Callable[[int, str, str], object]  # rank, "out" or "err", printed text
+Beat = dict[str, Any]  # `Watchdog.beat` in monitoring/watchdog.py, and its "age"
 
 
 class Failure(NamedTuple):
-    """A rank that ended with an exit code other than 0."""
+    """A rank that exited with a code other than 0."""
 
-    time: float  # of this process's monotonic clock
+    time: float  # on this process's monotonic clock
     rank: int
     code: int
     host: str
 
 
 class HostLost(UserError):
-    """A host that cannot be used."""
+    """A host that cannot be reached or used."""
 
     def __init__(self, host: str, why: str) -> None:
         super().__init__(f"host {host}: cannot be used: {why}")
@@ -47,7 +47,7 @@ class HostLost(UserError):
 
 
 class HostAgents:
-    """The folder on all hosts, from construction to `close`; it is there after `wait_ready`."""
+    """The node agents of all hosts, from construction to `close`. The folder `path` exists after `wait_ready`."""
 
     def __init__(
         self,
@@ -58,86 +58,87 @@ class HostAgents:
         show: Show = lambda rank, stream, text: None,
     ) -> None:
         self.path = f"/tmp/hvd-transformer-{os.getpid()}-{secrets.token_hex(16)}"
-        self._keepers: list[AgentConnection] = []
-        keeper = [sys.executable, "-m", "hvd_transformer.launch.node_agent", self.path]
+        self._agents: list[AgentConnection] = []
+        command = [sys.executable, "-m", "hvd_transformer.launch.node_agent", self.path]
         if "PYTHONPATH" in environment:
-            keeper = ["env", f"PYTHONPATH={environment['PYTHONPATH']}", *keeper]
+            command = ["env", f"PYTHONPATH={environment['PYTHONPATH']}", *command]
         with ThreadPoolExecutor(64) as pool:
             local = dict(zip(hosts, pool.map(is_local, hosts), strict=True))
-        # All names of this machine are one host.
+        # All names of this machine count as one host.
         names = [host for host in hosts if not local[host]] + [host for host in hosts if local[host]][:1]
         self._closed = threading.Event()
         try:
             for host in names:
-                words = keeper if local[host] else ssh_command(ssh, host, keeper)
-                self._keepers.append(AgentConnection(host, words, environment, show))
-            for one in self._keepers:
-                one.send({"environment": dict(values)})
+                words = command if local[host] else ssh_command(ssh, host, command)
+                self._agents.append(AgentConnection(host, words, environment, show))
+            for agent in self._agents:
+                agent.send({"environment": dict(values)})
         except BaseException:
             self.close()
             raise
         threading.Thread(target=self._ping, daemon=True).start()
 
     def wait_ready(self) -> None:
-        """Raises `HostLost` for the first host where it cannot be made, and says why."""
-        for keeper in self._keepers:
-            keeper.wait_ready()
+        """Waits for all agents. Raises `HostLost`, with the reason, for the first host without a folder."""
+        for agent in self._agents:
+            agent.wait_ready()
 
     @property
     def running(self) -> int:
-        """Ranks that run now."""
-        return sum(keeper.running for keeper in self._keepers if not keeper.lost)
+        """Number of ranks that are running."""
+        return sum(agent.running for agent in self._agents if not agent.lost)
 
     @property
     def beats(self) -> dict[int, Beat]:
         """The newest heartbeat of each rank."""
-        return {rank: beat for keeper in self._keepers for rank, beat in list(keeper.beats.items())}
+        return {rank: beat for agent in self._agents for rank, beat in list(agent.beats.items())}
 
     @property
     def failures(self) -> list[Failure]:
-        """Ranks that have failed, the first one first."""
-        found = sorted(failure for keeper in self._keepers for failure in list(keeper.failures.values()))
-        return list({failure.rank: failure for failure in reversed(found)}.values())[::-1]  # hosts may share /tmp
+        """Failed ranks, in the order of their failures."""
+        found = sorted(failure for agent in self._agents for failure in list(agent.failures.values()))
+        # Hosts that share /tmp report a rank twice.
+        return list({failure.rank: failure for failure in reversed(found)}.values())[::-1]
 
     @property
     def lost(self) -> list[str]:
-        """Hosts that are heard of no more."""
-        return [keeper.host for keeper in self._keepers if keeper.lost]
+        """Hosts that no longer answer."""
+        return [agent.host for agent in self._agents if agent.lost]
 
     def stop(self) -> int:
-        """Asks every rank to save and end; the number of those that run."""
-        for keeper in self._keepers:
-            keeper.send({"do": "stop"})
-        return sum(keeper.wait_stopping() for keeper in self._keepers)
+        """Asks every rank to save and exit; returns the number of running ranks."""
+        for agent in self._agents:
+            agent.send({"do": "stop"})
+        return sum(agent.wait_stopping() for agent in self._agents)
 
     def write_stacks(self) -> None:
-        """Asks every rank to write its Python stacks into its log."""
-        for keeper in self._keepers:
-            keeper.send({"do": "stacks"})
+        """Asks every rank to write its Python stacks to its log."""
+        for agent in self._agents:
+            agent.send({"do": "stacks"})
 
     def close(self) -> list[Failure]:
-        """Ends what still runs on any host and removes the folder; the ranks that had failed, the first one first."""
+        """Kills the remaining ranks on all hosts and removes the folder; returns the failures in order."""
         self._closed.set()
-        for keeper in self._keepers:
-            keeper.send({"do": "end"})
+        for agent in self._agents:
+            agent.send({"do": "end"})
         deadline = time.monotonic() + _END_SECONDS
-        for keeper in self._keepers:
-            keeper.wait_ended(deadline)
-        for keeper in self._keepers:
-            keeper.send({"do": "remove"})
-        for keeper in self._keepers:
-            keeper.close(deadline)
+        for agent in self._agents:
+            agent.wait_ended(deadline)
+        for agent in self._agents:
+            agent.send({"do": "remove"})
+        for agent in self._agents:
+            agent.close(deadline)
         return self.failures
 
     def _ping(self) -> None:
-        """Keepers end where the launcher is silent."""
+        """Shows the agents that the launcher lives: they exit when it is silent."""
         while not self._closed.wait(_PING_SECONDS):
-            for keeper in self._keepers:
-                keeper.send({"do": "ping"})
+            for agent in self._agents:
+                agent.send({"do": "ping"})
 
 
 class AgentConnection:
-    """The keeper of one host."""
+    """The connection to the node agent of one host."""
 
     def __init__(self, host: str, words: Sequence[str], environment: Mapping[str, str], show: Show) -> None:
         self.host, self._show = host, show
@@ -146,7 +147,7 @@ class AgentConnection:
         self._ready, self._stopping, self._ended = threading.Event(), threading.Event(), threading.Event()
         self._opened, self._number_stopping = False, 0
         self._sending = threading.Lock()
-        # In a session of its own: Ctrl-C is for the launcher alone, which tells the ranks.
+        # In its own session: Ctrl-C reaches only the launcher, which then asks the ranks to stop.
         self._process = subprocess.Popen(
             words,
             env=environment,
@@ -164,7 +165,7 @@ class AgentConnection:
 
     def send(self, message: Mapping[str, Any]) -> None:
         assert self._process.stdin
-        with suppress(OSError, ValueError), self._sending:  # a host that is gone answers with the end of its output
+        with suppress(OSError, ValueError), self._sending:  # a lost host shows as the end of its output
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
 
@@ -199,7 +200,7 @@ class AgentConnection:
     def _read(self) -> None:
         assert self._process.stdout
         for line in self._process.stdout:
-            with suppress(ValueError):  # what a login shell prints
+            with suppress(ValueError):  # output of a login shell
                 self._take(json.loads(line))
         self._ready.set()
 

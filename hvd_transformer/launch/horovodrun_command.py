@@ -1,4 +1,4 @@
-"""The horovodrun command line: hosts, controller, GPUs, environment."""
+"""The horovodrun command line: hosts, controller (gloo or MPI), GPUs, environment."""
 
 import mmap
 import os
@@ -14,31 +14,31 @@ from pathlib import Path
 from hvd_transformer.config import Config
 from hvd_transformer.errors import UserError
 from hvd_transformer.launch.hostfile import Host
-from hvd_transformer.launch.ssh import _PATH, Ssh, is_local
+from hvd_transformer.launch.ssh import PLAIN_PATH, Ssh, is_local
 
-# Tells rank 0 that the launcher draws the progress.
+# Tells rank 0 that the launcher draws the progress (`reporting/progress.py`).
 SCREEN = "HVD_TRANSFORMER_SCREEN"
-# To find commands, libraries and the user's files; how text looks; where ssh asks for keys. The devices of a user who
-# chose some are for the ranks of this host alone: horovodrun does not send that variable to others.
+# Paths, text encoding, the ssh agent. CUDA_VISIBLE_DEVICES is for the ranks of this host only: horovodrun does not
+# send it to other hosts.
 _NAMES = {
     "PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "HOME", "USER", "TMPDIR",
     "LANG", "TERM", "TZ", "PYTHONUNBUFFERED", "SSH_AUTH_SOCK", "CUDA_VISIBLE_DEVICES",
 }  # fmt: skip
-# Locale, threads a rank, and the tuning variables of Horovod, gloo, NCCL and Open MPI.
+# Locale, threads per rank, and the tuning variables of Horovod, gloo, NCCL and Open MPI.
 _PREFIXES = ("LC_", "OMP_", "MKL_", "HOROVOD_", "NCCL_", "OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_")
 
 
 def launcher_environment(environment: Mapping[str, str], named: Sequence[str]) -> dict[str, str]:
-    """The environment of horovodrun; not the variables of `--env`, whatever they are called."""
+    """The environment of horovodrun itself; never the variables of `--env`, whatever their names."""
     result = {
         name: value
         for name, value in environment.items()
         if (name in _NAMES or name.startswith(_PREFIXES)) and name not in named
     }
-    # The commands beside this Python, also where its virtual environment is not activated.
+    # The commands next to this Python, even if its virtual environment is not activated.
     commands = Path(sys.executable).parent
     result["PATH"] = f"{commands}{os.pathsep}{environment.get('PATH', os.defpath)}"
-    # The same for Open MPI from a Python package: what mpirun starts on other hosts, and where that finds its files.
+    # For Open MPI from a Python package: the daemon that mpirun starts on other hosts, and where it finds its files.
     if (commands / "orted").exists():
         result.setdefault("OMPI_MCA_orte_launch_agent", str(commands / "orted"))
         result["OPAL_PREFIX"] = str(commands.parent)
@@ -46,9 +46,9 @@ def launcher_environment(environment: Mapping[str, str], named: Sequence[str]) -
 
 
 def secret_values(environment: Mapping[str, str], named: Sequence[str]) -> dict[str, str]:
-    """The values of the variables of `--env`.
+    """The values of the `--env` variables.
 
-    Raises `UserError` for one that is not set or no name.
+    Raises `UserError` for an invalid name or a variable that is not set.
     """
     check_names(named)
     for name in named:
@@ -58,51 +58,51 @@ def secret_values(environment: Mapping[str, str], named: Sequence[str]) -> dict[
 
 
 def check_names(named: Sequence[str]) -> None:
-    """Raises `UserError` for what is no name of a variable."""
+    """Raises `UserError` for anything that is not the name of a variable."""
     for name in named:
         if "=" in name:
             name = name.partition("=")[0]
-            raise UserError(f"--env {name}=…: takes the name alone; a value on a command line is seen by everyone")
+            raise UserError(f"--env {name}=…: takes only the name; everyone can see a value on a command line")
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise UserError(f"--env {name!a}: no name of an environment variable")
+            raise UserError(f"--env {name!a}: not the name of an environment variable")
 
 
-# What the compiled library holds where it was built with them. To ask Horovod itself takes torch, and seconds.
+# Symbols in Horovod's compiled library. Asking Horovod itself would import torch, which takes seconds.
 _MARKS = {"gloo": b"_ZN4gloo9transport", "mpi": b"MPI_Init_thread"}
 
 
 def takes_mpi(gloo: bool | None, library: Path | None) -> bool:
-    """Whether MPI it is. None: gloo where Horovod's `library` has it, as it needs nothing on the hosts but ssh.
+    """Whether to use MPI. `gloo=None` selects gloo if Horovod's `library` has it: it needs only ssh on the hosts.
 
-    Raises `UserError` where the library was built without the wanted one.
+    Raises `UserError` if the library was built without the requested one.
     """
     built = built_with(library) if library else {"gloo", "mpi"}
     if gloo is None:
         return built == {"mpi"}
     wanted = "gloo" if gloo else "mpi"
     if wanted not in built:
-        other = f"use --{min(built)}, or build it again" if built else "build it again"
+        other = f"use --{min(built)}, or rebuild it" if built else "rebuild it"
         raise UserError(f"--{wanted}: Horovod was built without it here; {other}, as `make install` does")
     return not gloo
 
 
 def built_with(library: Path) -> set[str]:
-    """Of "gloo" and "mpi"."""
+    """Which of "gloo" and "mpi" Horovod's library was built with."""
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return {name for name, mark in _MARKS.items() if data.find(mark) >= 0}
 
 
 def horovod_library() -> Path | None:
-    """Horovod's compiled part for torch, without importing it."""
+    """Horovod's compiled library for torch, found without importing it."""
     package = find_spec("horovod")
     folders = package.submodule_search_locations if package else None
     return next((file for folder in folders or () for file in Path(folder).glob("torch/mpi_lib*.so")), None)
 
 
 def check_devices(hosts: Sequence[Host], config: Config, environment: Mapping[str, str]) -> None:
-    """Raises `UserError` where this host has fewer GPUs than its ranks have stages.
+    """Raises `UserError` if this host has fewer GPUs than its ranks have pipeline stages.
 
-    Also for training.device=auto, where it has any: all ranks would compute on the CPU then.
+    Also with training.device=auto if the host has any GPU: all ranks would fall back to the CPU.
     """
     device, stages = config.training.device, config.parallel.pipeline
     if device == "cpu" or (gpus := num_gpus(environment)) is None or (device == "auto" and not gpus):
@@ -117,11 +117,11 @@ def check_devices(hosts: Sequence[Host], config: Config, environment: Mapping[st
 
 
 def num_gpus(environment: Mapping[str, str]) -> int | None:
-    """As CUDA_VISIBLE_DEVICES or the driver's tool says; None where neither does."""
+    """GPUs by CUDA_VISIBLE_DEVICES or nvidia-smi; None if neither tells."""
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         names = [name.strip() for name in chosen.split(",")]
-        # CUDA ends its list at the first name that is none.
+        # CUDA ignores everything after the first invalid name.
         return next((at for at, name in enumerate(names) if name in ("", "-1")), len(names))
     with suppress(OSError, subprocess.SubprocessError):
         said = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=10)
@@ -135,11 +135,11 @@ _INTERFACE = re.compile(r"[\w.-]+(,[\w.-]+)*", re.ASCII)
 
 @dataclass(frozen=True)
 class Horovodrun:
-    """What horovodrun is to do.
+    """The arguments of horovodrun.
 
-    gloo is the default controller: it needs nothing on the hosts but ssh, where MPI needs the same MPI on each.
+    gloo is the default controller: it needs only ssh on the hosts, whereas MPI must be the same on all of them.
 
-    Raises `UserError` for a host or a network interface that horovodrun cannot take.
+    Raises `UserError` for a host or a network interface that horovodrun does not accept.
     """
 
     hosts: Sequence[Host]
@@ -153,31 +153,31 @@ class Horovodrun:
         for host in self.hosts:
             if ":" in host.name:
                 raise UserError(
-                    f"[{host.name}]: horovodrun knows no IPv6 addresses; use a name or an address of the host in IPv4"
+                    f"[{host.name}]: horovodrun knows no IPv6 addresses; use a host name or an IPv4 address"
                 )
         if self.network_interface is not None and not _INTERFACE.fullmatch(self.network_interface):
             raise UserError(f"--network-interface {self.network_interface!a}: must be names such as eth0 or eth0,eth1")
 
     @property
     def num_ranks(self) -> int:
-        """One a slot."""
+        """One rank per slot."""
         return sum(host.slots for host in self.hosts)
 
     def check_path(self) -> None:
-        """Raises `UserError` where mpirun could not start its daemon on other hosts: it quotes no path for them."""
-        if self.mpi and len(self.hosts) > 1 and not _PATH.fullmatch(sys.prefix):
+        """Raises `UserError` if mpirun could not start its daemon on other hosts, because it does not quote paths."""
+        if self.mpi and len(self.hosts) > 1 and not PLAIN_PATH.fullmatch(sys.prefix):
             raise UserError(
                 f"--mpi: Open MPI takes no spaces or quotes in the path of its installation, {sys.prefix}, "
-                "on other hosts; use --gloo, or another path"
+                "on other hosts; use --gloo, or install it under another path"
             )
 
     def words(self, worker: Sequence[str]) -> list[str]:
-        """The command that starts `worker` on every rank."""
+        """The horovodrun command that starts `worker` on every rank."""
         words = ["horovodrun", "-np", str(self.num_ranks)]
         words += ["-H", ",".join(f"{host.name}:{host.slots}" for host in self.hosts)]
         words += ["--mpi" if self.mpi else "--gloo"]
         if self.network_interface is None:
-            # horovodrun would believe for an hour what it found out about hosts of these names.
+            # horovodrun caches what it finds out about hosts for an hour, by name.
             words += ["--disable-cache"]
         words += ["--start-timeout", str(30 + 2 * len(self.hosts))]
         if self.ssh.port is not None:

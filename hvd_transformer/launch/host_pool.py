@@ -1,4 +1,4 @@
-"""Which hosts a job may use now: the given ones or those that a discovery script names, less those set aside."""
+"""The hosts that a job may use now: from the command line or a discovery script, without those that cool down."""
 
 import subprocess
 import time
@@ -8,41 +8,41 @@ from pathlib import Path
 from hvd_transformer.errors import UserError
 from hvd_transformer.launch.hostfile import Host, assign, parse_hostfile, parse_hosts, read_hostfile
 
-ASIDE_SECONDS = 10.0  # that a lost host is left alone for; twice as long each time it is lost again
-_MAX_ASIDE_SECONDS = 600.0
+COOL_DOWN_SECONDS = 10.0  # for which a lost host is excluded; doubled each time it is lost again
+_MAX_COOL_DOWN_SECONDS = 600.0
 _SCRIPT_SECONDS = 30.0
 
 FindHosts = Callable[[], list[Host]]
 
 
 class HostPool:
-    """The hosts of a job over its restarts.
+    """The hosts of a job across its restarts.
 
-    `num_ranks`: at most so many slots are used; None: all. Always a multiple of `tensor`, the ranks that share
-    matrices.
+    `num_ranks` limits the number of slots that are used (None: no limit), always to a multiple of `tensor`, the size of
+    a tensor-parallel group. Raises `UserError` if `num_ranks` is not such a multiple.
     """
 
     def __init__(self, find: FindHosts, num_ranks: int | None, tensor: int = 1) -> None:
         if num_ranks is not None and num_ranks % tensor:
             raise UserError(f"-np {num_ranks}: must be a multiple of parallel.tensor={tensor}")
         self._find, self._num_ranks, self._tensor = find, num_ranks, tensor
-        self._aside: dict[str, tuple[float, float]] = {}  # until when, and for how long it was
+        self._cooling: dict[str, tuple[float, float]] = {}  # excluded until when, and for how many seconds
 
     def hosts(self) -> list[Host]:
-        """Those to use now, with their slots trimmed to the number of ranks; perhaps none.
+        """The hosts to use now, their slots trimmed to the number of ranks; may be empty.
 
-        Raises `UserError` where the discovery script fails.
+        Raises `UserError` if the discovery script fails.
         """
         now = time.monotonic()
-        found = [host for host in self._find() if self._aside.get(host.name, (0.0, 0.0))[0] <= now]
+        found = [host for host in self._find() if self._cooling.get(host.name, (0.0, 0.0))[0] <= now]
         slots = sum(host.slots for host in found)
         count = slots if self._num_ranks is None else min(slots, self._num_ranks)
         return assign(found, count - count % self._tensor)
 
-    def set_aside(self, name: str) -> float:
-        """Leaves a host alone for a while; how long, in seconds."""
-        seconds = min(2 * self._aside.get(name, (0.0, ASIDE_SECONDS / 2))[1], _MAX_ASIDE_SECONDS)
-        self._aside[name] = (time.monotonic() + seconds, seconds)
+    def cool_down(self, name: str) -> float:
+        """Excludes a host for a while; returns for how many seconds."""
+        seconds = min(2 * self._cooling.get(name, (0.0, COOL_DOWN_SECONDS / 2))[1], _MAX_COOL_DOWN_SECONDS)
+        self._cooling[name] = (time.monotonic() + seconds, seconds)
         return seconds
 
 
@@ -54,47 +54,55 @@ def find_hosts(
     environment: Mapping[str, str],
     tensor: int = 1,
 ) -> FindHosts:
-    """How to find the hosts that -H, --hostfile or --host-discovery-script gives; without them it is this one, with a
-    rank, or as many as share matrices.
+    """A function that returns the hosts of -H, --hostfile or --host-discovery-script. Default: localhost with
+    `num_ranks` slots, or one tensor-parallel group.
 
-    Raises `UserError` for more than one of them, and where what is given cannot be read or has too few slots.
+    Raises `UserError` if more than one of the options is given, and if the hosts cannot be read or have too few slots.
     """
-    if sum(given is not None for given in (hosts, hostfile, script)) > 1:
-        raise UserError("-H, --hostfile and --host-discovery-script: give one of them")
     if script is not None:
+        if hosts is not None or hostfile is not None:
+            raise UserError("-H, --hostfile and --host-discovery-script: give only one of them")
         return from_script(script, environment)
-    if hosts is not None:
-        fixed = parse_hosts(hosts)
-    elif hostfile is not None:
-        fixed = read_hostfile(hostfile)
-    else:
-        fixed = [Host("localhost", num_ranks or tensor)]
+    fixed = given_hosts(hosts, hostfile, num_ranks or tensor)
     if num_ranks is not None:
-        assign(fixed, num_ranks)  # refuses too few slots; hosts beyond them stand by
+        assign(fixed, num_ranks)  # refuses too few slots; surplus hosts stand by
     return fixed.copy
 
 
-def resolve_min_ranks(min_ranks: int | None, num_ranks: int | None, slots: int, tensor: int = 1) -> int:
-    """How few ranks the job goes on with, by --min-np, -np and the slots of the hosts of now, in groups of `tensor`.
+def given_hosts(hosts: str | None, hostfile: Path | None, local_slots: int = 1) -> list[Host]:
+    """The hosts of -H or --hostfile; without either, localhost with `local_slots`.
 
-    Raises `UserError` for a number that cannot be, or where there are fewer slots now.
+    Raises `UserError` if both are given, and for malformed hosts.
+    """
+    if hosts is not None and hostfile is not None:
+        raise UserError("-H and --hostfile: give only one of them")
+    if hosts is not None:
+        return parse_hosts(hosts)
+    return [Host("localhost", local_slots)] if hostfile is None else read_hostfile(hostfile)
+
+
+def resolve_min_ranks(min_ranks: int | None, num_ranks: int | None, slots: int, tensor: int = 1) -> int:
+    """The fewest ranks that the job may run with: --min-np, by default -np or the slots that the hosts have now.
+
+    Raises `UserError` for a number out of range, or if the hosts have fewer slots now. `tensor` is the size of a
+    tensor-parallel group.
     """
     if tensor > 1 and slots == 0:
-        raise UserError(f"the hosts have fewer slots now than the parallel.tensor={tensor} ranks of one replica")
+        raise UserError(f"the hosts now have fewer slots than the parallel.tensor={tensor} ranks of one replica")
     most = slots if num_ranks is None else num_ranks
     if min_ranks is not None and not 1 <= min_ranks <= most:
         raise UserError(f"--min-np {min_ranks}: must be from 1 to the number of ranks, {most}")
     least = min_ranks or max(1, most)
     if slots < least:
-        raise UserError(f"the hosts have {slots} slots now, {least} are needed")
+        raise UserError(f"the hosts have {slots} slots now, but {least} are needed")
     return least
 
 
 def from_script(script: Path, environment: Mapping[str, str]) -> FindHosts:
-    """What a discovery script prints: a host file's lines, as Horovod's elastic mode asks for too.
+    """A function that runs a discovery script, which prints the lines of a host file (as in Horovod's elastic mode).
 
-    Raises `UserError` where the file cannot be run. The function does where a run fails or takes too long, or for a
-    malformed line; no line at all means that there is no host now.
+    Raises `UserError` if there is no such file. The function raises it if the script fails, takes too long or prints a
+    malformed line; no output means that there is no host now.
     """
     name = f"--host-discovery-script {script}"
     path = script.expanduser().absolute()

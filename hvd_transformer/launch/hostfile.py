@@ -1,4 +1,4 @@
-"""Hosts and their slots, from `-H` or from a host file in any of the usual forms."""
+"""Hosts and their slots, from `-H` or from a host file in any common format."""
 
 import itertools
 import json
@@ -14,31 +14,31 @@ MAX_SLOTS = 1024
 MAX_HOSTS = 10_000
 _MAX_BYTES = 1 << 20
 _FORMS = "allowed are: host, host:2, host slots=2, node[01-08]:2, [fe80::1]:2"
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")  # never a dash first: ssh would take it for an option
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")  # no leading dash: ssh would take it for an option
 _SLOT_WORD = re.compile(r"(slots|max[-_]slots)=(.*)")
 
 
 class Host(NamedTuple):
-    """A host and how many ranks it takes. An IPv6 address stands without brackets."""
+    """A host and its number of slots (ranks). An IPv6 address is stored without brackets."""
 
     name: str
     slots: int
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """The hosts of a `-H host:2,node[01-08]:4` option.
+    """The hosts of an option such as `-H host:2,node[01-08]:4`.
 
-    Raises `UserError` that names the malformed item.
+    Raises `UserError`, which names the malformed item.
     """
-    items = re.split(r",(?![^\[\]]*\])", text)  # not at the commas of a range
+    items = re.split(r",(?![^\[\]]*\])", text)  # not at commas within a range
     places = [(f"-H {_quoted(item)}", item.strip()) for item in items]
     return _unique((where, host) for where, item in places for host in _hosts([item], where))
 
 
 def read_hostfile(file: Path) -> list[Host]:
-    """The hosts of a file: Horovod's, Open MPI's or MPICH's lines, or a MindSpore rank table.
+    """The hosts of a file in Horovod's, Open MPI's or MPICH's format, or of a MindSpore rank table.
 
-    Raises `UserError` that names file and line, also where the file cannot be read.
+    Raises `UserError`, which names file and line, also if the file cannot be read.
     """
     try:
         with file.open("rb") as stream:
@@ -48,32 +48,32 @@ def read_hostfile(file: Path) -> list[Host]:
     except ValueError as error:  # a NUL in the path
         raise UserError(f"--hostfile: {error}") from None
     if len(data) > _MAX_BYTES:
-        raise UserError(f"{file}: larger than 1 MiB, which no host file is")
+        raise UserError(f"{file}: larger than 1 MiB; not a host file")
     try:
         return parse_hostfile(data.decode("utf-8-sig"), str(file))
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{file}, line {line}: no valid UTF-8") from None
+        raise UserError(f"{file}, line {line}: not valid UTF-8") from None
 
 
 def parse_hostfile(text: str, name: str) -> list[Host]:
-    """The hosts of a host file's text; `name` is what messages call the file.
+    """The hosts in the text of a host file; messages call the file `name`.
 
-    Raises `UserError` that names file and line.
+    Raises `UserError`, which names file and line.
     """
     if text.lstrip().startswith("{"):
         table = read_rank_table(text, name)
         return _unique((where, Host(_name(host, where), _slots(str(slots), where))) for where, host, slots in table)
     found = _unique(_lines(text, name))
     if not found:
-        raise UserError(f"{name}: no hosts; {_FORMS}, one a line")
+        raise UserError(f"{name}: no hosts; {_FORMS}, one per line")
     return found
 
 
 def assign(hosts: list[Host], num_ranks: int) -> list[Host]:
-    """The hosts, in order, with no more slots than ranks: horovodrun would start a rank in each slot.
+    """The first hosts with exactly `num_ranks` slots: horovodrun would start a rank in every slot.
 
-    Raises `UserError` where the slots are too few.
+    Raises `UserError` if there are too few slots.
     """
     total = sum(host.slots for host in hosts)
     if num_ranks > total:
@@ -95,7 +95,7 @@ def _lines(text: str, name: str) -> Iterator[tuple[str, Host]]:
 
 
 def _hosts(words: list[str], where: str) -> list[Host]:
-    """The hosts of one line or item: a name, perhaps a range, its slots behind a colon or as words."""
+    """The hosts of one line or item: a name or a range, with slots after a colon or as words."""
     first, *rest = words
     bracketed = re.fullmatch(r"\[([^\[\]]*:[^\[\]]*)\](.*)", first)
     if bracketed:
@@ -103,7 +103,7 @@ def _hosts(words: list[str], where: str) -> list[Host]:
     else:
         pattern, colon, count = first.partition(":")
         if ":" in count and "[" not in first:
-            raise UserError(f"{where}: {_quoted(first)}: more than one colon; an IPv6 address stands in brackets")
+            raise UserError(f"{where}: {_quoted(first)}: more than one colon; put an IPv6 address in brackets")
         names, tail = _expand(pattern, where), colon + count
     counts = {}
     if tail:
@@ -113,10 +113,10 @@ def _hosts(words: list[str], where: str) -> list[Host]:
     for word in rest:
         match = _SLOT_WORD.fullmatch(word)
         if not match:
-            raise UserError(f"{where}: {_quoted(word)} after the host; {_FORMS}, and max_slots=4 behind slots=2")
+            raise UserError(f"{where}: {_quoted(word)} after the host; {_FORMS}, and max_slots=4 after slots=2")
         key = match[1].replace("-", "_")
         if key in counts:
-            raise UserError(f"{where}: two numbers of {key}")
+            raise UserError(f"{where}: {key} is given twice")
         counts[key] = _slots(match[2], where)
     slots = counts.get("slots", 1)
     if counts.get("max_slots", slots) < slots:
@@ -125,8 +125,8 @@ def _hosts(words: list[str], where: str) -> list[Host]:
 
 
 def _expand(pattern: str, where: str) -> list[str]:
-    """node[01-03,07] as node01, node02, node03, node07; several ranges as all combinations."""
-    texts = re.split(r"\[([^\[\]]*)\]", pattern)  # names and ranges, in turn
+    """Expands node[01-03,07] to node01, node02, node03, node07; several ranges to all combinations."""
+    texts = re.split(r"\[([^\[\]]*)\]", pattern)  # names and ranges, alternating
     choices = [[text] if at % 2 == 0 else _numbers(text, where) for at, text in enumerate(texts)]
     total = 1
     for choice in choices:
@@ -137,13 +137,13 @@ def _expand(pattern: str, where: str) -> list[str]:
 
 
 def _numbers(text: str, where: str) -> list[str]:
-    """The numbers of a range such as 01-04,07, as wide as they are written."""
+    """The numbers of a range such as 01-04,07, with leading zeros as written."""
     result: list[str] = []
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part.strip())
         first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
         if int(last) < int(first):
-            raise UserError(f"{where}: [{_quoted(text)[1:-1]}]: no range of numbers such as [01-08] or [1-4,7]")
+            raise UserError(f"{where}: [{_quoted(text)[1:-1]}]: not a range of numbers such as [01-08] or [1-4,7]")
         if len(result) + int(last) - int(first) >= MAX_HOSTS:
             raise UserError(f"{where}: [{_quoted(text)[1:-1]}]: more than {MAX_HOSTS} hosts")
         width = len(first) if first.startswith("0") else 0
@@ -153,7 +153,7 @@ def _numbers(text: str, where: str) -> list[str]:
 
 def _name(text: str, where: str) -> str:
     if not _NAME.fullmatch(text):
-        raise UserError(f"{where}: {_quoted(text)} is no host name (letters, digits, '.', '-' and '_'); {_FORMS}")
+        raise UserError(f"{where}: {_quoted(text)} is not a host name (letters, digits, '.', '-' and '_'); {_FORMS}")
     return text
 
 
@@ -161,7 +161,7 @@ def _address(text: str, where: str) -> str:
     try:
         return str(IPv6Address(text))
     except ValueError:
-        raise UserError(f"{where}: {_quoted(text)} is no IPv6 address") from None
+        raise UserError(f"{where}: {_quoted(text)} is not an IPv6 address") from None
 
 
 def _slots(text: str, where: str) -> int:
@@ -171,12 +171,12 @@ def _slots(text: str, where: str) -> int:
 
 
 def _unique(found: Iterable[tuple[str, Host]]) -> list[Host]:
-    """The hosts. Raises `UserError` where one is there twice, and so its slots, or where they are too many."""
+    """The hosts. Raises `UserError` if one is listed twice, or if there are too many."""
     places: dict[str, str] = {}
     result = []
     for where, host in found:
         if host.name.lower() in places:
-            raise UserError(f"{where}: host {host.name} is there already: {places[host.name.lower()]}")
+            raise UserError(f"{where}: host {host.name} is listed already: {places[host.name.lower()]}")
         places[host.name.lower()] = where
         result.append(host)
         if len(result) > MAX_HOSTS:
@@ -185,28 +185,28 @@ def _unique(found: Iterable[tuple[str, Host]]) -> list[Host]:
 
 
 def _quoted(text: str) -> str:
-    """On one line and not too long, whatever it holds."""
+    """Any text on one line, shortened and in quotes."""
     return ascii(text if len(text) <= 40 else text[:37] + "...")
 
 
 def read_rank_table(text: str, name: str) -> list[tuple[str, str, int]]:
-    """(place in the table, server_id, number of devices) of each server.
+    """(place in the table, server_id, number of devices) of each server in a MindSpore rank table.
 
-    Raises `UserError` that names the line, or the entry, that is wrong; `name` is what it calls the file.
+    Raises `UserError`, which names the line or the entry that is wrong; messages call the file `name`.
     """
     try:
         table = json.loads(text)
     except json.JSONDecodeError as error:
-        raise UserError(f"{name}, line {error.lineno}: no valid JSON: {error.msg}") from None
-    except (ValueError, RecursionError):  # a number of thousands of digits, brackets without an end
-        raise UserError(f"{name}: no rank table") from None
+        raise UserError(f"{name}, line {error.lineno}: not valid JSON: {error.msg}") from None
+    except (ValueError, RecursionError):  # thousands of digits, or brackets nested without end
+        raise UserError(f"{name}: not a rank table") from None
     if table.get("version") != "1.0":
         raise UserError(f'{name}: must hold "version": "1.0", as a MindSpore rank table does')
     servers = table.get("server_list")
     if not isinstance(servers, list) or not servers:
         raise UserError(f"{name}: server_list must be a list of servers")
     if str(table.get("server_count", len(servers))) != str(len(servers)):
-        raise UserError(f"{name}: server_list has {len(servers)} servers, which is not its server_count")
+        raise UserError(f"{name}: server_list has {len(servers)} servers, which differs from server_count")
     return [_server(server, f"{name}, server_list[{number}]") for number, server in enumerate(servers)]
 
 
@@ -216,5 +216,5 @@ def _server(server: Any, where: str) -> tuple[str, str, int]:
         raise UserError(f"{where}: must hold server_id, a host's name or address")
     devices = server.get("device")
     if not isinstance(devices, list) or not devices:
-        raise UserError(f"{where}: device must be a list with one entry a rank")
+        raise UserError(f"{where}: device must be a list with one entry per rank")
     return where, host, len(devices)

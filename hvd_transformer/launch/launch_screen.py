@@ -1,4 +1,4 @@
-"""What a launched job shows: one screen on a terminal, plain lines elsewhere; all that its ranks print in a log."""
+"""What a launched job shows: a live view on a terminal, plain lines elsewhere; all output of the ranks in a log."""
 
 import sys
 import time
@@ -18,15 +18,16 @@ from hvd_transformer.errors import WRONG_INPUT
 from hvd_transformer.launch.agents import Beat
 from hvd_transformer.launch.attempt import AttemptResult
 from hvd_transformer.launch.hostfile import Host
+from hvd_transformer.reporting.progress import duration
 
-_LAST_LINES = 12  # of the rank that failed first
+_LAST_LINES = 12  # shown of the rank that failed first
 _HOST_ROWS = 8
-_HELD_SECONDS = 3.0  # rank 0's errors wait so long: they may only follow from another rank's
-_QUIET_BEAT_SECONDS = 5.0  # after which a rank is shown as silent
+_HELD_SECONDS = 3.0  # for which rank 0's errors are held back: another rank's failure may have caused them
+_QUIET_BEAT_SECONDS = 5.0  # without a heartbeat, after which a rank is shown as silent
 
 
 class Ranks(Protocol):
-    """What the screen looks at."""
+    """What the screen reads of the ranks (`HostAgents`)."""
 
     @property
     def beats(self) -> dict[int, Beat]:
@@ -34,9 +35,9 @@ class Ranks(Protocol):
 
 
 class Screen:
-    """Shows one job over its restarts. Rank 0's lines are shown as they come; another's where it is the first to fail.
+    """Shows one job across its restarts: rank 0's output as it comes, another rank's if that rank fails first.
 
-    `log`: where everything is written as well, once its folder is there; None: nowhere.
+    `log` also receives all output, once its folder exists; None: no log.
     """
 
     def __init__(self, restarts: int, log: Path | None) -> None:
@@ -49,7 +50,7 @@ class Screen:
         self.terminal = sys.stdout.isatty()
 
     def start(self, hosts: Sequence[Host], restart: int) -> None:
-        """A start of the job."""
+        """Begins the view of one start of the job."""
         self._last.clear()
         if self.terminal:
             self._view = _View(hosts, f"restart {restart} of {self._restarts}" if restart else "")
@@ -57,14 +58,14 @@ class Screen:
             self._live.start()
 
     def look(self, ranks: Ranks) -> None:
-        """The newest of the ranks; called often."""
+        """Updates the view; called often."""
         if self._held and time.monotonic() - self._held[0][0] > _HELD_SECONDS:
             self._release()
         if self._view is not None:
             self._view.beats = ranks.beats
 
     def show(self, rank: int, stream: str, text: str) -> None:
-        """What a rank has printed: whole lines."""
+        """Takes whole lines that a rank has printed."""
         lines = text.splitlines()
         self._last.setdefault(rank, deque(maxlen=_LAST_LINES)).extend(lines)
         self._log.write("".join(f"rank {rank}: {line}\n" for line in lines))
@@ -74,12 +75,12 @@ class Screen:
             _write(sys.stdout, text)
 
     def message(self, text: str) -> None:
-        """A line of the launcher's own."""
+        """Prints a line of the launcher's own."""
         self._log.write(f"{text}\n")
         _write(sys.stderr, f"hvd-transformer: {text}")
 
     def failed(self, ended: AttemptResult, cause: str) -> None:
-        """Why a run ended, with the last lines of the first rank that failed, or of horovodrun where none did."""
+        """Prints why a start failed, with the last lines of the rank that failed first, or else of horovodrun."""
         first = ended.first
         if first is not None and first.rank == 0 and not ended.lost:
             self._release()
@@ -89,7 +90,7 @@ class Screen:
             lines = ["the last lines of horovodrun:", *ended.said.splitlines()[-_LAST_LINES:]]
         elif first is not None and first.rank != 0 and not ended.lost:
             lines = [f"the last lines of rank {first.rank}:", *self._last.get(first.rank, [])]
-        if first is not None and first.code == WRONG_INPUT:  # one line says it all
+        if first is not None and first.code == WRONG_INPUT:  # the rank's own line explains it
             for line in lines[1:]:
                 _write(sys.stderr, line)
             return
@@ -99,7 +100,7 @@ class Screen:
             _write(sys.stderr, "\n".join(f"  {line}" for line in lines[1:]))
 
     def end(self, failed: bool = False) -> None:
-        """The end of a start: the last state stays on the screen. `failed` is called next where it failed."""
+        """Ends the view of a start; its last state stays visible. With `failed`, a call of `failed` follows."""
         if not failed:
             self._release()
         if self._live is not None:
@@ -113,13 +114,13 @@ class Screen:
 
 
 def _write(file: TextIO, text: str) -> None:
-    with suppress(OSError):  # a screen that is gone does not end the job
+    with suppress(OSError):  # a closed terminal does not end the job
         file.write(text if text.endswith("\n") else f"{text}\n")
         file.flush()
 
 
 class _Log:
-    """Waits for its folder: a start that is refused has none."""
+    """A log file that is written once its folder exists: a refused start creates none."""
 
     def __init__(self, file: Path | None) -> None:
         self._file, self._waiting = file, ""
@@ -135,12 +136,12 @@ class _Log:
 
 
 class _View:
-    """The state of the job at the foot of a terminal: progress, numbers, a row for each host."""
+    """The state of the job at the bottom of a terminal: progress, numbers, a row per host."""
 
     def __init__(self, hosts: Sequence[Host], restart: str) -> None:
         self.beats: dict[int, Beat] = {}
         self._hosts, self._restart, self._began = hosts, restart, time.monotonic()
-        self._first: tuple[float, int] | None = None  # when which step was seen first
+        self._first: tuple[float, int] | None = None  # time and number of the first step seen
 
     def __rich_console__(self, console: Console, options: object) -> "list[RenderableType]":
         return [Group(self._progress(), Text(self._numbers(), no_wrap=True, overflow="crop"), self._rows())]
@@ -154,15 +155,15 @@ class _View:
         grid.add_column(ratio=1)
         grid.add_column(no_wrap=True)
         if not total:
-            grid.add_row("starting", ProgressBar(total=1, completed=0, pulse=True), f"{_clock(elapsed)} elapsed")
+            grid.add_row("starting", ProgressBar(total=1, completed=0, pulse=True), f"{duration(elapsed)} elapsed")
             return grid
         self._first = self._first or (time.monotonic(), step)
         since, first = self._first
-        left = _clock((time.monotonic() - since) / (step - first) * (total - step)) if step > first else "?"
+        left = duration((time.monotonic() - since) / (step - first) * (total - step)) if step > first else "?"
         grid.add_row(
             f"step {step}/{total}",
             ProgressBar(total=total, completed=step),
-            f"{step / total:4.0%}  {_clock(elapsed)} elapsed  {left} left",
+            f"{step / total:4.0%}  {duration(elapsed)} elapsed  {left} left",
         )
         return grid
 
@@ -177,7 +178,7 @@ class _View:
         return "  ".join([*words, self._restart] if self._restart else words)
 
     def _rows(self) -> RenderableType:
-        """The hosts in order; their ranks are numbered in that order too."""
+        """One row per host; ranks are numbered in the order of the hosts."""
         table = Table.grid(padding=(0, 2))
         first = 0
         for host in self._hosts[:_HOST_ROWS]:
@@ -190,7 +191,7 @@ class _View:
         return table
 
     def _state(self, ranks: range) -> Text:
-        """What the ranks do; or which of them do nothing."""
+        """The phases of the ranks, or which ranks are late or silent."""
         beats = [beat for rank, beat in self.beats.items() if rank in ranks]
         late = [
             f"rank {beat['rank']} "
@@ -202,9 +203,3 @@ class _View:
             return Text(", ".join(late), style="bold red")
         phases = sorted({str(beat.get("phase", "")) for beat in beats})
         return Text(", ".join(phases) or "starting", style="dim")
-
-
-def _clock(seconds: float) -> str:
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -1,11 +1,12 @@
-"""What runs on each host beside a job's ranks, for as long as the launcher is connected.
+"""The process that runs on each host next to a job's ranks, for as long as the launcher is connected.
 
     python -m hvd_transformer.launch.node_agent FOLDER
 
-FOLDER is the job's private folder, which the keeper makes for its user alone: the ranks' environment goes in, and out
-come their heartbeats, what they print, and their exit codes. One JSON object a line, on standard input
-`{"environment": {...}}`, then `{"do": "stop" | "stacks" | "end" | "ping"}`; on standard output `{"ready": true}`, then
-the news (`NodeAgent.news`). When the launcher ends, or is not heard of for a while, every rank here is ended.
+FOLDER is the job's private folder, which the agent creates for its user only. The agent puts the ranks' environment
+into it; the ranks put their heartbeats, output and exit codes there. The agent talks to the launcher in JSON, one
+object per line: on standard input `{"environment": {...}}`, then `{"do": "stop" | "stacks" | "end" | "ping"}`; on
+standard output `{"ready": true}`, then the news (`NodeAgent.news`). When the launcher exits, or is silent for a while,
+the agent ends every rank on its host.
 """
 
 import fcntl
@@ -21,52 +22,54 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-_LOOK_SECONDS = 0.2  # between two looks into the folder
-_QUIET_SECONDS = 1.0  # after which there is news even if there is none: a sign of life
-_SILENCE_SECONDS = 12.0  # without a word from the launcher: its host or the network is gone
-_SAVE_SECONDS = 5.0  # that ranks have when the launcher is gone
-_OUTPUT_BYTES = 1 << 16  # of each rank, at a time
+_LOOK_SECONDS = 0.2  # between two reads of the folder
+_QUIET_SECONDS = 1.0  # after which news is sent even if nothing has changed, as a sign of life
+_SILENCE_SECONDS = 12.0  # without a word from the launcher: its host or the network is lost
+_SAVE_SECONDS = 5.0  # for ranks to save when the launcher is gone
+_OUTPUT_BYTES = 1 << 16  # read per rank at a time
 
 
 class NodeAgent:
-    """The folder on this host, its ranks and what is known of them."""
+    """The job's folder on this host, its ranks and their state."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.host = folder, os.uname().nodename
-        self._ranks: dict[int, dict[str, int]] = {}  # the processes of each that runs, by rank
+        self._ranks: dict[int, dict[str, int]] = {}  # process ids of each running rank
         self._failed: dict[int, dict[str, Any]] = {}
-        self._files: dict[Path, BinaryIO] = {}  # what ranks print; open, as hosts that share /tmp may remove them
+        self._files: dict[
+            Path, BinaryIO
+        ] = {}  # output of the ranks; kept open, as a host that shares /tmp may remove the files
         self._speaks = True
-        self._lock: IO[str] | None = None  # held for as long as this process lives
+        self._lock: IO[str] | None = None  # held while this process lives
 
     def open(self, environment: dict[str, str]) -> None:
-        """Makes the folder. Raises `OSError`."""
+        """Creates the folder. Raises `OSError`."""
         os.umask(0o077)
-        # Hosts may share /tmp: then one makes it and the others have it.
+        # Hosts may share /tmp: then one of them creates it for all.
         self.folder.mkdir(exist_ok=True)
         if self.folder.stat().st_uid != os.geteuid():
-            raise PermissionError(f"{self.folder} is another user's")
+            raise PermissionError(f"{self.folder} belongs to another user")
         name = f"keeper-{self.host}-{os.getpid()}"
         self._lock = (self.folder / f".{name}").open("w", encoding="utf-8")
-        fcntl.flock(self._lock, fcntl.LOCK_SH)  # before the file has the name by which others find it
+        fcntl.flock(self._lock, fcntl.LOCK_SH)  # before other agents can find the file by its name
         (self.folder / f".{name}").replace(self.folder / name)
-        _remove_left(self.folder)
+        _remove_leftovers(self.folder)
         aside = self.folder / f".environment-{self.host}-{os.getpid()}"
         aside.write_text(json.dumps(environment), encoding="utf-8")
         aside.replace(self.folder / "environment")
         try:
             (self.folder / f"speaks-{self.host}").touch(exist_ok=False)
-        except FileExistsError:  # this host was named twice
+        except FileExistsError:  # this host was listed twice
             self._speaks = False
 
     def news(self) -> dict[str, Any]:
-        """How many ranks run here, their newest heartbeats, the failed ones, and what ranks have printed since."""
+        """The number of running ranks, their newest heartbeats, failed ranks, and output since the last news."""
         self._look()
         now = time.time()
         return {
             "running": len(self._ranks),
             "beats": list(self._beats(now)),
-            # Ages and not times: the hosts' clocks may differ.
+            # Ages instead of times, as the hosts' clocks may differ.
             "failed": [
                 {"age": now - note["time"], **{key: note[key] for key in ("rank", "code")}, "host": self.host}
                 for note in self._failed.values()
@@ -75,7 +78,7 @@ class NodeAgent:
         }
 
     def stop(self) -> int:
-        """Asks the ranks to save and end, also those that start later; the number of those that run."""
+        """Asks the ranks to save and exit, including ranks that start later; returns the number of running ranks."""
         with suppress(FileNotFoundError):
             (self.folder / "stopped").touch()
         self._look()
@@ -84,13 +87,13 @@ class NodeAgent:
         return running
 
     def signal(self, number: int) -> None:
-        """To every rank's own process."""
+        """Sends a signal to the process of every rank."""
         for processes in self._ranks.values():
             with suppress(ProcessLookupError):
                 os.kill(processes["child"], number)
 
     def end(self) -> None:
-        """Ends every rank with all its children, and its parents on this host."""
+        """Kills every rank with all its children, and its parents on this host."""
         self._look()
         for processes in self._ranks.values():
             with suppress(ProcessLookupError):
@@ -105,18 +108,18 @@ class NodeAgent:
                         os.kill(processes[name], signal.SIGKILL)
 
     def remove(self) -> None:
-        """The folder, with all that ranks still write."""
+        """Removes the folder; the second pass takes what ranks were still writing."""
         for _ in range(2):
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def running(self) -> bool:
-        """Whether any rank runs here."""
+        """Whether any rank is running on this host."""
         self._look()
         return bool(self._ranks)
 
     def _look(self) -> None:
         found = {note["rank"]: note for note in self._notes("running")}
-        if not self.folder.exists():  # another host that shares it was first
+        if not self.folder.exists():  # another host that shares it has removed it
             return
         self._ranks = found
         for note in self._notes("failed"):
@@ -125,16 +128,16 @@ class NodeAgent:
             if _lives(processes["worker"]):
                 continue
             del self._ranks[rank]
-            with suppress(FileNotFoundError):  # it went in good order, just now
+            with suppress(FileNotFoundError):  # the rank has just ended in order
                 (self.folder / f"running-{self.host}-{rank}").unlink()
-                # Killed: nobody else ends what it started, or tells.
+                # Killed: nobody else ends its children or reports it.
                 self._failed.setdefault(rank, {"time": time.time(), "rank": rank, "code": 128 + signal.SIGKILL})
                 with suppress(ProcessLookupError):
                     os.killpg(processes["child"], signal.SIGKILL)
 
     def _notes(self, kind: str) -> Iterator[dict[str, Any]]:
         for file in self.folder.glob(f"{kind}-{self.host}-*"):
-            with suppress(OSError, ValueError):  # gone meanwhile, or cut off by a full disk
+            with suppress(OSError, ValueError):  # removed meanwhile, or truncated by a full disk
                 yield json.loads(file.read_bytes())
 
     def _beats(self, now: float) -> Iterator[dict[str, Any]]:
@@ -145,7 +148,7 @@ class NodeAgent:
                     yield {**beat, "age": now - beat["time"]}
 
     def _output(self) -> Iterator[dict[str, Any]]:
-        """Whole lines, and what is left when a rank has ended."""
+        """Whole lines of output, and the rest after a rank has ended."""
         for path in self.folder.glob(f"output-{self.host}-*"):
             if path not in self._files:
                 with suppress(OSError):
@@ -161,16 +164,16 @@ class NodeAgent:
                 yield {"rank": int(rank), "stream": stream, "text": data.decode(errors="replace")}
 
 
-def _remove_left(own: Path) -> None:
-    """What keepers of this user left that were killed, as when the host was: it holds the ranks' environment."""
+def _remove_leftovers(own: Path) -> None:
+    """Removes folders of this user's agents that were killed, as when the host crashed: they hold the environment."""
     for folder in own.parent.glob("hvd-transformer-*"):
-        with suppress(OSError), ExitStack() as locks:  # in use: not to be locked
-            if folder.lstat().st_uid != os.geteuid():  # may hold anything, such as a pipe that is never opened
+        with suppress(OSError), ExitStack() as locks:  # in use: the lock is held
+            if folder.lstat().st_uid != os.geteuid():  # may contain anything, such as a pipe that blocks when opened
                 continue
-            keepers = list(folder.glob("keeper-*"))  # none yet where one is about to begin
-            for keeper in keepers:
-                fcntl.flock(locks.enter_context(keeper.open(encoding="utf-8")), fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if keepers:
+            held = list(folder.glob("keeper-*"))  # empty if an agent is only just starting
+            for file in held:
+                fcntl.flock(locks.enter_context(file.open(encoding="utf-8")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if held:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -188,29 +191,29 @@ def _lives(pid: int) -> bool:
 
 
 def main() -> int:
-    """Keeps the folder; 1 where it cannot be made."""
-    keeper = NodeAgent(Path(sys.argv[1]))
+    """Serves the launcher; returns 1 if the folder cannot be created."""
+    agent = NodeAgent(Path(sys.argv[1]))
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
     try:
-        with open(0, "rb", buffering=0, closefd=False) as orders:  # no byte more than this line: `select` sees the rest
+        with open(0, "rb", buffering=0, closefd=False) as orders:  # unbuffered: `select` must see the rest
             first = json.loads(orders.readline())
-        keeper.open(first["environment"])
+        agent.open(first["environment"])
     except (OSError, ValueError) as error:
-        print(f"{keeper.folder}: cannot be made: {error}", file=sys.stderr)
+        print(f"{agent.folder}: cannot be created: {error}", file=sys.stderr)
         return 1
     try:
         _say({"ready": True})
-        _serve(keeper)
+        _serve(agent)
     except (BrokenPipeError, SystemExit):
         pass
     finally:
-        _end(keeper)
+        _end(agent)
     return 0
 
 
-def _serve(keeper: NodeAgent) -> None:
-    """Until the launcher says so, is gone or silent."""
+def _serve(agent: NodeAgent) -> None:
+    """Sends news and takes orders until the launcher ends the job, is gone or is silent."""
     heard = said = time.monotonic()
     before: tuple[int, int] | None = None
     unread = b""
@@ -223,31 +226,31 @@ def _serve(keeper: NodeAgent) -> None:
             *lines, unread = (unread + data).split(b"\n")
             for order in (json.loads(line)["do"] for line in lines):
                 if order == "stop":
-                    _say({"stopping": keeper.stop()})
+                    _say({"stopping": agent.stop()})
                 elif order == "stacks":
-                    keeper.signal(signal.SIGUSR1)
+                    agent.signal(signal.SIGUSR1)
                 elif order == "end":
-                    news = keeper.news()
-                    keeper.end()
+                    news = agent.news()
+                    agent.end()
                     _say({**news, "ended": True})
-                    # Hosts may share the folder: the others look into it once more.
+                    # Hosts may share the folder: their agents read it once more.
                     select.select([sys.stdin], [], [], _SAVE_SECONDS)
                     return
-        news = keeper.news()
+        news = agent.news()
         ranks = news["running"], len(news["failed"])
         if ranks != before or news["output"] or time.monotonic() - said > _QUIET_SECONDS:
             _say(news)
             before, said = ranks, time.monotonic()
 
 
-def _end(keeper: NodeAgent) -> None:
-    """What still runs may save before it is killed."""
-    keeper.stop()
+def _end(agent: NodeAgent) -> None:
+    """Lets running ranks save, then kills them and removes the folder."""
+    agent.stop()
     deadline = time.monotonic() + _SAVE_SECONDS
-    while keeper.running() and time.monotonic() < deadline:
+    while agent.running() and time.monotonic() < deadline:
         time.sleep(0.05)
-    keeper.end()
-    keeper.remove()
+    agent.end()
+    agent.remove()
 
 
 def _say(message: dict[str, Any]) -> None:

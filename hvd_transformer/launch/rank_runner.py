@@ -1,9 +1,9 @@
-"""What horovodrun starts on each rank: the parent of hvd-train, which notes its process, output and exit code.
+"""The process that horovodrun starts on each rank: the parent of hvd-train, which records its output and exit code.
 
     python -m hvd_transformer.launch.rank_runner FOLDER COMMAND...
 
-FOLDER is the job's private folder on this host (`keeper.py`). horovodrun turns every exit code into 1, puts a prefix
-before each line, and over ssh its signals end only the local client: so all this goes through that folder.
+FOLDER is the job's private folder on this host (`node_agent.py`). Output, exit codes and signals go through it because
+horovodrun turns every exit code into 1, prefixes each line, and over ssh signals only the local client.
 """
 
 import json
@@ -18,12 +18,12 @@ from types import FrameType
 
 _RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _FOLDER_SECONDS = 30.0
-_SAVE_SECONDS = 120.0  # after a stop
-_DAEMONS = ("orted", "hydra_pmi_proxy")  # of MPI, on each host but the launcher's
+_SAVE_SECONDS = 120.0  # for all ranks to save after a stop
+_DAEMONS = ("orted", "hydra_pmi_proxy")  # MPI's daemons, on each host except the launcher's
 
 
 def main() -> int:
-    """The command's exit code; 128 + N where signal N ended it, as in a shell."""
+    """Returns the command's exit code; 128 + N if signal N killed it, as in a shell."""
     folder, command = Path(sys.argv[1]), sys.argv[2:]
     rank = int(next((os.environ[name] for name in _RANK if name in os.environ), "0"))
     place = f"{os.uname().nodename}-{rank}"
@@ -36,21 +36,21 @@ def main() -> int:
         with suppress(FileNotFoundError):
             if child.pid:
                 _write(note, {"rank": rank, "child": child.pid, "worker": os.getpid(), "daemon": _daemon()})
-        if (folder / "stopped").exists() or not folder.exists():  # asked for while the ranks were being started
+        if (folder / "stopped").exists() or not folder.exists():  # asked to stop while the ranks were starting
             child.terminate()
         code = child.wait()
-        with suppress(FileNotFoundError):  # the launcher is gone, or would wait no longer
+        with suppress(FileNotFoundError):  # the launcher is gone, or has stopped waiting
             if code:
                 _write(folder / f"failed-{place}", {"rank": rank, "code": code, "time": time.time()})
             note.unlink()
     deadline = time.monotonic() + _SAVE_SECONDS
     while (folder / "stopped").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)  # at the first exit code the others would be killed, and may still save
+        time.sleep(0.05)  # the first exit code makes horovodrun kill the other ranks, which may still be saving
     return code
 
 
 def _wait_for(file: Path) -> bytes:
-    """What the keeper writes, which is started at the same time as the ranks."""
+    """The content of a file that the node agent writes; it starts at the same time as the ranks."""
     deadline = time.monotonic() + _FOLDER_SECONDS
     while not file.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -58,7 +58,7 @@ def _wait_for(file: Path) -> bytes:
 
 
 class _Child:
-    """The command in a process group of its own; what asks this process to end asks it, as it may have to save."""
+    """The command in its own process group. Signals that ask this process to exit are forwarded to it."""
 
     def __init__(self, command: list[str], environment: dict[str, str], out: int, err: int) -> None:
         self._popen: subprocess.Popen[bytes] | None = None
@@ -84,7 +84,7 @@ class _Child:
             self._popen.terminate()
 
     def wait(self) -> int:
-        """Its exit code, 127 where it could not be started; whatever it had started ends with it."""
+        """Returns its exit code, or 127 if it could not be started; kills everything that it has started."""
         if self._popen is None:
             return 127
         code = self._popen.wait()
@@ -94,7 +94,7 @@ class _Child:
 
 
 def _daemon() -> int:
-    """MPI's own process on this host, which waits for its launcher where that cannot tell it to end."""
+    """The process of MPI's daemon on this host, or 0; it outlives a launcher that cannot reach it."""
     parent = os.getppid()
     try:
         name = Path(f"/proc/{parent}/comm").read_text(encoding="utf-8").strip()
@@ -104,7 +104,7 @@ def _daemon() -> int:
 
 
 def _write(file: Path, note: dict[str, float]) -> None:
-    """Whole or not at all: the keeper may look at any time."""
+    """Writes the file atomically: the node agent may read it at any time."""
     aside = file.with_name(f".{file.name}")
     aside.write_text(json.dumps(note), encoding="utf-8")
     aside.replace(file)

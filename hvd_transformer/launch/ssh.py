@@ -1,4 +1,4 @@
-"""ssh to the hosts of a job: the command line, why a host refuses, and lasting connections."""
+"""ssh to the hosts of a job: the command line, and what a failed connection means."""
 
 import re
 import shlex
@@ -9,40 +9,38 @@ from pathlib import Path
 
 from hvd_transformer.errors import UserError
 
-# A part of what ssh says in its own or the C library's words, what it means, what to do. The first that fits.
+# Part of ssh's message, what it means, and what to do. The first match counts.
 _REASONS = (
     (
         "Could not resolve hostname",
-        "this name is not known",
+        "unknown host name",
         "correct the name, or add it to /etc/hosts or the name server",
     ),
-    ("No route to host", "there is no route to it", "see that it is switched on and its network cable or link is up"),
-    ("Network is unreachable", "there is no route to it", "see that this host has a network with a way to it"),
-    ("Connection refused", "its ssh port is closed", "start sshd there, or name its port with --ssh-port"),
-    ("timed out", "no answer", "see that it is switched on and that no firewall drops packets to its ssh port"),
+    ("No route to host", "there is no route to it", "check that it is switched on and its network link is up"),
+    ("Network is unreachable", "there is no route to it", "check that this host has a route to that network"),
+    ("Connection refused", "its ssh port is closed", "start sshd there, or set its port with --ssh-port"),
+    ("timed out", "no answer", "check that it is switched on and that no firewall drops packets to its ssh port"),
     (
         "IDENTIFICATION HAS CHANGED",
-        "its host key has changed since the last time",
-        "if it was installed anew, remove the old key with `ssh-keygen -R {host}`; else somebody is in between",
+        "its host key has changed since the last connection",
+        "if the host was reinstalled, remove the old key with `ssh-keygen -R {host}`; otherwise suspect an attack",
     ),
-    ("Host key verification failed", "its host key is not accepted", "compare the key and accept it with `ssh {host}`"),
+    ("Host key verification failed", "its host key is not accepted", "verify the key and accept it with `ssh {host}`"),
     (
         "Permission denied",
         "it refuses the ssh key",
-        "add your public key there with `ssh-copy-id {host}`, or name the key with --ssh-identity",
+        "add your public key there with `ssh-copy-id {host}`, or choose the key with --ssh-identity",
     ),
 )
-
-
-# horovodrun puts paths and names unquoted into a shell's command line.
-_PATH = re.compile(r"[\w@%+=:,./~-]+")
+# Paths that are safe without quotes: horovodrun does not quote them on the shell command lines that it builds.
+PLAIN_PATH = re.compile(r"[\w@%+=:,./~-]+")
 
 
 @dataclass(frozen=True)
 class Ssh:
-    """How hosts are reached; a user or port of one host's own is for ~/.ssh/config.
+    """How all hosts are reached; a user or port of a single host belongs into ~/.ssh/config.
 
-    Raises `UserError` where the port or the key file cannot be one.
+    Raises `UserError` for an invalid port, or a key file that cannot be read.
     """
 
     port: int | None = None
@@ -56,18 +54,18 @@ class Ssh:
                 self.identity.open("rb").close()
             except (OSError, ValueError) as error:
                 raise UserError(f"--ssh-identity {self.identity}: cannot be read: {error}") from None
-            if not _PATH.fullmatch(str(self.identity)):
+            if not PLAIN_PATH.fullmatch(str(self.identity)):
                 raise UserError(f"--ssh-identity {self.identity}: horovodrun takes no spaces or quotes in this path")
 
 
 def ssh_command(ssh: Ssh, host: str, command: Sequence[str], connect_seconds: int = 10) -> list[str]:
-    """The words that run `command` on the host: without a question to anyone, and not waiting on a dead network."""
+    """The ssh command that runs `command` on the host, without prompts and without hanging on a dead network."""
     options = [
         "BatchMode=yes",
         "LogLevel=ERROR",
-        "StrictHostKeyChecking=accept-new",  # a key that has changed is refused
+        "StrictHostKeyChecking=accept-new",  # refuses a key that has changed
         f"ConnectTimeout={connect_seconds}",
-        "ServerAliveInterval=5",  # a network that is gone is noticed
+        "ServerAliveInterval=5",  # notices a lost network
         "ServerAliveCountMax=3",
     ]
     words = ["ssh", "-T", *(word for option in options for word in ("-o", option))]
@@ -79,7 +77,7 @@ def ssh_command(ssh: Ssh, host: str, command: Sequence[str], connect_seconds: in
 
 
 def why_refused(host: str, said: str) -> tuple[str, str]:
-    """What ssh's messages (in the language of LC_ALL=C) mean, and what to do."""
+    """What ssh's output (with LC_ALL=C) means, and what to do."""
     for part, meaning, cure in _REASONS:
         if part in said:
             return f"cannot be reached by ssh: {meaning}", cure.format(host=host)
@@ -88,10 +86,10 @@ def why_refused(host: str, said: str) -> tuple[str, str]:
 
 
 def is_local(host: str) -> bool:
-    """Whether the host's address is one of this machine, as horovodrun asks too."""
+    """Whether the host's address belongs to this machine; horovodrun tests it in the same way."""
     with socket.socket() as trial:
         try:
             trial.bind((socket.gethostbyname(host), 0))
-        except (OSError, UnicodeError):  # another machine's, or no such name: ssh says which
+        except (OSError, UnicodeError):  # another machine, or an unknown name: ssh will tell
             return False
     return True

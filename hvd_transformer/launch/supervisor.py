@@ -1,7 +1,7 @@
-"""Brings a job to its end over restarts: after a rank, a host or the network failed, and when hosts come back.
+"""Runs a job to its end across restarts: after a rank, a host or the network fails, and when hosts come back.
 
-Each start is a new horovodrun that goes on from the newest whole checkpoint, as Horovod's own elastic mode can
-deadlock; between two starts nothing of the job is left on any host.
+Each start is a new horovodrun, which resumes from the newest complete checkpoint (Horovod's own elastic mode can
+deadlock). Between two starts nothing of the job is left on any host.
 """
 
 import signal
@@ -20,44 +20,44 @@ from hvd_transformer.launch.hostfile import Host
 from hvd_transformer.launch.launch_screen import Screen
 from hvd_transformer.launch.ssh import is_local
 
-_SAME_STEP = 3  # failures there, and no more is tried
-_BACK_OFF_SECONDS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)  # for failures in a row without a new step
+_SAME_STEP = 3  # failures at the same step, after which the job is given up
+_BACK_OFF_SECONDS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)  # by consecutive failures without a new step
 _WAIT_SECONDS = 600.0  # for enough hosts
-_LOOK_SECONDS = 5.0  # between two looks for hosts to take in
+_LOOK_SECONDS = 5.0  # between two searches for new hosts
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What to run and how much to put up with."""
+    """What to run, and which failures to tolerate."""
 
     worker: Sequence[str]
-    again: Sequence[str]  # the worker's words at a restart
-    values: Mapping[str, str]  # for the ranks alone
-    environment: Mapping[str, str]  # horovodrun's own
+    again: Sequence[str]  # the worker's command line at a restart
+    values: Mapping[str, str]  # environment variables for the ranks only
+    environment: Mapping[str, str]  # of horovodrun
     restarts: int
     min_ranks: int
-    network_interface: str | None = None  # the user's choice, for hosts that the first start did not have
+    network_interface: str | None = None  # the user's choice; needed when later starts use other hosts
 
 
 class Supervisor:
     """One job, from its first start to its end.
 
-    `horovodrun`'s hosts are those of the first start; the pool tells those of later ones.
+    `horovodrun` holds the hosts of the first start; the pool supplies those of later starts.
     """
 
     def __init__(self, plan: LaunchPlan, horovodrun: Horovodrun, pool: HostPool, screen: Screen) -> None:
         self._plan, self._horovodrun, self._pool, self._screen = plan, horovodrun, pool, screen
         self._examined = {host.name for host in horovodrun.hosts}
         self._restarts = 0
-        self._failed_steps: list[int | None] = []  # the same one, or the last
+        self._failed_steps: list[int | None] = []  # of the latest failures, all at the same step
         self._last_step = -1
-        self._fruitless = 0  # failures in a row without a new step
+        self._fruitless = 0  # consecutive failures without a new step
         self._next = ""
 
     def run(self) -> int:
-        """The exit code: 0, or that of the rank which failed first the last time.
+        """Returns the exit code: 0, or that of the rank that failed first in the last start.
 
-        Raises `UserError` where the job cannot be started.
+        Raises `UserError` if the job cannot be started.
         """
         stop = Stop()
         try:
@@ -68,7 +68,7 @@ class Supervisor:
                 except HostLost as error:
                     if not again:
                         raise
-                    self._set_aside(error.host, str(error))
+                    self._cool_down(error.host, str(error))
                 else:
                     code = ended.code
                     if not self._goes_on(ended, stop):
@@ -85,13 +85,15 @@ class Supervisor:
 
     def _start(self, words: Sequence[str], stop: Stop) -> AttemptResult:
         plan, horovodrun = self._plan, self._horovodrun
-        if all(is_local(host.name) for host in horovodrun.hosts):  # horovodrun would look for one with 127.0.0.1
+        if all(
+            is_local(host.name) for host in horovodrun.hosts
+        ):  # horovodrun would search for an interface with 127.0.0.1
             horovodrun = replace(horovodrun, network_interface=None)
         newcomers = HostDiscovery(self._pool, self._horovodrun, plan.environment)
         self._screen.start(self._horovodrun.hosts, self._restarts)
 
-        def look(folder: HostAgents) -> bool:
-            self._screen.look(folder)
+        def look(agents: HostAgents) -> bool:
+            self._screen.look(agents)
             return newcomers.found is not None
 
         ended: AttemptResult | None = None
@@ -101,35 +103,35 @@ class Supervisor:
             newcomers.close()
             self._screen.end(failed=ended is not None and ended.code != 0 and not ended.stopped)
         if newcomers.found is not None and ended.stopped and not stop.count:
-            self._screen.message(f"the ranks have saved, to take in {_names(newcomers.found)}")
+            self._screen.message(f"the ranks have saved; new hosts: {_names(newcomers.found)}")
         return ended
 
     def _goes_on(self, ended: AttemptResult, stop: Stop) -> bool:
-        """Whether another start follows."""
+        """Whether to start the job again."""
         if ended.code == 0 or stop.count:
             return False
-        if ended.stopped and not ended.lost:  # to take in hosts: a rank that was asked to stop ends with 1
-            self._next = "going on"
+        if ended.stopped and not ended.lost:  # to add hosts: a rank that was asked to stop exits with 1
+            self._next = "resuming"
             return True
         return self._may_restart(ended, stop)
 
     def _may_restart(self, ended: AttemptResult, stop: Stop) -> bool:
-        """Says what failed, and after a while whether to try again."""
+        """Reports the failure; returns, after a back-off, whether to restart."""
         self._screen.failed(ended, _cause(ended))
         if ended.code == WRONG_INPUT or not self._plan.restarts:
             return False
         if self._restarts == self._plan.restarts:
-            self._screen.message(f"given up after {self._restarts} restarts")
+            self._screen.message(f"giving up after {self._restarts} restarts")
             return False
         step = max((beat["step"] for beat in ended.beats.values()), default=None)
         if not ended.lost:
             self._failed_steps = [*(old for old in self._failed_steps if old == step), step]
         if len(self._failed_steps) == _SAME_STEP:
             where = "before the first step" if step is None else f"after step {step}"
-            self._screen.message(f"given up: failed {_SAME_STEP} times {where}")
+            self._screen.message(f"giving up: failed {_SAME_STEP} times {where}")
             return False
         for host in ended.lost:
-            self._set_aside(host, f"host {host} is gone")
+            self._cool_down(host, f"host {host} is lost")
         self._restarts += 1
         self._next = f"restart {self._restarts} of {self._plan.restarts}"
         self._fruitless = 0 if step is not None and step > self._last_step else self._fruitless + 1
@@ -137,11 +139,11 @@ class Supervisor:
         self._sleep(_BACK_OFF_SECONDS[min(self._fruitless, len(_BACK_OFF_SECONDS) - 1)], stop)
         return True
 
-    def _set_aside(self, host: str, why: str) -> None:
-        self._screen.message(f"{why}; left alone for {self._pool.set_aside(host):.0f} s")
+    def _cool_down(self, host: str, why: str) -> None:
+        self._screen.message(f"{why}; excluded for {self._pool.cool_down(host):.0f} s")
 
     def _wait_for_hosts(self, stop: Stop) -> list[Host] | None:
-        """The hosts of the next start, when they can hold enough ranks; None: no more."""
+        """Waits until the hosts have enough slots for the next start; None: gives up."""
         deadline, told = time.monotonic() + _WAIT_SECONDS, False
         while not stop.count:
             hosts, why = self._hosts()
@@ -150,7 +152,7 @@ class Supervisor:
                 self._screen.message(f"{self._next}: {ranks} ranks on {_names(hosts)}")
                 return hosts
             if time.monotonic() > deadline:
-                self._screen.message(f"given up: no hosts for {self._plan.min_ranks} ranks in {_WAIT_SECONDS:.0f} s")
+                self._screen.message(f"giving up: no hosts for {self._plan.min_ranks} ranks in {_WAIT_SECONDS:.0f} s")
                 return None
             if not told:
                 self._screen.message(why or f"waiting for hosts: {ranks} slots now, {self._plan.min_ranks} needed")
@@ -161,7 +163,7 @@ class Supervisor:
     def _hosts(self) -> tuple[list[Host], str]:
         try:
             return self._pool.hosts(), ""
-        except UserError as error:  # a discovery script may fail now and then
+        except UserError as error:  # a discovery script may fail occasionally
             return [], str(error)
 
     def _sleep(self, seconds: float, stop: Stop) -> None:
@@ -171,7 +173,7 @@ class Supervisor:
 
 
 class HostDiscovery:
-    """Looks, beside a running job, for hosts that would let it have more ranks."""
+    """Searches, while a job runs, for new hosts that would give it more ranks."""
 
     def __init__(self, pool: HostPool, now: Horovodrun, environment: Mapping[str, str]) -> None:
         self.found: list[Host] | None = None
@@ -180,28 +182,28 @@ class HostDiscovery:
         threading.Thread(target=self._look, daemon=True).start()
 
     def close(self) -> None:
-        """Looks no more."""
+        """Ends the search."""
         self._closed.set()
 
     def _look(self) -> None:
         while self.found is None and not self._closed.wait(_LOOK_SECONDS):
-            with suppress(UserError):  # no answer from a script or a host: the next time
+            with suppress(UserError):  # no answer from the script or a host: try again later
                 hosts = self._pool.hosts()
                 known = {host.name for host in self._now.hosts}
                 new = [host for host in hosts if host.name not in known]
                 if new and sum(host.slots for host in hosts) > self._now.num_ranks:
-                    folder = HostAgents([host.name for host in new], self._now.ssh, {}, self._environment)
+                    agents = HostAgents([host.name for host in new], self._now.ssh, {}, self._environment)
                     try:
-                        folder.wait_ready()
+                        agents.wait_ready()
                     finally:
-                        folder.close()
+                        agents.close()
                     self.found = new
 
 
 def _cause(ended: AttemptResult) -> str:
-    """The first cause, in words."""
+    """The root cause, in words."""
     if ended.lost:
-        return "; ".join(f"host {host} is gone" for host in ended.lost)
+        return "; ".join(f"host {host} is lost" for host in ended.lost)
     if ended.first is None:
         return "horovodrun failed"
     return f"rank {ended.first.rank} on host {ended.first.host} failed first, {_how(ended.first)}"
@@ -209,7 +211,7 @@ def _cause(ended: AttemptResult) -> str:
 
 def _how(failure: Failure) -> str:
     if failure.code == STALLED:
-        return "as no step ended within the limit (exit code 75)"
+        return "because no step ended within the limit (exit code 75)"
     if failure.code > 128:
         with suppress(ValueError):
             return f"with exit code {failure.code} ({signal.Signals(failure.code - 128).name})"

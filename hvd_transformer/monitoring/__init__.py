@@ -1,1 +1,1 @@
-"""Is every rank moving, and what does it do now? No torch."""
+"""Whether every rank makes progress, and what it is doing now. No torch."""

@@ -1,19 +1,32 @@
-"""What this rank is doing at this moment, for the watchdog's thread to read.
+"""What this rank is doing right now, for the watchdog thread to read.
 
-The training thread writes plain attributes: no lock, no file, no clock within a step.
+The training thread writes plain attributes: no lock, no file and no clock within a step.
 """
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:  # a rank is watched before it has these: importing torch takes seconds
-    from hvd_transformer.comm.world import World
-    from hvd_transformer.monitoring.timeline import Timeline
+from hvd_transformer.monitoring.timeline import Timeline
+
+
+class Collectives(Protocol):
+    """What a heartbeat reads of this rank's collectives (`comm.group.Link`)."""
+
+    waiting: dict[str, None]  # names of the collectives that this rank is waiting for
+    ended: int  # collectives that it has waited for
+
+
+class HasCollectives(Protocol):
+    """What a heartbeat reads of the world (`comm.world.World`), which it may not import: that takes torch."""
+
+    @property
+    def link(self) -> Collectives:
+        """This rank's collectives."""
 
 
 class Heartbeat:
-    """One rank's. `phase` is written at will; `enter` and `stepped` also begin another period.
+    """The state of one rank. `phase` may be written at any time; `enter_phase` and `stepped` also begin a new period.
 
     period   start                  | step | step | evaluation   | step | checkpoint    | step
     phase    start | data … update  | data … update | evaluation | data … update | …
@@ -21,48 +34,48 @@ class Heartbeat:
 
     def __init__(self) -> None:
         self.phase = self.period = "start"
-        self.step = self.total_steps = 0  # steps that have ended
+        self.step = self.total_steps = 0  # `step` counts completed steps
         self.loss: float | None = None
         self.tokens_per_second: float | None = None
-        self.unit = "tokens"  # that these are: `Task.unit`
-        self.world: World | None = None
+        self.unit = "tokens"  # what `tokens_per_second` counts: `Task.unit`
+        self.world: HasCollectives | None = None  # a rank is watched before it has joined the world
         self.timeline: Timeline | None = None
-        # Seconds of the last 100 of each; the step after an evaluation or a checkpoint counts to that, as a rank waits
-        # there for a slower one. What happens once is not known.
+        # Seconds of the last 100 periods of each kind. The step after an evaluation or a checkpoint counts toward that
+        # period, because a rank waits there for slower ranks. Periods that happen once (start, end) are not recorded.
         self.lasted = {period: deque[float](maxlen=100) for period in ("step", "evaluation", "checkpoint")}
         self._began = time.monotonic()
-        self._marks = 0
+        self._ticks = 0
 
-    def enter(self, phase: str) -> None:
-        """A phase outside of the steps begins; it lasts as long as its own kind did before."""
+    def enter_phase(self, phase: str) -> None:
+        """Begins a phase outside the steps; its time limit follows from earlier phases of the same kind."""
         now = time.monotonic()
         if self.period in self.lasted:
             self.lasted[self.period].append(now - self._began)
         self.phase = self.period = phase
         self._began = now
-        self.mark()
+        self.tick()
 
     def stepped(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """A step has ended."""
-        self.enter("step")
+        """Records the end of a step."""
+        self.enter_phase("step")
         self.phase = "log"
         self.step, self.loss, self.tokens_per_second = step, loss, tokens_per_second
 
-    def mark(self) -> None:
-        """A sign of progress within a phase."""
-        self._marks += 1
+    def tick(self) -> None:
+        """Records a sign of progress within a phase."""
+        self._ticks += 1
 
     def forgive(self, seconds: float) -> None:
-        """This process was stopped for so long and goes on."""
+        """Does not count `seconds` for which this process was suspended."""
         self._began += seconds
 
     def signs(self) -> int:
-        """Of progress: another number each time that anything has ended."""
+        """A counter of progress: it changes whenever a span, a collective or a phase ends."""
         spans = self.timeline.ended if self.timeline else 0
-        return self._marks + spans + (self.world.link.ended if self.world else 0)
+        return self._ticks + spans + (self.world.link.ended if self.world else 0)
 
     def place(self) -> tuple[str, str | None]:
-        """The phase, and what this rank waits for in it: a collective such as "bucket 4", or nothing."""
+        """The phase, and the collective that this rank is waiting for in it, such as "bucket 4", or None."""
         spans = self.timeline.now.copy() if self.timeline else {}
         if spans:
             name = next(iter(spans.values())).split()[0]

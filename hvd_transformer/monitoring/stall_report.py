@@ -1,4 +1,4 @@
-"""Which ranks are late, and which are slow."""
+"""Which ranks are late (the job stalls) and which are slow (stragglers)."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -6,22 +6,22 @@ from itertools import groupby
 from statistics import median
 from typing import Any, NamedTuple
 
-# So many ranks are named with their places, the rest are counted.
+# Late ranks that are listed with their phases; the others are only counted.
 _NAMED = 4
 
 
 class PeerHeartbeat(NamedTuple):
-    """A rank's newest heartbeat (`Watchdog.beat`), and how many seconds old it is."""
+    """A rank's newest heartbeat (`Watchdog.beat`) and its age in seconds."""
 
     beat: dict[str, Any]
     age: float
 
 
 def stall_report(seen: Sequence[PeerHeartbeat], hosts: Sequence[str], silent_seconds: float) -> str:
-    """A sentence that names late ranks with their hosts and phases, and who waits for them where.
+    """One sentence: the late ranks with their hosts and phases, and which ranks wait for them, and where.
 
-    Late is a rank whose heartbeat is older than `silent_seconds` (stopped, or its host is gone) or that waits for
-    nobody. `hosts` are those of all ranks.
+    A rank is late if its heartbeat is older than `silent_seconds` (it is suspended, or its host is lost) or if it waits
+    for no other rank. `hosts` has the host of every rank.
     """
     silent = [found for found in seen if found.age > silent_seconds]
     working = [found for found in seen if found.age <= silent_seconds and not found.beat["waits_for"]]
@@ -37,7 +37,7 @@ def stall_report(seen: Sequence[PeerHeartbeat], hosts: Sequence[str], silent_sec
     else:
         parts += _waiting(waiting, "for others" if unseen else "for each other")
         parts += [
-            f"nothing is seen from here of {_ranks(list(group))} on host {host}"
+            f"no heartbeat is visible from here of {_ranks(list(group))} on host {host}"
             for host, group in groupby(unseen, key=lambda rank: hosts[rank])
         ]
     return "; ".join(parts)
@@ -52,7 +52,7 @@ def _late(found: PeerHeartbeat, silent_seconds: float) -> str:
 
 
 def _waiting(waiting: Sequence[PeerHeartbeat], whom: str) -> list[str]:
-    """Who waits where, the ranks of one place together."""
+    """Which ranks wait where, grouped by place."""
     by_place: dict[str, list[int]] = {}
     for found in waiting:
         by_place.setdefault(_place(found.beat), []).append(found.beat["rank"])
@@ -62,7 +62,7 @@ def _waiting(waiting: Sequence[PeerHeartbeat], whom: str) -> list[str]:
 
 
 def _place(beat: dict[str, Any]) -> str:
-    """As in "forward of step 31", "allreduce of bucket 4 of step 31", "checkpoint after step 30"."""
+    """Such as "forward of step 31", "allreduce of bucket 4 of step 31", "checkpoint after step 30"."""
     phase, step = beat["phase"], beat["step"]
     if phase == "allreduce":
         phase = f"allreduce of {beat['waits_for']}"
@@ -73,7 +73,7 @@ def _place(beat: dict[str, Any]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """As in "rank 3", "ranks 0, 2", "ranks 0, 2 to 7"."""
+    """Such as "rank 3", "ranks 0, 2", "ranks 0, 2 to 7"."""
     stretches: list[list[int]] = []
     for rank in sorted(ranks):
         if stretches and stretches[-1][-1] == rank - 1:
@@ -86,37 +86,37 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}"
 
 
-# A rank is slow when it works so much longer than the middle one of the others, and until it is this near again.
+# A rank is slow from this multiple of the other ranks' median work per step, until it is below the second multiple.
 _SLOW, _NO_LONGER = 1.2, 1.1
 _LEAST_SECONDS = 0.005
-# What is judged at once: at least so many steps of so many seconds together, and not more than the last of them.
+# Judged together: at least this many steps, which took at least this many seconds; at most the last 100 steps.
 _STEPS, _SECONDS, _MOST_STEPS = 10, 3.0, 100
-# How long a change must last to be told: after the first line, doubled by each line, and at most.
+# How long a change must last to be reported: after the first report, doubled by every report, up to the maximum.
 _LASTING_SECONDS, _MOST_LASTING_SECONDS = 30.0, 900.0
 
 
 class Stragglers:
-    """Rank 0's view of all ranks; `hosts` are theirs."""
+    """Finds slow ranks; used by rank 0. `hosts` has the host of every rank."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts = hosts
         self._steps: deque[Sequence[float]] = deque(maxlen=_MOST_STEPS)
         self._seconds = 0.0  # of the steps since the last judgement
-        self._told: int | None = None  # the slow rank that the last line has named
+        self._told: int | None = None  # the slow rank named in the last report
         self._verdict: int | None = None  # the slow rank now
-        self._held = self._absent = 0.0  # seconds since the verdict is this one, and since it was `_told`
+        self._held = self._absent = 0.0  # seconds for which the verdict has held, and for which it was not `_told`
         self._lasting = 0.0
 
     def add(self, work: Sequence[float]) -> None:
-        """Each rank's seconds of work in one step."""
+        """Adds one step: the seconds of work of each rank."""
         if len(work) > 1 and all(work):
             self._steps.append(work)
             self._seconds += max(work)
 
     def judge(self, warn: Callable[[str], None]) -> dict[str, float]:
-        """Tells `warn` of a rank that is slow now or is so no longer; numbers for metrics.jsonl.
+        """Reports through `warn` that a rank has become slow, or is no longer slow; returns values for metrics.jsonl.
 
-        Nothing happens before there were enough steps to judge by. Their median counts, so a single long one does not.
+        Does nothing until there are enough steps. It compares medians, so a single long step does not count.
         """
         if len(self._steps) < _STEPS or self._seconds < _SECONDS:
             return {}
@@ -131,9 +131,9 @@ class Stragglers:
         if slow and slowest != self._told and self._held >= self._lasting:
             self._tell(slowest)
             warn(
-                f"rank {slowest} on host {self._hosts[slowest]} is slow: {1000 * work[slowest]:.0f} ms of work a step "
-                f"where the others need {1000 * others:.0f} ms; "
-                f"each step of the job waits {1000 * (work[slowest] - others):.0f} ms for it"
+                f"rank {slowest} on host {self._hosts[slowest]} is slow: {1000 * work[slowest]:.0f} ms of work per "
+                f"step, the others need {1000 * others:.0f} ms; "
+                f"every step of the job waits {1000 * (work[slowest] - others):.0f} ms for it"
             )
         elif self._told is not None and self._absent >= self._lasting:
             warn(f"rank {self._told} on host {self._hosts[self._told]} is no longer slow")
@@ -145,7 +145,7 @@ class Stragglers:
         }
 
     def _note(self, verdict: int | None, seconds: float) -> None:
-        """How long the verdict has been this one, and another one than what was told: from its first time on."""
+        """Updates how long the current verdict has held, and how long it has differed from the last report."""
         self._held = self._held + seconds if verdict == self._verdict else 0.0
         self._absent = 0.0 if self._told in (verdict, self._verdict) else self._absent + seconds
         self._verdict = verdict

@@ -1,7 +1,7 @@
-"""What a rank does when, in Chrome's trace format (chrome://tracing, ui.perfetto.dev).
+"""What a rank does over time, in Chrome's trace format (chrome://tracing, ui.perfetto.dev).
 
 stage 0      | forward 0 | forward 1 | …
-stage 1              | forward 0 | backward 0 | …      one lane a stage and one a bucket
+stage 1              | forward 0 | backward 0 | …      one lane per stage and per bucket
 allreduce 0                         | bucket.0 |
 """
 
@@ -16,10 +16,10 @@ Result = TypeVar("Result")
 
 
 class Timeline:
-    """Spans of this rank while `recording`. Lanes appear in the order of `lanes`, then of their first span.
+    """Records the spans of this rank while `recording`. Lanes are shown in the order of `lanes`, then of first use.
 
-    Times are the host's: on a GPU a span is the time it takes to queue the work. `now` holds the spans that are open,
-    by lane, and `ended` counts the others, recording or not: another thread may read both.
+    Times are the host's: on a GPU a span is the time it takes to queue the work. `now` holds the open spans by lane and
+    `ended` counts the closed ones, whether recording or not; other threads may read both.
     """
 
     def __init__(self, rank: int, lanes: Sequence[str]) -> None:
@@ -32,7 +32,7 @@ class Timeline:
 
     @contextmanager
     def span(self, lane: str, name: str) -> Iterator[None]:
-        """Around something that this thread does."""
+        """A context manager around work that this thread does."""
         began = time.perf_counter() if self.recording else None
         self.now[lane] = name
         try:
@@ -44,7 +44,7 @@ class Timeline:
             self._add(lane, name, began)
 
     def watch(self, lane: str, name: str, wait: Callable[[], Result]) -> Callable[[], Result]:
-        """Records from now until `wait` returns, which another thread calls; use the function returned in its place."""
+        """Records a span from now until `wait` returns, in another thread; call the result instead of `wait`."""
         if not self.recording:
             return wait
         began = time.perf_counter()
@@ -62,7 +62,7 @@ class Timeline:
         return bool(self._events)
 
     def trace(self) -> str:
-        """The whole as JSON."""
+        """The trace as JSON."""
         rank = self.rank
         names = [
             {"name": "thread_name", "ph": "M", "pid": rank, "tid": number, "args": {"name": lane}}
@@ -76,7 +76,7 @@ class Timeline:
         return json.dumps({"traceEvents": [process, *names, *order, *self._events], "displayTimeUnit": "ms"})
 
     def close(self) -> None:
-        """Ends the watching threads."""
+        """Ends the threads that `watch` started."""
         for watcher in self._watchers.values():
             watcher.shutdown()
 
@@ -85,7 +85,7 @@ class Timeline:
         if lane not in self._lanes:
             self._lanes.append(lane)
         place = self._lanes.index(lane)
-        # Microseconds, as the format has it.
+        # The format has microseconds.
         self._events.append(
             {"name": name, "ph": "X", "pid": self.rank, "tid": place, "ts": began * 1e6, "dur": (ended - began) * 1e6}
         )

@@ -1,17 +1,18 @@
-"""The thread of every rank that tells how it is, and ends a job that does not move.
+"""The watchdog thread of every rank: it reports what the rank is doing, and ends a job that makes no progress.
 
-Twice a second it looks whether there is any sign of progress, and writes the file `beat-RANK`. Where there was none
-within the limit of what the rank is doing, every rank writes its stacks into its log, one says which rank is late, and
-all end with the exit code `STALLED`, for a launcher to start the job again.
+Twice a second it looks for a sign of progress and writes the file `beat-RANK`. If there is none within the limit of the
+current phase, every rank writes its stacks to its log, one rank prints which ranks are late, and all exit with the code
+`STALLED`, so that a launcher restarts the job.
 
-    limit                                      where
-    `training.stall_seconds`, or ten times     steps
-      the longest of the last 100, 30 s at least
-    ten times the longest, at least two        evaluations and checkpoints (whose disk may be slow now and then), with
-      minutes or `training.stall_seconds`        the step after them
-    ten minutes or `training.stall_seconds`    what has not happened before: start, first step, the first of these; end
+    phase                                               limit
+    steps                                               `training.stall_seconds`, or ten times the longest of the
+                                                          last 100 steps, at least 30 s
+    evaluations and checkpoints (disks may be slow),    ten times the longest so far, at least two minutes or
+      with the step after them                            `training.stall_seconds`
+    whatever happens for the first time (start, first   ten minutes or `training.stall_seconds`, whichever is longer
+      step, first evaluation); the end
 
-gloo gives up a rank that does not answer after five minutes, Horovod a tensor that a rank does not send after fifteen.
+gloo itself gives up after five minutes on a rank that does not answer, Horovod after fifteen on a missing tensor.
 """
 
 import faulthandler
@@ -34,13 +35,13 @@ from hvd_transformer.monitoring.stall_report import PeerHeartbeat, stall_report
 
 FOLDER = "HVD_TRANSFORMER_FOLDER"  # the launcher's private folder on this host
 LOOK_SECONDS = 0.5
-# Between two looks: this process was stopped meanwhile (Ctrl-Z, a suspended job) and is not to blame for the time.
+# A longer gap between two looks means that this process was suspended (Ctrl-Z, a suspended job): it does not count.
 _STOPPED_SECONDS = 5 * LOOK_SECONDS
 _FACTOR = 10.0
 _SHORTEST = {"step": 30.0, "evaluation": 120.0, "checkpoint": 120.0}  # seconds
 _UNKNOWN_SECONDS = 600.0
 _SETTLE_SECONDS = 1.5  # for the other ranks to see `beat-late`
-_BACKSTOP_SECONDS = 2.0  # behind the limit
+_BACKSTOP_SECONDS = 2.0  # past the limit, when faulthandler dumps the stacks by itself
 _END_SECONDS = 10.0
 _LATE = "beat-late"
 
@@ -48,7 +49,10 @@ log = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """Watches this rank from `start` to `close`. SIGUSR1 writes its stacks."""
+    """Watches this rank from `start` to `close`. SIGUSR1 makes it write its stacks.
+
+    `stall_seconds`: `training.stall_seconds`, if the user set it.
+    """
 
     def __init__(self, rank: int, size: int, stall_seconds: float | None = None) -> None:
         self.heartbeat = Heartbeat()
@@ -65,25 +69,26 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
+        """Starts the thread."""
         faulthandler.register(signal.SIGUSR1, self._stacks)
         self._thread.start()
 
     def use(self, logs: Path | None, hosts: Sequence[str]) -> None:
-        """From now on there are the run directory's `logs/` for stacks and, without a launcher's folder, heartbeats."""
+        """Writes stacks to the run directory's `logs/` from now on; heartbeats too, if no launcher gave a folder."""
         self._hosts = hosts
-        if logs is None:  # an evaluation, which writes nothing
+        if logs is None:  # an evaluation: it has no run directory
             return
         self._logs = f"{logs}{os.sep}"
-        with suppress(OSError):  # a full disk; stacks then go to the screen
+        with suppress(OSError):  # full disk: stacks go to the screen
             self._stacks = (logs / f"rank-{self.rank:03d}.log").open("ab", buffering=0)
         if self._thread.is_alive():
             faulthandler.register(signal.SIGUSR1, self._stacks)
-        if not self._folders:  # many ranks may share this one
+        if not self._folders:  # many ranks may share this folder
             self._beat_seconds = max(LOOK_SECONDS, len(hosts) / 64)
         self._folders.append(logs)
 
     def close(self) -> None:
-        """In good order: no heartbeat is left."""
+        """Ends the thread and removes the heartbeat files."""
         self._end.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -95,7 +100,7 @@ class Watchdog:
             self._stacks.close()
 
     def limit(self) -> float:
-        """Seconds that this rank may be without a sign of progress now."""
+        """Seconds without a sign of progress that are allowed in the current phase."""
         period, stall = self.heartbeat.period, self.stall_seconds
         if period == "step" and stall is not None:
             return stall
@@ -105,7 +110,7 @@ class Watchdog:
         return max(stall or _SHORTEST[period], _FACTOR * max(lasted))
 
     def beat(self, late: bool = False) -> dict[str, Any]:
-        """What the file says. Times are seconds, `time` since the epoch, the steps those that have ended."""
+        """The heartbeat file's content. Times are in seconds, `time` since the epoch; `step` counts completed steps."""
         heartbeat, (phase, waits_for) = self.heartbeat, self.heartbeat.place()
         return {
             "rank": self.rank,
@@ -144,8 +149,8 @@ class Watchdog:
             self._phase_began = now
         self._signs, self._phase = signs, phase
         left = self.limit() - self._quiet
-        # Should something hold the interpreter so that this thread cannot run, the stacks are written all the same;
-        # the other ranks see an old heartbeat.
+        # If something holds the interpreter lock so that this thread cannot run, the stacks are still written, and the
+        # other ranks see an old heartbeat.
         faulthandler.dump_traceback_later(max(0.0, left) + _BACKSTOP_SECONDS, file=self._stacks)
         if now - self._beaten >= self._beat_seconds:
             self._beaten = now
@@ -154,7 +159,7 @@ class Watchdog:
             self._stall()
 
     def _stall(self) -> None:
-        # Whatever blocks here, a disk or a screen, this process ends.
+        # Exits even if a disk or the screen blocks.
         faulthandler.dump_traceback_later(_END_SECONDS, exit=True, file=self._stacks)
         try:
             self._tell()
@@ -162,7 +167,7 @@ class Watchdog:
             os._exit(STALLED)
 
     def _tell(self) -> None:
-        """Stacks into the log, and one rank's line about who is late."""
+        """Writes the stacks to the log; one rank prints which ranks are late."""
         beat = self.beat(late=True)
         what = "step" if self.heartbeat.period == "step" else "progress"
         log.error("no %s for %.0f s here; the stacks of all threads:", what, self._quiet)
@@ -182,19 +187,19 @@ class Watchdog:
         if self.rank == min(told):
             print(f"hvd-transformer: {line}; stacks are in {self._logs}", file=sys.stderr, flush=True)
         else:
-            time.sleep(_SETTLE_SECONDS)  # the first rank that ends may end the others
+            time.sleep(_SETTLE_SECONDS)  # a launcher may kill the others at the first exit
 
     def _write(self, folders: Sequence[Path], beat: dict[str, Any]) -> None:
         for folder in folders:
-            with suppress(OSError):  # a full disk does not end a training
+            with suppress(OSError):  # a full disk does not end the training
                 aside = folder / f"beat-{self.rank}.tmp"
                 aside.write_text(json.dumps(beat), encoding="utf-8")
                 aside.replace(folder / f"beat-{self.rank}")
 
     def _see(self) -> dict[int, PeerHeartbeat]:
-        """The newest heartbeat of each rank that can be seen from here.
+        """The newest visible heartbeat of each rank.
 
-        Their ages are told by the file system's clock, against this rank's own: hosts may have other clocks.
+        Ages compare file times with that of this rank's own file, because the hosts' clocks may differ.
         """
         newest: dict[int, PeerHeartbeat] = {}
         for folder in self._folders:

@@ -1,1 +1,1 @@
-"""What a run shows and leaves behind. No torch."""
+"""What a run shows and leaves behind: progress, metrics, charts, report. No torch."""

@@ -1,4 +1,4 @@
-"""The charts of a run, as PNG bytes: loss, a task's other metrics, learning rate, throughput."""
+"""The charts of a run as PNG bytes: loss, other metrics of the task, learning rate, throughput."""
 
 import io
 import math
@@ -22,12 +22,12 @@ GREEN, PURPLE, RED, TEAL = "#2f8f4e", "#7a4fb3", "#c2334d", "#1f8f99"
 _COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED, TEAL)
 _DRAWN_WITH_THE_LOSS = {"valid_loss", "valid_perplexity"}
 _PERCENT, _FRACTIONS = {"bleu", "bleu_words"}, {"accuracy", "precision", "recall", "f1"}
-# A chart is some 1,000 pixels wide: more points than these are averaged.
+# A chart is about 1,000 pixels wide: longer series are averaged to this many points.
 MOST_POINTS = 1000
 
 
 def loss_chart(rows: Rows) -> bytes:
-    """Train and valid loss by step. Where perplexity is reported, the right axis reads it off."""
+    """Training and validation loss by step; with perplexity on the right axis if it is reported."""
     figure, (axes,) = _figure("Loss", 1)
     raw = _series(rows, "loss")
     valid = _series(rows, "valid_loss", average=False)
@@ -47,15 +47,15 @@ def loss_chart(rows: Rows) -> bytes:
 
 
 def metric_charts(rows: Rows) -> dict[str, bytes]:
-    """The validation's other metrics by step: "bleu", in percent; "scores", accuracy and other fractions; and each of a
-    task of one's own by its key, such as "valid_rmse". What has no value has no chart."""
+    """Charts of the other validation metrics by step: "bleu", in percent; "scores", accuracy and other fractions; and
+    one for each metric of a custom task, by its key, such as "valid_rmse". Metrics without values get no chart."""
     charts: dict[str, dict[str, Curve]] = {}
     for key in dict.fromkeys(key for row in rows for key in row):
         curve = _series(rows, key, average=False)
         if not key.startswith("valid_") or key in _DRAWN_WITH_THE_LOSS or not curve[0].size:
             continue
         name = key.removeprefix("valid_")
-        own = re.sub(r"\W", "_", key)  # the name of a file
+        own = re.sub(r"\W", "_", key)  # a valid file name
         place = "bleu" if name in _PERCENT else "scores" if name.removesuffix("_macro") in _FRACTIONS else own
         charts.setdefault(place, {})[name] = curve
     titles = {"bleu": ("BLEU", "percent"), "scores": ("Scores", "fraction")}
@@ -63,7 +63,7 @@ def metric_charts(rows: Rows) -> dict[str, bytes]:
 
 
 def _metric_chart(title: str, unit: str, curves: Mapping[str, Curve]) -> bytes:
-    """A mean over the classes ("macro") is dashed, in the colour of what it is a mean of."""
+    """One chart. A mean over classes ("_macro") is dashed, in the colour of the metric that it averages."""
     figure, (axes,) = _figure(f"{title} of the validation split" if unit else title, 1)
     bases = list(dict.fromkeys(name.removesuffix("_macro") for name in curves))
     for name, (steps, values) in curves.items():
@@ -71,13 +71,13 @@ def _metric_chart(title: str, unit: str, curves: Mapping[str, Curve]) -> bytes:
         best = int(np.argmax(values))
         digits = 2 if unit == "percent" else 4
         label = f"{_spaced(name)} {values[-1]:.{digits}f}"
-        if unit and values[best] > values[-1]:  # of any other metric less may be better
+        if unit and values[best] > values[-1]:  # for other metrics lower may be better
             label += f" (best {values[best]:.{digits}f} at step {int(steps[best]):,})"
         style: dict[str, Any] = {"linestyle": (0, (4, 2))} if base != name else {}
         colour = _COLOURS[bases.index(base) % len(_COLOURS)]
         axes.plot(steps, values, color=colour, linewidth=1.6, label=label, **style, **_markers((steps, values), 60))
     axes.set_ylabel(unit)
-    _legend(axes, "upper left", beside=True)  # many lines leave no room among them
+    _legend(axes, "upper left", beside=True)  # many lines leave no room inside
     return _png(figure, [axes], list(curves.values()))
 
 
@@ -86,7 +86,7 @@ def _spaced(name: str) -> str:
 
 
 def learning_rate_chart(rows: Rows) -> bytes:
-    """The learning rate, and under it the gradient's norm before clipping."""
+    """The learning rate, and below it the gradient norm before clipping."""
     figure, (top, bottom) = _figure("Learning rate and gradient norm", 2)
     rate = _series(rows, "lr", average=False)
     top.plot(*rate, color=BLUE, linewidth=1.8, **_markers(rate, 10))
@@ -106,7 +106,7 @@ def learning_rate_chart(rows: Rows) -> bytes:
 
 
 def throughput_chart(rows: Rows, unit: str = "tokens") -> bytes:
-    """Tokens, or what else the task counts, a second of the whole job, with their median."""
+    """Tokens (or `unit`) per second of the whole job, with the median."""
     figure, (axes,) = _figure("Throughput", 1)
     speed = _series(rows, "tokens_per_second")
     axes.plot(*speed, color=BLUE, linewidth=1.2, **_markers(speed, 10))
@@ -121,7 +121,7 @@ def throughput_chart(rows: Rows, unit: str = "tokens") -> bytes:
 
 
 def _series(rows: Rows, key: str, average: bool = True) -> Curve:
-    """Steps and finite values of `key`; long ones as means over neighbouring points."""
+    """Steps and finite values of `key`; a long series is averaged over neighbouring points."""
     points = [(row["step"], row[key]) for row in rows if is_number(row.get(key))]
     steps, values = np.array(points, dtype=np.float64).reshape(-1, 2).T
     size = math.ceil(steps.size / MOST_POINTS)
@@ -135,12 +135,12 @@ def _series(rows: Rows, key: str, average: bool = True) -> Curve:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value of a line can be drawn: null, words and switches cannot."""
+    """Whether a value of metrics.jsonl can be drawn: null, text and booleans cannot."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _draw(axes: Axes, series: Curve, name: str) -> Floats:
-    """A line; a noisy one of many points pale, under its running median. Returns the values drawn strong."""
+    """Draws a line; a long noisy one is pale below its running median. Returns the values of the main line."""
     steps, values = series
     if steps.size >= 60:
         axes.plot(steps, values, color=BLUE, linewidth=0.8, alpha=0.3)
@@ -151,21 +151,21 @@ def _draw(axes: Axes, series: Curve, name: str) -> Floats:
 
 
 def _markers(series: Curve, most: int) -> dict[str, Any]:
-    """Points are marked where there are few: a single one would not show as a line."""
+    """Markers for short series: a single point would not show as a line."""
     return {"marker": "o", "markersize": 3.5} if series[0].size <= most else {}
 
 
 def _running_median(values: Floats, reach: int) -> Floats:
-    """Over `reach` points on both sides: a spike of fewer points leaves no trace.
+    """The median over `reach` points on both sides, which removes shorter spikes.
 
-    Near the start over fewer, so that the steep beginning stays where it is.
+    Near the start it covers fewer points, so that the steep beginning stays in place.
     """
     nears = [min(reach, index) for index in range(values.size)]
     return np.array([np.median(values[i - near : i + near + 1]) for i, near in enumerate(nears)])
 
 
 def _frame_loss(axes: Axes, values: Floats) -> None:
-    """The range of the bulk of the values: one spike must not flatten the rest."""
+    """Fits the vertical range to the bulk of the values: one spike must not flatten the rest."""
     if values.size < 2:
         return
     low, high = float(values.min()), float(values.max())
@@ -177,11 +177,11 @@ def _frame_loss(axes: Axes, values: Floats) -> None:
 
 
 def _perplexity_axis(axes: Axes) -> None:
-    """A right axis with round perplexities at the height of their logarithm."""
+    """A right axis with round perplexities at the heights of their logarithms."""
     low, high = axes.get_ylim()
-    if high > 50:  # diverged: no perplexity anyone would read
+    if high > 50:  # diverged: the perplexity is meaningless
         return
-    margin = 0.04 * (high - low)  # none beside the step axis's last number
+    margin = 0.04 * (high - low)  # no tick next to the last number of the step axis
     right = axes.twinx()
     right.set_ylim(low, high)
     decades = range(math.floor(low / math.log(10)), math.ceil(high / math.log(10)) + 1)
@@ -215,7 +215,7 @@ def _plain(axes: Axes) -> None:
 
 
 def _legend(axes: Axes, place: str, beside: bool = False) -> None:
-    """Names and last values in the lines' own colours."""
+    """Names and last values, in the colours of their lines."""
     if axes.get_legend_handles_labels()[0]:
         anchor = (1.0, 1.0) if beside else None
         axes.legend(
@@ -224,7 +224,7 @@ def _legend(axes: Axes, place: str, beside: bool = False) -> None:
 
 
 def _png(figure: Figure, panels: Sequence[Axes], curves: Sequence[Curve]) -> bytes:
-    """Finish the step axis, and render."""
+    """Finishes the step axis and renders the figure."""
     bottom = panels[-1]
     bottom.set_xlabel("step", color=INK)
     bottom.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 2.5, 5, 10], integer=True))

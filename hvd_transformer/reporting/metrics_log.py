@@ -1,4 +1,4 @@
-"""The run's numbers on disk: `metrics.jsonl`, one JSON object a line, and the same for TensorBoard."""
+"""The metrics of a run on disk: `metrics.jsonl` (one JSON object per line) and TensorBoard event files."""
 
 import io
 import json
@@ -15,16 +15,15 @@ from hvd_transformer import atomic
 from hvd_transformer.errors import UserError
 from hvd_transformer.reporting import charts
 
-# Records kept in memory while the disk is full; later ones are lost.
+# Records kept in memory while the disk is full; later ones are dropped.
 _MOST_WAITING = 10_000
 
 
 class MetricsLog:
-    """Appends to `metrics.jsonl` and `tensorboard/` of a run directory; used by rank 0 alone.
+    """Appends to `metrics.jsonl` and `tensorboard/` of a run directory; used only by rank 0.
 
-    What was written after `resume_step` belongs to steps that a killed process lost and this one takes
-    again: it is removed. A full disk is reported once through `warn`; the lines wait in memory until there
-    is room.
+    Lines after `resume_step` are removed: a killed process wrote them for steps that this one repeats. A full disk is
+    reported once through `warn`; the lines stay in memory until there is space.
     """
 
     def __init__(self, folder: Path, resume_step: int, warn: Callable[[str], None]) -> None:
@@ -34,12 +33,12 @@ class MetricsLog:
         self._warned = False
         _cut_after(self._path, resume_step)
         self._lines = _AppendedFile(self._path)
-        self._lines.append(b"")  # there from the start, so that the folder is known for a run directory
+        self._lines.append(b"")  # created at once, as it marks the folder as a run directory
         self._events: _AppendedFile | None = None
         self._event_steps: dict[str, int] = {}
 
     def write(self, step: int, **values: float | int) -> None:
-        """One line. NaN and infinities, which JSON does not have, become null."""
+        """Writes one line. NaN and infinity, which JSON lacks, become null."""
         line = {"step": step} | {key: value if math.isfinite(value) else None for key, value in values.items()}
         errors = [self._lines.append(json.dumps(line, allow_nan=False).encode() + b"\n")]
         if due := {key: value for key, value in values.items() if self._due(key, step)}:
@@ -47,7 +46,7 @@ class MetricsLog:
         self._report(errors)
 
     def close(self) -> None:
-        """Try once more what still waits, then close the files."""
+        """Tries once more to write pending lines, then closes the files."""
         files = [file for file in (self._lines, self._events) if file is not None]
         self._report([file.append(b"") for file in files])
         for file in files:
@@ -56,8 +55,8 @@ class MetricsLog:
     def _due(self, key: str, step: int) -> bool:
         """Whether TensorBoard gets this point.
 
-        All of the first 5,000 steps; then no two closer than 1/5,000 of the steps so far, so that a long
-        run's event file grows with the logarithm of its steps. TensorBoard itself draws 1,000 points a curve.
+        It gets all of the first 5,000 steps, then points at least 1/5,000 of the current step apart, so that the event
+        file of a long run grows logarithmically. TensorBoard itself draws 1,000 points per curve.
         """
         last = self._event_steps.get(key)
         if last is not None and step - last < step // 5000:
@@ -75,14 +74,14 @@ class MetricsLog:
         error = next((error for error in errors if error is not None), None)
         if error is not None and not self._warned:
             self._warn(
-                f"{self._path}: cannot write: {error.strerror}. Training goes on; "
-                "the numbers wait in memory until there is room."
+                f"{self._path}: cannot write: {error.strerror}. Training continues; "
+                "the metrics stay in memory until there is space."
             )
         self._warned = error is not None
 
 
 class _AppendedFile:
-    """A file that grows by whole records: one that did not fit is taken back, and tried again later."""
+    """A file that grows by whole records: a record that did not fit is removed and retried later."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -92,7 +91,7 @@ class _AppendedFile:
         self._waiting: list[bytes] = []
 
     def append(self, record: bytes) -> OSError | None:
-        """Write what waits and `record`. Returns what went wrong instead of raising it."""
+        """Writes pending records and `record`. Returns the error instead of raising it."""
         if record and len(self._waiting) < _MOST_WAITING:
             self._waiting.append(record)
         try:
@@ -124,7 +123,7 @@ class _AppendedFile:
             view = view[os.write(self._descriptor, view) :]
 
     def _take_back(self) -> None:
-        """Cut a half-written record off; where even that fails, the next try cuts it first."""
+        """Truncates a half-written record; if even that fails, the next write does it first."""
         if self._descriptor is not None:
             self._torn = True
             with suppress(OSError):
@@ -133,7 +132,7 @@ class _AppendedFile:
 
 
 def _cut_after(path: Path, step: int) -> None:
-    """Remove the lines after `step`, and those that are torn."""
+    """Removes the lines after `step`, and incomplete lines."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -145,14 +144,14 @@ def _cut_after(path: Path, step: int) -> None:
     try:
         atomic.write_bytes(path, kept)
     except OSError:
-        # No room for a second file: what goes is nearly always the end, and cutting that off needs none.
+        # No space for a second file. What is removed is nearly always the end, and truncating needs no space.
         if not data.startswith(kept):
             raise
         os.truncate(path, len(kept))
 
 
 def _step_of(line: bytes) -> float:
-    """The line's step; infinite for a line that is none of ours."""
+    """The step of a line; infinity for a line that is not ours."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
@@ -161,12 +160,12 @@ def _step_of(line: bytes) -> float:
 
 
 def new_path(folder: Path) -> Path:
-    """A name that TensorBoard takes for an event file; names sort by time."""
+    """A file name that TensorBoard recognizes as an event file; names sort by time."""
     return folder / f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}"
 
 
 def header(first_step: int) -> bytes:
-    """The file's beginning. TensorBoard drops what earlier files say about `first_step` and later."""
+    """The start of an event file. TensorBoard then discards earlier files' values from `first_step` on."""
     from tensorboard.compat.proto.event_pb2 import SessionLog  # type: ignore[import-untyped]
 
     return _record(file_version="brain.Event:2") + _record(
@@ -175,7 +174,7 @@ def header(first_step: int) -> bytes:
 
 
 def scalars(step: int, values: Mapping[str, float]) -> bytes:
-    """One record with all of `values` at `step`."""
+    """One record with all `values` at `step`."""
     from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 
     points = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
@@ -183,7 +182,7 @@ def scalars(step: int, values: Mapping[str, float]) -> bytes:
 
 
 def _record(**fields: Any) -> bytes:
-    # Imported here: 0.1 s that a start-up does not need.
+    # Imported here to save 0.1 s at start-up.
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
@@ -192,8 +191,8 @@ def _record(**fields: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _read_rows(run: Path) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl; the last may be half-written by a run that still goes."""
+def read_rows(run: Path) -> list[dict[str, Any]]:
+    """The complete lines of metrics.jsonl; a run in progress may be writing the last one. Raises `UserError`."""
     path = run / "metrics.jsonl"
     try:
         lines = path.read_bytes().splitlines()
@@ -211,8 +210,8 @@ def _read_rows(run: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _read_summary(path: Path) -> dict[str, Any]:
-    """Empty while the run goes on."""
+def read_summary(path: Path) -> dict[str, Any]:
+    """The content of summary.json; empty while the run is in progress."""
     try:
         summary = json.loads(path.read_bytes())
     except (OSError, ValueError):

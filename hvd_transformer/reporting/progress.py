@@ -1,4 +1,4 @@
-"""What rank 0 shows of a run: one bar on a terminal, plain lines elsewhere. The other ranks are `Silent`."""
+"""What rank 0 shows of a run: a progress bar on a terminal, plain lines elsewhere. Other ranks are `Silent`."""
 
 import math
 import os
@@ -14,14 +14,12 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from hvd_transformer.comm.horovod_env import launched
-
 _LAUNCHERS = ("horovodrun", "mpirun", "mpiexec", "orterun", "prterun")
 
 
-def screen() -> tuple[TextIO, bool]:
-    """The stream to show progress on, and whether it is a terminal."""
-    if launched().size == 1:
+def screen(num_ranks: int) -> tuple[TextIO, bool]:
+    """The stream to show progress on, and whether it is a terminal: with several ranks, the launcher's terminal."""
+    if num_ranks == 1:
         return sys.stdout, sys.stdout.isatty()
     terminal = _launcher_terminal()
     if terminal is None:
@@ -33,7 +31,7 @@ def screen() -> tuple[TextIO, bool]:
 
 
 def _launcher_terminal() -> Path | None:
-    """The outermost launcher's standard output, where that is a terminal. Linux only: elsewhere None."""
+    """The terminal that the outermost launcher prints to, if any. Linux only: None on other systems."""
     found: Path | None = None
     for process in _ancestors():
         try:
@@ -47,7 +45,7 @@ def _launcher_terminal() -> Path | None:
 
 
 def _ancestors() -> list[Path]:
-    """This process's parents in /proc, nearest first."""
+    """The parents of this process in /proc, nearest first."""
     result: list[Path] = []
     process = Path("/proc/self")
     while True:
@@ -63,10 +61,10 @@ def _ancestors() -> list[Path]:
 
 
 class Silent:
-    """Shows nothing: what every rank but 0 has, and the interface of the others."""
+    """Shows nothing: for every rank except 0. Also the interface of the others."""
 
     def start(self, total_steps: int, first_step: int) -> None:
-        """Begin. `first_step` counts the steps already done: 0, or those of the checkpoint."""
+        """Begins. `first_step`: steps already completed; 0, or those of the checkpoint."""
 
     def step(
         self,
@@ -78,18 +76,18 @@ class Silent:
         tokens_per_second: float,
         unit: str = "tokens",
     ) -> None:
-        """The numbers after `step`; cheap enough for every step."""
+        """Shows the numbers after `step`; cheap enough to call in every step."""
 
     def message(self, text: str) -> None:
-        """A line of its own above the bar: an evaluation, a checkpoint, a warning."""
+        """Prints a line above the bar: an evaluation, a checkpoint, a warning."""
 
     def stop(self) -> None:
-        """End, with the last numbers left on the screen. Belongs in a `finally`: it gives the cursor back."""
+        """Ends; the last numbers stay on the screen. Call it in a `finally`: it restores the cursor."""
 
 
 @dataclass
 class _State:
-    """The newest numbers of a run, and its pace."""
+    """The newest numbers of a run and its pace."""
 
     total_steps: int
     step: int
@@ -109,19 +107,19 @@ class _State:
 
 
 class Progress(Silent):
-    """A bar on a terminal; elsewhere a line at the first step, the last, and every `every_seconds` between (infinite:
-    none but messages).
+    """A progress bar on a terminal; elsewhere a line at the first step, the last one, and every `every_seconds` in
+    between (infinity: messages only).
 
-    A screen that is gone, or a full disk behind it, does not end the training.
+    A closed screen, or a full disk behind it, does not end the training.
     """
 
     def __init__(self, stream: TextIO | None = None, terminal: bool | None = None, every_seconds: float = 5.0) -> None:
-        """`terminal`: whether the stream is one; None: ask it."""
+        """`terminal`: whether the stream is a terminal; None: ask the stream."""
         stream = sys.stdout if stream is None else stream
         terminal = stream.isatty() if terminal is None else terminal
         terminal = terminal and os.environ.get("TERM") not in ("dumb", "unknown")
         if os.environ.get("HVD_TRANSFORMER_SCREEN") == "launcher":
-            every_seconds = math.inf  # it draws the numbers from the ranks' heartbeats
+            every_seconds = math.inf  # the launcher shows the numbers, from the ranks' heartbeats
         self._view = _Bar(stream) if terminal else _Lines(stream, every_seconds)
         self._encoding = stream.encoding or "utf-8"
         self._state: _State | None = None
@@ -146,7 +144,7 @@ class Progress(Silent):
         state = self._state
         assert state is not None, "step() before start()"
         now = time.monotonic()
-        # The pace counts from the first step shown: the very first holds compilation and warm-up.
+        # The pace counts from the first step shown, as that step includes compilation and warm-up.
         since_step, since = self._pace_from or (state.step, state.started)
         if step > since_step:
             state.seconds_a_step = (now - since) / (step - since_step)
@@ -163,7 +161,7 @@ class Progress(Silent):
             self._view.show(state)
 
     def message(self, text: str) -> None:
-        # A terminal without UTF-8 must not end a run for an accent in a path.
+        # An accent in a path must not end a run on a terminal without UTF-8.
         text = text.encode(self._encoding, "backslashreplace").decode(self._encoding)
         with suppress(OSError):
             self._view.message(text)
@@ -174,7 +172,7 @@ class Progress(Silent):
 
 
 class _Lines:
-    """Plain lines, each flushed: a pipe, a log file, horovodrun."""
+    """Plain lines, each flushed, for a pipe, a log file or horovodrun."""
 
     def __init__(self, stream: TextIO, every_seconds: float) -> None:
         self._stream = stream
@@ -208,7 +206,7 @@ class _Lines:
 
 
 class _Bar:
-    """Two lines that stay at the foot of a terminal: the bar with its times, and the numbers."""
+    """Two lines that stay at the bottom of a terminal: the bar with its times, and the numbers."""
 
     def __init__(self, stream: TextIO) -> None:
         self._console = Console(file=stream, highlight=False)
@@ -216,7 +214,7 @@ class _Bar:
             self,
             console=self._console,
             refresh_per_second=4,
-            # What else is printed goes above the bar, if it goes to the terminal at all.
+            # Other output to the terminal goes above the bar.
             redirect_stdout=stream is sys.stdout,
             redirect_stderr=sys.stderr.isatty(),
         )
@@ -227,7 +225,7 @@ class _Bar:
         self._live.start(refresh=True)
 
     def show(self, state: _State) -> None:
-        """Nothing: the bar's own thread reads the state four times a second."""
+        """Does nothing: the bar's own thread reads the state four times per second."""
 
     def message(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=True)
@@ -259,7 +257,7 @@ class _Bar:
 
 
 def _fit(fields: list[tuple[str, int]], width: int) -> str:
-    """The fields in their order, without those of the largest numbers that `width` has no room for."""
+    """The fields in order; if `width` is too small, those with the largest numbers are dropped."""
     fields = list(fields)
     while len(text := "  ".join(word for word, _ in fields)) > width and fields:
         fields.remove(max(fields, key=lambda field: field[1]))
@@ -267,7 +265,7 @@ def _fit(fields: list[tuple[str, int]], width: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """1:23, or 4:05:06 from an hour on."""
+    """Formats seconds as 1:23, or 4:05:06 from one hour on."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

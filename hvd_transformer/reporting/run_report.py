@@ -1,18 +1,20 @@
-"""A run's curves on paper: `report.html` and its PNG files, drawn from what the run directory holds."""
+"""The report of a run: `report.html` (from the template of that name) and its PNG files."""
 
 import base64
 import json
 from collections.abc import Mapping
 from html import escape
+from importlib import resources
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from hvd_transformer import atomic
 from hvd_transformer.reporting import charts
-from hvd_transformer.reporting.metrics_log import _read_rows, _read_summary
+from hvd_transformer.reporting.metrics_log import read_rows, read_summary
 from hvd_transformer.reporting.progress import duration
 
-# Large figures at the head of the page: key of summary.json or of the newest line that has it, and its name.
+# Figures at the top of the page: key of summary.json, or else of the newest line of metrics.jsonl that has it → name.
 HEADLINES = {
     "test_perplexity": "test perplexity",
     "valid_perplexity": "valid perplexity",
@@ -28,39 +30,17 @@ HEADLINES = {
     "world": "ranks",
 }
 
-STYLE = """
-:root { color-scheme: light; }
-body { margin: 2.5rem auto; max-width: 60rem; padding: 0 1.5rem; color: #2b2f36; background: #fff;
-       font: 15px/1.5 system-ui, "Segoe UI", "Liberation Sans", Arial, sans-serif; }
-h1 { font-size: 1.6rem; margin: 0; overflow-wrap: anywhere; }
-h2 { font-size: 1.1rem; margin: 2.2rem 0 .6rem; }
-.where { color: #666c76; margin: .2rem 0 1.4rem; overflow-wrap: anywhere; }
-dl { display: flex; flex-wrap: wrap; gap: .8rem 2.4rem; margin: 0 0 1.5rem; }
-dl div { display: flex; flex-direction: column-reverse; }
-dt { color: #666c76; font-size: .85rem; }
-dd { margin: 0; font-size: 1.5rem; font-variant-numeric: tabular-nums; }
-img { display: block; width: 100%; height: auto; margin: 0 0 1.6rem; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: .2rem 2rem .2rem 0; font-weight: normal;
-         border-bottom: 1px solid #e4e6ea; }
-th { color: #666c76; }
-pre { columns: 2 20rem; background: #f6f7f9; border-radius: 6px; padding: 1rem 1.2rem; margin: 0;
-      font: 12.5px/1.55 ui-monospace, "DejaVu Sans Mono", monospace;
-      white-space: pre-wrap; overflow-wrap: anywhere; }
-@media print { body { margin: 0; max-width: none; padding: 0; font-size: 11pt; }
-               img, tr, dl { break-inside: avoid; } h2 { break-after: avoid; }
-               pre { background: none; padding: 0; } }
-"""
+_TEMPLATE = resources.files("hvd_transformer.reporting") / "report.html"
 
 
 def write_report(run: Path) -> Path:
-    """Draw the charts of the run directory `run`, and write `report.html` beside them.
+    """Draws the charts of the run directory `run` and writes them and `report.html` there; returns its path.
 
-    Works for a run that still goes, or was cut off: what is not there yet is left out. Raises UserError for a
-    folder that is no run directory, OSError where it cannot be written to.
+    Also works for a run that is in progress or was interrupted, with what is there so far. Raises `UserError` for a
+    folder that is not a run directory, `OSError` if it cannot be written to.
     """
-    rows = _read_rows(run)
-    summary = _read_summary(run / "summary.json")
+    rows = read_rows(run)
+    summary = read_summary(run / "summary.json")
     images = {
         "loss": charts.loss_chart(rows),
         **charts.metric_charts(rows),
@@ -75,13 +55,12 @@ def write_report(run: Path) -> Path:
 
 
 def _unit(summary: Mapping[str, Any]) -> str:
-    """What the run's speed counts."""
+    """The unit of the run's throughput."""
     return str(summary.get("unit", "tokens"))
 
 
 def _page(run: Path, rows: list[dict[str, Any]], summary: Mapping[str, Any], images: Mapping[str, bytes]) -> str:
     folder = run.resolve()
-    name = escape(folder.name)
     newest = {key: value for row in rows for key, value in row.items() if value is not None}
     numbers = newest | {"step": summary.get("steps", newest.get("step"))} | dict(summary)
     headlines = "".join(
@@ -93,27 +72,16 @@ def _page(run: Path, rows: list[dict[str, Any]], summary: Mapping[str, Any], ima
     table = "\n".join(
         f"<tr><th>{escape(key)}</th><td>{escape(_words(key, value))}</td></tr>" for key, value in summary.items()
     )
-    status = summary.get("status", "no summary.json yet: the run goes on, or was cut off")
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{name}: training report</title>
-<style>{STYLE}</style>
-</head>
-<body>
-<h1>{name}</h1>
-<p class="where">{escape(str(folder))} · {escape(str(status))}</p>
-<dl>{headlines}</dl>
-{pictures}
-<h2>Summary</h2>
-{f"<table>{table}</table>" if table else "<p>No summary.json yet.</p>"}
-<h2>Configuration</h2>
-{_configuration(run / "config.yaml")}
-</body>
-</html>
-"""
+    status = summary.get("status", "no summary.json yet: the run is in progress or was interrupted")
+    return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
+        name=escape(folder.name),
+        folder=escape(str(folder)),
+        status=escape(str(status)),
+        headlines=headlines,
+        charts=pictures,
+        summary=f"<table>{table}</table>" if table else "<p>No summary.json yet.</p>",
+        configuration=_configuration(run / "config.yaml"),
+    )
 
 
 def _picture(name: str, png: bytes) -> str:
@@ -130,7 +98,7 @@ def _configuration(path: Path) -> str:
 
 
 def _words(key: str, value: object) -> str:
-    """A value as a reader wants it: 12,345; 0.001234; 1:23."""
+    """A value in readable form: 12,345; 0.001234; 1:23."""
     if value is None:
         return "none"
     if not charts.is_number(value):

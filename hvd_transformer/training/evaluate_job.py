@@ -91,7 +91,7 @@ def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchd
     agree(world, lambda: check_partition(config))
 
     def should_stop() -> bool:
-        heartbeat.mark()  # also on a rank that waits while another one prepares
+        heartbeat.tick()  # also on a rank that waits while another one prepares
         return bool(stop)
 
     path = request.data and request.data.resolve()
@@ -107,9 +107,9 @@ def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchd
     heartbeat.timeline = trainer.engine.timeline
     snapshot.restore_weights(trainer.engine, saved.folder if world.rank == 0 else None)
     compile_layers(config, task)
-    heartbeat.enter("evaluation")
+    heartbeat.enter_phase("evaluation")
     found = trainer.evaluate(split)
-    heartbeat.enter("end")
+    heartbeat.enter_phase("end")
     trainer.engine.close()
     left_out = getattr(data, "left_out", {}).get(split, {})
     source = config.data.source

@@ -79,7 +79,7 @@ class Session:
                     break
             self._write_timeline()  # of a run shorter than that
             self.save(best=False)
-            self.heartbeat.enter("end")
+            self.heartbeat.enter_phase("end")
         except BaseException:
             self.progress.stop()
             self.saver.wait(ending=True)
@@ -116,7 +116,7 @@ class Session:
         state = self.trainer.state
         if self.saved_step == state.step and not best:
             return
-        self.heartbeat.enter("checkpoint")
+        self.heartbeat.enter_phase("checkpoint")
         stopped = time.perf_counter()
         checksum = self.trainer.engine.check_replicas(f"step {state.step}")
         self.saver.wait()  # before the copy, so that at most one exists
@@ -188,7 +188,7 @@ class Session:
             return False
         state.evaluated_step = state.step
         self.saved_step = None  # a checkpoint of this step is to hold what is found
-        self.heartbeat.enter("evaluation")
+        self.heartbeat.enter_phase("evaluation")
         began = time.perf_counter()
         self.valid = self.trainer.evaluate("valid").metrics
         value = chosen(self.valid, self.config.training.best_metric)

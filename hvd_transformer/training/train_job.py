@@ -38,7 +38,7 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | No
     watchdog = watchdog or Watchdog(world.rank, world.size)
     heartbeat = watchdog.heartbeat
     heartbeat.world = world
-    progress = Progress(*screen()) if world.rank == 0 else Silent()
+    progress = Progress(*screen(world.size)) if world.rank == 0 else Silent()
     mesh = agree(world, lambda: ParallelMesh.of(config, world))
     agree(world, lambda: check_partition(config))
     agree(world, lambda: check_step_size(config, mesh.dp))
@@ -69,7 +69,7 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | No
             f"stopped after step {state.step} ({stop.signal or 'asked on another rank'}); everything is saved: "
             f"the same command goes on from here\nrun directory: {directory.path}"
         )
-    heartbeat.enter("end")
+    heartbeat.enter_phase("end")
     trainer.engine.check_replicas("at the end")
     summary = session.finish(status)
     trainer.engine.close()
@@ -90,7 +90,7 @@ def _assemble(
     """The data, and a trainer with initial or restored weights: everything that wrong input can make fail."""
 
     def should_stop() -> bool:
-        heartbeat.mark()  # also on a rank that waits while another one prepares
+        heartbeat.tick()  # also on a rank that waits while another one prepares
         return bool(stop)
 
     data = agree(world, lambda: prepare_data(config, progress, should_stop))

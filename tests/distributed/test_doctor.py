@@ -198,11 +198,11 @@ FAULTS: dict[Plant, tuple[str, str]] = {
     other_port: ("its ssh port is closed", "--ssh-port"),
     key_refused: ("it refuses the ssh key", "ssh-copy-id h3"),
     host_key_changed: ("its host key has changed", "ssh-keygen -R h3"),
-    link_cut: ("cannot be reached by ssh: ", "see that it is switched on"),
+    link_cut: ("cannot be reached by ssh: ", "check that it is switched on"),
     no_python: (f"there is no Python at {sys.executable}", "same environment under the same path"),
     no_way: ("h2 cannot connect to it over eth0: No route to host", "firewalls"),
     other_interface: ("no network interface in common with the others: it has net0", "same name on each"),
-    read_only: ("cannot be written to", "take another folder"),
+    read_only: ("cannot be written to", "choose another folder"),
     other_torch: ("torch is 2.1.0, but ", "pip install torch=="),
     other_source: ("the source of hvd-transformer is ", "the same checkout"),
     full_disk: ("is full", "free some space there"),
@@ -240,7 +240,7 @@ def test_the_table_shows_every_host_every_fault_and_the_cures(hosts: Hosts, fold
     assert {"h1", "h3", "h4"} <= {line.split()[0] for line in result.stdout.splitlines() if line.strip()}
     assert "problem h3: cannot be reached by ssh: its ssh port is closed" in result.stdout
     assert "→ start sshd there" in result.stdout
-    assert "problem h4: cannot be reached by ssh: this name is not known" in result.stdout
+    assert "problem h4: cannot be reached by ssh: unknown host name" in result.stdout
     assert "→ correct the name" in result.stdout
 
 

@@ -193,7 +193,7 @@ def launch(*words) -> subprocess.CompletedProcess[str]:
         (["-np", "0"], "-np 0: must be at least 1"),
         (
             ["-H", "no.such.host.invalid:1"],
-            "host no.such.host.invalid: cannot be reached by ssh: this name is not known",
+            "host no.such.host.invalid: cannot be reached by ssh: unknown host name",
         ),
         (["--no-preflight", "-H", "no.such.host.invalid:1"], "host no.such.host.invalid: cannot be used: ssh: "),
         (["-H", "[::1]:2"], "[::1]: horovodrun knows no IPv6 addresses"),

@@ -105,8 +105,8 @@ def test_a_slow_rank_is_named_with_its_cost(ended):
     """It was slow before it hung."""
     job = ended["hang"].result()
     ((rank, work, others, cost),) = re.findall(
-        rf"warning: rank (\d) on host {HOST} is slow: (\d+) ms of work a step where the others need (\d+) ms; "
-        r"each step of the job waits (\d+) ms for it",
+        rf"warning: rank (\d) on host {HOST} is slow: (\d+) ms of work per step, the others need (\d+) ms; "
+        r"every step of the job waits (\d+) ms for it",
         job.screen,
     )
     assert int(rank) == RANK and int(work) >= 250

@@ -1,1 +1,1 @@
-"""What is wrong with which host, and what to do: one probe a host, their answers compared."""
+"""`hvd-transformer doctor`: one probe per host; their answers are compared and turned into findings."""

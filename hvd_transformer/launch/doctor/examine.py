@@ -1,6 +1,6 @@
-"""Examines all hosts at once: asks their probes, measures clocks and network, and collects what is wrong.
+"""Examines all hosts in parallel: queries their probes, measures clocks and network, and collects the findings.
 
-Takes at most ten seconds, also where hosts do not answer.
+Takes at most ten seconds, even if hosts do not answer.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 
 
 class NoAnswer(Exception):
-    """A host that is of no use, with the finding."""
+    """A host that does not answer, with the finding that explains it."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(str(finding))
@@ -37,7 +37,7 @@ class NoAnswer(Exception):
 
 
 class Conversation:
-    """A probe that runs on a host: as here, by the Python of the same path."""
+    """A probe (`probe.py`) that runs on a host, with the Python of the same path as here."""
 
     def __init__(self, host: str, local: bool, process: Process, errors: IO[bytes]) -> None:
         self.host = host
@@ -47,7 +47,7 @@ class Conversation:
 
     @classmethod
     async def start(cls, host: str, ssh: Ssh, environment: Mapping[str, str]) -> "Conversation":
-        """Raises `UserError` where there is no ssh here."""
+        """Starts the probe. Raises `UserError` if this host has no ssh."""
         command = [sys.executable, "-u", "-c", _START, str(len(_SOURCE))]
         local = await asyncio.get_running_loop().run_in_executor(None, is_local, host)
         if not local:
@@ -61,7 +61,7 @@ class Conversation:
                 stderr=errors,
                 limit=1 << 20,
                 env={**environment, "LC_ALL": "C"},
-                start_new_session=True,  # Ctrl-C is for the doctor alone
+                start_new_session=True,  # Ctrl-C reaches only the doctor
             )
         except FileNotFoundError:
             raise UserError("ssh: not found on this host; install an ssh client") from None
@@ -70,18 +70,18 @@ class Conversation:
         return cls(host, local, process, errors)
 
     async def ask(self, question: str, until: float, **arguments: Any) -> Any:
-        """The answer of a function of the probe, until a time of the event loop. Raises `NoAnswer`."""
+        """Calls a function of the probe; `until` is a time of the event loop. Raises `NoAnswer`."""
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(json.dumps({"ask": question, **arguments}).encode() + b"\n")
         seconds = until - asyncio.get_running_loop().time()
         try:
             return await asyncio.wait_for(self._answer(self._process.stdout), seconds)
         except asyncio.TimeoutError:
-            cure = f"look at its load, its disks and its network file systems: `ssh {self.host} uptime`"
+            cure = f"check its load, its disks and its network file systems: `ssh {self.host} uptime`"
             raise NoAnswer(Finding(self.host, "it answers too slowly or not at all", cure)) from None
 
     async def close(self) -> None:
-        """Ends the probe: with ssh goes its standard input."""
+        """Ends the probe, whose standard input closes with ssh."""
         with suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()
@@ -99,14 +99,14 @@ class Conversation:
         if code == 255:  # ssh's own failure
             return Finding(self.host, *why_refused(self.host, said))
         if code in (126, 127):  # the shell's: the command cannot be started
-            cure = "install the same environment under the same path; a file system that all hosts share does it"
+            cure = "install the same environment under the same path, for example on a shared file system"
             return Finding(self.host, f"there is no Python at {sys.executable}", cure)
         last = said.splitlines()[-1] if said else f"exit code {code}"
         return Finding(self.host, f"its Python fails: {last}", f"make `{sys.executable} -c ''` work there")
 
 
 class Conversations:
-    """Those with many hosts at once, within a context; `silent` says why some no longer answer."""
+    """The probes of many hosts, as a context manager; `silent` holds a finding for each that no longer answers."""
 
     def __init__(self, hosts: Iterable[str], ssh: Ssh, environment: Mapping[str, str]) -> None:
         self.silent: list[Finding] = []
@@ -123,7 +123,7 @@ class Conversations:
         await asyncio.gather(*(talk.close() for talk in self._talks.values()))
 
     async def each(self, ask: Callable[[Conversation], Awaitable[_T]]) -> dict[str, _T]:
-        """The answer of every host, by name; one without an answer is not asked again."""
+        """Asks all hosts in parallel; returns the answers by host. A host without an answer is not asked again."""
         results = await asyncio.gather(*map(ask, self._talks.values()), return_exceptions=True)
         answers = {}
         for talk, result in zip(list(self._talks.values()), results, strict=True):
@@ -137,38 +137,38 @@ class Conversations:
         return answers
 
 
-# Seconds after the start, at which each part is over; the command itself takes one before.
+# Seconds after the start by which each part has ended; starting the command takes one second more.
 _CONNECTED, _ASKED, _MEASURED = 6.0, 6.7, 8.8
 _LINK_SECONDS = 0.5
 _CLOCK_ROUNDS = 3
 
 
 class Examination(NamedTuple):
-    """What was found; `answers`, `skews` and `links` are of the hosts that answered."""
+    """The results; `answers`, `skews` and `links` cover the hosts that answered."""
 
     answers: dict[str, Answer]
-    skews: dict[str, tuple[float, float]]  # seconds ahead of this host, and how far that may be wrong
-    common: list[str]  # network interfaces
+    skews: dict[str, tuple[float, float]]  # seconds ahead of this host, and the uncertainty
+    common: list[str]  # network interfaces that all hosts share
     links: list[Link]
     findings: list[Finding]
 
 
 def examine(job: Job, ssh: Ssh, environment: Mapping[str, str]) -> Examination:
-    """All that there is to know. Raises `UserError` where there is no ssh here."""
+    """Runs the full examination. Raises `UserError` if this host has no ssh."""
     return asyncio.run(_examine(job, ssh, environment, full=True))
 
 
 def preflight(job: Job, ssh: Ssh, environment: Mapping[str, str]) -> str | None:
-    """Looks for what would stop the job, in one question to each host.
+    """Checks for problems that would prevent the job, with one query per host.
 
-    Returns the network interface to use where there is no choice: horovodrun need not search for it.
+    Returns the network interface if there is only one that all hosts share, so that horovodrun need not search for it.
 
-    Raises `UserError` that names the first host with a problem, and what to do.
+    Raises `UserError`, which names the first host with a problem and says what to do.
     """
     found = asyncio.run(_examine(job, ssh, environment, full=False))
     for finding in found.findings:
         if finding.problem:
-            raise UserError(f"{finding} (--no-preflight starts all the same)")
+            raise UserError(f"{finding} (--no-preflight starts anyway)")
     return found.common[0] if len(found.common) == 1 else None
 
 
@@ -178,7 +178,7 @@ async def _examine(job: Job, ssh: Ssh, environment: Mapping[str, str], full: boo
     def facts(talk: Conversation) -> Any:
         given = dict(environment)
         if not talk.local:
-            given.pop("CUDA_VISIBLE_DEVICES", None)  # horovodrun does not send it to others
+            given.pop("CUDA_VISIBLE_DEVICES", None)  # horovodrun does not send it to other hosts
         question = {"environment": given, "cwd": job.cwd, "folders": dict(job.folders), "full": full}
         return talk.ask("facts", start + _CONNECTED, **question)
 
@@ -189,7 +189,7 @@ async def _examine(job: Job, ssh: Ssh, environment: Mapping[str, str], full: boo
         interfaces = {host: answer["interfaces"] for host, answer in answers.items() if host not in talks.local}
         common: list[str] = []
         if interfaces:
-            interfaces[here] = probe.interfaces()  # the job is started from this host, also where it has no rank
+            interfaces[here] = probe.interfaces()  # the job is started from this host, even if it runs no rank
             found += findings.about_network(job.network_interface, interfaces)
             common = findings.common_interfaces(job.network_interface, interfaces)
         skews, links = {}, []
@@ -205,7 +205,7 @@ async def _examine(job: Job, ssh: Ssh, environment: Mapping[str, str], full: boo
 
 
 async def _skew(talk: Conversation, until: float) -> tuple[float, float]:
-    """Of the fastest of some questions: its clock, taken as read in the middle of the time that the answer took."""
+    """(skew, uncertainty) of the host's clock, from the fastest query: it was read halfway through the round trip."""
     rounds = []
     for _ in range(_CLOCK_ROUNDS):
         sent = time.time()
@@ -217,14 +217,14 @@ async def _skew(talk: Conversation, until: float) -> tuple[float, float]:
 
 
 async def _sees_output(job: Job, talks: Conversations, until: float) -> dict[str, bool]:
-    """Which hosts see a file that this one makes where the output folder is, or will be."""
+    """Whether each host sees a file that this host creates in the output folder, or in its nearest existing parent."""
     folder = Path(job.folders["output_dir"]).expanduser().absolute()
     while not folder.exists():
         folder = folder.parent
     marker = folder / f".hvd-transformer-{secrets.token_hex(8)}"
     try:
         marker.touch(exist_ok=False)
-    except OSError:  # the host's own answer says so
+    except OSError:  # reported by this host's own answer
         return {}
     try:
         return await talks.each(lambda talk: talk.ask("exists", until, path=str(marker)))
@@ -234,7 +234,7 @@ async def _sees_output(job: Job, talks: Conversations, until: float) -> dict[str
 
 
 async def _ring(talks: Conversations, addresses: Mapping[str, str], until: float) -> list[Link]:
-    """The traffic of a ring allreduce, as `probe.link` makes it, between the hosts in their order."""
+    """Measures the links of a ring over the hosts in order, with the traffic of a ring allreduce (`probe.link`)."""
     ports = await talks.each(lambda talk: talk.ask("listen", until, address=addresses[talk.host]))
     hosts = list(ports)
     following = dict(zip(hosts, hosts[1:] + hosts[:1], strict=True))

@@ -1,7 +1,7 @@
 """What the hosts' answers mean: pure functions from answers to findings.
 
-An answer is what `probe.facts` returns. Where hosts differ, the one that differs from most is the one to put right;
-without a majority the first host is the model.
+An answer is what `probe.facts` returns. If hosts differ, the finding names those that differ from the majority; without
+a majority, those that differ from the first host.
 """
 
 from collections import Counter
@@ -22,17 +22,17 @@ FULL_DISK = 16 * MIB
 _LITTLE_DISK = GIB
 _LITTLE_MEMORY = GIB
 _CLOCK_SECONDS = 1.0
-_SLOW_LINK = 0.25  # of the fastest link of the ring
+_SLOW_LINK = 0.25  # fraction of the fastest link's bandwidth
 _INSTALL = {
     "hvd-transformer": "install the same package there, for example from the same checkout",
-    "torch": "install the same there: `pip install torch=={wanted}`",
-    "horovod": "install the wheel that docker/build_horovod.sh makes there",
-    "mpi4py": "install the same there: `pip install mpi4py=={wanted}`",
+    "torch": "install the same version there: `pip install torch=={wanted}`",
+    "horovod": "run docker/build_horovod.sh there and install its wheel",
+    "mpi4py": "install the same version there: `pip install mpi4py=={wanted}`",
 }
 
 
 class Finding(NamedTuple):
-    """Something that is wrong with a host, and what to do; a job may still run where it is no problem."""
+    """Something that is wrong with a host, and what to do. `problem`: it prevents a job from running."""
 
     host: str
     message: str
@@ -44,18 +44,18 @@ class Finding(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What the hosts are to do."""
+    """What the hosts are to run."""
 
     hosts: Sequence[Host]
-    stages: int  # devices a rank
+    stages: int  # pipeline stages, and so devices, per rank
     device: str  # auto, cpu or cuda
     cwd: str
-    folders: Mapping[str, str]  # by what the user calls them
+    folders: Mapping[str, str]  # by the name that the user knows them by
     network_interface: str | None = None
 
     @classmethod
     def of(cls, horovodrun: Horovodrun, config: Config, trains: bool = True) -> "Job":
-        """As started from the current folder. One that does not train writes nothing to `output_dir`."""
+        """The job as started from the current folder. Without `trains` it writes nothing to `output_dir`."""
         folders = {
             **({"output_dir": config.output_dir} if trains else {}),
             "data.source": config.data.source,
@@ -68,48 +68,48 @@ class Job(NamedTuple):
 
 
 class Link(NamedTuple):
-    """From a host to the next one of the ring."""
+    """The network link from a host to the next one in the ring."""
 
     source: str
     target: str
     round_trip: float | None  # seconds
-    rate: float | None  # bytes a second
+    rate: float | None  # bytes per second
     error: str | None
 
 
 def about_hosts(job: Job, answers: Answers) -> Iterator[Finding]:
-    """All that a single answer tells, or a comparison of them."""
+    """Findings about software, devices, folders and memory."""
     yield from _software(answers)
     yield from _devices(job, answers)
     yield from _folders(job, answers)
     for host, answer in answers.items():
         if answer["memory_free"] < _LITTLE_MEMORY:
             free = f"only {answer['memory_free'] // MIB} MiB of memory are free"
-            yield Finding(host, free, "see what else runs there", problem=False)
+            yield Finding(host, free, "check what else runs there", problem=False)
 
 
 def about_network(wanted: str | None, interfaces: Interfaces) -> Iterator[Finding]:
-    """Who is in the way where the hosts have none of `common_interfaces`."""
+    """Which hosts to fix if there are no `common_interfaces`."""
     if common_interfaces(wanted, interfaces):
         return
     if wanted is not None:
         for host, found in interfaces.items():
             if not set(wanted.split(",")) & found.keys():
                 message = f"no network interface {wanted}: it has {_listed(found)}"
-                yield Finding(host, message, "name one that all hosts have with --network-interface")
+                yield Finding(host, message, "choose one that all hosts have with --network-interface")
         return
     usual = Counter(name for found in interfaces.values() for name in found).most_common(1)
     apart = [host for host, found in interfaces.items() if not usual or usual[0][0] not in found]
     for host in apart or interfaces:
         message = f"no network interface in common with the others: it has {_listed(interfaces[host])}"
-        cure = "give the hosts a network whose interface has the same name on each, as horovodrun goes by names"
+        cure = "give the network interface the same name on each host: horovodrun selects interfaces by name"
         yield Finding(host, message, cure)
 
 
 def common_interfaces(wanted: str | None, interfaces: Interfaces) -> list[str]:
-    """Those that all hosts have, with an address of its own on each.
+    """The interfaces that all hosts have, with a different address on each.
 
-    A bridge such as docker0 has the same address everywhere, and leads nowhere.
+    A bridge such as docker0 has the same address everywhere and connects nothing.
     """
     first, *others = interfaces.values()
     result = []
@@ -121,15 +121,15 @@ def common_interfaces(wanted: str | None, interfaces: Interfaces) -> list[str]:
 
 
 def about_clocks(skews: Mapping[str, tuple[float, float]]) -> Iterator[Finding]:
-    """Of each host's clock against the launcher's, and how far that may be wrong, in seconds."""
+    """`skews`: seconds by which each host's clock is ahead of the launcher's, and the uncertainty."""
     for host, (skew, uncertainty) in skews.items():
         if abs(skew) - uncertainty > _CLOCK_SECONDS:
             message = f"its clock is {abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} this host's"
-            yield Finding(host, message, "let NTP set it: chronyd or systemd-timesyncd on all hosts")
+            yield Finding(host, message, "synchronize the clocks with NTP: chronyd or systemd-timesyncd on all hosts")
 
 
 def about_sharing(output: str, seen: Mapping[str, bool]) -> Iterator[Finding]:
-    """Of a file that the launcher made beside the output folder."""
+    """`seen`: whether each host sees a file that the launcher created in the output folder."""
     for host, sees_it in seen.items():
         if not sees_it:
             cure = "set output_dir to a folder on a file system that all hosts share, such as NFS"
@@ -137,28 +137,28 @@ def about_sharing(output: str, seen: Mapping[str, bool]) -> Iterator[Finding]:
 
 
 def about_links(interface: str, links: Iterable[Link]) -> Iterator[Finding]:
-    """What is not connected, and what is far slower than the rest."""
+    """Links that do not connect, and links that are far slower than the rest."""
     links = list(links)
     fastest = max((link.rate or 0 for link in links), default=0)
     for link in links:
         if link.error is not None:
             message = f"{link.source} cannot connect to it over {interface}: {link.error}"
-            cure = "let the hosts' firewalls pass all TCP ports between them, or take another --network-interface"
+            cure = "open all TCP ports between the hosts in their firewalls, or choose another --network-interface"
             yield Finding(link.target, message, cure)
         elif link.rate is not None and link.rate < _SLOW_LINK * fastest:
-            message = f"the link from {link.source} over {interface} has {gigabits(link.rate)}, where another has "
-            cure = "see its cable, switch port and other traffic: the slowest link sets the pace of all"
+            message = f"the link from {link.source} over {interface} has {gigabits(link.rate)}, another link has "
+            cure = "check its cable, switch port and other traffic: the slowest link limits all ranks"
             yield Finding(link.target, message + gigabits(fastest), cure, problem=False)
 
 
 def gigabits(rate: float) -> str:
-    """Of bytes a second."""
+    """A rate in bytes per second, as text."""
     return f"{8 * rate / 1e9:.3g} Gbit/s"
 
 
 def _software(answers: Answers) -> Iterator[Finding]:
     pythons = {host: answer["python"] for host, answer in answers.items()}
-    yield from _differing("Python", pythons, "let this path lead to Python {wanted} there too")
+    yield from _differing("Python", pythons, "install Python {wanted} under this path there too")
     for name, cure in _INSTALL.items():
         versions = {host: answer["versions"][name] for host, answer in answers.items()}
         required = name != "mpi4py" or any(versions.values())
@@ -177,8 +177,8 @@ def _software(answers: Answers) -> Iterator[Finding]:
 
 
 def _build(host: str, answer: Answer) -> Iterator[Finding]:
-    """Whether the parts on one host belong together."""
-    rebuild = "build Horovod there again for what is installed: docker/build_horovod.sh"
+    """Whether Horovod, torch, MPI and GPUs of one host fit together."""
+    rebuild = "rebuild Horovod there for what is installed: docker/build_horovod.sh"
     horovod, mpi4py, torch = answer.get("horovod"), answer.get("mpi4py"), answer["versions"]["torch"]
     if horovod is None:
         return
@@ -186,14 +186,14 @@ def _build(host: str, answer: Answer) -> Iterator[Finding]:
         yield Finding(host, f"Horovod was built for torch {horovod['torch']}, and torch {torch} is installed", rebuild)
     if "MPI" in horovod["features"] and mpi4py and horovod["mpi"] != mpi4py["mpi"]:
         message = f"Horovod loads the MPI library {horovod['mpi']}, mpi4py {mpi4py['mpi']}"
-        yield Finding(host, message, "install one MPI, and see LD_LIBRARY_PATH; " + rebuild)
+        yield Finding(host, message, "install a single MPI and check LD_LIBRARY_PATH; " + rebuild)
     if answer["devices"] and "NCCL" not in horovod["features"]:
-        cure = "build it with HOROVOD_GPU_OPERATIONS=NCCL"
+        cure = "rebuild it with HOROVOD_GPU_OPERATIONS=NCCL"
         yield Finding(host, "Horovod is built without NCCL: gradients go through the CPU", cure, problem=False)
 
 
 def _devices(job: Job, answers: Answers) -> Iterator[Finding]:
-    """One GPU short anywhere, and all ranks of training.device=auto compute on the CPU."""
+    """With training.device=auto, one missing GPU anywhere makes all ranks compute on the CPU."""
     hosts = [host for host in job.hosts if host.name in answers]
     enough = {host: len(answers[host.name]["devices"]) >= host.slots * job.stages for host in hosts}
     on_gpus = job.device == "cuda" or (job.device == "auto" and any(enough.values()))
@@ -206,7 +206,7 @@ def _devices(job: Job, answers: Answers) -> Iterator[Finding]:
             yield Finding(host.name, f"{_count(there, 'GPU')} for {slots}", f"{fewer}, or set training.device=cpu")
         elif not on_gpus and there and job.device == "auto":
             message = f"{_count(there, 'GPU')} for {slots}: all ranks will compute on the CPU"
-            yield Finding(host.name, message, "start fewer ranks, to use the GPUs", problem=False)
+            yield Finding(host.name, message, "start fewer ranks to use the GPUs", problem=False)
         if not on_gpus and cores < host.slots * job.stages:
             fewer = f"give it {_count(max(1, cores // job.stages), 'slot')} for speed"
             yield Finding(host.name, f"{_count(cores, 'core')} for {slots}", fewer, problem=False)
@@ -215,7 +215,7 @@ def _devices(job: Job, answers: Answers) -> Iterator[Finding]:
 def _folders(job: Job, answers: Answers) -> Iterator[Finding]:
     for host, answer in answers.items():
         if not answer["cwd"]:
-            cure = "start from a folder that all hosts have, or make it there"
+            cure = "start from a folder that all hosts have, or create it there"
             yield Finding(host, f"the folder {job.cwd} is not there", cure)
         for label, folder in answer["folders"].items():
             where = label if label == job.folders[label] else f"{label}={job.folders[label]}"
@@ -224,12 +224,14 @@ def _folders(job: Job, answers: Answers) -> Iterator[Finding]:
                     cure = "copy it there, or keep it on a file system that all hosts share"
                     yield Finding(host, f"{where} is not there", cure)
             elif not folder["writable"]:
-                yield Finding(host, f"{where} cannot be written to", "change its owner or mode, or take another folder")
+                yield Finding(
+                    host, f"{where} cannot be written to", "change its owner or mode, or choose another folder"
+                )
             elif folder["free"] < FULL_DISK:
-                yield Finding(host, f"the disk of {where} is full", "free some space there, or take another folder")
+                yield Finding(host, f"the disk of {where} is full", "free some space there, or choose another folder")
             elif folder["free"] < _LITTLE_DISK:
                 free = f"only {folder['free'] // MIB} MiB are free for {where}"
-                yield Finding(host, free, "free some space there, or take another folder", problem=False)
+                yield Finding(host, free, "free some space there, or choose another folder", problem=False)
 
 
 def _differing(what: str, values: Mapping[str, str], cure: str) -> Iterator[Finding]:
@@ -243,7 +245,7 @@ def _differing(what: str, values: Mapping[str, str], cure: str) -> Iterator[Find
 
 
 def most_common(values: Mapping[str, str]) -> str | None:
-    """Of several as frequent ones the first."""
+    """The most frequent value; the first one in case of a tie."""
     return Counter(values.values()).most_common(1)[0][0] if values else None
 
 

@@ -1,4 +1,4 @@
-"""Shows an examination on the terminal: a row a host, then what is wrong and what to do."""
+"""The results of an examination as a table (a row per host, then the findings) or as JSON."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,11 +13,11 @@ from hvd_transformer.launch.doctor.findings import GIB, Answer, gigabits
 
 
 def as_table(found: Examination, hosts: list[str]) -> Group:
-    """For rich's console."""
+    """A renderable for rich's console; `hosts` gives the order of the rows."""
     software = {host: _software(answer) for host, answer in found.answers.items()}
     same = len(set(software.values())) == 1
     columns = ["host", "devices", "cores", "memory free", "disk free", "clock"]
-    columns += ["from the host before"] if found.links else []
+    columns += ["from previous host"] if found.links else []
     columns += [] if same else ["software"]
     table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     faulty = {finding.host for finding in found.findings if finding.problem}
@@ -29,8 +29,8 @@ def as_table(found: Examination, hosts: list[str]) -> Group:
     return Group(table, *common, *_lines(found))
 
 
-def as_json(found: Examination) -> dict[str, Any]:
-    """Sizes in bytes, times in seconds, rates in bytes a second."""
+def to_json(found: Examination) -> dict[str, Any]:
+    """JSON values: sizes in bytes, times in seconds, rates in bytes per second."""
     return {
         "hosts": {host: {**answer, "clock": found.skews.get(host)} for host, answer in found.answers.items()},
         "interfaces": found.common,
@@ -57,7 +57,7 @@ def _cells(found: Examination, host: str) -> Iterator[str]:
     yield f"{found.skews[host][0] * 1000:+.1f} ms" if host in found.skews else ""
     link = next((link for link in found.links if link.target == host), None)
     if link and link.rate is not None and link.round_trip is not None:
-        yield f"{gigabits(link.rate)}, {link.round_trip * 1e3:.2g} ms there and back"
+        yield f"{gigabits(link.rate)}, {link.round_trip * 1e3:.2g} ms round trip"
     elif found.links:
         yield ""
 
@@ -67,7 +67,7 @@ def _lines(found: Examination) -> Iterator[Text]:
         word, style = ("problem", "bold red") if finding.problem else ("note", "yellow")
         yield Text.assemble((word, style), f" {finding.host}: {finding.message}\n", ("  → ", "dim"), finding.cure)
     if not found.findings:
-        yield Text("nothing is wrong", "green")
+        yield Text("no problems found", "green")
 
 
 def _gib(size: int) -> str:

@@ -1,8 +1,8 @@
-"""Runs on every host, sent there through ssh's standard input: answers the doctor's questions about it.
+"""Runs on every host, sent there through ssh's standard input, and answers the doctor's queries.
 
-Standard library alone, and of any Python from 3.8 on: it must work where the package is missing or another one. A
-question is a line of JSON on standard input, {"ask": a function below, its arguments}; the answer is a line of JSON
-behind `MARK` on standard output, as a login shell may print there too. The end of the input is the end.
+It uses only the standard library of Python 3.8 and later, because the package may be missing or outdated there. A query
+is a line of JSON on standard input: {"ask": name of a function below, its arguments}. The answer is a line of JSON on
+standard output, prefixed with `MARK`, as a login shell may print there too. The probe ends with its input.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 
 MARK = "hvd-transformer-probe "
 _DISTRIBUTIONS = ("hvd-transformer", "torch", "horovod", "mpi4py")
-# Names of classes that are compiled into Horovod's library only with that feature.
+# Symbols of classes that Horovod's library contains only if it was built with the feature.
 _FEATURES = {"gloo": b"13GlooAllreduceE", "MPI": b"12MPIAllreduceE", "NCCL": b"13NCCLAllreduceE"}
 _SIOCGIFADDR, _SIOCGIFFLAGS, _IFF_UP = 0x8915, 0x8913, 1
 _PINGS = 20
@@ -45,12 +45,12 @@ _server = None
 
 
 def facts(environment: dict[str, str], cwd: str, folders: dict[str, str], full: bool) -> dict[str, Any]:
-    """What this host is, and has for a job with this environment. `full` adds what takes more than a moment.
+    """What this host offers to a job with this environment. `full` adds facts that take longer to find out.
 
     Sizes are in bytes.
     """
     os.environ.update(environment)
-    # As of a command, which does not look for packages in the current folder.
+    # As for an installed command, which does not import from the current folder.
     sys.path = [path for path in [*environment.get("PYTHONPATH", "").split(os.pathsep), *sys.path] if path]
     try:
         os.chdir(cwd)
@@ -82,23 +82,22 @@ def clock() -> float:
 
 
 def exists(path: str) -> bool:
-    """Whether this host sees the file."""
+    """Whether the file exists on this host."""
     return Path(path).exists()
 
 
 def listen(address: str) -> int:
-    """The port on which the next `link` waits for the neighbour."""
+    """Opens a port on which the next `link` waits for the previous host; returns its number."""
     global _server
     _server = socket.create_server((address, 0))
     return int(_server.getsockname()[1])
 
 
 def link(address: str, port: int, seconds: float) -> dict[str, Any]:
-    """The traffic of a ring allreduce, without its sums: sends to the next host and receives from the one before.
+    """The traffic of a ring allreduce, without its sums: sends to the next host and receives from the previous one.
 
-    All hosts do so at once, for `seconds`. `round_trip` is the shortest one to the next host and back, in seconds, of
-    20 with a byte each; `rate` what came from the host before, in bytes a second; `error` why the next one was not
-    reached.
+    All hosts do so at once, for `seconds`. `round_trip`: the shortest of 20 one-byte round trips to the next host, in
+    seconds; `rate`: bytes per second received from the previous host; `error`: why the next host was not reached.
     """
     assert _server is not None
     server = _server
@@ -118,7 +117,7 @@ def link(address: str, port: int, seconds: float) -> dict[str, Any]:
 
 
 def interfaces() -> dict[str, str]:
-    """The IPv4 address of each network interface that is up, by name; not the host's own loop."""
+    """The IPv4 address of each network interface that is up, by name, without the loopback interface."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as trial:
         for _, name in socket.if_nameindex():
@@ -126,7 +125,7 @@ def interfaces() -> dict[str, str]:
             try:
                 flags = struct.unpack("H", fcntl.ioctl(trial, _SIOCGIFFLAGS, request)[16:18])[0]
                 address = socket.inet_ntoa(fcntl.ioctl(trial, _SIOCGIFADDR, request)[20:24])
-            except OSError:  # has no address
+            except OSError:  # no address
                 continue
             if flags & _IFF_UP and not address.startswith("127."):
                 found[name] = address
@@ -141,13 +140,13 @@ def _version(name: str) -> str | None:
 
 
 def _package(name: str) -> Path | None:
-    """Its folder, without importing it."""
+    """The folder of a package, without importing it."""
     spec = importlib.util.find_spec(name)
     return Path(spec.origin).parent if spec and spec.origin else None
 
 
 def _source_digest() -> str | None:
-    """Of our package's sources: checkouts of one version differ."""
+    """A digest of our package's sources, since checkouts of the same version may differ."""
     folder = _package("hvd_transformer")
     if folder is None:
         return None
@@ -163,7 +162,7 @@ def _memory() -> dict[str, int]:
 
 
 def _devices() -> list[dict[str, Any]]:
-    """The GPUs that a process here may use."""
+    """The GPUs that a process on this host may use."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
     devices = []
     for line in _output(query).splitlines():
@@ -176,12 +175,12 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _folder(path: Path) -> dict[str, Any]:
-    """Whether the path is there; where it is not, the nearest folder above it tells what could be made there."""
+    """Whether the path exists, is writable, and the free space; of its nearest existing parent if it does not exist."""
     here = path.absolute()
     while not here.exists() and here != here.parent:
         here = here.parent
     disk = os.statvfs(here)
-    full = disk.f_files > 0 and disk.f_favail == 0  # no more files may be made
+    full = disk.f_files > 0 and disk.f_favail == 0  # no inodes left
     return {
         "exists": path.exists(),
         "writable": os.access(here, os.W_OK),
@@ -190,7 +189,7 @@ def _folder(path: Path) -> dict[str, Any]:
 
 
 def _horovod() -> dict[str, Any] | None:
-    """What it was built with, from its library, which cannot be loaded without all of torch."""
+    """What Horovod was built with, read from its library file: loading it would take all of torch."""
     folder = _package("horovod")
     library = next(folder.glob("torch/mpi_lib*.so"), None) if folder else None
     if folder is None or library is None:
@@ -206,13 +205,13 @@ def _horovod() -> dict[str, Any] | None:
 
 
 def _mpi4py() -> dict[str, str] | None:
-    """The MPI library that it loads; in a process of its own, whose environment is the job's from the start."""
+    """The MPI library that mpi4py loads, found in a separate process that has the job's environment."""
     lines = _output([sys.executable, "-c", _MPI4PY]).splitlines()
     return {"version": lines[0], "mpi": str(Path(lines[1]).resolve())} if len(lines) == 2 else None
 
 
 def _output(command: list[str]) -> str:
-    """What it prints; nothing where it is missing or fails."""
+    """What the command prints; empty if it is missing or fails."""
     if shutil.which(command[0]) is None:
         return ""
     try:
@@ -233,12 +232,12 @@ def _send(connection: socket.socket, seconds: float) -> None:
     try:
         while time.perf_counter() < end:
             connection.sendall(block)
-    except OSError:  # the other side has seen enough
+    except OSError:  # the other side has closed the connection
         pass
 
 
 def _receive(server: socket.socket, seconds: float) -> float | None:
-    """Answers the pings of the host before, then its bytes a second; None where it does not come."""
+    """Answers the pings of the previous host and measures its bytes per second; None if it does not connect."""
     server.settimeout(2.5)
     block = bytearray(1 << 18)
     try:

@@ -1,1 +1,1 @@
-"""The same job as a file for a scheduler: a Slurm script, a Kubernetes MPIJob, a compose file."""
+"""Job files for schedulers: a Slurm batch script, a Kubernetes MPIJob, a compose file."""

@@ -1,4 +1,4 @@
-"""A compose file: a launcher and one worker container a host, all on one Docker engine, as in docker/compose.yaml.
+"""A compose file: a launcher and one worker container per host, on one Docker engine, as in docker/compose.yaml.
 
 Source: the Compose Specification.
 """
@@ -21,7 +21,7 @@ NAME = "compose.yaml"
 
 
 def services(job: ScheduledJob) -> str:
-    """The file's text."""
+    """The text of compose.yaml."""
     workers = {f"worker-{number}": host.slots for number, host in enumerate(job.hosts, start=1)}
     hosts = ",".join(f"{name}:{slots}" for name, slots in workers.items())
     launcher = {
@@ -38,22 +38,22 @@ def services(job: ScheduledJob) -> str:
         if gpus := slots * job.gpus_per_rank:
             described[name]["deploy"] = _gpus(first_gpu, gpus)
             first_gpu += gpus
-    header = f"Written by hvd-transformer launch --scheduler compose; the image {job.container} is docker/'s."
+    header = f"Written by hvd-transformer launch --scheduler compose; docker/ builds the image {job.container}."
     if job.named:
-        header += f"\nThe values of {', '.join(job.named)} are those of the shell that runs docker compose."
+        header += f"\nThe values of {', '.join(job.named)} come from the shell that runs docker compose."
     return text(header, {"services": described, "volumes": {"launcher-key": {}, "worker-keys": {}, "output": {}}})
 
 
 def _service(job: ScheduledJob, name: str, words: Sequence[str]) -> dict[str, Any]:
     folder = output_folder(job.config.output_dir)
-    output = "output" if folder == FOLDER else folder  # an absolute one is the machine's own
+    output = "output" if folder == FOLDER else folder  # an absolute folder is one of the machine
     return {
         "image": job.container,
         "hostname": name,
         "command": list(words),
         "working_dir": folder,
         "volumes": [f"launcher-key:{LAUNCHER_KEY}", f"worker-keys:{WORKER_KEYS}", f"{output}:{folder}"],
-        "shm_size": "1gb",  # NCCL and MPI need more than the usual 64 MB
+        "shm_size": "1gb",  # NCCL and MPI need more than the default of 64 MB
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],
     }

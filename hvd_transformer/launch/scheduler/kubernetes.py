@@ -1,8 +1,8 @@
-"""An MPIJob for the Kubeflow mpi-operator, and the claim of the volume that holds the output.
+"""An MPIJob for the Kubeflow mpi-operator, and a PersistentVolumeClaim for the output.
 
 Source: the operator's API kubeflow.org/v2beta1 and its controller, which mounts a key pair and authorized_keys on every
-pod, and /etc/mpi/hostfile on the launcher's. Its discover_hosts.sh is not needed: a pod that comes back has its old
-name, and the script prints no slots.
+pod, and /etc/mpi/hostfile on the launcher. Its discover_hosts.sh is not needed: a pod that comes back keeps its name,
+and the script prints no slots.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ NAME = "mpijob.yaml"
 
 
 def manifest(job: ScheduledJob) -> str:
-    """The manifest's text. Raises `UserError` where the hosts' slots differ."""
+    """The text of the manifest. Raises `UserError` if the hosts' slots differ."""
     spec = {
         "slotsPerWorker": job.slots,
         "sshAuthMountPath": LAUNCHER_KEY,
@@ -32,8 +32,8 @@ def manifest(job: ScheduledJob) -> str:
     }
     header = (
         "Written by hvd-transformer launch --scheduler kubernetes.\n"
-        f"The claim needs a storage class that several pods can write to, and {job.container} a registry that the\n"
-        "cluster reaches."
+        f"The claim needs a storage class that several pods can write to; the image {job.container} must be in a\n"
+        "registry that the cluster can reach."
     )
     if job.named:
         header += f" The Secret {_secret(job)} holds the values of {', '.join(job.named)}."
@@ -85,7 +85,10 @@ def _replica(job: ScheduledJob, role: str, replicas: int, container: dict[str, A
         ],
         "volumes": [
             {"name": "output", "persistentVolumeClaim": {"claimName": _claim(job)}},
-            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},  # NCCL and MPI need more than the usual 64 MB
+            {
+                "name": "shared-memory",
+                "emptyDir": {"medium": "Memory"},
+            },  # NCCL and MPI need more than the default of 64 MB
         ],
     }
     return {"replicas": replicas, "restartPolicy": "OnFailure", "template": {"spec": pod}}

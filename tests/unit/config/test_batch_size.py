@@ -27,12 +27,12 @@ def test_a_fixed_size_does_not_depend_on_the_replicas(dp: int) -> None:
         (
             ["training.batch_size=2", "training.global_batch_size=3"],
             3,
-            "training.global_batch_size=3: gives work to 3 ",
+            "training.global_batch_size=3: is enough for 3 ",
         ),
         (
             ["training.batch_size=4", "training.global_batch_size=8", "data.batching=columns"],
             2,
-            "training.global_batch_size=8: gives work to 2 ranks of training.batch_size=4 columns each, not to 3",
+            "training.global_batch_size=8: is enough for 2 ranks of training.batch_size=4 columns each, not for 3",
         ),
     ],
 )

@@ -258,9 +258,9 @@ def test_a_wrong_value_is_told_with_key_place_and_what_is_allowed(word: str, all
 
 # Of values with parts: what is allowed, in one line, whichever part is wrong.
 BETAS = "a list of two numbers from 0 to less than 1, such as [0.9, 0.95]"
-SPLIT = "a list of two or three shares from 0 to 1, such as [0.9, 0.05, 0.05]"
+SPLIT = "a list of two or three fractions from 0 to 1, such as [0.9, 0.05, 0.05]"
 WEIGHTS = "balanced, none, or a number above 0 for each label, such as {good: 1, bad: 2.5}"
-PARTITION = "auto, uniform, a list of layers a stage such as [5, 4, 5], or package.module:function"
+PARTITION = "auto, uniform, a list of layers per stage such as [5, 4, 5], or package.module:function"
 PARTS = {
     "optimizer.betas": (BETAS, "0.9 none [] [0.9] [0.9,0.9,0.9] [a,b] [0.9,[1]] [0.9,nan] [0.9,none] [0.9,1.0] {a:b}"),
     "data.split": (SPLIT, "0.9 none [] [0.9] [0.5,0.2,0.2,0.1] [0.9,x] [0.9,1.1] [0.9,-0.1] [nan,0.5] {train:0.9}"),
@@ -348,7 +348,7 @@ def test_a_rate_without_a_point_is_a_number_also_in_yaml(tmp_path: Path) -> None
 )
 def test_broken_yaml_names_file_and_line(tmp_path: Path, text: str, line: int) -> None:
     file = written(tmp_path, text)
-    assert refused(file=file).startswith(f"{file}, line {line}: no valid YAML: ")
+    assert refused(file=file).startswith(f"{file}, line {line}: not valid YAML: ")
 
 
 def test_a_character_that_yaml_forbids_names_file_and_line(tmp_path: Path) -> None:
@@ -357,8 +357,8 @@ def test_a_character_that_yaml_forbids_names_file_and_line(tmp_path: Path) -> No
 
 
 def test_yaml_that_is_no_table_is_refused(tmp_path: Path) -> None:
-    assert "must hold keys and values" in refused(file=written(tmp_path, "- a\n- b\n"))
-    assert "model must hold keys and values, not 3" in refused(file=written(tmp_path, "model: 3\n"))
+    assert "must contain keys and values" in refused(file=written(tmp_path, "- a\n- b\n"))
+    assert "model must contain keys and values, not 3" in refused(file=written(tmp_path, "model: 3\n"))
 
 
 def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
@@ -374,7 +374,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert refused(file=missing) == f"{missing}: cannot be read: No such file or directory"
     assert refused(file=tmp_path) == f"{tmp_path}: cannot be read: Is a directory"
     latin = written(tmp_path, b"seed: 1 # caf\xe9\n")
-    assert refused(file=latin) == f"{latin}: no valid UTF-8 at byte 13"
+    assert refused(file=latin) == f"{latin}: not valid UTF-8 at byte 13"
 
 
 def test_a_word_without_equals_is_refused() -> None:

@@ -128,9 +128,9 @@ def group_lives(group: int) -> bool:
 
 def test_a_killed_launcher_leaves_nothing(ssh_log: Path) -> None:
     source = (
-        "import os, sys; from hvd_transformer.launch.horovodrun_command import Ssh; "
-        "from hvd_transformer.launch.agents import JobFolder; "
-        "folder = JobFolder(['localhost', 'far.invalid'], Ssh(), {}, dict(os.environ)); folder.wait_ready(); "
+        "import os, sys; from hvd_transformer.launch.ssh import Ssh; "
+        "from hvd_transformer.launch.agents import HostAgents; "
+        "folder = HostAgents(['localhost', 'far.invalid'], Ssh(), {}, dict(os.environ)); folder.wait_ready(); "
         "print(folder.path, flush=True); "
         "sys.stdin.read()"
     )

@@ -76,8 +76,13 @@ def test_hosts_that_agree_have_no_findings() -> None:
         ("versions/mpi4py", None, "mpi4py is not installed", "`pip install mpi4py==4.1.2`"),
         ("source", "ba9876543210", "the source of hvd-transformer is ba9876543210, but 0123456789ab on ", "checkout"),
         ("horovod/features", ["gloo"], "what Horovod was built with is gloo, but gloo MPI on ", "build_horovod.sh"),
-        ("horovod/torch", "2.12.0", "Horovod was built for torch 2.12.0, and torch 2.13.0 is installed", "again"),
-        ("mpi4py/mpi", "/other/libmpi.so", "loads the MPI library /lib/libmpi.so.40, mpi4py /other/lib", "one MPI"),
+        (
+            "horovod/torch",
+            "2.12.0",
+            "Horovod was built for torch 2.12.0, and torch 2.13.0 is installed",
+            "rebuild Horovod",
+        ),
+        ("mpi4py/mpi", "/other/libmpi.so", "loads the MPI library /lib/libmpi.so.40, mpi4py /other/lib", "single MPI"),
         ("cwd", False, "the folder ", "start from a folder that all hosts have"),
         ("folders/output_dir/free", 15 * MIB, "the disk of output_dir=runs/x is full", "free some space"),
         ("folders//tmp/free", 0, "the disk of /tmp is full", "free some space"),
@@ -199,7 +204,7 @@ def test_links() -> None:
     assert list(about_links("eth0", fast)) == []
     [slow] = about_links("eth0", [*fast[:2], Link("c", "a", 1e-3, 1.2e7, None)])
     assert (slow.host, slow.problem) == ("a", False)
-    assert slow.message == "the link from c over eth0 has 0.096 Gbit/s, where another has 8 Gbit/s"
+    assert slow.message == "the link from c over eth0 has 0.096 Gbit/s, another link has 8 Gbit/s"
     [cut] = about_links("eth0", [*fast[:2], Link("c", "a", None, None, "timed out")])
     assert (cut.host, cut.problem) == ("a", True)
     assert cut.message == "c cannot connect to it over eth0: timed out"

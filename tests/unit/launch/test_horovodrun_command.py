@@ -161,4 +161,4 @@ def test_hvd_trains_arguments_are_checked_first(words: list[str]) -> None:
 
 def test_two_lists_of_hosts_are_one_too_many() -> None:
     result = CliRunner().invoke(launch, ["-H", "a", "--hostfile", "b", "--dry-run"])
-    assert str(result.exception) == "-H, --hostfile and --host-discovery-script: give one of them"
+    assert str(result.exception) == "-H and --hostfile: give only one of them"

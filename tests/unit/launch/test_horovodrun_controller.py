@@ -37,9 +37,9 @@ def test_gloo_where_it_is_built_unless_another_is_wanted(library, content: bytes
 
 
 @pytest.mark.parametrize(("content", "gloo", "message"), [
-    (GLOO, False, "--mpi: Horovod was built without it here; use --gloo, or build it again"),
-    (MPI, True, "--gloo: Horovod was built without it here; use --mpi, or build it again"),
-    (b"", True, "--gloo: Horovod was built without it here; build it again"),
+    (GLOO, False, "--mpi: Horovod was built without it here; use --gloo, or rebuild it"),
+    (MPI, True, "--gloo: Horovod was built without it here; use --mpi, or rebuild it"),
+    (b"", True, "--gloo: Horovod was built without it here; rebuild it"),
 ])  # fmt: skip
 def test_one_that_is_not_built(library, content: bytes, gloo: bool, message: str) -> None:
     with pytest.raises(UserError, match=f"^{message}[^\n]*$"):

@@ -21,8 +21,10 @@ def test_the_hosts_are_those_given_or_this_one(tmp_path: Path) -> None:
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="-H, --hostfile and --host-discovery-script: give one of them"):
+    with pytest.raises(UserError, match="-H and --hostfile: give only one of them"):
         find_hosts(None, "h1:2", tmp_path / "hosts", None, {})
+    with pytest.raises(UserError, match="-H, --hostfile and --host-discovery-script: give only one of them"):
+        find_hosts(None, "h1:2", None, tmp_path / "script", {})
     with pytest.raises(UserError, match="-np 7: the hosts have 6 slots"):
         find_hosts(7, "h1:2,h2:4", None, None, {})
     with pytest.raises(UserError, match="no such file"):
@@ -43,9 +45,9 @@ def test_the_least_number_of_ranks(min_ranks: int | None, num_ranks: int | None,
         (0, 4, 4, "--min-np 0: must be from 1 to the number of ranks, 4"),
         (5, 4, 8, "--min-np 5: must be from 1 to the number of ranks, 4"),
         (5, None, 4, "--min-np 5: must be from 1 to the number of ranks, 4"),
-        (5, 8, 4, "the hosts have 4 slots now, 5 are needed"),
-        (None, 8, 4, "the hosts have 4 slots now, 8 are needed"),
-        (None, None, 0, "the hosts have 0 slots now, 1 are needed"),
+        (5, 8, 4, "the hosts have 4 slots now, but 5 are needed"),
+        (None, 8, 4, "the hosts have 4 slots now, but 8 are needed"),
+        (None, None, 0, "the hosts have 0 slots now, but 1 are needed"),
     ],
 )
 def test_a_least_number_that_cannot_be(min_ranks: int | None, num_ranks: int | None, slots: int, message: str) -> None:
@@ -63,5 +65,5 @@ def test_ranks_that_share_matrices_are_whole_groups() -> None:
         HostPool(find, 3, tensor=2)
     assert find_hosts(None, None, None, None, {}, tensor=2)() == [Host("localhost", 2)]
     assert resolve_min_ranks(None, None, 4, tensor=2) == 4
-    with pytest.raises(UserError, match="fewer slots now than the parallel.tensor=2 ranks of one replica"):
+    with pytest.raises(UserError, match="now have fewer slots than the parallel.tensor=2 ranks of one replica"):
         resolve_min_ranks(None, None, 0, tensor=2)

@@ -293,7 +293,7 @@ def test_the_file_is_written_once(tmp_path: Path, scheduler: str) -> None:
     )
     assert file.read_text() == written(scheduler, *TWO_HOSTS)
     file.write_text("mine")
-    with pytest.raises(UserError, match=f"^{file}: is there already; remove it or choose another --output$"):
+    with pytest.raises(UserError, match=f"^{file}: already exists; remove it or choose another --output$"):
         CliRunner().invoke(launch, words, catch_exceptions=False)
     assert file.read_text() == "mine"
 
@@ -304,9 +304,9 @@ def test_the_file_is_written_once(tmp_path: Path, scheduler: str) -> None:
         (["--scheduler", "slurm"], "--scheduler slurm: needs --output"),
         (["--output", "x"], "--output and --image: only with --scheduler"),
         (["--image", "x"], "--output and --image: only with --scheduler"),
-        (["--scheduler", "slurm", "--dry-run", "-H", "a:2,b:4"], "these have not: a:2, b:4"),
-        (["--scheduler", "kubernetes", "--dry-run", "-H", "a:2,b,c:2"], "these have not: a:2, b:1, c:2"),
-        (["--scheduler", "compose", "--dry-run", "--env", "A=hush"], "--env A=…: takes the name alone"),
+        (["--scheduler", "slurm", "--dry-run", "-H", "a:2,b:4"], "the same number of slots: a:2, b:4"),
+        (["--scheduler", "kubernetes", "--dry-run", "-H", "a:2,b,c:2"], "the same number of slots: a:2, b:1, c:2"),
+        (["--scheduler", "compose", "--dry-run", "--env", "A=hush"], "--env A=…: takes only the name"),
         (["--scheduler", "compose", "--dry-run", "--", "model.widht=3"], "unknown key"),
         (["--scheduler", "slurm", "--output", "/proc/none"], "/proc/none/job.sbatch: cannot be written: "),
     ],

@@ -120,7 +120,7 @@ def test_a_step_that_fails_three_times_is_not_tried_again(stand: Path, capfd: py
     script = BEAT.replace("STEP", "$((start == 1 ? 4 : 31))") + "exit 1"
     assert supervise(stand, script, given(localhost=1), restarts=9) == 1
     assert starts(stand) == [1] * 4
-    assert "hvd-transformer: given up: failed 3 times after step 31" in capfd.readouterr().err
+    assert "hvd-transformer: giving up: failed 3 times after step 31" in capfd.readouterr().err
 
 
 def test_a_lost_host_is_left_alone_and_the_others_go_on(stand: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -133,14 +133,14 @@ def test_a_lost_host_is_left_alone_and_the_others_go_on(stand: Path, capfd: pyte
     assert supervise(stand, "[ $start = 2 ] || sleep 100", given(localhost=2, far=2), restarts=1, min_ranks=2) == 0
     assert starts(stand) == [4, 2]
     said = capfd.readouterr().err
-    assert "hvd-transformer: host far.invalid is gone" in said
+    assert "hvd-transformer: host far.invalid is lost" in said
     assert "failed first" not in said
 
 
 def test_waits_for_a_host_that_is_needed(
     stand: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(host_pool, "ASIDE_SECONDS", 0.5)
+    monkeypatch.setattr(host_pool, "COOL_DOWN_SECONDS", 0.5)
 
     def lose_and_return() -> None:
         wait_until(lambda: len(list(stand.glob("starts-*"))) == 4)
@@ -214,7 +214,7 @@ def test_a_discovery_script_that_fails_is_named(
 
 def test_a_host_that_is_lost_again_is_left_alone_for_longer() -> None:
     hosts = HostPool(given(localhost=1, far=1), None)
-    first = hosts.set_aside("far.invalid")
-    assert hosts.set_aside("far.invalid") == 2 * first
+    first = hosts.cool_down("far.invalid")
+    assert hosts.cool_down("far.invalid") == 2 * first
     assert hosts.hosts() == [Host("localhost", 1)]
     assert json.dumps(first)

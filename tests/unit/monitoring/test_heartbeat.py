@@ -35,7 +35,7 @@ def test_a_step_is_in_what_its_stages_and_collectives_are_in() -> None:
 def test_outside_of_steps_its_own_word_counts() -> None:
     heartbeat = in_a_step()
     assert heartbeat.world and heartbeat.timeline
-    heartbeat.enter("evaluation")
+    heartbeat.enter_phase("evaluation")
     with heartbeat.timeline.span("stage 0", "forward 3"):
         assert heartbeat.place() == ("evaluation", None)
     heartbeat.world.link.waiting = {"evaluation": None}
@@ -54,7 +54,7 @@ def test_whatever_ends_is_a_sign_of_progress() -> None:
     signs.append(heartbeat.signs())
     heartbeat.stepped(1, 2.0, 3.0)
     signs.append(heartbeat.signs())
-    heartbeat.enter("checkpoint")
+    heartbeat.enter_phase("checkpoint")
     signs.append(heartbeat.signs())
     assert len(set(signs)) == 5
 
@@ -67,7 +67,7 @@ def test_a_step_after_a_checkpoint_counts_to_the_checkpoint(monkeypatch) -> None
         (50.0, lambda: heartbeat.stepped(1, 0.0, 0.0)),  # the first step belongs to the start
         (2.0, lambda: heartbeat.stepped(2, 0.0, 0.0)),
         (3.0, lambda: heartbeat.stepped(3, 0.0, 0.0)),
-        (1.0, lambda: heartbeat.enter("checkpoint")),
+        (1.0, lambda: heartbeat.enter_phase("checkpoint")),
         (9.0, lambda: heartbeat.stepped(4, 0.0, 0.0)),
     ]:
         now += seconds

@@ -45,7 +45,7 @@ CASES = {
     "the late rank is out of sight": (
         waiting(0, 1),
         "ranks 0, 1 wait for others in allreduce of bucket 4 of step 31; "
-        "nothing is seen from here of ranks 2, 3 on host h2",
+        "no heartbeat is visible from here of ranks 2, 3 on host h2",
     ),
     "a network that is cut": (
         waiting(0, 1, 2, 3),

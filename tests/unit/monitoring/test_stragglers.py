@@ -6,8 +6,8 @@ import random
 from hvd_transformer.monitoring.stall_report import Stragglers
 
 SLOW = (
-    "rank {} on host {} is slow: {} ms of work a step where the others need {} ms; "
-    "each step of the job waits {} ms for it"
+    "rank {} on host {} is slow: {} ms of work per step, the others need {} ms; "
+    "every step of the job waits {} ms for it"
 )
 
 

@@ -86,7 +86,7 @@ watchdog.use(Path(sys.argv[1]), ["h1"])
 watchdog.heartbeat.stepped(1, 0.0, 0.0)
 while not Path(sys.argv[1], "beat-0").exists():
     time.sleep(0.01)
-watchdog.heartbeat.mark()
+watchdog.heartbeat.tick()
 def sleep_for_ever():
     eval(sys.argv[2])(1000)
 sleep_for_ever()

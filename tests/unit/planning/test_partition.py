@@ -169,7 +169,7 @@ def test_a_function_names_each_layers_stage(user_module: str) -> None:
         ("users_nowhere:of", 2, "cannot be imported: ModuleNotFoundError: No module named 'users_nowhere'"),
         ("users_broken:of", 2, "cannot be imported: ZeroDivisionError: division by zero"),
         ("users_stages:off", 2, "cannot be imported: AttributeError: module 'users_stages' has no attribute 'off'"),
-        ("users_stages:stages", 2, "stages is no function"),
+        ("users_stages:stages", 2, "stages is not a function"),
         ("users_stages:fail", 2, "layer embed: RuntimeError: first line"),
         ("users_stages:none", 2, "layer layer.1: returned None; must be a stage's number"),
         ("users_stages:half", 2, "layer layer.1: returned 1.0; must be a stage's number"),
