@@ -13,6 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
+from hvd_transformer.reporting.metrics_log import is_number
+
 Rows = Sequence[Mapping[str, Any]]
 Floats = NDArray[np.float64]
 Curve = tuple[Floats, Floats]  # steps, values
@@ -132,11 +134,6 @@ def _series(rows: Rows, key: str, average: bool = True) -> Curve:
         return steps[starts], values[starts]
     counts = np.diff(np.append(starts, steps.size))
     return np.add.reduceat(steps, starts) / counts, np.add.reduceat(values, starts) / counts
-
-
-def is_number(value: object) -> bool:
-    """Whether a value of metrics.jsonl can be drawn: null, text and booleans cannot."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _draw(axes: Axes, series: Curve, name: str) -> Floats:

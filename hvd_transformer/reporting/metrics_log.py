@@ -13,7 +13,6 @@ from typing import Any
 
 from hvd_transformer import atomic
 from hvd_transformer.errors import UserError
-from hvd_transformer.reporting import charts
 
 # Records kept in memory while the disk is full; later ones are dropped.
 _MOST_WAITING = 10_000
@@ -205,7 +204,7 @@ def read_rows(run: Path) -> list[dict[str, Any]]:
             row = json.loads(line)
         except ValueError:
             continue
-        if isinstance(row, dict) and charts.is_number(row.get("step")):
+        if isinstance(row, dict) and is_number(row.get("step")):
             rows.append(row)
     return rows
 
@@ -217,3 +216,8 @@ def read_summary(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return summary if isinstance(summary, dict) else {}
+
+
+def is_number(value: object) -> bool:
+    """Whether a value of metrics.jsonl can be drawn: null, text and booleans cannot."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -11,7 +11,7 @@ from typing import Any
 
 from hvd_transformer import atomic
 from hvd_transformer.reporting import charts
-from hvd_transformer.reporting.metrics_log import read_rows, read_summary
+from hvd_transformer.reporting.metrics_log import is_number, read_rows, read_summary
 from hvd_transformer.reporting.progress import duration
 
 # Figures at the top of the page: key of summary.json, or else of the newest line of metrics.jsonl that has it → name.
@@ -101,7 +101,7 @@ def _words(key: str, value: object) -> str:
     """A value in readable form: 12,345; 0.001234; 1:23."""
     if value is None:
         return "none"
-    if not charts.is_number(value):
+    if not is_number(value):
         return value if isinstance(value, str) else json.dumps(value)
     assert isinstance(value, int | float)
     if key == "seconds":
