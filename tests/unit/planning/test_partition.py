@@ -102,8 +102,8 @@ def test_what_does_not_fit_is_told_in_one_line() -> None:
     with pytest.raises(UserError) as caught:
         balanced([1, 1, 1], 2, sums([[gib, gib, gib], [gib, gib, gib // 2]]), gib)
     assert str(caught.value) == (
-        "parallel.partition=auto: no cut into 2 stages fits 1,073,741,824 bytes (1.00 GiB) a stage; "
-        "at least 1,610,612,736 bytes (1.50 GiB) would do"
+        "parallel.partition=auto: no partition into 2 stages fits into 1,073,741,824 bytes (1.00 GiB) per stage; "
+        "needs at least 1,610,612,736 bytes (1.50 GiB)"
     )
 
 
@@ -171,16 +171,16 @@ def test_a_function_names_each_layers_stage(user_module: str) -> None:
         ("users_stages:off", 2, "cannot be imported: AttributeError: module 'users_stages' has no attribute 'off'"),
         ("users_stages:stages", 2, "stages is no function"),
         ("users_stages:fail", 2, "layer embed: RuntimeError: first line"),
-        ("users_stages:none", 2, "layer layer.1: returned None; must be a stage's number"),
-        ("users_stages:half", 2, "layer layer.1: returned 1.0; must be a stage's number"),
-        ("users_stages:true", 2, "layer layer.1: returned True; must be a stage's number"),
+        ("users_stages:none", 2, "layer layer.1: returned None; must be a stage number"),
+        ("users_stages:half", 2, "layer layer.1: returned 1.0; must be a stage number"),
+        ("users_stages:true", 2, "layer layer.1: returned True; must be a stage number"),
         ("users_stages:negative", 2, "layer layer.1: stage -1; must be 0 to 1"),
         ("users_stages:large", 3, "layer layer.1: stage 3; must be 0 to 2"),
         ("users_stages:back", 2, "layer embed: stage 1; the first layer must be on stage 0"),
         ("users_stages:gap", 3, "layer layer.1: stage 2 after 0; must be 0 or 1"),
         ("users_stages:falls", 2, "layer layer.1: stage 0 after 1; must be 1"),
         ("users_stages:falls", 3, "layer layer.1: stage 0 after 1; must be 1 or 2"),
-        ("users_stages:of", 3, "layer output: stage 1; the last must be on 2"),
+        ("users_stages:of", 3, "layer output: stage 1; the last layer must be on stage 2"),
     ],
 )
 def test_a_wrong_function_is_told_with_the_layer(user_module: str, path: str, num_stages: int, message: str) -> None:

@@ -11,9 +11,10 @@ import small_job
 from hvd_transformer.config import Config
 from hvd_transformer.errors import UserError
 from hvd_transformer.planning import partition
-from hvd_transformer.planning.layer_profile import PASS_MODES, LayerProfile, PassMemory
-from hvd_transformer.planning.partition import best_cut
-from hvd_transformer.planning.profile_cache import record
+from hvd_transformer.planning.layer_profile import LayerProfile
+from hvd_transformer.planning.partition import best_partition
+from hvd_transformer.planning.pass_memory import PASS_MODES, PassMemory
+from hvd_transformer.planning.profile_cache import to_json
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -23,7 +24,7 @@ MIB = 2**20
 def layer(seconds: float = 1, held: int = 8, again: int = 0, weights: int = 8) -> LayerProfile:
     """It holds so many bytes for a micro-batch, and while it is computed again so many more."""
     whole, shed = PassMemory(0, held + again, held + again, held + again, 0), PassMemory(0, held, held, held + again, 0)
-    return LayerProfile(seconds, weights, {way: shed if way[0] else whole for way in PASS_MODES})
+    return LayerProfile(seconds, weights, {mode: shed if mode.recompute else whole for mode in PASS_MODES})
 
 
 class Measuring:
@@ -66,8 +67,8 @@ def test_a_configuration_is_measured_once(
     assert cut(config(tmp_path, "optimizer.lr=0.1", "training.max_steps=3", "seed=7")) == [5, 1]
     assert measuring.calls == 1
     assert caplog.messages == [
-        "partition [5, 1]: layers of 10000.0 ms a micro-batch, measured now",
-        *["partition [5, 1]: layers of 10000.0 ms a micro-batch, measured before"] * 2,
+        "partition [5, 1]: all layers take 10000.0 ms per micro-batch, measured now",
+        *["partition [5, 1]: all layers take 10000.0 ms per micro-batch, cached"] * 2,
     ]
 
 
@@ -98,10 +99,10 @@ def test_another_configuration_is_measured_anew(tmp_path: Path, measuring: Measu
         "[]",
         "[1, 2, 3, 4, 5, 6]",
         json.dumps([{"seconds": 1}] * 6),
-        json.dumps([record(layer())] * 5),
-        json.dumps([record(layer(seconds=float("nan")))] * 6),
-        json.dumps([record(layer(seconds="1"))] * 6),
-        json.dumps([{**record(layer()), "passes": [{}]}] * 6),
+        json.dumps([to_json(layer())] * 5),
+        json.dumps([to_json(layer(seconds=float("nan")))] * 6),
+        json.dumps([to_json(layer(seconds="1"))] * 6),
+        json.dumps([{**to_json(layer()), "passes": [{}]}] * 6),
     ],
 )
 def test_a_broken_file_is_measured_again(tmp_path: Path, measuring: Measuring, text: str) -> None:
@@ -129,18 +130,18 @@ def fitting(
     config: Config, costs: Sequence[LayerProfile], mib: float, num_micro_batches: int = 4, dp: int = 1
 ) -> list[int]:
     """On devices of which so much is left for the stages."""
-    return best_cut(config, costs, num_micro_batches, round(mib * MIB / (1 - partition._RESERVE)) + 1, dp)
+    return best_partition(config, costs, num_micro_batches, round(mib * MIB / (1 - partition._RESERVE)) + 1, dp)
 
 
 def test_memory_is_a_limit(tmp_path: Path) -> None:
     f1b, gpipe = config(tmp_path), config(tmp_path, "parallel.schedule=gpipe")
     even = costs(2, 2, 2, 2, 2, 2)
-    assert best_cut(f1b, even, 4, None, 1) == [3, 3]
+    assert best_partition(f1b, even, 4, None, 1) == [3, 3]
     # 1F1B: the first stage holds two micro-batches, the last one.
     assert fitting(f1b, even, 12) == [3, 3]
     assert fitting(f1b, even, 11) == [2, 4]
     with pytest.raises(
-        UserError, match=r"parallel\.partition=auto: no cut into 2 stages fits .* at least 8,388,608 bytes"
+        UserError, match=r"parallel\.partition=auto: no partition into 2 stages fits .* at least 8,388,608 bytes"
     ):
         fitting(f1b, even, 7)
     # GPipe: both hold all four.
@@ -173,7 +174,7 @@ def test_what_is_computed_again_counts_once_or_for_the_micro_batch_that_keeps_it
     # The first stage holds the last micro-batch as a whole while it computes the one before again.
     assert fitting(except_last, again, 2 * 3 + 3 * 3 + 3) == [3, 3]
     assert fitting(except_last, again, 2 * 3 + 3 * 3 + 2) == [2, 4]
-    with pytest.raises(UserError, match="no cut into 2 stages fits"):
+    with pytest.raises(UserError, match="no partition into 2 stages fits"):
         fitting(except_last, again, 4 * (1 + 3) - 1)
 
 
