@@ -76,7 +76,7 @@ def test_ranks_that_share_matrices_plan_for_one_of_them(vocabulary: bool) -> Non
     assert [layer.parameters for layer in plan.layers] == [own * D, *[block] * LAYERS, own * D + own]
     whole = small_plan(*words[:2])
     assert plan.layers[1].forward_flops * 2 == whole.layers[1].forward_flops
-    assert "2 ranks share the matrices" in plan_text(plan, 80)
+    assert "2 ranks split the matrices" in plan_text(plan, 80)
 
 
 def test_the_tutorials_model() -> None:

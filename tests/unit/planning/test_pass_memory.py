@@ -1,4 +1,4 @@
-"""What a stage holds: by hand, from its layers, and where training cuts by it as the plan does."""
+"""The memory of a stage: by hand, from its layers, and the same for training's partition as for the plan."""
 
 import re
 
@@ -65,7 +65,7 @@ def test_layers_joined_are_those_of_a_stage() -> None:
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
-def test_a_cut_fits_where_the_plan_says_so(norm: str) -> None:
+def test_a_partition_fits_if_the_plan_says_so(norm: str) -> None:
     """Training counts real layers one by one, the plan fake ones a stage at a time."""
     plans = [
         make_plan(config(f"model.norm={norm}", f"parallel.partition=[{cut}, {5 - cut}]"), V) for cut in (1, 2, 3, 4)
