@@ -24,7 +24,7 @@ from benchmarks.paired import machine
 from benchmarks.pipeline_memory import reset_peak, status
 from hvd_transformer.atomic import write_text
 from hvd_transformer.nn.cross_entropy import fused_cross_entropy
-from hvd_transformer.planning.layer_profile import AllocationTracker
+from hvd_transformer.planning.pass_memory import AllocationTracker
 
 CHUNKED, WHOLE = "in chunks", "all logits"
 _MIB = 2**20

@@ -31,8 +31,9 @@ from hvd_transformer.data.sampler import Replica
 from hvd_transformer.nn.parallel_layers import WeightGradLayer
 from hvd_transformer.parallel.pipeline import Losses, Pipeline, Recompute, Stage
 from hvd_transformer.parallel.pipeline_schedule import SCHEDULES, ScheduleName, make_schedule, most_in_flight
-from hvd_transformer.planning.layer_profile import AllocationTracker, ParameterGrads
+from hvd_transformer.planning.layer_profile import ParameterGrads
 from hvd_transformer.planning.memory_plan import RECOMPUTES, make_plan
+from hvd_transformer.planning.pass_memory import AllocationTracker
 
 CUT = (3, 2, 2, 3)  # 2 blocks a stage; the embedding with the first, the head with the last
 CONFIG = make_config([*PIPELINE, f"parallel.pipeline={len(CUT)}", f"parallel.partition={list(CUT)}"])

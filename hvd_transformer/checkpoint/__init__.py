@@ -1,1 +1,1 @@
-"""Atomic save, load and retention. safetensors and JSON only: nothing is ever unpickled."""
+"""Saves, verifies and restores checkpoints, in safetensors and JSON only: nothing is ever unpickled."""

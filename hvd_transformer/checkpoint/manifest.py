@@ -1,4 +1,4 @@
-"""MANIFEST.json: the size and checksum of every file of a checkpoint, so that damage is seen before it is loaded."""
+"""MANIFEST.json: the size and checksum of every file of a checkpoint, to detect damage before loading."""
 
 import hashlib
 import json
@@ -11,17 +11,17 @@ SUFFIXES = (".safetensors", ".json")
 
 
 class DamagedCheckpoint(UserError):
-    """Names the checkpoint, the file and what is wrong with it."""
+    """A damaged checkpoint; the message names the file and the damage."""
 
 
 def write(folder: Path) -> None:
-    """Lists every file that is in the folder now."""
+    """Write the manifest of all files in the folder."""
     files = {path.name: {"size": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(folder.iterdir())}
     (folder / NAME).write_text(json.dumps({"files": files}, indent=1), encoding="utf-8")
 
 
 def verify(folder: Path) -> None:
-    """Raises `DamagedCheckpoint` unless the folder holds exactly the listed files, whole, in safe formats."""
+    """Raise `DamagedCheckpoint` unless the folder has exactly the listed files, undamaged and in safe formats."""
     if not folder.is_dir():
         raise DamagedCheckpoint(f"{folder}: no such checkpoint folder")
     try:

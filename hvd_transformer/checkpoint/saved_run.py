@@ -1,4 +1,4 @@
-"""Reads a saved run: its state and tokenizers, and what kind of folder it is."""
+"""Reads the state and tokenizers of a saved run, and tells what kind of folder it is."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,25 +14,25 @@ CONFIG = "config.json"
 
 
 def is_run(path: Path) -> bool:
-    """Whether it is a run directory or a checkpoint."""
+    """Whether the folder is a run directory or a checkpoint."""
     return (path / "checkpoints").is_dir() or (path / STATE).is_file()
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint's folder has beside its weights."""
+    """What a checkpoint folder has besides tensors."""
 
     folder: Path
     state: dict[str, Any]
-    tokenizers: dict[str, Tokenizer]  # by the beginning of their files' names
+    tokenizers: dict[str, Tokenizer]  # by the prefix of their file names
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Of a checkpoint or a run directory. Raises `UserError`."""
+    """Read a checkpoint, or the best (else newest) one of a run directory. Raises `UserError` if there is none."""
     if (path / CONFIG).is_file() and not is_run(path):
         raise UserError(
             f"{path}: a model's folder, which does not say what its data was; evaluate takes the checkpoint or run "
-            "directory that it was made of"
+            "directory that it was exported from"
         )
     folder = resolve(path)
     state = read_state(folder)

@@ -1,7 +1,7 @@
 """Captures an engine's weights and optimizer state for a checkpoint, and restores them.
 
-Whole tensors are saved, by parameter name, each rank its shards of them: a checkpoint does not depend on how
-parameters and optimizer state are laid out in buffers, stages, tensor groups and ZeRO shards.
+Files hold whole tensors by parameter name, of which each rank writes its shards: a checkpoint does not depend on how
+parameters and optimizer state are split into buffers, stages, tensor groups and ZeRO shards.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,26 +24,26 @@ from hvd_transformer.gradients.optimizer import state_keys
 from hvd_transformer.parallel.engine import Engine
 
 FORMAT = 2
-# Read and sent to the other ranks at a time, unless a single row is larger.
+# Bytes that rank 0 reads and broadcasts at a time, unless a single row is larger.
 CHUNK_BYTES = 32 << 20
 
 
 def saving_ranks(engine: Engine) -> list[int]:
-    """The ranks that have a part of a checkpoint: those of the first replica, or all with a ZeRO-sharded optimizer."""
+    """The ranks that write a part of a checkpoint: the first replica's, or all with a ZeRO-sharded optimizer."""
     mesh = engine.mesh
     return list(range(engine.world.size if mesh.zero_shard.count > 1 else mesh.tp))
 
 
 def capture(engine: Engine, step: int, state: Mapping[str, Any], texts: Mapping[str, str], best: bool) -> Snapshot:
-    """Copy this rank's part of everything to host memory: all that training has to wait for.
+    """Copy this rank's part of a checkpoint to host memory. Training waits for no more than this.
 
-    `state` goes into state.json and `texts` are files by name. Which numbers belong to which tensor is worked out when
-    the copies are written.
+    `state` goes into state.json, and `texts` are text files by name. The copies are assigned to named tensors when they
+    are written.
     """
-    mine = engine.mesh.dp_rank == 0 or engine.mesh.zero_shard.count > 1
+    saves = engine.mesh.dp_rank == 0 or engine.mesh.zero_shard.count > 1
 
     def copied(flats: Iterable[Tensor]) -> list[Tensor]:
-        return [flat.to("cpu", copy=True) if mine else flat.new_empty(0) for flat in flats]
+        return [flat.to("cpu", copy=True) if saves else flat.new_empty(0) for flat in flats]
 
     weights = copied(buffer.own_parameters for buffer in engine.buffers)
     states = engine.optimizer_state()
@@ -67,7 +67,7 @@ def capture(engine: Engine, step: int, state: Mapping[str, Any], texts: Mapping[
 
 
 class _LazyShards(Mapping[str, TensorShard]):
-    """Shards that are made when the first of them is asked for: by the thread that writes them."""
+    """Shards that are made on first access: in the thread that writes them."""
 
     def __init__(self, make: Callable[[], dict[str, TensorShard]]) -> None:
         self._make = make
@@ -87,7 +87,10 @@ class _LazyShards(Mapping[str, TensorShard]):
 
 
 def read_checked(folder: Path | None, data_digest: str, world: World) -> dict[str, Any] | None:
-    """The state of a checkpoint of this data: rank 0 reads, all ranks get it. Collective. Raises `UserError`."""
+    """The state of a checkpoint, read by rank 0 and sent to all. Collective.
+
+    Raises `UserError` if the checkpoint has another format or was trained on other data.
+    """
 
     def read() -> dict[str, Any] | None:
         if folder is None:
@@ -107,7 +110,7 @@ def read_checked(folder: Path | None, data_digest: str, world: World) -> dict[st
 
 
 def restore(engine: Engine, folder: Path | None, num_updates: int) -> None:
-    """Load weights and optimizer from a checkpoint, rank 0's `folder`, into every rank. Collective."""
+    """Load weights and optimizer state from rank 0's `folder` into every rank. Collective."""
     restore_weights(engine, folder)
     shards = {
         f"{key}.{name}": own
@@ -119,19 +122,19 @@ def restore(engine: Engine, folder: Path | None, num_updates: int) -> None:
 
 
 def restore_weights(engine: Engine, folder: Path | None) -> None:
-    """Load the weights of a checkpoint, rank 0's `folder`, into every rank. Collective."""
+    """Load the weights from rank 0's `folder` into every rank. Collective."""
     engine.wait_params()
     shards = _shards(engine, [(buffer.parameters, 0) for buffer in engine.buffers])
     _load(engine.world, folder and folder / MODEL, shards)
 
 
 def _own_shards(engine: Engine, flats: Iterable[Tensor]) -> dict[str, TensorShard]:
-    """This rank's part of each parameter, in tensors like the shards of its buffers."""
+    """This rank's shard of each parameter, as views of `flats`: one tensor per buffer, laid out like its own part."""
     return _shards(engine, [(flat, buffer.own.start) for buffer, flat in zip(engine.buffers, flats, strict=True)])
 
 
 def _shards(engine: Engine, flats: Iterable[tuple[Tensor, int]]) -> dict[str, TensorShard]:
-    """This rank's part of each parameter, in parts of its buffers, each with its start in the buffer."""
+    """This rank's shard of each parameter, as views of `flats`: per buffer, a part of it and where that starts."""
     result = {}
     for buffer, (flat, first) in zip(engine.buffers, flats, strict=True):
         last = first + flat.numel()
@@ -145,37 +148,37 @@ def _shards(engine: Engine, flats: Iterable[tuple[Tensor, int]]) -> dict[str, Te
 
 
 def _saved_shards(engine: Engine, flats: Iterable[Tensor]) -> dict[str, TensorShard]:
-    """What this rank saves of each parameter; of what several ranks have, only the first has any."""
+    """The shard of each parameter that this rank saves: empty if another rank saves the same values."""
     found = _own_shards(engine, flats)
     if engine.mesh.tp_rank == 0:
         return found
     return {name: own if name in engine.splits else replace(own, values=own.values[:0]) for name, own in found.items()}
 
 
-def _load(world: World, file: Path | None, places: Mapping[str, TensorShard]) -> None:
-    """Rank 0 reads whole tensors, some rows at a time, and each rank takes its part of them."""
-    shapes = {name: own.shape for name, own in places.items()}
+def _load(world: World, file: Path | None, shards: Mapping[str, TensorShard]) -> None:
+    """Fill every rank's shards: rank 0 reads whole tensors, a few rows at a time, and broadcasts them. Collective."""
+    shapes = {name: own.shape for name, own in shards.items()}
     agree(world, lambda: None if file is None else tensor_file.check(file, shapes))
-    chunks = list(_chunks(places))
+    chunks = list(_chunks(shards))
     found = tensor_file.read(file, chain.from_iterable(chunks)) if file is not None else None
     for number, rows in enumerate(chunks):
         widths = {name: prod(shapes[name][1:]) for name, _, _ in rows}
         sizes = [(last - first) * widths[name] for name, first, last in rows]
-        flat = torch.empty(sum(sizes), dtype=places[rows[0][0]].values.dtype)
+        flat = torch.empty(sum(sizes), dtype=shards[rows[0][0]].values.dtype)
         if found is not None:
             torch.cat([values.flatten() for values in islice(found, len(rows))], out=flat)
         world.broadcast_(flat, f"load.{number % 4}")
         for (name, first, last), part in zip(rows, flat.split(sizes), strict=True):
             begin = first * widths[name]
-            for place, run in places[name].runs(begin, last * widths[name]):
+            for place, run in shards[name].runs(begin, last * widths[name]):
                 run.copy_(part[place - begin :][: run.numel()])
 
 
-def _chunks(places: Mapping[str, TensorShard]) -> Iterator[list[tuple[str, int, int]]]:
-    """All rows of all tensors, as [(name, first, last)] of about `CHUNK_BYTES`."""
+def _chunks(shards: Mapping[str, TensorShard]) -> Iterator[list[tuple[str, int, int]]]:
+    """All rows of all whole tensors, in lists of (name, first row, last row exclusive) of about `CHUNK_BYTES`."""
     chunk: list[tuple[str, int, int]] = []
     room = CHUNK_BYTES
-    for name, own in places.items():
+    for name, own in shards.items():
         width, first = prod(own.shape[1:]) * own.values.element_size(), 0
         while first < own.shape[0]:
             last = min(own.shape[0], first + max(room // width, 0 if chunk else 1))

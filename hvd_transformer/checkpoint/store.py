@@ -1,4 +1,4 @@
-"""A run's checkpoints on disk: written aside and renamed, verified before use, old ones removed.
+"""The checkpoints of a run on disk: written to a staging folder and renamed, verified before use, old ones removed.
 
 checkpoints/step-00000200/   model.safetensors  optimizer.safetensors  state.json  tokenizer.json  MANIFEST.json
 checkpoints/latest → step-00000200      checkpoints/best → step-00000150
@@ -24,89 +24,88 @@ from hvd_transformer.errors import UserError
 _STEP = re.compile(r"step-(\d{8,})")
 _REPLACED = ".replaced-"
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
-# Between two looks at whether the other ranks have written theirs.
+# The interval at which rank 0 checks whether the other ranks have written their parts.
 _POLL_SECONDS = 0.05
-# How long they have for it when this job ends because of an error.
+# How long rank 0 waits for them if the job is ending because of an error.
 _LAST_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What this rank has of a checkpoint, in memory: of all tensors by file and name, the JSON-able state, and
-    text files by name, such as tokenizers."""
+    """This rank's part of a checkpoint, in memory."""
 
     step: int
-    tensors: Mapping[str, Mapping[str, TensorShard]]
-    state: Mapping[str, Any]
+    tensors: Mapping[str, Mapping[str, TensorShard]]  # by file, then by name
+    state: Mapping[str, Any]  # JSON
     best: bool = False
-    texts: Mapping[str, str] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)  # files by name, such as tokenizers
 
 
 class CheckpointStore:
     """The `checkpoints` folder of one run.
 
-    Rank 0 saves: `begin`, then `save`. Other ranks that have a part of the tensors add it with `save_part` between the
-    two, into the folder that `begin` made.
+    Rank 0 calls `begin` and `save`. Between the two, the other ranks that have a part of the tensors write it with
+    `save_part` into the staging folder that `begin` created.
     """
 
     def __init__(self, folder: Path, keep_last: int) -> None:
         self.folder, self.keep_last = folder, keep_last
 
     def begin(self, snapshot: Snapshot, others: Collection[int] = ()) -> Path:
-        """Makes the folder aside, with files for the whole tensors, which this rank and the `others` will write.
+        """Create the staging folder, with files of full size for this rank and the `others` to write into.
 
-        Raises `OSError` and leaves nothing.
+        Raises `OSError` and leaves nothing behind if that fails.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        aside = self.folder / f".saving-{_name(snapshot.step)}-{uuid4().hex[:12]}"
+        staging = self.folder / f".saving-{_name(snapshot.step)}-{uuid4().hex[:12]}"
         try:
-            aside.mkdir()
-            for name, fragments in snapshot.tensors.items():
-                tensor_file.create(aside / name, fragments)
+            staging.mkdir()
+            for name, shards in snapshot.tensors.items():
+                tensor_file.create(staging / name, shards)
             for rank in others:
-                _missing(aside, rank).touch()
+                _missing_marker(staging, rank).touch()
         except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(staging, ignore_errors=True)
             raise
-        return aside
+        return staging
 
-    def save_part(self, parts: Iterable[Snapshot], aside: Path, rank: int) -> None:
-        """Writes what one of the others has. Raises `OSError`, and `save` fails."""
-        missing = _missing(aside, rank)
+    def save_part(self, parts: Iterable[Snapshot], staging: Path, rank: int) -> None:
+        """Write the part of one of the other ranks. If that raises `OSError`, `save` fails on rank 0."""
+        missing = _missing_marker(staging, rank)
         try:
             for part in parts:
-                _write_tensors(part, aside)
+                _write_tensors(part, staging)
             missing.unlink()
         except BaseException:
-            missing.rename(_failed(aside, rank))  # which needs no room on the disk
+            missing.rename(_failed_marker(staging, rank))  # works on a full disk
             raise
 
     def save(
-        self, snapshot: Snapshot, aside: Path | None = None, others: Collection[int] = (), ending: Event | None = None
+        self, snapshot: Snapshot, staging: Path | None = None, others: Collection[int] = (), ending: Event | None = None
     ) -> Path:
-        """Writes one checkpoint, whole or not at all. Raises `OSError` and leaves the others as they were.
+        """Write one checkpoint, whole or not at all. If that raises `OSError`, other checkpoints are unchanged.
 
-        Waits for the parts of the `others`, but not long after `ending` is set: they may have gone.
+        Waits for the parts of the `others`; for a few seconds only once `ending` is set, as they may be gone.
         """
         final = self.folder / _name(snapshot.step)
-        if aside is None:
-            aside = self.begin(snapshot)
+        if staging is None:
+            staging = self.begin(snapshot)
         try:
-            _write_tensors(snapshot, aside)
-            _wait_for(others, aside, ending)
+            _write_tensors(snapshot, staging)
+            _wait_for_parts(others, staging, ending)
             for name, text in snapshot.texts.items():
-                (aside / name).write_text(text, encoding="utf-8")
-            (aside / STATE).write_text(json.dumps(snapshot.state, indent=1), encoding="utf-8")
-            manifest.write(aside)
-            for path in aside.iterdir():
+                (staging / name).write_text(text, encoding="utf-8")
+            (staging / STATE).write_text(json.dumps(snapshot.state, indent=1), encoding="utf-8")
+            manifest.write(staging)
+            for path in staging.iterdir():
                 _sync(path)
-            _sync(aside)
-            if final.exists():  # the same step once more, with what an evaluation added
+            _sync(staging)
+            if final.exists():  # the same step saved again, with the result of an evaluation
                 final.rename(self.folder / f"{_REPLACED}{final.name}")
-            aside.rename(final)
+            staging.rename(final)
             _sync(self.folder)
         except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(staging, ignore_errors=True)
             self._settle_replaced()
             raise
         self._settle_replaced()
@@ -117,16 +116,16 @@ class CheckpointStore:
         return final
 
     def steps(self) -> list[Path]:
-        """The checkpoints there are, oldest first."""
+        """All checkpoints, oldest first."""
         if not self.folder.is_dir():
             return []
         found = [(int(match[1]), path) for path in self.folder.iterdir() if (match := _STEP.fullmatch(path.name))]
         return [path for _, path in sorted(found)]
 
     def newest_whole(self, warn: Callable[[str], None]) -> Path | None:
-        """The newest checkpoint that is whole; damaged ones are reported and set aside, never deleted.
+        """The newest whole checkpoint. Damaged ones are reported to `warn` and renamed, never deleted.
 
-        Raises `DamagedCheckpoint` where there are checkpoints and none is whole.
+        Returns None if there are no checkpoints. Raises `DamagedCheckpoint` if all are damaged.
         """
         self._settle_replaced()
         last: DamagedCheckpoint | None = None
@@ -140,12 +139,12 @@ class CheckpointStore:
                 warn(f"{error}; it is set aside and the checkpoint before it is used")
         if last is not None:
             raise DamagedCheckpoint(
-                f"{last}; no whole checkpoint is left in {self.folder}; delete the folder to begin again"
+                f"{last}; no whole checkpoint is left in {self.folder}; delete the folder to start over"
             )
         return None
 
     def best(self) -> Path | None:
-        """The best checkpoint, where there is one and it is whole."""
+        """The best checkpoint; None if there is none or it is damaged."""
         path = self.folder / "best"
         try:
             manifest.verify(path)
@@ -154,7 +153,7 @@ class CheckpointStore:
         return path.resolve()
 
     def clean(self) -> None:
-        """Removes what a killed process left half written. Call while no other process writes here."""
+        """Remove what a killed process left half written. Call only while no other process writes here."""
         if self.folder.is_dir():
             for path in self.folder.glob(".*"):
                 if path.is_dir() and not path.is_symlink():
@@ -163,7 +162,7 @@ class CheckpointStore:
                     path.unlink(missing_ok=True)
 
     def _settle_replaced(self) -> None:
-        """A writer killed between its two renames leaves only the older version, under another name."""
+        """Clean up after a replacement: a process killed between its two renames leaves only the older version."""
         for path in self.folder.glob(f"{_REPLACED}*"):
             final = self.folder / path.name.removeprefix(_REPLACED)
             if final.exists():
@@ -172,31 +171,27 @@ class CheckpointStore:
                 path.rename(final)
 
     def _point(self, name: str, target: str) -> None:
-        aside = self.folder / f".{name}-{os.getpid()}"
-        aside.unlink(missing_ok=True)
-        aside.symlink_to(target)
-        aside.replace(self.folder / name)
+        link = self.folder / f".{name}-{os.getpid()}"
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+        link.replace(self.folder / name)
         _sync(self.folder)
 
     def _remove_old(self) -> None:
         best = self.folder / "best"
         kept = best.resolve() if best.is_symlink() else None
         for path in self.steps()[: -self.keep_last]:
-            if path.resolve() != kept:
-                self._remove(path)
-
-    def _remove(self, path: Path) -> None:
-        # Renamed first: a checkpoint is never seen with half its files.
-        if path.exists():
-            trash = self.folder / f".removing-{path.name}-{os.getpid()}"
-            path.rename(trash)
-            shutil.rmtree(trash, ignore_errors=True)
+            if path.exists() and path.resolve() != kept:
+                # Renamed first, so that nobody sees a checkpoint with only some of its files.
+                trash = self.folder / f".removing-{path.name}-{os.getpid()}"
+                path.rename(trash)
+                shutil.rmtree(trash, ignore_errors=True)
 
 
 def resolve(path: Path) -> Path:
-    """The checkpoint folder that a CHECKPOINT argument names: itself, or a run directory's best (else newest).
+    """The checkpoint folder that a CHECKPOINT argument names: itself, or the best (else newest) of a run directory.
 
-    Raises `UserError` unless it is there and whole.
+    Raises `UserError` if it does not exist or is damaged.
     """
     run = path / "checkpoints"
     if run.is_dir():
@@ -209,7 +204,7 @@ def resolve(path: Path) -> Path:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """A checkpoint's state.json."""
+    """Read state.json of a checkpoint. Raises `DamagedCheckpoint`."""
     try:
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -219,41 +214,41 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def _write_tensors(snapshot: Snapshot, aside: Path) -> None:
-    for name, fragments in snapshot.tensors.items():
-        tensor_file.write(aside / name, fragments)
+def _write_tensors(snapshot: Snapshot, staging: Path) -> None:
+    for name, shards in snapshot.tensors.items():
+        tensor_file.write(staging / name, shards)
 
 
 def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _missing(aside: Path, rank: int) -> Path:
-    """This file is there until the rank has written its part."""
-    return aside / f"missing-{rank}"
+def _missing_marker(staging: Path, rank: int) -> Path:
+    """The marker file that exists until the rank has written its part."""
+    return staging / f"missing-{rank}"
 
 
-def _failed(aside: Path, rank: int) -> Path:
-    """This one is there when the rank could not."""
-    return aside / f"failed-{rank}"
+def _failed_marker(staging: Path, rank: int) -> Path:
+    """The marker file that exists if the rank could not write its part."""
+    return staging / f"failed-{rank}"
 
 
-def _wait_for(others: Collection[int], aside: Path, ending: Event | None) -> None:
+def _wait_for_parts(others: Collection[int], staging: Path, ending: Event | None) -> None:
     limit = float("inf")
     for rank in others:
-        while _is_there(_missing(aside, rank)):
+        while _exists(_missing_marker(staging, rank)):
             if ending is not None and ending.is_set():
                 limit = min(limit, time.monotonic() + _LAST_SECONDS)
             if time.monotonic() > limit:
                 raise OSError(f"rank {rank} has not written its part")
             time.sleep(_POLL_SECONDS)
-        if _is_there(_failed(aside, rank)):
+        if _exists(_failed_marker(staging, rank)):
             raise OSError(f"rank {rank} could not write its part; its log says why")
 
 
-def _is_there(path: Path) -> bool:
+def _exists(path: Path) -> bool:
     try:
-        path.open("rb").close()  # asks the server, where the folder is on a network
+        path.open("rb").close()  # on a network file system, opening asks the server
     except FileNotFoundError:
         return False
     return True

@@ -1,6 +1,6 @@
-"""safetensors files that several ranks write, each its fragments, and that are read a few rows at a time.
+"""safetensors files: several ranks write their shards into one file, and it is read a few rows at a time.
 
-8 bytes: length of the header | header: JSON, {name: {dtype, shape, data_offsets}} | the tensors' bytes
+8 bytes: length of the header | header: JSON, {name: {dtype, shape, data_offsets}} | bytes of the tensors
 (github.com/huggingface/safetensors, "Format").
 """
 
@@ -23,44 +23,45 @@ from hvd_transformer.nn.parallel_layers import split_range
 
 @dataclass(frozen=True)
 class StridedBlocks:
-    """A piece of a flat tensor: equal blocks, equally far apart."""
+    """A rank's piece of a flattened tensor: blocks of equal length at equal distances."""
 
     length: int
-    stride: int
-    offset: int
+    stride: int  # from the start of one block to that of the next
+    offset: int  # of the first block
 
     @classmethod
-    def of(cls, shape: Sequence[int], cut: tuple[int, int] | None, index: int, count: int) -> "StridedBlocks":
-        """The piece for rank `index` of `count` of a tensor cut as in `parallel.tensor`; None: all of it."""
-        if cut is None or count == 1:
+    def of(cls, shape: Sequence[int], split: tuple[int, int] | None, index: int, count: int) -> "StridedBlocks":
+        """The piece of rank `index` of `count`, for a tensor split as by a `TensorSplit`; None: the whole tensor."""
+        if split is None or count == 1:
             return cls(prod(shape), prod(shape), 0)
-        dim, parts = cut
+        dim, parts = split
         inner, size = prod(shape[dim + 1 :]), shape[dim] // parts
         places = split_range(size, index, count)
         return cls(len(places) * inner, size * inner, places.start * inner)
 
     def before(self, place: int) -> int:
-        """How many numbers of the piece come before this place of the whole."""
+        """The number of elements of the piece before element `place` of the whole tensor."""
         block, within = divmod(place, self.stride)
         return block * self.length + min(max(within - self.offset, 0), self.length)
 
 
 @dataclass(frozen=True)
 class TensorShard:
-    """The numbers from `start` on of a rank's piece of a tensor of this shape: `values` [n], in any memory."""
+    """A part of a rank's piece of a tensor: its ZeRO shard, or all of the piece."""
 
-    shape: tuple[int, ...]
-    blocks: StridedBlocks
-    start: int
-    values: Tensor
+    shape: tuple[int, ...]  # of the whole tensor
+    blocks: StridedBlocks  # the piece
+    start: int  # of `values` in the piece
+    values: Tensor  # [n], on any device
 
     @classmethod
     def whole(cls, tensor: Tensor) -> "TensorShard":
+        """The shard that is the whole tensor."""
         shape = tuple(tensor.shape)
         return cls(shape, StridedBlocks.of(shape, None, 0, 1), 0, tensor.flatten())
 
     def runs(self, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
-        """What it has of the whole's places [first, last): views of `values`, each with the place it begins at."""
+        """The shard's elements in [first, last) of the whole tensor: views of `values`, each with its place there."""
         blocks = self.blocks
         position = max(blocks.before(first), self.start)
         stop = min(blocks.before(last), self.start + self.values.numel())
@@ -77,15 +78,15 @@ _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", tor
 _ALIGNMENT = 8
 
 
-def create(file: Path, fragments: Mapping[str, TensorShard]) -> None:
-    """Makes the file at its full size, for the whole of each named tensor; their values are still zero."""
-    # Hugging Face's readers want to know whose tensors these are.
+def create(file: Path, shards: Mapping[str, TensorShard]) -> None:
+    """Create the file at its full size, for the whole tensors; the values are zero until they are written."""
+    # Hugging Face's readers require the framework.
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
-    for name, fragment in fragments.items():
-        dtype = fragment.values.dtype
-        stop = position + prod(fragment.shape) * dtype.itemsize
-        entries[name] = {"dtype": _DTYPES[dtype], "shape": fragment.shape, "data_offsets": [position, stop]}
+    for name, shard in shards.items():
+        dtype = shard.values.dtype
+        stop = position + prod(shard.shape) * dtype.itemsize
+        entries[name] = {"dtype": _DTYPES[dtype], "shape": shard.shape, "data_offsets": [position, stop]}
         position = stop
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % _ALIGNMENT)
@@ -94,24 +95,24 @@ def create(file: Path, fragments: Mapping[str, TensorShard]) -> None:
         opened.truncate(opened.tell() + position)
 
 
-def write(file: Path, fragments: Mapping[str, TensorShard]) -> None:
-    """Writes what the fragments have into a file that was created; others may write theirs at the same time."""
+def write(file: Path, shards: Mapping[str, TensorShard]) -> None:
+    """Write the shards into a file made by `create`. Other ranks may write theirs at the same time."""
     with file.open("r+b", buffering=0) as opened:
         length = int.from_bytes(opened.read(8), "little")
         entries = json.loads(opened.read(length))
-        for name, fragment in fragments.items():
-            values, begin = fragment.values, 8 + length + entries[name]["data_offsets"][0]
-            for place, run in fragment.runs(0, prod(fragment.shape)):
+        for name, shard in shards.items():
+            values, begin = shard.values, 8 + length + entries[name]["data_offsets"][0]
+            for place, run in shard.runs(0, prod(shard.shape)):
                 _write_all(opened.fileno(), run, begin + place * values.element_size())
         os.fsync(opened.fileno())
 
 
 def check(file: Path, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raises `UserError` where names or shapes are not those of the file."""
+    """Raise `UserError` if the names or shapes in the file differ from `shapes`."""
     with _reading(file), safe_open(file, framework="pt") as opened:
-        if odd := sorted(set(opened.keys()) ^ set(shapes)):
-            where = "in the model but not in the file" if odd[0] in shapes else "in the file but not in the model"
-            raise UserError(f"{file}: of another model: {odd[0]} is {where}")
+        if differing := sorted(set(opened.keys()) ^ set(shapes)):
+            where = "in the model but not in the file" if differing[0] in shapes else "in the file but not in the model"
+            raise UserError(f"{file}: of another model: {differing[0]} is {where}")
         for name, shape in shapes.items():
             found = opened.get_slice(name).get_shape()
             if list(found) != list(shape):
@@ -119,7 +120,7 @@ def check(file: Path, shapes: Mapping[str, Sequence[int]]) -> None:
 
 
 def read(file: Path, rows: Iterable[tuple[str, int, int]]) -> Iterator[Tensor]:
-    """These rows [first, last) of tensors, one after the other."""
+    """Yield rows of tensors, each given as (name, first row, last row exclusive)."""
     with _reading(file), safe_open(file, framework="pt") as opened:
         for name, first, last in rows:
             yield opened.get_slice(name)[first:last]

@@ -18,9 +18,9 @@ log = logging.getLogger("hvd_transformer")
 
 
 class CheckpointWriter:
-    """One write at a time, of this rank's part: all of it on rank 0 where no others write.
+    """Writes this rank's part of one checkpoint at a time, in a background thread.
 
-    A failed one is told to `warn`; training goes on and older checkpoints stay.
+    A failed write is reported to `warn`; training continues and older checkpoints stay.
     """
 
     def __init__(self, store: CheckpointStore, warn: Callable[[str], None], rank: int = 0) -> None:
@@ -29,18 +29,20 @@ class CheckpointWriter:
         self._pending: tuple[Snapshot, Future[object]] | None = None
         self._ending = Event()
 
-    def submit(self, snapshot: Snapshot, aside: Path | None = None, others: Collection[int] = ()) -> None:
-        """Starts the write; waits for the one before, so that at most one snapshot is held."""
+    def submit(self, snapshot: Snapshot, staging: Path | None = None, others: Collection[int] = ()) -> None:
+        """Start a write. Waits for the previous one first, so that at most one snapshot is in memory."""
         self.wait()
         if self.rank == 0:
-            future = self._thread.submit(_logged, snapshot.step, self.store.save, snapshot, aside, others, self._ending)
+            future = self._thread.submit(
+                _logged, snapshot.step, self.store.save, snapshot, staging, others, self._ending
+            )
         else:
-            assert aside is not None
-            future = self._thread.submit(_logged, snapshot.step, self.store.save_part, [snapshot], aside, self.rank)
+            assert staging is not None
+            future = self._thread.submit(_logged, snapshot.step, self.store.save_part, [snapshot], staging, self.rank)
         self._pending = snapshot, future
 
     def wait(self, ending: bool = False) -> None:
-        """Returns when the last write has ended. `ending`: the others may have gone, and are not waited for long."""
+        """Wait for the last write. With `ending`, other ranks may be gone, and it waits for them only briefly."""
         if self._pending is None:
             return
         if ending:
@@ -52,20 +54,20 @@ class CheckpointWriter:
             self.failed(snapshot.step, error)
 
     def failed(self, step: int, error: OSError) -> None:
-        """Says so."""
+        """Report a failed write."""
         self.warn(
             f"the checkpoint of step {step} could not be written to {self.store.folder}: {error}; "
             "training goes on, the checkpoints before it stay"
         )
 
     def close(self) -> None:
-        """Waits for the last write and ends the thread."""
+        """Wait for the last write and end the thread."""
         self.wait()
         self._thread.shutdown()
 
 
 def _logged(step: int, write: Callable[..., object], *arguments: object) -> object:
-    """Calls `write`, and logs what it took beside training."""
+    """Call `write`, and log its wall time and CPU time."""
     began = time.perf_counter(), time.thread_time()
     result = write(*arguments)
     seconds, processor = time.perf_counter() - began[0], time.thread_time() - began[1]
@@ -73,14 +75,14 @@ def _logged(step: int, write: Callable[..., object], *arguments: object) -> obje
     return result
 
 
-# Sent to rank 0 at a time, from a rank that does not see its folder.
+# Bytes sent to rank 0 at a time by a rank that does not see its folder.
 SEND_BYTES = 32 << 20
 
 
 class Saver:
-    """Rank 0's writer and those of the other `ranks` that have a part: each writes its own while training goes on.
+    """Saves checkpoints on all `ranks` that have a part, rank 0 first: each writes its part while training continues.
 
-    Ranks on a host that does not see rank 0's folder send theirs to it, a little at a time, and training waits.
+    A rank on a host that does not see rank 0's folder sends its part to rank 0 in chunks; training waits for that.
     """
 
     def __init__(self, store: CheckpointStore, world: World, ranks: list[int], warn: Callable[[str], None]) -> None:
@@ -88,35 +90,35 @@ class Saver:
         self._writer = CheckpointWriter(store, warn, world.rank) if world.rank in ranks else None
 
     def save(self, snapshot: Snapshot) -> None:
-        """Begins the write of what this rank has; `wait` first. Collective."""
+        """Start writing this rank's part. Call `wait` before. Collective."""
         if len(self.ranks) > 1:
             self._save_together(snapshot)
         elif self._writer is not None:
             self._writer.submit(snapshot)
 
     def wait(self, ending: bool = False) -> None:
-        """Returns when this rank's last write has ended. `ending`: an error ends the job, other ranks may be gone."""
+        """Wait for this rank's last write. With `ending`, an error ends the job and other ranks may be gone."""
         if self._writer is not None:
             self._writer.wait(ending)
 
     def close(self) -> None:
-        """Waits for the last write and ends its thread."""
+        """Wait for the last write and end its thread."""
         if self._writer is not None:
             self._writer.close()
 
     def _save_together(self, snapshot: Snapshot) -> None:
-        aside = self._begin(snapshot)
-        if aside is None:
+        staging = self._begin(snapshot)
+        if staging is None:
             return
-        sees = self.world.all_gather_objects(aside.is_dir())
+        sees = self.world.all_gather_objects(staging.is_dir())
         for rank in self.ranks:
             if not sees[rank]:
-                self._send(snapshot, aside, rank)
+                self._send(snapshot, staging, rank)
         if self._writer is not None and sees[self.world.rank]:
-            self._writer.submit(snapshot, aside, self.ranks[1:])
+            self._writer.submit(snapshot, staging, self.ranks[1:])
 
     def _begin(self, snapshot: Snapshot) -> Path | None:
-        """The folder aside; None where rank 0 cannot make it, which it says."""
+        """The staging folder; None if rank 0 could not create it and has reported that. Collective."""
         made = None
         if self._writer is not None and self.world.rank == 0:
             try:
@@ -126,25 +128,25 @@ class Saver:
         made = self.world.broadcast_object(made)
         return None if made is None else Path(made)
 
-    def _send(self, snapshot: Snapshot, aside: Path, rank: int) -> None:
-        """Rank 0 writes what this rank has. Collective."""
+    def _send(self, snapshot: Snapshot, staging: Path, rank: int) -> None:
+        """Send the part of `rank` to rank 0, which writes it. Collective."""
         parts = self._parts(snapshot, rank)
         if self._writer is not None and self.world.rank == 0:
             try:
-                self.store.save_part(parts, aside, rank)
+                self.store.save_part(parts, staging, rank)
             except OSError as error:
                 self._writer.failed(snapshot.step, error)
-        for _ in parts:  # the sender's turn, and what rank 0 could not write
+        for _ in parts:  # on the other ranks, and what rank 0 has not consumed after an error
             pass
 
     def _parts(self, snapshot: Snapshot, rank: int) -> Iterator[Snapshot]:
-        """What this rank has, on every rank."""
+        """The part of `rank` in chunks, on every rank. Collective."""
         own = list(_chunks(snapshot)) if self.world.rank == rank else []
-        described = [
+        descriptions = [
             [(file, name, part.start, len(part.values), astuple(part.blocks)) for file, name, part in chunk]
             for chunk in own
         ]
-        for number, chunk in enumerate(self.world.all_gather_objects(described)[rank]):
+        for number, chunk in enumerate(self.world.all_gather_objects(descriptions)[rank]):
             counts = [count for _, _, _, count, _ in chunk]
             file, name = chunk[0][:2]
             values = snapshot.tensors[file][name].values.new_empty(sum(counts))
@@ -159,11 +161,11 @@ class Saver:
 
 
 def _chunks(snapshot: Snapshot) -> Iterator[list[tuple[str, str, TensorShard]]]:
-    """Its numbers by file and name, `SEND_BYTES` at a time."""
+    """The shards by file and name, about `SEND_BYTES` at a time."""
     chunk: list[tuple[str, str, TensorShard]] = []
     room = SEND_BYTES
-    for file, fragments in snapshot.tensors.items():
-        for name, whole in fragments.items():
+    for file, shards in snapshot.tensors.items():
+        for name, whole in shards.items():
             start, values = whole.start, whole.values
             while values.numel():
                 some = values[: max(1, room // values.element_size())]

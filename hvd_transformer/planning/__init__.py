@@ -1,1 +1,1 @@
-"""What a configuration costs, and where to cut its model into pipeline stages."""
+"""Estimates what a configuration costs, and partitions its model into pipeline stages."""

@@ -1,4 +1,4 @@
-"""What a configuration needs, without training, data or a GPU: the memory of each stage, and how long stages wait."""
+"""Estimates the memory and the pipeline bubble of each stage from the configuration alone: no data, no GPU."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,29 +13,28 @@ from hvd_transformer.gradients.optimizer import copies_per_weight
 from hvd_transformer.gradients.sync import MAX_IN_FLIGHT
 from hvd_transformer.parallel.pipeline import Recompute
 from hvd_transformer.parallel.pipeline_schedule import SCHEDULES, ScheduleName, make_schedule
-from hvd_transformer.planning import partition
-from hvd_transformer.planning.layer_profile import PASS_MODES, PassMemory, PassMode, run_pass, stage_activations
 from hvd_transformer.planning.model_costs import LayerEstimate, fake_model, layer_costs
-from hvd_transformer.planning.partition import check_partition, given_partition
+from hvd_transformer.planning.partition import balanced, check_partition, given_partition
+from hvd_transformer.planning.pass_memory import PASS_MODES, PassMemory, PassMode, run_pass, stage_activations
 from hvd_transformer.planning.schedule_drawing import Timeline, bubble, simulate
 
 RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
 
-# The PyTorch tutorial's, of WikiText-2's training split.
+# The vocabulary of the PyTorch tutorial, from WikiText-2's training split.
 _WIKITEXT2_WORDS = 28_783
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """Neighbouring layers on one device; memory in bytes, FLOPs of one micro-batch."""
+    """The cost of one pipeline stage: memory in bytes, FLOPs per micro-batch."""
 
     layers: Sequence[LayerEstimate]
-    gradients: int  # at their peak
+    gradients: int  # at the peak
     optimizer: int
-    activations: dict[tuple[ScheduleName, Recompute], int]  # at their peak
+    activations: dict[tuple[ScheduleName, Recompute], int]  # at the peak
     forward_flops: int
-    backward_flops: int  # as configured: those of a recomputed layer's forward are among them
-    late_flops: int  # those of backward that may wait
+    backward_flops: int  # with the recomputed forward, if configured
+    deferred_flops: int  # of these, the weight gradients that can be deferred
 
     @property
     def parameters(self) -> int:
@@ -48,14 +47,14 @@ class StageCost:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """One rank's work in one round."""
+    """What one rank needs for one accumulation step."""
 
     config: Config
     dp: int
     vocab_size: int
     vocab_origin: str
-    num_samples: int  # of a round
-    micro_batch_size: int  # samples; the last micro-batch may have fewer
+    num_samples: int  # per accumulation step
+    micro_batch_size: int  # in samples; the last micro-batch may be smaller
     num_micro_batches: int
     layers: Sequence[LayerEstimate]
     stages: Sequence[StageCost]
@@ -65,62 +64,64 @@ class MemoryPlan:
         return sum(layer.parameters for layer in self.layers)
 
     def memory(self, stage: StageCost) -> list[int]:
-        """Weights, gradients, optimizer state and activations as configured."""
+        """Bytes of weights, gradients, optimizer state and activations, as configured."""
         parallel = self.config.parallel
         activations = stage.activations[parallel.schedule, parallel.recompute]
         return [stage.weights, stage.gradients, stage.optimizer, activations]
 
     def timeline(self, schedule: ScheduleName, num_micro_batches: int | None = None) -> Timeline:
-        """One round, where a stage's time is its FLOPs; the slowest stage needs 1 for a micro-batch."""
+        """One simulated accumulation step. Time is proportional to FLOPs: 1 per micro-batch in the slowest stage."""
         slowest = max(stage.forward_flops + stage.backward_flops for stage in self.stages)
         return simulate(
             make_schedule(schedule, len(self.stages), num_micro_batches or self.num_micro_batches),
             [stage.forward_flops / slowest for stage in self.stages],
             [stage.backward_flops / slowest for stage in self.stages],
-            [stage.late_flops / slowest for stage in self.stages],
+            [stage.deferred_flops / slowest for stage in self.stages],
         )
 
     def bubble(self, schedule: ScheduleName) -> float:
-        """The idle share of the stages' time."""
+        """The idle fraction of the stages' time."""
         return bubble(self.timeline(schedule))
 
     def speed_up(self, schedule: ScheduleName) -> float:
-        """Over one device that does the work of all stages: all operations' time / the round's length."""
+        """The ideal speed-up over one device that runs all stages: total work / length of the accumulation step."""
         return len(self.stages) * (1 - self.bubble(schedule))
 
 
 def make_plan(config: Config, vocab_size: int | None = None, ranks: int | None = None) -> MemoryPlan:
-    """For one of so many ranks (None: of one replica's).
+    """The plan for one rank of a job with `ranks` ranks (None: one replica).
 
-    Raises `UserError` where the vocabulary cannot be known, or the model not be cut as configured.
+    Raises `UserError` if the vocabulary size is unknown or the model cannot be partitioned as configured.
     """
-    dp = _replicas(config, ranks)
-    words, origin = _vocabulary(config, vocab_size)
+    dp = _num_replicas(config, ranks)
+    vocab_size, origin = _vocabulary(config, vocab_size)
     samples = config.training.batch_size
     if config.data.batch_tokens is not None and config.task != "language_model":
         samples = max(1, config.data.batch_tokens // config.data.sequence_length)
-    size_ = math.ceil(samples / config.parallel.micro_batches)
-    count = math.ceil(samples / size_)
+    micro_batch_size = math.ceil(samples / config.parallel.micro_batches)
+    count = math.ceil(samples / micro_batch_size)
     check_partition(config)
-    with fake_model(config, words, size_) as model:
+    with fake_model(config, vocab_size, micro_batch_size) as model:
         costs, stages = layer_costs(model), []
-        layers, batch, later, context = model
+        layers, batch, store, context = model
         tensors, targets = batch.inputs, batch.targets
-        ends = [0, *accumulate(_cut(config, costs))]
+        ends = [0, *accumulate(_partition(config, costs))]
         for index, (start, stop) in enumerate(pairwise(ends)):
-            own_targets = targets if stop == len(layers) else ()
-            runs = {way: run_pass(layers[start:stop], tensors, own_targets, later, context, way) for way in PASS_MODES}
-            passes = {way: found for way, (found, _) in runs.items()}
+            own_layers, own_targets = layers[start:stop], targets if stop == len(layers) else ()
+            runs = {mode: run_pass(own_layers, tensors, own_targets, store, context, mode) for mode in PASS_MODES}
+            passes = {mode: memory for mode, (memory, _) in runs.items()}
             stages.append(_stage(config, costs[start:stop], index, count, passes, dp))
-            tensors = runs[False, False][1]
-    return MemoryPlan(config, dp, words, origin, samples, size_, count, costs, stages)
+            tensors = runs[PassMode(recompute=False, defer=False)][1]
+    return MemoryPlan(config, dp, vocab_size, origin, samples, micro_batch_size, count, costs, stages)
 
 
-def _replicas(config: Config, ranks: int | None) -> int:
+def _num_replicas(config: Config, ranks: int | None) -> int:
     tensor, shard = config.parallel.tensor, config.parallel.optimizer_shard
     if ranks is None:
         if shard != "none":
-            raise UserError(f"parallel.optimizer_shard={shard}: shared by how many? Give -np, the job's ranks")
+            raise UserError(
+                f"parallel.optimizer_shard={shard}: needs -np, the number of ranks that share the optimizer"
+            )
         return 1
     if ranks < 1 or ranks % tensor:
         raise UserError(f"-np {ranks}: must be a multiple of parallel.tensor={tensor}, at least {tensor}")
@@ -128,7 +129,7 @@ def _replicas(config: Config, ranks: int | None) -> int:
 
 
 def _vocabulary(config: Config, given: int | None) -> tuple[int, str]:
-    """The vocabulary's size and where it is from."""
+    """The size of the vocabulary, and its origin."""
     data = config.data
     if given is not None:
         if not 2 <= given <= 2**31:
@@ -139,21 +140,19 @@ def _vocabulary(config: Config, given: int | None) -> tuple[int, str]:
     if data.tokenizer == "bpe":
         return BPE_VOCAB_SIZE, "the default of data.tokenizer=bpe"
     if (data.source, data.tokenizer, data.min_frequency) == ("wikitext2", "basic_english", 1):
-        return _WIKITEXT2_WORDS, "assumed: the PyTorch tutorial's, of WikiText-2"
+        return _WIKITEXT2_WORDS, "assumed: WikiText-2, as in the PyTorch tutorial"
     raise UserError(
-        f"data.source={data.source}, data.tokenizer={data.tokenizer}: the vocabulary is known only when the data is "
-        "prepared; give --vocab-size N"
+        f"data.source={data.source}, data.tokenizer={data.tokenizer}: the vocabulary size is known only after the "
+        "data is prepared; give --vocab-size N"
     )
 
 
-def _cut(config: Config, layers: Sequence[LayerEstimate]) -> list[int]:
-    """Layers a stage, as `planning.partition` does it; "auto" by FLOPs in place of seconds."""
+def _partition(config: Config, layers: Sequence[LayerEstimate]) -> list[int]:
+    """The number of layers per stage as in training, except that "auto" uses FLOPs instead of measured seconds."""
     given = given_partition(config, [layer.name for layer in layers])
     if given is not None:
         return given
-    return partition.balanced(
-        [layer.forward_flops + layer.backward_flops for layer in layers], config.parallel.pipeline
-    )
+    return balanced([layer.forward_flops + layer.backward_flops for layer in layers], config.parallel.pipeline)
 
 
 def _stage(
@@ -164,7 +163,7 @@ def _stage(
     passes: Mapping[PassMode, PassMemory],
     dp: int,
 ) -> StageCost:
-    """Stage `index`, of `count` micro-batches, on one of `dp` replicas."""
+    """The cost of stage `index` with `count` micro-batches, on one of `dp` replicas."""
     recompute, num_stages = config.parallel.recompute, config.parallel.pipeline
     backward_flops = sum(layer.backward_flops for layer in layers)
     if recompute == "always" or (recompute == "except_last" and count > 1):
@@ -176,8 +175,8 @@ def _stage(
         for setting in RECOMPUTES
     }
     weights = sum(layer.weight_bytes for layer in layers)
-    gradients, optimizer = (math.ceil(numbers * weights) for numbers in copies_per_weight(config, dp))
-    if gradients < weights:  # and those of a bucket that fills, and of buckets on their way
+    gradients, optimizer = (math.ceil(copies * weights) for copies in copies_per_weight(config, dp))
+    if gradients < weights:  # sharded: also whole gradients, in a bucket that fills and in buckets in flight
         bucket = max(int(config.communication.bucket_mb * 2**20), *(layer.largest_bytes for layer in layers))
         gradients += min(weights, bucket + MAX_IN_FLIGHT)
     return StageCost(
@@ -187,5 +186,5 @@ def _stage(
         activations=activations,
         forward_flops=sum(layer.forward_flops for layer in layers),
         backward_flops=backward_flops,
-        late_flops=sum(layer.late_flops for layer in layers),
+        deferred_flops=sum(layer.deferred_flops for layer in layers),
     )

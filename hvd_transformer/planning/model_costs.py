@@ -1,8 +1,8 @@
-"""What layers compute and hold for one micro-batch, found by running them on fake tensors.
+"""FLOPs and memory of each layer for one micro-batch, found by running the layers on fake tensors.
 
-They have shapes, number formats and a device, but no memory and no values: a model of any size costs nothing, and
-what runs are the CPU's own kernels and autocast. torch's bare meta device would do attention by other kernels, which
-keep all its weights [B, H, T, T], and knows no autocast.
+Fake tensors have shapes, dtypes and a device, but no memory and no values: a model of any size costs nothing, and the
+operators are those of the CPU, with autocast. torch's meta device would use other attention kernels, which keep all
+attention weights [B, H, T, T], and has no autocast.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,17 +22,11 @@ from hvd_transformer.nn.cross_entropy import GPU_CHUNK
 from hvd_transformer.parallel.pipeline import layer_context
 from hvd_transformer.parallel.precision import weight_dtype
 from hvd_transformer.parallel.tensor_group import shard_model
-from hvd_transformer.planning.layer_profile import (
-    Context,
-    backward,
-    forward,
-    gradients_as_in_training,
-    received,
-    run_pass,
-)
+from hvd_transformer.planning.layer_profile import gradients_as_in_training
+from hvd_transformer.planning.pass_memory import Context, PassMode, backward, forward, received, run_pass
 from hvd_transformer.tasks.registry import task_class
 
-# Matrix products that torch's counter does not know, each with its FLOPs by the shapes of its arguments.
+# FLOPs, from the shapes of the arguments, of matrix products that torch's FLOP counter does not know.
 _MORE_PRODUCTS = {
     torch.ops.aten.addmm_: lambda to, left, right, **_: 2 * left[0] * left[1] * right[1],
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
@@ -46,61 +40,58 @@ _MORE_PRODUCTS = {
 
 @dataclass(frozen=True)
 class LayerEstimate:
-    """One layer's weights, and its part in one micro-batch."""
+    """The weights of one layer, and its FLOPs and activations for one micro-batch."""
 
     name: str
-    parameters: int  # those of a tied weight at its last layer
+    parameters: int  # a tied weight counts at the last layer that uses it
     weight_bytes: int
-    largest_bytes: int  # of one weight
+    largest_bytes: int  # of the largest weight
     forward_flops: int
-    backward_flops: int  # all of it
-    late_flops: int  # of these, the weights' gradients that may wait
-    recompute: bool  # whether `parallel.recompute` means this layer
-    activation_bytes: int  # what its forward leaves for backward, its output among it
+    backward_flops: int  # weight gradients included
+    deferred_flops: int  # of these, the weight gradients that can be deferred
+    recompute: bool  # whether `parallel.recompute` applies to this layer
+    activation_bytes: int  # kept by forward for backward, the output included
 
 
 class FakeModel(NamedTuple):
-    """A model's layers on fake tensors, one micro-batch, what its backwards leave for later, and what is around each
-    call of a layer."""
+    """A model's layers and one micro-batch, on fake tensors."""
 
     layers: Sequence[Layer]
     micro_batch: MicroBatch
-    later: WeightGradStore
-    context: Context
+    store: WeightGradStore  # of deferred weight gradients
+    context: Context  # each layer runs inside `context()`
 
 
 @contextmanager
 def fake_model(config: Config, vocab_size: int, num_samples: int) -> Iterator[FakeModel]:
-    """The task's model as in training; inside, tensors are fake."""
-    # The promise is the larger one where a GPU may do the work.
+    """The model as in training. Tensors that are created inside this context are fake."""
+    # If training may use a GPU, the GPU's chunk is planned for: it is the larger one.
     chunk = config.model.loss_chunk or (None if config.training.device == "cpu" else GPU_CHUNK)
     with FakeTensorMode(), _default_dtype(weight_dtype(config.training.precision)):
-        of_model = config.model.model_copy(update={"loss_chunk": chunk})
-        planned = config.model_copy(update={"model": of_model})
+        planned = config.model_copy(update={"model": config.model.model_copy(update={"loss_chunk": chunk})})
         model, layers, batch, splits = task_class(config).sketch(planned, vocab_size, num_samples)
         model.train()
         if config.parallel.tensor > 1:
             shard_model(model, splits, 0, config.parallel.tensor)
-        later = WeightGradStore()
+        store = WeightGradStore()
         context = partial(layer_context, config.training.precision, torch.device("cpu"), (0,))
-
-        # The gradients are parts of buckets, which count elsewhere.
-        with gradients_as_in_training(layers, later, products=not config.training.compile):
-            forward(
-                layers, batch.inputs, batch.targets, context, again=False
-            )  # makes the tables of positions, which stay
-            yield FakeModel(layers, batch, later, context)
+        # Weight gradients are in gradient buffers, which are counted apart from activations.
+        with gradients_as_in_training(layers, store, weight_grads=not config.training.compile):
+            # Creates the position tables, which stay.
+            forward(layers, batch.inputs, batch.targets, context, recompute=False)
+            yield FakeModel(layers, batch, store, context)
 
 
 def layer_costs(model: FakeModel) -> list[LayerEstimate]:
-    """Each alone."""
-    layers, batch, later, context = model
+    """The cost of each layer, run on its own."""
+    layers, batch, store, context = model
     owner = {id(weight): layer.name for layer in layers for weight in layer.module.parameters()}
     tensors, targets, costs = batch.inputs, batch.targets, []
     for layer in layers:
         own_targets = targets if layer is layers[-1] else ()
-        forward_flops, backward_flops, late_flops = _flops(model, layer, tensors, own_targets)
-        alone, tensors = run_pass([layer], tensors, own_targets, later, context, (False, False))
+        forward_flops, backward_flops, deferred_flops = _flops(model, layer, tensors, own_targets)
+        mode = PassMode(recompute=False, defer=False)
+        memory, tensors = run_pass([layer], tensors, own_targets, store, context, mode)
         own = [weight for weight in layer.module.parameters() if owner[id(weight)] == layer.name]
         costs.append(
             LayerEstimate(
@@ -109,27 +100,29 @@ def layer_costs(model: FakeModel) -> list[LayerEstimate]:
                 weight_bytes=sum(weight.nbytes for weight in own),
                 largest_bytes=max((weight.nbytes for weight in own), default=0),
                 forward_flops=forward_flops,
-                backward_flops=backward_flops + late_flops,
-                late_flops=late_flops,
+                backward_flops=backward_flops + deferred_flops,
+                deferred_flops=deferred_flops,
                 recompute=layer.recompute,
-                activation_bytes=alone.kept - alone.inputs,
+                activation_bytes=memory.kept - memory.inputs,
             )
         )
     return costs
 
 
 def _flops(model: FakeModel, layer: Layer, tensors: Tensors, targets: Tensors) -> tuple[int, int, int]:
-    """Of forward, of backward, and of what backward leaves for later. Apart from what counts bytes: these counters
-    hold tensors for longer."""
+    """FLOPs of forward, of backward, and of the deferred weight gradients.
+
+    This is a run of its own because FLOP counters keep tensors alive, which would disturb the memory count.
+    """
     counters = [FlopCounterMode(display=False, custom_mapping=_MORE_PRODUCTS) for _ in range(3)]
     with counters[0]:
-        outputs = forward([layer], received(tensors), targets, model.context, again=False)
-    with counters[1], model.later.deferring():
+        outputs = forward([layer], received(tensors), targets, model.context, recompute=False)
+    with counters[1], model.store.deferring():
         backward(outputs)
     with counters[2]:
-        model.later.run_oldest()
-    of_forward, of_backward, late = (counter.get_total_flops() for counter in counters)
-    return of_forward, of_backward, late
+        model.store.run_oldest()
+    forward_flops, backward_flops, deferred_flops = (counter.get_total_flops() for counter in counters)
+    return forward_flops, backward_flops, deferred_flops
 
 
 @contextmanager

@@ -17,26 +17,28 @@ from hvd_transformer.gradients.optimizer import copies_per_weight
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.parallel.pipeline import layer_context, worker_threads
 from hvd_transformer.parallel.pipeline_schedule import make_schedule
-from hvd_transformer.planning.layer_profile import (
-    LayerProfile,
-    PassMemory,
-    PassMode,
-    join,
-    measure_layers,
-    stage_activations,
-)
-from hvd_transformer.planning.profile_cache import cached_costs
+from hvd_transformer.planning.layer_profile import LayerProfile, measure_layers
+from hvd_transformer.planning.pass_memory import PassMemory, PassMode, join_passes, stage_activations
+from hvd_transformer.planning.profile_cache import cached_profiles
 from hvd_transformer.plugin import first_line, load_plugin
 from hvd_transformer.tasks.registry import task_class
 from hvd_transformer.tasks.task import Task, split_batch
 
-# Of a stage and its first and last layer (exclusive); None where it may not be.
-Price = Callable[[int, int, int], float | None]
+log = logging.getLogger("hvd_transformer")
+
+# The fraction of GPU memory left for libraries, send buffers, short-lived tensors and fragmentation.
+_RESERVE = 0.1
+
+# The cost of a stage from (stage, first layer, last layer exclusive); None if the stage is not allowed.
+CostOfStage = Callable[[int, int, int], float | None]
 
 
 def uniform(num_layers: int, num_stages: int) -> list[int]:
-    """As even as possible. The remainder goes to the first stages: the last one often has the heavy output layer."""
-    _check_number(num_layers, num_stages)
+    """Layers per stage, as even as possible. The first stages get the remainder: the last has the heavy output layer.
+
+    Raises `UserError` if there are more stages than layers.
+    """
+    _check_num_stages(num_layers, num_stages)
     share, rest = divmod(num_layers, num_stages)
     return [share + (stage < rest) for stage in range(num_stages)]
 
@@ -44,46 +46,47 @@ def uniform(num_layers: int, num_stages: int) -> list[int]:
 def balanced(
     costs: Sequence[float],
     num_stages: int,
-    need: Callable[[int, int, int], float] | None = None,
+    stage_bytes: Callable[[int, int, int], float] | None = None,
     limit: float = math.inf,
 ) -> list[int]:
-    """The partition whose costliest stage costs least; of several such, the one with the smallest sum of squared
-    stage costs, and of several such, the one with more layers in earlier stages.
+    """Layers per stage such that the costliest stage costs least.
 
-    `need` are the bytes of a stage with its first and last layer (exclusive); none may need more than `limit`. Raises
-    UserError where nothing fits.
+    Ties are broken by the smallest sum of squared stage costs, then by more layers in earlier stages.
+
+    `stage_bytes(stage, start, stop)` is the memory of a stage with the layers [start, stop), which must not exceed
+    `limit`. Raises `UserError` if no partition fits.
     """
     num_layers = len(costs)
-    _check_number(num_layers, num_stages)
-    work = [0, *accumulate(_whole(costs))]
+    _check_num_stages(num_layers, num_stages)
+    work = [0, *accumulate(_as_integers(costs))]
 
     def cost(stage: int, start: int, stop: int) -> int | None:
-        fits = need is None or need(stage, start, stop) <= limit
+        fits = stage_bytes is None or stage_bytes(stage, start, stop) <= limit
         return work[stop] - work[start] if fits else None
 
-    cut = _best_cut(num_layers, num_stages, cost, max)
-    if cut is None:
-        assert need is not None
-        least = _best_cut(num_layers, num_stages, need, max)
-        assert least is not None
+    best = _search(num_layers, num_stages, cost, max)
+    if best is None:
+        assert stage_bytes is not None
+        smallest = _search(num_layers, num_stages, stage_bytes, max)
+        assert smallest is not None
         raise UserError(
-            f"parallel.partition=auto: no cut into {num_stages} stages fits {_size(limit)} a stage; "
-            f"at least {_size(least[0])} would do"
+            f"parallel.partition=auto: no partition into {num_stages} stages fits into {_size(limit)} per stage; "
+            f"needs at least {_size(smallest[0])}"
         )
-    largest = cut[0]
+    largest = best[0]
 
     def squared(stage: int, start: int, stop: int) -> int | None:
         own = cost(stage, start, stop)
         return own**2 if own is not None and own <= largest else None
 
-    # A second search: in one, the best end of the model would depend on what its beginning costs.
-    cut = _best_cut(num_layers, num_stages, squared, operator.add)
-    assert cut is not None
-    return cut[1]
+    # A second search: in a single one, the best last stages would depend on the cost of the first ones.
+    best = _search(num_layers, num_stages, squared, operator.add)
+    assert best is not None
+    return best[1]
 
 
 def explicit(parts: Sequence[int], num_layers: int, num_stages: int) -> list[int]:
-    """A user's own list, checked."""
+    """The user's own list. Raises `UserError` if it does not fit the model or the number of stages."""
     origin = f"parallel.partition={list(parts)}"
     if len(parts) != num_stages:
         raise UserError(f"{origin}: {len(parts)} stages; parallel.pipeline={num_stages} needs {num_stages}")
@@ -96,8 +99,11 @@ def explicit(parts: Sequence[int], num_layers: int, num_stages: int) -> list[int
 
 
 def by_function(path: str, names: Sequence[str], num_stages: int) -> list[int]:
-    """Asks the user's function `package.module:function` for each layer's stage, by the layer's name."""
-    _check_number(len(names), num_stages)
+    """Layers per stage from the user's function `package.module:function`, which maps a layer's name to its stage.
+
+    Raises `UserError` if it fails or its stages are not consecutive.
+    """
+    _check_num_stages(len(names), num_stages)
     origin = f"parallel.partition={path}"
     function = load_plugin(path, origin, "function")
     stages: list[int] = []
@@ -107,7 +113,7 @@ def by_function(path: str, names: Sequence[str], num_stages: int) -> list[int]:
         except Exception as error:
             raise UserError(f"{origin}: layer {name}: {first_line(error)}") from error
         if not isinstance(stage, int) or isinstance(stage, bool):
-            raise UserError(f"{origin}: layer {name}: returned {stage!r}; must be a stage's number")
+            raise UserError(f"{origin}: layer {name}: returned {stage!r}; must be a stage number")
         if not 0 <= stage < num_stages:
             raise UserError(f"{origin}: layer {name}: stage {stage}; must be 0 to {num_stages - 1}")
         stages.append(stage)
@@ -118,37 +124,40 @@ def by_function(path: str, names: Sequence[str], num_stages: int) -> list[int]:
             allowed = f"{before} or {before + 1}" if before + 1 < num_stages else before
             raise UserError(f"{origin}: layer {name}: stage {stage} after {before}; must be {allowed}")
     if stages[-1] != num_stages - 1:
-        raise UserError(f"{origin}: layer {names[-1]}: stage {stages[-1]}; the last must be on {num_stages - 1}")
+        raise UserError(
+            f"{origin}: layer {names[-1]}: stage {stages[-1]}; the last layer must be on stage {num_stages - 1}"
+        )
     return [stages.count(stage) for stage in range(num_stages)]
 
 
-def _check_number(num_layers: int, num_stages: int) -> None:
+def _check_num_stages(num_layers: int, num_stages: int) -> None:
     if num_stages > num_layers:
         raise UserError(
             f"parallel.pipeline={num_stages}: more stages than the model's {num_layers} layers; at most {num_layers}"
         )
 
 
-def _whole(costs: Sequence[float]) -> list[int]:
-    """The costs in a unit that makes them whole numbers, so that no tie is decided by rounding."""
+def _as_integers(costs: Sequence[float]) -> list[int]:
+    """The costs scaled to integers, so that rounding decides no tie."""
     exact = [Fraction(cost) for cost in costs]
     unit = math.lcm(*(cost.denominator for cost in exact))
     return [int(cost * unit) for cost in exact]
 
 
-def _best_cut(
-    num_layers: int, num_stages: int, price: Price, join: Callable[[float, float], float]
+def _search(
+    num_layers: int, num_stages: int, cost: CostOfStage, combine: Callable[[float, float], float]
 ) -> tuple[float, list[int]] | None:
-    """The lowest total and its partition, by dynamic programming from the last stage to the first."""
-    best: dict[int, tuple[float, list[int]]] = {num_layers: (0, [])}  # by the first layer of the stages that are cut
+    """The lowest combined cost and its partition, by dynamic programming from the last stage to the first."""
+    # The best partition of the layers [start, num_layers) into the stages done so far, by `start`.
+    best: dict[int, tuple[float, list[int]]] = {num_layers: (0, [])}
     for stage in reversed(range(num_stages)):
         found: dict[int, tuple[float, list[int]]] = {}
         for start in range(stage, num_layers) if stage else [0]:
             for stop in range(start + 1, num_layers + 1):
-                own = price(stage, start, stop) if stop in best else None
+                own = cost(stage, start, stop) if stop in best else None
                 if own is None:
                     continue
-                total = join(own, best[stop][0])
+                total = combine(own, best[stop][0])
                 if start not in found or total <= found[start][0]:
                     found[start] = total, [stop - start, *best[stop][1]]
         best = found
@@ -156,105 +165,98 @@ def _best_cut(
 
 
 def _size(num_bytes: float) -> str:
-    """Rounded up: less would not do."""
+    """Rounded up, so that it is enough."""
     return f"{math.ceil(num_bytes):,} bytes ({math.ceil(num_bytes / 2**30 * 100) / 100:.2f} GiB)"
 
 
-# Of a GPU's memory: for the libraries, buffers for sending, what is held only for a moment, and gaps.
-_RESERVE = 0.1
-
-log = logging.getLogger("hvd_transformer")
-
-
 def check_partition(config: Config) -> None:
-    """Raises `UserError` where the model cannot be cut so. Needs no data and no model; one whose layers are not known
-    without is checked later."""
+    """Raise `UserError` if the model cannot be partitioned as configured.
+
+    Needs neither data nor a model. If the layers are not known without the model, it is checked when it exists.
+    """
     names = task_class(config).layer_names(config)
     if names is not None:
         given_partition(config, names)
 
 
 def choose_partition(config: Config, task: Task, mesh: ParallelMesh, world: World) -> list[int]:
-    """Layers per stage, the same on all ranks. Collective. Raises `UserError` on all ranks."""
-    own = agree(world, lambda: _own_choice(config, task, mesh, world.rank == 0))
+    """Layers per stage, the same on all ranks. Collective. Raises `UserError` on all ranks if one fails."""
+    own = agree(world, lambda: _own_partition(config, task, mesh, world.rank == 0))
     chosen: list[int] = world.all_gather_objects(own)[0]
     return chosen
 
 
-def _own_choice(config: Config, task: Task, mesh: ParallelMesh, measures: bool) -> list[int]:
-    """Only rank 0 measures, as another rank would measure something else."""
+def _own_partition(config: Config, task: Task, mesh: ParallelMesh, measures: bool) -> list[int]:
+    """This rank's choice. Only rank 0 measures: times differ between ranks."""
     layers, num_stages, precision = task.layers, config.parallel.pipeline, config.training.precision
     given = given_partition(config, [layer.name for layer in layers])
     if given is not None or num_stages == 1 or not measures or not task.sampler.num_steps():  # evaluation has no steps
         return given or uniform(len(layers), num_stages)
-    items = next(iter(task.sampler.epoch())).rounds[0]  # rank 0's first accumulation step is the largest of all
+    items = next(iter(task.sampler.epoch())).rounds[0]  # no rank has a larger accumulation step than rank 0's first
     batches = split_batch(task.batch(0, items), config.parallel.micro_batches)
     micro_batch, threads = task.micro_batch(batches[0]), worker_threads(num_stages)
 
     def measure() -> list[LayerProfile]:
         recompute = config.parallel.recompute
-        again = recompute == "always" or (recompute == "except_last" and len(batches) > 1)
+        recomputes = recompute == "always" or (recompute == "except_last" and len(batches) > 1)
         context = partial(layer_context, precision, mesh.device, (config.seed,))
-        return measure_layers(layers, micro_batch, mesh.device, context=context, recompute=again, threads=threads)
+        return measure_layers(layers, micro_batch, mesh.device, context=context, recompute=recomputes, threads=threads)
 
-    costs, cached = cached_costs(config, layers, micro_batch, mesh.device, threads, measure)
-    counts = best_cut(config, costs, len(batches), _device_bytes(mesh.devices), mesh.dp)
-    seconds = sum(cost.seconds for cost in costs)
-    origin = "measured before" if cached else "measured now"
-    log.info("partition %s: layers of %.1f ms a micro-batch, %s", counts, 1000 * seconds, origin)
-    return counts
+    profiles, cached = cached_profiles(config, layers, micro_batch, mesh.device, threads, measure)
+    partition = best_partition(config, profiles, len(batches), _device_bytes(mesh.devices), mesh.dp)
+    milliseconds = 1000 * sum(profile.seconds for profile in profiles)
+    origin = "cached" if cached else "measured now"
+    log.info("partition %s: all layers take %.1f ms per micro-batch, %s", partition, milliseconds, origin)
+    return partition
 
 
-def best_cut(
-    config: Config, costs: Sequence[LayerProfile], num_micro_batches: int, device_bytes: int | None, dp: int
+def best_partition(
+    config: Config, profiles: Sequence[LayerProfile], num_micro_batches: int, device_bytes: int | None, dp: int
 ) -> list[int]:
-    """Layers a stage such that the slowest stage is fastest, and each fits a device of this memory (None: no limit).
+    """Layers per stage such that the slowest stage is as fast as possible and every stage fits its device.
 
-    `dp` replicas may share the optimizer.
-
-    Raises `UserError` where nothing fits.
+    `device_bytes` is the memory of a device (None: no limit) and `dp` the number of replicas, which may shard the
+    optimizer. Raises `UserError` if no partition fits.
     """
     parallel, num_stages = config.parallel, config.parallel.pipeline
-    seconds = [cost.seconds for cost in costs]
+    seconds = [profile.seconds for profile in profiles]
     if device_bytes is None:
         return balanced(seconds, num_stages)
-    numbers = 1 + sum(copies_per_weight(config, dp))  # of each weight
+    copies = 1 + sum(copies_per_weight(config, dp))  # weights, gradients and optimizer state
     schedule = make_schedule(parallel.schedule, num_stages, num_micro_batches)
-
-    weights = [0, *accumulate(cost.weights for cost in costs)]
+    weights = [0, *accumulate(profile.weights for profile in profiles)]
 
     @cache
     def passes_from(start: int) -> list[dict[PassMode, PassMemory]]:
-        """Of the first layer from here on, of the first two, and so on."""
-        result = [costs[start].passes]
-        for cost in costs[start + 1 :]:
-            result.append({way: join([found, cost.passes[way]]) for way, found in result[-1].items()})
+        """The memory of the layers [start, start + 1), [start, start + 2), and so on."""
+        result = [profiles[start].passes]
+        for profile in profiles[start + 1 :]:
+            result.append({mode: join_passes([found, profile.passes[mode]]) for mode, found in result[-1].items()})
         return result
 
     @cache
-    def need(stage: int, start: int, stop: int) -> int:
-        activations = stage_activations(
-            schedule[stage], stage, parallel.recompute, passes_from(start)[stop - start - 1]
-        )
-        return round(numbers * (weights[stop] - weights[start])) + activations
+    def stage_bytes(stage: int, start: int, stop: int) -> int:
+        passes = passes_from(start)[stop - start - 1]
+        activations = stage_activations(schedule[stage], stage, parallel.recompute, passes)
+        return round(copies * (weights[stop] - weights[start])) + activations
 
-    return balanced(seconds, num_stages, need, (1 - _RESERVE) * device_bytes)
+    return balanced(seconds, num_stages, stage_bytes, (1 - _RESERVE) * device_bytes)
 
 
 def _device_bytes(devices: Sequence[torch.device]) -> int | None:
-    """Of the smallest GPU. A CPU's stages share the host's memory, and no cut needs less of that than another."""
+    """The memory of the smallest GPU. None for CPU stages: they share the host's memory, whatever the partition."""
     if devices[0].type != "cuda":
         return None
     return min(torch.cuda.get_device_properties(device).total_memory for device in devices)
 
 
 def given_partition(config: Config, names: Sequence[str]) -> list[int] | None:
-    """The layers a stage where the configuration says so; None where the best cut is to be found ("auto").
+    """Layers per stage as `parallel.partition` defines them; None for "auto".
 
-    Raises `UserError` where the named layers cannot be cut so.
+    Raises `UserError` if the layers with these names cannot be partitioned so.
     """
     wanted, num_stages = config.parallel.partition, config.parallel.pipeline
-    even = uniform(len(names), num_stages)  # refuses more stages than layers
+    even = uniform(len(names), num_stages)  # also checks that there are enough layers
     if isinstance(wanted, list):
         return explicit(wanted, len(names), num_stages)
     if ":" in wanted:
@@ -264,5 +266,5 @@ def given_partition(config: Config, names: Sequence[str]) -> list[int] | None:
 
 @cache
 def _by_function(path: str, names: tuple[str, ...], num_stages: int) -> tuple[int, ...]:
-    """The user's function is asked once, though the cut is checked before there is a model."""
+    """`by_function`, cached: the user's function is called once, though the partition is checked before it is used."""
     return tuple(by_function(path, names, num_stages))

@@ -1,4 +1,4 @@
-"""A plan as text: aligned columns of plain characters, the same on a terminal, in a pipe and in a file."""
+"""Formats a plan as text: aligned columns of plain characters, the same on a terminal, in a pipe and in a file."""
 
 import math
 import textwrap
@@ -10,18 +10,18 @@ from hvd_transformer.planning.memory_plan import RECOMPUTES, MemoryPlan, StageCo
 from hvd_transformer.planning.model_costs import LayerEstimate
 from hvd_transformer.planning.schedule_drawing import Timeline, draw_text, makespan
 
-# So many are drawn where all micro-batches have no room.
+# The number of micro-batches drawn if there is no room for all.
 _DRAWN = 8
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
 
 def plan_text(plan: MemoryPlan, width: int, memory_gib: float | None = None) -> str:
-    """All of it. `width` is the drawing's; `memory_gib`: what a device has, to compare with."""
+    """The whole plan. `width` is that of the drawing in characters, `memory_gib` the device memory to compare with."""
     parts = [_headline(plan), _layers(plan), _stages(plan), _memory(plan), _activations(plan)]
     if memory_gib is not None:
         parts.append(_fits(plan, memory_gib))
     if len(plan.stages) > 1:
-        parts += [_waiting(plan), _drawing(plan, width)]
+        parts += [_bubbles(plan), _drawing(plan, width)]
     parts.append(_notes(plan))
     return "\n\n".join(parts)
 
@@ -29,25 +29,25 @@ def plan_text(plan: MemoryPlan, width: int, memory_gib: float | None = None) -> 
 def _headline(plan: MemoryPlan) -> str:
     config, size = plan.config, plan.micro_batch_size
     training, parallel = config.training, config.parallel
-    samples = f"{size} sample{'s' if size > 1 else ''}"
+    samples = f"{size} sample{'s' if size > 1 else ''} each"
     if plan.num_samples % size:
-        samples = f"{samples}, the last of {plan.num_samples % size}"
+        samples = f"{samples}, {plan.num_samples % size} in the last"
     lines = {
         "parameters": f"{plan.parameters:,}",
         "vocabulary": f"{plan.vocab_size:,} ({plan.vocab_origin})",
-        "micro-batches": f"{plan.num_micro_batches} a round, each of {samples}; "
-        f"{'' if config.task == 'language_model' else 'at most '}{config.data.sequence_length} tokens a sample",
+        "micro-batches": f"{plan.num_micro_batches} per accumulation step: {samples}",
+        "sequence": f"{'' if config.task == 'language_model' else 'at most '}{config.data.sequence_length} tokens",
         "pipeline": f"{parallel.pipeline} stage{'s' if parallel.pipeline > 1 else ''}, schedule {parallel.schedule}, "
         f"recompute {parallel.recompute}",
         "computation": f"{training.precision}, optimizer {config.optimizer.name}",
     }
     if parallel.tensor > 1:
-        lines["tensor"] = f"{parallel.tensor} ranks share the matrices; all of this is what one of them has"
+        lines["tensor"] = f"{parallel.tensor} ranks split the matrices; this plan is for one of them"
     if plan.dp > 1:
         shared = {
             "none": "",
-            "state": ", which share the optimizer's state",
-            "gradients": ", which share the optimizer's state and the gradients",
+            "state": ", which shard the optimizer state",
+            "gradients": ", which shard the optimizer state and the gradients",
         }
         lines["replicas"] = f"{plan.dp}{shared[parallel.optimizer_shard]}"
     return "\n".join(f"{name + ':':<15}{text}" for name, text in lines.items())
@@ -55,15 +55,15 @@ def _headline(plan: MemoryPlan) -> str:
 
 def _layers(plan: MemoryPlan) -> str:
     rows = [["layer", "parameters", "forward", "backward", "activations"]]
-    for first, last in _alike(plan.layers):
+    for first, last in _equal_neighbours(plan.layers):
         name = first.name if first is last else f"{first.name} to {last.name}, each"
         flops = _number(first.forward_flops / 1e9), _number(first.backward_flops / 1e9)
         rows.append([name, f"{first.parameters:,}", *flops, _bytes(first.activation_bytes)])
-    return "Layers, one micro-batch: GFLOPs, and what is kept for backward\n" + _table(rows, 1)
+    return "Layers, per micro-batch: GFLOPs, and activations kept for backward\n" + _table(rows, 1)
 
 
-def _alike(layers: Sequence[LayerEstimate]) -> Iterator[tuple[LayerEstimate, LayerEstimate]]:
-    """The first and last of neighbours that cost the same."""
+def _equal_neighbours(layers: Sequence[LayerEstimate]) -> Iterator[tuple[LayerEstimate, LayerEstimate]]:
+    """The first and last layer of each run of layers with equal costs."""
 
     def cost(layer: LayerEstimate) -> tuple[object, ...]:
         return layer.parameters, layer.forward_flops, layer.backward_flops, layer.activation_bytes, layer.recompute
@@ -74,7 +74,7 @@ def _alike(layers: Sequence[LayerEstimate]) -> Iterator[tuple[LayerEstimate, Lay
 
 
 def _stages(plan: MemoryPlan) -> str:
-    rows = [["stage", "layers", "number", "parameters", "GFLOPs", "share"]]
+    rows = [["stage", "layers", "count", "parameters", "GFLOPs", "share"]]
     total = sum(stage.forward_flops + stage.backward_flops for stage in plan.stages)
     for number, stage in enumerate(plan.stages):
         flops = stage.forward_flops + stage.backward_flops
@@ -82,8 +82,8 @@ def _stages(plan: MemoryPlan) -> str:
         cells = names, f"{len(stage.layers)}", f"{stage.parameters:,}", _number(flops / 1e9), f"{flops / total:.0%}"
         rows.append([f"{number}", *cells])
     partition = plan.config.parallel.partition
-    how = "auto: by FLOPs; training measures" if partition == "auto" else f"{partition}"
-    return f"Stages, one micro-batch (partition {how})\n{_table(rows, 2)}"
+    how = "auto: by FLOPs here, by measured time in training" if partition == "auto" else f"{partition}"
+    return f"Stages, per micro-batch (partition {how})\n{_table(rows, 2)}"
 
 
 def _memory(plan: MemoryPlan) -> str:
@@ -94,11 +94,11 @@ def _memory(plan: MemoryPlan) -> str:
     if len(plan.stages) > 1:
         columns = zip(*(_sum(plan, stage, number) for stage in plan.stages), strict=True)
         rows.append(["all", *(f"{sum(column):,.2f}" for column in columns)])
-    return f"Memory at its peak, {unit}\n{_table(rows, 1)}"
+    return f"Peak memory, {unit}\n{_table(rows, 1)}"
 
 
 def _sum(plan: MemoryPlan, stage: StageCost, number: int) -> list[float]:
-    """A stage's parts and their total in units of `number` bytes, rounded up so that what is shown adds up."""
+    """The memory of a stage and its total in units of `number` bytes, each rounded up so that the sum is exact."""
     parts = [math.ceil(part / number * 100) / 100 for part in plan.memory(stage)]
     return [*parts, sum(parts)]
 
@@ -118,7 +118,7 @@ def _activations(plan: MemoryPlan) -> str:
 def _fits(plan: MemoryPlan, memory_gib: float) -> str:
     unit, number = _unit(max(sum(plan.memory(stage)) for stage in plan.stages))
     limit = memory_gib * 2**30
-    lines = [f"Of {memory_gib:g} GiB a stage: weights + gradients + optimizer + activations = total, {unit}"]
+    lines = [f"With {memory_gib:g} GiB per stage: weights + gradients + optimizer + activations = total, {unit}"]
     for index, stage in enumerate(plan.stages):
         *parts, total = (f"{part:,.2f}" for part in _sum(plan, stage, number))
         answer = "fits" if sum(plan.memory(stage)) <= limit else "does not fit"
@@ -127,12 +127,12 @@ def _fits(plan: MemoryPlan, memory_gib: float) -> str:
     return "\n".join(lines)
 
 
-def _waiting(plan: MemoryPlan) -> str:
+def _bubbles(plan: MemoryPlan) -> str:
     rows = [["schedule", "bubble", "speed-up"]]
     for schedule in SCHEDULES:
         mark = " *" if schedule == plan.config.parallel.schedule else ""
         rows.append([schedule + mark, f"{plan.bubble(schedule):.1%}", f"{plan.speed_up(schedule):.2f}"])
-    title = f"Waiting, and the ideal speed-up over one device, of at most {len(plan.stages)} (* configured)"
+    title = f"Pipeline bubble, and ideal speed-up over one device, at most {len(plan.stages)} (* configured)"
     return f"{title}\n{_table(rows, 1)}"
 
 
@@ -141,12 +141,15 @@ def _drawing(plan: MemoryPlan, width: int) -> str:
     timeline = plan.timeline(schedule)
     note = ""
     if count > _DRAWN and not _has_room(timeline, count, width):
-        timeline, note = plan.timeline(schedule, _DRAWN), f", {_DRAWN} of its {count} micro-batches: more idle less"
-    return f"One round of {schedule}{note}\n{draw_text(timeline, width)}"
+        timeline, note = (
+            plan.timeline(schedule, _DRAWN),
+            f", {_DRAWN} of its {count} micro-batches (more micro-batches, smaller bubble)",
+        )
+    return f"One accumulation step of {schedule}{note}\n{draw_text(timeline, width)}"
 
 
 def _has_room(timeline: Timeline, count: int, width: int) -> bool:
-    """Whether the shortest operation is as wide as its number and a space."""
+    """Whether the shortest operation has room for its number and a space."""
     cells = [cell for operations in timeline for cell in operations]
     shortest = min(end - start for _, start, end in cells if end > start)
     return shortest / makespan(timeline) * (width - len("stage 0  ")) >= len(str(count - 1)) + 1
@@ -154,18 +157,18 @@ def _has_room(timeline: Timeline, count: int, width: int) -> bool:
 
 def _notes(plan: MemoryPlan) -> str:
     text = (
-        "Matrix products' FLOPs stand for time. Memory leaves out a gradient on its way to another stage, buffers for "
-        "sending, and what the libraries take."
+        "Times are estimated from the FLOPs of matrix products. Memory does not include gradients in transit between "
+        "stages, send buffers, and what the libraries use."
     )
     if plan.config.parallel.recompute != "never":
-        text += " A stage's GFLOPs hold those of the blocks that backward computes again."
+        text += " The GFLOPs of a stage include the blocks that backward recomputes."
     if plan.config.training.compile and plan.config.training.precision in ("bf16", "fp16"):
-        text += " Activations hold the weights' 16-bit copies: each micro-batch makes its own."
+        text += " Activations include 16-bit copies of the weights, which each micro-batch makes anew."
     return textwrap.fill(text, 78)
 
 
 def _table(rows: Sequence[Sequence[str]], num_left: int) -> str:
-    """Columns two spaces apart, the first `num_left` aligned to the left, numbers to the right."""
+    """Columns two spaces apart, the first `num_left` aligned to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
@@ -177,12 +180,12 @@ def _table(rows: Sequence[Sequence[str]], num_left: int) -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits or more."""
+    """With at least three significant digits."""
     return f"{value:,.0f}" if value >= 100 or value == 0 else f"{value:.3g}"
 
 
 def _unit(num_bytes: int) -> tuple[str, int]:
-    """The largest unit of which there is one, and its bytes."""
+    """The largest unit not above this size, and its bytes."""
     return next((item for item in _UNITS.items() if num_bytes >= item[1]), ("KiB", 2**10))
 
 

@@ -1,6 +1,6 @@
-"""Keeps the measured costs of layers on disk, so that a configuration is measured once a kind of machine.
+"""Caches layer profiles on disk, so that a configuration is measured once per kind of machine.
 
-They lie under `data.cache_dir`, like all that can be made again: nothing is written where the user did not say so.
+They are stored under `data.cache_dir`, like everything that can be made again.
 """
 
 import hashlib
@@ -19,14 +19,15 @@ import torch
 from hvd_transformer import __version__, atomic
 from hvd_transformer.config.schema import Config
 from hvd_transformer.nn.contracts import Layer, MicroBatch
-from hvd_transformer.planning.layer_profile import LayerProfile, PassMemory
+from hvd_transformer.planning.layer_profile import LayerProfile
+from hvd_transformer.planning.pass_memory import PassMemory, PassMode
 
-FORMAT = 2  # of the file and of what is measured; another number measures anew
+FORMAT = 2  # of the file and of the measurement; files of another format are ignored
 
 log = logging.getLogger("hvd_transformer")
 
 
-def cached_costs(
+def cached_profiles(
     config: Config,
     layers: Sequence[Layer],
     micro_batch: MicroBatch,
@@ -34,26 +35,26 @@ def cached_costs(
     threads: int,
     measure: Callable[[], list[LayerProfile]],
 ) -> tuple[list[LayerProfile], bool]:
-    """What `measure` found, now or before (the second value) for all that its result depends on."""
+    """The result of `measure`, and whether it came from the cache: measured before with the same settings."""
     settings = json.dumps(_settings(config, layers, micro_batch, device, threads), sort_keys=True)
     name = f"{hashlib.sha256(settings.encode()).hexdigest()[:16]}.json"
     file = Path(config.data.cache_dir).expanduser().absolute() / "layers" / name
-    found = _read(file, len(layers))
-    if found is not None:
-        return found, True
-    costs = measure()
+    cached = _read(file, len(layers))
+    if cached is not None:
+        return cached, True
+    profiles = measure()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        atomic.write_text(file, json.dumps([record(cost) for cost in costs], indent=1) + "\n")
+        atomic.write_text(file, json.dumps([to_json(profile) for profile in profiles], indent=1) + "\n")
     except OSError as error:
-        log.warning("measured layers are not kept: %s: %s", file, error.strerror)
-    return costs, False
+        log.warning("layer profiles are not cached: %s: %s", file, error.strerror)
+    return profiles, False
 
 
 def _settings(
     config: Config, layers: Sequence[Layer], micro_batch: MicroBatch, device: torch.device, threads: int
 ) -> dict[str, Any]:
-    """All that the costs depend on. The weights' shapes tell the size of the vocabulary."""
+    """Everything that profiles depend on. The shapes of the weights imply the vocabulary size."""
     return {
         "format": FORMAT,
         "versions": [__version__, torch.__version__],
@@ -71,33 +72,35 @@ def _settings(
 
 
 def _processor(device: torch.device) -> str:
-    """The kind of GPU or CPU."""
+    """The model of the GPU or CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    with suppress(OSError):  # only Linux has it; the standard library knows no more than the architecture there
+    with suppress(OSError):  # Linux only, where `platform` knows just the architecture
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
 
 
-def record(cost: LayerProfile) -> dict[str, Any]:
-    """A layer's costs as JSON has them."""
-    passes = [{"again": again, "waits": waits, **found._asdict()} for (again, waits), found in cost.passes.items()]
-    return {**cost._asdict(), "passes": passes}
+def to_json(profile: LayerProfile) -> dict[str, Any]:
+    """The profile as it is stored."""
+    passes = [
+        {"again": mode.recompute, "waits": mode.defer, **memory._asdict()} for mode, memory in profile.passes.items()
+    ]
+    return {**profile._asdict(), "passes": passes}
 
 
-def _layer(record: dict[str, Any]) -> LayerProfile:
-    passes = {(found.pop("again"), found.pop("waits")): PassMemory(**found) for found in record.pop("passes")}
-    return LayerProfile(**record, passes=passes)
+def _from_json(stored: dict[str, Any]) -> LayerProfile:
+    passes = {PassMode(entry.pop("again"), entry.pop("waits")): PassMemory(**entry) for entry in stored.pop("passes")}
+    return LayerProfile(**stored, passes=passes)
 
 
 def _read(file: Path, num_layers: int) -> list[LayerProfile] | None:
-    """What is in the file; None where it is missing or damaged."""
+    """The profiles in the file; None if it is missing or damaged."""
     try:
-        costs = [_layer(record) for record in json.loads(file.read_text(encoding="utf-8"))]
-        numbers = [[cost.seconds, cost.weights, *chain(*cost.passes.values())] for cost in costs]
-        whole = all(math.isfinite(value) and value >= 0 for value in chain(*numbers))
+        profiles = [_from_json(stored) for stored in json.loads(file.read_text(encoding="utf-8"))]
+        numbers = [[profile.seconds, profile.weights, *chain(*profile.passes.values())] for profile in profiles]
+        valid = all(math.isfinite(value) and value >= 0 for value in chain(*numbers))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
-    return costs if whole and len(costs) == num_layers else None
+    return profiles if valid and len(profiles) == num_layers else None

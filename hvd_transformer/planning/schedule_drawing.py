@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hvd_transformer.parallel.pipeline_schedule import Operation, Schedule
 
-Timeline = list[list[tuple[Operation, float, float]]]  # the same with start and end
+Timeline = list[list[tuple[Operation, float, float]]]  # by stage: operation, start, end
 
 
 def simulate(
@@ -14,10 +14,11 @@ def simulate(
     backward_times: Sequence[float],
     weights_times: Sequence[float] | None = None,
 ) -> Timeline:
-    """Start and end of every operation, where stage s needs `forward_times[s]` and `backward_times[s]` for a
-    micro-batch and passing it on costs nothing. Of a backward in two, `weights_times[s]` (None: half) is the weights'.
+    """Start and end of every operation.
 
-    Raises ValueError where stages wait for each other for ever, or for what no stage does.
+    Stage s needs `forward_times[s]` and `backward_times[s]` per micro-batch; communication takes no time. If weight
+    gradients are deferred, they take `weights_times[s]` of the backward (None: half of it). Raises `ValueError` if the
+    schedule deadlocks.
     """
     if not len(schedule) == len(forward_times) == len(backward_times):
         raise ValueError(f"{len(schedule)} stages, times for {len(forward_times)} and {len(backward_times)}")
@@ -57,7 +58,7 @@ def simulate(
 
 
 def _needs(stage: int, operation: Operation, num_stages: int) -> Iterator[tuple[int, Operation]]:
-    """What must have ended before this can start."""
+    """The operations that must end before this one can start."""
     if operation.kind == "weights":
         yield stage, Operation("backward", operation.micro_batch)
         return
@@ -69,28 +70,28 @@ def _needs(stage: int, operation: Operation, num_stages: int) -> Iterator[tuple[
 
 
 def makespan(timeline: Timeline) -> float:
-    """When the last operation ends."""
+    """The time at which the last operation ends."""
     return max((end for operations in timeline for _, _, end in operations), default=0.0)
 
 
 def bubble(timeline: Timeline) -> float:
-    """The share of the stages' time that is idle: (N - 1) / (M + N - 1) for N equal stages, M micro-batches."""
+    """The idle fraction of the stages' time: (N - 1) / (M + N - 1) for N equal stages and M micro-batches."""
     total = len(timeline) * makespan(timeline)
     busy = sum(end - start for operations in timeline for _, start, end in operations)
     return 1 - busy / total if total else 0.0
 
 
-# Apart in hue for the colour-blind, and in lightness on paper; black numbers are easy to read on both.
+# Distinct for colour-blind readers and in greyscale, and light enough for black numbers.
 COLOURS = {"forward": "#8ec1ee", "backward": "#e08214", "weights": "#b8e186"}
-LABELS = {"forward": "forward", "backward": "backward", "weights": "weights' half of it"}
+LABELS = {"forward": "forward", "backward": "backward", "weights": "deferred weight gradients"}
 
 
 def draw_text(timeline: Timeline, width: int) -> str:
-    """A line a stage of at most `width` characters, time to the right, and a legend below.
+    """One line per stage of at most `width` characters, time to the right, and a legend below.
 
-    Forwards are bare numbers, backwards in brackets, the weights' half of a backward in round ones; small and capital
-    letters where there is no room for them. Where numbers have
-    no room they are taken modulo 10, and what is shorter than half a character may be missing.
+    Forwards are bare numbers, backwards are in brackets, deferred weight gradients in parentheses; without room for
+    these, backwards are lowercase and weight gradients uppercase letters. Numbers without room are taken modulo 10.
+    Operations shorter than half a character may be missing. Raises `ValueError` if `width` leaves no room.
     """
     label = len(f"stage {len(timeline) - 1}  ")
     if width <= label:
@@ -101,7 +102,7 @@ def draw_text(timeline: Timeline, width: int) -> str:
         for operations in timeline
     ]
     digits = len(str(max((operation.micro_batch for row in cells for operation, _, _ in row), default=0)))
-    gap = 1 if digits > 1 else 0  # beside a forward, or 10 11 reads as 1011
+    gap = 1 if digits > 1 else 0  # after a forward, so that 10 11 does not read as 1011
     spare = {"forward": gap, "backward": 2, "weights": 2}
     room = min((stop - start - spare[operation.kind] for row in cells for operation, start, stop in row), default=1)
     brackets = all(stop - start >= 3 for row in cells for operation, start, stop in row if operation.kind != "forward")
@@ -114,7 +115,7 @@ def draw_text(timeline: Timeline, width: int) -> str:
         lines.append(f"{f'stage {stage}':<{label}}{''.join(line)}")
     kinds = {operation.kind for row in cells for operation, _, _ in row}
     backward, weights = ("[0]", "(0)") if brackets else ("a", "A")
-    halves = f", {weights} its weights'" if "weights" in kinds else ""
+    halves = f", {weights} its weight gradients" if "weights" in kinds else ""
     modulo = ", numbers modulo 10" if shown < digits else ""
     lines.append(
         f"0 forward of micro-batch 0, {backward} its backward{halves}, . idle ({bubble(timeline):.0%}){modulo}"
@@ -123,8 +124,10 @@ def draw_text(timeline: Timeline, width: int) -> str:
 
 
 def _scale(timeline: Timeline, columns: int) -> tuple[int, float]:
-    """Columns in use and columns a unit of time: the shortest operation gets a whole number of them, where it can,
-    so that equal times look equal."""
+    """The number of columns in use, and columns per unit of time.
+
+    If possible the shortest operation gets a whole number of columns, so that equal times look equal.
+    """
     length = makespan(timeline) or 1.0
     shortest = min((end - start for operations in timeline for _, start, end in operations if end > start), default=1.0)
     scale = columns / length
@@ -134,7 +137,7 @@ def _scale(timeline: Timeline, columns: int) -> tuple[int, float]:
 
 
 def _cell(operation: Operation, width: int, shown: int, brackets: bool) -> str:
-    """Exactly `width` characters; `shown` are the digits of a number that there is room for."""
+    """The operation in exactly `width` characters, with the last `shown` digits of its number."""
     number = str(operation.micro_batch)[-shown:]
     if operation.kind == "forward":
         return f"{number:^{width}}"[:width] if brackets else number * width
@@ -146,7 +149,7 @@ def _cell(operation: Operation, width: int, shown: int, brackets: bool) -> str:
 
 
 def draw_png(timelines: Mapping[str, Timeline], file: Path) -> None:
-    """One panel a schedule, titled with its name and bubble, on one scale of time."""
+    """One panel per schedule, titled with its name and bubble, all on the same time axis."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -154,7 +157,7 @@ def draw_png(timelines: Mapping[str, Timeline], file: Path) -> None:
     length = max(makespan(timeline) for timeline in timelines.values()) or 1.0
     cells = [cell for timeline in timelines.values() for operations in timeline for cell in operations]
     kinds = {operation.kind for operation, _, _ in cells}
-    # The panels are some 640 points wide, and a digit is less wide than high.
+    # The panels are about 640 points wide, and a digit is narrower than its height.
     font_size = min(
         (640 * (end - start) / length / len(str(operation.micro_batch)) for operation, start, end in cells), default=9.0
     )
@@ -166,7 +169,7 @@ def draw_png(timelines: Mapping[str, Timeline], file: Path) -> None:
         for stage, operations in enumerate(timeline):
             for (kind, micro_batch), start, end in operations:
                 axes.barh(stage, end - start, 0.86, start, color=COLOURS[kind], edgecolor="white", linewidth=0.8)
-                if font_size >= 4:  # smaller ones nobody could read
+                if font_size >= 4:  # smaller numbers are illegible
                     place = (start + end) / 2, stage
                     axes.text(*place, str(micro_batch), ha="center", va="center_baseline", fontsize=min(font_size, 9))
         axes.set_title(f"{name}: bubble {bubble(timeline):.1%}", loc="left", fontsize=11)

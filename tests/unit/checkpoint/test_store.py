@@ -273,12 +273,12 @@ def halves(step: int) -> list[Snapshot]:
 
 def test_a_checkpoint_has_its_name_when_all_ranks_have_written(tmp_path: Path) -> None:
     store, (own, other) = CheckpointStore(tmp_path, 2), halves(4)
-    aside = store.begin(own, others=[1])
+    staging = store.begin(own, others=[1])
     with ThreadPoolExecutor(1) as pool:
-        saving = pool.submit(store.save, own, aside, [1])
+        saving = pool.submit(store.save, own, staging, [1])
         time.sleep(0.3)
         assert store.steps() == [] and not saving.done()
-        CheckpointStore(tmp_path, 2).save_part([other], aside, rank=1)
+        CheckpointStore(tmp_path, 2).save_part([other], staging, rank=1)
         path = saving.result(10)
     assert torch.equal(load_file(path / MODEL)["w"], torch.arange(10.0).view(2, 5))
     assert names(path) == [manifest.NAME, MODEL, "state.json"]
@@ -289,16 +289,16 @@ def test_a_part_that_could_not_be_written_is_told_and_leaves_nothing(tmp_path: P
     store, (own, other) = CheckpointStore(tmp_path, 2), halves(4)
     store.save(snapshot(1))
     before = names(tmp_path)
-    aside = store.begin(own, others=[1])
+    staging = store.begin(own, others=[1])
 
     def parts() -> Iterator[Snapshot]:
         yield other
         raise OSError("no room")
 
     with pytest.raises(OSError, match="no room"):
-        store.save_part(parts(), aside, rank=1)
+        store.save_part(parts(), staging, rank=1)
     with pytest.raises(OSError, match="rank 1 could not write its part; its log says why"):
-        store.save(own, aside, [1])
+        store.save(own, staging, [1])
     assert names(tmp_path) == before
 
 
@@ -307,10 +307,10 @@ def test_a_rank_that_has_gone_is_not_waited_for(tmp_path: Path, monkeypatch: pyt
     store, ending, (own, _) = CheckpointStore(tmp_path, 2), Event(), halves(4)
     store.save(snapshot(1))
     before = names(tmp_path)
-    aside = store.begin(own, others=[1])
+    staging = store.begin(own, others=[1])
     ending.set()
     with pytest.raises(OSError, match="rank 1 has not written its part"):
-        store.save(own, aside, [1], ending)
+        store.save(own, staging, [1], ending)
     assert names(tmp_path) == before
 
 

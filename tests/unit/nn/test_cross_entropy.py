@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvd_transformer.nn.cross_entropy import fused_cross_entropy
-from hvd_transformer.planning.layer_profile import AllocationTracker
+from hvd_transformer.planning.pass_memory import AllocationTracker
 
 N, D, V = 7, 5, 11
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from hvd_transformer.config import load
 from hvd_transformer.models.language_model import LanguageModel, language_model_layers
 from hvd_transformer.nn.contracts import Layer, MicroBatch
-from hvd_transformer.planning.layer_profile import PASS_MODES, LayerProfile, measure_layers
+from hvd_transformer.planning.layer_profile import LayerProfile, measure_layers
+from hvd_transformer.planning.pass_memory import PASS_MODES
 
 WIDTH, SAMPLES = 8, 3
 PAUSE = 0.1
@@ -62,7 +63,9 @@ def test_bytes_of_each_layer() -> None:
         # The input and what exp gave, and in the end a sum; exp's output is the last thing that a layer has, so that
         # computing it again saves nothing here.
         assert kept == [[2 * tensor] * 2, [2 * tensor] * 2, [tensor + 4] * 2]
-        assert all(set(cost.passes) == {way for way in PASS_MODES if recompute or not way[0]} for cost in costs)
+        assert all(
+            set(cost.passes) == {mode for mode in PASS_MODES if recompute or not mode.recompute} for cost in costs
+        )
         assert all(found.inputs == tensor and found.late == 0 for cost in costs for found in cost.passes.values())
 
 

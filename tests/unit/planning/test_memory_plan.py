@@ -27,13 +27,15 @@ from hvd_transformer.nn.dropout import dropout_key
 from hvd_transformer.nn.parallel_layers import WeightGradLayer
 from hvd_transformer.parallel.pipeline import Losses, Pipeline, Stage
 from hvd_transformer.parallel.pipeline_schedule import SCHEDULES
-from hvd_transformer.planning.layer_profile import ParameterGrads, forward, gradients_as_in_training, run_pass
+from hvd_transformer.planning.layer_profile import ParameterGrads, gradients_as_in_training
 from hvd_transformer.planning.memory_plan import RECOMPUTES, MemoryPlan, StageCost, make_plan
 from hvd_transformer.planning.model_costs import fake_model
+from hvd_transformer.planning.pass_memory import PassMode, forward, run_pass
 from hvd_transformer.planning.plan_text import plan_text
 from hvd_transformer.tasks.registry import task_class
 
 V, LAYERS, D, F, T = 97, 3, 24, 40, 10
+NEITHER = PassMode(recompute=False, defer=False)
 SMALL = [
     f"model.num_layers={LAYERS}", f"model.d_model={D}", "model.num_heads=4", f"model.d_feedforward={F}",
     "model.max_length=16", f"data.sequence_length={T}", "training.batch_size=6",
@@ -74,7 +76,7 @@ def test_ranks_that_share_matrices_plan_for_one_of_them(vocabulary: bool) -> Non
     assert [layer.parameters for layer in plan.layers] == [own * D, *[block] * LAYERS, own * D + own]
     whole = small_plan(*words[:2])
     assert plan.layers[1].forward_flops * 2 == whole.layers[1].forward_flops
-    assert "2 ranks share the matrices" in plan_text(plan, 80)
+    assert "2 ranks split the matrices" in plan_text(plan, 80)
 
 
 def test_the_tutorials_model() -> None:
@@ -99,11 +101,11 @@ def test_flops_of_a_block_and_the_head() -> None:
     assert (head.forward_flops, head.backward_flops) == (3 * 2 * tokens * V * D, 0)
 
 
-def leave_products(model: LanguageModel, later: WeightGradStore) -> None:
-    """The weights' gradients are added where they are, as in training."""
+def install_parameter_grads(model: LanguageModel, store: WeightGradStore) -> None:
+    """Weight gradients are added to the parameters' own, as in training."""
     for module in model.modules():
         if isinstance(module, WeightGradLayer):
-            module.weight_grads = ParameterGrads(module, later)
+            module.weight_grads = ParameterGrads(module, store)
 
 
 def really_kept(config, first: int, stop: int) -> int:
@@ -114,7 +116,7 @@ def really_kept(config, first: int, stop: int) -> int:
         model = LanguageModel(V, config.model).train()
     finally:
         torch.set_default_dtype(torch.float32)
-    leave_products(model, WeightGradStore())
+    install_parameter_grads(model, WeightGradStore())
     mixed = torch.autocast("cpu", torch.bfloat16) if config.training.precision == "bf16" else nullcontext()
     size = -(-config.training.batch_size // config.parallel.micro_batches)
     tokens, targets = torch.randint(0, V, (size, T)), torch.randint(0, V, (size, T))
@@ -159,10 +161,10 @@ def really_kept(config, first: int, stop: int) -> int:
 def test_activations_are_those_of_a_real_run(words: list[str]) -> None:
     config = load(overrides=[*SMALL, *words])
     num_samples = -(-config.training.batch_size // config.parallel.micro_batches)
-    with fake_model(config, V, num_samples) as (layers, batch, later, context):
+    with fake_model(config, V, num_samples) as (layers, batch, store, context):
         inputs, targets = batch.inputs, batch.targets
-        first, outputs = run_pass(layers[:2], inputs, (), later, context, (False, False))
-        second, _ = run_pass(layers[2:], outputs, targets, later, context, (False, False))
+        first, outputs = run_pass(layers[:2], inputs, (), store, context, NEITHER)
+        second, _ = run_pass(layers[2:], outputs, targets, store, context, NEITHER)
     assert first.kept == really_kept(config, 0, 2)
     assert second.kept == really_kept(config, 2, 5)
 
@@ -248,7 +250,7 @@ def test_the_pipelines_peak(schedule: str, recompute: str, more: list[str]) -> N
         [Stage(language_model_layers(model), torch.device("cpu"))],
         schedule=schedule, recompute=recompute, precision=config.training.precision,
     )  # fmt: skip
-    leave_products(model, pipeline.stages[0].weight_grads)
+    install_parameter_grads(model, pipeline.stages[0].weight_grads)
     pipeline.forward_backward([batches[:1]], 1.0, Losses())  # makes the tables of positions
     measured = really_allocated(lambda: pipeline.forward_backward([batches], 1.0, Losses()))
     assert planned == pytest.approx(measured, rel=0.002)
@@ -292,7 +294,7 @@ def test_optimizer_state_is_torchs(words: list[str], make) -> None:
 @pytest.mark.parametrize(("stages", "count"), [(1, 3), (2, 1), (3, 5), (4, 16)])
 def test_bubble_of_equal_stages(stages: int, count: int) -> None:
     config = load(overrides=[f"parallel.pipeline={stages}"])
-    equal = [StageCost([], 0, 0, {}, forward_flops=7, backward_flops=14, late_flops=7)] * stages
+    equal = [StageCost([], 0, 0, {}, forward_flops=7, backward_flops=14, deferred_flops=7)] * stages
     plan = MemoryPlan(config, 1, V, "", count, 1, count, [], equal)
     for schedule in ("gpipe", "1f1b"):
         assert plan.bubble(schedule) == pytest.approx((stages - 1) / (count + stages - 1))
@@ -364,7 +366,7 @@ def test_replicas_share_the_optimizer(optimizer: str, ranks: int, tensor: int, d
 @pytest.mark.parametrize(
     ("words", "ranks", "message"),
     [
-        (["parallel.optimizer_shard=state"], None, "parallel.optimizer_shard=state: shared by how many"),
+        (["parallel.optimizer_shard=state"], None, "parallel.optimizer_shard=state: needs -np"),
         (["parallel.tensor=2"], 3, "-np 3: must be a multiple of parallel.tensor=2, at least 2"),
         ([], 0, "-np 0: must be a multiple of parallel.tensor=1, at least 1"),
     ],
@@ -454,10 +456,10 @@ def test_other_tasks_are_planned_as_they_run(task: str) -> None:
     assert plan.parameters == sum(weight.numel() for weight in model.parameters())
     assert [layer.name for layer in plan.layers] == [layer.name for layer in layers]
     assert task_class(config).layer_names(config) == [layer.name for layer in layers]
-    later, tensors = WeightGradStore(), batch.inputs
-    with gradients_as_in_training(layers, later), dropout_key(0):
-        forward(layers, batch.inputs, batch.targets, nullcontext, again=False)  # makes the tables of positions
+    store, tensors = WeightGradStore(), batch.inputs
+    with gradients_as_in_training(layers, store), dropout_key(0):
+        forward(layers, batch.inputs, batch.targets, nullcontext, recompute=False)  # makes the tables of positions
         for layer, planned in zip(layers, plan.layers, strict=True):
             targets = batch.targets if layer is layers[-1] else ()
-            found, tensors = run_pass([layer], tensors, targets, later, nullcontext, (False, False))
+            found, tensors = run_pass([layer], tensors, targets, store, nullcontext, NEITHER)
             assert planned.activation_bytes == found.kept - found.inputs, layer.name

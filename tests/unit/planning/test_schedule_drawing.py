@@ -38,7 +38,7 @@ def test_the_halves_of_a_backward_have_brackets_and_letters_of_their_own() -> No
     assert draw_text(timeline, 9 + 30).splitlines() == [
         "stage 0   0  1 ...[0](0) 2 [1](1)[2](2)",
         "stage 1  ... 0 [0] 1 [1](0) 2 [2](1)(2)",
-        "0 forward of micro-batch 0, [0] its backward, (0) its weights', . idle (10%)",
+        "0 forward of micro-batch 0, [0] its backward, (0) its weight gradients, . idle (10%)",
     ]
     assert [line[9:] for line in draw_text(timeline, 9 + 10).splitlines()[:2]] == ["01.aA2bBcC", ".0a1bA2cBC"]
 

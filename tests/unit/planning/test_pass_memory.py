@@ -1,4 +1,4 @@
-"""What a stage holds: by hand, from its layers, and where training cuts by it as the plan does."""
+"""The memory of a stage: by hand, from its layers, and the same for training's partition as for the plan."""
 
 import re
 
@@ -10,17 +10,11 @@ from hvd_transformer.errors import UserError
 from hvd_transformer.models.language_model import LanguageModel, language_model_layers
 from hvd_transformer.nn.contracts import MicroBatch
 from hvd_transformer.parallel.pipeline_schedule import SCHEDULES, Operation
-from hvd_transformer.planning.layer_profile import (
-    PASS_MODES,
-    PassMemory,
-    join,
-    measure_layers,
-    peak_activations,
-    run_pass,
-)
+from hvd_transformer.planning.layer_profile import measure_layers
 from hvd_transformer.planning.memory_plan import RECOMPUTES, make_plan
 from hvd_transformer.planning.model_costs import fake_model
-from hvd_transformer.planning.partition import best_cut
+from hvd_transformer.planning.partition import best_partition
+from hvd_transformer.planning.pass_memory import PASS_MODES, PassMemory, join_passes, peak_activations, run_pass
 
 V, LENGTH, WIDTH, SAMPLES, PIECES = 97, 32, 48, 2, 6
 
@@ -55,23 +49,23 @@ def test_layers_joined_are_those_of_a_stage() -> None:
     """Counted one by one and put together, or all at once: the same but for a tensor or two that a whole stage lets go
     of earlier."""
     hidden = 4 * SAMPLES * LENGTH * WIDTH
-    with fake_model(config("model.dropout=0.1"), V, SAMPLES) as (layers, batch, later, context):
+    with fake_model(config("model.dropout=0.1"), V, SAMPLES) as (layers, batch, store, context):
         inputs, targets = batch.inputs, batch.targets
-        for way in PASS_MODES:
+        for mode in PASS_MODES:
             tensors, alone = inputs, []
             for layer in layers:
                 own = targets if layer is layers[-1] else ()
-                found, tensors = run_pass([layer], tensors, own, later, context, way)
+                found, tensors = run_pass([layer], tensors, own, store, context, mode)
                 alone.append(found)
-            stage, _ = run_pass(layers, inputs, targets, later, context, way)
-            joined = join(alone)
+            stage, _ = run_pass(layers, inputs, targets, store, context, mode)
+            joined = join_passes(alone)
             assert joined.inputs == stage.inputs
             for name in ("forward", "kept", "backward", "late"):
-                assert getattr(joined, name) == pytest.approx(getattr(stage, name), abs=2 * hidden), (way, name)
+                assert getattr(joined, name) == pytest.approx(getattr(stage, name), abs=2 * hidden), (mode, name)
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
-def test_a_cut_fits_where_the_plan_says_so(norm: str) -> None:
+def test_a_partition_fits_if_the_plan_says_so(norm: str) -> None:
     """Training counts real layers one by one, the plan fake ones a stage at a time."""
     plans = [
         make_plan(config(f"model.norm={norm}", f"parallel.partition=[{cut}, {5 - cut}]"), V) for cut in (1, 2, 3, 4)
@@ -87,7 +81,7 @@ def test_a_cut_fits_where_the_plan_says_so(norm: str) -> None:
                 for plan in plans
             )
             settings = config(f"parallel.schedule={schedule}", f"parallel.recompute={recompute}")
-            with pytest.raises(UserError, match="no cut into 2 stages fits") as caught:
-                best_cut(settings, costs, PIECES, 1, 1)
+            with pytest.raises(UserError, match="no partition into 2 stages fits") as caught:
+                best_partition(settings, costs, PIECES, 1, 1)
             least = int(re.search(r"at least ([\d,]+) bytes", str(caught.value))[1].replace(",", ""))
             assert least == pytest.approx(wanted, rel=0.01), (schedule, recompute)
