@@ -182,8 +182,8 @@ def _counts(config: Config, task: Task, layout: ParallelMesh, measures: bool) ->
     given = given_partition(config, [layer.name for layer in layers])
     if given is not None or num_stages == 1 or not measures or not task.sampler.num_steps():  # in evaluation alone
         return given or uniform(len(layers), num_stages)
-    units = next(iter(task.sampler.epoch())).rounds[0]  # rank 0's first round is the largest of all
-    batches = split_batch(task.batch(0, units), config.parallel.micro_batches)
+    items = next(iter(task.sampler.epoch())).accumulation[0]  # rank 0's first accumulation step is the largest
+    batches = split_batch(task.batch(0, items), config.parallel.micro_batches)
     micro_batch, threads = task.micro_batch(batches[0]), worker_threads(num_stages)
 
     @contextmanager

@@ -31,7 +31,7 @@ class LanguageModelTask(Task):
         self.eval_batch_size = training.eval_batch_size or training.batch_size
         self.model = self.make_model()
         self.sampler: StepSampler | ColumnSampler = StepSampler(0, 1, 1, replica)
-        self.usual_count = 1  # in evaluation alone: no steps
+        self.targets_per_step = 1  # in evaluation alone: no steps
         if "train" in data.splits:
             self._begin_training(data.splits["train"])
         for split, tokens in data.splits.items():
@@ -44,17 +44,17 @@ class LanguageModelTask(Task):
     def _begin_training(self, tokens: TokenFile) -> None:
         config, training, replica, length = self.config, self.config.training, self.replica, self.length
         num_samples = step_samples(training, replica.size)
-        self.usual_count = num_samples * length
+        self.targets_per_step = num_samples * length
         self.samples: WindowDataset | ColumnDataset
         if config.data.batching == "windows":
             needed = length + 1
             self.samples = WindowDataset(tokens, length, config.seed)
-            self.sampler = StepSampler(self.samples.num_units, num_samples, training.batch_size, replica)
+            self.sampler = StepSampler(self.samples.num_items, num_samples, training.batch_size, replica)
         else:
             needed = 2 * training.batch_size
             self.samples = ColumnDataset(tokens, training.batch_size, length)
             num_stretches = num_samples // (training.batch_size * training.accumulation)
-            self.sampler = ColumnSampler(self.samples.num_units, num_stretches, training.accumulation, replica)
+            self.sampler = ColumnSampler(self.samples.num_items, num_stretches, training.accumulation, replica)
         if len(tokens) < needed:
             raise UserError(
                 f"data.source={config.data.source}: the training split has {len(tokens)} tokens, but one sample of "
@@ -97,8 +97,8 @@ class LanguageModelTask(Task):
     def tokenizers(self) -> Mapping[str, Tokenizer]:
         return {"": self.data.tokenizer}
 
-    def batch(self, epoch: int, units: range) -> Batch:
-        return self.samples.batch(epoch, units)
+    def batch(self, epoch: int, items: range) -> Batch:
+        return self.samples.batch(epoch, items)
 
     def has_split(self, split: str) -> bool:
         return split in self.data.splits

@@ -89,7 +89,7 @@ class Task(ABC):
 
     model: nn.Module
     sampler: Sampler
-    usual_count: int
+    targets_per_step: int
     """Targets of a full step over all replicas: keeps gradients near their mean while they are summed."""
 
     def __init__(self, config: Config, data: Any, replica: Replica) -> None:
@@ -139,7 +139,7 @@ class Task(ABC):
         that sum, and `num_sums` - 1 others that `metrics` needs."""
 
     @abstractmethod
-    def batch(self, epoch: int, units: range) -> Batch:
+    def batch(self, epoch: int, items: range) -> Batch:
         """The training samples of these units of the sampler."""
 
     @abstractmethod
@@ -227,7 +227,7 @@ class ExampleTask(Task):
     def __init__(self, config: Config, data: Any, replica: Replica) -> None:
         super().__init__(config, data, replica)
         self.splits: Mapping[str, Samples] = data.splits
-        self.sampler, self.usual_count = StepSampler(0, 1, 1, replica), 1  # in evaluation alone: no steps
+        self.sampler, self.targets_per_step = StepSampler(0, 1, 1, replica), 1  # in evaluation alone: no steps
         if "train" in self.splits:
             self._begin_training()
 
@@ -236,8 +236,8 @@ class ExampleTask(Task):
         lengths = self.splits["train"].lengths
         self.batches = LengthBuckets(lengths, training.batch_size, config.data.batch_tokens, config.seed)
         units = -(-step_samples(training, replica.size) // training.batch_size)
-        self.sampler = StepSampler(self.batches.num_units, units, 1, replica)
-        self.usual_count = max(1, round(self.num_training_targets * units / self.batches.num_units))
+        self.sampler = StepSampler(self.batches.num_items, units, 1, replica)
+        self.targets_per_step = max(1, round(self.num_training_targets * units / self.batches.num_items))
 
     @abstractmethod
     def collate(self, split: str, numbers: NDArray[np.int64]) -> Batch:
@@ -248,9 +248,9 @@ class ExampleTask(Task):
         """Of an epoch: as many as samples, unless a task says other."""
         return len(self.splits["train"].lengths)
 
-    def batch(self, epoch: int, units: range) -> Batch:
-        (unit,) = units
-        return self.collate("train", self.batches.unit(epoch, unit))
+    def batch(self, epoch: int, items: range) -> Batch:
+        (item,) = items
+        return self.collate("train", self.batches.item(epoch, item))
 
     def has_split(self, split: str) -> bool:
         return split in self.splits

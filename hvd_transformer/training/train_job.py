@@ -136,7 +136,7 @@ def _headline(config: Config, world: World, trainer: Trainer) -> str:
     return (
         f"{config.task}: {trainer.num_parameters:,} parameters on {ranks} ({trainer.layout.device.type})\n"
         f"{config.data.source}: {trainer.task.describe()}; "
-        f"{trainer.total_steps:,} steps of {trainer.task.usual_count:,} {trainer.task.unit}"
+        f"{trainer.total_steps:,} steps of {trainer.task.targets_per_step:,} {trainer.task.unit}"
     )
 
 

@@ -107,7 +107,7 @@ class Trainer:
         shard_model(task, self.cuts, layout, self.shapes)
         self.stages = make_stages(config, task, layout, world)
         connect_tensor_group(task, self.cuts, layout, self.shapes)
-        rows = plan_embedding_grads(model, communication.embedding_rows, task.usual_count)
+        rows = plan_embedding_grads(model, communication.embedding_rows, task.targets_per_step)
         self.weights = self._stage_weights(alone={name for name, row in rows.items() if row.gather})
         self.buckets = [bucket for weights in self.weights for bucket in weights.buckets]
         self.gatherings = [weights.gathering for weights in self.weights if weights.gathering is not None]
@@ -157,7 +157,7 @@ class Trainer:
         if not self.task.model.training:  # goes through all modules
             self.task.model.train()
         sums = StepStats(self.world, self.layout, stop, save, self._work)
-        usual = self.task.usual_count
+        usual = self.task.targets_per_step
         rounds = self._rounds(plan)
         for batches in rounds:
             sums.add_batches(batches, self.task)
@@ -246,13 +246,13 @@ class Trainer:
         with self.timeline.span("data", "batches"):
             rounds = [
                 split_batch(
-                    self._pinned(self.task.batch(self.position.epoch, units)), self.config.parallel.micro_batches
+                    self._pinned(self.task.batch(self.position.epoch, items)), self.config.parallel.micro_batches
                 )
-                for units in plan.rounds
+                for items in plan.accumulation
             ]
         self._places = [
-            (units.start, piece)
-            for units, batches in zip(plan.rounds, rounds, strict=True)
+            (items.start, piece)
+            for items, batches in zip(plan.accumulation, rounds, strict=True)
             for piece in range(len(batches))
         ]
         return rounds
