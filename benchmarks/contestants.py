@@ -46,7 +46,7 @@ def trainer(socket: str, settings: Sequence[str]) -> None:
     def step() -> Done:
         plan = next(plans)
         loss = job.step(plan).loss
-        return Done(sum(map(len, plan.rounds)) * task.length // layout.tp, loss)  # its share of them
+        return Done(sum(map(len, plan.accumulation)) * task.length // layout.tp, loss)  # its share of them
 
     serve(socket, step)
     job.check_replicas("after the benchmark")
@@ -158,7 +158,7 @@ def make_adamw(
 
 def make_units(config: Config, task: SyntheticTask) -> Iterator[range]:
     """What each round takes, epoch after epoch."""
-    return (part for _ in range(config.training.epochs) for plan in task.sampler.epoch() for part in plan.rounds)
+    return (part for _ in range(config.training.epochs) for plan in task.sampler.epoch() for part in plan.accumulation)
 
 
 KINDS: dict[str, Callable[[str, Sequence[str]], None]] = {

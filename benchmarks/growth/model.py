@@ -129,7 +129,7 @@ def steps(trainer: Trainer) -> tuple[float, float]:
 
     ours, plain = [], []
     for plan in islice(trainer.steps(), 3 * _REPEATS):
-        batch = trainer.task.batch(trainer.state.epoch, plan.rounds[0])
+        batch = trainer.task.batch(trainer.state.epoch, plan.accumulation[0])
         ours.append(seconds(partial(trainer.step, plan)))
         plain.append(seconds(partial(torch_step, *batch)))
     return min(ours), min(plain)

@@ -36,33 +36,33 @@ class WindowDataset:
     def __init__(self, tokens: Tokens, length: int, seed: int) -> None:
         self.tokens, self.length, self.seed = tokens, length, seed
         # One window fewer than would fit leaves room to move the cut; what it leaves out changes each epoch.
-        self.num_units = max(1, (len(tokens) - 1) // length - 1)
+        self.num_items = max(1, (len(tokens) - 1) // length - 1)
 
-    def batch(self, epoch: int, units: range) -> Batch:
+    def batch(self, epoch: int, items: range) -> Batch:
         """The samples at these positions of the epoch's order."""
-        order = Permutation(self.num_units, (self.seed, epoch))
-        slack = len(self.tokens) - self.num_units * self.length
+        order = Permutation(self.num_items, (self.seed, epoch))
+        slack = len(self.tokens) - self.num_items * self.length
         offset = int(np.random.SeedSequence((self.seed, epoch, 1)).generate_state(1)[0]) % slack
-        starts = order[np.arange(units.start, units.stop)] * self.length + offset
+        starts = order[np.arange(items.start, items.stop)] * self.length + offset
         return _batch([self.tokens[start : start + self.length + 1] for start in starts.tolist()])
 
 
 class ColumnDataset:
     """The text as `num_columns` columns, cut into stretches of `length` rows (the PyTorch tutorial's `batchify`).
 
-    A unit is one stretch with all its columns. The last stretch may be shorter; tokens that do not fill a row
+    A item is one stretch with all its columns. The last stretch may be shorter; tokens that do not fill a row
     are left out, as in the tutorial.
     """
 
     def __init__(self, tokens: Tokens, num_columns: int, length: int) -> None:
         self.tokens, self.num_columns, self.length = tokens, num_columns, length
         self.num_rows = len(tokens) // num_columns
-        self.num_units = max(0, -(-(self.num_rows - 1) // length))
+        self.num_items = max(0, -(-(self.num_rows - 1) // length))
 
-    def batch(self, epoch: int, units: range) -> Batch:
+    def batch(self, epoch: int, items: range) -> Batch:
         """The stretch at this position; the order is the text's in every epoch."""
-        (unit,) = units
-        first = unit * self.length
+        (item,) = items
+        first = item * self.length
         last = min(first + self.length, self.num_rows - 1)
         starts = [column * self.num_rows for column in range(self.num_columns)]
         return _batch([self.tokens[start + first : start + last + 1] for start in starts])
@@ -95,13 +95,13 @@ class LengthBuckets:
         self._order: tuple[int, NDArray[np.int64]] | None = None
 
     @property
-    def num_units(self) -> int:
+    def num_items(self) -> int:
         """Batches an epoch."""
         return len(self.ends)
 
-    def unit(self, epoch: int, number: int) -> NDArray[np.int64]:
+    def item(self, epoch: int, number: int) -> NDArray[np.int64]:
         """The samples of the epoch's batch at this position (B,)."""
-        place = int(Permutation(self.num_units, (self.seed, epoch, 2))[np.array([number])][0])
+        place = int(Permutation(self.num_items, (self.seed, epoch, 2))[np.array([number])][0])
         start = self.ends[place - 1] if place else 0
         return self._sorted(epoch)[start : self.ends[place]]
 

@@ -1,12 +1,12 @@
 """Which samples each replica takes in each step of an epoch, and which remain.
 
-An epoch is the units 0 … N-1. What has not been seen yet is a list of intervals of units; it says all there is
+An epoch is the items 0 … N-1. What has not been seen yet is a list of intervals of items; it says all there is
 to say about the position in the data, whatever the number of replicas, so a resumed job sees each remaining
-unit exactly once, also after that number has changed. Every replica takes the same number of steps; where a step's
-units do not divide, some have one fewer, or none.
+item exactly once, also after that number has changed. Every replica takes the same number of steps; where a step's
+items do not divide, some have one fewer, or none.
 
-    windows   unit = position in the shuffled order     step k of 2 replicas:  | r0 r0 r0 r1 r1 r1 | next step …
-    columns   unit = stretch of sequence_length rows    replica 0: | k k+1 …   |   replica 1: | k k+1 …   |
+    windows   item = position in the shuffled order     step k of 2 replicas:  | r0 r0 r0 r1 r1 r1 | next step …
+    columns   item = stretch of sequence_length rows    replica 0: | k k+1 …   |   replica 1: | k k+1 …   |
 """
 
 from collections.abc import Iterator
@@ -60,7 +60,7 @@ Intervals = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step of one replica: the units of each round, one or more, and what remains of the epoch after it."""
+    """One step of one replica: the items of each round, one or more, and what remains of the epoch after it."""
 
     rounds: list[range]
     remaining: Intervals
@@ -74,10 +74,10 @@ class Replica:
     size: int = 1
 
 
-def share(units: range, replica: Replica) -> range:
+def share(items: range, replica: Replica) -> range:
     """A replica's contiguous part of them: parts differ by one at most, and the earlier ones are the larger."""
-    start, stop = (-(-len(units) * rank // replica.size) for rank in (replica.rank, replica.rank + 1))
-    return units[start:stop]
+    start, stop = (-(-len(items) * rank // replica.size) for rank in (replica.rank, replica.rank + 1))
+    return items[start:stop]
 
 
 class StepSampler:
@@ -87,54 +87,54 @@ class StepSampler:
     A step sees the same samples whatever the number of replicas, as long as its size stays the same.
     """
 
-    def __init__(self, num_units: int, step_size: int, batch_size: int, replica: Replica) -> None:
-        self.num_units, self.step_size, self.batch_size, self.replica = num_units, step_size, batch_size, replica
+    def __init__(self, num_items: int, step_size: int, batch_size: int, replica: Replica) -> None:
+        self.num_items, self.step_size, self.batch_size, self.replica = num_items, step_size, batch_size, replica
 
     def num_steps(self, remaining: Intervals | None = None) -> int:
         """Steps from this position to the end of the epoch."""
         first = self._first(remaining)
-        return -(-(self.num_units - first) // self.step_size)
+        return -(-(self.num_items - first) // self.step_size)
 
     def epoch(self, remaining: Intervals | None = None) -> Iterator[StepPlan]:
         """The steps from this position (None: the epoch's beginning)."""
-        for start in range(self._first(remaining), self.num_units, self.step_size):
-            stop = min(start + self.step_size, self.num_units)
+        for start in range(self._first(remaining), self.num_items, self.step_size):
+            stop = min(start + self.step_size, self.num_items)
             own = share(range(start, stop), self.replica)
             rounds = [own[first : first + self.batch_size] for first in range(0, len(own), self.batch_size)]
-            yield StepPlan(rounds, [(stop, self.num_units)] if stop < self.num_units else [])
+            yield StepPlan(rounds, [(stop, self.num_items)] if stop < self.num_items else [])
 
     def _first(self, remaining: Intervals | None) -> int:
         if remaining is None:
             return 0
-        return remaining[0][0] if remaining else self.num_units
+        return remaining[0][0] if remaining else self.num_items
 
 
 class ColumnSampler:
-    """What remains is cut into `num_stretches`, and a step takes the next `units` of each; the replicas share the
+    """What remains is cut into `num_stretches`, and a step takes the next `items` of each; the replicas share the
     stretches.
 
     A step sees the same samples whatever the number of replicas, as long as these two numbers stay the same.
     """
 
-    def __init__(self, num_units: int, num_stretches: int, units: int, replica: Replica) -> None:
-        self.num_units, self.num_stretches, self.units, self.replica = num_units, num_stretches, units, replica
+    def __init__(self, num_items: int, num_stretches: int, items: int, replica: Replica) -> None:
+        self.num_items, self.num_stretches, self.items, self.replica = num_items, num_stretches, items, replica
 
     def num_steps(self, remaining: Intervals | None = None) -> int:
         """Steps from this position to the end of the epoch: those of the longest stretch."""
-        return -(-max(map(_length, self._stretches(remaining))) // self.units)
+        return -(-max(map(_length, self._stretches(remaining))) // self.items)
 
     def epoch(self, remaining: Intervals | None = None) -> Iterator[StepPlan]:
         """The steps from this position (None: the epoch's beginning)."""
         stretches = self._stretches(remaining)
         own = share(range(self.num_stretches), self.replica)
         for step in range(self.num_steps(remaining)):
-            seen, after = step * self.units, (step + 1) * self.units
+            seen, after = step * self.items, (step + 1) * self.items
             taken = [interval for index in own for interval in _cut(stretches[index], seen, after)]
             left = [_cut(stretch, after, _length(stretch)) for stretch in stretches]
-            yield StepPlan([range(unit, unit + 1) for interval in taken for unit in range(*interval)], _merge(left))
+            yield StepPlan([range(item, item + 1) for interval in taken for item in range(*interval)], _merge(left))
 
     def _stretches(self, remaining: Intervals | None) -> list[Intervals]:
-        intervals = [(0, self.num_units)] if remaining is None else remaining
+        intervals = [(0, self.num_items)] if remaining is None else remaining
         whole = range(_length(intervals))
         parts = [share(whole, Replica(index, self.num_stretches)) for index in range(self.num_stretches)]
         return [_cut(intervals, part.start, part.stop) for part in parts]
@@ -145,7 +145,7 @@ def _length(intervals: Intervals) -> int:
 
 
 def _cut(intervals: Intervals, first: int, last: int) -> Intervals:
-    """The first-th to last-th unit of the intervals, counted through all of them."""
+    """The first-th to last-th item of the intervals, counted through all of them."""
     result: Intervals = []
     for start, stop in intervals:
         low, high = max(first, 0), min(last, stop - start)

@@ -192,7 +192,9 @@ def _own_partition(config: Config, task: Task, mesh: ParallelMesh, measures: boo
     given = given_partition(config, [layer.name for layer in layers])
     if given is not None or num_stages == 1 or not measures or not task.sampler.num_steps():  # evaluation has no steps
         return given or uniform(len(layers), num_stages)
-    items = next(iter(task.sampler.epoch())).rounds[0]  # no rank has a larger accumulation step than rank 0's first
+    items = next(iter(task.sampler.epoch())).accumulation[
+        0
+    ]  # no rank has a larger accumulation step than rank 0's first
     batches = split_batch(task.batch(0, items), config.parallel.micro_batches)
     micro_batch, threads = task.micro_batch(batches[0]), worker_threads(num_stages)
 

@@ -49,12 +49,12 @@ class LanguageModelTask(Task):
         if config.data.batching == "windows":
             needed = length + 1
             self.samples = WindowDataset(tokens, length, config.seed)
-            self.sampler = StepSampler(self.samples.num_units, num_samples, training.batch_size, replica)
+            self.sampler = StepSampler(self.samples.num_items, num_samples, training.batch_size, replica)
         else:
             needed = 2 * training.batch_size
             self.samples = ColumnDataset(tokens, training.batch_size, length)
             num_stretches = num_samples // (training.batch_size * training.accumulation)
-            self.sampler = ColumnSampler(self.samples.num_units, num_stretches, training.accumulation, replica)
+            self.sampler = ColumnSampler(self.samples.num_items, num_stretches, training.accumulation, replica)
         if len(tokens) < needed:
             raise UserError(
                 f"data.source={config.data.source}: the training split has {len(tokens)} tokens, but one sample of "
@@ -97,8 +97,8 @@ class LanguageModelTask(Task):
     def tokenizers(self) -> Mapping[str, Tokenizer]:
         return {"": self.data.tokenizer}
 
-    def batch(self, epoch: int, units: range) -> Batch:
-        return self.samples.batch(epoch, units)
+    def batch(self, epoch: int, items: range) -> Batch:
+        return self.samples.batch(epoch, items)
 
     def has_split(self, split: str) -> bool:
         return split in self.data.splits

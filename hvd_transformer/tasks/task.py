@@ -139,7 +139,7 @@ class Task(ABC):
         that sum, and `num_sums` - 1 others that `metrics` needs."""
 
     @abstractmethod
-    def batch(self, epoch: int, units: range) -> Batch:
+    def batch(self, epoch: int, items: range) -> Batch:
         """The training samples of these units of the sampler."""
 
     @abstractmethod
@@ -230,8 +230,8 @@ class ExampleTask(Task):
         lengths = self.splits["train"].lengths
         self.batches = LengthBuckets(lengths, training.batch_size, config.data.batch_tokens, config.seed)
         units = -(-step_samples(training, replica.size) // training.batch_size)
-        self.sampler = StepSampler(self.batches.num_units, units, 1, replica)
-        self.targets_per_step = max(1, round(self.num_training_targets * units / self.batches.num_units))
+        self.sampler = StepSampler(self.batches.num_items, units, 1, replica)
+        self.targets_per_step = max(1, round(self.num_training_targets * units / self.batches.num_items))
 
     @abstractmethod
     def collate(self, split: str, numbers: NDArray[np.int64]) -> Batch:
@@ -242,9 +242,9 @@ class ExampleTask(Task):
         """Of an epoch: as many as samples, unless a task says other."""
         return len(self.splits["train"].lengths)
 
-    def batch(self, epoch: int, units: range) -> Batch:
-        (unit,) = units
-        return self.collate("train", self.batches.unit(epoch, unit))
+    def batch(self, epoch: int, items: range) -> Batch:
+        (item,) = items
+        return self.collate("train", self.batches.item(epoch, item))
 
     def has_split(self, split: str) -> bool:
         return split in self.splits

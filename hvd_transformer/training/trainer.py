@@ -241,7 +241,7 @@ class Trainer:
         accumulation: list[list[MicroBatch]] = []
         targets = samples = 0
         with self.engine.timeline.span("data", "batches"):
-            for items in plan.rounds:
+            for items in plan.accumulation:
                 batch = self._pinned(self.task.batch(self.state.epoch, items))
                 batches = split_batch(batch, self.config.parallel.micro_batches)
                 targets += sum(map(self.task.num_targets, batches))

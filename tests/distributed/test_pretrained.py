@@ -109,10 +109,10 @@ def of_reviews(folder: Path, model: nn.Module) -> Iterator[list[tuple[Tensor, in
     batches = LengthBuckets(lengths, 6, None, SEED)
     epoch = 0
     while True:
-        for first in range(0, batches.num_units, 4):
+        for first in range(0, batches.num_items, 4):
             parts = []
-            for unit in range(first, min(first + 4, batches.num_units)):
-                chosen = [rows[number] for number in batches.unit(epoch, unit)]
+            for unit in range(first, min(first + 4, batches.num_items)):
+                chosen = [rows[number] for number in batches.item(epoch, unit)]
                 inputs = tokenizer([text for _, text in chosen], padding=True, return_tensors="pt")
                 labels = torch.tensor([LABELS.index(label) for label, _ in chosen])
                 loss = F.cross_entropy(model(**inputs).logits, labels, reduction="sum", label_smoothing=0.1)

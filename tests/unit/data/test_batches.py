@@ -28,18 +28,18 @@ def text(count: int, dtype: str = "<u2") -> np.ndarray:
 def test_an_epoch_of_windows_is_the_text_cut_from_one_offset(length: int, more: int, seed: int, epoch: int) -> None:
     tokens = text(length + 1 + more)
     windows = WindowDataset(tokens, length, seed)
-    inputs, targets = windows.batch(epoch, range(windows.num_units))
+    inputs, targets = windows.batch(epoch, range(windows.num_items))
     assert inputs.dtype == targets.dtype == torch.int64
-    assert inputs.shape == targets.shape == (windows.num_units, length)
+    assert inputs.shape == targets.shape == (windows.num_items, length)
     # Tokens are places: every row goes up by one, and targets are the places behind.
     assert torch.equal(inputs, inputs[:, :1] + torch.arange(length))
     assert torch.equal(targets, inputs + 1)
     starts = sorted(inputs[:, 0].tolist())
     offset = starts[0]
-    assert starts == [offset + length * number for number in range(windows.num_units)]
-    assert 0 <= offset < len(tokens) - length * windows.num_units and targets.max().item() < len(tokens)
+    assert starts == [offset + length * number for number in range(windows.num_items)]
+    assert 0 <= offset < len(tokens) - length * windows.num_items and targets.max().item() < len(tokens)
     # At most two windows fewer than fit (one that does not fit the offset, one that makes room for it).
-    assert windows.num_units >= max(1, (len(tokens) - 1) // length - 1)
+    assert windows.num_items >= max(1, (len(tokens) - 1) // length - 1)
 
 
 @settings(deadline=None, max_examples=60)
@@ -48,9 +48,9 @@ def test_windows_come_in_the_epochs_order_however_they_are_asked_for(
     data: st.DataObject, length: int, count: int
 ) -> None:
     windows = WindowDataset(text(count), length, 3)
-    whole = windows.batch(1, range(windows.num_units)).inputs
-    start = data.draw(st.integers(0, windows.num_units - 1))
-    stop = data.draw(st.integers(start + 1, windows.num_units))
+    whole = windows.batch(1, range(windows.num_items)).inputs
+    start = data.draw(st.integers(0, windows.num_items - 1))
+    stop = data.draw(st.integers(start + 1, windows.num_items))
     assert torch.equal(windows.batch(1, range(start, stop)).inputs, whole[start:stop])
 
 
@@ -66,14 +66,14 @@ def test_the_cut_and_the_order_change_with_the_epoch_and_the_seed() -> None:
 
 def test_over_the_epochs_every_token_is_trained_on() -> None:
     windows = WindowDataset(text(31), 10, 1)
-    batches = [windows.batch(epoch, range(windows.num_units)) for epoch in range(300)]
+    batches = [windows.batch(epoch, range(windows.num_items)) for epoch in range(300)]
     assert set(torch.cat([batch.inputs.flatten() for batch in batches]).tolist()) == set(range(30))
     assert set(torch.cat([batch.targets.flatten() for batch in batches]).tolist()) == set(range(1, 31))
 
 
 def test_a_text_that_just_fits_is_one_window() -> None:
     windows = WindowDataset(text(6), 5, 1)
-    assert windows.num_units == 1
+    assert windows.num_items == 1
     assert windows.batch(0, range(1)).inputs.tolist() == [[0, 1, 2, 3, 4]]
 
 
@@ -83,11 +83,16 @@ def test_the_samples_of_an_epoch_do_not_depend_on_the_number_of_replicas() -> No
     def samples(size: int, batch_size: int) -> list[list[int]]:
         """Step by step, over all replicas."""
         steps = [
-            StepSampler(windows.num_units, batch_size * size, batch_size, Replica(rank, size)).epoch()
+            StepSampler(windows.num_items, batch_size * size, batch_size, Replica(rank, size)).epoch()
             for rank in range(size)
         ]
         return [
-            [start for step in part for units in step.rounds for start in windows.batch(2, units).inputs[:, 0].tolist()]
+            [
+                start
+                for step in part
+                for items in step.accumulation
+                for start in windows.batch(2, items).inputs[:, 0].tolist()
+            ]
             for part in zip(*steps, strict=True)
         ]
 
@@ -115,7 +120,7 @@ def test_columns_are_the_tutorials_batches(num_columns: int, length: int, more: 
     columns = ColumnDataset(tokens, num_columns, length)
     source = batchify(torch.from_numpy(tokens.astype(np.int64)), num_columns)
     places = range(0, source.size(0) - 1, length)
-    assert columns.num_units == len(places)
+    assert columns.num_items == len(places)
     for unit, place in enumerate(places):
         inputs, targets = columns.batch(0, range(unit, unit + 1))
         data, target = get_batch(source, place, length)
@@ -130,7 +135,7 @@ def test_columns_have_the_same_order_in_every_epoch() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 3, 5])
 def test_a_text_shorter_than_two_rows_has_no_columns(count: int) -> None:
-    assert ColumnDataset(text(count), 3, 5).num_units == 0
+    assert ColumnDataset(text(count), 3, 5).num_items == 0
 
 
 @settings(deadline=None, max_examples=150)
@@ -178,7 +183,7 @@ def test_tokens_behind_four_billion_are_found(ten_gigabytes: TokenFile) -> None:
         piece = ten_gigabytes[max(0, place - 2) : place + 1]
         assert piece[-1] == number and not piece[:-1].any()
     columns = ColumnDataset(ten_gigabytes, 4, 35)
-    last = columns.batch(0, range(columns.num_units - 1, columns.num_units))
+    last = columns.batch(0, range(columns.num_items - 1, columns.num_items))
     assert last.targets[3, -1] == 4
 
 
@@ -189,12 +194,12 @@ def test_ten_gigabytes_of_tokens_train_in_constant_memory(ten_gigabytes: TokenFi
     tracemalloc.start()
     try:
         windows = WindowDataset(ten_gigabytes, length, 1)
-        assert windows.num_units == (HUGE - 1) // length - 1
-        sampler = StepSampler(windows.num_units, 16, 8, Replica(1, 2))
-        assert sampler.num_steps() == -(-windows.num_units // 16)
+        assert windows.num_items == (HUGE - 1) // length - 1
+        sampler = StepSampler(windows.num_items, 16, 8, Replica(1, 2))
+        assert sampler.num_steps() == -(-windows.num_items // 16)
         for number in range(8):  # everywhere in the epoch
-            step = next(iter(sampler.epoch([(windows.num_units * number // 8, windows.num_units)])))
-            assert windows.batch(0, step.rounds[0]).inputs.shape == (8, length)
+            step = next(iter(sampler.epoch([(windows.num_items * number // 8, windows.num_items)])))
+            assert windows.batch(0, step.accumulation[0]).inputs.shape == (8, length)
         columns = ColumnDataset(ten_gigabytes, 20, 35)
         assert columns.batch(0, range(10**6, 10**6 + 1)).inputs.shape == (20, 35)
         assert sum(1 for _ in evaluation_batches(ten_gigabytes, length, 8, Replica(3, 100_000))) == 7

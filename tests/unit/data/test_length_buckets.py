@@ -14,15 +14,15 @@ lengths = st.lists(st.integers(1, 60), min_size=1, max_size=200).map(lambda valu
 @given(lengths, st.integers(1, 9), st.one_of(st.none(), st.integers(1, 150)), st.integers(0, 3))
 def test_each_sample_once_within_the_limit(values, batch_size, batch_tokens, epoch) -> None:
     batches = LengthBuckets(values, batch_size, batch_tokens, seed=7)
-    units = [batches.unit(epoch, number) for number in range(batches.num_units)]
-    assert sorted(np.concatenate(units)) == list(range(len(values)))
-    for unit in units:
+    items = [batches.item(epoch, number) for number in range(batches.num_items)]
+    assert sorted(np.concatenate(items)) == list(range(len(values)))
+    for item in items:
         if batch_tokens is None:
-            assert len(unit) <= batch_size
+            assert len(item) <= batch_size
         else:
-            assert len(unit) == 1 or len(unit) * values[unit].max() <= batch_tokens
+            assert len(item) == 1 or len(item) * values[item].max() <= batch_tokens
     # Sorted, the batches lie one behind the other: no length is between those of another batch.
-    ordered = sorted(units, key=lambda unit: (values[unit].min(), values[unit].max()))
+    ordered = sorted(items, key=lambda item: (values[item].min(), values[item].max()))
     for before, after in zip(ordered, ordered[1:], strict=False):
         assert values[before].max() <= values[after].min()
 
@@ -42,12 +42,12 @@ def test_the_order_is_of_seed_and_epoch() -> None:
 
     def order(seed: int, epoch: int) -> list[list[int]]:
         batches = LengthBuckets(values, 8, None, seed)
-        return [batches.unit(epoch, number).tolist() for number in range(batches.num_units)]
+        return [batches.item(epoch, number).tolist() for number in range(batches.num_items)]
 
     assert order(1, 0) == order(1, 0)
     assert len({str(order(seed, epoch)) for seed in (1, 2) for epoch in (0, 1)}) == 4
     # The samples of one batch, too, are others in another epoch.
-    assert {frozenset(unit) for unit in order(1, 0)} != {frozenset(unit) for unit in order(1, 1)}
+    assert {frozenset(item) for item in order(1, 0)} != {frozenset(item) for item in order(1, 1)}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 50])
@@ -55,5 +55,5 @@ def test_evaluation_has_each_sample_once_over_the_replicas(size: int) -> None:
     values = np.random.default_rng(0).integers(1, 20, 100)
     parts = [list(in_order(values, 8, None, Replica(rank, size))) for rank in range(size)]
     whole = list(in_order(values, 8, None, Replica(0, 1)))
-    assert [unit.tolist() for part in parts for unit in part] == [unit.tolist() for unit in whole]
+    assert [item.tolist() for part in parts for item in part] == [item.tolist() for item in whole]
     assert sorted(np.concatenate(whole)) == list(range(100))

@@ -1,4 +1,4 @@
-"""Each unit is seen once an epoch, by any number of replicas, also when that number changes on the way."""
+"""Each item is seen once an epoch, by any number of replicas, also when that number changes on the way."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -17,12 +17,12 @@ replicas = st.integers(1, 7)
 
 
 @st.composite
-def makers(draw: st.DrawFn, num_units: int) -> Make:
-    """One kind of sampler of so many units for whichever replica; a step grows with their number, or is fixed."""
+def makers(draw: st.DrawFn, num_items: int) -> Make:
+    """One kind of sampler of so many items for whichever replica; a step grows with their number, or is fixed."""
     batch_size, rounds, fixed = draw(st.integers(1, 9)), draw(st.integers(1, 4)), draw(st.none() | st.integers(1, 40))
     if draw(st.booleans()):
-        return lambda replica: StepSampler(num_units, fixed or batch_size * rounds * replica.size, batch_size, replica)
-    return lambda replica: ColumnSampler(num_units, fixed or replica.size, rounds, replica)
+        return lambda replica: StepSampler(num_items, fixed or batch_size * rounds * replica.size, batch_size, replica)
+    return lambda replica: ColumnSampler(num_items, fixed or replica.size, rounds, replica)
 
 
 def all_replicas(make: Make, size: int, remaining: Intervals | None = None) -> list[list[StepPlan]]:
@@ -30,42 +30,42 @@ def all_replicas(make: Make, size: int, remaining: Intervals | None = None) -> l
     return [list(make(Replica(rank, size)).epoch(remaining)) for rank in range(size)]
 
 
-def units(steps: list[StepPlan]) -> list[int]:
-    return [unit for step in steps for part in step.rounds for unit in part]
+def items(steps: list[StepPlan]) -> list[int]:
+    return [item for step in steps for part in step.accumulation for item in part]
 
 
 def covered(intervals: Intervals) -> list[int]:
-    return [unit for start, stop in intervals for unit in range(start, stop)]
+    return [item for start, stop in intervals for item in range(start, stop)]
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.data(), st.integers(0, 200), replicas)
-def test_every_unit_once_in_an_equal_number_of_steps(data: st.DataObject, num_units: int, size: int) -> None:
-    make = data.draw(makers(num_units))
+def test_every_unit_once_in_an_equal_number_of_steps(data: st.DataObject, num_items: int, size: int) -> None:
+    make = data.draw(makers(num_items))
     every = all_replicas(make, size)
-    assert sorted(chain.from_iterable(map(units, every))) == list(range(num_units))
+    assert sorted(chain.from_iterable(map(items, every))) == list(range(num_items))
     assert len({len(steps) for steps in every}) == 1
     assert {make(Replica(rank, size)).num_steps() for rank in range(size)} == {len(every[0])}
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.data(), st.integers(1, 200), replicas)
-def test_what_remains_is_what_no_replica_has_seen(data: st.DataObject, num_units: int, size: int) -> None:
-    every = all_replicas(data.draw(makers(num_units)), size)
+def test_what_remains_is_what_no_replica_has_seen(data: st.DataObject, num_items: int, size: int) -> None:
+    every = all_replicas(data.draw(makers(num_items)), size)
     seen: set[int] = set()
     for steps in zip(*every, strict=True):
-        seen |= {unit for step in steps for part in step.rounds for unit in part}
+        seen |= {item for step in steps for part in step.accumulation for item in part}
         assert all(step.remaining == steps[0].remaining for step in steps)
-        assert covered(steps[0].remaining) == sorted(set(range(num_units)) - seen)
+        assert covered(steps[0].remaining) == sorted(set(range(num_items)) - seen)
         assert all(start < stop for start, stop in steps[0].remaining)
     assert every[0][-1].remaining == []
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.data(), st.integers(1, 150), st.lists(replicas, min_size=2, max_size=4))
-def test_a_resumed_epoch_sees_each_remaining_unit_once(data: st.DataObject, num_units: int, sizes: list[int]) -> None:
+def test_a_resumed_epoch_sees_each_remaining_unit_once(data: st.DataObject, num_items: int, sizes: list[int]) -> None:
     """Stops after some steps, and goes on with another number of replicas, several times over."""
-    make = data.draw(makers(num_units))
+    make = data.draw(makers(num_items))
     remaining: Intervals | None = None
     seen: Counter[int] = Counter()
     for number, size in enumerate(sizes):
@@ -74,16 +74,16 @@ def test_a_resumed_epoch_sees_each_remaining_unit_once(data: st.DataObject, num_
         assert counts == {len(steps) for steps in every}
         last = number == len(sizes) - 1
         stop = len(every[0]) if last else data.draw(st.integers(0, len(every[0])))
-        seen.update(unit for steps in every for unit in units(steps[:stop]))
+        seen.update(item for steps in every for item in items(steps[:stop]))
         if stop:
             remaining = every[0][stop - 1].remaining
-    assert seen == Counter(range(num_units))
+    assert seen == Counter(range(num_items))
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.data(), st.integers(1, 200), st.integers(1, 40), st.lists(replicas, min_size=2, max_size=4))
 def test_steps_of_a_fixed_size_are_the_same_samples_over_any_number_of_replicas(
-    data: st.DataObject, num_units: int, step_size: int, sizes: list[int]
+    data: st.DataObject, num_items: int, step_size: int, sizes: list[int]
 ) -> None:
     """Also where that number changes on the way, and whatever a round may hold."""
     kind, rounds, remaining, found = data.draw(st.sampled_from(Sampler.__args__)), 1, None, []
@@ -91,29 +91,29 @@ def test_steps_of_a_fixed_size_are_the_same_samples_over_any_number_of_replicas(
         # Samples a round may change; what each stretch of columns gives to a step may not.
         if kind is StepSampler:
             rounds = data.draw(st.integers(1, 9))
-        every = all_replicas(lambda replica: kind(num_units, step_size, rounds, replica), size, remaining)  # noqa: B023
-        steps = [list(chain.from_iterable(units([step]) for step in part)) for part in zip(*every, strict=True)]
+        every = all_replicas(lambda replica: kind(num_items, step_size, rounds, replica), size, remaining)  # noqa: B023
+        steps = [list(chain.from_iterable(items([step]) for step in part)) for part in zip(*every, strict=True)]
         stop = len(steps) if number == len(sizes) - 1 else data.draw(st.integers(0, len(steps)))
         found += steps[:stop]
         remaining = every[0][stop - 1].remaining if stop else remaining
-    alone = all_replicas(lambda replica: kind(num_units, step_size, 1, replica), 1)
-    assert found == [units([step]) for step in alone[0]]
+    alone = all_replicas(lambda replica: kind(num_items, step_size, 1, replica), 1)
+    assert found == [items([step]) for step in alone[0]]
     assert kind is ColumnSampler or all(len(step) == step_size for step in found[:-1])
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.integers(1, 200), st.integers(1, 60), st.integers(1, 9), replicas)
 def test_a_step_of_windows_is_shared_evenly_and_taken_in_full_rounds(
-    num_units: int, step_size: int, batch_size: int, size: int
+    num_items: int, step_size: int, batch_size: int, size: int
 ) -> None:
-    every = all_replicas(lambda replica: StepSampler(num_units, step_size, batch_size, replica), size)
-    largest = min(batch_size, -(-min(num_units, step_size) // size))
-    assert len(every[0][0].rounds[0]) == largest  # so rank 0 can tell what a round needs
+    every = all_replicas(lambda replica: StepSampler(num_items, step_size, batch_size, replica), size)
+    largest = min(batch_size, -(-min(num_items, step_size) // size))
+    assert len(every[0][0].accumulation[0]) == largest  # so rank 0 can tell what a round needs
     for parts in zip(*every, strict=True):
-        own = [units([step]) for step in parts]
+        own = [items([step]) for step in parts]
         assert max(map(len, own)) - min(map(len, own)) <= 1
         for step, samples in zip(parts, own, strict=True):
-            sizes = [len(part) for part in step.rounds]
+            sizes = [len(part) for part in step.accumulation]
             assert len(sizes) == -(-len(samples) // batch_size)
             assert all(number == largest == batch_size for number in sizes[:-1])
             assert not sizes or 1 <= sizes[-1] <= largest
@@ -122,24 +122,24 @@ def test_a_step_of_windows_is_shared_evenly_and_taken_in_full_rounds(
 @pytest.mark.parametrize(("size", "rounds"), [(1, [3, 3, 2]), (2, [3, 1]), (3, [3]), (4, [2]), (5, [2]), (9, [1])])
 def test_the_rounds_of_the_first_replica_when_a_step_has_eight_samples(size: int, rounds: list[int]) -> None:
     every = all_replicas(lambda replica: StepSampler(16, 8, 3, replica), size)
-    assert [[len(part) for part in step.rounds] for step in every[0]] == [rounds, rounds]
+    assert [[len(part) for part in step.accumulation] for step in every[0]] == [rounds, rounds]
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.integers(1, 200), st.integers(1, 4), replicas)
-def test_a_replicas_columns_are_one_stretch_of_the_text_in_order(num_units: int, rounds: int, size: int) -> None:
-    every = all_replicas(lambda replica: ColumnSampler(num_units, size, rounds, replica), size)
-    stretches = [units(steps) for steps in every]
-    assert list(chain.from_iterable(stretches)) == list(range(num_units))
+def test_a_replicas_columns_are_one_stretch_of_the_text_in_order(num_items: int, rounds: int, size: int) -> None:
+    every = all_replicas(lambda replica: ColumnSampler(num_items, size, rounds, replica), size)
+    stretches = [items(steps) for steps in every]
+    assert list(chain.from_iterable(stretches)) == list(range(num_items))
     assert max(map(len, stretches)) - min(map(len, stretches)) <= 1
-    assert all(len(part) == 1 for steps in every for step in steps for part in step.rounds)
-    assert all(len(step.rounds) <= rounds for steps in every for step in steps)
+    assert all(len(part) == 1 for steps in every for step in steps for part in step.accumulation)
+    assert all(len(step.accumulation) <= rounds for steps in every for step in steps)
 
 
 def test_a_replica_walks_through_its_share_of_the_stretches() -> None:
     every = all_replicas(lambda replica: ColumnSampler(12, 3, 2, replica), 2)
-    assert [units([step]) for step in every[0]] == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    assert [units([step]) for step in every[1]] == [[8, 9], [10, 11]]
+    assert [items([step]) for step in every[0]] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert [items([step]) for step in every[1]] == [[8, 9], [10, 11]]
 
 
 @settings(deadline=None)
@@ -153,19 +153,19 @@ def test_shares_are_contiguous_and_fair(total: int, size: int) -> None:
 
 def test_the_picture_of_the_first_line() -> None:
     steps = all_replicas(lambda replica: StepSampler(12, 6, 3, replica), 2)
-    assert [step.rounds for step in steps[0]] == [[range(3)], [range(6, 9)]]
-    assert [step.rounds for step in steps[1]] == [[range(3, 6)], [range(9, 12)]]
+    assert [step.accumulation for step in steps[0]] == [[range(3)], [range(6, 9)]]
+    assert [step.accumulation for step in steps[1]] == [[range(3, 6)], [range(9, 12)]]
     columns = all_replicas(lambda replica: ColumnSampler(8, 2, 2, replica), 2)
-    assert [units([step]) for step in columns[0]] == [[0, 1], [2, 3]]
-    assert [units([step]) for step in columns[1]] == [[4, 5], [6, 7]]
+    assert [items([step]) for step in columns[0]] == [[0, 1], [2, 3]]
+    assert [items([step]) for step in columns[1]] == [[4, 5], [6, 7]]
 
 
 @pytest.mark.parametrize("kind", ["windows", "columns"])
 def test_a_long_epoch_is_a_few_numbers(kind: str) -> None:
-    """Ten to the twelfth units: a list of them would never end."""
+    """Ten to the twelfth items: a list of them would never end."""
     replica = Replica(1, 3)
     long = 10**12
     sampler = StepSampler(long, 48, 8, replica) if kind == "windows" else ColumnSampler(long, 3, 2, replica)
     first = next(iter(sampler.epoch()))
-    assert sum(map(len, first.rounds)) == (16 if kind == "windows" else 2)
+    assert sum(map(len, first.accumulation)) == (16 if kind == "windows" else 2)
     assert len(first.remaining) <= 3

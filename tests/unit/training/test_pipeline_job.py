@@ -79,8 +79,8 @@ def one_after_the_other(pieces: int) -> tuple[list[float], dict[str, torch.Tenso
 
 
 def first_batch(job: Trainer) -> Batch:
-    (units,) = next(job.steps()).rounds
-    return job.task.batch(0, units)
+    (items,) = next(job.steps()).accumulation
+    return job.task.batch(0, items)
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)

@@ -34,7 +34,7 @@ def column_steps(config: Config) -> Iterator[tuple[int, list[Pair]]]:
 
 def window_steps(config: Config, job: Trainer) -> Iterator[tuple[int, list[Pair]]]:
     """The windows of each epoch in their order (`test_batches.py` looks at that), so many a step."""
-    size, count = config.training.batch_size * config.training.accumulation, job.task.samples.num_units
+    size, count = config.training.batch_size * config.training.accumulation, job.task.samples.num_items
     for epoch in range(config.training.epochs):
         for first in range(0, count, size):
             yield epoch, [tuple(job.task.samples.batch(epoch, range(first, min(first + size, count))))]
@@ -172,7 +172,7 @@ def test_a_replica_without_samples_takes_part_in_the_step() -> None:
         world = OtherRanks(replica, 9)
         job = trainer(settings("training.epochs=1", "training.max_steps=none"), world, replica=replica)
         plans = list(job.task.sampler.epoch())
-        assert sum(map(len, plans[-1].rounds)) == samples and len(plans) == 2
+        assert sum(map(len, plans[-1].accumulation)) == samples and len(plans) == 2
         job.step(plans[0])
         world.events.clear()
         job.step(plans[1])
