@@ -193,9 +193,10 @@ def _run(
     """Checks what can be checked from here, then runs the job and exits with its code, unless this is a dry run."""
     from hvd_transformer.launch.doctor.examine import preflight
     from hvd_transformer.launch.doctor.findings import Job
-    from hvd_transformer.launch.horovodrun_command import SCREEN, check_devices, secret_values
+    from hvd_transformer.launch.horovodrun_command import check_devices, secret_values
     from hvd_transformer.launch.launch_screen import Screen
     from hvd_transformer.launch.supervisor import LaunchPlan, Supervisor
+    from hvd_transformer.reporting.progress import SCREEN
 
     values = secret_values(os.environ, chosen.named)
     check_devices(horovodrun.hosts, worker.config, os.environ)

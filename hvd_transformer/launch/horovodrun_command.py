@@ -16,8 +16,6 @@ from hvd_transformer.errors import UserError
 from hvd_transformer.launch.hostfile import Host
 from hvd_transformer.launch.ssh import PLAIN_PATH, Ssh, is_local
 
-# Tells rank 0 that the launcher draws the progress (`reporting/progress.py`).
-SCREEN = "HVD_TRANSFORMER_SCREEN"
 # Paths, text encoding, the ssh agent. CUDA_VISIBLE_DEVICES is for the ranks of this host only: horovodrun does not
 # send it to other hosts.
 _NAMES = {

@@ -36,9 +36,8 @@ class NodeAgent:
         self.folder, self.host = folder, os.uname().nodename
         self._ranks: dict[int, dict[str, int]] = {}  # process ids of each running rank
         self._failed: dict[int, dict[str, Any]] = {}
-        self._files: dict[
-            Path, BinaryIO
-        ] = {}  # output of the ranks; kept open, as a host that shares /tmp may remove the files
+        # Output of the ranks, kept open: a host that shares /tmp may remove the files.
+        self._files: dict[Path, BinaryIO] = {}
         self._speaks = True
         self._lock: IO[str] | None = None  # held while this process lives
 

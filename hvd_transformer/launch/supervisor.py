@@ -71,7 +71,7 @@ class Supervisor:
                     self._cool_down(error.host, str(error))
                 else:
                     code = ended.code
-                    if not self._goes_on(ended, stop):
+                    if not self._starts_again(ended, stop):
                         return code
                 hosts = self._wait_for_hosts(stop)
                 if hosts is None:
@@ -106,7 +106,7 @@ class Supervisor:
             self._screen.message(f"the ranks have saved; new hosts: {_names(newcomers.found)}")
         return ended
 
-    def _goes_on(self, ended: AttemptResult, stop: Stop) -> bool:
+    def _starts_again(self, ended: AttemptResult, stop: Stop) -> bool:
         """Whether to start the job again."""
         if ended.code == 0 or stop.count:
             return False

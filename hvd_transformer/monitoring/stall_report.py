@@ -102,9 +102,9 @@ class Stragglers:
         self._hosts = hosts
         self._steps: deque[Sequence[float]] = deque(maxlen=_MOST_STEPS)
         self._seconds = 0.0  # of the steps since the last judgement
-        self._told: int | None = None  # the slow rank named in the last report
+        self._reported: int | None = None  # the slow rank named in the last report
         self._verdict: int | None = None  # the slow rank now
-        self._held = self._absent = 0.0  # seconds for which the verdict has held, and for which it was not `_told`
+        self._held = self._absent = 0.0  # seconds for which the verdict has held, and for which it was not `_reported`
         self._lasting = 0.0
 
     def add(self, work: Sequence[float]) -> None:
@@ -123,21 +123,21 @@ class Stragglers:
         work = [median(seconds) for seconds in zip(*self._steps, strict=True)]
         slowest = max(range(len(work)), key=work.__getitem__)
         others = median(work[:slowest] + work[slowest + 1 :])
-        factor = _NO_LONGER if slowest == self._told else _SLOW
+        factor = _NO_LONGER if slowest == self._reported else _SLOW
         slow = work[slowest] - others > max((factor - 1) * others, _LEAST_SECONDS)
         self._note(slowest if slow else None, self._seconds)
         self._steps.clear()
         self._seconds = 0.0
-        if slow and slowest != self._told and self._held >= self._lasting:
-            self._tell(slowest)
+        if slow and slowest != self._reported and self._held >= self._lasting:
+            self._report(slowest)
             warn(
                 f"rank {slowest} on host {self._hosts[slowest]} is slow: {1000 * work[slowest]:.0f} ms of work per "
                 f"step, the others need {1000 * others:.0f} ms; "
                 f"every step of the job waits {1000 * (work[slowest] - others):.0f} ms for it"
             )
-        elif self._told is not None and self._absent >= self._lasting:
-            warn(f"rank {self._told} on host {self._hosts[self._told]} is no longer slow")
-            self._tell(None)
+        elif self._reported is not None and self._absent >= self._lasting:
+            warn(f"rank {self._reported} on host {self._hosts[self._reported]} is no longer slow")
+            self._report(None)
         return {
             "slowest_rank": slowest,
             "slowest_work_milliseconds": 1000 * work[slowest],
@@ -147,9 +147,9 @@ class Stragglers:
     def _note(self, verdict: int | None, seconds: float) -> None:
         """Updates how long the current verdict has held, and how long it has differed from the last report."""
         self._held = self._held + seconds if verdict == self._verdict else 0.0
-        self._absent = 0.0 if self._told in (verdict, self._verdict) else self._absent + seconds
+        self._absent = 0.0 if self._reported in (verdict, self._verdict) else self._absent + seconds
         self._verdict = verdict
 
-    def _tell(self, rank: int | None) -> None:
-        self._told, self._absent = rank, 0.0
+    def _report(self, rank: int | None) -> None:
+        self._reported, self._absent = rank, 0.0
         self._lasting = min(max(2 * self._lasting, _LASTING_SECONDS), _MOST_LASTING_SECONDS)

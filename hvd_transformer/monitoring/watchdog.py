@@ -162,11 +162,11 @@ class Watchdog:
         # Exits even if a disk or the screen blocks.
         faulthandler.dump_traceback_later(_END_SECONDS, exit=True, file=self._stacks)
         try:
-            self._tell()
+            self._report_stall()
         finally:
             os._exit(STALLED)
 
-    def _tell(self) -> None:
+    def _report_stall(self) -> None:
         """Writes the stacks to the log; one rank prints which ranks are late."""
         beat = self.beat(late=True)
         what = "step" if self.heartbeat.period == "step" else "progress"
@@ -178,13 +178,15 @@ class Watchdog:
                 (folder / _LATE).touch()
         time.sleep(_SETTLE_SECONDS)
         self._write(self._folders, beat)
-        seen = {**self._see(), self.rank: PeerHeartbeat(beat, 0.0)}
+        seen = {**self._read_heartbeats(), self.rank: PeerHeartbeat(beat, 0.0)}
         silent_seconds = 3 * self._beat_seconds + _SETTLE_SECONDS
-        told = {rank: found.beat for rank, found in seen.items() if found.beat["late"] and found.age <= silent_seconds}
-        longest = max(beat["progress_seconds"] for beat in told.values())
+        late_beats = {
+            rank: found.beat for rank, found in seen.items() if found.beat["late"] and found.age <= silent_seconds
+        }
+        longest = max(beat["progress_seconds"] for beat in late_beats.values())
         line = f"no {what} for {longest:.0f} s: {stall_report(list(seen.values()), self._hosts, silent_seconds)}"
         log.error("%s", line)
-        if self.rank == min(told):
+        if self.rank == min(late_beats):
             print(f"hvd-transformer: {line}; stacks are in {self._logs}", file=sys.stderr, flush=True)
         else:
             time.sleep(_SETTLE_SECONDS)  # a launcher may kill the others at the first exit
@@ -196,7 +198,7 @@ class Watchdog:
                 aside.write_text(json.dumps(beat), encoding="utf-8")
                 aside.replace(folder / f"beat-{self.rank}")
 
-    def _see(self) -> dict[int, PeerHeartbeat]:
+    def _read_heartbeats(self) -> dict[int, PeerHeartbeat]:
         """The newest visible heartbeat of each rank.
 
         Ages compare file times with that of this rank's own file, because the hosts' clocks may differ.

@@ -14,6 +14,8 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
+# The environment variable that tells rank 0, by the value "launcher", that the launcher shows the progress.
+SCREEN = "HVD_TRANSFORMER_SCREEN"
 _LAUNCHERS = ("horovodrun", "mpirun", "mpiexec", "orterun", "prterun")
 
 
@@ -118,7 +120,7 @@ class Progress(Silent):
         stream = sys.stdout if stream is None else stream
         terminal = stream.isatty() if terminal is None else terminal
         terminal = terminal and os.environ.get("TERM") not in ("dumb", "unknown")
-        if os.environ.get("HVD_TRANSFORMER_SCREEN") == "launcher":
+        if os.environ.get(SCREEN) == "launcher":
             every_seconds = math.inf  # the launcher shows the numbers, from the ranks' heartbeats
         self._view = _Bar(stream) if terminal else _Lines(stream, every_seconds)
         self._encoding = stream.encoding or "utf-8"

@@ -36,7 +36,7 @@ class NoAnswer(Exception):
         self.finding = finding
 
 
-class Conversation:
+class ProbeConnection:
     """A probe (`probe.py`) that runs on a host, with the Python of the same path as here."""
 
     def __init__(self, host: str, local: bool, process: Process, errors: IO[bytes]) -> None:
@@ -46,7 +46,7 @@ class Conversation:
         self._errors = errors
 
     @classmethod
-    async def start(cls, host: str, ssh: Ssh, environment: Mapping[str, str]) -> "Conversation":
+    async def start(cls, host: str, ssh: Ssh, environment: Mapping[str, str]) -> "ProbeConnection":
         """Starts the probe. Raises `UserError` if this host has no ssh."""
         command = [sys.executable, "-u", "-c", _START, str(len(_SOURCE))]
         local = await asyncio.get_running_loop().run_in_executor(None, is_local, host)
@@ -105,35 +105,35 @@ class Conversation:
         return Finding(self.host, f"its Python fails: {last}", f"make `{sys.executable} -c ''` work there")
 
 
-class Conversations:
+class Probes:
     """The probes of many hosts, as a context manager; `silent` holds a finding for each that no longer answers."""
 
     def __init__(self, hosts: Iterable[str], ssh: Ssh, environment: Mapping[str, str]) -> None:
         self.silent: list[Finding] = []
         self.local: set[str] = set()
-        self._starting = [Conversation.start(host, ssh, environment) for host in hosts]
-        self._talks: dict[str, Conversation] = {}
+        self._starting = [ProbeConnection.start(host, ssh, environment) for host in hosts]
+        self._connections: dict[str, ProbeConnection] = {}
 
-    async def __aenter__(self) -> "Conversations":
-        self._talks = {talk.host: talk for talk in await asyncio.gather(*self._starting)}
-        self.local = {talk.host for talk in self._talks.values() if talk.local}
+    async def __aenter__(self) -> "Probes":
+        self._connections = {connection.host: connection for connection in await asyncio.gather(*self._starting)}
+        self.local = {connection.host for connection in self._connections.values() if connection.local}
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await asyncio.gather(*(talk.close() for talk in self._talks.values()))
+        await asyncio.gather(*(connection.close() for connection in self._connections.values()))
 
-    async def each(self, ask: Callable[[Conversation], Awaitable[_T]]) -> dict[str, _T]:
+    async def each(self, ask: Callable[[ProbeConnection], Awaitable[_T]]) -> dict[str, _T]:
         """Asks all hosts in parallel; returns the answers by host. A host without an answer is not asked again."""
-        results = await asyncio.gather(*map(ask, self._talks.values()), return_exceptions=True)
+        results = await asyncio.gather(*map(ask, self._connections.values()), return_exceptions=True)
         answers = {}
-        for talk, result in zip(list(self._talks.values()), results, strict=True):
+        for connection, result in zip(list(self._connections.values()), results, strict=True):
             if isinstance(result, NoAnswer):
                 self.silent.append(result.finding)
-                await self._talks.pop(talk.host).close()
+                await self._connections.pop(connection.host).close()
             elif isinstance(result, BaseException):
                 raise result
             else:
-                answers[talk.host] = result
+                answers[connection.host] = result
         return answers
 
 
@@ -175,18 +175,18 @@ def preflight(job: Job, ssh: Ssh, environment: Mapping[str, str]) -> str | None:
 async def _examine(job: Job, ssh: Ssh, environment: Mapping[str, str], full: bool) -> Examination:
     start = asyncio.get_running_loop().time()
 
-    def facts(talk: Conversation) -> Any:
+    def facts(connection: ProbeConnection) -> Any:
         given = dict(environment)
-        if not talk.local:
+        if not connection.local:
             given.pop("CUDA_VISIBLE_DEVICES", None)  # horovodrun does not send it to other hosts
         question = {"environment": given, "cwd": job.cwd, "folders": dict(job.folders), "full": full}
-        return talk.ask("facts", start + _CONNECTED, **question)
+        return connection.ask("facts", start + _CONNECTED, **question)
 
-    async with Conversations((host.name for host in job.hosts), ssh, environment) as talks:
-        answers = await talks.each(facts)
+    async with Probes((host.name for host in job.hosts), ssh, environment) as probes:
+        answers = await probes.each(facts)
         found = list(findings.about_hosts(job, answers))
-        here = next((host for host in answers if host in talks.local), os.uname().nodename)
-        interfaces = {host: answer["interfaces"] for host, answer in answers.items() if host not in talks.local}
+        here = next((host for host in answers if host in probes.local), os.uname().nodename)
+        interfaces = {host: answer["interfaces"] for host, answer in answers.items() if host not in probes.local}
         common: list[str] = []
         if interfaces:
             interfaces[here] = probe.interfaces()  # the job is started from this host, even if it runs no rank
@@ -194,29 +194,29 @@ async def _examine(job: Job, ssh: Ssh, environment: Mapping[str, str], full: boo
             common = findings.common_interfaces(job.network_interface, interfaces)
         skews, links = {}, []
         if full:
-            skews = await talks.each(lambda talk: _skew(talk, start + _ASKED))
+            skews = await probes.each(lambda connection: _skew(connection, start + _ASKED))
             found += findings.about_clocks(skews)
-            found += findings.about_sharing(job.folders["output_dir"], await _sees_output(job, talks, start + _ASKED))
+            found += findings.about_sharing(job.folders["output_dir"], await _sees_output(job, probes, start + _ASKED))
             if common:
                 addresses = {host: answer["interfaces"][common[0]] for host, answer in answers.items()}
-                links = await _ring(talks, addresses, start + _MEASURED)
+                links = await _ring(probes, addresses, start + _MEASURED)
                 found += findings.about_links(common[0], links)
-        return Examination(answers, skews, common, links, talks.silent + found)
+        return Examination(answers, skews, common, links, probes.silent + found)
 
 
-async def _skew(talk: Conversation, until: float) -> tuple[float, float]:
+async def _skew(connection: ProbeConnection, until: float) -> tuple[float, float]:
     """(skew, uncertainty) of the host's clock, from the fastest query: it was read halfway through the round trip."""
     rounds = []
     for _ in range(_CLOCK_ROUNDS):
         sent = time.time()
-        there = await talk.ask("clock", until)
+        there = await connection.ask("clock", until)
         received = time.time()
         rounds.append(((received - sent) / 2, there - (sent + received) / 2))
     uncertainty, skew = min(rounds)
     return skew, uncertainty
 
 
-async def _sees_output(job: Job, talks: Conversations, until: float) -> dict[str, bool]:
+async def _sees_output(job: Job, probes: Probes, until: float) -> dict[str, bool]:
     """Whether each host sees a file that this host creates in the output folder, or in its nearest existing parent."""
     folder = Path(job.folders["output_dir"]).expanduser().absolute()
     while not folder.exists():
@@ -227,25 +227,25 @@ async def _sees_output(job: Job, talks: Conversations, until: float) -> dict[str
     except OSError:  # reported by this host's own answer
         return {}
     try:
-        return await talks.each(lambda talk: talk.ask("exists", until, path=str(marker)))
+        return await probes.each(lambda connection: connection.ask("exists", until, path=str(marker)))
     finally:
         with suppress(OSError):
             marker.unlink()
 
 
-async def _ring(talks: Conversations, addresses: Mapping[str, str], until: float) -> list[Link]:
+async def _ring(probes: Probes, addresses: Mapping[str, str], until: float) -> list[Link]:
     """Measures the links of a ring over the hosts in order, with the traffic of a ring allreduce (`probe.link`)."""
-    ports = await talks.each(lambda talk: talk.ask("listen", until, address=addresses[talk.host]))
+    ports = await probes.each(lambda connection: connection.ask("listen", until, address=addresses[connection.host]))
     hosts = list(ports)
     following = dict(zip(hosts, hosts[1:] + hosts[:1], strict=True))
     if len(hosts) < 2:
         return []
 
-    def link(talk: Conversation) -> Any:
-        target = following[talk.host]
-        return talk.ask("link", until, address=addresses[target], port=ports[target], seconds=_LINK_SECONDS)
+    def link(connection: ProbeConnection) -> Any:
+        target = following[connection.host]
+        return connection.ask("link", until, address=addresses[target], port=ports[target], seconds=_LINK_SECONDS)
 
-    answers = await talks.each(link)
+    answers = await probes.each(link)
     return [
         Link(
             source,

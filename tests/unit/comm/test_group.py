@@ -1,4 +1,4 @@
-"""How a group asks Horovod for a collective, seen by a Horovod that notes it and answers at once."""
+"""How a group calls Horovod's collectives, with a stand-in that records the calls and answers at once."""
 
 import sys
 from types import SimpleNamespace
@@ -48,7 +48,7 @@ def make_group(size: int, **link: bool) -> tuple[Group, Noted]:
 
 @pytest.fixture(autouse=True)
 def exceptions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one thing that `Link.guard` imports."""
+    """The only class that `Link.guard` imports."""
     package = SimpleNamespace(HorovodInternalError=RuntimeError)
     monkeypatch.setitem(sys.modules, "horovod.common.exceptions", package)
 

@@ -1,4 +1,4 @@
-"""The launchers' variables say who this process is; Horovod's own get good values where the user set none."""
+"""The launchers' variables give this process's place; unset Horovod variables get defaults."""
 
 import os
 from importlib.metadata import PackageNotFoundError
@@ -10,7 +10,7 @@ from hvd_transformer.comm.horovod_env import Launched, launched, set_defaults, u
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if nothing had started this process."""
+    """As if no launcher had started this process."""
     for name in os.environ:
         if name.startswith(("HOROVOD_", "OMPI_", "PMI_", "MPI_", "PMIX_")):
             monkeypatch.delenv(name)

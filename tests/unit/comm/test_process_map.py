@@ -1,4 +1,4 @@
-"""The process map: order, bounded work ahead, errors, and no process left behind."""
+"""The process map: order, bounded read-ahead, errors, and no process left behind."""
 
 import os
 import signal
@@ -43,7 +43,7 @@ def test_several_processes():
         processes = set(mapped(process_id, range(count)))
         assert len(processes) == 2
         assert os.getpid() not in processes
-        # The map takes in no more than two items a process ahead of what was asked for.
+        # The map reads at most two items per process ahead.
         taken = []
         results = mapped(square, (taken.append(number) or number for number in range(count)))
         for done in range(1, count + 1):
@@ -81,7 +81,7 @@ def test_processes_end_with_a_killed_parent(tmp_path):
 
 
 def running(process: int) -> bool:
-    """Whether there is such a process that has not ended (a zombie has)."""
+    """Whether the process is running (a zombie is not)."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Alone a world needs no Horovod; and a user's mistake on one rank is told on all."""
+"""A world of one needs no Horovod, and a user's error on one rank is raised on all."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ except UserError as error:
 
 
 def start(**launcher: str) -> str:
-    """What World.start() does where there is neither Horovod nor MPI."""
+    """World.start() without Horovod and MPI."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("HOROVOD_", "OMPI_", "PMI_"))}
     done = subprocess.run(
         [sys.executable, "-c", BLOCKED], env={**clean, **launcher}, capture_output=True, text=True, check=True

@@ -1,4 +1,4 @@
-"""The size of a step and the scale of the rate, which a fixed global batch makes independent of the replicas."""
+"""Samples per step and learning-rate scaling, which a fixed global batch makes independent of the replicas."""
 
 import pytest
 from small_job import settings
@@ -13,7 +13,7 @@ def test_a_fixed_size_does_not_depend_on_the_replicas(dp: int) -> None:
     assert (step_samples(grows, dp), rate_replicas(grows, dp)) == (12 * dp, dp)
     fixed = settings("training.batch_size=4", "training.global_batch_size=10").training
     assert (step_samples(fixed, dp), rate_replicas(fixed, dp)) == (10, 2.5)
-    # Without accumulation the two ways are one.
+    # Without accumulation both give the same.
     grows, fixed = (
         settings("training.batch_size=4", *words).training for words in ([], [f"training.global_batch_size={4 * dp}"])
     )

@@ -1,4 +1,4 @@
-"""Settings that do not go together are refused with the keys; the nearest ones that do are taken."""
+"""Settings that do not fit together are refused with their keys; the nearest ones that do are accepted."""
 
 import pytest
 

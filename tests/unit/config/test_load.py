@@ -1,4 +1,4 @@
-"""A job's settings are put together in one order; a wrong one is told with key, place and what is allowed."""
+"""Settings are merged in a fixed order; an invalid one gives an error with key, place and what is allowed."""
 
 import sys
 from pathlib import Path
@@ -282,7 +282,7 @@ def test_a_list_or_table_with_a_wrong_part_is_told_what_it_may_be(key: str, valu
 
 
 def test_no_message_is_for_programmers(tmp_path: Path) -> None:
-    """Any key with nothing, a list, a table, a date or two lines as its value: one line of plain words."""
+    """Any key with nothing, a list, a table, a date or two lines as its value: a one-line error."""
     for key in KEYS:
         for value in ("", "[0.5]", "[x, [1], {a: b}]", "{a: {b: 1}}", "2020-01-01", "!!set {1}", ".nan", '"a\\nb"'):
             try:
@@ -304,7 +304,7 @@ def test_a_wrong_value_in_a_file_names_the_file_and_one_in_a_preset_the_preset(
     good = written(tmp_path, "optimizer: {lr: 1}\n", "good.yaml")
     with pytest.raises(UserError, match=r"^optimizer.lr=-2 \(command line\)"):
         load("broken", good, ["optimizer.lr=-2"])
-    # What is set again later is never looked at.
+    # A value that is overridden later is not validated.
     assert load(file=file, overrides=["optimizer.lr=2"]).optimizer.lr == 2
 
 

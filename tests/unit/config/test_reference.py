@@ -1,4 +1,4 @@
-"""The lower half of `hvd-train --help` names every key with a default that can be typed as it is shown."""
+"""`hvd-train --help` lists every key with a default that can be typed as shown."""
 
 import re
 from typing import get_args

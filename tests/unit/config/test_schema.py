@@ -1,4 +1,4 @@
-"""Every key is documented and says whether it may change when a run goes on."""
+"""Every key is documented and says whether it may change when a run resumes."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ checkpoint.every_seconds checkpoint.keep_last checkpoint.keep_best checkpoint.re
 translation.beam translation.length_penalty training.best_metric data.text_column data.label_column
 """
 
-# What makes the weights, the tokens or the updates others: the rest is how fast, how long and where.
+# Keys that affect the weights, the tokens or the updates; the others only affect speed, length and place.
 FIXED = """
 task seed model.pretrained model.num_layers model.d_model model.num_heads model.d_feedforward model.dropout
 model.max_length model.norm model.activation model.position model.tie_embeddings data.source data.split data.tokenizer

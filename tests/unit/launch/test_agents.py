@@ -68,7 +68,7 @@ def opened(*hosts: str, show: Show = lambda *printed: None) -> HostAgents:
 
 @pytest.mark.parametrize("hosts", [["localhost"], ["far.invalid"], ["localhost", "far.invalid"]])
 def test_a_rank_gets_the_values_and_nobody_else_does(ssh_log: Path, hosts: list[str]) -> None:
-    """Hosts may also share /tmp, as these do."""
+    """These hosts share /tmp."""
     printed: list[tuple[int, str, str]] = []
     folder = opened(*hosts, show=lambda *what: printed.append(what))
     file = Path(folder.path) / "environment"
@@ -113,7 +113,7 @@ def test_closing_ends_what_ignores_signals_with_all_its_children(ssh_log: Path) 
     rank = start_rank(folder, 0, ["sh", "-c", "trap '' TERM; sleep 101 & sleep 102"])
     wait_until(lambda: notes(folder))
     group = json.loads(notes(folder)[0].read_text())["child"]
-    assert folder.close() == []  # its own doing, no failure of the rank
+    assert folder.close() == []  # caused by the agent, not a failure of the rank
     assert rank.wait(10) == 137
     wait_until(lambda: not group_lives(group))
 
@@ -154,12 +154,12 @@ def test_a_host_that_cannot_be_reached_is_named_with_what_ssh_says(ssh_log: Path
 
 
 def test_what_a_killed_keeper_left_is_removed_by_the_next_one(ssh_log: Path) -> None:
-    """As after a crash of the host: nobody else would ever remove the ranks' environment."""
+    """As after a crash of the host: nothing else would ever remove the ranks' environment."""
     left, used = opened("far.invalid"), opened("far.invalid", "other.invalid")
     for pid in keepers(left.path):
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: left.lost)
-    os.kill(keepers(used.path)[0], signal.SIGKILL)  # the other one still uses it
+    os.kill(keepers(used.path)[0], signal.SIGKILL)  # the other agent still uses it
     assert (Path(left.path) / "environment").exists()
     new = opened("far.invalid")
     assert not Path(left.path).exists()
@@ -171,7 +171,7 @@ def test_what_a_killed_keeper_left_is_removed_by_the_next_one(ssh_log: Path) -> 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
 def test_what_another_user_put_beside_it_is_left_alone(ssh_log: Path) -> None:
-    """A named pipe would wait for ever where it was opened."""
+    """Opening a named pipe would block forever."""
     trap = Path(f"/tmp/hvd-transformer-trap-{os.getpid()}")
     trap.mkdir(mode=0o755)
     try:
@@ -184,7 +184,7 @@ def test_what_another_user_put_beside_it_is_left_alone(ssh_log: Path) -> None:
 
 
 def keepers(folder: str) -> list[int]:
-    """The processes that keep a folder."""
+    """The node agents of a folder."""
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):

@@ -49,7 +49,7 @@ def job(hosts: str = "a:2,b:2,c:2", *settings: str) -> Job:
 
 
 def found(changed: dict[str, Any], host: str = "c", wanted: Job | None = None) -> list[Finding]:
-    """The findings of three hosts, one of which answers otherwise: dotted keys, and their values."""
+    """The findings for three hosts, one of which gives a different answer: keys and their values."""
     answers = {name: deepcopy(ANSWER) for name in ("a", "b", "c")}
     for key, value in changed.items():
         *parents, last = key.split("/")
@@ -138,7 +138,7 @@ def test_what_only_slows_a_job_is_no_problem() -> None:
     ],
 )
 def test_devices_are_those_of_all_slots_and_stages(settings: list[str], devices: int, short: str | None) -> None:
-    """The other hosts have enough."""
+    """The other hosts have enough GPUs."""
     answers = {name: {**ANSWER, "devices": [GPU] * 8} for name in ("a", "b", "c")}
     answers["c"] = {**ANSWER, "devices": [GPU] * devices}
     problems = [finding for finding in about_hosts(job("a:2,b:2,c:2", *settings), answers) if finding.problem]

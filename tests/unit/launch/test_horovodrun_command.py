@@ -1,4 +1,4 @@
-"""The horovodrun command line of a job, and the environment that it is given."""
+"""The horovodrun command line of a job, and its environment."""
 
 import sys
 from pathlib import Path

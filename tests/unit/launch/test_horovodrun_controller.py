@@ -1,4 +1,4 @@
-"""gloo or MPI: what the compiled library was built with, and what is taken then."""
+"""gloo or MPI: what the compiled library was built with, and which one is chosen."""
 
 from pathlib import Path
 

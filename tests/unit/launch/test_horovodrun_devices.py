@@ -1,4 +1,4 @@
-"""This host's GPUs against its ranks and their stages."""
+"""Whether this host has enough GPUs for its ranks and their stages."""
 
 import os
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_the_driver_s_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s
 
 FOUR = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
 NONE = {"CUDA_VISIBLE_DEVICES": ""}
-FAR = Host("192.0.2.1", 8)  # an address of no machine
+FAR = Host("192.0.2.1", 8)  # reserved for documentation: no machine has it
 
 
 @pytest.mark.parametrize(("slots", "stages", "message"), [

@@ -1,4 +1,4 @@
-"""Which hosts a command line means, and with how few ranks it is content."""
+"""The hosts that a command line selects, and the fewest ranks that it accepts."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Every usual form of a host file gives hosts and slots; anything else is told in one line that names file and line."""
+"""Every common format of a host file gives hosts and slots; anything else is one error that names file and line."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from hvd_transformer.launch.hostfile import Host, assign, parse_hostfile, parse_
 
 
 def refused(text: str) -> str:
-    """The one line that this host file gets."""
+    """The error message for this host file."""
     with pytest.raises(UserError) as caught:
         parse_hostfile(text, "hosts")
     message = str(caught.value)
@@ -121,7 +121,7 @@ def test_a_malformed_line_is_named_with_what_is_allowed(text: str) -> None:
 
 
 def test_a_hundred_host_files_with_one_damaged_line_each() -> None:
-    """The damage is always found, in its line."""
+    """The damage is always found, with its line."""
     rng = random.Random(4)
     for _ in range(150):
         lines = [rng.choice([f"n{at}:2", f"n{at} slots=2", f"n{at}", f"r{at}x[1-3]", "# text"]) for at in range(9)]

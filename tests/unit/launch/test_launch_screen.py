@@ -1,4 +1,4 @@
-"""The numbers at the foot of a launched job's terminal."""
+"""The live view at the bottom of a launched job's terminal."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""The files for schedulers: valid by the schedulers' own rules, the same job, every word unchanged, no secret."""
+"""Job files for schedulers: valid by the schedulers' own rules, the same job, every word unchanged, no secrets."""
 
 import os
 import re
@@ -40,7 +40,7 @@ def written(scheduler: str, *words: str) -> str:
 
 
 def documents(text: str) -> list[dict]:
-    """Read by libyaml: another reader than the one whose writer made them."""
+    """Parsed by libyaml, an independent parser."""
     return list(yaml.load_all(text, Loader=yaml.CSafeLoader))
 
 
@@ -53,7 +53,7 @@ def check(name: str, definition: str, document: dict) -> None:
 
 
 def expanded(words: list[str], variable: str) -> list[str]:
-    """As Kubernetes and compose read words: two dollar signs are one, and `variable` is a reference."""
+    """Words as Kubernetes and compose expand them: two dollar signs become one, and `variable` is a reference."""
     for word in words:
         assert not re.search(variable, word.replace("$$", "")), word
     return [word.replace("$$", "$") for word in words]
@@ -132,7 +132,7 @@ def test_every_word_arrives_unchanged(tmp_path: Path, scheduler: str, words: lis
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_it_is_the_same_job(tmp_path: Path, scheduler: str) -> None:
-    """Every option that was given means on the other side what it meant here."""
+    """Every given option has the same meaning where the job file runs."""
     key = tmp_path / "key"
     key.write_text("")
     given_words = [

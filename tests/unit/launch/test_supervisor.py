@@ -1,4 +1,4 @@
-"""What the launcher does when ranks and hosts fail or come: with real processes, under a stand-in for horovodrun."""
+"""What the launcher does when ranks or hosts fail or join: with real processes, under a stand-in for horovodrun."""
 
 import json
 import os
@@ -43,7 +43,7 @@ for word; do case "$word" in *.invalid) host=$word;; esac; done
 echo $$ >"$STAND/ssh-$host"
 exec sh -c "exec $last"
 """
-# Each rank notes the number of ranks of each of its starts; what it does then is the test's part.
+# Each rank records the number of ranks at each start; what it does then is up to the test.
 WORKER = 'cd "$STAND"; echo $HOROVOD_SIZE >>starts-$HOROVOD_RANK; start=$(wc -l <starts-$HOROVOD_RANK); '
 BEAT = """
 printf '{"rank": %d, "host": "%s", "time": %d, "step": %d, "limit_seconds": 60}' $HOROVOD_RANK \\
@@ -76,7 +76,7 @@ def supervise(
 
 
 def given(**slots: int) -> FindHosts:
-    """Fixed hosts; those but localhost are reached by ssh."""
+    """Fixed hosts; all except localhost are reached by ssh."""
     return lambda: [Host(name if name == "localhost" else f"{name}.invalid", count) for name, count in slots.items()]
 
 

@@ -1,4 +1,4 @@
-"""What a rank does at this moment is read off its world, its timeline and its own words."""
+"""What a rank is doing follows from its collectives, its timeline and its phase."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""The sentence that names who is late, from heartbeats as the ranks write them."""
+"""The sentence that names the late ranks, from heartbeats as the ranks write them."""
 
 from typing import Any
 

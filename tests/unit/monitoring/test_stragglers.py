@@ -1,4 +1,4 @@
-"""A slow rank is told once, with what it costs; after that only what lasts: not the noise of a busy machine."""
+"""A slow rank is reported once, with its cost; afterwards only lasting changes are, not the noise of a busy machine."""
 
 import itertools
 import random
@@ -20,7 +20,7 @@ def judged(stragglers: Stragglers, *work: float, num_steps: int = 20) -> tuple[l
 
 
 def told(stragglers: Stragglers, *work: float, seconds: float) -> list[tuple[str, float]]:
-    """The warnings in so many seconds of steps, judged every ten, each with the second that it came."""
+    """The warnings in this many seconds of steps, judged every ten, each with its time in seconds."""
     found: list[tuple[str, float]] = []
     lasted = 0.0
     while lasted < seconds:
@@ -70,7 +70,7 @@ def test_verdicts_that_alternate_are_told_once() -> None:
 
 
 def test_noise_of_any_kind_brings_few_lines() -> None:
-    """Ten hours of verdicts by chance, of two ranks and of eight: a line an hour at most after the first few."""
+    """Ten hours of random verdicts, of two and eight ranks: at most one line per hour after the first few."""
     for num_ranks in (2, 8):
         rng = random.Random(num_ranks)
         stragglers = Stragglers(["h"] * num_ranks)

@@ -1,4 +1,4 @@
-"""Its limits, its file, its stacks on demand, and the end of a process that does not move."""
+"""The watchdog: limits, heartbeat file, stacks on demand, and the end of a process that makes no progress."""
 
 import json
 import os
@@ -94,7 +94,7 @@ sleep_for_ever()
 
 
 def stalled(folder: Path) -> str:
-    """What a process that does not move says when it ends itself."""
+    """What a process without progress prints when it ends itself."""
     environment = {name: value for name, value in os.environ.items() if name != FOLDER}
     done = subprocess.run(
         [sys.executable, "-c", ALONE, folder, "time.sleep"],
@@ -116,7 +116,7 @@ def test_a_process_that_does_not_move_ends_itself(tmp_path) -> None:
 
 
 def test_it_ends_also_where_nothing_can_be_written(tmp_path) -> None:
-    """Its heartbeat's place is taken, and so is its log's: the stacks are on the screen."""
+    """Neither its heartbeat nor its log can be written: the stacks go to the screen."""
     for name in ("beat-0", "beat-0.tmp", "rank-000.log"):
         (tmp_path / name).mkdir()
     said = stalled(tmp_path)
@@ -124,7 +124,7 @@ def test_it_ends_also_where_nothing_can_be_written(tmp_path) -> None:
 
 
 def test_stacks_are_written_where_no_other_thread_can_run(tmp_path) -> None:
-    """A function of a library that keeps the interpreter to itself."""
+    """A library function that holds the interpreter lock."""
     environment = {name: value for name, value in os.environ.items() if name != FOLDER}
     holding = subprocess.Popen([sys.executable, "-c", ALONE, tmp_path, "ctypes.PyDLL(None).sleep"], env=environment)
     try:

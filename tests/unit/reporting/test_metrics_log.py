@@ -24,7 +24,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def curve(folder: Path, key: str) -> list[tuple[int, float]]:
-    """What TensorBoard shows."""
+    """The values that TensorBoard shows."""
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
     return [(event.step, event.value) for event in events.Scalars(key)]
@@ -34,7 +34,7 @@ def test_same_numbers_in_both(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, 0, fail)
     assert rows(tmp_path) == []
     log.write(10, epoch=1, loss=5.5, lr=1e-3)
-    # Readable while the run goes on.
+    # Readable while the run is in progress.
     assert rows(tmp_path) == [{"step": 10, "epoch": 1, "loss": 5.5, "lr": 1e-3}]
     log.write(10, valid_loss=5.25, valid_perplexity=math.exp(5.25))
     log.write(20, epoch=1, loss=4.5, lr=9e-4)

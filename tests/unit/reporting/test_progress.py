@@ -19,7 +19,7 @@ from hvd_transformer.reporting.progress import Progress, Silent, duration
 
 
 class Clock:
-    """Stands still but where a test moves it."""
+    """A clock that only tests move."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
@@ -163,7 +163,7 @@ print("done")
 
 
 def on_a_terminal(columns: int, **environment: str) -> str:
-    """What PROGRAM writes on a terminal so wide."""
+    """What PROGRAM writes to a terminal of this width."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     unset = {"COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"}
@@ -206,7 +206,7 @@ def test_the_bar_fits_80_columns() -> None:
         "printed by a library",
     ]
     assert [line.strip() for line in lines if line.strip()][-1] == "done"
-    # The cursor that the bar hid is back.
+    # The cursor is visible again.
     assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l")
 
 

@@ -1,4 +1,4 @@
-"""The report of a run: whole, going on, hardly begun, or no run at all."""
+"""The report of a run: finished, in progress, just started, or no run at all."""
 
 import base64
 import io
@@ -19,7 +19,7 @@ CHARTS = ("loss.png", "learning_rate.png", "throughput.png")
 
 
 class Page(HTMLParser):
-    """A page's words and pictures; fails where tags do not match."""
+    """The text and images of a page; fails if tags do not match."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
