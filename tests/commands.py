@@ -7,6 +7,7 @@ Each begins as in a new process, and leaves this one as it was: signals, log, en
 What needs a process of its own stays real: kills, full disks, what is imported when.
 """
 
+import gc
 import importlib
 import logging
 import os
@@ -81,6 +82,7 @@ def captured(
         for thread in set(threading.enumerate()) - threads:
             if not thread.daemon:  # which the interpreter waits for at its end
                 thread.join(_THREAD_SECONDS)
+        gc.collect()  # closes files, which their locks end with
         printed = []
         for stream in (out, err):
             stream.seek(0)
