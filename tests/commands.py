@@ -79,10 +79,10 @@ def captured(
         except Exception:
             traceback.print_exc(file=err)
             code = 1
+        gc.collect()  # closes files, with which their locks end; idle threads of pools end, too
         for thread in set(threading.enumerate()) - threads:
             if not thread.daemon:  # which the interpreter waits for at its end
                 thread.join(_THREAD_SECONDS)
-        gc.collect()  # closes files, which their locks end with
         printed = []
         for stream in (out, err):
             stream.seek(0)

@@ -103,7 +103,7 @@ class World(Ranks):
         with socket.create_server(("127.0.0.1", 0), backlog=size) as server:
             words = [BIN / "python", WORKERS / "world.py", str(server.getsockname()[1])]
             self._job = Job(size, words, backend, Path(self._folder.name) / "output")
-            self.broken = False
+            self.broken, self._text = False, ""
             try:
                 self._ranks = self._accept(server)
             except BaseException:
@@ -161,11 +161,13 @@ class World(Ranks):
 
     def kill(self) -> None:
         self.broken = True
-        self._job.end()
-        self._text = self._job.text()
-        self._folder.cleanup()
+        if not self._text:
+            self._job.end()
+            self._text = f"its screen:\n{self._job.text()}"
+            self._folder.cleanup()
 
     def close(self) -> None:
+        """Ends it in good order, if it can."""
         if not self.broken:
             for connection, lines in self._ranks:
                 lines.close()
