@@ -32,6 +32,7 @@ def _may_mount() -> bool:
 _ROOT = os.geteuid() == 0
 _GPU = torch.cuda.is_available()
 _SHARED = (Path(__file__).parent.parent.parent / "shared" / "data").is_dir()
+_GIT = (Path(__file__).parent.parent / ".git").exists()
 _CONTAINER = _ROOT and not _may_mount()
 
 ALLOWED = [
@@ -45,6 +46,7 @@ ALLOWED = [
     Skip("needs the right to mount", "a container without CAP_SYS_ADMIN", _CONTAINER),
     Skip("needs the data sets in */shared/data", "without ../shared/data beside the checkout", not _SHARED),
     Skip("no WikiText-2 at *", "without ../shared/data beside the checkout", not _SHARED),
+    Skip("not a git checkout", "without git's folder", not _GIT),
     Skip("mpirun and bare horovodrun need a path without spaces", "with a space in its path", " " in sys.prefix),
 ]
 

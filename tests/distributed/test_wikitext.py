@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-NUM_STEPS, BATCH, LENGTH, WIDTH, RATE, MIN_FREQUENCY = 250, 16, 35, 32, 5e-3, 5
+NUM_STEPS, BATCH, LENGTH, WIDTH, RATE, MIN_FREQUENCY = 120, 16, 35, 32, 5e-3, 5
 
 
 def plain_perplexity(tokens: dict[str, torch.Tensor], vocab_size: int) -> float:
