@@ -22,21 +22,36 @@ ifneq ($(HOROVOD_GPU_OPERATIONS),$(INSTALLED_GPU_OPERATIONS))
 .PHONY: $(STAMP)
 endif
 
-.PHONY: train test unit-tests distributed-tests test-docker lint docs bench install clean
+# What `make test` leaves out, and how often a fault is made where it takes its time.
+LONG := EVERY_CASE=1 EVERY_PAIR=1 FAULT_REPEATS=3
+SLOWEST := --durations=20 --durations-min=1
+
+.PHONY: train test unit-tests distributed-tests test-all slow-unit-tests slow-distributed-tests test-docker lint docs \
+	bench install clean
 
 train: install
 	horovodrun -np 2 -H localhost:2 hvd-train --preset python-docs output_dir=$(OUTPUT)
 
-# Both halves, also where the first one fails.
+# Both halves, also where the first one fails; the tests marked `slow` are left out.
 test: install
 	$(MAKE) --keep-going -j1 unit-tests distributed-tests
 
 # Two at a time; the tests that start real ranks share the cores themselves.
 unit-tests: install
-	$(BIN)/python -m pytest -m "not distributed" -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not distributed and not slow" -n 2 --dist loadfile $(SLOWEST) $(PYTEST_ARGS)
 
 distributed-tests: install
-	$(BIN)/python -m pytest -m distributed $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "distributed and not slow" $(SLOWEST) $(PYTEST_ARGS)
+
+# Everything, before a release: up to three hours.
+test-all: install
+	$(MAKE) --keep-going -j1 slow-unit-tests slow-distributed-tests test-docker
+
+slow-unit-tests: install
+	$(LONG) $(BIN)/python -m pytest -m "not distributed" -n 2 --dist loadfile $(SLOWEST) $(PYTEST_ARGS)
+
+slow-distributed-tests: install
+	$(LONG) $(BIN)/python -m pytest -m distributed $(SLOWEST) $(PYTEST_ARGS)
 
 # The cluster of docker/compose.yaml on a Docker engine, which it starts itself where it is root and there is none.
 test-docker: install

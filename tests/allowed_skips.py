@@ -32,7 +32,7 @@ def _may_mount() -> bool:
 _ROOT = os.geteuid() == 0
 _GPU = torch.cuda.is_available()
 _SHARED = (Path(__file__).parent.parent.parent / "shared" / "data").is_dir()
-_LONG = bool(int(os.environ.get("FAULT_REPEATS", "0")))
+_GIT = (Path(__file__).parent.parent / ".git").exists()
 _CONTAINER = _ROOT and not _may_mount()
 
 ALLOWED = [
@@ -46,9 +46,8 @@ ALLOWED = [
     Skip("needs the right to mount", "a container without CAP_SYS_ADMIN", _CONTAINER),
     Skip("needs the data sets in */shared/data", "without ../shared/data beside the checkout", not _SHARED),
     Skip("no WikiText-2 at *", "without ../shared/data beside the checkout", not _SHARED),
+    Skip("not a git checkout", "without git's folder", not _GIT),
     Skip("mpirun and bare horovodrun need a path without spaces", "with a space in its path", " " in sys.prefix),
-    Skip("takes minutes: with FAULT_REPEATS=20", "any: a long run, before a release", not _LONG),
-    Skip("FAULT_REPEATS tests each fault alone", "any: in that long run", _LONG),
 ]
 
 

@@ -6,11 +6,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from allowed_skips import UnexpectedSkips
 from hosts import Hosts, missing
+
+if TYPE_CHECKING:
+    from worlds import Worlds
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # several tests at a time share the cores
     torch.set_num_threads(1)
@@ -72,6 +76,16 @@ def launcher(num_ranks: int, backend: str) -> list[str]:
     if backend == "mpirun":
         return ["mpirun", "-np", str(num_ranks), "--oversubscribe"]
     return ["horovodrun", "-np", str(num_ranks), "-H", f"localhost:{num_ranks}", f"--{backend}"]
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator["Worlds"]:
+    """Ranks that are there already and run many cases: world(2), world(3, "mpi"); see distributed/worlds.py."""
+    pytest.importorskip("horovod", reason="needs Horovod")
+    from worlds import Worlds
+
+    with Worlds() as worlds:
+        yield worlds
 
 
 @pytest.fixture(scope="session")

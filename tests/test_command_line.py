@@ -1,4 +1,4 @@
-"""What is wrong on a command line is told in one line with exit code 2, by each command as a user starts it."""
+"""What is wrong on a command line is told in one line with exit code 2; by each command once as a user starts it."""
 
 import json
 import subprocess
@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from commands import command
 from conftest import BIN, REPOSITORY, rank_environment
+
+from hvd_transformer.cli import main
 
 # Several command lines in one fresh process, where torch cannot be imported: what is told was found without it.
 CALLS = """
@@ -30,9 +33,13 @@ NO_FOLDER = "no such checkpoint folder"
 NO_RUN = "empty: neither a run directory nor a checkpoint nor an exported folder"
 
 
-def refused(command: Sequence[str | Path], folder: Path) -> str:
-    """The one line on stderr."""
-    done = subprocess.run(command, cwd=folder, env=rank_environment(), capture_output=True, text=True, timeout=120)
+def refused(words: Sequence[str | Path], folder: Path) -> str:
+    """The one line on stderr of a real command."""
+    done = subprocess.run(words, cwd=folder, env=rank_environment(), capture_output=True, text=True, timeout=120)
+    return told(done)
+
+
+def told(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
@@ -76,16 +83,16 @@ CONFIGURATIONS = {
 
 @pytest.mark.parametrize("environment", [{}, {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"}], ids=["alone", "launched"])
 def test_a_wrong_configuration_is_told_before_torch_is_imported(folder: Path, environment: dict[str, str]) -> None:
-    commands = ["hvd-train", *(f"hvd-transformer {name}" for name in ("plan", "prepare", "launch --", "doctor --"))]
-    calls = {f"{command} {words}": message for command in commands for words, message in CONFIGURATIONS.items()}
+    names = ["hvd-train", *(f"hvd-transformer {name}" for name in ("plan", "prepare", "launch --", "doctor --"))]
+    calls = {f"{name} {words}": message for name in names for words, message in CONFIGURATIONS.items()}
     for line, (call, message) in zip(refused_without_torch(folder, *calls, **environment), calls.items(), strict=True):
         assert message in line, call
 
 
 def test_a_wrong_checkpoint_is_told_before_torch_is_imported(folder: Path) -> None:
     calls = {
-        f"{command} {path}": message
-        for command in ("translate", "classify", "evaluate", "generate --prompt x", "launch -- evaluate")
+        f"{name} {path}": message
+        for name in ("translate", "classify", "evaluate", "generate --prompt x", "launch -- evaluate")
         for path, message in (("absent", NO_FOLDER), ("text.txt", NO_FOLDER), ("empty", NO_RUN))
     }
     calls |= {
@@ -134,12 +141,32 @@ def test_a_number_that_is_none_is_told_with_its_option(folder: Path) -> None:
 
 @pytest.mark.parametrize("words", [["--vocab-size", value] for value in ("-1", "0", "1", "99999999999999999999")])
 def test_a_vocabulary_that_cannot_be(folder: Path, words: list[str]) -> None:
-    line = refused([BIN / "hvd-transformer", "plan", "--preset", "tiny", *words], folder)
+    line = told(command("hvd-transformer", "plan", "--preset", "tiny", *words, folder=folder))
     assert line == f"hvd-transformer: --vocab-size {words[1]}: must be at least 2 and at most 2147483648"
 
 
+# Each command once, with something that it finds without torch.
+COMMANDS = {
+    "hvd-train": "lr=1",
+    **{f"hvd-transformer {name}": "absent" for name in ("translate", "classify", "generate", "evaluate", "report")},
+    "hvd-transformer export": "absent new",
+    **{f"hvd-transformer {name}": "lr=1" for name in ("plan", "prepare")},
+    **{f"hvd-transformer {name}": "-- lr=1" for name in ("launch", "doctor")},
+}
+
+
+@pytest.mark.parametrize("words", [f"{name} {wrong}" for name, wrong in COMMANDS.items()])
+def test_every_command_as_a_user_starts_it(folder: Path, words: str) -> None:
+    program, *rest = words.split()
+    assert refused([BIN / program, *rest], folder).startswith(program)
+
+
+def test_every_command_is_among_them() -> None:
+    assert {name.split()[1] for name in COMMANDS if " " in name} == set(main.COMMANDS)
+
+
 @pytest.mark.parametrize(
-    ("command", "line"),
+    ("words", "line"),
     [
         (["hvd-train", "--presett"], "hvd-train: No such option '--presett'."),
         (["hvd-transformer", "trian"], "hvd-transformer: No such command 'trian'."),
@@ -148,22 +175,21 @@ def test_a_vocabulary_that_cannot_be(folder: Path, words: list[str]) -> None:
         (["hvd-transformer", "launch", "--", "--presett"], "hvd-train: No such option '--presett'."),
     ],
 )
-def test_click_s_own_errors_are_one_line_with_the_command(folder: Path, command: list[str], line: str) -> None:
-    assert refused([BIN / command[0], *command[1:]], folder).startswith(line)
+def test_click_s_own_errors_are_one_line_with_the_command(folder: Path, words: list[str], line: str) -> None:
+    assert told(command(*words, folder=folder)).startswith(line)
 
 
 @pytest.mark.parametrize("module", ["train", "main"])
 def test_the_modules_are_commands_too(module: str) -> None:
-    command = [sys.executable, "-m", f"hvd_transformer.cli.{module}"]
-    done = subprocess.run([*command, "--help"], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and done.stdout.startswith("Usage: ")
-    assert "nonsense" in refused([*command, *(["plan"] if module == "main" else []), "nonsense=1"], REPOSITORY)
+    program = [sys.executable, "-m", f"hvd_transformer.cli.{module}"]
+    assert "nonsense" in refused([*program, *(["plan"] if module == "main" else []), "nonsense=1"], REPOSITORY)
 
 
 def test_help_and_version_and_nothing(tmp_path: Path) -> None:
     def run(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([BIN / "hvd-transformer", *words], cwd=tmp_path, capture_output=True, text=True)
+        return command("hvd-transformer", *words, folder=tmp_path)
 
+    assert command("hvd-train", "--help").stdout.startswith("Usage: ")
     assert (run("--version").returncode, run("plan", "--help").returncode) == (0, 0)
     assert "Commands:" in run("--help").stdout
     nothing = run()
@@ -171,4 +197,4 @@ def test_help_and_version_and_nothing(tmp_path: Path) -> None:
 
 
 def test_a_value_of_two_lines_is_told_in_one(folder: Path) -> None:
-    assert "two lines" in refused([BIN / "hvd-transformer", "plan", "--preset", "two\nlines"], folder)
+    assert "two lines" in told(command("hvd-transformer", "plan", "--preset", "two\nlines", folder=folder))

@@ -26,7 +26,7 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 
 def evaluated(*words: object) -> dict:
     """The one line of standard output."""
-    (line,) = run("main", "evaluate", *words, "--json").splitlines()
+    (line,) = run("hvd-transformer", "evaluate", *words, "--json").splitlines()
     found = json.loads(line)
     assert isinstance(found, dict)
     return found
@@ -69,7 +69,7 @@ def trained(folder):
         if not (folder / task).exists():
             source, _, words = TASKS[task]
             run(
-                "train", *SMALL, f"task={task}", f"data.source={folder / source}", f"data.cache_dir={folder / 'cache'}",
+                "hvd-train", *SMALL, f"task={task}", f"data.source={folder / source}", f"data.cache_dir={folder / 'cache'}",
                 f"output_dir={folder / task}", "data.tokenizer=basic_english", "training.eval_every=4",
                 "training.max_steps=10", "training.epochs=9", *words,
             )  # fmt: skip
@@ -102,7 +102,7 @@ def test_the_metrics_are_those_that_training_ended_with(trained, folder: Path, t
     for part in (folder / source).glob("test.*"):
         shutil.copy(part, only)
     assert evaluated(directory, "--data", only)["metrics"] == found["metrics"]
-    message = run("main", "evaluate", directory, "--data", only, "--split", "valid", code=2)
+    message = run("hvd-transformer", "evaluate", directory, "--data", only, "--split", "valid", code=2)
     assert message == f"hvd-transformer: {only}: no valid split; there is test\n"
     samples = {"language_model": {}}.get(task, {"of more than 16 tokens": 1})
     assert found["left_out"] == copy["left_out"] == samples
@@ -110,7 +110,7 @@ def test_the_metrics_are_those_that_training_ended_with(trained, folder: Path, t
 
 
 def test_the_text_is_one_line_and_the_notes(trained) -> None:
-    *_, line, note = run("main", "evaluate", trained("translation")).splitlines()
+    *_, line, note = run("hvd-transformer", "evaluate", trained("translation")).splitlines()
     assert line.startswith("test loss ")
     assert ", bleu " in line
     assert line.endswith(" tokens, 1 rank, left out: 1 of more than 16 tokens)")
@@ -126,7 +126,7 @@ def test_tokenizers_are_the_checkpoints_own(trained, folder: Path) -> None:
     (folder / "text").rename(away)
     try:
         found = evaluated(directory, "--data", other)
-        message = run("main", "evaluate", directory, code=2)
+        message = run("hvd-transformer", "evaluate", directory, code=2)
     finally:
         away.rename(folder / "text")
     assert f"data.source={folder / 'text'}: no such file or folder" in message
@@ -140,7 +140,7 @@ def test_a_split_that_was_changed_is_told(trained, folder: Path) -> None:
     before = file.read_text()
     file.write_text(before + before.splitlines()[1] + "\n")
     try:
-        message = run("main", "evaluate", directory, code=2)
+        message = run("hvd-transformer", "evaluate", directory, code=2)
         assert evaluated(directory, "--data", file)["split"] == "data"
     finally:
         file.write_text(before)
@@ -174,7 +174,7 @@ def test_data_that_cannot_be_used_is_told(trained, folder: Path, task: str, word
     (folder / "cow.csv").write_text("label,text\ncow,ein Hund\n")
     (folder / "empty.txt").write_text("")
     words = [word.replace("FOLDER", str(folder)) for word in words]
-    assert message in run("main", "evaluate", trained(task), *words, code=2)
+    assert message in run("hvd-transformer", "evaluate", trained(task), *words, code=2)
 
 
 def test_launch_checks_the_words_first(trained, folder: Path) -> None:
@@ -182,7 +182,7 @@ def test_launch_checks_the_words_first(trained, folder: Path) -> None:
     done = CliRunner().invoke(launch, ["-np", "2", "--dry-run", "--", "evaluate", str(directory), "--split", "valid"])
     assert done.output.endswith(f" hvd-transformer evaluate {directory} --split valid\n"), done.output
     exported = folder / "exported"
-    run("main", "export", directory, exported)
+    run("hvd-transformer", "export", directory, exported)
     for words, message in (
         (
             [directory, "model.d_model=8"],

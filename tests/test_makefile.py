@@ -81,10 +81,23 @@ def test_an_installation_that_failed_is_tried_again(checkout: Checkout) -> None:
     assert "horovod for NCCL" in checkout.make("install", HOROVOD_GPU_OPERATIONS="NCCL")[1]
 
 
-@pytest.mark.parametrize(("failing", "code"), [("nothing fails", 0), ("not distributed", 2), ("-m distributed", 2)])
+@pytest.mark.parametrize(("failing", "code"), [("nothing fails", 0), ("-m not distributed", 2), ("-m distributed", 2)])
 def test_both_halves_of_the_tests_run_and_either_fails_the_whole(checkout: Checkout, failing: str, code: int) -> None:
     checkout.make("install")
     (checkout.folder / "fails").write_text(failing)
     found, ran = checkout.make("test")
     assert found == code
-    assert [line.split(" -m ")[2].split(" -n")[0].strip() for line in ran] == ["not distributed", "distributed"]
+    assert [line.split(" -m ")[2].split(" -")[0] for line in ran] == [
+        "not distributed and not slow", "distributed and not slow"
+    ]  # fmt: skip
+
+
+def test_all_tests_leave_nothing_out(checkout: Checkout) -> None:
+    checkout.make("install")
+    code, ran = checkout.make("test-all")
+    assert code == 0
+    assert [line.split(" -m ")[2].split(" -")[0] for line in ran if "distributed" in line] == [
+        "not distributed",
+        "distributed",
+    ]
+    assert any("tests/docker" in line for line in ran)

@@ -1,20 +1,14 @@
-"""What was trained is used by the commands, without Horovod: each as a user calls it, on a model trained here."""
+"""What was trained is used by the commands, without Horovod: on a model trained here."""
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import rank_environment
+from commands import command
 from safetensors.torch import load_file
 
-# As on a machine that has neither.
-ALONE = (
-    "import sys; sys.modules['horovod'] = sys.modules['mpi4py'] = None; from hvd_transformer.cli.{} import main; main()"
-)
 WORDS = {"rot": "red", "blau": "blue", "Hund": "dog", "Katze": "cat", "ein": "a", "und": "and"}
 SMALL = [
     "model.num_layers=1", "model.d_model=32", "model.num_heads=2", "model.d_feedforward=64", "model.max_length=32",
@@ -23,22 +17,19 @@ SMALL = [
 ]  # fmt: skip
 
 
-def run(command: str, *words: object, code: int = 0, text: str | None = None) -> str:
+def run(program: str, *words: object, code: int = 0, text: str = "") -> str:
     """Standard output; with another exit code than 0, the one line of standard error."""
-    result = subprocess.run(
-        [sys.executable, "-c", ALONE.format(command), *map(str, words)],
-        input=text, env=rank_environment(), capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    assert result.returncode == code, result.stdout + result.stderr
+    done = command(program, *words, text=text, hide=("horovod", "mpi4py"))
+    assert done.returncode == code, done.stdout + done.stderr
     if code:
-        assert result.stderr.count("\n") == 1, result.stderr
-        return result.stderr
-    return result.stdout
+        assert done.stderr.count("\n") == 1, done.stderr
+        return done.stderr
+    return done.stdout
 
 
 def train(folder: Path, name: str, source: Path, *words: str) -> Path:
     settings = [f"data.source={source}", f"data.cache_dir={folder / 'cache'}", f"output_dir={folder / name}", *SMALL]
-    run("train", *settings, *words)
+    run("hvd-train", *settings, *words)
     return folder / name
 
 
@@ -90,7 +81,7 @@ def test_a_translation_is_what_was_learned(translation: Path, folder: Path) -> N
     rows = [*sentences(30), [], ["Hund"]]
     file = folder / "source.txt"
     file.write_text("".join(" ".join(row) + "\n" for row in rows))
-    found = run("main", "translate", translation, "--file", file, "--batch-size", 7).splitlines()
+    found = run("hvd-transformer", "translate", translation, "--file", file, "--batch-size", 7).splitlines()
     wanted = [" ".join(WORDS[word] for word in row) for row in rows]
     assert len(found) == len(wanted)
     right = sum(one == other for one, other in zip(found, wanted, strict=True))
@@ -98,14 +89,14 @@ def test_a_translation_is_what_was_learned(translation: Path, folder: Path) -> N
     assert found[-2] == ""
     # The same from standard input, one by one; and from an exported folder.
     exported = folder / "exported"
-    assert run("main", "export", translation, exported).strip() == str(exported)
+    assert run("hvd-transformer", "export", translation, exported).strip() == str(exported)
     assert sorted(path.name for path in exported.iterdir()) == [
         "config.json", "model.safetensors", "source-vocabulary.json", "target-vocabulary.json"
     ]  # fmt: skip
-    again = run("main", "translate", exported, "--batch-size", 1, text=file.read_text()).splitlines()
+    again = run("hvd-transformer", "translate", exported, "--batch-size", 1, text=file.read_text()).splitlines()
     assert again == found
-    assert f"{exported}: is there already" in run("main", "export", translation, exported, code=2)
-    long = run("main", "translate", translation, text="Hund " * 40 + "\n", code=2)
+    assert f"{exported}: is there already" in run("hvd-transformer", "export", translation, exported, code=2)
+    long = run("hvd-transformer", "translate", translation, text="Hund " * 40 + "\n", code=2)
     assert "tokens; the model has model.max_length=32 positions" in long
 
 
@@ -113,7 +104,9 @@ def test_a_label_is_what_was_learned(classification: Path) -> None:
     summary = json.loads((classification / "summary.json").read_text())
     assert summary["valid_accuracy"] > 0.9
     rows = [*sentences(20), []]
-    lines = run("main", "classify", classification, text="".join(" ".join(row) + "\n" for row in rows)).splitlines()
+    lines = run(
+        "hvd-transformer", "classify", classification, text="".join(" ".join(row) + "\n" for row in rows)
+    ).splitlines()
     found = [json.loads(line) for line in lines]
     assert [one["text"] for one in found] == [" ".join(row) for row in rows]
     assert found[-1]["label"] is None
@@ -124,53 +117,55 @@ def test_a_label_is_what_was_learned(classification: Path) -> None:
         one["label"] == ("dog" if "Hund" in row else "none") for one, row in zip(found, rows[:-1], strict=False)
     )
     assert right >= 0.9 * len(rows[:-1])
-    (alone,) = run("main", "classify", classification, "--text", "ein Hund").splitlines()
+    (alone,) = run("hvd-transformer", "classify", classification, "--text", "ein Hund").splitlines()
     assert json.loads(alone)["label"] == "dog"
 
 
 def test_a_text_goes_on_as_it_was_learned(language_model: Path, folder: Path) -> None:
     words = ["generate", language_model, "--temperature", 0, "--tokens", 12]
-    assert run("main", *words, "--prompt", "defgh") == "defghijklmnopqrst\n"
+    assert run("hvd-transformer", *words, "--prompt", "defgh") == "defghijklmnopqrst\n"
     prompts = folder / "prompts.txt"
     prompts.write_text("x\nabcdefghij\nmnop\n")
-    lines = run("main", *words, "--file", prompts, "--json").splitlines()
+    lines = run("hvd-transformer", *words, "--file", prompts, "--json").splitlines()
     assert [json.loads(line)["text"] for line in lines] == [
         "xyzabcdefghij",
         "abcdefghijklmnopqrstuv",
         "mnopqrstuvwxyzab",
     ]
     drawn = [
-        run("main", "generate", language_model, "--prompt", "a", "--temperature", 3, "--seed", seed)
+        run("hvd-transformer", "generate", language_model, "--prompt", "a", "--temperature", 3, "--seed", seed)
         for seed in (1, 1, 2)
     ]
     assert drawn[0] == drawn[1] != drawn[2]
     assert len(drawn[0]) == 32 + 1  # its positions are full, and a line end
-    narrow = run("main", "generate", language_model, "--prompt", "a", "--temperature", 3, "--top-k", 1, "--tokens", 5)
+    narrow = run(
+        "hvd-transformer", "generate", language_model, "--prompt", "a", "--temperature", 3, "--top-k", 1, "--tokens", 5
+    )
     assert narrow == "abcdef\n"
-    long = run("main", "generate", language_model, "--prompt", "a" * 32, code=2)
+    long = run("hvd-transformer", "generate", language_model, "--prompt", "a" * 32, code=2)
     assert "32 tokens; the model has 32 positions" in long
-    assert "has no token" in run("main", "generate", language_model, "--prompt", "", code=2)
-    assert "give --prompt TEXT or --file FILE" in run("main", "generate", language_model, code=2)
+    assert "has no token" in run("hvd-transformer", "generate", language_model, "--prompt", "", code=2)
+    assert "give --prompt TEXT or --file FILE" in run("hvd-transformer", "generate", language_model, code=2)
     for wrong in ("nan", "inf", "-1"):
-        assert "--temperature" in run("main", *words, "--prompt", "a", "--temperature", wrong, code=2)
+        assert "--temperature" in run("hvd-transformer", *words, "--prompt", "a", "--temperature", wrong, code=2)
 
 
-@pytest.mark.parametrize(("command", "kind"), [("translate", "translation"), ("classify", "classification")])
-def test_another_tasks_checkpoint_is_refused(language_model: Path, command: str, kind: str) -> None:
-    message = run("main", command, language_model, text="x\n", code=2)
+@pytest.mark.parametrize(("name", "kind"), [("translate", "translation"), ("classify", "classification")])
+def test_another_tasks_checkpoint_is_refused(language_model: Path, name: str, kind: str) -> None:
+    message = run("hvd-transformer", name, language_model, text="x\n", code=2)
     assert message == f"hvd-transformer: {language_model}: a checkpoint of task=language_model, not of task={kind}\n"
 
 
 def test_what_is_no_checkpoint_is_told(folder: Path, tmp_path: Path) -> None:
-    assert "hvd-transformer: " in run("main", "generate", tmp_path, "--prompt", "a", code=2)
+    assert "hvd-transformer: " in run("hvd-transformer", "generate", tmp_path, "--prompt", "a", code=2)
     (tmp_path / "config.json").write_text("{}")
-    message = run("main", "generate", tmp_path, "--prompt", "a", code=2)
+    message = run("hvd-transformer", "generate", tmp_path, "--prompt", "a", code=2)
     assert "no configuration that `hvd-transformer export` wrote" in message
 
 
 def test_an_exported_folder_has_the_checkpoints_weights(translation: Path, folder: Path, tmp_path: Path) -> None:
     exported = tmp_path / "out"
-    run("main", "export", translation, exported)
+    run("hvd-transformer", "export", translation, exported)
     best = load_file(translation / "checkpoints" / "best" / "model.safetensors")
     found = load_file(exported / "model.safetensors")
     assert found.keys() == best.keys()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import command
 from conftest import rank_environment
 from huggingface import write_bert, write_gpt, write_tokenizer
 from safetensors.torch import load_file, save_file
@@ -23,17 +24,12 @@ TEXT = "the room was very good and the room was not bad\n" * 30
 MISSING = "import sys; sys.modules['transformers'] = None; from hvd_transformer.cli.train import main; main()"
 
 
-def run(module: str, *words: object, code: int = 0) -> str:
+def run(program: str, *words: object, code: int = 0) -> str:
     """Standard output; with another exit code than 0, the one line of standard error."""
-    program = f"from hvd_transformer.cli.{module} import main; main()"
-    return run_program(program, *words, code=code)
+    return checked(command(program, *words), code)
 
 
-def run_program(program: str, *words: object, code: int = 0) -> str:
-    result = subprocess.run(
-        [sys.executable, "-c", program, *map(str, words)],
-        env=rank_environment(), capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+def checked(result: subprocess.CompletedProcess[str], code: int = 0) -> str:
     assert result.returncode == code, result.stdout + result.stderr
     if code:
         assert result.stderr.count("\n") == 1, result.stderr
@@ -60,24 +56,24 @@ def words_of(folder: Path, task: str, model: str, source: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def classifier(folder: Path) -> Path:
-    shown = run("train", *words_of(folder, "classification", "bert", "reviews.csv"))
+    shown = run("hvd-train", *words_of(folder, "classification", "bert", "reviews.csv"))
     assert "new weights: classifier.bias, classifier.weight" in shown
     return folder / "classification"
 
 
 @pytest.fixture(scope="module")
 def language_model(folder: Path) -> Path:
-    run("train", *words_of(folder, "language_model", "gpt", "text.txt"))
+    run("hvd-train", *words_of(folder, "language_model", "gpt", "text.txt"))
     return folder / "language_model"
 
 
 def test_labels_are_those_of_transformers(classifier: Path, tmp_path: Path) -> None:
     texts = ["the room was good", "bad", "not a very clean room and not a very good room and a bad room"]
     exported = tmp_path / "exported"
-    run("main", "export", classifier, exported)
+    run("hvd-transformer", "export", classifier, exported)
     for place in (classifier, exported):
         words = [word for text in (*texts, "") for word in ("--text", text)]
-        found = [json.loads(line) for line in run("main", "classify", place, *words).splitlines()]
+        found = [json.loads(line) for line in run("hvd-transformer", "classify", place, *words).splitlines()]
         assert found[-1]["label"] is None
         tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
         model = transformers.AutoModelForSequenceClassification.from_pretrained(exported).eval()
@@ -91,7 +87,7 @@ def test_labels_are_those_of_transformers(classifier: Path, tmp_path: Path) -> N
 
 def test_a_text_goes_on_as_with_transformers(language_model: Path, tmp_path: Path) -> None:
     exported = tmp_path / "exported"
-    run("main", "export", language_model, exported)
+    run("hvd-transformer", "export", language_model, exported)
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
     model = transformers.AutoModelForCausalLM.from_pretrained(exported).eval()
     prompts = tmp_path / "prompts.txt"
@@ -99,38 +95,38 @@ def test_a_text_goes_on_as_with_transformers(language_model: Path, tmp_path: Pat
     prompts.write_text("".join(f"{text}\n" for text in texts))
     for place in (language_model, exported):
         words = ["generate", place, "--temperature", 0, "--tokens", 9, "--file", prompts, "--json"]
-        found = [json.loads(line)["text"] for line in run("main", *words).splitlines()]
+        found = [json.loads(line)["text"] for line in run("hvd-transformer", *words).splitlines()]
         for text, own in zip(texts, found, strict=True):
             inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
             wanted = model.generate(
                 input_ids=inputs["input_ids"], max_new_tokens=9, do_sample=False, pad_token_id=0, eos_token_id=None
             )
             assert own == tokenizer.decode(wanted[0])
-    message = run("main", "generate", language_model, "--prompt", "a " * 24, code=2)
+    message = run("hvd-transformer", "generate", language_model, "--prompt", "a " * 24, code=2)
     assert "24 tokens; the model has 24 positions" in message
 
 
 def test_training_goes_on_from_its_own_checkpoint(folder: Path, classifier: Path) -> None:
     """Not from the folder that it began with."""
     words = [*words_of(folder, "classification", "bert", "reviews.csv"), "training.max_steps=8", "training.epochs=2"]
-    assert "going on from" in run("train", *words)
+    assert "going on from" in run("hvd-train", *words)
     assert json.loads((classifier / "summary.json").read_text())["steps"] == 8
 
 
 def test_an_exported_folder_is_fine_tuned_again(folder: Path, classifier: Path, tmp_path: Path) -> None:
-    run("main", "export", classifier, tmp_path / "exported")
+    run("hvd-transformer", "export", classifier, tmp_path / "exported")
     words = [*words_of(folder, "classification", "bert", "reviews.csv"), f"output_dir={tmp_path / 'again'}"]
-    shown = run("train", *words, f"model.pretrained={tmp_path / 'exported'}")
+    shown = run("hvd-train", *words, f"model.pretrained={tmp_path / 'exported'}")
     assert "no new weights" in shown
 
 
 def test_a_model_without_its_head_labels_nothing(classifier: Path, tmp_path: Path) -> None:
-    run("main", "export", classifier, tmp_path / "exported")
+    run("hvd-transformer", "export", classifier, tmp_path / "exported")
     file = tmp_path / "exported" / "model.safetensors"
     weights = load_file(file)
     del weights["classifier.weight"]
     save_file(weights, file, {"format": "pt"})
-    message = run("main", "classify", tmp_path / "exported", "--text", "good", code=2)
+    message = run("hvd-transformer", "classify", tmp_path / "exported", "--text", "good", code=2)
     assert message.endswith("classifier.weight is in the model but not in the file\n")
 
 
@@ -142,10 +138,10 @@ def test_a_head_that_knows_the_labels_keeps_their_order(folder: Path, tmp_path: 
     shutil.copytree(folder / "bert", tmp_path / "own")
     model.save_pretrained(tmp_path / "own")
     words = [*words_of(folder, "classification", "bert", "reviews.csv"), f"output_dir={tmp_path / 'run'}"]
-    shown = run("train", *words, f"model.pretrained={tmp_path / 'own'}", "optimizer.lr=1e-9")
+    shown = run("hvd-train", *words, f"model.pretrained={tmp_path / 'own'}", "optimizer.lr=1e-9")
     assert "(good " in shown
     assert "no new weights" in shown
-    (found,) = run("main", "classify", tmp_path / "run", "--text", "the room was bad").splitlines()
+    (found,) = run("hvd-transformer", "classify", tmp_path / "run", "--text", "the room was bad").splitlines()
     inputs = transformers.AutoTokenizer.from_pretrained(folder / "bert")("the room was bad", return_tensors="pt")
     wanted = model.eval()(**inputs).logits.softmax(-1)[0].tolist()
     assert json.loads(found)["probabilities"] == pytest.approx({"good": wanted[0], "bad": wanted[1]}, abs=1e-5)
@@ -155,7 +151,7 @@ def test_evaluate_needs_the_checkpoint_alone(folder: Path, classifier: Path) -> 
     """Not the folder that training began with."""
     shutil.move(folder / "bert", folder / "away")
     try:
-        found = json.loads(run("main", "evaluate", classifier, "--json"))
+        found = json.loads(run("hvd-transformer", "evaluate", classifier, "--json"))
     finally:
         shutil.move(folder / "away", folder / "bert")
     summary = json.loads((classifier / "summary.json").read_text())
@@ -176,21 +172,25 @@ def test_evaluate_needs_the_checkpoint_alone(folder: Path, classifier: Path) -> 
 )
 def test_wrong_settings_get_one_line(folder: Path, tmp_path: Path, words: list[str], message: str) -> None:
     common = words_of(folder, "classification", "bert", "reviews.csv")
-    assert message in run("train", *common, f"output_dir={tmp_path / 'run'}", *words, code=2)
+    assert message in run("hvd-train", *common, f"output_dir={tmp_path / 'run'}", *words, code=2)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_model_of_another_kind_gets_one_line(folder: Path, tmp_path: Path) -> None:
     words = [*words_of(folder, "language_model", "bert", "text.txt"), f"output_dir={tmp_path / 'run'}"]
-    assert "no causal language model: BertLMHeadModel lacks cls" in run("train", *words, code=2)
+    assert "no causal language model: BertLMHeadModel lacks cls" in run("hvd-train", *words, code=2)
     damaged = tmp_path / "damaged"
     write_tokenizer(damaged)
     (damaged / "config.json").write_text("{}")
-    assert f"model.pretrained={damaged}: cannot be read" in run("train", *words, f"model.pretrained={damaged}", code=2)
+    assert f"model.pretrained={damaged}: cannot be read" in run(
+        "hvd-train", *words, f"model.pretrained={damaged}", code=2
+    )
 
 
 def test_without_transformers_the_way_to_install_it_is_told(folder: Path) -> None:
-    message = run_program(MISSING, *words_of(folder, "classification", "bert", "reviews.csv"), code=2)
+    program = [sys.executable, "-c", MISSING, *words_of(folder, "classification", "bert", "reviews.csv")]
+    done = subprocess.run(program, env=rank_environment(), capture_output=True, text=True, timeout=200)
+    message = checked(done, code=2)
     assert "needs transformers; install it with: pip install 'hvd-transformer[pretrained]'" in message
 
 

@@ -60,9 +60,9 @@ Intervals = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step of one replica: the items of each round, one or more, and what remains of the epoch after it."""
+    """One step of one replica: the items of each accumulation step, and what remains of the epoch afterwards."""
 
-    rounds: list[range]
+    accumulation: list[range]
     remaining: Intervals
 
 

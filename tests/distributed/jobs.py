@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 WORKERS = Path(__file__).parent / "workers"
-MANY_RUNS = [BIN / "python", WORKERS / "many_runs.py"]
 FAULTY = [BIN / "python", WORKERS / "faulty.py"]
 TRAIN = BIN / "hvd-train"
 SIZE = {"num_layers": 2, "d_model": 16, "num_heads": 2, "d_feedforward": 32}
@@ -49,12 +48,6 @@ def tiny(source: Path) -> list[str]:
         "training.device=cpu",
         "training.log_every=1",
     ]
-
-
-def write_runs(file: Path, runs: Sequence[Sequence[str]]) -> Path:
-    """The settings of several runs, for `workers/many_runs.py`."""
-    file.write_text(json.dumps([list(map(str, words)) for words in runs]), encoding="utf-8")
-    return file
 
 
 def weights(run: Path) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ import sys
 import pytest
 from conftest import REPOSITORY
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 def bench(module, *words, statuses=(0,)):

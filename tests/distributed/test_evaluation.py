@@ -5,7 +5,7 @@ import json
 import plain
 import pytest
 from conftest import BIN
-from jobs import MANY_RUNS, started, summary, tiny, weights, write_corpus, write_runs
+from jobs import started, summary, tiny, weights, write_corpus
 
 pytestmark = pytest.mark.distributed
 
@@ -24,22 +24,22 @@ def corpora(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def folder(ranks, corpora, tmp_path_factory):
-    """Every run on 1, 2, 3 and 4 ranks: FOLDER/WORLD-NUMBER."""
+def folder(world, corpora, tmp_path_factory):
+    """Every run on 1, 2, 3 and 4 ranks: FOLDER/SIZE-NUMBER."""
     folder = tmp_path_factory.mktemp("runs")
-    for world in (1, 2, 3, 4):
-        runs = [
-            [
-                *tiny(corpora[size]),
-                *case(precision).words(dp=world),
-                f"output_dir={folder / f'{world}-{number}'}",
-                f"training.batch_size={SAMPLES // world}",
-                f"training.eval_batch_size={batch}",
-            ]
-            for number, (size, batch, precision) in enumerate(RUNS)
-        ]
-        result = ranks(world, [*MANY_RUNS, write_runs(folder / f"{world}.json", runs)])
-        assert result.returncode == 0, result.stdout + result.stderr
+    for size in (1, 2, 3, 4):
+        world(size).train(
+            *(
+                [
+                    *tiny(corpora[text]),
+                    *case(precision).words(dp=size),
+                    f"output_dir={folder / f'{size}-{number}'}",
+                    f"training.batch_size={SAMPLES // size}",
+                    f"training.eval_batch_size={batch}",
+                ]
+                for number, (text, batch, precision) in enumerate(RUNS)
+            )
+        )
     return folder
 
 
@@ -51,26 +51,26 @@ def case(precision: str) -> plain.Case:
 def test_any_number_of_ranks_gives_the_same_loss(folder, corpora, number):
     size, _, precision = RUNS[number]
     for split in ("valid", "test"):
-        losses = [summary(folder / f"{world}-{number}")[f"{split}_loss"] for world in (1, 2, 3, 4)]
+        losses = [summary(folder / f"{ranks}-{number}")[f"{split}_loss"] for ranks in (1, 2, 3, 4)]
         alone = plain.evaluate(corpora[size], split, case(precision), weights(folder / f"1-{number}"))
         print(split, [abs(loss / alone - 1) for loss in losses])
         assert losses == pytest.approx([alone] * 4, rel=1e-6)
 
 
 @pytest.mark.timeout(600)
-def test_evaluate_gives_the_same_on_any_number_of_ranks_and_when_launched(folder, corpora, ranks, tmp_path):
-    """Of a checkpoint of three ranks. Rank 0's line is the only one of standard output, a launcher's prefix aside."""
+def test_evaluate_gives_the_same_on_any_number_of_ranks_and_when_launched(folder, corpora, world, tmp_path):
+    """Of a checkpoint of three ranks. Rank 0's line is the only one of standard output."""
     run, copy = folder / "3-6", tmp_path / "copy.txt"
     assert RUNS[6] == (SIZES[3], 1, "fp64")
     copy.write_text((corpora[SIZES[3]] / "valid.txt").read_text())
-    evaluate = [BIN / "hvd-transformer", "evaluate", run, "--json", "--data", copy]
+    evaluate = ["evaluate", run, "--json", "--data", copy]
     found = {}
-    for world, words in ((1, []), (2, []), (3, []), (2, ["parallel.tensor=2", "parallel.pipeline=2"])):
-        done = ranks(world, [*evaluate, *words])
+    for ranks, words in ((1, []), (2, []), (3, []), (2, ["parallel.tensor=2", "parallel.pipeline=2"])):
+        done = world(ranks).command("hvd-transformer", *evaluate, *words)
         assert done.returncode == 0, done.stdout + done.stderr
         (line,) = done.stdout.splitlines()
-        found[(world, *words)] = json.loads(line.removeprefix("[0]<stdout>:"))
-    launch = [BIN / "hvd-transformer", "launch", "-np", "2", "-H", "localhost:2", "--", *evaluate[1:]]
+        found[(ranks, *words)] = json.loads(line)
+    launch = [BIN / "hvd-transformer", "launch", "-np", "2", "-H", "localhost:2", "--", *evaluate]
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     with started(1, launch, "", tmp_path / "output") as job:
         assert job.wait(120) == 0, job.text()

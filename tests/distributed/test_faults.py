@@ -1,7 +1,7 @@
 """Jobs on two real hosts that lose ranks, hosts, links and their launcher, and end as if nothing had happened.
 
-FAULT_REPEATS=20 makes every fault happen so often, each at a random moment, and shows how long it stopped the job;
-FAULT_SLOTS=2 starts two ranks on each host; FAULT_SETTINGS="KEY=VALUE ..." sets more.
+The tests marked `slow` let every fault happen FAULT_REPEATS times (3), each at a random moment, and show how long it
+stopped the job. FAULT_SLOTS=2 starts two ranks on each host; FAULT_SETTINGS="KEY=VALUE ..." sets more.
 """
 
 import os
@@ -19,20 +19,29 @@ import pytest
 from conftest import BIN, rank_environment
 from hosts import Hosts, no_space
 from jobs import steps, summary, tiny, write_corpus
+from worlds import Worlds
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(3600)]
 
 NUM_HOSTS = 2
-REPEATS = int(os.environ.get("FAULT_REPEATS", "0"))
+REPEATS = int(os.environ.get("FAULT_REPEATS", "3"))
 SLOTS = int(os.environ.get("FAULT_SLOTS", "1"))
 MORE = os.environ.get("FAULT_SETTINGS", "").split()
-STEPS_A_FAULT = 60
+STEPS_A_FAULT = 40
 SERVER = re.compile(r"sshd|^ssh-agent")
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus") / "text", train=20_000)
+
+
+def settings(corpus: Path, run: Path, num_steps: int) -> list[str]:
+    return [
+        *tiny(corpus), f"output_dir={run}", f"training.max_steps={num_steps}", "training.epochs=10000",
+        "training.eval_every=100000", "training.global_batch_size=32", f"training.batch_size={16 // SLOTS}",
+        "training.stall_seconds=5", "checkpoint.every_steps=5", "training.precision=fp64",
+    ]  # fmt: skip
 
 
 class Job:
@@ -44,10 +53,7 @@ class Job:
         self.hosts, self.run, self._rng = hosts, run, random.Random(f"{run.name} {num_steps}")
         self._command = [
             BIN / "hvd-transformer", "launch", "-np", 2 * SLOTS, "-H", f"h2:{SLOTS},h1:{SLOTS}", f"--{backend}",
-            "--restarts", 5 + 2 * REPEATS, "--min-np", SLOTS, "--", *tiny(corpus), f"output_dir={run}",
-            f"training.max_steps={num_steps}", "training.epochs=10000", "training.eval_every=100000",
-            "training.global_batch_size=32", f"training.batch_size={16 // SLOTS}", "training.stall_seconds=5",
-            "checkpoint.every_steps=5", "training.precision=fp64", *more,
+            "--restarts", 5 + 2 * REPEATS, "--min-np", SLOTS, "--", *settings(corpus, run, num_steps), *more,
         ]  # fmt: skip
         self._output = run.with_suffix(".out")
         self._read, self._log = 0, list[str]()
@@ -78,7 +84,8 @@ class Job:
         return sum(" rank 0 of " in line for line in self.log())
 
     def ranks(self, host: str) -> list[int]:
-        train = re.compile(rf"({re.escape(str(BIN))}/python\S* )?{re.escape(str(BIN))}/hvd-train ")
+        own = re.escape(str(BIN))
+        train = re.compile(rf"(({own}|\S*)/python\S* )?{own}/hvd-train ")  # its first line may name another folder
         return [pid for pid, line in self.hosts.processes(host).items() if train.match(line)]
 
     def wait(self, condition: Callable[[], object], seconds: float = 120) -> None:
@@ -189,26 +196,30 @@ def ends_as_unbroken(job: Job, unbroken: Path, num_steps: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def unbroken(hosts: Hosts, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run to which nothing happens, as long as the longest of the others."""
-    run = tmp_path_factory.mktemp("unbroken") / "run"
-    with started(hosts, corpus, run, max(4, 1 + REPEATS) * STEPS_A_FAULT) as job:
-        assert job.popen.wait(600) == 0, job.text()
-    return run
+def unbroken(world: Worlds, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """The run of so many steps to which nothing happens."""
+    made: dict[int, Path] = {}
+
+    def make(num_steps: int, *more: str) -> Path:
+        if num_steps not in made:
+            made[num_steps] = tmp_path_factory.mktemp("unbroken") / "run"
+            world(2 * SLOTS).train([*settings(corpus, made[num_steps], num_steps), *more], timeout=600)
+        return made[num_steps]
+
+    return make
 
 
-@pytest.mark.skipif(REPEATS > 0, reason="FAULT_REPEATS tests each fault alone")
 @pytest.mark.parametrize(
     ("backend", "same_size", "last", "more"),
     [
         ("gloo", [kill_rank, stop_rank], cut_link, ["parallel.optimizer_shard=state"]),  # both ranks write checkpoints
-        pytest.param("mpi", [kill_ranks_of_a_host, kill_launcher], kill_host, [], marks=no_space),
+        pytest.param("mpi", [kill_ranks_of_a_host, kill_launcher], kill_host, [], marks=[no_space, pytest.mark.slow]),
     ],
 )
 def test_faults_change_nothing(
     hosts: Hosts,
     corpus: Path,
-    unbroken: Path,
+    unbroken: Callable[..., Path],
     tmp_path: Path,
     backend: str,
     same_size: list[Callable[[Job], None]],
@@ -222,21 +233,26 @@ def test_faults_change_nothing(
         for number, fault in enumerate(faults):
             seconds = job.suffer(fault, 5 + number * STEPS_A_FAULT)
             print(f"{backend}, {fault.__name__}: {seconds:.1f} s to the next step")
-        ends_as_unbroken(job, unbroken, num_steps)
+        ends_as_unbroken(job, unbroken(num_steps), num_steps)
     assert summary(tmp_path / "run")["world"] == 1
 
 
-@pytest.mark.skipif(not REPEATS, reason="takes minutes: with FAULT_REPEATS=20")
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=no_space)])
 @pytest.mark.parametrize("fault", [kill_rank, kill_ranks_of_a_host, stop_rank, kill_launcher])
 def test_a_fault_many_times(
-    hosts: Hosts, corpus: Path, unbroken: Path, tmp_path: Path, backend: str, fault: Callable[[Job], None]
+    hosts: Hosts,
+    corpus: Path,
+    unbroken: Callable[..., Path],
+    tmp_path: Path,
+    backend: str,
+    fault: Callable[[Job], None],
 ) -> None:
     num_steps, rng, seconds = (1 + REPEATS) * STEPS_A_FAULT, random.Random(fault.__name__), []
     with started(hosts, corpus, tmp_path / "run", num_steps, backend, MORE) as job:
         for number in range(REPEATS):
             seconds.append(job.suffer(fault, number * STEPS_A_FAULT + rng.randrange(3, STEPS_A_FAULT - 3)))
-        ends_as_unbroken(job, unbroken, num_steps)
+        ends_as_unbroken(job, unbroken(num_steps), num_steps)
     report(backend, fault, seconds)
 
 
@@ -246,19 +262,16 @@ SLOW = ["model.d_model=64", "model.d_feedforward=256", "data.sequence_length=64"
 SLOW_STEPS = 300
 
 
-@pytest.fixture(scope="module")
-def slow_unbroken(hosts: Hosts, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("unbroken") / "slow"
-    with started(hosts, corpus, run, SLOW_STEPS, more=SLOW) as job:
-        assert job.popen.wait(600) == 0, job.text()
-    return run
-
-
-@pytest.mark.skipif(not REPEATS, reason="takes minutes: with FAULT_REPEATS=20")
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=no_space)])
 @pytest.mark.parametrize("fault", [kill_host, cut_link])
 def test_a_host_goes_and_comes_back_many_times(
-    hosts: Hosts, corpus: Path, slow_unbroken: Path, tmp_path: Path, backend: str, fault: Callable[[Job], None]
+    hosts: Hosts,
+    corpus: Path,
+    unbroken: Callable[..., Path],
+    tmp_path: Path,
+    backend: str,
+    fault: Callable[[Job], None],
 ) -> None:
     """Each time in a job of its own: a host that is lost again and again is left alone for longer."""
     rng, seconds = random.Random(fault.__name__), []
@@ -271,7 +284,7 @@ def test_a_host_goes_and_comes_back_many_times(
             else:
                 hosts.join("h2")
             job.wait(lambda job=job, starts=starts: job.starts() > starts)  # it is taken in
-            ends_as_unbroken(job, slow_unbroken, SLOW_STEPS)
+            ends_as_unbroken(job, unbroken(SLOW_STEPS, *SLOW), SLOW_STEPS)
     report(backend, fault, seconds)
 
 

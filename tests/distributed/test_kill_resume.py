@@ -3,7 +3,6 @@
 import json
 import random
 import re
-import signal
 import time
 from collections import Counter
 from dataclasses import replace
@@ -11,8 +10,6 @@ from dataclasses import replace
 import plain
 import pytest
 from jobs import (
-    FAULTY,
-    MANY_RUNS,
     TRAIN,
     lines,
     relative_difference,
@@ -23,17 +20,21 @@ from jobs import (
     tiny,
     weights,
     write_corpus,
-    write_runs,
 )
 
 from hvd_transformer.checkpoint import manifest
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
-STEPS = 120
+STEPS = 60
 DROPOUT = {"gloo": 0.0, "mpirun": 0.1}
 # Which ranks die, and whether while a checkpoint is written.
-KILLS = {"gloo": [("1", False), ("0", True), ("all", True)], "mpirun": [("all", False), ("0", True)]}
+KILLS = {
+    "gloo": [("1", False), ("all", True)],
+    "mpirun": [("0", True)],
+    "gloo, all": [("0", True), ("1", False), ("0", True), ("all", True)],
+    "mpirun, all": [("all", False), ("0", True)],
+}
 
 
 @pytest.fixture(scope="module")
@@ -42,16 +43,15 @@ def corpus(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def unbroken(ranks, corpus, tmp_path_factory):
-    """The finished run of two ranks with a launcher, made once: unbroken("gloo")."""
+def unbroken(world, corpus, tmp_path_factory):
+    """The finished run of two ranks, made once: unbroken("gloo"). Two ranks' sums are the same, however they talk."""
     made = {}
 
     def make(backend):
         if backend not in made:
-            run = tmp_path_factory.mktemp(backend) / "run"
-            result = ranks(2, command(corpus, run, backend), backend=backend)
-            assert result.returncode == 0, result.stdout + result.stderr
-            made[backend] = run
+            made[backend] = tmp_path_factory.mktemp(backend) / "run"
+            _, *words = command(corpus, made[backend], backend)
+            world(2).train(words)
         return made[backend]
 
     return make
@@ -121,12 +121,14 @@ def same_run(found, wanted):
     assert [summary(found)[key] for key in keys] == [summary(wanted)[key] for key in keys]
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpirun"])
-def test_killed_runs_end_like_an_unbroken_one(unbroken, corpus, tmp_path, backend):
-    run, rng = tmp_path / "run", random.Random(f"kills {backend}")
-    targets = sorted(rng.sample(range(5, STEPS - 15), len(KILLS[backend])))
+@pytest.mark.parametrize(
+    "kills", [*list(KILLS)[:2], *(pytest.param(kills, marks=pytest.mark.slow) for kills in list(KILLS)[2:])]
+)
+def test_killed_runs_end_like_an_unbroken_one(world, unbroken, corpus, tmp_path, kills):
+    backend, run, rng = kills.partition(",")[0], tmp_path / "run", random.Random(f"kills {kills}")
+    targets = sorted(rng.sample(range(5, STEPS - 15), len(KILLS[kills])))
     during_saves = 0
-    for number, (target, (who, in_save)) in enumerate(zip(targets, KILLS[backend], strict=True)):
+    for number, (target, (who, in_save)) in enumerate(zip(targets, KILLS[kills], strict=True)):
         before = newest_step(run)
         with started(2, command(corpus, run, backend), backend, tmp_path / f"output-{number}") as job:
             wait_for_step(job, run, target)
@@ -143,59 +145,59 @@ def test_killed_runs_end_like_an_unbroken_one(unbroken, corpus, tmp_path, backen
             assert before == 0 or "going on from" in job.text()
         during_saves += bool(torn)
         print(f"{backend}: killed {who} at step {newest_step(run)} of {STEPS}, half-written: {torn or 'nothing'}")
-    with started(2, command(corpus, run, backend), backend, tmp_path / "output") as job:
-        assert job.wait(90) == 0, job.text()
+    _, *words = command(corpus, run, backend)
+    world(2).train(words)
     assert during_saves > 0
     assert not list((run / "checkpoints").glob(".*"))
     same_run(run, unbroken(backend))
 
 
-def test_stopped_runs_end_like_an_unbroken_one(unbroken, corpus, tmp_path):
-    """SIGTERM to horovodrun, then Ctrl-C as a terminal sends it, to the launcher's whole group."""
+@pytest.mark.parametrize("how", ["SIGTERM", pytest.param("Ctrl-C", marks=pytest.mark.slow)])
+def test_stopped_runs_end_like_an_unbroken_one(world, unbroken, corpus, tmp_path, how):
+    """SIGTERM to horovodrun, or Ctrl-C as a terminal sends it, to the launcher's whole group."""
     run = tmp_path / "run"
-    for number, target in enumerate((20, 70)):
-        with started(2, command(corpus, run, "gloo"), "gloo", tmp_path / f"output-{number}") as job:
-            wait_for_step(job, run, target)
-            if number == 0:
-                job.popen.terminate()
-            else:
-                job.interrupt()
-            assert job.wait(20) != 0
-            job.wait_gone(5)
-            text = job.text()
-        last = newest_step(run)
-        assert target <= last < STEPS
-        assert text.count(f"stopped after step {last} (") == 1
-        assert "everything is saved: the same command goes on from here" in text
-        assert not re.search(r"^\[\d\].*(Traceback|lost another)", text, re.MULTILINE)
-        assert state(run)["position"]["step"] == last
-        assert summary(run)["status"] == "stopped"
-        print(f"stopped by {signal.Signals([15, 2][number]).name} after step {last}")
-    with started(2, command(corpus, run, "gloo"), "gloo", tmp_path / "output") as job:
-        assert job.wait(90) == 0, job.text()
-        assert "going on from" in job.text()
+    with started(2, command(corpus, run, "gloo"), "gloo", tmp_path / "output-stopped") as job:
+        wait_for_step(job, run, 20)
+        if how == "SIGTERM":
+            job.popen.terminate()
+        else:
+            job.interrupt()
+        assert job.wait(20) != 0
+        job.wait_gone(5)
+        text = job.text()
+    last = newest_step(run)
+    assert 20 <= last < STEPS
+    assert text.count(f"stopped after step {last} (") == 1
+    assert "everything is saved: the same command goes on from here" in text
+    assert not re.search(r"^\[\d\].*(Traceback|lost another)", text, re.MULTILINE)
+    assert state(run)["position"]["step"] == last
+    assert summary(run)["status"] == "stopped"
+    program, *words = command(corpus, run, "gloo")
+    done = world(2).command(program.name, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "going on from" in done.stdout
     same_run(run, unbroken("gloo"))
 
 
-def test_a_finished_run_trains_nothing_more(unbroken, ranks, corpus):
+def test_a_finished_run_trains_nothing_more(unbroken, world, corpus):
     run = unbroken("gloo")
     kept = ["metrics.jsonl", *(f"checkpoints/latest/{name}.safetensors" for name in ("model", "optimizer"))]
     before, numbers = [(run / name).read_bytes() for name in kept], summary(run)
-    result = ranks(2, command(corpus, run, "gloo"), backend="gloo")
-    assert result.returncode == 0, result.stdout + result.stderr
+    _, *words = command(corpus, run, "gloo")
+    world(2).train(words)
     assert [(run / name).read_bytes() for name in kept] == before
     assert summary(run) == numbers
 
 
 @pytest.fixture
-def without_progress(ranks, corpus, tmp_path):
+def without_progress(world, corpus, tmp_path):
     """Starts a run in which the first evaluation, after step 3, stays the best: nothing is learned at this rate."""
     run = tmp_path / "run"
-    words = [TRAIN, *tiny(corpus), f"output_dir={run}", "optimizer.name=sgd", "optimizer.lr=1e-30"]
+    words = ["hvd-train", *tiny(corpus), f"output_dir={run}", "optimizer.name=sgd", "optimizer.lr=1e-30"]
     words += ["training.eval_every=3", "training.epochs=9"]
 
     def start(num_ranks, patience, *more):
-        result = ranks(num_ranks, [*words, f"training.patience={patience}", *more])
+        result = world(num_ranks).command(*words, f"training.patience={patience}", *more)
         assert result.returncode == 0, result.stdout + result.stderr
         kept = ["metrics.jsonl", *(f"checkpoints/latest/{name}" for name in ("model.safetensors", "state.json"))]
         return [(run / name).read_bytes() for name in kept], summary(run), result.stdout
@@ -243,25 +245,22 @@ def test_patience_ends_with_an_evaluation_that_a_stop_put_off(without_progress):
     assert after == before
 
 
-def test_goes_on_where_no_update_was_made_yet(ranks, corpus, tmp_path):
+def test_goes_on_where_no_update_was_made_yet(world, corpus, tmp_path):
     """In float16 the first steps may all overflow; then the optimizer has no state to save."""
-    settings = [*FAULTY, 0, 0, "overflow", *tiny(corpus), f"output_dir={tmp_path / 'run'}", "training.precision=fp16"]
-    settings += ["training.epochs=9"]
-    first = ranks(1, [*settings, "training.max_steps=2"])
-    assert first.returncode == 0, first.stderr
-    assert state(tmp_path / "run")["position"]["updates"] == 0
-    second = ranks(1, [*settings, "training.max_steps=40"])
-    assert second.returncode == 0, second.stderr
-    assert state(tmp_path / "run")["position"]["updates"] > 0
+    words = [*tiny(corpus), f"output_dir={tmp_path / 'run'}", "training.precision=fp16", "training.epochs=9"]
+    for num_steps, updated in ((2, False), (40, True)):
+        run = [*words, f"training.max_steps={num_steps}"]
+        ((code, out, err),) = world(1).call("faulty:train", 0, 0, "overflow", run)
+        assert code == 0, out + err
+        assert (state(tmp_path / "run")["position"]["updates"] > 0) == updated
 
 
-def test_columns_cannot_be_cut_anew_in_mid_epoch(ranks, corpus, tmp_path):
+def test_columns_cannot_be_cut_anew_in_mid_epoch(world, corpus, tmp_path):
     """Other columns are other samples: what remains of the old ones would be seen twice or never."""
-    settings = [TRAIN, *tiny(corpus), f"output_dir={tmp_path / 'run'}", "data.batching=columns"]
-    first = ranks(1, [*settings, "training.batch_size=8", "training.max_steps=20"])
-    assert first.returncode == 0, first.stderr
+    settings = [*tiny(corpus), f"output_dir={tmp_path / 'run'}", "data.batching=columns"]
+    world(1).train([*settings, "training.batch_size=8", "training.max_steps=20"])
     for size in (4, 16):
-        second = ranks(1, [*settings, f"training.batch_size={size}"])
+        second = world(1).command("hvd-train", *settings, f"training.batch_size={size}")
         assert second.returncode == 2, second.stdout + second.stderr
         assert second.stderr.startswith(f"hvd-train: training.batch_size={size}: ")
         assert len(second.stderr.splitlines()) == 1
@@ -296,8 +295,8 @@ def batch_words(batching, dp):
 
 
 @pytest.fixture(scope="module")
-def resized(ranks, tmp_path_factory):
-    """All parts of all runs, in four launches: FOLDER/BATCHING-NAME, and the unbroken FOLDER/windows-unbroken."""
+def resized(world, tmp_path_factory):
+    """All parts of all runs: FOLDER/BATCHING-NAME, and the unbroken FOLDER/windows-unbroken."""
     folder = tmp_path_factory.mktemp("resized")
     corpus = write_corpus(folder / "text", train=(WINDOWS + 1) * 12 + 5)
 
@@ -306,7 +305,6 @@ def resized(ranks, tmp_path_factory):
             *tiny(corpus),
             *RESIZED_CASE.words(dp),
             *batch_words(batching, dp),
-            f"output_dir={folder / f'{batching}-{name}'}",
             f"data.batching={batching.removeprefix('fixed-')}",
             f"training.epochs={EPOCHS}",
             f"training.max_steps={last}",
@@ -315,12 +313,12 @@ def resized(ranks, tmp_path_factory):
     parts = {name: list(plan) for name, plan in RESIZED.items()}
     for dp in (2, 1, 3, 2):
         now = [(name, plan.pop(0)[1]) for name, plan in parts.items() if plan and plan[0][0] == dp]
-        runs = [words(batching, name, dp, last) for name, last in now for batching in UNITS]
+        runs = [(batching, name, last) for name, last in now for batching in UNITS]
         if not (folder / "windows-unbroken").exists():
-            runs.append(words("windows", "unbroken", dp, None))
-        command = ["env", "RECORD_UNITS=1", *MANY_RUNS, write_runs(folder / f"runs-{dp}.json", runs)]
-        result = ranks(dp, command, backend="gloo")
-        assert result.returncode == 0, result.stdout + result.stderr
+            runs.append(("windows", "unbroken", None))
+        for batching, name, last in runs:
+            run = folder / f"{batching}-{name}"
+            world(dp).call("recorded:train", str(run), words(batching, name, dp, last))
     assert not any(parts.values())
     return folder
 

@@ -3,15 +3,15 @@
 import os
 import re
 import signal
-import subprocess
 import threading
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from commands import command
 from conftest import BIN, rank_environment
-from jobs import TRAIN, Job, started, state, steps, summary, tiny, write_corpus
+from jobs import Job, started, state, steps, summary, tiny, write_corpus
 
 from hvd_transformer.launch.attempt import AttemptResult, Stop, run_attempt
 from hvd_transformer.launch.horovodrun_command import Horovodrun, launcher_environment
@@ -30,11 +30,10 @@ def corpus(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def bare(ranks, corpus, tmp_path_factory):
-    """The run of plain horovodrun."""
+def bare(world, corpus, tmp_path_factory):
+    """The run under plain horovodrun."""
     run = tmp_path_factory.mktemp("bare") / "run"
-    result = ranks(2, [TRAIN, *settings(corpus, run)], backend="gloo")
-    assert result.returncode == 0, result.stdout + result.stderr
+    world(2).train(settings(corpus, run))
     return run
 
 
@@ -63,7 +62,7 @@ def wait_for_step(job, run, step):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=pytest.mark.slow)])
 def test_trains_as_bare_horovodrun_does_and_shows_no_secret(bare, corpus, tmp_path, monkeypatch, backend):
     monkeypatch.setenv("HF_TOKEN", SECRET)
     monkeypatch.setenv("OTHER_TOKEN", "stays-here")
@@ -181,10 +180,6 @@ def test_ranks_get_more_time_to_save_than_mpirun_gives(run_shell, tmp_path):
     assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
 
 
-def launch(*words) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*LAUNCH, *words], env=rank_environment(), capture_output=True, text=True, timeout=60)
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -202,7 +197,7 @@ def launch(*words) -> subprocess.CompletedProcess[str]:
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_wrong_input_is_one_line_before_anything_starts(words, message):
-    done = launch(*words)
+    done = command("hvd-transformer", "launch", *words)
     assert done.returncode == 2
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import plain
 import pytest
-from jobs import MANY_RUNS, lines, summary, tiny, write_corpus, write_runs
+from jobs import lines, summary, tiny, write_corpus
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.distributed
@@ -40,17 +40,11 @@ CASE = plain.Case("adamw", "adamw", 4e-3, eps=1e-4, precision="fp32", num_steps=
 COMMON = [*CASE.words(1), "training.batch_size=4", f"training.global_batch_size={SAMPLES}", "training.epochs=9"]
 
 
-def run_all(ranks, folder: Path, runs: dict[str, tuple[str, list[str]]]) -> None:
-    """Runs by name, each of a layout; those of one world size share a launch."""
-    for size in sorted({LAYOUTS[layout][0] for layout, _ in runs.values()}):
-        words = [
-            [*words, *LAYOUTS[layout][1], f"output_dir={folder / name}"]
-            for name, (layout, words) in runs.items()
-            if LAYOUTS[layout][0] == size
-        ]
-        file = write_runs(folder / f"runs-{len(runs)}-{size}.json", words)
-        result = ranks(size, [*MANY_RUNS, file], timeout=280)
-        assert result.returncode == 0, result.stdout + result.stderr
+def run_all(world, folder: Path, runs: dict[str, tuple[str, list[str]]]) -> None:
+    """Runs by name, each of a layout."""
+    for name, (layout, words) in runs.items():
+        size, own = LAYOUTS[layout]
+        world(size).train([*words, *own, f"output_dir={folder / name}"])
 
 
 def losses(run: Path) -> list[float]:
@@ -58,7 +52,7 @@ def losses(run: Path) -> list[float]:
 
 
 @pytest.mark.timeout(600)
-def test_a_layout_goes_on_from_another_layouts_checkpoint(ranks, tmp_path):
+def test_a_layout_goes_on_from_another_layouts_checkpoint(world, tmp_path):
     """The files hold the same, whichever ranks wrote them, and the losses stay the same.
 
     With EVERY_PAIR in the environment all 64 pairs, else as many as there are layouts.
@@ -66,7 +60,7 @@ def test_a_layout_goes_on_from_another_layouts_checkpoint(ranks, tmp_path):
     corpus = write_corpus(tmp_path / "text", train=4000)
     common = [*tiny(corpus), *COMMON]
     saved = {layout: layout.replace(" ", "-") for layout in LAYOUTS}
-    run_all(ranks, tmp_path, {saved[name]: (name, [*common, f"training.max_steps={SAVED}"]) for name in LAYOUTS})
+    run_all(world, tmp_path, {saved[name]: (name, [*common, f"training.max_steps={SAVED}"]) for name in LAYOUTS})
     first = load_file(tmp_path / "one-rank/checkpoints/latest/optimizer.safetensors")
     for name in saved.values():
         folder = tmp_path / name / "checkpoints/latest"
@@ -83,7 +77,7 @@ def test_a_layout_goes_on_from_another_layouts_checkpoint(ranks, tmp_path):
         chosen = list(zip(LAYOUTS, [*LAYOUTS][3:] + [*LAYOUTS][:3], strict=True))
     pairs = {f"{saved[here]}-to-{saved[there]}": (here, there) for here, there in chosen}
     run_all(
-        ranks,
+        world,
         tmp_path,
         {
             pair: (

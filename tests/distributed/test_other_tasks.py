@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from jobs import MANY_RUNS, relative_difference, steps, summary, weights, write_runs
+from jobs import relative_difference, steps, summary, weights
 from torch import Tensor
 
 from hvd_transformer.config import Config, load
@@ -140,19 +140,12 @@ def reference(config: Config) -> tuple[list[float], list[float], dict[str, Tenso
 
 
 @pytest.fixture(scope="module")
-def done(ranks, folder, tmp_path_factory) -> Path:
-    """The folder of all runs, those of one world size in one launch."""
+def done(world, folder, tmp_path_factory) -> Path:
+    """The folder of all runs."""
     root = tmp_path_factory.mktemp("runs")
-    for size, backend in sorted({(size, backend) for size, backend, _ in MODES.values()}):
-        runs = [
-            [*settings(folder, task), *words, f"output_dir={root / f'{task}-{name}'}"]
-            for name, (own, launcher, words) in MODES.items()
-            if (own, launcher) == (size, backend)
-            for task in TASKS
-        ]
-        file = write_runs(root / f"runs-{size}-{backend}.json", runs)
-        result = ranks(size, [*MANY_RUNS, file], backend=backend, timeout=280)
-        assert result.returncode == 0, result.stdout + result.stderr
+    for name, (size, backend, words) in MODES.items():
+        for task in TASKS:
+            world(size, backend).train([*settings(folder, task), *words, f"output_dir={root / f'{task}-{name}'}"])
     return root
 
 

@@ -23,7 +23,11 @@ def near(apart: Path, together: Path) -> None:
             assert (found[key] - tensor).abs().max() <= 1e-9 * tensor.abs().max(), key
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["shared state", "shared matrices"])
+@pytest.mark.parametrize(
+    "layout",
+    [LAYOUTS[0], pytest.param(LAYOUTS[1], marks=pytest.mark.slow)],
+    ids=["shared state", "shared matrices"],
+)
 def test_the_parts_of_a_host_with_its_own_disk_are_sent(layout: list[str]) -> None:
     if reason := missing():
         pytest.skip(reason)

@@ -1,29 +1,22 @@
 """`mpirun -np N hvd-transformer prepare`: the ranks share the work, one speaks, the files are the same."""
 
-import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from commands import command
+from conftest import BIN, rank_environment
 
-BIN = Path(sys.executable).parent
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.skipif(not (BIN / "mpirun").exists(), reason=f"no mpirun in {BIN}"),
 ]
 
 
-def prepare(*words: str, ranks: int = 1) -> subprocess.CompletedProcess:
-    mpirun = [BIN / "mpirun", "--oversubscribe", "-np", str(ranks)] if ranks > 1 else []
-    environment = {
-        **os.environ,
-        "PATH": f"{BIN}:{os.environ['PATH']}",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    }
-    command = [*mpirun, BIN / "hvd-transformer", "prepare", *words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+def prepare(*words: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    if ranks == 1:
+        return command("hvd-transformer", "prepare", *words)
+    program = ["mpirun", "--oversubscribe", "-np", str(ranks), BIN / "hvd-transformer", "prepare"]
+    return subprocess.run([*program, *words], env=rank_environment(), capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture
@@ -35,7 +28,7 @@ def corpus(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("kind", ["basic_english", "bpe"])
+@pytest.mark.parametrize("kind", [pytest.param("basic_english", marks=pytest.mark.slow), "bpe"])
 def test_ranks_write_the_same_files(corpus, kind):
     words = (f"data.source={corpus}", f"data.tokenizer={kind}", "data.vocab_size=400")
     alone = prepare(*words, f"data.cache_dir={corpus / 'alone'}", "data.workers=1")

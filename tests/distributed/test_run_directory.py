@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 import yaml
+from commands import command
 from jobs import TRAIN, lines, relative_difference, state, steps, summary, tiny, weights, write_corpus
 from safetensors.torch import load_file
 
@@ -19,7 +20,12 @@ SUMMARY = {
 }  # fmt: skip
 TRAINING_LINE = {"step", "epoch", "samples", "loss", "lr", "grad_norm", "tokens_per_second", "milliseconds_per_step"}
 CHECKPOINT = {"model.safetensors", "optimizer.safetensors", "state.json", "vocabulary.json", "MANIFEST.json"}
-WAYS = [(2, "gloo", "gloo"), (2, "mpi", "mpi"), (2, "mpirun", "mpi"), (1, "", "none")]
+WAYS = [
+    pytest.param(2, "gloo", "gloo", id="gloo"),
+    pytest.param(2, "mpi", "mpi", id="mpi", marks=pytest.mark.slow),
+    pytest.param(2, "mpirun", "mpi", id="mpirun"),
+    pytest.param(1, "", "none", id="alone"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +33,7 @@ def corpus(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("corpus") / "text", train=12000)
 
 
-@pytest.mark.parametrize(("size", "launcher", "backend"), WAYS, ids=["gloo", "mpi", "mpirun", "alone"])
+@pytest.mark.parametrize(("size", "launcher", "backend"), WAYS)
 def test_the_run_directory_is_complete(ranks, corpus, tmp_path, size, launcher, backend):
     run = tmp_path / "run"
     settings = [*tiny(corpus), f"training.max_steps={STEPS}", "training.eval_every=20", "checkpoint.every_steps=15"]
@@ -47,7 +53,7 @@ def test_the_run_directory_is_complete(ranks, corpus, tmp_path, size, launcher, 
     _check_tensorboard(run)
     _check_output(result.stdout, result.stderr, size, run)
     if size == 1:
-        again = ranks(1, [TRAIN, "--config", run / "config.yaml", f"output_dir={tmp_path / 'again'}"])
+        again = command("hvd-train", "--config", run / "config.yaml", f"output_dir={tmp_path / 'again'}")
         assert again.returncode == 0, again.stderr
         assert relative_difference(weights(tmp_path / "again"), weights(run)) == 0
         assert steps(tmp_path / "again", "loss", "lr") == steps(run, "loss", "lr")

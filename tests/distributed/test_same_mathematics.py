@@ -8,7 +8,7 @@ from pathlib import Path
 
 import plain
 import pytest
-from jobs import MANY_RUNS, TRAIN, relative_difference, steps, summary, tiny, weights, write_corpus, write_runs
+from jobs import relative_difference, steps, summary, tiny, weights, write_corpus
 from plain import Case
 
 pytestmark = pytest.mark.distributed
@@ -78,12 +78,6 @@ def check(found: dict[str, dict[str, float]], limits: dict[str, float]) -> None:
     assert not over
 
 
-def run_all(ranks, world: int, backend: str, folder: Path, runs: dict[str, list[str]]) -> None:
-    """Each run's settings, all in one launch."""
-    result = ranks(world, [*MANY_RUNS, write_runs(folder / "runs.json", list(runs.values()))], backend=backend)
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
 def check_cases(corpus: Path, folder: Path, cases: Sequence[Case], dp: int, tp: int) -> None:
     """The runs named like the cases are like the reference's, and were of so many replicas and shares."""
     found = {case.name: differences(folder / case.name, windows_reference(corpus, case)) for case in cases}
@@ -93,8 +87,11 @@ def check_cases(corpus: Path, folder: Path, cases: Sequence[Case], dp: int, tp: 
         assert (run["dp"], run["tp"]) == (dp, tp)
 
 
-@pytest.mark.parametrize(("dp", "backend"), [(1, ""), (2, "gloo"), (2, "mpi"), (4, "gloo")])
-def test_ranks_rounds_and_buckets_change_nothing(ranks, corpus, tmp_path, dp, backend):
+MPI = pytest.mark.slow  # the same over MPI
+
+
+@pytest.mark.parametrize(("dp", "backend"), [(1, ""), (2, "gloo"), pytest.param(2, "mpi", marks=MPI), (4, "gloo")])
+def test_ranks_rounds_and_buckets_change_nothing(world, corpus, tmp_path, dp, backend):
     runs, found, limits = {}, {}, {}
     for number, case in enumerate(CASES):
         for rounds, pieces, bucket, overlap, rows, pipeline in (WAYS * 2)[number % 4 :][
@@ -123,7 +120,7 @@ def test_ranks_rounds_and_buckets_change_nothing(ranks, corpus, tmp_path, dp, ba
                 f"training.global_batch_size={SAMPLES}",
                 "parallel.micro_batches=2",
             ]
-    run_all(ranks, dp, backend, tmp_path, runs)
+    world(dp, backend).train(*runs.values())
     for case in CASES:
         for name in (name for name in runs if name.startswith(f"{case.name}-")):
             found[name] = differences(tmp_path / name, windows_reference(corpus, case))
@@ -140,18 +137,18 @@ TENSOR_WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("world", "backend"), [(4, "gloo"), (2, "mpi")])
-def test_shared_matrices_change_nothing(ranks, corpus, tmp_path, world, backend):
+@pytest.mark.parametrize(("size", "backend"), [(4, "gloo"), (2, "gloo"), pytest.param(2, "mpi", marks=MPI)])
+def test_shared_matrices_change_nothing(world, corpus, tmp_path, size, backend):
     """Two ranks a replica; the rate is scaled by the number of replicas."""
-    dp, runs = world // 2, {}
+    dp, runs = size // 2, {}
     for number, case in enumerate(CASES):
-        way = TENSOR_WAYS[(number + world) % len(TENSOR_WAYS)]
-        size = SAMPLES // dp // (2 if "training.accumulation=2" in way else 1)
+        way = TENSOR_WAYS[(number + size) % len(TENSOR_WAYS)]
+        batch_size = SAMPLES // dp // (2 if "training.accumulation=2" in way else 1)
         runs[case.name] = [
             *tiny(corpus), *case.words(dp), f"output_dir={tmp_path / case.name}", "parallel.tensor=2",
-            f"training.batch_size={size}", *way,
+            f"training.batch_size={batch_size}", *way,
         ]  # fmt: skip
-    run_all(ranks, world, backend, tmp_path, runs)
+    world(size, backend).train(*runs.values())
     check_cases(corpus, tmp_path, CASES, dp, tp=2)
 
 
@@ -173,30 +170,31 @@ SHARED_TOO = ["parallel.tensor=2", "parallel.vocab_parallel=true"]
 
 
 @pytest.mark.parametrize(
-    ("world", "tensor", "backend"), [(2, 1, "mpi"), (3, 1, "gloo"), (4, 1, "gloo"), (4, 2, "gloo")]
+    ("size", "tensor", "backend"),
+    [(2, 1, "gloo"), pytest.param(2, 1, "mpi", marks=MPI), (3, 1, "gloo"), (4, 1, "gloo"), (4, 2, "gloo")],
 )
-def test_a_shared_optimizer_changes_nothing(ranks, corpus, tmp_path, world, tensor, backend):
+def test_a_shared_optimizer_changes_nothing(world, corpus, tmp_path, size, tensor, backend):
     """Every replica updates its part of the weights; 3 do not divide anything evenly.
 
     With EVERY_CASE in the environment 4 ranks take all cases, too.
     """
-    dp, runs = world // tensor, {}
-    cases = CASES if world < 4 or "EVERY_CASE" in os.environ else CASES[tensor - 1 :: 2]  # where a step is slow
+    dp, runs = size // tensor, {}
+    cases = CASES if size < 4 or "EVERY_CASE" in os.environ else CASES[tensor - 1 :: 2]  # where a step is slow
     for number, case in enumerate(cases):
-        way = ALL_TOGETHER if tensor == 2 else SHARDED_WAYS[(number + world) % len(SHARDED_WAYS)]
-        size = {"training.batch_size": SAMPLES // dp // (2 if "training.accumulation=2" in way else 1)}
+        way = ALL_TOGETHER if tensor == 2 else SHARDED_WAYS[(number + size) % len(SHARDED_WAYS)]
+        batch = {"training.batch_size": SAMPLES // dp // (2 if "training.accumulation=2" in way else 1)}
         if dp == 3:  # 6 + 5 + 5 samples in rounds of 4
-            size = {"training.batch_size": 4, "training.global_batch_size": SAMPLES}
+            batch = {"training.batch_size": 4, "training.global_batch_size": SAMPLES}
             way = [word for word in way if word != "training.accumulation=2"]
         runs[case.name] = [
             *tiny(corpus), *case.words(SAMPLES / 4 if dp == 3 else dp), f"output_dir={tmp_path / case.name}", *way,
-            *(SHARED_TOO if tensor == 2 else []), *(f"{key}={value}" for key, value in size.items()),
+            *(SHARED_TOO if tensor == 2 else []), *(f"{key}={value}" for key, value in batch.items()),
         ]  # fmt: skip
-    run_all(ranks, world, backend, tmp_path, runs)
+    world(size, backend).train(*runs.values())
     check_cases(corpus, tmp_path, cases, dp, tp=tensor)
 
 
-def test_a_run_goes_on_with_other_shares(ranks, corpus, tmp_path):
+def test_a_run_goes_on_with_other_shares(world, corpus, tmp_path):
     """Half of the steps with one layout, the rest with another: the run of the reference."""
     case, found = replace(CASES[0], schedule="constant"), {}  # the others' rates depend on the number of steps
     wanted = windows_reference(corpus, case)
@@ -217,8 +215,7 @@ def test_a_run_goes_on_with_other_shares(ranks, corpus, tmp_path):
                 *tiny(corpus), *case.words(dp), f"output_dir={run}", f"training.max_steps={steps_so_far}",
                 f"training.batch_size={SAMPLES // dp}", *layouts[part],
             ]  # fmt: skip
-            result = ranks(2, [TRAIN, *words])
-            assert result.returncode == 0, result.stdout + result.stderr
+            world(2).train(words)
         found[first] = differences(run, wanted)
     check(found, dict.fromkeys(found, 1e-9))
 
@@ -240,7 +237,7 @@ NARROW_RUNS = {
 
 
 @pytest.fixture(scope="module")
-def two_ranks(ranks, corpus, tmp_path_factory) -> Path:
+def two_ranks(world, corpus, tmp_path_factory) -> Path:
     """The folder of the runs in columns and of those in lower precision, all of one launch."""
     folder = tmp_path_factory.mktemp("runs")
     runs = [
@@ -270,8 +267,7 @@ def two_ranks(ranks, corpus, tmp_path_factory) -> Path:
         ]
         for name, (precision, compression, _, shard) in NARROW_RUNS.items()
     ]
-    result = ranks(2, [*MANY_RUNS, write_runs(folder / "runs.json", runs)])
-    assert result.returncode == 0, result.stdout + result.stderr
+    world(2).train(*runs)
     return folder
 
 

@@ -12,7 +12,7 @@ WORKERS = Path(__file__).parent / "workers"
 COUNT = int(os.environ.get("COLLECTIVES", "1200"))
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=pytest.mark.slow)])
 def test_small_collectives_from_several_threads_in_any_order(ranks, backend):
     result = ranks(4, [BIN / "python", WORKERS / "small_collectives.py", COUNT], backend, timeout=240 + COUNT / 20)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -5,9 +5,10 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import BIN, Ranks, rank_environment
+from conftest import BIN, rank_environment
 from hosts import Hosts, no_space
 from jobs import TRAIN, steps, summary, tiny, write_corpus
+from worlds import Worlds
 
 pytestmark = pytest.mark.distributed
 
@@ -25,16 +26,16 @@ def settings(corpus: Path, run: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def one_host(ranks: Ranks, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def one_host(world: Worlds, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("one") / "run"
-    result = ranks(2, [TRAIN, *settings(corpus, run)], backend="gloo")
-    assert result.returncode == 0, result.stdout + result.stderr
+    world(2).train(settings(corpus, run))
     return run
 
 
-@pytest.mark.parametrize(
-    "how", ["gloo", pytest.param("mpi", marks=no_space), pytest.param("bare horovodrun", marks=no_space)]
-)
+ALSO = [no_space, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("how", ["gloo", pytest.param("mpi", marks=ALSO), pytest.param("bare horovodrun", marks=ALSO)])
 def test_two_hosts_train_as_one_does(hosts: Hosts, one_host: Path, corpus: Path, tmp_path: Path, how: str) -> None:
     run, where = tmp_path / "run", ["-np", "2", "-H", "h1:1,h2:1"]
     if how == "bare horovodrun":

@@ -1,4 +1,4 @@
-"""`hvd-train` with a fault: faulty.py RANK STEP FAULT [KEY=VALUE ...].
+"""`hvd-train` with a fault: faulty.py RANK STEP FAULT [KEY=VALUE ...], or `train` in a world that is there already.
 
 corrupt: that rank changes one weight after that step.
 die: that rank kills itself in the middle of the backward of that step.
@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from unittest.mock import patch
 
 import torch
 
@@ -22,7 +23,7 @@ from hvd_transformer.parallel.precision import LossScaler
 from hvd_transformer.training import trainer
 from hvd_transformer.training.trainer import Trainer
 
-RANK, STEP, FAULT = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+RANK, STEP, FAULT = 0, 0, ""
 
 
 def corrupt_after_a_step() -> None:
@@ -35,7 +36,7 @@ def corrupt_after_a_step() -> None:
             trainer.engine.buffers[-1].parameters[3] += 1e-6
         return result
 
-    Trainer.step = step
+    patch.object(Trainer, "step", step).start()
 
 
 def fail_in_a_backward() -> None:
@@ -55,7 +56,7 @@ def fail_in_a_backward() -> None:
             buckets[len(buckets) // 2].slots[0].parameter.register_hook(fail)
         original(reducer, *words)
 
-    GradSync.begin = begin
+    patch.object(GradSync, "begin", begin).start()
 
 
 def fail_in_a_stage() -> None:
@@ -85,7 +86,7 @@ def fail_in_a_stage() -> None:
         stages[int(stage)] = stages[int(stage)]._replace(layers=[failing._replace(run=run), *others])
         return stages
 
-    trainer.make_stages = make_stages
+    patch.object(trainer, "make_stages", make_stages).start()
 
 
 def hang_in_a_forward() -> None:
@@ -110,7 +111,7 @@ def hang_in_a_forward() -> None:
 
         return [stage._replace(layers=[first._replace(run=run), *others])]
 
-    trainer.make_stages = make_stages
+    patch.object(trainer, "make_stages", make_stages).start()
 
 
 def overflow_at_first() -> None:
@@ -120,7 +121,7 @@ def overflow_at_first() -> None:
         original(scaler, *words)
         scaler.scale = 2.0**40
 
-    LossScaler.__init__ = init
+    patch.object(LossScaler, "__init__", init).start()
 
 
 FAULTS = {
@@ -130,7 +131,28 @@ FAULTS = {
     "hang": hang_in_a_forward,
     "overflow": overflow_at_first,
 }
-if launched().rank == RANK:
-    FAULTS.get(FAULT, fail_in_a_stage)()
-sys.argv[1:4] = []
-main()
+
+
+def train(rank: int, step: int, fault: str, words: list[str]) -> tuple[int, str, str]:
+    """Exit code and what was printed; the next run has no fault."""
+    from commands import command
+
+    prepare(rank, step, fault)
+    try:
+        done = command("hvd-train", *words)
+    finally:
+        patch.stopall()
+    return done.returncode, done.stdout, done.stderr
+
+
+def prepare(rank: int, step: int, fault: str) -> None:
+    global RANK, STEP, FAULT
+    RANK, STEP, FAULT = rank, step, fault
+    if launched().rank == rank:
+        FAULTS.get(fault, fail_in_a_stage)()
+
+
+if __name__ == "__main__":
+    prepare(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    sys.argv[1:4] = []
+    main()
