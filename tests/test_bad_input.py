@@ -224,7 +224,7 @@ def test_an_output_directory_with_other_files(tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letter.txt").write_text("dear")
     line = refused(tmp_path, "output_dir=home")
-    assert "output_dir=home: holds other files (letter.txt) and is no run directory" in line
+    assert "output_dir=home: holds other files (letter.txt) and is not a run directory" in line
 
 
 def test_a_device_that_is_not_there(tmp_path):
@@ -312,7 +312,7 @@ def test_resume_never_keeps_the_earlier_run(run):
 def test_a_run_whose_text_is_gone_or_another(run):
     words = ["data.source=text", "output_dir=run", *SMALL, "training.max_steps=6"]
     (run / "text/train.txt").write_text(TEXT.upper())
-    assert "trained on other tokens than data.source gives now" in refused(run, *words)
+    assert "trained on other data than data.source gives now" in refused(run, *words)
     (run / "text").rename(run / "moved")
     assert "data.source=text: no such file or folder" in refused(run, *words)
 

@@ -109,7 +109,7 @@ def test_a_text_goes_on_as_with_transformers(language_model: Path, tmp_path: Pat
 def test_training_goes_on_from_its_own_checkpoint(folder: Path, classifier: Path) -> None:
     """Not from the folder that it began with."""
     words = [*words_of(folder, "classification", "bert", "reviews.csv"), "training.max_steps=8", "training.epochs=2"]
-    assert "going on from" in run("hvd-train", *words)
+    assert "resuming from" in run("hvd-train", *words)
     assert json.loads((classifier / "summary.json").read_text())["steps"] == 8
 
 

@@ -100,7 +100,7 @@ def read_checked(folder: Path | None, data_digest: str, world: World) -> dict[st
             raise UserError(f"{folder}: format {state.get('format')}, but this version reads format {FORMAT}")
         if state["data_digest"] != data_digest:
             raise UserError(
-                f"{folder}: trained on other tokens than data.source gives now; was the text changed? Use another "
+                f"{folder}: trained on other data than data.source gives now; was it changed? Use another "
                 "output_dir for a new run"
             )
         return state

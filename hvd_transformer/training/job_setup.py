@@ -43,7 +43,8 @@ def check_same_data(data: Data, world: World) -> None:
     digests = world.all_gather_objects([world.host, data.digest])
     for host, digest in digests:
         if digest != digests[0][1]:
-            raise UserError(f"data.source: host {host} has other text than host {digests[0][0]}; copy one to all hosts")
+            first = digests[0][0]
+            raise UserError(f"data.source: host {host} has different data than host {first}; copy one to all hosts")
 
 
 def make_task(config: Config, data: Data, mesh: ParallelMesh) -> Task:

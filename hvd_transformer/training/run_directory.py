@@ -69,7 +69,7 @@ class RunDirectory:
         if config.checkpoint.resume == "never" and self.store.steps():
             raise UserError(
                 f"checkpoint.resume=never: {self.path} has checkpoints, which a new run would overwrite; "
-                "choose another output_dir, or checkpoint.resume=auto to go on"
+                "choose another output_dir, or checkpoint.resume=auto to resume"
             )
         checkpoint = self.store.newest_whole(warn)
         if checkpoint is None and config.checkpoint.resume not in ("auto", "never"):
@@ -93,7 +93,7 @@ class RunDirectory:
         logs_alone = others == ["logs"] and all(log.match("rank-*.log") or log.match("beat-*") for log in logs)
         if others and not logs_alone and not self._is_ours():
             raise UserError(
-                f"output_dir={self.path}: holds other files ({others[0]}) and is no run directory; "
+                f"output_dir={self.path}: holds other files ({others[0]}) and is not a run directory; "
                 "choose a new or empty folder"
             )
 

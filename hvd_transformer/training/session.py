@@ -212,7 +212,7 @@ class Session:
         if patience is None or state.not_better < patience:
             return False
         self.progress.message(
-            f"step {state.step}: {state.not_better} evaluations in a row brought no better one, "
+            f"step {state.step}: {state.not_better} evaluations in a row without improvement, "
             f"training.patience={patience}: training ends"
         )
         return True
@@ -242,7 +242,7 @@ class Session:
             return False
         folder = self.run.store.best() if self.world.rank == 0 else None
         if not self.world.broadcast_object(folder is not None):
-            self.warn("the best checkpoint is not whole; the last weights are tested instead")
+            self.warn("the best checkpoint is damaged; the last weights are tested instead")
             return False
         snapshot.restore_weights(self.trainer.engine, folder)
         return True

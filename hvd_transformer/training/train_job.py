@@ -61,13 +61,13 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | No
     if warning := mesh.across_hosts(config, world):
         progress.message(f"warning: {warning}")
     if checkpoint is not None:
-        progress.message(f"going on from {checkpoint} after step {state.step} of {trainer.total_steps}")
+        progress.message(f"resuming from {checkpoint} after step {state.step} of {trainer.total_steps}")
     session = Session(config, world, trainer, directory, progress, data.digest, heartbeat)
     status = session.train(stop)
     if status == "stopped":  # said first: a launcher may not wait for what follows
         progress.message(
             f"stopped after step {state.step} ({stop.signal or 'asked on another rank'}); everything is saved: "
-            f"the same command goes on from here\nrun directory: {directory.path}"
+            f"the same command resumes from here\nrun directory: {directory.path}"
         )
     heartbeat.enter_phase("end")
     trainer.engine.check_replicas("at the end")

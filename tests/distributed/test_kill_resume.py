@@ -142,7 +142,7 @@ def test_killed_runs_end_like_an_unbroken_one(world, unbroken, corpus, tmp_path,
             for process in victims:
                 process.kill()
             torn = end_and_check(job, run)
-            assert before == 0 or "going on from" in job.text()
+            assert before == 0 or "resuming from" in job.text()
         during_saves += bool(torn)
         print(f"{backend}: killed {who} at step {newest_step(run)} of {STEPS}, half-written: {torn or 'nothing'}")
     _, *words = command(corpus, run, backend)
@@ -168,14 +168,14 @@ def test_stopped_runs_end_like_an_unbroken_one(world, unbroken, corpus, tmp_path
     last = newest_step(run)
     assert 20 <= last < STEPS
     assert text.count(f"stopped after step {last} (") == 1
-    assert "everything is saved: the same command goes on from here" in text
+    assert "everything is saved: the same command resumes from here" in text
     assert not re.search(r"^\[\d\].*(Traceback|lost another)", text, re.MULTILINE)
     assert state(run)["position"]["step"] == last
     assert summary(run)["status"] == "stopped"
     program, *words = command(corpus, run, "gloo")
     done = world(2).command(program.name, *words)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "going on from" in done.stdout
+    assert "resuming from" in done.stdout
     same_run(run, unbroken("gloo"))
 
 
@@ -214,7 +214,7 @@ def test_a_run_that_patience_ended_trains_nothing_more(without_progress, num_ran
     assert (summary(run)["status"], summary(run)["steps"], summary(run)["best_step"]) == ("finished", 9, 3)
     *after, text = without_progress(num_ranks, 2)
     assert after == before
-    assert "step 9: 2 evaluations in a row brought no better one, training.patience=2: training ends" in text
+    assert "step 9: 2 evaluations in a row without improvement, training.patience=2: training ends" in text
     without_progress(num_ranks, 4)
     assert [step for (step,) in steps(run)] == list(range(1, 16))
     assert state(run)["position"]["not_better"] == 4

@@ -135,7 +135,7 @@ def test_other_tokens_and_other_formats_are_refused(tmp_path: Path) -> None:
     job = trainer(settings())
     run(job, 1)
     checkpoint = saved(job, tmp_path)
-    with pytest.raises(UserError, match="trained on other tokens than data.source gives now"):
+    with pytest.raises(UserError, match="trained on other data than data.source gives now"):
         snapshot.read_checked(checkpoint, "another digest", World())
     state = json.loads((checkpoint / "state.json").read_text())
     (checkpoint / "state.json").write_text(json.dumps(state | {"format": 99}))
