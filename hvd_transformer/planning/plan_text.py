@@ -82,7 +82,7 @@ def _stages(plan: MemoryPlan) -> str:
         cells = names, f"{len(stage.layers)}", f"{stage.parameters:,}", _number(flops / 1e9), f"{flops / total:.0%}"
         rows.append([f"{number}", *cells])
     partition = plan.config.parallel.partition
-    how = "auto: by FLOPs here, by measured time in training" if partition == "auto" else f"{partition}"
+    how = "auto: here by FLOPs, in training by time" if partition == "auto" else f"{partition}"
     return f"Stages, per micro-batch (partition {how})\n{_table(rows, 2)}"
 
 
@@ -118,7 +118,7 @@ def _activations(plan: MemoryPlan) -> str:
 def _fits(plan: MemoryPlan, memory_gib: float) -> str:
     unit, number = _unit(max(sum(plan.memory(stage)) for stage in plan.stages))
     limit = memory_gib * 2**30
-    lines = [f"With {memory_gib:g} GiB per stage: weights + gradients + optimizer + activations = total, {unit}"]
+    lines = [f"With {memory_gib:g} GiB: weights + gradients + optimizer + activations = total, {unit}"]
     for index, stage in enumerate(plan.stages):
         *parts, total = (f"{part:,.2f}" for part in _sum(plan, stage, number))
         answer = "fits" if sum(plan.memory(stage)) <= limit else "does not fit"

@@ -83,7 +83,7 @@ def test_after_a_kill_the_next_builds_and_cleans(tmp_path):
     script = f"""
 import time
 from pathlib import Path
-from hvd_transformer.data.once import build_once
+from hvd_transformer.data.build_once import build_once
 def build(aside):
     (aside / "content").write_text("half")
     print("building", flush=True)

@@ -84,7 +84,7 @@ def test_a_real_step_passes_through_its_phases_and_reports_work() -> None:
     plans = job.steps()
     first, second = job.step(next(plans)), job.step(next(plans))
     assert first.work == [0.0] and 0 < second.work[0] <= first.seconds
-    assert job.timeline.now == {} and job.timeline.ended == 2 * 4  # data, forward, backward, update
+    assert job.engine.timeline.now == {} and job.engine.timeline.ended == 2 * 4  # data, forward, backward, update
 
 
 def test_a_session_tells_how_far_the_job_is_and_what_its_task_counts(tmp_path) -> None:
