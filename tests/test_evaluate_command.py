@@ -69,9 +69,9 @@ def trained(folder):
         if not (folder / task).exists():
             source, _, words = TASKS[task]
             run(
-                "hvd-train", *SMALL, f"task={task}", f"data.source={folder / source}", f"data.cache_dir={folder / 'cache'}",
-                f"output_dir={folder / task}", "data.tokenizer=basic_english", "training.eval_every=4",
-                "training.max_steps=10", "training.epochs=9", *words,
+                "hvd-train", *SMALL, f"task={task}", f"data.source={folder / source}",
+                f"data.cache_dir={folder / 'cache'}", f"output_dir={folder / task}", "data.tokenizer=basic_english",
+                "training.eval_every=4", "training.max_steps=10", "training.epochs=9", *words,
             )  # fmt: skip
         return folder / task
 

@@ -96,5 +96,8 @@ def test_all_tests_leave_nothing_out(checkout: Checkout) -> None:
     checkout.make("install")
     code, ran = checkout.make("test-all")
     assert code == 0
-    assert [line.split(" -m ")[2].split(" -")[0] for line in ran if "distributed" in line] == ["not distributed", "distributed"]
+    assert [line.split(" -m ")[2].split(" -")[0] for line in ran if "distributed" in line] == [
+        "not distributed",
+        "distributed",
+    ]
     assert any("tests/docker" in line for line in ran)

@@ -104,7 +104,9 @@ def test_a_label_is_what_was_learned(classification: Path) -> None:
     summary = json.loads((classification / "summary.json").read_text())
     assert summary["valid_accuracy"] > 0.9
     rows = [*sentences(20), []]
-    lines = run("hvd-transformer", "classify", classification, text="".join(" ".join(row) + "\n" for row in rows)).splitlines()
+    lines = run(
+        "hvd-transformer", "classify", classification, text="".join(" ".join(row) + "\n" for row in rows)
+    ).splitlines()
     found = [json.loads(line) for line in lines]
     assert [one["text"] for one in found] == [" ".join(row) for row in rows]
     assert found[-1]["label"] is None
@@ -136,7 +138,9 @@ def test_a_text_goes_on_as_it_was_learned(language_model: Path, folder: Path) ->
     ]
     assert drawn[0] == drawn[1] != drawn[2]
     assert len(drawn[0]) == 32 + 1  # its positions are full, and a line end
-    narrow = run("hvd-transformer", "generate", language_model, "--prompt", "a", "--temperature", 3, "--top-k", 1, "--tokens", 5)
+    narrow = run(
+        "hvd-transformer", "generate", language_model, "--prompt", "a", "--temperature", 3, "--top-k", 1, "--tokens", 5
+    )
     assert narrow == "abcdef\n"
     long = run("hvd-transformer", "generate", language_model, "--prompt", "a" * 32, code=2)
     assert "32 tokens; the model has 32 positions" in long

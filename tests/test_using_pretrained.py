@@ -182,7 +182,9 @@ def test_a_model_of_another_kind_gets_one_line(folder: Path, tmp_path: Path) -> 
     damaged = tmp_path / "damaged"
     write_tokenizer(damaged)
     (damaged / "config.json").write_text("{}")
-    assert f"model.pretrained={damaged}: cannot be read" in run("hvd-train", *words, f"model.pretrained={damaged}", code=2)
+    assert f"model.pretrained={damaged}: cannot be read" in run(
+        "hvd-train", *words, f"model.pretrained={damaged}", code=2
+    )
 
 
 def test_without_transformers_the_way_to_install_it_is_told(folder: Path) -> None:

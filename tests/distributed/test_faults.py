@@ -84,8 +84,7 @@ class Job:
         return sum(" rank 0 of " in line for line in self.log())
 
     def ranks(self, host: str) -> list[int]:
-        own = re.escape(str(BIN))
-        train = re.compile(rf"(({own}|\S*)/python\S* )?{own}/hvd-train ")  # its first line may name another folder
+        train = re.compile(rf"({re.escape(str(BIN))}/python\S* )?{re.escape(str(BIN))}/hvd-train ")
         return [pid for pid, line in self.hosts.processes(host).items() if train.match(line)]
 
     def wait(self, condition: Callable[[], object], seconds: float = 120) -> None:
@@ -213,9 +212,7 @@ def unbroken(world: Worlds, corpus: Path, tmp_path_factory: pytest.TempPathFacto
     ("backend", "same_size", "last", "more"),
     [
         ("gloo", [kill_rank, stop_rank], cut_link, ["parallel.optimizer_shard=state"]),  # both ranks write checkpoints
-        pytest.param(
-            "mpi", [kill_ranks_of_a_host, kill_launcher], kill_host, [], marks=[no_space, pytest.mark.slow]
-        ),
+        pytest.param("mpi", [kill_ranks_of_a_host, kill_launcher], kill_host, [], marks=[no_space, pytest.mark.slow]),
     ],
 )
 def test_faults_change_nothing(
@@ -243,7 +240,12 @@ def test_faults_change_nothing(
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=no_space)])
 @pytest.mark.parametrize("fault", [kill_rank, kill_ranks_of_a_host, stop_rank, kill_launcher])
 def test_a_fault_many_times(
-    hosts: Hosts, corpus: Path, unbroken: Callable[..., Path], tmp_path: Path, backend: str, fault: Callable[[Job], None]
+    hosts: Hosts,
+    corpus: Path,
+    unbroken: Callable[..., Path],
+    tmp_path: Path,
+    backend: str,
+    fault: Callable[[Job], None],
 ) -> None:
     num_steps, rng, seconds = (1 + REPEATS) * STEPS_A_FAULT, random.Random(fault.__name__), []
     with started(hosts, corpus, tmp_path / "run", num_steps, backend, MORE) as job:
@@ -263,7 +265,12 @@ SLOW_STEPS = 300
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=no_space)])
 @pytest.mark.parametrize("fault", [kill_host, cut_link])
 def test_a_host_goes_and_comes_back_many_times(
-    hosts: Hosts, corpus: Path, unbroken: Callable[..., Path], tmp_path: Path, backend: str, fault: Callable[[Job], None]
+    hosts: Hosts,
+    corpus: Path,
+    unbroken: Callable[..., Path],
+    tmp_path: Path,
+    backend: str,
+    fault: Callable[[Job], None],
 ) -> None:
     """Each time in a job of its own: a host that is lost again and again is left alone for longer."""
     rng, seconds = random.Random(fault.__name__), []

@@ -3,7 +3,6 @@
 import json
 import random
 import re
-import signal
 import time
 from collections import Counter
 from dataclasses import replace

@@ -24,9 +24,7 @@ def test_the_page_s_task_learns_on_one_rank_and_on_two(ranks, tmp_path):
     rng = random.Random(1)
     words = ["".join(rng.choices("aeioubcdfghklmnprst", k=rng.randint(1, 9))) for _ in range(400)]
     (tmp_path / "words.txt").write_text(" ".join(words))
-    one, two = (
-        shlex.split(line) for line in re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL)[0].splitlines()
-    )
+    one, two = (shlex.split(line) for line in re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL)[0].splitlines())
     runs = {
         "one": command(*one, "output_dir=runs/one", *SMALL, folder=tmp_path),
         "two": subprocess.run(

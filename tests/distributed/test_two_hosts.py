@@ -35,9 +35,7 @@ def one_host(world: Worlds, corpus: Path, tmp_path_factory: pytest.TempPathFacto
 ALSO = [no_space, pytest.mark.slow]
 
 
-@pytest.mark.parametrize(
-    "how", ["gloo", pytest.param("mpi", marks=ALSO), pytest.param("bare horovodrun", marks=ALSO)]
-)
+@pytest.mark.parametrize("how", ["gloo", pytest.param("mpi", marks=ALSO), pytest.param("bare horovodrun", marks=ALSO)])
 def test_two_hosts_train_as_one_does(hosts: Hosts, one_host: Path, corpus: Path, tmp_path: Path, how: str) -> None:
     run, where = tmp_path / "run", ["-np", "2", "-H", "h1:1,h2:1"]
     if how == "bare horovodrun":
