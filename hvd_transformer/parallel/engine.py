@@ -19,7 +19,7 @@ from hvd_transformer.nn.contracts import Layer
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.parallel.pipeline import Pipeline, Stage, worker_threads
 from hvd_transformer.parallel.replica_check import check_replicas
-from hvd_transformer.parallel.tensor_group import Shapes, Splits, connect_tensor_group
+from hvd_transformer.parallel.tensor_parallel import Shapes, Splits, connect_tensor_group
 
 
 class ModelStage(Stage):

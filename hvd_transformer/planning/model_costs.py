@@ -21,7 +21,7 @@ from hvd_transformer.nn.contracts import Layer, MicroBatch, Tensors
 from hvd_transformer.nn.cross_entropy import GPU_CHUNK
 from hvd_transformer.parallel.pipeline import layer_context
 from hvd_transformer.parallel.precision import weight_dtype
-from hvd_transformer.parallel.tensor_group import shard_model
+from hvd_transformer.parallel.tensor_parallel import shard_model
 from hvd_transformer.planning.layer_profile import gradients_as_in_training
 from hvd_transformer.planning.pass_memory import Context, PassMode, backward, forward, received, run_pass
 from hvd_transformer.tasks.registry import task_class

@@ -30,7 +30,7 @@ from hvd_transformer.nn.contracts import MicroBatch
 from hvd_transformer.parallel.engine import Engine
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.parallel.precision import LossScaler
-from hvd_transformer.parallel.tensor_group import shard_model
+from hvd_transformer.parallel.tensor_parallel import shard_model
 from hvd_transformer.planning.partition import choose_partition
 from hvd_transformer.tasks.metrics import Evaluation, evaluate
 from hvd_transformer.tasks.task import Batch, Task, split_batch

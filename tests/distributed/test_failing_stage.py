@@ -23,7 +23,7 @@ class Case(NamedTuple):
     schedule: str
 
 
-# Either rank, either schedule and either end of the step, the second case for `make test-all`; every micro-batch is in
+# Either rank, either schedule and either end of the step, the second for `make test-all`; every micro-batch is in
 # tests/unit/parallel/test_pipeline.py.
 LAST = PIECES - 1
 CASES = [

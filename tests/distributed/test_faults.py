@@ -84,8 +84,7 @@ class Job:
         return sum(" rank 0 of " in line for line in self.log())
 
     def ranks(self, host: str) -> list[int]:
-        own = re.escape(str(BIN))
-        train = re.compile(rf"(({own}|\S*)/python\S* )?{own}/hvd-train ")  # its first line may name another folder
+        train = re.compile(rf"({re.escape(str(BIN))}/python\S* )?{re.escape(str(BIN))}/hvd-train ")
         return [pid for pid, line in self.hosts.processes(host).items() if train.match(line)]
 
     def wait(self, condition: Callable[[], object], seconds: float = 120) -> None:

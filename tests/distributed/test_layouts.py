@@ -30,8 +30,9 @@ LAYOUTS = {
     "everything": (
         4,
         [
-            "parallel.tensor=2", "parallel.vocab_parallel=true", "parallel.pipeline=2", "parallel.micro_batches=2",
-            "parallel.optimizer_shard=gradients", "parallel.recompute=always", "communication.bucket_mb=0.01",
+            "parallel.tensor=2", "parallel.vocab_parallel=true", "parallel.pipeline=2", "parallel.partition=uniform",
+            "parallel.micro_batches=2", "parallel.optimizer_shard=gradients", "parallel.recompute=always",
+            "communication.bucket_mb=0.01",
         ],
     ),
 }  # fmt: skip

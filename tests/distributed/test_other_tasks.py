@@ -26,20 +26,25 @@ pytestmark = pytest.mark.distributed
 STEPS = 14  # more than an epoch
 WORDS = ["ein", "zwei", "drei", "rot", "blau", "Haus", "Hund", "geht", "nicht"]
 TASKS = ("translation", "classification")
+UNIFORM = "parallel.partition=uniform"  # elsewhere than in "pipeline", layers are not measured first
 # World size, and how the work is cut. A step sees four batches of six samples in all of them.
 MODES = {
     "alone": (1, "gloo", []),
     "pipeline": (1, "gloo", ["parallel.pipeline=4", "parallel.micro_batches=4", "parallel.recompute=always"]),
-    "zero-bubble": (1, "gloo", ["parallel.pipeline=2", "parallel.micro_batches=3", "parallel.schedule=zero_bubble"]),
+    "zero-bubble": (
+        1, "gloo", ["parallel.pipeline=2", UNIFORM, "parallel.micro_batches=3", "parallel.schedule=zero_bubble"],
+    ),
     "replicas": (2, "gloo", ["communication.embedding_rows=always", "communication.bucket_mb=0.01"]),
-    "state": (2, "gloo", ["parallel.optimizer_shard=state", "parallel.pipeline=3", "parallel.micro_batches=2"]),
+    "state": (
+        2, "gloo", ["parallel.optimizer_shard=state", "parallel.pipeline=3", UNIFORM, "parallel.micro_batches=2"],
+    ),
     "gradients": (2, "gloo", ["parallel.optimizer_shard=gradients", "communication.embedding_rows=never"]),
     "tensor": (2, "mpi", ["parallel.tensor=2", "parallel.vocab_parallel=true"]),
     "all": (
         4,
         "gloo",
-        ["parallel.tensor=2", "parallel.vocab_parallel=true", "parallel.pipeline=2", "parallel.micro_batches=2",
-         "parallel.optimizer_shard=state"],
+        ["parallel.tensor=2", "parallel.vocab_parallel=true", "parallel.pipeline=2", UNIFORM,
+         "parallel.micro_batches=2", "parallel.optimizer_shard=state"],
     ),
 }  # fmt: skip
 

@@ -29,13 +29,23 @@ CASES = [
     Case("sgd-fp32", "sgd", 0.2, momentum=0.9, clip_norm=0.3, tie_embeddings=False, precision="fp32"),
 ]  # fmt: skip
 
+# Layers are measured, for the even cut, where a run goes on with other shares: the others need not wait for it.
+UNIFORM = "parallel.partition=uniform"
+
 # Rounds a step, micro-batches, bucket size, overlap, whether embedding lookups travel as rows, the pipeline. 16 samples
 # on 2 ranks in 3 micro-batches are 3 + 3 + 2. Each case goes two of the four ways; on 4 ranks, where a step is slow,
 # and over MPI one.
 WAYS = [
-    (1, 3, 0.001, True, "always", ["parallel.pipeline=2", "parallel.schedule=zero_bubble"]),
+    (1, 3, 0.001, True, "always", ["parallel.pipeline=2", UNIFORM, "parallel.schedule=zero_bubble"]),
     (2, 1, 0.01, True, "auto", []),
-    (2, 3, 8, False, "always", ["parallel.pipeline=3", "parallel.schedule=gpipe", "parallel.recompute=always"]),
+    (
+        2,
+        3,
+        8,
+        False,
+        "always",
+        ["parallel.pipeline=3", UNIFORM, "parallel.schedule=gpipe", "parallel.recompute=always"],
+    ),
     (1, 2, 8, True, "never", ["parallel.pipeline=2", "parallel.partition=[3, 1]"]),
 ]
 
@@ -130,9 +140,21 @@ def test_ranks_rounds_and_buckets_change_nothing(world, corpus, tmp_path, dp, ba
 
 # Each case goes one of these ways, all with the matrices shared by two ranks.
 TENSOR_WAYS = [
-    ["parallel.vocab_parallel=true", "parallel.pipeline=2", "parallel.recompute=always", "parallel.micro_batches=2"],
+    [
+        "parallel.vocab_parallel=true",
+        "parallel.pipeline=2",
+        UNIFORM,
+        "parallel.recompute=always",
+        "parallel.micro_batches=2",
+    ],
     ["parallel.vocab_parallel=true", "model.loss_chunk=5", "communication.bucket_mb=0.001"],
-    ["training.accumulation=2", "parallel.pipeline=3", "parallel.schedule=zero_bubble", "parallel.micro_batches=2"],
+    [
+        "training.accumulation=2",
+        "parallel.pipeline=3",
+        UNIFORM,
+        "parallel.schedule=zero_bubble",
+        "parallel.micro_batches=2",
+    ],
     ["communication.embedding_rows=always", "parallel.vocab_parallel=true", "communication.overlap=false"],
 ]
 
@@ -154,7 +176,7 @@ def test_shared_matrices_change_nothing(world, corpus, tmp_path, size, backend):
 
 # Each case goes one of these ways on each number of ranks, and all of them where ranks share matrices, too, the first.
 ALL_TOGETHER = [
-    "parallel.optimizer_shard=gradients", "parallel.pipeline=2", "parallel.micro_batches=2",
+    "parallel.optimizer_shard=gradients", "parallel.pipeline=2", UNIFORM, "parallel.micro_batches=2",
     "parallel.recompute=always", "communication.bucket_mb=0.001", "communication.embedding_rows=never",
 ]  # fmt: skip
 SHARDED_WAYS = [
@@ -162,8 +184,8 @@ SHARDED_WAYS = [
     ["parallel.optimizer_shard=state", "communication.bucket_mb=0.001", "communication.embedding_rows=always"],
     ["parallel.optimizer_shard=gradients", "training.accumulation=2", "communication.bucket_mb=0.01"],
     ["parallel.optimizer_shard=gradients", "parallel.micro_batches=2", "communication.embedding_rows=always"],
-    ["parallel.optimizer_shard=state", "parallel.pipeline=2", "parallel.micro_batches=2"],
-    ["parallel.optimizer_shard=state", "parallel.schedule=zero_bubble", "parallel.pipeline=3",
+    ["parallel.optimizer_shard=state", "parallel.pipeline=2", UNIFORM, "parallel.micro_batches=2"],
+    ["parallel.optimizer_shard=state", "parallel.schedule=zero_bubble", "parallel.pipeline=3", UNIFORM,
      "parallel.micro_batches=2", "communication.overlap=false", "communication.embedding_rows=never"],
 ]  # fmt: skip
 SHARED_TOO = ["parallel.tensor=2", "parallel.vocab_parallel=true"]

@@ -3,6 +3,7 @@
 import json
 import math
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-NUM_STEPS, BATCH, LENGTH, WIDTH, RATE, MIN_FREQUENCY = 120, 16, 35, 32, 5e-3, 5
+NUM_STEPS, BATCH, LENGTH, WIDTH, RATE, MIN_FREQUENCY = 250, 16, 35, 32, 5e-3, 5
 
 
 def plain_perplexity(tokens: dict[str, torch.Tensor], vocab_size: int) -> float:
@@ -76,8 +77,10 @@ def torchtext_tokens(folder: Path) -> tuple[dict[str, torch.Tensor], int]:
 def test_perplexity_is_that_of_a_plain_torch_script(world, shared_data, tmp_path):
     folder = tmp_path / "wikitext-2"
     folder.mkdir()
-    for split, name in {"train": "valid", "valid": "test", "test": "test"}.items():
+    for split, name in {"train": "valid", "test": "test"}.items():
         (folder / f"{split}.txt").symlink_to(shared_data / "wikitext-2" / f"{name}.txt")
+    with (folder / "test.txt").open(encoding="utf-8") as file:
+        (folder / "valid.txt").write_text("".join(islice(file, 300)), encoding="utf-8")
     settings = [
         "seed=5", f"model.d_model={WIDTH}", "model.num_heads=2", "model.num_layers=2", "model.d_feedforward=128",
         "data.tokenizer=basic_english", f"data.min_frequency={MIN_FREQUENCY}",

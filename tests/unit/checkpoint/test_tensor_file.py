@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from hvd_transformer.checkpoint import tensor_file
 from hvd_transformer.checkpoint.manifest import DamagedCheckpoint
 from hvd_transformer.checkpoint.tensor_file import StridedBlocks, TensorShard
-from hvd_transformer.parallel.tensor_group import piece
+from hvd_transformer.parallel.tensor_parallel import piece
 
 SPLITS = {"rows": (0, 1), "columns": (1, 1), "stacked": (0, 3), "alike": None}
 

@@ -31,7 +31,7 @@ from hvd_transformer.nn.parallel_layers import (
     reduce_from_tensor_group,
     split_range,
 )
-from hvd_transformer.parallel.tensor_group import _set_tensor_groups, piece, shard_model
+from hvd_transformer.parallel.tensor_parallel import _set_tensor_groups, piece, shard_model
 from hvd_transformer.tasks.language_model_task import LanguageModelTask
 
 V = 37  # no multiple of the ranks
