@@ -246,21 +246,24 @@ COLUMNS = 8
 COLUMN_RUNS = {f"columns-{case.name}-{rounds}": (case, rounds) for case in CASES[:2] for rounds in (1, 2)}
 
 NARROW_CASE = replace(CASES[3], num_steps=40)
-# Precision, compression, how near the losses of float32 stay, and the optimizer's shards.
+# Precision, compression, and the optimizer's shards.
 NARROW_RUNS = {
-    "wire": ("fp32", "fp16", 1e-2, "none"),
-    "bf16": ("bf16", "none", 5e-2, "none"),
-    "fp16": ("fp16", "none", 5e-2, "none"),
-    "bf16-wire": ("bf16", "fp16", 5e-2, "none"),
-    "fp16-wire": ("fp16", "fp16", 5e-2, "none"),
-    "shared-bf16-wire": ("bf16", "fp16", 5e-2, "gradients"),
-    "shared-fp16": ("fp16", "none", 5e-2, "state"),
+    "wire": ("fp32", "fp16", "none"),
+    "bf16": ("bf16", "none", "none"),
+    "fp16": ("fp16", "none", "none"),
+    "bf16-wire": ("bf16", "fp16", "none"),
+    "fp16-wire": ("fp16", "fp16", "none"),
+    "shared-bf16-wire": ("bf16", "fp16", "gradients"),
+    "shared-fp16": ("fp16", "none", "state"),
 }
+# By precision, how far the losses are from float32's: at most, and at least, or the format was not in use. bfloat16
+# rounds to 2^-9 of a value, float16 to 2^-12; of the wire's rounding only the updates hear.
+NEAR = {"fp32": (2e-7, 4e-5), "bf16": (1e-5, 2e-3), "fp16": (2e-6, 3e-4)}
 
 
 @pytest.fixture(scope="module")
 def two_ranks(world, corpus, tmp_path_factory) -> Path:
-    """The folder of the runs in columns and of those in lower precision, all of one launch."""
+    """The folder of the runs in columns and of those in lower precision."""
     folder = tmp_path_factory.mktemp("runs")
     runs = [
         [
@@ -287,7 +290,7 @@ def two_ranks(world, corpus, tmp_path_factory) -> Path:
             "communication.embedding_rows=always",
             f"parallel.optimizer_shard={shard}",
         ]
-        for name, (precision, compression, _, shard) in NARROW_RUNS.items()
+        for name, (precision, compression, shard) in NARROW_RUNS.items()
     ]
     world(2).train(*runs)
     return folder
@@ -303,13 +306,14 @@ def test_columns_train_like_the_tutorial(two_ranks, corpus):
     check(found, dict.fromkeys(found, 1e-9))
 
 
-def test_lower_precision_stays_near(two_ranks, corpus):
-    """Half precision on the wire or in the matrix products: near float32, and the loss falls."""
+def test_lower_precision_is_as_far_from_float32_as_its_rounding(two_ranks, corpus):
+    """Half precision on the wire or in the matrix products; the loss falls."""
     wanted = windows_reference(corpus, NARROW_CASE)
     assert wanted.losses[-1] < 0.8 * wanted.losses[0]
     found = {name: differences(two_ranks / name, wanted) for name in NARROW_RUNS}
-    check(
-        {name: {"loss": values["loss"]} for name, values in found.items()},
-        {name: limit for name, (_, _, limit, _) in NARROW_RUNS.items()},
-    )
-    assert found["wire"]["weights"] < 1e-2
+    print({name: f"{values['loss']:.1e}" for name, values in found.items()})
+    for name, (precision, _, _) in NARROW_RUNS.items():
+        least, most = NEAR[precision]
+        assert least < found[name]["loss"] < most, name
+    assert found["bf16"]["loss"] > 2 * found["fp16"]["loss"]
+    assert found["wire"]["weights"] < 2e-3
