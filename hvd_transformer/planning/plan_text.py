@@ -82,7 +82,7 @@ def _stages(plan: MemoryPlan) -> str:
         cells = names, f"{len(stage.layers)}", f"{stage.parameters:,}", _number(flops / 1e9), f"{flops / total:.0%}"
         rows.append([f"{number}", *cells])
     partition = plan.config.parallel.partition
-    how = "auto: by FLOPs here, by measured time in training" if partition == "auto" else f"{partition}"
+    how = "auto: by FLOPs; training measures time" if partition == "auto" else f"{partition}"
     return f"Stages, per micro-batch (partition {how})\n{_table(rows, 2)}"
 
 
