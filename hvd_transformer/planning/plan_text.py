@@ -118,7 +118,7 @@ def _activations(plan: MemoryPlan) -> str:
 def _fits(plan: MemoryPlan, memory_gib: float) -> str:
     unit, number = _unit(max(sum(plan.memory(stage)) for stage in plan.stages))
     limit = memory_gib * 2**30
-    lines = [f"With {memory_gib:g} GiB per stage: weights + gradients + optimizer + activations = total, {unit}"]
+    lines = [f"Fit into {memory_gib:g} GiB per stage, {unit}: weights + gradients + optimizer + activations"]
     for index, stage in enumerate(plan.stages):
         *parts, total = (f"{part:,.2f}" for part in _sum(plan, stage, number))
         answer = "fits" if sum(plan.memory(stage)) <= limit else "does not fit"
