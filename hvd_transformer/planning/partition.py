@@ -86,7 +86,7 @@ def balanced(
 
 
 def explicit(parts: Sequence[int], num_layers: int, num_stages: int) -> list[int]:
-    """The user's own list. Raises `UserError` if it does not fit the model or the number of stages."""
+    """Layers per stage as listed by the user. Raises `UserError` if they do not fit the model or the pipeline."""
     origin = f"parallel.partition={list(parts)}"
     if len(parts) != num_stages:
         raise UserError(f"{origin}: {len(parts)} stages; parallel.pipeline={num_stages} needs {num_stages}")

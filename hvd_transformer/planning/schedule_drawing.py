@@ -18,7 +18,7 @@ def simulate(
 
     Stage s needs `forward_times[s]` and `backward_times[s]` per micro-batch; communication takes no time. If weight
     gradients are deferred, they take `weights_times[s]` of the backward (None: half of it). Raises `ValueError` if the
-    schedule deadlocks.
+    schedule deadlocks, or has not one time per stage.
     """
     if not len(schedule) == len(forward_times) == len(backward_times):
         raise ValueError(f"{len(schedule)} stages, times for {len(forward_times)} and {len(backward_times)}")

@@ -1,41 +1,28 @@
-"""What `hvd-transformer plan` says, against closed forms, torch's own optimizers and a real run of the layers."""
+"""The memory and the bubble of a plan, against closed forms, torch's own optimizers and a real pipeline."""
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from itertools import accumulate
 from operator import itemgetter
-from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from grad_sinks import Sink
-from torch import nn
 from torch._C._profiler import _EventType
 
-from hvd_transformer.cli import main as cli
-from hvd_transformer.cli.plan import plan as command
 from hvd_transformer.config import load
 from hvd_transformer.errors import UserError
 from hvd_transformer.gradients.weight_grads import WeightGradStore
 from hvd_transformer.models.language_model import LanguageModel, language_model_layers
 from hvd_transformer.nn.contracts import MicroBatch
-from hvd_transformer.nn.dropout import dropout_key
 from hvd_transformer.nn.parallel_layers import WeightGradLayer
 from hvd_transformer.parallel.pipeline import Losses, Pipeline, Stage
 from hvd_transformer.parallel.pipeline_schedule import SCHEDULES
-from hvd_transformer.planning.layer_profile import ParameterGrads, gradients_as_in_training
+from hvd_transformer.planning.layer_profile import ParameterGrads
 from hvd_transformer.planning.memory_plan import RECOMPUTES, MemoryPlan, StageCost, make_plan
-from hvd_transformer.planning.model_costs import fake_model
-from hvd_transformer.planning.pass_memory import PassMode, forward, run_pass
 from hvd_transformer.planning.plan_text import plan_text
-from hvd_transformer.tasks.registry import task_class
 
 V, LAYERS, D, F, T = 97, 3, 24, 40, 10
-NEITHER = PassMode(recompute=False, defer=False)
 SMALL = [
     f"model.num_layers={LAYERS}", f"model.d_model={D}", "model.num_heads=4", f"model.d_feedforward={F}",
     "model.max_length=16", f"data.sequence_length={T}", "training.batch_size=6",
@@ -89,84 +76,11 @@ def test_the_tutorials_model() -> None:
     ]
 
 
-def test_flops_of_a_block_and_the_head() -> None:
-    plan = small_plan("model.dropout=0")
-    _, block, *_, head = plan.layers
-    tokens = 6 * T
-    products = 2 * tokens * (4 * D * D + 2 * D * F)
-    attention = 2 * tokens * T * D  # of one of its two products, over all heads; the mask saves nothing here
-    assert block.forward_flops == products + 2 * attention
-    assert block.backward_flops == 2 * products + 5 * attention  # the fused kernel forms the scores again
-    # Logits, and the gradients of what they come from: all in forward.
-    assert (head.forward_flops, head.backward_flops) == (3 * 2 * tokens * V * D, 0)
-
-
 def install_parameter_grads(model: LanguageModel, store: WeightGradStore) -> None:
     """Weight gradients are added to the parameters' own, as in training."""
     for module in model.modules():
         if isinstance(module, WeightGradLayer):
             module.weight_grads = ParameterGrads(module, store)
-
-
-def really_kept(config, first: int, stop: int) -> int:
-    """Bytes that layers first..stop - 1 of the real model on the CPU hold for their backward, with both ends."""
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64 if config.training.precision == "fp64" else torch.float32)
-    try:
-        model = LanguageModel(V, config.model).train()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    install_parameter_grads(model, WeightGradStore())
-    mixed = torch.autocast("cpu", torch.bfloat16) if config.training.precision == "bf16" else nullcontext()
-    size = -(-config.training.batch_size // config.parallel.micro_batches)
-    tokens, targets = torch.randint(0, V, (size, T)), torch.randint(0, V, (size, T))
-    tensors, ends, saved = (tokens,), [], []
-
-    def pack(tensor):
-        saved.append(tensor)
-        return tensor
-
-    for number, layer in enumerate(language_model_layers(model)):
-        kept = number in range(first, stop)
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor) if kept else nullcontext()
-        tensors += (targets,) if layer.name == "head" else ()
-        if number == first:
-            tensors = tuple(tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in tensors)
-            ends += tensors
-        with hooks, mixed, dropout_key(1, 2):
-            result = layer.run(*tensors)
-        tensors = (result,)
-        if number == stop - 1:
-            ends += tensors
-    lasting = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
-    for module in model.modules():  # of positions
-        table = getattr(module, "table", None)
-        tables = () if table is None else table if isinstance(table, tuple) else (table,)
-        lasting |= {tensor.untyped_storage().data_ptr() for tensor in tables}
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in [*saved, *ends]}
-    return sum(num_bytes for pointer, num_bytes in storages.items() if pointer not in lasting)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["model.norm=pre", "model.activation=gelu"],
-        ["model.norm=post", "model.activation=relu", "model.tie_embeddings=false"],
-        ["model.dropout=0.2", "model.position=learned"],
-        ["model.position=rotary", "parallel.micro_batches=2"],
-        ["training.precision=bf16", "model.dropout=0.1", "model.position=rotary"],
-        ["training.precision=fp64"],
-    ],
-)
-def test_activations_are_those_of_a_real_run(words: list[str]) -> None:
-    config = load(overrides=[*SMALL, *words])
-    num_samples = -(-config.training.batch_size // config.parallel.micro_batches)
-    with fake_model(config, V, num_samples) as (layers, batch, store, context):
-        inputs, targets = batch.inputs, batch.targets
-        first, outputs = run_pass(layers[:2], inputs, (), store, context, NEITHER)
-        second, _ = run_pass(layers[2:], outputs, targets, store, context, NEITHER)
-    assert first.kept == really_kept(config, 0, 2)
-    assert second.kept == really_kept(config, 2, 5)
 
 
 def test_activations_grow_with_the_micro_batches_in_flight() -> None:
@@ -374,92 +288,3 @@ def test_replicas_share_the_optimizer(optimizer: str, ranks: int, tensor: int, d
 def test_ranks_that_a_plan_needs(words: list[str], ranks: int | None, message: str) -> None:
     with pytest.raises(UserError, match=message):
         make_plan(load(overrides=[*SMALL, *words]), V, ranks)
-
-
-def test_text_is_narrow_and_its_arithmetic_adds_up() -> None:
-    plan = make_plan(load("tutorial-1b"))
-    text = plan_text(plan, 80, 4.5)
-    assert max(map(len, text.splitlines())) <= 80
-    assert "\x1b" not in text
-    sums = [line for line in text.splitlines() if " = " in line and line.startswith("stage ")]
-    assert len(sums) == 2
-    for line, stage in zip(sums, plan.stages, strict=True):
-        parts, _, rest = line.partition(": ")[2].partition(" = ")
-        total, _, answer = rest.partition(" of 4.50: ")
-        assert sum(map(float, parts.split(" + "))) == pytest.approx(float(total))
-        # Rounded up to hundredths of a GiB, each of the four.
-        assert 0 <= float(total) * 2**30 - sum(plan.memory(stage)) <= 0.04 * 2**30
-        assert answer == ("fits" if sum(plan.memory(stage)) <= 4.5 * 2**30 else "does not fit")
-    assert {line.rpartition(": ")[2] for line in sums} == {"fits", "does not fit"}
-
-
-def test_many_micro_batches_are_drawn_in_part() -> None:
-    words = ["parallel.pipeline=2", "training.batch_size=40", "parallel.micro_batches=40"]
-    assert "8 of its 40 micro-batches" in plan_text(small_plan(*words), 80)
-    assert "of its" not in plan_text(small_plan(*words), 2000)
-
-
-def test_command(tmp_path: Path) -> None:
-    picture = tmp_path / "schedules.png"
-    words = [*SMALL, "--vocab-size", "97", "--memory-gib", "1", "parallel.pipeline=2", "--output", str(picture)]
-    done = CliRunner().invoke(command, words, catch_exceptions=False)
-    assert done.exit_code == 0
-    model = LanguageModel(97, load(overrides=SMALL).model)
-    assert f"{sum(weight.numel() for weight in nn.ParameterList(model.parameters())):,}" in done.output.splitlines()[0]
-    assert "fits" in done.output
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--preset", "nope"], "no such preset"),
-        (["model.nope=1"], "unknown key"),
-        (["--config", "/nonexistent.yaml"], "cannot be read"),
-        (["--vocab-size", "1"], "at least 2"),
-        (["--memory-gib", "0"], "above 0"),
-        (["--memory-gib", "nan"], "above 0"),
-        (["--output", "picture.pdf"], ".png"),
-        (["--output", "/nonexistent/picture.png"], "cannot be written"),
-        (["parallel.pipeline=6"], "at most 5"),
-        (["parallel.pipeline=2", "parallel.partition=[1, 1]"], "the model has 5"),
-        (["data.tokenizer=char"], "--vocab-size"),
-    ],
-)
-def test_wrong_input_is_one_line(words: list[str], told: str, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(sys, "argv", ["hvd-transformer", "plan", *SMALL, *words])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("hvd-transformer: ")
-    assert told in line
-
-
-def test_help_imports_no_torch() -> None:
-    script = (
-        "import sys; from click.testing import CliRunner; from hvd_transformer.cli.main import group\n"
-        "done = CliRunner().invoke(group, ['plan', '--help'])\n"
-        "assert done.exit_code == 0 and '--memory-gib' in done.output, done.output\n"
-        "assert 'torch' not in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("task", ["translation", "classification"])
-def test_other_tasks_are_planned_as_they_run(task: str) -> None:
-    """Every layer's bytes and weights, from fake tensors and from real ones."""
-    config = load(overrides=[*SMALL, f"task={task}", "model.dropout=0.1", "data.vocab_size=300", "training.device=cpu"])
-    plan = make_plan(config)
-    model, layers, batch, _ = task_class(config).sketch(config, 300, plan.micro_batch_size)
-    assert plan.parameters == sum(weight.numel() for weight in model.parameters())
-    assert [layer.name for layer in plan.layers] == [layer.name for layer in layers]
-    assert task_class(config).layer_names(config) == [layer.name for layer in layers]
-    store, tensors = WeightGradStore(), batch.inputs
-    with gradients_as_in_training(layers, store), dropout_key(0):
-        forward(layers, batch.inputs, batch.targets, nullcontext, recompute=False)  # makes the tables of positions
-        for layer, planned in zip(layers, plan.layers, strict=True):
-            targets = batch.targets if layer is layers[-1] else ()
-            found, tensors = run_pass([layer], tensors, targets, store, nullcontext, NEITHER)
-            assert planned.activation_bytes == found.kept - found.inputs, layer.name
