@@ -33,7 +33,7 @@ from hvd_transformer.training.trainer import Trainer
 
 
 def trainer(socket: str, settings: Sequence[str]) -> None:
-    """Ours: what `training.job.run` assembles, less files and progress."""
+    """Ours: what `training.train_job.run` assembles, less files and progress."""
     keep_freed_memory()
     config = make_config(settings)
     world = World.start(groups=process_groups(launched().size, config.parallel.tensor))

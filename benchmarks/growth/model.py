@@ -1,6 +1,6 @@
 """The costs of a job by the size of its model: layers, parameters (the width), vocabulary. One rank, one thread.
 
-A job of `training.job` runs to its first step, and what follows is measured on it; a second one resumes from the
+A job of `training.train_job` runs to its first step, and what follows is measured on it; a second one resumes from the
 checkpoint of the first.
 """
 

@@ -153,13 +153,13 @@ def test_a_host_that_cannot_be_reached_is_named_with_what_ssh_says(ssh_log: Path
     assert not list(Path("/tmp").glob(f"hvd-transformer-{os.getpid()}-*"))
 
 
-def test_what_a_killed_keeper_left_is_removed_by_the_next_one(ssh_log: Path) -> None:
+def test_what_a_killed_agent_left_is_removed_by_the_next_one(ssh_log: Path) -> None:
     """As after a crash of the host: nothing else would ever remove the ranks' environment."""
     left, used = opened("far.invalid"), opened("far.invalid", "other.invalid")
-    for pid in keepers(left.path):
+    for pid in agents_of(left.path):
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: left.lost)
-    os.kill(keepers(used.path)[0], signal.SIGKILL)  # the other agent still uses it
+    os.kill(agents_of(used.path)[0], signal.SIGKILL)  # the other agent still uses it
     assert (Path(left.path) / "environment").exists()
     new = opened("far.invalid")
     assert not Path(left.path).exists()
@@ -183,7 +183,7 @@ def test_what_another_user_put_beside_it_is_left_alone(ssh_log: Path) -> None:
         shutil.rmtree(trap)
 
 
-def keepers(folder: str) -> list[int]:
+def agents_of(folder: str) -> list[int]:
     """The node agents of a folder."""
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
