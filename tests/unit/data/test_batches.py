@@ -87,7 +87,12 @@ def test_the_samples_of_an_epoch_do_not_depend_on_the_number_of_replicas() -> No
             for rank in range(size)
         ]
         return [
-            [start for step in part for items in step.accumulation for start in windows.batch(2, items).inputs[:, 0].tolist()]
+            [
+                start
+                for step in part
+                for items in step.accumulation
+                for start in windows.batch(2, items).inputs[:, 0].tolist()
+            ]
             for part in zip(*steps, strict=True)
         ]
 

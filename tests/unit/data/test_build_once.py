@@ -83,7 +83,7 @@ def test_after_a_kill_the_next_builds_and_cleans(tmp_path):
     script = f"""
 import time
 from pathlib import Path
-from hvd_transformer.data.once import build_once
+from hvd_transformer.data.build_once import build_once
 def build(aside):
     (aside / "content").write_text("half")
     print("building", flush=True)
@@ -101,5 +101,5 @@ build_once(Path({str(tmp_path / "x")!r}), lambda folder: None, build)
 
 def test_a_cache_that_is_no_folder_is_the_users_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"/file.*: Not a directory; data.cache_dir must be a folder to write to"):
+    with pytest.raises(UserError, match=r"/file.*: Not a directory; data.cache_dir must be a writable folder"):
         build_once(tmp_path / "file" / "x", load, lambda aside: None)
