@@ -1,4 +1,4 @@
-"""Batches of windows, of columns, and of examples of similar length."""
+"""Batches of windows, of columns, and of examples of similar length (length bucketing)."""
 
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
@@ -12,7 +12,7 @@ from hvd_transformer.data.sampler import Permutation, Replica, share
 
 
 class Tokens(Protocol):
-    """A long sequence of token numbers, read by slices (`data.tokens.TokenFile`)."""
+    """A long sequence of token numbers, read in slices (see `data.prepared.TokenFile`)."""
 
     def __len__(self) -> int: ...
 
@@ -20,22 +20,22 @@ class Tokens(Protocol):
 
 
 class Batch(NamedTuple):
-    """Token numbers and the ones that follow them, both [B, T], int64."""
+    """Token numbers and the token numbers that follow them, both [B, T], int64."""
 
     inputs: Tensor
     targets: Tensor
 
 
 class WindowDataset:
-    """Training samples of `length` tokens, one after the other, in an order given by seed and epoch alone.
+    """Training samples of `length` consecutive tokens, in an order determined by seed and epoch alone.
 
-    Each epoch cuts the text at another offset, so that over the epochs every token has its turn at every place.
-    Nothing grows with the number of tokens.
+    Each epoch cuts the text at another offset, so that over the epochs every token appears at every position of a
+    window. Memory does not grow with the number of tokens.
     """
 
     def __init__(self, tokens: Tokens, length: int, seed: int) -> None:
         self.tokens, self.length, self.seed = tokens, length, seed
-        # One window fewer than would fit leaves room to move the cut; what it leaves out changes each epoch.
+        # One window fewer than would fit leaves room to shift the offset; the tokens left out change every epoch.
         self.num_items = max(1, (len(tokens) - 1) // length - 1)
 
     def batch(self, epoch: int, items: range) -> Batch:
@@ -48,10 +48,10 @@ class WindowDataset:
 
 
 class ColumnDataset:
-    """The text as `num_columns` columns, cut into stretches of `length` rows (the PyTorch tutorial's `batchify`).
+    """The text as `num_columns` columns, cut into stretches of `length` rows (`batchify` of the PyTorch tutorial).
 
-    A item is one stretch with all its columns. The last stretch may be shorter; tokens that do not fill a row
-    are left out, as in the tutorial.
+    An item is one stretch of all columns. The last stretch may be shorter; tokens that do not fill a row are left out,
+    as in the tutorial.
     """
 
     def __init__(self, tokens: Tokens, num_columns: int, length: int) -> None:
@@ -60,7 +60,7 @@ class ColumnDataset:
         self.num_items = max(0, -(-(self.num_rows - 1) // length))
 
     def batch(self, epoch: int, items: range) -> Batch:
-        """The stretch at this position; the order is the text's in every epoch."""
+        """The stretch at this position; every epoch keeps the order of the text."""
         (item,) = items
         first = item * self.length
         last = min(first + self.length, self.num_rows - 1)
@@ -69,14 +69,15 @@ class ColumnDataset:
 
 
 def evaluation_batches(tokens: Tokens, length: int, batch_size: int, replica: Replica) -> Iterator[Batch]:
-    """This replica's part of all windows: together the replicas see each token but the first as target once."""
+    """This replica's part of all windows. Together, the replicas see every token but the first as a target exactly
+    once."""
     last = len(tokens) - 1
     windows = share(range(-(-last // length)), replica)
     whole = range(windows.start, min(windows.stop, last // length))
     for first in range(whole.start, whole.stop, batch_size):
         batch = whole[first - whole.start : first - whole.start + batch_size]
         yield _batch([tokens[window * length : window * length + length + 1] for window in batch])
-    for window in windows[len(whole) :]:  # the text's end, shorter than a window
+    for window in windows[len(whole) :]:  # the end of the text, shorter than a window
         yield _batch([tokens[window * length : last + 1]])
 
 
@@ -86,8 +87,11 @@ def _batch(rows: list[NDArray[np.unsignedinteger]]) -> Batch:
 
 
 class LengthBuckets:
-    """`lengths` (N,) in tokens. A batch has at most `batch_size` samples or, where it is given, `batch_tokens`: its
-    samples times the longest of them."""
+    """Training batches of samples of similar length, in random order.
+
+    `lengths` (N,) are in tokens. A batch has at most `batch_size` samples or, if `batch_tokens` is given, at most that
+    many tokens including padding: the number of its samples times the longest of them.
+    """
 
     def __init__(self, lengths: NDArray[np.int64], batch_size: int, batch_tokens: int | None, seed: int) -> None:
         self.lengths, self.seed = lengths, seed
@@ -96,17 +100,17 @@ class LengthBuckets:
 
     @property
     def num_items(self) -> int:
-        """Batches an epoch."""
+        """Batches per epoch."""
         return len(self.ends)
 
     def item(self, epoch: int, number: int) -> NDArray[np.int64]:
-        """The samples of the epoch's batch at this position (B,)."""
+        """The numbers of the samples in the batch at this position of the epoch (B,)."""
         place = int(Permutation(self.num_items, (self.seed, epoch, 2))[np.array([number])][0])
         start = self.ends[place - 1] if place else 0
         return self._sorted(epoch)[start : self.ends[place]]
 
     def _sorted(self, epoch: int) -> NDArray[np.int64]:
-        """All samples by length."""
+        """All samples ordered by length; samples of equal length are in random order."""
         if self._order is None or self._order[0] != epoch:
             shuffled = Permutation(len(self.lengths), (self.seed, epoch))[np.arange(len(self.lengths))]
             self._order = epoch, shuffled[np.argsort(self.lengths[shuffled], kind="stable")]
@@ -116,7 +120,7 @@ class LengthBuckets:
 def in_order(
     lengths: NDArray[np.int64], batch_size: int, batch_tokens: int | None, replica: Replica
 ) -> Iterator[NDArray[np.int64]]:
-    """A replica's part of all samples, by length, for evaluation: together they have each sample once."""
+    """A replica's evaluation batches, ordered by length. Together, the replicas see every sample exactly once."""
     order = np.argsort(lengths, kind="stable")
     ends = _cut(lengths[order], batch_size, batch_tokens)
     for number in share(range(len(ends)), replica):
@@ -124,12 +128,12 @@ def in_order(
 
 
 def _cut(lengths: NDArray[np.int64], batch_size: int, batch_tokens: int | None) -> list[int]:
-    """Where batches of these rising lengths end."""
+    """The end of each batch of samples with these increasing lengths."""
     if batch_tokens is None:
         return [*range(batch_size, len(lengths), batch_size), len(lengths)]
     ends, start = [], 0
     while start < len(lengths):
-        # Padded to the longest, samples start … stop - 1 have (stop - start) × lengths[stop - 1] tokens: it rises.
+        # Padded to the longest, samples start … stop - 1 have (stop - start) × lengths[stop - 1] tokens.
         most = lengths[start : start + batch_tokens // max(1, int(lengths[start])) + 1]
         fitting = int(np.searchsorted(most * np.arange(1, len(most) + 1), batch_tokens, side="right"))
         start += max(1, fitting)

@@ -1,25 +1,28 @@
-"""Builds a folder once, whichever of several processes comes first: a lock, work aside, then a rename."""
+"""Builds a folder exactly once although several processes ask for it: file lock, temporary folder, atomic rename."""
 
+import builtins
 import errno
 import fcntl
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, NamedTuple, Protocol, TypeVar
 
 from hvd_transformer.atomic import sync_folder
 from hvd_transformer.errors import UserError
 
+A = TypeVar("A")
+B = TypeVar("B")
 T = TypeVar("T")
 Report = Callable[[str], None]
 ShouldStop = Callable[[], bool]
 
 POLL_SECONDS = 0.2
-# What a user can put right. Anything else keeps its traceback.
+# Errors that a user can fix. Any other error keeps its traceback.
 _USER_ERRNOS = {
     errno.EACCES,
     errno.EDQUOT,
@@ -33,7 +36,7 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
 class Stopped(Exception):
-    """`should_stop` said so; nothing half-written is left under a final name."""
+    """`should_stop` returned True; no incomplete folder is left under its final name."""
 
 
 def silent(message: str) -> None:
@@ -45,16 +48,33 @@ def never() -> bool:
     return False
 
 
+class OrderedMap(Protocol):
+    """The builtin `map`, or one that works on several items at once and yields the results in order."""
+
+    def __call__(self, function: Callable[[A], B], items: Iterable[A], /) -> Iterator[B]: ...
+
+
+class PrepareContext(NamedTuple):
+    """What preparing data may use: a map over worker processes, an output for messages, and a request to stop."""
+
+    map: OrderedMap = builtins.map
+    report: Report = silent
+    should_stop: ShouldStop = never
+
+
+ALONE = PrepareContext()  # in this process, silently, to the end
+
+
 def build_once(
     folder: Path,
     load: Callable[[Path], T | None],
     build: Callable[[Path], None],
     should_stop: ShouldStop = never,
 ) -> T:
-    """`load(folder)`, after `build(aside)` where that gave None (missing or damaged).
+    """Returns `load(folder)`; if that is None (missing or damaged), calls `build(aside)` first.
 
-    One process builds, the others sleep and then load. Where the builder fails with a `UserError`, those that
-    waited raise the same; where it dies, the next one starts again and removes what was left.
+    One process builds; the others wait and then load. If the builder fails with a `UserError`, the waiting processes
+    raise the same error; if it dies, the next process removes its leftovers and builds again.
     Raises `UserError` and `Stopped`.
     """
     try:
@@ -75,13 +95,13 @@ def build_once(
         if error.errno not in _USER_ERRNOS:
             raise
         raise UserError(_explain(error, folder)) from None
-    assert found is not None, f"{folder} is not whole although it was just built"
+    assert found is not None, f"{folder} is incomplete although it was just built"
     return found
 
 
 def _build_aside(folder: Path, build: Callable[[Path], None]) -> None:
     aside = folder.with_name(f".{folder.name}.tmp")
-    if aside.exists():  # of a process that died: the lock is ours
+    if aside.exists():  # left by a process that died: we hold the lock
         shutil.rmtree(aside)
     aside.mkdir()
     try:
@@ -101,9 +121,9 @@ def _build_aside(folder: Path, build: Callable[[Path], None]) -> None:
 
 @contextmanager
 def _locked(path: Path, should_stop: ShouldStop) -> Iterator[tuple[IO[str], str | None]]:
-    """Holds the lock; gives its file, and the error of a builder that failed while we waited.
+    """Holds the lock; yields its file, and the error of a builder that failed while we waited.
 
-    The file stays: another process may already wait for it, and would hold a lock on a removed file.
+    The file is never removed: another process may already wait for it, and would then lock a deleted file.
     """
     with path.open("a+", encoding="utf-8") as file:
         failures_before = _read_failure(file)[0]
@@ -122,7 +142,9 @@ def _try_lock(file: IO[str]) -> bool:
         return False
     except OSError as error:
         if error.errno in _NO_LOCKS:
-            raise UserError(f"{file.name}: its file system has no file locks; choose another data.cache_dir") from None
+            raise UserError(
+                f"{file.name}: its file system does not support file locks; choose another data.cache_dir"
+            ) from None
         raise
     return True
 
@@ -132,13 +154,13 @@ def _read_failure(file: IO[str]) -> tuple[int, str | None]:
     try:
         record: Any = json.loads(file.read())
         return int(record["failures"]), str(record["error"])
-    except (ValueError, KeyError, TypeError):  # new, or its writer was killed
+    except (ValueError, KeyError, TypeError):  # a new file, or its writer was killed
         return 0, None
 
 
 @contextmanager
 def _failure_noted(lock_file: IO[str]) -> Iterator[None]:
-    """Leaves a builder's `UserError` in the lock file for those that wait."""
+    """Records a builder's `UserError` in the lock file for the waiting processes."""
     try:
         yield
     except (UserError, OSError) as error:
@@ -150,7 +172,7 @@ def _failure_noted(lock_file: IO[str]) -> Iterator[None]:
             lock_file.truncate(0)
             lock_file.write(json.dumps({"failures": failures, "error": message}))
             lock_file.flush()
-        except OSError:  # full disk: those that wait find out themselves
+        except OSError:  # full disk: the waiting processes will notice themselves
             pass
         raise UserError(message) from None
 
@@ -159,4 +181,4 @@ def _explain(error: OSError, place: Path) -> str:
     path, cache = Path(error.filename or place), place.parent
     if path != cache and path not in cache.parents and cache not in path.parents:
         return f"{path}: {error.strerror}"
-    return f"{path}: {error.strerror}; data.cache_dir must be a folder to write to, with room"
+    return f"{path}: {error.strerror}; data.cache_dir must be a writable folder with free space"

@@ -1,12 +1,19 @@
-"""From rows of texts to token files (`data.examples`): tokenizers are learned, samples encoded, the rest counted."""
+"""Prepares examples as token files: tokenizers and labels are learned, samples encoded, unusable ones counted.
 
-import builtins
-import hashlib
+```
+<cache_dir>/prepared/<name>-<digest of the source and of every setting that matters>/
+    [<role>-]tokenizer.json or vocabulary.json
+    <split>-<role>.bin  <split>-<role>-ends.bin     token numbers of all samples, and where each sample ends
+    <split>-label.bin                               numbers of the labels, if there are any
+    <split>.jsonl                                   the raw texts of splits that are evaluated
+    index.json
+```
+"""
+
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -16,203 +23,169 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvd_transformer.config.schema import DataConfig
-from hvd_transformer.data.build_once import Report, ShouldStop, Stopped, build_once, never, silent
-from hvd_transformer.data.prepare_text import OrderedMap, learning, prepared_folder
-from hvd_transformer.data.prepared import PreparedExamples, load_examples, token_dtype, tokenizer_prefix
+from hvd_transformer.data.build_once import ALONE, PrepareContext, Stopped
+from hvd_transformer.data.prepare_text import Preparation, tokenizer_settings, total
+from hvd_transformer.data.prepared import PreparedExamples, TokenWriter, load_examples, token_dtype, tokenizer_prefix
 from hvd_transformer.data.splits import ExampleSource, RawExample
-from hvd_transformer.data.tokenizers import (
-    SPECIALS,
-    VOCABULARY_KINDS,
-    BPETokenizer,
-    Tokenizer,
-    build_vocabulary,
-    sha256,
-)
+from hvd_transformer.data.tokenizers import SPECIALS, VOCABULARY_KINDS, BPETokenizer, Tokenizer
 from hvd_transformer.errors import UserError
 
-FORMAT = 1  # of the folder; another number prepares anew
-_ROWS = 2000  # encoded at a time
+_CHUNK = 2000  # samples encoded at a time
 _ENDS, _LABELS = "<i8", "<i4"
+Encoded = list[NDArray[Any]]  # the token numbers (T,) of each text of a sample
 
 
 class TrainedVocabulary(NamedTuple):
-    """What a model was trained with, for other rows: tokenizers by role, and the labels in the order of their
-    numbers (None: to be learned from these rows)."""
+    """The vocabulary of a trained model: its tokenizers by role, and its labels in the order of their numbers (None: to
+    be learned from the data)."""
 
     tokenizers: dict[str, Tokenizer]
     labels: list[str] | None
 
     @property
     def identity(self) -> dict[str, Any]:
+        """Settings of a folder that was prepared with it."""
         return {"tokenizers": [own.digest for own in self.tokenizers.values()], "labels": self.labels}
 
 
 def prepare_examples(
     config: DataConfig,
-    rows: ExampleSource,
+    source: ExampleSource,
     roles: tuple[str, ...],
     *,
     shared: bool = False,
     learned: TrainedVocabulary | None = None,
-    map: OrderedMap = builtins.map,
-    report: Report = silent,
-    should_stop: ShouldStop = never,
+    context: PrepareContext = ALONE,
 ) -> PreparedExamples:
-    """The rows as token files, made now unless they are there. `roles` name a row's texts; `shared`: one vocabulary.
-    Tokenizers and labels are learned from the training split, unless they are given.
+    """The examples as token files, prepared now unless they exist.
 
-    Several processes may call this at once: one works, the others wait. Raises `UserError` for what is wrong with the
-    data, `Stopped` where `should_stop` said so.
+    `roles` name the texts of an example; with `shared` all roles have one vocabulary. Tokenizers and labels are learned
+    from the training split unless they are given as `learned`. Several processes may call this at once: one prepares,
+    the others wait. Raises `UserError` if the data cannot be used, `Stopped` on request.
     """
-    settings = {
-        "format": FORMAT,
-        "rows": rows.identity,
-        "roles": list(roles),
-        "shared": shared,
-        **{key: getattr(config, key) for key in ("sequence_length", "too_long")},
-        **(learning(config) if learned is None else learned.identity),
-    }
-    folder = prepared_folder(config, rows.name, settings)
-
-    def build(aside: Path) -> None:
-        if folder.exists():
-            report(f"{folder} is damaged: preparing it again")
-        _Preparation(config, rows, roles, shared, learned, map, report, should_stop).write(aside, settings)
-
-    return build_once(folder, load_examples, build, should_stop)
+    return _ExamplePreparation(config, source, roles, shared, learned, context).run()
 
 
-class _Column:
-    """A file of numbers under way."""
+class _ExamplePreparation(Preparation[PreparedExamples]):
+    def __init__(
+        self,
+        config: DataConfig,
+        source: ExampleSource,
+        roles: tuple[str, ...],
+        shared: bool,
+        learned: TrainedVocabulary | None,
+        context: PrepareContext,
+    ) -> None:
+        settings = {
+            "rows": source.identity,
+            "roles": list(roles),
+            "shared": shared,
+            **{key: getattr(config, key) for key in ("sequence_length", "too_long")},
+            **(tokenizer_settings(config) if learned is None else learned.identity),
+        }
+        super().__init__(config, source.name, settings, context)
+        self.source, self.roles, self.shared, self.learned = source, roles, shared, learned
 
-    def __init__(self, folder: Path, name: str, dtype: str) -> None:
-        self.dtype, self.count, self._digest = dtype, 0, hashlib.sha256()
-        self._file = (folder / f"{name}.bin").open("wb")
+    def load(self, folder: Path) -> PreparedExamples | None:
+        return load_examples(folder)
 
-    def add(self, values: NDArray[Any]) -> None:
-        data = values.astype(self.dtype).tobytes()
-        self._digest.update(data)
-        self._file.write(data)
-        self.count += len(values)
-
-    def close(self) -> dict[str, Any]:
-        self._file.close()
-        return {"dtype": self.dtype, "count": self.count, "sha256": self._digest.hexdigest()}
-
-
-@dataclass
-class _Preparation:
-    """One preparation under way."""
-
-    config: DataConfig
-    rows: ExampleSource
-    roles: tuple[str, ...]
-    shared: bool
-    learned: TrainedVocabulary | None
-    map: OrderedMap
-    report: Report
-    should_stop: ShouldStop
-
-    def write(self, folder: Path, settings: dict[str, Any]) -> None:
-        """Fills the folder; `build_once` gives it its name."""
+    def write(self, folder: Path) -> dict[str, Any]:
         tokenizers, labels = self.learned or (None, None)
         kinds = sorted({own.kind for own in tokenizers.values()}) if tokenizers else [self.config.tokenizer]
-        self.report(f"Preparing {self.rows.name}: tokenizer {', '.join(kinds)}")
+        self.context.report(f"Preparing {self.name}: tokenizer {', '.join(kinds)}")
         if labels is None:
-            labels = self._labels()
-        tokenizers = tokenizers or self._make_tokenizers()
+            labels = self._learn_labels()
+        tokenizers = tokenizers or self._learn_tokenizers()
         for role, tokenizer in tokenizers.items():
             tokenizer.save(folder, tokenizer_prefix(role, self.roles, self.shared))
         files: dict[str, Any] = {}
         left_out: dict[str, dict[str, int]] = {}
-        for split in self.rows.splits:
-            found, left_out[split] = self._write_split(split, folder, tokenizers, labels)
-            files |= found
-            if out := left_out[split]:
-                reasons = ", ".join(f"{number:,} {reason}" for reason, number in out.items())
-                self.report(f"{self.rows.name}: left out of {split}: {reasons}")
-        index = {
+        for split in self.source.splits:
+            entries, left_out[split] = self._write_split(split, folder, tokenizers, labels)
+            files |= entries
+            if left_out[split]:
+                reasons = ", ".join(f"{number:,} {reason}" for reason, number in left_out[split].items())
+                self.context.report(f"{self.name}: left out of {split}: {reasons}")
+        return {
             "tokenizers": {role: tokenizer.digest for role, tokenizer in tokenizers.items()},
             "files": files,
             "labels": labels,
             "left_out": left_out,
         }
-        index["digest"] = sha256(json.dumps(index, sort_keys=True))  # before the paths, which differ between hosts
-        index["settings"] = {"source": self.config.source, **settings}
-        (folder / "index.json").write_text(json.dumps(index, indent=2, ensure_ascii=False), encoding="utf-8")
 
-    def _labels(self) -> list[str]:
-        """Of the training split: as numbers where they all are some, else by code points."""
-        found = {row.label for row in self._read("train") if row.label is not None}
+    def _learn_labels(self) -> list[str]:
+        """The labels of the training split: by value if all are integers, else by code points."""
+        found = {example.label for example in self._read("train") if example.label is not None}
         if not found:
             return []
         if len(found) < 2:
             raise UserError(
-                f"data.label_column={self.config.label_column}: the training split has the label {found.pop()} alone; "
+                f"data.label_column={self.config.label_column}: the training split has only the label {found.pop()}; "
                 "there must be two or more"
             )
         numeric = all(re.fullmatch(r"-?\d+", label) for label in found)
         return sorted(found, key=int if numeric else str)
 
-    def _make_tokenizers(self) -> dict[str, Tokenizer]:
+    def _learn_tokenizers(self) -> dict[str, Tokenizer]:
         if self.shared:
-            return dict.fromkeys(self.roles, self._make_tokenizer(range(len(self.roles))))
-        return {role: self._make_tokenizer([number]) for number, role in enumerate(self.roles)}
+            return dict.fromkeys(self.roles, self._learn_tokenizer(range(len(self.roles))))
+        return {role: self._learn_tokenizer([number]) for number, role in enumerate(self.roles)}
 
-    def _make_tokenizer(self, columns: Iterable[int]) -> Tokenizer:
-        """Of these texts of the training split's rows."""
-        config, chosen = self.config, list(columns)
-        texts = (row.texts[column] for row in self._read("train") for column in chosen)
+    def _learn_tokenizer(self, columns: Sequence[int]) -> Tokenizer:
+        """Learns from these texts of every training example."""
+        config = self.config
+        texts = (example.texts[column] for example in self._read("train") for column in columns)
         if config.tokenizer == BPETokenizer.kind:
             return BPETokenizer.train_on_lines(texts, config.vocab_size, config.min_frequency)
-        counts: Counter[str] = Counter()
-        for part in self.map(partial(_count, config.tokenizer), _chunks(texts)):
-            counts.update(part)
-        return build_vocabulary(config.tokenizer, counts, config.vocab_size, config.min_frequency, SPECIALS)
+        return self.vocabulary(total(self.context.map(partial(_count, config.tokenizer), _chunks(texts))), SPECIALS)
 
     def _write_split(
         self, split: str, folder: Path, tokenizers: dict[str, Tokenizer], labels: list[str]
     ) -> tuple[dict[str, Any], dict[str, int]]:
-        """Streams the split's samples into its files; returns what the index says of them, and what was left out."""
-        columns = {}
+        """Writes the samples of a split chunk by chunk; returns the index entries of its files, and what was left
+        out."""
+        files = {}
         for role, tokenizer in tokenizers.items():
-            columns[f"{split}-{role}"] = _Column(folder, f"{split}-{role}", token_dtype(tokenizer.vocab_size))
-            columns[f"{split}-{role}-ends"] = _Column(folder, f"{split}-{role}-ends", _ENDS)
+            files[role] = TokenWriter(folder, f"{split}-{role}", token_dtype(tokenizer.vocab_size))
+            files[f"{role}-ends"] = TokenWriter(folder, f"{split}-{role}-ends", _ENDS)
         if labels:
-            columns[f"{split}-label"] = _Column(folder, f"{split}-label", _LABELS)
-        numbers = {label: number for number, label in enumerate(labels)}
+            files["label"] = TokenWriter(folder, f"{split}-label", _LABELS)
         left_out: Counter[str] = Counter()
         encode = partial(_encode, list(tokenizers.values()))
-        kept_raw = split != "train" or len(self.rows.splits) == 1  # the training split's are for its evaluation alone
-        raw = (folder / f"{split}.jsonl").open("w", encoding="utf-8") if kept_raw else None
-        for chunk, encoded in self.map(encode, _chunks(self._read(split))):
-            kept = [
-                (row, texts) for row, texts in zip(chunk, encoded, strict=True) if self._keeps(row, texts, left_out)
-            ]
+        # The raw texts of the training split are needed only where it is evaluated.
+        keep_raw = split != "train" or len(self.source.splits) == 1
+        raw = (folder / f"{split}.jsonl").open("w", encoding="utf-8") if keep_raw else None
+        for chunk, encoded in self.context.map(encode, _chunks(self._read(split))):
+            samples = zip(chunk, encoded, strict=True)
+            kept = [(example, texts) for example, texts in samples if self._keeps(example, texts, left_out)]
             if raw is not None:
-                raw.writelines(json.dumps(row.texts, ensure_ascii=False) + "\n" for row, _ in kept)
-            for column, role in enumerate(tokenizers):
-                texts = [tokenizers[role].shorten(texts[column], self.config.sequence_length) for _, texts in kept]
-                tokens, ends = columns[f"{split}-{role}"], columns[f"{split}-{role}-ends"]
-                ends.add(np.cumsum([len(text) for text in texts], dtype=np.int64) + tokens.count)
-                tokens.add(np.concatenate(texts) if texts else np.empty(0, np.uint32))
+                raw.writelines(json.dumps(example.texts, ensure_ascii=False) + "\n" for example, _ in kept)
+            for column, (role, tokenizer) in enumerate(tokenizers.items()):
+                short = [tokenizer.shorten(texts[column], self.config.sequence_length) for _, texts in kept]
+                ends = np.cumsum([len(text) for text in short], dtype=np.int64) + files[role].count
+                files[f"{role}-ends"].add(ends)
+                files[role].add(np.concatenate(short) if short else np.empty(0, np.uint32))
             if labels:
-                for row, _ in kept:
-                    if row.label not in numbers:
-                        alone = f"is in the {split} split alone; the training split has {', '.join(labels)}"
-                        unknown = f"is none of the model's, which are {', '.join(labels)}"
-                        raise UserError(f"{row.place}: the label {row.label} {unknown if self.learned else alone}")
-                columns[f"{split}-label"].add(np.array([numbers[str(row.label)] for row, _ in kept]))
+                files["label"].add(self._label_numbers(split, labels, [example for example, _ in kept]))
         if raw is not None:
             raw.close()
-        if not columns[f"{split}-{self.roles[0]}-ends"].count:
-            raise UserError(f"data.source={self.config.source}: the {split} split has no sample that can be used")
-        return {name: column.close() for name, column in columns.items()}, dict(left_out)
+        if not files[f"{self.roles[0]}-ends"].count:
+            raise UserError(f"data.source={self.config.source}: the {split} split has no usable sample")
+        return {f"{split}-{name}": file.close() for name, file in files.items()}, dict(left_out)
 
-    def _keeps(self, row: RawExample, texts: list[NDArray[Any]], left_out: Counter[str]) -> bool:
-        """Whether the sample is used; if not it is counted."""
+    def _label_numbers(self, split: str, labels: list[str], examples: list[RawExample]) -> NDArray[np.int64]:
+        numbers = {label: number for number, label in enumerate(labels)}
+        for example in examples:
+            if example.label not in numbers:
+                alone = f"is only in the {split} split; the training split has {', '.join(labels)}"
+                unknown = f"is none of the model's labels, which are {', '.join(labels)}"
+                raise UserError(f"{example.place}: the label {example.label} {unknown if self.learned else alone}")
+        return np.array([numbers[str(example.label)] for example in examples])
+
+    def _keeps(self, example: RawExample, texts: Encoded, left_out: Counter[str]) -> bool:
+        """Whether the sample is used; if not, its reason is counted."""
         limit = self.config.sequence_length
-        if not all(len(text) for text in texts) or not all(text.strip() for text in row.texts):
+        if not all(len(text) for text in texts) or not all(text.strip() for text in example.texts):
             left_out["empty"] += 1
             return False
         longest = max(map(len, texts))
@@ -220,35 +193,33 @@ class _Preparation:
             return True
         if self.config.too_long == "error":
             raise UserError(
-                f"{row.place}: {longest} tokens, more than data.sequence_length={limit}; raise it, or "
+                f"{example.place}: {longest} tokens, more than data.sequence_length={limit}; raise it, or set "
                 "data.too_long=drop or cut"
             )
         left_out[f"of more than {limit} tokens"] += 1
         return False
 
     def _read(self, split: str) -> Iterator[RawExample]:
-        for number, row in enumerate(self.rows.splits[split]()):
-            if number % _ROWS == 0 and self.should_stop():
+        for number, example in enumerate(self.source.splits[split]()):
+            if number % _CHUNK == 0 and self.context.should_stop():
                 raise Stopped
-            yield row
+            yield example
 
 
 def _chunks(items: Iterable[Any]) -> Iterator[list[Any]]:
     iterator = iter(items)
-    while chunk := list(islice(iterator, _ROWS)):
+    while chunk := list(islice(iterator, _CHUNK)):
         yield chunk
 
 
 def _count(kind: str, texts: list[str]) -> Counter[str]:
-    counts: Counter[str] = Counter()
-    for text in texts:
-        counts.update(VOCABULARY_KINDS[kind].count(text))
-    return counts
+    return total(VOCABULARY_KINDS[kind].count(text) for text in texts)
 
 
-def _encode(tokenizers: list[Tokenizer], rows: list[RawExample]) -> tuple[list[RawExample], list[list[NDArray[Any]]]]:
-    """Each row's texts as token numbers."""
+def _encode(tokenizers: list[Tokenizer], examples: list[RawExample]) -> tuple[list[RawExample], list[Encoded]]:
+    """The examples with the token numbers of their texts."""
     columns = [
-        tokenizer.encode_lines([row.texts[column] for row in rows]) for column, tokenizer in enumerate(tokenizers)
+        tokenizer.encode_lines([example.texts[column] for example in examples])
+        for column, tokenizer in enumerate(tokenizers)
     ]
-    return rows, [list(texts) for texts in zip(*columns, strict=True)]
+    return examples, [list(texts) for texts in zip(*columns, strict=True)]

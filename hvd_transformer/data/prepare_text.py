@@ -1,4 +1,4 @@
-"""From `data.*` to token files: the text is cut in pieces, counted, encoded, and written as one folder.
+"""Prepares token files once per cache; those of running text are cut into pieces, counted and encoded.
 
 ```
 <cache_dir>/prepared/<name>-<digest of the source and of every setting that matters>/
@@ -8,129 +8,132 @@
 ```
 """
 
-import builtins
 import hashlib
 import json
 import re
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hvd_transformer.config.schema import DataConfig
-from hvd_transformer.data.build_once import Report, ShouldStop, Stopped, build_once, never, silent
-from hvd_transformer.data.load_tokenizer import load_tokenizer
-from hvd_transformer.data.prepared import PreparedData, TokenFile, token_dtype
+from hvd_transformer.data.build_once import ALONE, PrepareContext, Stopped, build_once
+from hvd_transformer.data.prepared import INDEX, PreparedData, TokenWriter, load_corpus, token_dtype
 from hvd_transformer.data.text_corpus import Corpus, open_corpus
 from hvd_transformer.data.text_files import Piece, TextSpan, read_pieces
-from hvd_transformer.data.tokenizers import VOCABULARY_KINDS, BPETokenizer, Tokenizer, build_vocabulary, sha256
+from hvd_transformer.data.tokenizers import (
+    UNKNOWN,
+    VOCABULARY_KINDS,
+    BPETokenizer,
+    Tokenizer,
+    build_vocabulary,
+    sha256,
+)
 from hvd_transformer.errors import UserError
 
-FORMAT = 1  # of the folder; another number prepares anew
+FORMAT = 1  # of prepared folders; another number prepares all data anew
 REPORT_SECONDS = 10.0
-
-A = TypeVar("A")
-B = TypeVar("B")
+Prepared = TypeVar("Prepared")
 
 
-class OrderedMap(Protocol):
-    """The builtin `map`, or one that works on several items at once and gives the results in order."""
+class Preparation(ABC, Generic[Prepared]):
+    """One data set on its way to a folder of token files; subclasses define what the folder holds.
 
-    def __call__(self, function: Callable[[A], B], items: Iterable[A], /) -> Iterator[B]: ...
-
-
-def prepare(
-    config: DataConfig,
-    map: OrderedMap = builtins.map,
-    report: Report = silent,
-    should_stop: ShouldStop = never,
-) -> PreparedData:
-    """The corpus as token files, made now unless they are there.
-
-    Memory is bounded by a few pieces and the vocabulary's counts. Several processes may call this at once:
-    one works, the others wait. Raises `UserError` for what is wrong with the data, `Stopped` where
-    `should_stop` said so.
+    `settings` are all that the folder depends on: another value gives another folder.
     """
-    return prepare_corpus(config, open_corpus(config, report, should_stop), None, map, report, should_stop)
+
+    def __init__(self, config: DataConfig, name: str, settings: dict[str, Any], context: PrepareContext) -> None:
+        self.config, self.name, self.context = config, name, context
+        self.settings = {"format": FORMAT, **settings}
+
+    @abstractmethod
+    def load(self, folder: Path) -> Prepared | None:
+        """The prepared data of this folder; None if it is missing or damaged."""
+
+    @abstractmethod
+    def write(self, folder: Path) -> dict[str, Any]:
+        """Writes all files but the index into the folder. Returns the index, which must not mention paths."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder of these settings."""
+        key = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()[:12]
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", self.name).strip(".-")[:60] or "text"
+        return Path(self.config.cache_dir).expanduser().absolute() / "prepared" / f"{name}-{key}"
+
+    def run(self) -> Prepared:
+        """Prepares the folder unless it exists, and loads it. Raises `UserError` and `Stopped`."""
+        folder = self.folder
+
+        def build(aside: Path) -> None:
+            if folder.exists():
+                self.context.report(f"{folder} is damaged: preparing it again")
+            index = self.write(aside)
+            index["digest"] = sha256(json.dumps(index, sort_keys=True))  # without the paths, which differ between hosts
+            index["settings"] = {"source": self.config.source, **self.settings}
+            (aside / INDEX).write_text(json.dumps(index, indent=2, ensure_ascii=False), encoding="utf-8")
+
+        return build_once(folder, self.load, build, self.context.should_stop)
+
+    def vocabulary(self, counts: Counter[str], specials: Sequence[str] = (UNKNOWN,)) -> Tokenizer:
+        """The configured kind of vocabulary, from the counts of its tokens in the training split."""
+        config = self.config
+        return build_vocabulary(config.tokenizer, counts, config.vocab_size, config.min_frequency, specials)
 
 
-def prepare_corpus(
-    config: DataConfig,
-    corpus: Corpus,
-    tokenizer: Tokenizer | None,
-    map: OrderedMap = builtins.map,
-    report: Report = silent,
-    should_stop: ShouldStop = never,
-) -> PreparedData:
-    """The same of this corpus. Without a `tokenizer` it is learned from the training split."""
-    settings = {"format": FORMAT, "corpus": corpus.identity} | (
-        learning(config) if tokenizer is None else {"tokenizer": tokenizer.digest}
-    )
-    folder = prepared_folder(config, corpus.name, settings)
-
-    def build(aside: Path) -> None:
-        if folder.exists():
-            report(f"{folder} is damaged: preparing it again")
-        _Preparation(config, corpus, tokenizer, map, report, should_stop).write(aside, settings)
-
-    return build_once(folder, _load, build, should_stop)
-
-
-def prepared_folder(config: DataConfig, name: str, settings: dict[str, Any]) -> Path:
-    """Where the token files of these settings are, or will be."""
-    key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[:60] or "text"
-    return Path(config.cache_dir).expanduser().absolute() / "prepared" / f"{name}-{key}"
-
-
-def learning(config: DataConfig) -> dict[str, Any]:
-    """What a tokenizer depends on beside the text."""
+def tokenizer_settings(config: DataConfig) -> dict[str, Any]:
+    """The settings that a learned tokenizer depends on, besides the text."""
     return {key: getattr(config, key) for key in ("tokenizer", "vocab_size", "min_frequency")}
 
 
-def _load(folder: Path) -> PreparedData | None:
-    """What is in the folder; None where it is not whole."""
-    try:
-        index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
-        splits = {
-            split: TokenFile(folder / f"{split}.bin", index["dtype"], entry["tokens"], entry["sha256"])
-            for split, entry in index["splits"].items()
-        }
-        tokenizer = load_tokenizer(folder)
-        if tokenizer.digest != index["tokenizer"]["sha256"]:
-            return None
-        if not all(tokens.is_whole() for tokens in splits.values()):
-            return None
-        return PreparedData(folder, tokenizer, splits, index["digest"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError):
-        return None
+def total(counts: Iterable[Counter[str]]) -> Counter[str]:
+    """The sum of all counts."""
+    result: Counter[str] = Counter()
+    for part in counts:
+        result.update(part)
+    return result
 
 
-@dataclass
-class _Preparation:
-    """One preparation under way."""
+def prepare(config: DataConfig, context: PrepareContext = ALONE) -> PreparedData:
+    """The corpus of `data.source` as token files, prepared now unless they exist.
 
-    config: DataConfig
-    corpus: Corpus
-    tokenizer: Tokenizer | None  # None: to be learned
-    map: OrderedMap
-    report: Report
-    should_stop: ShouldStop
+    Memory is bounded by a few pieces of text and the counts of the vocabulary. Several processes may call this at once:
+    one prepares, the others wait. Raises `UserError` if the data cannot be used, `Stopped` on request.
+    """
+    return prepare_corpus(config, open_corpus(config, context), None, context)
 
-    def write(self, folder: Path, settings: dict[str, Any]) -> None:
-        """Fills the folder; `build_once` gives it its name."""
+
+def prepare_corpus(
+    config: DataConfig, corpus: Corpus, tokenizer: Tokenizer | None, context: PrepareContext = ALONE
+) -> PreparedData:
+    """Like `prepare`, for this corpus. Without a `tokenizer` one is learned from the training split."""
+    return _TextPreparation(config, corpus, tokenizer, context).run()
+
+
+class _TextPreparation(Preparation[PreparedData]):
+    def __init__(
+        self, config: DataConfig, corpus: Corpus, tokenizer: Tokenizer | None, context: PrepareContext
+    ) -> None:
+        own = tokenizer_settings(config) if tokenizer is None else {"tokenizer": tokenizer.digest}
+        super().__init__(config, corpus.name, {"corpus": corpus.identity, **own}, context)
+        self.corpus, self.tokenizer = corpus, tokenizer
+
+    def load(self, folder: Path) -> PreparedData | None:
+        return load_corpus(folder)
+
+    def write(self, folder: Path) -> dict[str, Any]:
         megabytes = sum(span.size for span in self.corpus.spans.values()) / 1e6
         kind = self.tokenizer.kind if self.tokenizer else self.config.tokenizer
-        self.report(f"Preparing {self.corpus.name}: {megabytes:.1f} MB of text, tokenizer {kind}")
-        tokenizer = self.tokenizer or self._make_tokenizer()
+        self.context.report(f"Preparing {self.name}: {megabytes:.1f} MB of text, tokenizer {kind}")
+        tokenizer = self.tokenizer or self._learn_tokenizer()
         tokenizer.save(folder)
-        index: dict[str, Any] = {
+        return {
             "format": FORMAT,
             "dtype": token_dtype(tokenizer.vocab_size),
             "vocab_size": tokenizer.vocab_size,
@@ -140,50 +143,42 @@ class _Preparation:
                 "sha256": tokenizer.digest,
             },
             "splits": {
-                split: self._write_split(split, span, tokenizer, folder / f"{split}.bin")
-                for split, span in self.corpus.spans.items()
+                split: self._write_split(split, span, tokenizer, folder) for split, span in self.corpus.spans.items()
             },
         }
-        index["digest"] = sha256(json.dumps(index, sort_keys=True))  # before the paths, which differ between hosts
-        index["settings"] = {"source": self.config.source, **settings}
-        (folder / "index.json").write_text(json.dumps(index, indent=2, ensure_ascii=False), encoding="utf-8")
 
-    def _make_tokenizer(self) -> Tokenizer:
+    def _learn_tokenizer(self) -> Tokenizer:
         config, train = self.config, self.corpus.spans["train"]
         if config.tokenizer == BPETokenizer.kind:
             texts = (piece.text() for piece in self._pieces(train, "learning byte pairs"))
             return BPETokenizer.train(texts, config.vocab_size, config.min_frequency)
-        counts: Counter[str] = Counter()
-        count = partial(_count, config.tokenizer)
-        for part in self.map(count, self._pieces(train, "counting tokens")):
-            counts.update(part)
+        pieces = self._pieces(train, "counting tokens")
+        counts = total(self.context.map(partial(_count, config.tokenizer), pieces))
         if not counts:
             raise UserError(f"{train.path}: the train split has no token; it must hold text")
-        return build_vocabulary(config.tokenizer, counts, config.vocab_size, config.min_frequency)
+        return self.vocabulary(counts)
 
-    def _write_split(self, split: str, span: TextSpan, tokenizer: Tokenizer, path: Path) -> dict[str, Any]:
-        """Streams the split's tokens into its file, piece by piece."""
+    def _write_split(self, split: str, span: TextSpan, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+        """Writes the tokens of a split piece by piece; returns its entry in the index."""
         dtype = token_dtype(tokenizer.vocab_size)
-        digest, count = hashlib.sha256(), 0
-        with path.open("wb") as file:
-            for tokens in self.map(partial(_encode, tokenizer, dtype), self._pieces(span, f"encoding {split}")):
-                data = tokens.tobytes()
-                digest.update(data)
-                file.write(data)
-                count += len(tokens)
-        if not count:
+        file = TokenWriter(folder, split, dtype)
+        for tokens in self.context.map(partial(_encode, tokenizer, dtype), self._pieces(span, f"encoding {split}")):
+            file.add(tokens)
+        if not file.count:
             raise UserError(f"{span.path}: the {split} split has no token; it must hold text")
-        return {"tokens": count, "sha256": digest.hexdigest()}
+        entry = file.close()
+        return {"tokens": entry["count"], "sha256": entry["sha256"]}
 
     def _pieces(self, span: TextSpan, phase: str) -> Iterator[Piece]:
-        """The span's pieces, with a line on how far it is every ten seconds."""
+        """The pieces of the span; reports the progress every ten seconds."""
         reported = time.monotonic()
         for piece in read_pieces(span):
-            if self.should_stop():
+            if self.context.should_stop():
                 raise Stopped
             if time.monotonic() - reported > REPORT_SECONDS:
                 reported = time.monotonic()
-                self.report(f"{self.corpus.name}: {phase}, {100 * (piece.start - span.start) / span.size:.0f} %")
+                done = 100 * (piece.start - span.start) / span.size
+                self.context.report(f"{self.name}: {phase}, {done:.0f} %")
             yield piece
 
 

@@ -1,13 +1,13 @@
-"""Prepared data as training sees it: memory-mapped token files and encoded examples."""
+"""Prepared data as training reads it: memory-mapped token files, a corpus of them, or encoded examples."""
 
 import hashlib
 import json
 import mmap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 from hvd_transformer.data.load_tokenizer import load_tokenizer
 from hvd_transformer.data.tokenizers import Tokenizer, sha256
 from hvd_transformer.errors import UserError
+
+T = TypeVar("T")
+INDEX = "index.json"
 
 
 def token_dtype(vocab_size: int) -> str:
@@ -24,9 +27,9 @@ def token_dtype(vocab_size: int) -> str:
 
 @dataclass
 class TokenFile:
-    """`len(tokens)` and `tokens[start:stop]` of a file that need not fit into memory.
+    """A file of `count` numbers that need not fit into memory.
 
-    A slice is a read-only array (T,) of the stored format that maps the file, no copy.
+    `tokens[start:stop]` is a read-only array (T,) of the stored number format that maps the file without a copy.
     """
 
     path: Path
@@ -51,11 +54,11 @@ class TokenFile:
         return self.count * np.dtype(self.dtype).itemsize
 
     def is_whole(self) -> bool:
-        """Whether the file is there with the size that the index tells."""
+        """Whether the file exists and has the size recorded in the index."""
         return self.path.is_file() and self.path.stat().st_size == self.num_bytes
 
     def verify(self) -> None:
-        """Reads the whole file. Raises `UserError` where its checksum is not the index's."""
+        """Reads the whole file. Raises `UserError` if its checksum differs from the one in the index."""
         self._check_size()
         digest = hashlib.sha256()
         with self.path.open("rb") as file:
@@ -70,7 +73,7 @@ class TokenFile:
             return np.empty(0, self.dtype)
         with self.path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        if hasattr(mmap, "MADV_RANDOM"):  # windows come in shuffled order: reading ahead would be in vain
+        if hasattr(mmap, "MADV_RANDOM"):  # windows are read in shuffled order: reading ahead would be useless
             mapped.madvise(mmap.MADV_RANDOM)
         return np.frombuffer(mapped, dtype=self.dtype)
 
@@ -81,9 +84,29 @@ class TokenFile:
             raise UserError(f"{self.path}: {damage}; remove its folder to prepare it again")
 
 
+class TokenWriter:
+    """Writes `<folder>/<name>.bin`, the file of a `TokenFile`, array by array."""
+
+    def __init__(self, folder: Path, name: str, dtype: str) -> None:
+        self.dtype, self.count, self._digest = dtype, 0, hashlib.sha256()
+        self._file = (folder / f"{name}.bin").open("wb")
+
+    def add(self, values: NDArray[Any]) -> None:
+        """Appends numbers (T,)."""
+        data = values.astype(self.dtype, copy=False).tobytes()
+        self._digest.update(data)
+        self._file.write(data)
+        self.count += len(values)
+
+    def close(self) -> dict[str, Any]:
+        """Closes the file and returns its entry in the index."""
+        self._file.close()
+        return {"dtype": self.dtype, "count": self.count, "sha256": self._digest.hexdigest()}
+
+
 @dataclass(frozen=True)
 class TokenSequences:
-    """One text of every sample of a split: `sentences[i]` are its token numbers (T,)."""
+    """One text per sample of a split: `texts[i]` is an array of token numbers (T,)."""
 
     tokens: TokenFile
     ends: TokenFile
@@ -97,13 +120,13 @@ class TokenSequences:
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
-        """Of every one, in tokens (N,)."""
+        """Number of tokens of each text (N,)."""
         return np.diff(self.ends[:], prepend=0)
 
 
 @dataclass(frozen=True)
 class EncodedExamples:
-    """A split's samples: their texts by role ("source", "target" or "text"), and labels where they have some."""
+    """The samples of a split: their texts by role ("source", "target" or "text"), and their labels if they have any."""
 
     texts: dict[str, TokenSequences]
     labels: TokenFile | None
@@ -112,24 +135,24 @@ class EncodedExamples:
         return len(next(iter(self.texts.values())))
 
     def checksums(self) -> list[str]:
-        """Of its files."""
+        """The checksums of its files."""
         files = [file for texts in self.texts.values() for file in (texts.tokens, texts.ends)]
         return [file.sha256 for file in (*files, self.labels) if file is not None]
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
-        """Of each sample's longest text (N,)."""
+        """Number of tokens of the longest text of each sample (N,)."""
         longest: NDArray[np.int64] = np.max([texts.lengths for texts in self.texts.values()], axis=0)
         return longest
 
 
 @dataclass(frozen=True)
 class PreparedExamples:
-    """`train`, `valid` and, where there is one, `test`; or one split to evaluate. `digest` is the same wherever
-    tokenizers and samples are.
+    """Encoded examples: the splits "train", "valid" and possibly "test", or one split to evaluate.
 
-    `labels`: the classes' names, in the order of their numbers. `left_out`: by split, how many for which reason.
-    `label_counts`: the training split's samples of each label, where that split is not among these.
+    `labels`: the names of the classes, in the order of their numbers. `left_out`: per split, the number of samples left
+    out for each reason. `label_counts`: the training samples of each label, if the training split is not included.
+    `digest` depends on tokenizers and samples alone, not on paths.
     """
 
     folder: Path
@@ -141,7 +164,7 @@ class PreparedExamples:
     label_counts: list[int] | None = None
 
     def report(self) -> list[str]:
-        """Lines for who prepared it."""
+        """Lines that describe the data to whoever prepared it."""
         sizes = [f"{split}: {len(examples):,} samples" for split, examples in self.splits.items()]
         vocabularies = [
             f"vocabulary of {role}: {tokenizer.vocab_size:,} ({tokenizer.kind})"
@@ -152,51 +175,51 @@ class PreparedExamples:
 
     @property
     def split_digests(self) -> dict[str, str]:
-        """The same for the same samples."""
+        """A digest per split; equal samples give equal digests."""
         return {split: sha256(" ".join(examples.checksums())) for split, examples in self.splits.items()}
 
     def raw_texts(self, split: str) -> list[list[str]]:
-        """Every sample's texts as they were read. The training split's are kept where it is evaluated alone."""
+        """The texts of every sample as they were read. Those of the training split are kept only if it is the single
+        split, to be evaluated."""
         with (self.folder / f"{split}.jsonl").open(encoding="utf-8") as file:
             return [json.loads(line) for line in file]
 
 
-def tokenizer_prefix(role: str, roles: Iterable[str], shared: bool) -> str:
-    """What its file's name begins with."""
-    return "" if shared or len(list(roles)) == 1 else f"{role}-"
-
-
 def load_examples(folder: Path) -> PreparedExamples | None:
-    """What is in the folder; None where it is not whole."""
-    try:
-        index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
-        files = {
-            name: TokenFile(folder / f"{name}.bin", entry["dtype"], entry["count"], entry["sha256"])
-            for name, entry in index["files"].items()
-        }
-        roles, shared = index["settings"]["roles"], index["settings"]["shared"]
-        tokenizers = {role: load_tokenizer(folder, tokenizer_prefix(role, roles, shared)) for role in roles}
-        if {role: tokenizer.digest for role, tokenizer in tokenizers.items()} != index["tokenizers"]:
-            return None
-        if not all(file.is_whole() for file in files.values()):
-            return None
-        splits = {
-            split: EncodedExamples(
-                {role: TokenSequences(files[f"{split}-{role}"], files[f"{split}-{role}-ends"]) for role in roles},
-                files.get(f"{split}-label"),
-            )
-            for split in index["left_out"]
-        }
-        return PreparedExamples(folder, tokenizers, splits, index["labels"], index["left_out"], index["digest"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError):
+    """The encoded examples of this folder; None if it is missing or damaged."""
+    return _load(folder, _read_examples)
+
+
+def _read_examples(folder: Path, index: dict[str, Any]) -> PreparedExamples | None:
+    files = {
+        name: TokenFile(folder / f"{name}.bin", entry["dtype"], entry["count"], entry["sha256"])
+        for name, entry in index["files"].items()
+    }
+    roles, shared = index["settings"]["roles"], index["settings"]["shared"]
+    tokenizers = {role: load_tokenizer(folder, tokenizer_prefix(role, roles, shared)) for role in roles}
+    same = {role: tokenizer.digest for role, tokenizer in tokenizers.items()} == index["tokenizers"]
+    if not same or not all(file.is_whole() for file in files.values()):
         return None
+    splits = {
+        split: EncodedExamples(
+            {role: TokenSequences(files[f"{split}-{role}"], files[f"{split}-{role}-ends"]) for role in roles},
+            files.get(f"{split}-label"),
+        )
+        for split in index["left_out"]
+    }
+    return PreparedExamples(folder, tokenizers, splits, index["labels"], index["left_out"], index["digest"])
+
+
+def tokenizer_prefix(role: str, roles: Iterable[str], shared: bool) -> str:
+    """The prefix of the tokenizer's file name for this role; empty if there is a single tokenizer."""
+    return "" if shared or len(list(roles)) == 1 else f"{role}-"
 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """A prepared corpus: `train`, `valid` and, where there is one, `test`; or one split to evaluate.
+    """A prepared corpus: the splits "train", "valid" and possibly "test", or one split to evaluate.
 
-    `digest` is the same wherever tokenizer and tokens are the same, whatever the paths.
+    `digest` depends on tokenizer and tokens alone, not on paths.
     """
 
     folder: Path
@@ -206,12 +229,35 @@ class PreparedData:
 
     @property
     def split_digests(self) -> dict[str, str]:
-        """The same for the same tokens."""
+        """A digest per split; equal tokens give equal digests."""
         return {split: tokens.sha256 for split, tokens in self.splits.items()}
 
     def report(self) -> list[str]:
-        """Lines for who prepared it."""
+        """Lines that describe the data to whoever prepared it."""
         sizes = [f"{split}: {len(tokens):,} tokens" for split, tokens in self.splits.items()]
-        return [
-            f"folder: {self.folder}", *sizes, f"vocabulary: {self.tokenizer.vocab_size:,} ({self.tokenizer.kind})"
-        ]  # fmt: skip
+        vocabulary = f"vocabulary: {self.tokenizer.vocab_size:,} ({self.tokenizer.kind})"
+        return [f"folder: {self.folder}", *sizes, vocabulary]
+
+
+def load_corpus(folder: Path) -> PreparedData | None:
+    """The prepared corpus of this folder; None if it is missing or damaged."""
+    return _load(folder, _read_corpus)
+
+
+def _read_corpus(folder: Path, index: dict[str, Any]) -> PreparedData | None:
+    splits = {
+        split: TokenFile(folder / f"{split}.bin", index["dtype"], entry["tokens"], entry["sha256"])
+        for split, entry in index["splits"].items()
+    }
+    tokenizer = load_tokenizer(folder)
+    same = tokenizer.digest == index["tokenizer"]["sha256"]
+    if not same or not all(tokens.is_whole() for tokens in splits.values()):
+        return None
+    return PreparedData(folder, tokenizer, splits, index["digest"])
+
+
+def _load(folder: Path, read: Callable[[Path, dict[str, Any]], T | None]) -> T | None:
+    try:
+        return read(folder, json.loads((folder / INDEX).read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError):
+        return None

@@ -1,9 +1,9 @@
 """Which samples each replica takes in each step of an epoch, and which remain.
 
-An epoch is the items 0 … N-1. What has not been seen yet is a list of intervals of items; it says all there is
-to say about the position in the data, whatever the number of replicas, so a resumed job sees each remaining
-item exactly once, also after that number has changed. Every replica takes the same number of steps; where a step's
-items do not divide, some have one fewer, or none.
+An epoch consists of the items 0 … N-1. The items not yet seen are kept as a list of intervals, which fully describes
+the position in the data for any number of replicas. A resumed job therefore sees each remaining item exactly once, even
+if the number of replicas has changed. Every replica takes the same number of steps; if the items of a step cannot be
+divided evenly, some replicas get one fewer, or none.
 
     windows   item = position in the shuffled order     step k of 2 replicas:  | r0 r0 r0 r1 r1 r1 | next step …
     columns   item = stretch of sequence_length rows    replica 0: | k k+1 …   |   replica 1: | k k+1 …   |
@@ -19,9 +19,10 @@ _ROUNDS = 8
 
 
 class Permutation:
-    """A bijection of range(length), given by `key` alone.
+    """A pseudorandom bijection of range(length), determined by `key` alone: a Feistel network with cycle walking (Black
+    and Rogaway 2002). Its memory does not grow with the length.
 
-    `order[indices]` maps an array of indices, int64, in [0, length).
+    `order[indices]` maps an array of indices in [0, length), int64.
     """
 
     def __init__(self, length: int, key: tuple[int, ...]) -> None:
@@ -60,7 +61,7 @@ Intervals = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step of one replica: the items of each accumulation step, and what remains of the epoch afterwards."""
+    """One step of one replica: the items of each accumulation step, and what remains of the epoch after the step."""
 
     accumulation: list[range]
     remaining: Intervals
@@ -68,40 +69,40 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Replica:
-    """This rank's place among the data-parallel replicas."""
+    """The rank of this replica among the data-parallel replicas, and their number."""
 
     rank: int = 0
     size: int = 1
 
 
 def share(items: range, replica: Replica) -> range:
-    """A replica's contiguous part of them: parts differ by one at most, and the earlier ones are the larger."""
+    """The contiguous part of the items that a replica takes. Sizes differ by at most one; earlier parts are larger."""
     start, stop = (-(-len(items) * rank // replica.size) for rank in (replica.rank, replica.rank + 1))
     return items[start:stop]
 
 
 class StepSampler:
-    """Steps of `step_size` samples go through the order front to back; each replica takes its part of a step in
-    rounds of `batch_size` samples, the last smaller where they do not divide it.
+    """Takes the items in order, `step_size` per step. Each replica divides its part of a step into accumulation steps
+    of `batch_size` items; the last one may be smaller.
 
-    A step sees the same samples whatever the number of replicas, as long as its size stays the same.
+    For a fixed step size, a step sees the same items for any number of replicas.
     """
 
     def __init__(self, num_items: int, step_size: int, batch_size: int, replica: Replica) -> None:
         self.num_items, self.step_size, self.batch_size, self.replica = num_items, step_size, batch_size, replica
 
     def num_steps(self, remaining: Intervals | None = None) -> int:
-        """Steps from this position to the end of the epoch."""
+        """The number of steps from this position to the end of the epoch."""
         first = self._first(remaining)
         return -(-(self.num_items - first) // self.step_size)
 
     def epoch(self, remaining: Intervals | None = None) -> Iterator[StepPlan]:
-        """The steps from this position (None: the epoch's beginning)."""
+        """The steps from this position (None: the start of the epoch)."""
         for start in range(self._first(remaining), self.num_items, self.step_size):
             stop = min(start + self.step_size, self.num_items)
             own = share(range(start, stop), self.replica)
-            rounds = [own[first : first + self.batch_size] for first in range(0, len(own), self.batch_size)]
-            yield StepPlan(rounds, [(stop, self.num_items)] if stop < self.num_items else [])
+            accumulation = [own[first : first + self.batch_size] for first in range(0, len(own), self.batch_size)]
+            yield StepPlan(accumulation, [(stop, self.num_items)] if stop < self.num_items else [])
 
     def _first(self, remaining: Intervals | None) -> int:
         if remaining is None:
@@ -110,21 +111,21 @@ class StepSampler:
 
 
 class ColumnSampler:
-    """What remains is cut into `num_stretches`, and a step takes the next `items` of each; the replicas share the
-    stretches.
+    """Cuts what remains into `num_stretches` stretches; a step takes the next `items` items of each. The stretches are
+    divided among the replicas.
 
-    A step sees the same samples whatever the number of replicas, as long as these two numbers stay the same.
+    For fixed `num_stretches` and `items`, a step sees the same items for any number of replicas.
     """
 
     def __init__(self, num_items: int, num_stretches: int, items: int, replica: Replica) -> None:
         self.num_items, self.num_stretches, self.items, self.replica = num_items, num_stretches, items, replica
 
     def num_steps(self, remaining: Intervals | None = None) -> int:
-        """Steps from this position to the end of the epoch: those of the longest stretch."""
+        """The number of steps from this position to the end of the epoch: that of the longest stretch."""
         return -(-max(map(_length, self._stretches(remaining))) // self.items)
 
     def epoch(self, remaining: Intervals | None = None) -> Iterator[StepPlan]:
-        """The steps from this position (None: the epoch's beginning)."""
+        """The steps from this position (None: the start of the epoch)."""
         stretches = self._stretches(remaining)
         own = share(range(self.num_stretches), self.replica)
         for step in range(self.num_steps(remaining)):
@@ -145,7 +146,7 @@ def _length(intervals: Intervals) -> int:
 
 
 def _cut(intervals: Intervals, first: int, last: int) -> Intervals:
-    """The first-th to last-th item of the intervals, counted through all of them."""
+    """Items number `first` to `last` - 1 of the intervals, counted across all of them."""
     result: Intervals = []
     for start, stop in intervals:
         low, high = max(first, 0), min(last, stop - start)
@@ -156,7 +157,7 @@ def _cut(intervals: Intervals, first: int, last: int) -> Intervals:
 
 
 def _merge(parts: list[Intervals]) -> Intervals:
-    """Increasing intervals as one list, neighbours that touch joined."""
+    """Increasing intervals as one list, in which adjacent intervals are joined."""
     result: Intervals = []
     for start, stop in (interval for part in parts for interval in part):
         if result and result[-1][1] == start:

@@ -1,6 +1,7 @@
-"""Splits of a data set: their names, random shares, and rows of examples."""
+"""Splits of a data set: their names, the one finder of their files, and how one file is split at random."""
 
-from collections.abc import Callable, Collection, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -9,19 +10,56 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data.sampler import Permutation
 from hvd_transformer.errors import UserError
 
 SPLITS = ("train", "valid", "test")
-WHOLE = "data"  # what a single file is where it is not to be cut
+WHOLE = "data"  # the split's name when a single file is evaluated as a whole
+# File stems accepted for each split of examples, in order of preference.
+SPLIT_NAMES = {"train": ("train",), "valid": ("valid", "val", "validation", "dev"), "test": ("test",)}
+_SHUFFLE = 5  # keeps the random split independent of the order of the epochs
 
 
-def chosen_split(wanted: str | None, there: Collection[str], origin: str) -> str:
-    """The split to evaluate: the wanted one; else test, or valid where there is no test.
+@dataclass(frozen=True)
+class RawExample:
+    """The texts of one sample, and its label for classification; `place` (file and line) is for messages."""
 
-    Raises `UserError` that begins with `origin`, where the data is, and names the splits there.
+    texts: tuple[str, ...]
+    label: str | None
+    place: str
+
+
+Files = tuple[Path, ...]  # of one split: a single file, or two parallel ones
+Reader = Callable[[], Iterator[RawExample]]
+
+
+def find_splits(
+    folder: Path, stems: Mapping[str, Sequence[str]], find: Callable[[Path, str], Files | None]
+) -> dict[str, Files]:
+    """The files of every split that the folder holds.
+
+    `stems` lists the accepted names of each split, in order of preference; `find(folder, stem)` returns the files of
+    one of them, or None.
     """
-    own = [split for split in SPLITS if split in there]
+    found = {}
+    for split in SPLITS:
+        if files := next(filter(None, (find(folder, stem) for stem in stems[split])), None):
+            found[split] = files
+    return found
+
+
+def first_file(folder: Path, stem: str, patterns: Sequence[str]) -> Files | None:
+    """The first of the patterns, such as "{}.txt", whose file exists."""
+    return next(((path,) for pattern in patterns if (path := folder / pattern.format(stem)).is_file()), None)
+
+
+def chosen_split(wanted: str | None, present: Collection[str], origin: str) -> str:
+    """The split to evaluate: `wanted` if given, else test, else valid.
+
+    Raises `UserError` if there is no such split; the message starts with `origin`, the place of the data.
+    """
+    own = [split for split in SPLITS if split in present]
     if wanted is not None and wanted not in own:
         raise UserError(f"{origin}: no {wanted} split; there is {' and '.join(own) or 'none to evaluate'}")
     if wanted is None and own in ([], ["train"]):
@@ -30,54 +68,109 @@ def chosen_split(wanted: str | None, there: Collection[str], origin: str) -> str
 
 
 def check_whole(wanted: str | None, path: Path) -> None:
-    """Raises `UserError` where a split of a single file is wanted."""
+    """Raises `UserError` if a split of a single file is requested."""
     if wanted is not None:
-        raise UserError(f"--split {wanted}: {path} is one file, which is evaluated as a whole; leave --split out")
-
-
-# What a split's files may be called.
-SPLIT_NAMES = {"train": ("train",), "valid": ("valid", "val", "validation", "dev"), "test": ("test",)}
-_SHUFFLE = 5  # tells the split's order from the epochs'
-
-
-@dataclass(frozen=True)
-class RawExample:
-    """One sample's texts, and the label of a classification; `place` says where it stands, for messages."""
-
-    texts: tuple[str, ...]
-    label: str | None
-    place: str
+        raise UserError(f"--split {wanted}: {path} is one file, which is evaluated as a whole; omit --split")
 
 
 @dataclass(frozen=True)
 class ExampleSource:
-    """The rows of every split, read anew each time; `identity` tells them from any others."""
+    """The raw examples of every split, read from the files on each call. `identity` distinguishes data sets: equal
+    identities mean equal examples."""
 
     name: str
     identity: dict[str, Any]
-    splits: dict[str, Callable[[], Iterator[RawExample]]]
+    splits: dict[str, Reader]
 
     def only(self, wanted: str | None, origin: str) -> "ExampleSource":
-        """One split, as `chosen_split` says."""
+        """One split of it, chosen by `chosen_split`."""
         split = chosen_split(wanted, self.splits, origin)
         return ExampleSource(self.name, {**self.identity, "only": split}, {split: self.splits[split]})
 
 
+class ExampleFiles(ABC):
+    """One way to store examples: which files of a folder hold each split, and how they are read."""
+
+    def __init__(self, config: DataConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def find(self, folder: Path) -> dict[str, Files]:
+        """The files of every split that the folder holds. Raises `UserError` if they are ambiguous or incomplete."""
+
+    @abstractmethod
+    def reader(self, files: Files) -> Reader:
+        """Reads the examples of these files. Raises `UserError` if their form is unknown."""
+
+    @abstractmethod
+    def accepted(self, folder: Path, split: str) -> str:
+        """The file names that this split may have, for messages."""
+
+    def identity(self, files: Files) -> Any:
+        """Distinguishes the files of a split from changed ones."""
+        return [file_identity(file) for file in files]
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What else the examples depend on."""
+        return {}
+
+    @property
+    def stems(self) -> dict[str, tuple[str, ...]]:
+        """The names of each split's files: as configured, else `SPLIT_NAMES`."""
+        given = {split: getattr(self.config, split) for split in SPLITS}
+        return {split: (name,) if (name := given[split]) else SPLIT_NAMES[split] for split in SPLITS}
+
+    def open(self, path: Path, seed: int) -> ExampleSource:
+        """All splits of a folder, or of one file that is split at random.
+
+        Raises `UserError` with what is missing and what is allowed.
+        """
+        if path.is_file():
+            splits = split_at_random(self.reader((path,)), self.config.split, seed, path)
+            identity = {"file": file_identity(path), "split": self.config.split, "seed": seed}
+            return ExampleSource(_stem(path), {**identity, **self.settings}, splits)
+        files = self.find(path)
+        for split in ("train", "valid"):
+            if split not in files:
+                raise UserError(f"{path}: no {split} split; it must hold {self.accepted(path, split)}")
+        return self._source(path, files)
+
+    def open_split(self, path: Path, wanted: str | None) -> ExampleSource:
+        """One file as a whole, or one split of a folder (see `chosen_split`), which needs no other splits.
+
+        Raises `UserError` with what is missing and what is allowed.
+        """
+        if path.is_file():
+            check_whole(wanted, path)
+            identity = {"whole": file_identity(path), **self.settings}
+            return ExampleSource(_stem(path), identity, {WHOLE: self.reader((path,))})
+        files = self.find(path)
+        split = chosen_split(wanted, files, str(path))
+        return self._source(path, {split: files[split]})
+
+    def _source(self, folder: Path, files: dict[str, Files]) -> ExampleSource:
+        identity = {split: self.identity(own) for split, own in files.items()}
+        readers = {split: self.reader(own) for split, own in files.items()}
+        return ExampleSource(folder.name, {**identity, **self.settings}, readers)
+
+
 def file_identity(path: Path) -> list[Any]:
-    """Tells a file from a changed one."""
+    """Path, size and time of the last change: they distinguish a file from a changed one."""
     status = path.stat()
     return [str(path), status.st_size, status.st_mtime_ns]
 
 
-def split_at_random(
-    read: Callable[[], Iterator[RawExample]], shares: list[float], seed: int, path: Path
-) -> dict[str, Callable[[], Iterator[RawExample]]]:
-    """Shares of one file's rows, chosen by `seed` alone; each split keeps the file's order."""
+def split_at_random(read: Reader, shares: list[float], seed: int, path: Path) -> dict[str, Reader]:
+    """Splits the examples of one file by `shares`, determined by `seed` alone; each split keeps the file's order.
+
+    Raises `UserError` if a split would be empty.
+    """
     number = sum(1 for _ in read())
     ends = np.rint(np.cumsum(shares) * number).astype(int)
     ends[-1] = number if sum(shares) > 1 - 1e-9 else ends[-1]
-    turns = Permutation(max(number, 1), (seed, _SHUFFLE))[np.arange(number)]
-    members = np.searchsorted(ends, turns, side="right")  # by row, the number of its split
+    positions = Permutation(max(number, 1), (seed, _SHUFFLE))[np.arange(number)]
+    members = np.searchsorted(ends, positions, side="right")  # for each example the number of its split
     for index, split in enumerate(SPLITS[: len(shares)]):
         if not (members == index).any():
             raise UserError(
@@ -87,5 +180,9 @@ def split_at_random(
     return {split: _members(read, members == index) for index, split in enumerate(SPLITS[: len(shares)])}
 
 
-def _members(read: Callable[[], Iterator[RawExample]], chosen: NDArray[np.bool_]) -> Callable[[], Iterator[RawExample]]:
-    return lambda: (row for row, number in zip(read(), count()) if chosen[number])
+def _members(read: Reader, chosen: NDArray[np.bool_]) -> Reader:
+    return lambda: (example for example, number in zip(read(), count()) if chosen[number])
+
+
+def _stem(path: Path) -> str:
+    return path.name.partition(".")[0]

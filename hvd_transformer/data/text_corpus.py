@@ -1,6 +1,5 @@
-"""Where the text is: `data.source` and `data.split` give the byte range of every split."""
+"""Running text: `data.source` and `data.split` give a range of bytes for every split."""
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,55 +7,42 @@ from typing import Any
 
 from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data import python_docs
-from hvd_transformer.data.build_once import Report, ShouldStop, build_once, never, silent
-from hvd_transformer.data.published import PUBLISHED, fetch
-from hvd_transformer.data.splits import SPLITS, WHOLE, check_whole, chosen_split
+from hvd_transformer.data.build_once import ALONE, PrepareContext, build_once
+from hvd_transformer.data.published import TEXTS, fetch_published, unknown_source
+from hvd_transformer.data.splits import SPLITS, WHOLE, Files, check_whole, chosen_split, find_splits, first_file
 from hvd_transformer.data.text_files import TextSpan, boundary
 from hvd_transformer.errors import UserError
 
-SOURCES = ("python-docs", *PUBLISHED)
-# What a split's file may be called in a folder; the first that is there is taken.
-FILE_NAMES = {
-    split: tuple(
-        pattern.format(name)
-        for name in names
-        for pattern in (
-            "{}.txt",
-            "{}.raw",
-            "wiki.{}.tokens",
-            "wiki.{}.raw",
-            "ptb.{}.txt",
-        )
-    )
-    for split, names in {
-        "train": ("train",),
-        "valid": ("valid", "validation", "val"),
-        "test": ("test",),
-    }.items()
-}
+SOURCES = ("python-docs", *TEXTS)
+# File names accepted for each split of a folder: stems and patterns, in order of preference.
+_STEMS = {"train": ("train",), "valid": ("valid", "validation", "val"), "test": ("test",)}
+_PATTERNS = ("{}.txt", "{}.raw", "wiki.{}.tokens", "wiki.{}.raw", "ptb.{}.txt")
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The text of every split, and what tells it from any other."""
+    """The text of every split. `identity` distinguishes corpora: equal identities mean equal texts."""
 
     name: str
     spans: dict[str, TextSpan]
     identity: dict[str, Any]
 
+    def only(self, wanted: str | None, origin: str) -> "Corpus":
+        """One split of it, chosen by `splits.chosen_split`."""
+        split = chosen_split(wanted, self.spans, origin)
+        return Corpus(self.name, {split: self.spans[split]}, {**self.identity, "only": split})
 
-def open_corpus(config: DataConfig, report: Report = silent, should_stop: ShouldStop = never) -> Corpus:
-    """The source's splits; downloads or writes it first where it is one of `SOURCES`.
+
+def open_corpus(config: DataConfig, context: PrepareContext = ALONE) -> Corpus:
+    """The splits of `data.source`: a file, a folder, or one of `SOURCES`, which is downloaded or written first.
 
     Raises `UserError` with what is missing or empty, and what is allowed.
     """
     source = config.source
-    cache = Path(config.cache_dir).expanduser().absolute()
     if source == "python-docs":
-        return _open_python_docs(cache, report, should_stop)
-    if source in PUBLISHED:
-        folder = _open_published(source, cache, report, should_stop)
-        return _corpus(source, _folder_spans(folder))
+        return _open_python_docs(Path(config.cache_dir).expanduser().absolute(), context)
+    if source in TEXTS:
+        return _corpus(source, _folder_spans(fetch_published(config, TEXTS, context)))
     path = Path(source).expanduser()
     try:
         if path.is_dir():
@@ -67,22 +53,18 @@ def open_corpus(config: DataConfig, report: Report = silent, should_stop: Should
             return _corpus(path.stem, _file_spans(path, config.split))
     except OSError as error:
         raise UserError(f"{error.filename or path}: cannot be read: {error.strerror}") from None
-    near = difflib.get_close_matches(source, SOURCES, n=1, cutoff=0.6)
-    hint = f", did you mean {near[0]}?" if near else ""
-    raise UserError(
-        f"data.source={source}: no such file or folder, and no known name{hint}; known: {', '.join(SOURCES)}"
-    )
+    raise unknown_source(source, SOURCES)
 
 
 def open_text(path: Path, wanted: str | None) -> Corpus:
-    """One text file as a whole, or one split of a folder (`splits.chosen_split`), whatever others that has.
+    """One text file as a whole, or one split of a folder (see `splits.chosen_split`), which needs no other splits.
 
-    Raises `UserError`.
+    Raises `UserError` with what is missing or empty.
     """
     if path.is_dir():
-        files = {split: file for split in SPLITS if (file := _find(path, split))}
+        files = _find(path)
         split = chosen_split(wanted, files, str(path))
-        span = _whole(files[split])
+        span = _whole(files[split][0])
     else:
         check_whole(wanted, path)
         split, span = WHOLE, _whole(path)
@@ -91,13 +73,7 @@ def open_text(path: Path, wanted: str | None) -> Corpus:
     return _corpus(path.stem, {split: span})
 
 
-def only(corpus: Corpus, wanted: str | None, origin: str) -> Corpus:
-    """One split, as `splits.chosen_split` says."""
-    split = chosen_split(wanted, corpus.spans, origin)
-    return Corpus(corpus.name, {split: corpus.spans[split]}, {**corpus.identity, "only": split})
-
-
-def _open_python_docs(cache: Path, report: Report, should_stop: ShouldStop) -> Corpus:
+def _open_python_docs(cache: Path, context: PrepareContext) -> Corpus:
     folder = cache / f"python-docs-{python_docs.version()}"
 
     def load(folder: Path) -> dict[str, TextSpan] | None:
@@ -108,7 +84,7 @@ def _open_python_docs(cache: Path, report: Report, should_stop: ShouldStop) -> C
         return spans if all(span.size for span in spans.values()) else None
 
     def build(aside: Path) -> None:
-        report("Collecting Python's own documentation")
+        context.report("Collecting Python's own documentation")
         python_docs.write_splits(aside)
         if not all((aside / f"{split}.txt").stat().st_size for split in SPLITS):
             raise UserError(
@@ -116,54 +92,31 @@ def _open_python_docs(cache: Path, report: Report, should_stop: ShouldStop) -> C
                 "choose another data.source"
             )
 
-    spans = build_once(folder, load, build, should_stop)
+    spans = build_once(folder, load, build, context.should_stop)
     sizes = {split: span.size for split, span in spans.items()}
     return Corpus("python-docs", spans, {"python": python_docs.version(), "bytes": sizes})
 
 
-def _open_published(source: str, cache: Path, report: Report, should_stop: ShouldStop) -> Path:
-    folder = cache / source
-    data_set = PUBLISHED[source]
-
-    def load(folder: Path) -> Path | None:
-        # A folder filled by hand counts, under any of the accepted names.
-        return folder if all(_find(folder, split) for split in SPLITS) else None
-
-    def build(aside: Path) -> None:
-        filled = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-        if filled:  # by hand, in part: not ours to replace
-            missing = next(split for split in SPLITS if not _find(folder, split))
-            raise UserError(_missing(folder, missing))
-        fetch(data_set, aside, folder, report, should_stop)
-
-    return build_once(folder, load, build, should_stop)
-
-
-def _find(folder: Path, split: str) -> Path | None:
-    return next((folder / name for name in FILE_NAMES[split] if (folder / name).is_file()), None)
-
-
-def _missing(folder: Path, split: str) -> str:
-    accepted = ", ".join(FILE_NAMES[split])
-    return f"{folder}: no file of the {split} split; accepted names: {accepted}"
+def _find(folder: Path) -> dict[str, Files]:
+    return find_splits(folder, _STEMS, lambda folder, stem: first_file(folder, stem, _PATTERNS))
 
 
 def _folder_spans(folder: Path) -> dict[str, TextSpan]:
     if not any(folder.iterdir()):
         raise UserError(f"{folder}: the folder is empty; it must hold train.txt, valid.txt and test.txt")
-    spans = {}
+    files, spans = _find(folder), {}
     for split in SPLITS:
-        path = _find(folder, split)
-        if path is None:
-            raise UserError(_missing(folder, split))
-        spans[split] = _whole(path)
+        if split not in files:
+            accepted = ", ".join(pattern.format(stem) for stem in _STEMS[split] for pattern in _PATTERNS)
+            raise UserError(f"{folder}: no file of the {split} split; accepted names: {accepted}")
+        spans[split] = _whole(files[split][0])
         if not spans[split].size:
-            raise UserError(f"{path}: the {split} split is empty; it must hold text")
+            raise UserError(f"{spans[split].path}: the {split} split is empty; it must hold text")
     return spans
 
 
 def _file_spans(path: Path, shares: Iterable[float]) -> dict[str, TextSpan]:
-    """Cuts one file at the line ends next behind the shares of its bytes (see `text.boundary`)."""
+    """Cuts one file by shares of its bytes, each cut moved to the next line end (see `text_files.boundary`)."""
     size = path.stat().st_size
     if not size:
         raise UserError(f"{path}: the file is empty; it must hold text")
@@ -175,7 +128,7 @@ def _file_spans(path: Path, shares: Iterable[float]) -> dict[str, TextSpan]:
         if end == start:
             raise UserError(
                 f"{path}: data.split={list(shares)} leaves the {split} split empty (cuts are at line ends); "
-                "give it a larger share, two shares for no test split, or a file of more lines"
+                "give it a larger share, two shares for no test split, or a file with more lines"
             )
         spans[split] = TextSpan(path, start, end)
         start = end

@@ -16,7 +16,7 @@ from hvd_transformer.data.prepared import PreparedExamples
 from hvd_transformer.data.published import source_path
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.data.splits import ExampleSource
-from hvd_transformer.data.tables import open_table, open_table_split
+from hvd_transformer.data.tables import TableFiles
 from hvd_transformer.data.tokenizers import PAD, Tokenizer
 from hvd_transformer.errors import UserError
 from hvd_transformer.inference.predict import padded
@@ -47,18 +47,18 @@ class ClassificationTask(ExampleTask):
         return Classifier(tokenizer.vocab_size, len(self.labels), config.model, smoothing, weights)
 
     @classmethod
-    def prepare(cls, config: Config, preparing: PrepareContext) -> PreparedExamples:
-        return prepare_examples(config.data, open_rows(config, preparing), (ROLE,), **preparing._asdict())
+    def prepare(cls, config: Config, context: PrepareContext) -> PreparedExamples:
+        return prepare_examples(config.data, open_examples(config, context), (ROLE,), context=context)
 
     @classmethod
-    def prepare_evaluation(cls, config: Config, preparing: PrepareContext, wanted: EvaluationSpec) -> PreparedExamples:
+    def prepare_evaluation(cls, config: Config, context: PrepareContext, wanted: EvaluationSpec) -> PreparedExamples:
         data, state = config.data, wanted.state
         if wanted.path is not None:
-            rows = open_table_split(data, wanted.path, wanted.split)
+            source = TableFiles(data).open_split(wanted.path, wanted.split)
         else:
-            rows = open_rows(config, preparing).only(wanted.split, f"data.source={data.source}")
+            source = open_examples(config, context).only(wanted.split, f"data.source={data.source}")
         learned = TrainedVocabulary({ROLE: wanted.tokenizers[""]}, state["labels"])
-        found = prepare_examples(data, rows, (ROLE,), learned=learned, **preparing._asdict())
+        found = prepare_examples(data, source, (ROLE,), learned=learned, context=context)
         counts = state.get("label_counts")
         if counts is None and data.class_weights == "balanced":
             raise UserError("data.class_weights=balanced: the checkpoint was saved before it held the labels' counts")
@@ -141,9 +141,9 @@ class ClassificationTask(ExampleTask):
         return torch.tensor([given[label] for label in self.labels])
 
 
-def open_rows(config: Config, preparing: PrepareContext) -> ExampleSource:
+def open_examples(config: Config, context: PrepareContext) -> ExampleSource:
     """The labelled texts of `data.source`. Raises `UserError`."""
-    return open_table(config.data, source_path(config.data, *preparing[1:]), config.seed)
+    return TableFiles(config.data).open(source_path(config.data, {}, context), config.seed)
 
 
 def _positive(config: Config, labels: list[str]) -> int | None:

@@ -11,7 +11,7 @@ from hvd_transformer.data.batches import Batch, ColumnDataset, WindowDataset, ev
 from hvd_transformer.data.prepare_text import prepare, prepare_corpus
 from hvd_transformer.data.prepared import PreparedData, TokenFile
 from hvd_transformer.data.sampler import ColumnSampler, Replica, StepSampler
-from hvd_transformer.data.text_corpus import only, open_corpus, open_text
+from hvd_transformer.data.text_corpus import open_corpus, open_text
 from hvd_transformer.data.tokenizers import Tokenizer
 from hvd_transformer.errors import UserError
 from hvd_transformer.models.language_model import LanguageModel, language_model_layers
@@ -67,17 +67,17 @@ class LanguageModelTask(Task):
         return model
 
     @classmethod
-    def prepare(cls, config: Config, preparing: PrepareContext) -> PreparedData:
-        return prepare(config.data, *preparing)
+    def prepare(cls, config: Config, context: PrepareContext) -> PreparedData:
+        return prepare(config.data, context)
 
     @classmethod
-    def prepare_evaluation(cls, config: Config, preparing: PrepareContext, wanted: EvaluationSpec) -> PreparedData:
+    def prepare_evaluation(cls, config: Config, context: PrepareContext, wanted: EvaluationSpec) -> PreparedData:
         data = config.data
         if wanted.path is not None:
             corpus = open_text(wanted.path, wanted.split)
         else:
-            corpus = only(open_corpus(data, *preparing[1:]), wanted.split, f"data.source={data.source}")
-        return prepare_corpus(data, corpus, wanted.tokenizers[""], *preparing)
+            corpus = open_corpus(data, context).only(wanted.split, f"data.source={data.source}")
+        return prepare_corpus(data, corpus, wanted.tokenizers[""], context)
 
     def describe(self) -> str:
         return f"{len(self.data.splits['train']):,} training tokens, vocabulary {self.data.tokenizer.vocab_size:,}"

@@ -17,7 +17,7 @@ from hvd_transformer.huggingface import origin
 from hvd_transformer.models import pretrained
 from hvd_transformer.models.classifier import class_loss, class_sums
 from hvd_transformer.nn.contracts import Layer
-from hvd_transformer.tasks.classification_task import ROLE, ClassificationTask, open_rows
+from hvd_transformer.tasks.classification_task import ROLE, ClassificationTask, open_examples
 from hvd_transformer.tasks.language_model_task import LanguageModelTask
 from hvd_transformer.tasks.task import ModelSketch, PrepareContext, Task
 
@@ -57,16 +57,16 @@ class PretrainedClassificationTask(PretrainedTask, ClassificationTask):
     """The label of a text, by an encoder with a head of its own or a new one."""
 
     @classmethod
-    def prepare(cls, config: Config, preparing: PrepareContext) -> PreparedExamples:
+    def prepare(cls, config: Config, context: PrepareContext) -> PreparedExamples:
         folder = folder_of(config)
         tokenizer = _tokenizer(config)
         if not tokenizer.has_pad:
             raise UserError(f"{origin(folder)}: its tokenizer has no pad token, which fills a batch")
-        rows, own = open_rows(config, preparing), pretrained.label_names(folder)
+        source, own = open_examples(config, context), pretrained.label_names(folder)
 
         def prepared(labels: list[str] | None) -> PreparedExamples:
             learned = TrainedVocabulary({ROLE: tokenizer}, labels)
-            return prepare_examples(config.data, rows, (ROLE,), learned=learned, **preparing._asdict())
+            return prepare_examples(config.data, source, (ROLE,), learned=learned, context=context)
 
         found = prepared(None)
         # A head that knows these labels knows them by its own numbers.
@@ -95,10 +95,10 @@ class PretrainedLanguageModelTask(PretrainedTask, LanguageModelTask):
     """Each next token of a text, by a causal language model."""
 
     @classmethod
-    def prepare(cls, config: Config, preparing: PrepareContext) -> PreparedData:
+    def prepare(cls, config: Config, context: PrepareContext) -> PreparedData:
         tokenizer = _tokenizer(config)
-        corpus = open_corpus(config.data, *preparing[1:])
-        return prepare_corpus(config.data, corpus, tokenizer, *preparing)
+        corpus = open_corpus(config.data, context)
+        return prepare_corpus(config.data, corpus, tokenizer, context)
 
     def make_model(self) -> nn.Module:
         folder = folder_of(self.config)

@@ -17,8 +17,7 @@ from hvd_transformer.comm.group import Group
 from hvd_transformer.config.batch_size import step_samples
 from hvd_transformer.config.schema import Config
 from hvd_transformer.data.batches import LengthBuckets, in_order
-from hvd_transformer.data.build_once import Report, ShouldStop
-from hvd_transformer.data.prepare_text import OrderedMap
+from hvd_transformer.data.build_once import PrepareContext as PrepareContext
 from hvd_transformer.data.sampler import Intervals, Replica, StepPlan, StepSampler
 from hvd_transformer.data.tokenizers import Tokenizer
 from hvd_transformer.errors import UserError
@@ -41,14 +40,6 @@ class Sampler(Protocol):
     def num_steps(self, remaining: Intervals | None = None) -> int: ...
 
     def epoch(self, remaining: Intervals | None = None) -> Iterator[StepPlan]: ...
-
-
-class PrepareContext(NamedTuple):
-    """What a preparation of data may use: processes that map in order, the screen, and whether to break off."""
-
-    map: OrderedMap
-    report: Report
-    should_stop: ShouldStop
 
 
 class Data(Protocol):
@@ -97,11 +88,11 @@ class Task(ABC):
 
     @classmethod
     @abstractmethod
-    def prepare(cls, config: Config, preparing: PrepareContext) -> Data:
+    def prepare(cls, config: Config, context: PrepareContext) -> Data:
         """The data, made once on each host. Raises `UserError` where it cannot be used."""
 
     @classmethod
-    def prepare_evaluation(cls, config: Config, preparing: PrepareContext, wanted: EvaluationSpec) -> Data:
+    def prepare_evaluation(cls, config: Config, context: PrepareContext, wanted: EvaluationSpec) -> Data:
         """The data of one split or file for a trained model, with its own tokenizers. The split is "data" where
         `wanted.path` is a file.
 
@@ -111,7 +102,7 @@ class Task(ABC):
             raise UserError(
                 f"--data {wanted.path}: task={config.task} has no `prepare_evaluation`, which could read it"
             )
-        data = cls.prepare(config, preparing)
+        data = cls.prepare(config, context)
         if data.digest != wanted.state["data_digest"]:
             raise UserError(
                 f"data.source={config.data.source}: is not what the checkpoint was trained on; was it changed?"

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from hvd_transformer.comm.group import Group
 from hvd_transformer.config.schema import Config
-from hvd_transformer.data.parallel_text import open_pairs, open_pairs_split
+from hvd_transformer.data.parallel_text import PairFiles
 from hvd_transformer.data.prepare_examples import TrainedVocabulary, prepare_examples
 from hvd_transformer.data.prepared import PreparedExamples, tokenizer_prefix
 from hvd_transformer.data.published import PAIRS, source_path
@@ -36,21 +36,21 @@ class TranslationTask(ExampleTask):
         self.model = EncoderDecoder(source, target, config.model, config.training.label_smoothing)
 
     @classmethod
-    def prepare(cls, config: Config, preparing: PrepareContext) -> PreparedExamples:
+    def prepare(cls, config: Config, context: PrepareContext) -> PreparedExamples:
         shared = config.model.share_embeddings
-        return prepare_examples(config.data, _rows(config, preparing), ROLES, shared=shared, **preparing._asdict())
+        return prepare_examples(config.data, _open(config, context), ROLES, shared=shared, context=context)
 
     @classmethod
-    def prepare_evaluation(cls, config: Config, preparing: PrepareContext, wanted: EvaluationSpec) -> PreparedExamples:
+    def prepare_evaluation(cls, config: Config, context: PrepareContext, wanted: EvaluationSpec) -> PreparedExamples:
         data, shared = config.data, config.model.share_embeddings
         if wanted.path is not None:
-            rows = open_pairs_split(data, wanted.path, wanted.split)
+            source = PairFiles(data).open_split(wanted.path, wanted.split)
         else:
-            rows = _rows(config, preparing).only(wanted.split, f"data.source={data.source}")
+            source = _open(config, context).only(wanted.split, f"data.source={data.source}")
         learned = TrainedVocabulary(
             {role: wanted.tokenizers[tokenizer_prefix(role, ROLES, shared)] for role in ROLES}, []
         )
-        return prepare_examples(data, rows, ROLES, shared=shared, learned=learned, **preparing._asdict())
+        return prepare_examples(data, source, ROLES, shared=shared, learned=learned, context=context)
 
     def describe(self) -> str:
         sizes = [f"{self.data.tokenizers[role].vocab_size:,}" for role in ROLES]
@@ -134,6 +134,5 @@ class TranslationTask(ExampleTask):
         return bleu_metrics(hypotheses, [texts[-1] for texts in self.data.raw_texts(split)])
 
 
-def _rows(config: Config, preparing: PrepareContext) -> ExampleSource:
-    path = source_path(config.data, preparing.report, preparing.should_stop, PAIRS)
-    return open_pairs(config.data, path, config.seed)
+def _open(config: Config, context: PrepareContext) -> ExampleSource:
+    return PairFiles(config.data).open(source_path(config.data, PAIRS, context), config.seed)

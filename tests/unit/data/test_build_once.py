@@ -101,5 +101,5 @@ build_once(Path({str(tmp_path / "x")!r}), lambda folder: None, build)
 
 def test_a_cache_that_is_no_folder_is_the_users_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"/file.*: Not a directory; data.cache_dir must be a folder to write to"):
+    with pytest.raises(UserError, match=r"/file.*: Not a directory; data.cache_dir must be a writable folder"):
         build_once(tmp_path / "file" / "x", load, lambda aside: None)

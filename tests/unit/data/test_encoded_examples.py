@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from hvd_transformer.config import load
-from hvd_transformer.data.parallel_text import open_pairs
+from hvd_transformer.data.build_once import PrepareContext
+from hvd_transformer.data.parallel_text import PairFiles
 from hvd_transformer.data.prepare_examples import prepare_examples
 from hvd_transformer.data.prepared import PreparedExamples
-from hvd_transformer.data.tables import open_table
+from hvd_transformer.data.tables import TableFiles
 from hvd_transformer.errors import UserError
 
 TRAIN = [
@@ -36,7 +37,8 @@ def pairs(tmp_path: Path) -> Path:
 
 def prepared(folder: Path, *words: str, shared: bool = False, **tools: object) -> PreparedExamples:
     config = load(overrides=[f"data.cache_dir={folder.parent / 'cache'}", "data.tokenizer=basic_english", *words]).data
-    return prepare_examples(config, open_pairs(config, folder, 1), ROLES, shared=shared, **tools)
+    source, context = PairFiles(config).open(folder, 1), PrepareContext(**tools)
+    return prepare_examples(config, source, ROLES, shared=shared, context=context)
 
 
 def texts(data: PreparedExamples, split: str) -> list[tuple[str, ...]]:
@@ -71,7 +73,7 @@ def test_many_workers_make_the_same_files(pairs: Path, monkeypatch: pytest.Monke
     one = prepared(pairs)
     files = {path.name: path.read_bytes() for path in one.folder.glob("*.bin")}
     assert set(files) >= {"train-source.bin", "train-target-ends.bin", "valid-source.bin"}
-    monkeypatch.setattr("hvd_transformer.data.prepare_examples._ROWS", 1)
+    monkeypatch.setattr("hvd_transformer.data.prepare_examples._CHUNK", 1)
     (one.folder / "train-source.bin").unlink()  # so that it is made again
     with ThreadPoolExecutor(3) as threads:
         assert prepared(pairs, map=threads.map).digest == one.digest
@@ -94,7 +96,7 @@ def table(folder: Path, **splits: list[tuple[str, str]]) -> PreparedExamples:
         lines = (json.dumps({"text": text, "label": label}) for text, label in rows)
         (folder / f"{split}.jsonl").write_text("\n".join(lines))
     config = load(overrides=[f"data.cache_dir={folder.parent / 'cache'}", "data.tokenizer=char"]).data
-    return prepare_examples(config, open_table(config, folder, 1), ("text",))
+    return prepare_examples(config, TableFiles(config).open(folder, 1), ("text",))
 
 
 def test_labels_are_numbered_in_their_order(tmp_path: Path) -> None:
@@ -109,12 +111,12 @@ def test_labels_are_numbered_in_their_order(tmp_path: Path) -> None:
 
 def test_labels_that_cannot_be_learned_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        UserError, match=r"line 2: the label maybe is in the valid split alone; the training split has n, y"
+        UserError, match=r"line 2: the label maybe is only in the valid split; the training split has n, y"
     ):
         table(tmp_path / "new", train=[("a", "y"), ("b", "n")], valid=[("a", "y"), ("b", "maybe")])
-    with pytest.raises(UserError, match="the training split has the label y alone; there must be two or more"):
+    with pytest.raises(UserError, match="the training split has only the label y; there must be two or more"):
         table(tmp_path / "one", train=[("a", "y")], valid=[("a", "y")])
-    with pytest.raises(UserError, match="the valid split has no sample that can be used"):
+    with pytest.raises(UserError, match="the valid split has no usable sample"):
         table(tmp_path / "none", train=[("a", "y"), ("b", "n")], valid=[(" ", "y")])
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hvd_transformer.config import load
-from hvd_transformer.data.parallel_text import open_pairs
+from hvd_transformer.data.parallel_text import PairFiles
 from hvd_transformer.errors import UserError
 
 PAIRS = [("Ein Hund.", "A dog."), ("Zwei — Häuser", "Two houses"), ("drei", "three \x85 four\u2028five")]
@@ -23,7 +23,7 @@ def side_by_side(folder: Path, name: str, end: str = "", pairs: list[tuple[str, 
 
 
 def read(path: Path, *words: str) -> dict[str, list[tuple[str, ...]]]:
-    rows = open_pairs(load(overrides=words).data, path, seed=1)
+    rows = PairFiles(load(overrides=words).data).open(path, seed=1)
     return {split: [row.texts for row in rows.splits[split]()] for split in rows.splits}
 
 
@@ -117,7 +117,7 @@ def test_what_is_wrong_with_the_files(tmp_path: Path) -> None:
     write(tmp_path, "val.de", ["a"])
     assert refused(tmp_path) == f"{tmp_path}/val.de: its partner val.en is missing"
     write(tmp_path, "val.en", ["a", "b"])
-    message = f"{tmp_path}/val.de has 1 lines, {tmp_path}/val.en has 2; parallel files must have as many"
+    message = f"{tmp_path}/val.de has 1 lines, {tmp_path}/val.en has 2; parallel files must have equally many"
     assert refused(tmp_path) == message
     (tmp_path / "val.en").write_bytes(b"\xff\n")
     assert refused(tmp_path).startswith(f"{tmp_path}/val.en, line 1: no UTF-8: ")

@@ -17,7 +17,7 @@ from torchtext.data.utils import get_tokenizer
 from hvd_transformer.comm.process_map import _LazyMap, process_map
 from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data import prepare_text
-from hvd_transformer.data.build_once import Stopped
+from hvd_transformer.data.build_once import PrepareContext, Stopped
 from hvd_transformer.data.prepare_text import prepare
 from hvd_transformer.data.text_files import read_pieces
 from hvd_transformer.errors import UserError
@@ -89,7 +89,7 @@ def test_the_same_whoever_works(corpus, tmp_path, small_pieces, kind):
     alone = prepare(configure(corpus, tmp_path / "0", tokenizer=kind))
     for processes in (1, 2, 3) if kind == "basic_english" else (2,):
         with process_map(processes) as mapped:
-            shared = prepare(configure(corpus, tmp_path / str(processes), tokenizer=kind), mapped)
+            shared = prepare(configure(corpus, tmp_path / str(processes), tokenizer=kind), PrepareContext(mapped))
             if processes > 1:
                 assert isinstance(mapped, _LazyMap)
                 assert mapped.mapped is not None  # processes did start
@@ -132,9 +132,10 @@ def test_wide_vocabularies_take_32_bits(tmp_path):
 
 def test_found_again_and_keyed_by_all_that_matters(corpus, tmp_path):
     messages = []
-    first = prepare(configure(corpus, tmp_path, tokenizer="char"), report=messages.append)
+    config, context = configure(corpus, tmp_path, tokenizer="char"), PrepareContext(report=messages.append)
+    first = prepare(config, context)
     assert len(messages) == 1
-    assert prepare(configure(corpus, tmp_path, tokenizer="char"), report=messages.append).folder == first.folder
+    assert prepare(config, context).folder == first.folder
     assert len(messages) == 1
     folders = {first.folder}
     changes = {"vocab_size": 5, "min_frequency": 3, "tokenizer": "basic_english"}
@@ -166,7 +167,7 @@ def test_damaged_files_are_prepared_again(corpus, tmp_path, damage):
         path = first.folder / "vocabulary.json"
         path.write_text(path.read_text().replace('"o"', '"q"'))
     messages = []
-    again = prepare(config, report=messages.append)
+    again = prepare(config, PrepareContext(report=messages.append))
     assert "is damaged: preparing it again" in messages[0]
     assert everything(again) == whole
     assert again.digest == first.digest
@@ -174,7 +175,7 @@ def test_damaged_files_are_prepared_again(corpus, tmp_path, damage):
 
 def test_no_one_is_left_waiting_when_asked_to_stop(corpus, tmp_path, small_pieces):
     with pytest.raises(Stopped):
-        prepare(configure(corpus, tmp_path, tokenizer="char"), should_stop=lambda: True)
+        prepare(configure(corpus, tmp_path, tokenizer="char"), PrepareContext(should_stop=lambda: True))
     assert [path.suffix for path in (tmp_path / "prepared").iterdir()] == [".lock"]
 
 
@@ -194,7 +195,7 @@ def test_memory_stays_bounded(corpus, tmp_path, small_pieces, monkeypatch):
             done[0] += 1
 
     monkeypatch.setattr(prepare_text, "read_pieces", counting_pieces)
-    prepare(configure(corpus, tmp_path, tokenizer="basic_english"), one_by_one)
+    prepare(configure(corpus, tmp_path, tokenizer="basic_english"), PrepareContext(one_by_one))
     assert taken[0] > 40
     assert most[0] == 1
 
@@ -282,7 +283,7 @@ def make_bad(kind: str, folder: Path) -> tuple[list[str], str]:
     if kind == "vocabulary of one":
         return [*words, "data.min_frequency=2"], "data.min_frequency=2: leaves a vocabulary of nothing but <unk>"
     assert kind == "cache is a file"
-    return [*words, f"data.cache_dir={folder / 'train.txt'}"], "data.cache_dir must be a folder to write to"
+    return [*words, f"data.cache_dir={folder / 'train.txt'}"], "data.cache_dir must be a writable folder"
 
 
 BAD = ("missing", "unknown source", "empty folder", "no valid file", "empty split", "blank split")

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from hvd_transformer.config import load
-from hvd_transformer.data.tables import open_table
+from hvd_transformer.data.tables import TableFiles
 from hvd_transformer.errors import UserError
 
 ROWS = [('房间很好，服务 "不错"', "1"), ("a, b\nand c", "0"), ("", "1")]
 
 
 def read(path: Path, *words: str) -> dict[str, list[tuple[str, str | None]]]:
-    rows = open_table(load(overrides=words).data, path, seed=1)
+    rows = TableFiles(load(overrides=words).data).open(path, seed=1)
     return {split: [(row.texts[0], row.label) for row in rows.splits[split]()] for split in rows.splits}
 
 
@@ -76,12 +76,12 @@ def test_what_is_missing_is_told_with_what_there_is(tmp_path: Path) -> None:
     lines.write_text('{"text": "a", "label": 1}\n{"text": "a"}\n')
     assert refused(lines) == f"data.label_column=label: {lines}, line 2 has no such column; it has text"
     lines.write_text('{"text": "a", "label": 1}\n{oops\n')
-    assert refused(lines).startswith(f"{lines}, line 2: no JSON: ")
+    assert refused(lines).startswith(f"{lines}, line 2: no valid JSON: ")
     lines.write_text('{"text": 5, "label": 1}\n')
     assert refused(lines) == f"{lines}, line 1: text must be a string"
     other = tmp_path / "x.xlsx"
     other.write_text("")
-    assert refused(other) == f"{other}: must end in .csv, .tsv, .jsonl, .json, each also with .gz"
+    assert refused(other) == f"{other}: must end in .csv, .tsv, .jsonl, .json, each optionally followed by .gz"
     folder = tmp_path / "folder"
     folder.mkdir()
     assert refused(folder) == f"{folder}: no train split; it must hold train.csv, train.tsv or train.jsonl"
