@@ -133,7 +133,7 @@ def test_bleu_separates_punctuation_from_words() -> None:
 
 
 def test_bleu_without_a_matching_4_gram_is_smoothed_and_zero_for_words() -> None:
-    """4/5, 2/4, 0/3, 0/2; the smoothing of mteval-v13a (Chen and Cherry 2014, method 3) turns the zeros into 1/2, 1/4."""
+    """4/5, 2/4, 0/3, 0/2, smoothed as in mteval-v13a (Chen and Cherry 2014, method 3): 1/2, 1/4 for the zeros."""
     found = bleu_metrics(["a man rides a horse"], ["a man is riding a horse"])
     expected = 100 * math.exp(1 - 6 / 5) * (4 / 5 * 2 / 4 * (1 / 2) / 3 * (1 / 4) / 2) ** 0.25
     assert found["bleu"] == pytest.approx(expected, rel=1e-6)
