@@ -1,1 +1,1 @@
-"""Corpora, tokenizers, token files, and the order in which samples are seen. Rank and size are arguments."""
+"""Data sources, tokenizers, token files and batches, and the order of samples. Rank and size are arguments."""

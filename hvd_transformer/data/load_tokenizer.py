@@ -1,4 +1,4 @@
-"""Loads the tokenizer that a folder holds, whichever class it is. The only module that knows all classes."""
+"""Loads the tokenizer of a folder, whichever class it has. The only module that knows all classes."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ _CLASSES: dict[str, type[Tokenizer]] = {
 
 
 def load_tokenizer(folder: Path, prefix: str = "") -> Tokenizer:
-    """The tokenizer that `Tokenizer.save` wrote. Raises `UserError` if there is none, or a damaged one."""
+    """The tokenizer that `Tokenizer.save` wrote. Raises `UserError` if it is missing or damaged."""
     if (folder / CONFIG).is_file():
         return PretrainedTokenizer.load(folder)
     for file_name in (BPETokenizer.file_name, VocabularyTokenizer.file_name):
@@ -26,7 +26,7 @@ def load_tokenizer(folder: Path, prefix: str = "") -> Tokenizer:
             text = path.read_text(encoding="utf-8")
             kind = BPETokenizer.kind if file_name == BPETokenizer.file_name else json.loads(text)["kind"]
             return tokenizer_from_json(kind, text)
-        except Exception as error:  # tokenizers raises the bare class
+        except Exception as error:  # tokenizers raises Exception itself
             raise UserError(f"{path}: no valid tokenizer: {error}") from None
     raise UserError(f"{folder}: no tokenizer; it must hold {BPETokenizer.file_name} or {VocabularyTokenizer.file_name}")
 

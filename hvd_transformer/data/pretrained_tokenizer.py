@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face folder (`model.pretrained`), read once through transformers and kept as its files."""
+"""The tokenizer of a Hugging Face folder (`model.pretrained`): read once by transformers, then kept as its files."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,14 +13,14 @@ from hvd_transformer.data.tokenizers import Ids, Tokenizer, sha256
 from hvd_transformer.errors import UserError
 from hvd_transformer.huggingface import from_folder, origin
 
-CONFIG = "tokenizer_config.json"  # which no tokenizer of ours has
+CONFIG = "tokenizer_config.json"  # no tokenizer of ours has this file
 _FILES = ("tokenizer.json", CONFIG, "special_tokens_map.json", "chat_template.jinja")
-# What says how it was read, not what it is.
-_OF_READING = ("is_local", "local_files_only", "name_or_path")
+# Keys that tell how it was read, not what it is.
+_READ_KEYS = ("is_local", "local_files_only", "name_or_path")
 
 
 class PretrainedTokenizer(Tokenizer):
-    """Sentences have the special tokens that the model was trained with, a running text has none."""
+    """Sentences get the special tokens that the model was trained with; running text gets none."""
 
     kind = "pretrained"
     file_name = "tokenizer.json"
@@ -36,35 +36,38 @@ class PretrainedTokenizer(Tokenizer):
 
     @classmethod
     def load(cls, folder: Path) -> "PretrainedTokenizer":
-        """What `save` wrote. Raises `UserError` where it is damaged."""
+        """Loads what `save` wrote. Raises `UserError` if it is damaged."""
         try:
             return cls(_texts(folder))
-        except Exception as error:  # tokenizers raises the bare class
+        except Exception as error:  # tokenizers raises Exception itself
             raise UserError(f"{folder / CONFIG}: no valid tokenizer beside it: {error}") from None
 
     @classmethod
     def read(cls, folder: Path) -> "PretrainedTokenizer":
-        """Of a Hugging Face folder, whatever form it has there. Raises `UserError`."""
+        """Reads the tokenizer of a Hugging Face folder, whatever form it has there.
+
+        Raises `UserError` if the folder has none, or none that tokenizer.json can hold.
+        """
         tokenizer = from_folder("AutoTokenizer", folder)
         if not getattr(tokenizer, "is_fast", False):
-            raise UserError(f"{origin(folder)}: its tokenizer has no tokenizer.json, and none can be made of it")
+            raise UserError(f"{origin(folder)}: its tokenizer has no tokenizer.json and cannot be converted to one")
         if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
             raise UserError(f"{origin(folder)}: has no tokenizer, such as tokenizer.json")
         with TemporaryDirectory() as aside:
             tokenizer.save_pretrained(aside)
             files = _texts(Path(aside))
         config = json.loads(files[CONFIG])
-        for key in _OF_READING:
+        for key in _READ_KEYS:
             config.pop(key, None)
         return cls(files | {CONFIG: json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False)})
 
     @property
     def vocab_size(self) -> int:
-        return 1 + int(max(self.model.get_vocab().values()))  # some numbers may have no token
+        return 1 + int(max(self.model.get_vocab().values()))  # some numbers may be unused
 
     @property
     def longest(self) -> int | None:
-        """Tokens of a sentence that the model can take, where the folder says so."""
+        """The maximum number of tokens of a sentence, if the folder states one."""
         found = self.config.get("model_max_length")
         return int(found) if found is not None and found < 10**9 else None
 
@@ -86,14 +89,14 @@ class PretrainedTokenizer(Tokenizer):
         return np.array(self.model.encode(text, add_special_tokens=False).ids, np.uint32)
 
     def encode_lines(self, lines: Sequence[str]) -> list[Ids]:
-        """An empty one has no token."""
+        """The token numbers of each line (T,), with special tokens; an empty line has no tokens."""
         encodings = self.model.encode_batch(list(lines))
         return [
             np.array(encoding.ids if not all(encoding.special_tokens_mask) else [], np.uint32) for encoding in encodings
         ]
 
     def shorten(self, ids: Ids, limit: int) -> Ids:
-        """Its last special tokens stay."""
+        """Truncates a line to at most `limit` tokens, but keeps its last special tokens."""
         if len(ids) <= limit:
             return ids
         kept = min(self._num_last, limit)
@@ -101,7 +104,7 @@ class PretrainedTokenizer(Tokenizer):
 
     @cached_property
     def _num_last(self) -> int:
-        """Special tokens after a sentence."""
+        """The number of special tokens after a sentence."""
         for token in self.model.get_vocab():
             if self.model.encode(token, add_special_tokens=False).ids:
                 mask = self.model.encode(token).special_tokens_mask
@@ -130,7 +133,7 @@ class PretrainedTokenizer(Tokenizer):
 
     @cached_property
     def digest(self) -> str:
-        """Not of the settings beside it, whose text another transformers may write otherwise."""
+        """Excludes the other settings, which another version of transformers may write differently."""
         return sha256(f"{self._files['tokenizer.json']} {self._pad}")
 
 

@@ -1,7 +1,7 @@
-"""The embedded corpus: the English documentation that every Python carries, in a fixed order.
+"""The built-in corpus: the English documentation that comes with every Python, in a fixed order.
 
-The language reference of `pydoc_data.topics`, then the docstrings of the standard library, found by parsing
-its sources: nothing of it is imported or run.
+It consists of the language reference in `pydoc_data.topics` and the docstrings of the standard library, which are found
+by parsing its sources; none of them is imported or run.
 """
 
 import ast
@@ -13,21 +13,22 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-# Tests, a whole editor, demos, installers and old copies: little English, or text of other projects.
+# Tests, an editor, demos, installers and old copies: little English, or text of other projects.
 SKIPPED = {"__pycache__", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "site-packages", "test", "tests"}
 SKIPPED |= {"_vendor", "turtledemo"}
 SHARES = {"train": 0.9, "valid": 0.05, "test": 0.05}
 
 
 def version() -> str:
-    """What the corpus depends on: one and the same Python gives one and the same text."""
+    """What the corpus depends on: the same version of Python gives the same text."""
     return f"{platform.python_implementation().lower()}-{platform.python_version()}"
 
 
 def write_splits(folder: Path) -> None:
     """Writes train.txt, valid.txt and test.txt.
 
-    A document (a topic, or a module's docstrings) goes whole to the split that is farthest below its share.
+    Each document (a topic, or the docstrings of a module) goes as a whole to the split that is farthest below its
+    share.
     """
     sizes = dict.fromkeys(SHARES, 0)
     files = {name: (folder / f"{name}.txt").open("wb") for name in SHARES}
@@ -43,17 +44,13 @@ def write_splits(folder: Path) -> None:
 
 
 def documents() -> Iterator[str]:
-    """The documents in order; a docstring that occurred before is left out."""
+    """The documents in order, without docstrings that occurred before."""
     library = Path(sysconfig.get_path("stdlib"))
     seen: set[str] = set()
     for source in [library / "pydoc_data" / "topics.py", *_sources(library)]:
         try:
             tree = _parse(source)
-        except (
-            OSError,
-            SyntaxError,
-            ValueError,
-        ):  # not there, or no Python: some systems strip their library
+        except (OSError, SyntaxError, ValueError):  # missing or no Python: some systems strip their library
             continue
         if source.parent.name == "pydoc_data":
             yield from _topics(tree)
@@ -79,12 +76,12 @@ def _sources(library: Path) -> list[Path]:
 
 def _parse(source: Path) -> ast.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the library's own invalid escapes
+        warnings.simplefilter("ignore")  # about invalid escapes in the library
         return ast.parse(source.read_bytes())
 
 
 def _topics(tree: ast.Module) -> Iterator[str]:
-    """The texts of `topics = {name: text, …}`, by name."""
+    """The texts of `topics = {name: text, …}`, sorted by name."""
     for statement in tree.body:
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
             topics = ast.literal_eval(statement.value)
@@ -92,7 +89,7 @@ def _topics(tree: ast.Module) -> Iterator[str]:
 
 
 def _docstrings(node: ast.AST) -> Iterator[str]:
-    """Docstrings in the order of the source."""
+    """The docstrings in the order of the source."""
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         text = ast.get_docstring(node, clean=True)
         if text:

@@ -1,4 +1,4 @@
-"""Byte ranges of text files, and reading them in pieces of bounded size."""
+"""Text files: byte ranges of them, read in pieces of bounded size or line by line."""
 
 import gzip
 import zlib
@@ -13,7 +13,7 @@ PIECE_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class TextSpan:
-    """Bytes `start` to `end` of a UTF-8 file."""
+    """Bytes `start` to `end` - 1 of a UTF-8 file."""
 
     path: Path
     start: int
@@ -26,14 +26,14 @@ class TextSpan:
 
 @dataclass(frozen=True)
 class Piece:
-    """Some bytes of a file, and where they were: `data[0]` is the file's byte `start`."""
+    """Some bytes of a file and their position: `data[0]` is byte `start` of the file."""
 
     path: Path
     start: int
     data: bytes
 
     def text(self) -> str:
-        """The piece as text. Raises `UserError` with the offset in the whole file."""
+        """Decodes the piece. Raises `UserError` with the offset of an invalid byte in the file."""
         try:
             return self.data.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -44,11 +44,11 @@ class Piece:
 
 
 def read_pieces(span: TextSpan, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
-    """The span in order, in pieces of at most `piece_bytes`.
+    """Yields the span in order, in pieces of at most `piece_bytes`.
 
-    A piece ends before white space, at a line's end where it can (see `_cut`): tokenizing the pieces one by
-    one then gives what tokenizing the whole text would. The cuts depend on the text alone, so that results
-    do not depend on who works on which piece.
+    A piece ends before white space, at a line end if possible (see `_cut`), so that tokenizing it piece by piece gives
+    the same tokens as tokenizing the whole text. The cuts depend on the text alone: results do not depend on which
+    process works on which piece. Raises `UserError` if the file shrinks meanwhile.
     """
     position = span.start
     rest = b""
@@ -58,7 +58,7 @@ def read_pieces(span: TextSpan, piece_bytes: int = PIECE_BYTES) -> Iterator[Piec
             wanted = min(piece_bytes - len(rest), span.end - position - len(rest))
             more = file.read(wanted)
             if len(more) < wanted:
-                raise UserError(f"{span.path}: became shorter while it was read")
+                raise UserError(f"{span.path}: shrank while it was read")
             rest += more
             cut = len(rest) if position + len(rest) == span.end else _cut(rest)
             yield Piece(span.path, position, rest[:cut])
@@ -67,15 +67,15 @@ def read_pieces(span: TextSpan, piece_bytes: int = PIECE_BYTES) -> Iterator[Piec
 
 
 def _cut(data: bytes) -> int:
-    """Where to end a piece that starts with `data`: in its second half, and never within a character.
+    """The length of a piece that starts with `data`: in its second half, and never within a character.
 
-    Best before a line feed that follows no other white space, else before such a space, else (one word of
-    megabytes) anywhere. No token of the byte-pair tokenizer's pattern goes from a character to white space
-    behind it, and none of basic_english does but `<br />`.
+    Preferably before a line feed that follows no other white space, else before such a space, else (a single word of
+    megabytes) anywhere. No token of the byte-pair tokenizer's pattern spans a character and the white space after it;
+    in basic_english, `<br />` is the only one.
     """
     for space in (b"\n", b" "):
         cut = len(data)
-        for _ in range(1000):  # more is a text of blanks: no good place
+        for _ in range(1000):  # beyond that the text is blank: no good place
             cut = data.rfind(space, len(data) // 2, cut)
             if cut <= 0:
                 break
@@ -83,16 +83,16 @@ def _cut(data: bytes) -> int:
             if before and not before[-1].isspace() and before[-3:].lower() != "<br":
                 return cut
     for back in range(1, 4):
-        if back < len(data) and data[-back] >= 0xC0:  # a character's first byte: it may go on behind the end
+        if back < len(data) and data[-back] >= 0xC0:  # the first byte of a character that may continue behind the end
             return len(data) - back
     return len(data)
 
 
 def boundary(path: Path, target: int, reach: int = 2**20) -> int:
-    """Where to cut a text at or after byte `target`: the first line boundary.
+    """Where to cut a text at or after byte `target`: at the first line boundary.
 
-    Where no line ends within `reach` bytes (text8 is one line of 100 MB): behind the first space, else at the
-    first whole character.
+    If no line ends within `reach` bytes (text8 is one line of 100 MB): after the first space, else at the first whole
+    character.
     """
     if target <= 0:
         return 0
@@ -108,9 +108,10 @@ def boundary(path: Path, target: int, reach: int = 2**20) -> int:
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """Without line ends. Lines end at line feeds alone, as tools that align texts count them.
+    """The lines of a file, which may be compressed (.gz), without line ends. Only line feeds end a line, as in tools
+    that align texts.
 
-    Raises `UserError` with the line that is no UTF-8.
+    Raises `UserError` with the line that is not valid UTF-8, or if the file is damaged.
     """
     number = 0
     try:
@@ -118,7 +119,7 @@ def read_lines(path: Path) -> Iterator[str]:
             for number, line in enumerate(file, start=1):
                 yield line.rstrip(b"\r\n").decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}, line {number}: no UTF-8: {error.reason}") from None
+        raise UserError(f"{path}, line {number}: no valid UTF-8: {error.reason}") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path}, after line {number}: damaged: {error}") from None
     except OSError as error:

@@ -1,4 +1,4 @@
-"""From text to token numbers and back: basic_english words, characters, byte-level byte-pair encoding."""
+"""Tokenizers, from text to token numbers and back: basic_english words, characters, byte-level BPE."""
 
 import hashlib
 import json
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 
 UNKNOWN = "<unk>"  # always token 0
-# Of tokenizers for sentences, the first tokens: <pad> fills a batch, <s> begins a target and </s> ends it.
+# The first tokens of tokenizers for sentences: <pad> fills a batch, <s> begins a target and </s> ends it.
 SPECIALS = (UNKNOWN, "<pad>", "<s>", "</s>")
 PAD, BEGIN, END = range(1, 4)
 BPE_VOCAB_SIZE = 4096
 Ids = NDArray[np.uint32]
 
-# The byte-pair pattern never joins a character with white space behind it: cutting there changes no token.
-_UNIT_END = re.compile(r"(?<=\S)(?=[ \n])")
-_UNIT_CHARACTERS = 2**14
+# The byte-pair pattern never joins a character with the white space after it: cutting there changes no token.
+_PART_END = re.compile(r"(?<=\S)(?=[ \n])")
+_PART_CHARACTERS = 2**14
 
 
 class Tokenizer(ABC):
-    """A fixed vocabulary, `<unk>` first. It is pickled as its class and its JSON text."""
+    """A fixed vocabulary, `<unk>` first. Pickled as its class and its JSON text."""
 
     kind: ClassVar[str]
     file_name: ClassVar[str]
@@ -43,23 +43,23 @@ class Tokenizer(ABC):
 
     @property
     def pad(self) -> int:
-        """The number that fills a batch of sentences."""
+        """The token number that fills a batch of sentences."""
         return PAD
 
     @abstractmethod
     def encode(self, text: str) -> Ids:
-        """Token numbers (T,)."""
+        """The token numbers of a text (T,)."""
 
     def encode_lines(self, lines: Sequence[str]) -> list[Ids]:
-        """Each line's token numbers (T,)."""
+        """The token numbers of each line (T,)."""
         return [self.encode(line) for line in lines]
 
     def shorten(self, ids: Ids, limit: int) -> Ids:
-        """A line's first tokens, at most so many."""
+        """Truncates the tokens of a line to at most `limit`."""
         return ids[:limit]
 
     def decode_line(self, ids: Iterable[int]) -> str:
-        """A sentence's text, without what is no text of it: padding, beginning and end."""
+        """The text of a sentence, without padding, beginning and end."""
         return self.decode(number for number in ids if not PAD <= number <= END).strip()
 
     @abstractmethod
@@ -68,24 +68,24 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def to_json(self) -> str:
-        """The whole tokenizer as JSON text; equal vocabularies give equal texts."""
+        """The complete tokenizer as JSON text; equal vocabularies give equal texts."""
 
     @classmethod
     @abstractmethod
     def from_json(cls, text: str) -> "Tokenizer":
-        """The tokenizer that `to_json` wrote. Raises an exception of any kind where the text is damaged."""
+        """Rebuilds the tokenizer from the text of `to_json`. Raises an exception of any kind if the text is damaged."""
 
     @cached_property
     def digest(self) -> str:
-        """The same for tokenizers that give the same numbers."""
+        """Equal for tokenizers that give the same numbers."""
         return sha256(self.to_json())
 
     def files(self) -> dict[str, str]:
-        """What is written to keep it: texts by the file's name."""
+        """The files that keep it: texts by file name."""
         return {self.file_name: self.to_json()}
 
     def save(self, folder: Path, prefix: str = "") -> None:
-        """Writes its files, with the prefix before their names."""
+        """Writes its files, with `prefix` before their names."""
         for name, text in self.files().items():
             (folder / f"{prefix}{name}").write_text(text, encoding="utf-8")
 
@@ -93,13 +93,13 @@ class Tokenizer(ABC):
         return _rebuild, (type(self), self.to_json())
 
 
-@lru_cache(maxsize=2)  # a worker process that encodes piece after piece builds the tables once
+@lru_cache(maxsize=2)  # a worker process that encodes many pieces builds the tables once
 def _rebuild(kind: type[Tokenizer], text: str) -> Tokenizer:
     return kind.from_json(text)
 
 
 class VocabularyTokenizer(Tokenizer):
-    """Words or characters, each with a number."""
+    """A tokenizer whose tokens are words or characters, each with a number."""
 
     file_name = "vocabulary.json"
 
@@ -127,11 +127,11 @@ class VocabularyTokenizer(Tokenizer):
     @staticmethod
     @abstractmethod
     def count(text: str) -> Counter[str]:
-        """How often each token occurs."""
+        """The number of occurrences of each token."""
 
 
 class WordTokenizer(VocabularyTokenizer):
-    """torchtext's basic_english, line by line; line ends are no tokens."""
+    """torchtext's basic_english, applied line by line; line ends are not tokens."""
 
     kind = "basic_english"
 
@@ -152,7 +152,7 @@ class WordTokenizer(VocabularyTokenizer):
 
 
 class CharTokenizer(VocabularyTokenizer):
-    """Single characters, line feeds among them."""
+    """Single characters, including line feeds."""
 
     kind = "char"
 
@@ -178,7 +178,7 @@ class CharTokenizer(VocabularyTokenizer):
 
 
 class BPETokenizer(Tokenizer):
-    """Byte-level byte-pair encoding by Hugging Face's tokenizers. Every text comes back whole."""
+    """Byte-level byte-pair encoding by Hugging Face's tokenizers. Decoding restores every text exactly."""
 
     kind = "bpe"
     file_name = "tokenizer.json"
@@ -191,7 +191,7 @@ class BPETokenizer(Tokenizer):
         return int(self.model.get_vocab_size())
 
     def encode(self, text: str) -> Ids:
-        encodings = self.model.encode_batch_fast(list(_units(text)), add_special_tokens=False)
+        encodings = self.model.encode_batch_fast(list(_parts(text)), add_special_tokens=False)
         arrays = [np.array(encoding.ids, np.uint32) for encoding in encodings]
         return np.concatenate(arrays) if arrays else np.empty(0, np.uint32)
 
@@ -217,13 +217,13 @@ class BPETokenizer(Tokenizer):
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int | None, min_frequency: int) -> "BPETokenizer":
-        """Learns the merges from texts read one by one; what stays in memory is the set of distinct words."""
-        units = (unit for text in texts for unit in _units(text))
-        return cls._train(units, vocab_size, min_frequency, (UNKNOWN,), prefix_space=False)
+        """Learns the merges from texts that are read one by one; memory holds only the distinct words."""
+        parts = (part for text in texts for part in _parts(text))
+        return cls._train(parts, vocab_size, min_frequency, (UNKNOWN,), prefix_space=False)
 
     @classmethod
     def train_on_lines(cls, lines: Iterable[str], vocab_size: int | None, min_frequency: int) -> "BPETokenizer":
-        """The same for sentences, whose first word is a word like the others. Has the `SPECIALS`."""
+        """Learns from sentences, whose first word is treated like the others. The vocabulary has the `SPECIALS`."""
         return cls._train(lines, vocab_size, min_frequency, SPECIALS, prefix_space=True)
 
     @classmethod
@@ -264,13 +264,13 @@ def build_vocabulary(
     min_frequency: int,
     specials: Sequence[str] = (UNKNOWN,),
 ) -> VocabularyTokenizer:
-    """The vocabulary that torchtext makes of the counts: by falling frequency, then by code point.
+    """The vocabulary that torchtext builds from the counts: by decreasing frequency, then by code point.
 
-    Raises `UserError` where nothing but the specials is left.
+    Raises `UserError` if nothing but the specials is left.
     """
     from torchtext.vocab import Vocab
 
-    max_size = None if vocab_size is None else max(0, vocab_size - len(specials))  # torchtext's does not count them
+    max_size = None if vocab_size is None else max(0, vocab_size - len(specials))  # without the specials
     tokens = Vocab(counts, max_size=max_size, min_freq=min_frequency, specials=list(specials)).itos
     if len(tokens) <= len(specials):
         raise UserError(
@@ -281,7 +281,7 @@ def build_vocabulary(
 
 
 def sha256(text: str) -> str:
-    """Of a text, in hexadecimal."""
+    """The SHA-256 of a text, in hexadecimal."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -293,11 +293,11 @@ def _words(text: str) -> Iterator[str]:
         yield from split(line)
 
 
-def _units(text: str) -> Iterator[str]:
-    """The text in parts of some thousand characters whose tokens together are those of the whole text."""
+def _parts(text: str) -> Iterator[str]:
+    """Cuts a text into parts of some thousand characters; their tokens are those of the whole text."""
     start = 0
     while start < len(text):
-        found = _UNIT_END.search(text, min(start + _UNIT_CHARACTERS, len(text)))
+        found = _PART_END.search(text, min(start + _PART_CHARACTERS, len(text)))
         end = found.start() if found else len(text)
         yield text[start:end]
         start = end

@@ -31,21 +31,7 @@ def corpus(tmp_path_factory) -> dict[str, str]:
     """Some 100 kB of words, blanks and odd characters, as text by split, with its folder."""
     folder = tmp_path_factory.mktemp("corpus")
     generator = random.Random(0)
-    words = [
-        "one",
-        "Two,",
-        "three.",
-        "<unk>",
-        "  ",
-        "été",
-        "日本",
-        "😀",
-        "don't",
-        "(x)",
-        "\n",
-        "\n\n   ",
-        "\t",
-    ]
+    words = ["one", "Two,", "three.", "<unk>", "  ", "été", "日本", "😀", "don't", "(x)", "\n", "\n\n   ", "\t"]
     texts = {"folder": str(folder)}
     for split, count in {"train": 20000, "valid": 2000, "test": 1000}.items():
         texts[split] = " ".join(generator.choices(words, k=count)) + "\n"

@@ -1,14 +1,25 @@
-"""A metric is a sum over everything divided once, whatever the batches and the ranks."""
+"""Metrics: sums over all batches and ranks; confusion matrices against scikit-learn; BLEU against computed examples."""
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from fake_world import FakeWorld
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn import metrics
 from torch import Tensor, nn
 
 from hvd_transformer.comm.world import World
-from hvd_transformer.tasks.metrics import Evaluation, evaluate, perplexity
+from hvd_transformer.tasks.metrics import (
+    Evaluation,
+    bleu_metrics,
+    classification_metrics,
+    evaluate,
+    perplexity,
+    signature,
+)
 
 
 def total(batch: Tensor) -> tuple[Tensor, int]:
@@ -62,3 +73,77 @@ def test_perplexity_is_the_exponential_and_infinite_beyond_a_float() -> None:
     assert perplexity(708.9) < math.inf
     assert perplexity(1e6) == math.inf
     assert not perplexity(math.nan) < math.inf
+
+
+samples = st.integers(2, 4).flatmap(
+    lambda classes: st.lists(
+        st.tuples(st.integers(0, classes - 1), st.integers(0, classes - 1)), min_size=1, max_size=40
+    ).map(lambda pairs: (classes, np.array(pairs)))
+)
+
+
+def matrix(pairs: np.ndarray, classes: int) -> np.ndarray:
+    counts = np.bincount(pairs[:, 0] * classes + pairs[:, 1], minlength=classes**2)
+    return counts.reshape(classes, classes).astype(np.float64)
+
+
+@settings(deadline=None)  # the first call loads half of scikit-learn
+@given(samples, st.integers(1, 3))
+def test_the_numbers_are_scikit_learns(sample: tuple[int, np.ndarray], ranks: int) -> None:
+    classes, pairs = sample
+    total = sum(matrix(part, classes) for part in np.array_split(pairs, ranks))
+    truth, found = pairs[:, 0], pairs[:, 1]
+    for positive in range(classes):
+        own = classification_metrics(total, positive)
+        wanted = {"accuracy": metrics.accuracy_score(truth, found)}
+        for name in ("precision", "recall", "f1"):
+            score = getattr(metrics, f"{name}_score")
+            wanted[f"{name}_macro"] = score(truth, found, average="macro", zero_division=0)
+            wanted[name] = score(truth == positive, found == positive, zero_division=0)
+        assert own == pytest.approx(wanted)
+
+
+def test_of_more_than_two_classes_none_is_the_positive_one() -> None:
+    assert set(classification_metrics(np.eye(3), None)) == {"accuracy", "precision_macro", "recall_macro", "f1_macro"}
+
+
+# BLEU (Papineni et al. 2002, section 2.3) of these pairs, by hand: the matches of 1- to 4-grams over their number.
+LOWER = "the cat sat on the red mat today", "the cat sat on the mat today"  # 7/7, 5/6, 3/5, 2/4, 7 words for 8
+CASE = "a dog runs in the big park today", "a Dog runs in the big park today"  # 7/8, 5/7, 4/6, 3/5, but for the case
+
+
+def test_bleu_of_one_sentence() -> None:
+    expected = 100 * math.exp(1 - 8 / 7) * (7 / 7 * 5 / 6 * 3 / 5 * 2 / 4) ** 0.25
+    found = bleu_metrics([LOWER[1]], [LOWER[0]])
+    assert found == pytest.approx({"bleu": expected, "bleu_words": expected}, rel=1e-6)
+
+
+def test_bleu_of_a_corpus_adds_the_counts_and_only_words_ignore_the_case() -> None:
+    found = bleu_metrics([LOWER[1], CASE[1]], [LOWER[0], CASE[0]])
+    brevity = 100 * math.exp(1 - 16 / 15)
+    assert found["bleu"] == pytest.approx(brevity * (14 / 15 * 10 / 13 * 7 / 11 * 5 / 9) ** 0.25, rel=1e-6)
+    assert found["bleu_words"] == pytest.approx(brevity * (15 / 15 * 12 / 13 * 9 / 11 * 7 / 9) ** 0.25, rel=1e-6)
+
+
+def test_bleu_separates_punctuation_from_words() -> None:
+    """As one word, "today." would not match "today"."""
+    expected = 100 * math.exp(1 - 9 / 8) * (8 / 8 * 6 / 7 * 4 / 6 * 2 / 5) ** 0.25
+    found = bleu_metrics([f"{LOWER[1]} ."], [f"{LOWER[0]}."])
+    assert found == pytest.approx({"bleu": expected, "bleu_words": expected}, rel=1e-6)
+
+
+def test_bleu_without_a_matching_4_gram_is_smoothed_and_zero_for_words() -> None:
+    """4/5, 2/4, 0/3, 0/2, smoothed as in mteval-v13a (Chen and Cherry 2014, method 3): 1/2, 1/4 for the zeros."""
+    found = bleu_metrics(["a man rides a horse"], ["a man is riding a horse"])
+    expected = 100 * math.exp(1 - 6 / 5) * (4 / 5 * 2 / 4 * (1 / 2) / 3 * (1 / 4) / 2) ** 0.25
+    assert found["bleu"] == pytest.approx(expected, rel=1e-6)
+    assert found["bleu_words"] == 0
+
+
+def test_bleu_of_the_reference_itself_is_a_hundred() -> None:
+    references = ["A man is riding a horse in the park.", "Two dogs are running.", "Three women are talking to a man."]
+    assert bleu_metrics(references, references) == pytest.approx({"bleu": 100, "bleu_words": 100}, rel=1e-6)
+
+
+def test_the_signature_says_how_it_was_counted() -> None:
+    assert signature().startswith("nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:")

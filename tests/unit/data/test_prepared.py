@@ -1,4 +1,4 @@
-"""Token files: numbers back as written, damage noticed."""
+"""Token files: numbers are read as written, and damage is noticed."""
 
 import hashlib
 import pickle

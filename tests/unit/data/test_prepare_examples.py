@@ -1,4 +1,4 @@
-"""Rows become token files: every sample once, what is left out counted, the same files whoever makes them."""
+"""Examples become token files: every sample once, left-out ones counted, the same files for any number of workers."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
