@@ -53,7 +53,7 @@ class LossSink(Protocol):
 
 
 class Losses(list[Tensor]):
-    """A list of losses."""
+    """A `LossSink` that keeps the losses."""
 
     add_loss = list.append
 
@@ -75,10 +75,9 @@ def layer_context(precision: Precision, device: torch.device, key: Sequence[int]
 
 
 class Pipeline:
-    """The stages and their workers. The last layer returns a loss.
+    """The stages and their workers, of `threads` torch threads each. The last layer returns a loss.
 
-    `grad_sync` is told of each stage's last backward. `threads` is the number of torch threads per worker. `timeline`
-    records what each stage does when.
+    `grad_sync` is told of each stage's last backward; `timeline` records what each stage does when.
     """
 
     def __init__(
@@ -290,8 +289,7 @@ class StageRunner:
         return result
 
     def _recomputes(self, number: int) -> bool:
-        """ "except_last": the last micro-batch's backward follows its forward at once (on the last stage)."""
-        kind = self._run.pipeline.recompute
+        kind = self._run.pipeline.recompute  # except_last: the last backward follows its forward at once
         return kind == "always" or (kind == "except_last" and number < len(self._run.micro_batches) - 1)
 
     def _defers(self, number: int) -> bool:
