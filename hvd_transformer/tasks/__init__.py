@@ -1,1 +1,1 @@
-"""What is trained: language modelling, translation, classification, fine-tuning, and tasks of one's own."""
+"""What is trained: language modelling, translation, classification, fine-tuning, and user-defined tasks."""
