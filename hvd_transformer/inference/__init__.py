@@ -1,1 +1,1 @@
-"""Using what was trained: decoding step by step, and the models of checkpoints."""
+"""Using trained models: loading and exporting them, decoding, and predictions."""

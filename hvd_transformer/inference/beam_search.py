@@ -1,7 +1,7 @@
-"""Beam search and, of width 1, greedy search, for many sentences at once.
+"""Beam search for many sentences at once; width 1 is greedy search.
 
-Scores are log probabilities over ((5 + length) / 6)^penalty (Wu et al. 2016, arXiv 1609.08144, section 7). A sentence
-is done when as many of its hypotheses have ended as the beam is wide.
+Scores are log probabilities divided by ((5 + length) / 6)^penalty (Wu et al. 2016, arXiv 1609.08144, section 7). A
+sentence is finished when the number of its ended hypotheses reaches the beam width.
 """
 
 from typing import NamedTuple, Protocol
@@ -11,19 +11,19 @@ from torch import Tensor
 
 
 class Steps(Protocol):
-    """A decoder at work: it has seen the tokens of R rows so far."""
+    """A decoder with the state of R rows: the tokens seen so far."""
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Each row's next token [R] to the logarithms of the probabilities [R, V] of the one after it."""
+        """Takes the next token of each row [R]; returns the log probabilities of the token after it [R, V]."""
         ...
 
     def select(self, rows: Tensor) -> None:
-        """Goes on with these rows [R'], in this order; one may be there more than once."""
+        """Continues with these rows [R'], in this order; a row may be repeated."""
         ...
 
 
 class Hypothesis(NamedTuple):
-    """A decoded sentence, without its beginning and end, and its score."""
+    """A decoded sentence, without its begin and end tokens, and its score."""
 
     tokens: list[int]
     score: float
@@ -33,15 +33,15 @@ class Hypothesis(NamedTuple):
 def beam_search(
     steps: Steps, limits: Tensor, begin: int, end: int, *, beam: int = 1, length_penalty: float = 0.6
 ) -> list[list[Hypothesis]]:
-    """Each sentence's hypotheses, at most `beam`, the best first.
+    """The hypotheses of each sentence, at most `beam`, best first.
 
-    `steps` has a row a sentence; `limits` [B]: the most tokens that each may have, its end not counted.
+    `steps` has one row per sentence. `limits` [B]: the maximum number of tokens of each sentence, without its end.
     """
     device, number = limits.device, len(limits)
     ended: list[list[Hypothesis]] = [[] for _ in range(number)]
-    alive = torch.arange(number, device=device)  # the sentences not yet done [A]
+    alive = torch.arange(number, device=device)  # sentences not yet finished [A]
     steps.select(alive.repeat_interleave(beam))
-    # Rows of one sentence are alike at first: only the first of them counts.
+    # The rows of a sentence are equal at first: only the first one counts.
     scores = torch.full((number, beam), -torch.inf, dtype=torch.float64, device=device)
     scores[:, 0] = 0
     tokens = torch.full((number, beam, 1), begin, device=device)
@@ -55,7 +55,7 @@ def beam_search(
             only[end] = 0
             following[last] += only
         totals = (scores[:, :, None] + following).flatten(1)
-        # Twice as many as needed: at most half of them end.
+        # 2 × beam candidates suffice: at most half of them end.
         best, places = totals.topk(min(2 * beam, totals.size(1)), sorted=True)
         rows, words = places.div(size, rounding_mode="floor"), places % size
         ends = words == end
@@ -69,7 +69,7 @@ def beam_search(
                 ended[sentence].append(Hypothesis(own, float(best[index, place]) / penalty))
         done |= last
         done |= torch.tensor([len(ended[sentence]) >= beam for sentence in alive.tolist()], device=device)
-        # The best that go on, in order; where there are fewer, rows without a chance fill up.
+        # The best rows that continue, in order; if there are fewer than `beam`, rows with score -inf fill up.
         order = ends.to(torch.int8).sort(dim=1, stable=True).indices[:, :beam]
         scores = best.masked_fill(ends, -torch.inf).gather(1, order)
         rows, words = rows.gather(1, order), words.gather(1, order)

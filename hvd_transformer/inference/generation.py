@@ -1,4 +1,4 @@
-"""Continues texts with a language model: many prompts in one batch, each token computed once."""
+"""Text generation with a language model: many prompts in one batch, with a key-value cache."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from hvd_transformer.models.attention import KVCache
 from hvd_transformer.models.language_model import LanguageModel
 
-# Called with a prompt's number and its next token.
+# Called with the number of a prompt and its next token.
 Listener = Callable[[int, int], None]
 
 
 class Sampling(NamedTuple):
-    """How the next token is drawn. `temperature` 0 takes the likeliest; `top_k` leaves the k likeliest, and `top_p` the
-    fewest that have this probability together (Holtzman et al. 2020, arXiv 1904.09751, section 3.1)."""
+    """How the next token is sampled. `temperature` 0 takes the most likely token; `top_k` keeps the k most likely ones,
+    and `top_p` the smallest set whose total probability reaches it (nucleus sampling, Holtzman et al. 2020, arXiv
+    1904.09751, section 3.1)."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -25,26 +26,26 @@ class Sampling(NamedTuple):
 
 
 class LanguageModelSteps:
-    """A language model with the keys and values of what it has seen."""
+    """A language model with the key-value caches of the tokens seen so far."""
 
     def __init__(self, model: LanguageModel) -> None:
         self.model, self.pasts = model, [KVCache() for _ in model.blocks]
 
     def step(self, tokens: Tensor) -> Tensor:
-        """The logits [B, V] after these tokens [B, T], which follow those before."""
+        """The logits [B, V] after these tokens [B, T], which continue those seen so far."""
         hidden: Tensor = self.model.embedding(tokens, self.pasts[0].length)
         for block, past in zip(self.model.blocks, self.pasts, strict=True):
             hidden = block(hidden, None, past)
         return self.model.head.logits(hidden[:, -1])
 
     def select(self, rows: Tensor) -> None:
-        """Goes on with these rows of the batch alone."""
+        """Continues with these rows of the batch."""
         for past in self.pasts:
             past.select(rows)
 
 
 class PretrainedSteps:
-    """The same of a model of transformers."""
+    """`LanguageModelSteps` for a model of transformers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -69,11 +70,11 @@ def generate(
     max_length: int,
     listener: Listener = lambda number, token: None,
 ) -> list[list[int]]:
-    """`num_tokens` tokens after each prompt, or fewer where `max_length` positions are full or the text ends.
+    """Generates `num_tokens` tokens after each prompt, or fewer if `max_length` positions are used up or the text ends.
 
-    A prompt has one token at least. All go side by side: while the shorter prompts are continued, the longer ones are
-    still read. What is drawn for a prompt hangs on the seed and its number, not on the others. `model` is a
-    `LanguageModel` or a causal one of transformers.
+    Prompts must have at least one token. They are processed side by side: while shorter prompts are continued, longer
+    ones are still read. The tokens sampled for a prompt depend on the seed and the number of the prompt, not on other
+    prompts. `model` is a `LanguageModel` or a causal language model of transformers.
     """
     device = next(model.parameters()).device
     generators = [_generator(sampling.seed, number) for number in range(len(prompts))]
@@ -105,23 +106,23 @@ def generate(
 
 
 def _last_tokens(model: nn.Module) -> set[int]:
-    """Those that end a text, by the configuration of a model of transformers."""
+    """The tokens that end a text, from the configuration of a model of transformers."""
     found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     return set() if found is None else set(found) if isinstance(found, list) else {found}
 
 
 def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """One token from logits [V]."""
+    """Samples one token from logits [V]."""
     logits = logits.double().cpu()
     if sampling.temperature == 0:
         return int(logits.argmax())
-    scaled = (logits - logits.max()) / sampling.temperature  # however low, none becomes infinite but the unlikely
+    scaled = (logits - logits.max()) / sampling.temperature  # unlikely tokens alone overflow, to -inf
     probabilities = filtered(scaled, sampling).softmax(-1)
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
 def filtered(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Minus infinity for tokens that may not be drawn. [V]"""
+    """The logits [V], with minus infinity for tokens that `top_k` and `top_p` exclude."""
     if sampling.top_k is not None and sampling.top_k < logits.numel():
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -torch.inf)
     if sampling.top_p is not None:

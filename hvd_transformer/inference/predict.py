@@ -1,4 +1,4 @@
-"""Predictions for many lines of text, in batches: translation and classification."""
+"""Batched predictions for many lines of text: translation and classification."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
@@ -25,7 +25,8 @@ def in_batches(
     batch_size: int,
     window: int = WINDOW,
 ) -> Iterator[tuple[str, Result | None]]:
-    """Each line with its result, in order; None for one without a token. `work` gets `batch_size` lines at most."""
+    """Yields each line with its result, in order; None for a line without tokens. `work` gets at most
+    `batch_size` lines of similar length."""
     iterator = iter(lines)
     while some := list(islice(iterator, window)):
         encoded = encode(some)
@@ -39,7 +40,7 @@ def in_batches(
 
 
 class DecoderSteps:
-    """An encoder-decoder's `beam_search.Steps`, with the keys and values of what it has seen."""
+    """`beam_search.Steps` of an encoder-decoder, with the key-value caches of the tokens seen so far."""
 
     def __init__(self, model: EncoderDecoder, source: Tensor) -> None:
         self.model, self.allowed, self.pasts = model, source != PAD, model.new_pasts()
@@ -65,8 +66,10 @@ def translate(
     beam: int = 1,
     length_penalty: float = 0.6,
 ) -> list[list[Hypothesis]]:
-    """Each source's hypotheses, the best first; all sources at once. A target has at most twice its source's tokens
-    and 10 more, and `max_length` with its beginning."""
+    """The hypotheses of each source, best first; all sources form one batch.
+
+    A target has at most 2 × (tokens of its source) + 10 tokens, and at most `max_length` including its begin token.
+    """
     device = next(model.parameters()).device
     source = padded(sources).to(device)
     limits = torch.tensor([min(2 * len(own) + 10, max_length - 1) for own in sources], device=device)
@@ -75,7 +78,7 @@ def translate(
 
 
 def padded(rows: Sequence[NDArray[np.unsignedinteger]], pad: int = PAD) -> Tensor:
-    """Sequences of token numbers as one block [B, T], int64, padded at their ends."""
+    """Token sequences as one block [B, T], int64, padded at the end."""
     block = np.full((len(rows), max(map(len, rows))), pad, np.int64)
     for index, row in enumerate(rows):
         block[index, : len(row)] = row
@@ -84,9 +87,9 @@ def padded(rows: Sequence[NDArray[np.unsignedinteger]], pad: int = PAD) -> Tenso
 
 @torch.no_grad()
 def classify(model: nn.Module, texts: Sequence[NDArray[np.unsignedinteger]], pad: int = PAD) -> Tensor:
-    """The probabilities [B, C] of each text's classes, all texts at once; each has one token at least.
+    """The class probabilities [B, C] of each text; all texts form one batch, and each has at least one token.
 
-    `model` gives logits [B, C], as `models.classifier.Classifier` does.
+    `model` returns logits [B, C], as `models.classifier.Classifier` does.
     """
     tokens = padded(texts, pad).to(next(model.parameters()).device)
     probabilities: Tensor = model(tokens, tokens != pad).double().softmax(-1)

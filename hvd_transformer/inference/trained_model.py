@@ -1,7 +1,8 @@
-"""A trained model out of a checkpoint, a run directory (its best) or an exported folder, ready for use.
+"""Loads a trained model from a checkpoint, a run directory (its best checkpoint) or an exported folder, and exports it.
 
 An exported folder holds model.safetensors, the tokenizers, and config.json: {"format": 1, "task": …, "model": {…}, …}.
-One of `model.pretrained` is a Hugging Face folder again, in whose config.json all that is under "hvd_transformer".
+The export of a `model.pretrained` is a Hugging Face folder again; its config.json holds the same under
+"hvd_transformer".
 """
 
 import json
@@ -27,14 +28,17 @@ from hvd_transformer.models.classifier import Classifier
 from hvd_transformer.models.encoder_decoder import EncoderDecoder
 from hvd_transformer.models.language_model import LanguageModel
 
-FORMAT = 1  # of an exported folder
+FORMAT = 1  # of exported folders
 
 _EXPORTED = (MODEL, "*tokenizer.json", "*vocabulary.json", "*_config.json", "special_tokens_map.json", "*.jinja")
 
 
 @dataclass(frozen=True)
 class Trained:
-    """`tokenizers` by role: "text", or "source" and "target". `longest`: tokens of a sample in training."""
+    """A model in evaluation mode and what is needed to use it.
+
+    `tokenizers` by role: "text", or "source" and "target". `longest`: tokens of the longest training sample.
+    """
 
     folder: Path
     task: str
@@ -47,14 +51,14 @@ class Trained:
 
     @property
     def num_positions(self) -> int:
-        """Tokens of the longest sample that the model can take."""
+        """The maximum number of tokens that the model accepts."""
         if self.config.pretrained is None:
             return self.config.max_length
         return pretrained.num_positions(self.model) or sys.maxsize
 
 
 def load_trained(path: Path, task: str | None = None, device: str = "cpu") -> Trained:
-    """The model, in evaluation. Raises `UserError`: for one of another task than `task`, too."""
+    """Loads the model in evaluation mode. Raises `UserError` if it is missing, damaged, or not of `task`."""
     folder, facts = _read(path)
     kind = facts["task"]
     if task is not None and kind != task:
@@ -67,7 +71,7 @@ def load_trained(path: Path, task: str | None = None, device: str = "cpu") -> Tr
         model = _of_transformers(folder, kind, labels, tokenizers["text"].pad).to(device)
     else:
         sizes = {role: tokenizer.vocab_size for role, tokenizer in tokenizers.items()}
-        with torch.device("meta"):  # the weights are read, not made
+        with torch.device("meta"):  # the weights are read from the file
             model = _of_ours(kind, sizes, len(labels), config)
         _fill(model, folder / MODEL, device)
     return Trained(folder, kind, config, translation, tokenizers, labels, facts["longest"], model.eval())
@@ -91,10 +95,13 @@ def _of_transformers(folder: Path, task: str, labels: list[str], pad: int) -> nn
 
 
 def export(path: Path, folder: Path) -> None:
-    """Writes what is needed to use a checkpoint's model, and no more. Raises `UserError`."""
+    """Writes a folder with only what is needed to use the model of a checkpoint.
+
+    Raises `UserError` if the folder is not empty or cannot be written.
+    """
     source, facts = _read(path)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder}: is there already; choose a new or empty folder")
+        raise UserError(f"{folder}: exists already; choose a new or empty folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file in [path for pattern in _EXPORTED for path in source.glob(pattern)]:
@@ -102,14 +109,14 @@ def export(path: Path, folder: Path) -> None:
         facts = {"format": FORMAT, "made_by": f"hvd-transformer {__version__}", **facts}
         if facts["model"].get("pretrained") is not None:
             facts = json.loads((source / CONFIG).read_text(encoding="utf-8")) | {pretrained.OURS: facts}
-        # The last: without it the folder is none.
+        # Written last: without it the folder is not recognized.
         atomic.write_text(folder / CONFIG, json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
     except OSError as error:
         raise UserError(f"{folder}: cannot be written: {error.strerror}") from None
 
 
 def _read(path: Path) -> tuple[Path, dict[str, Any]]:
-    """The folder with the files, and what an exported folder's configuration says or would say."""
+    """The folder with the files, and the contents of config.json in an exported folder, or what they would be."""
     if (path / CONFIG).is_file() and not is_run(path):
         try:
             facts = json.loads((path / CONFIG).read_text(encoding="utf-8"))
@@ -118,7 +125,7 @@ def _read(path: Path) -> tuple[Path, dict[str, Any]]:
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             known = False
         if not known:
-            raise UserError(f"{path / CONFIG}: no configuration that `hvd-transformer export` wrote")
+            raise UserError(f"{path / CONFIG}: not a configuration written by `hvd-transformer export`")
         return path.resolve(), facts
     folder = resolve(path)
     state = read_state(folder)
@@ -144,12 +151,12 @@ def _tokenizers(folder: Path, task: str, shared: bool) -> dict[str, Tokenizer]:
     if task in ("language_model", "classification"):
         return {"text": load_tokenizer(folder)}
     if task != "translation":
-        raise UserError(f"{folder}: a checkpoint of task={task}, whose model only its own code can use")
+        raise UserError(f"{folder}: a checkpoint of task={task}, whose model can only be used by its own code")
     return {role: load_tokenizer(folder, "" if shared else f"{role}-") for role in ("source", "target")}
 
 
 def _fill(model: nn.Module, file: Path, device: str) -> None:
-    """Gives the model its weights; tied ones stay tied."""
+    """Loads the weights into the model; tied weights stay tied."""
     shapes = {name: weight.shape for name, weight in model.named_parameters()}
     tensor_file.check(file, shapes)
     rows = [(name, 0, shape[0]) for name, shape in shapes.items()]

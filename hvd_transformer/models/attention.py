@@ -12,7 +12,7 @@ from hvd_transformer.nn.parallel_layers import ColumnParallelLinear, RowParallel
 
 
 def sinusoidal_table(length: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Sines and cosines of every position, [length, width] (Vaswani et al. 2017, section 3.5)."""
+    """Sines and cosines of every position [length, width] (Vaswani et al. 2017, section 3.5)."""
     positions = torch.arange(length, dtype=torch.float64, device=device)
     rates = torch.exp(torch.arange(0, width, 2, dtype=torch.float64, device=device) * (-math.log(10000.0) / width))
     angles = positions[:, None] * rates
@@ -20,19 +20,19 @@ def sinusoidal_table(length: int, width: int, dtype: torch.dtype, device: torch.
 
 
 class NoPositions(nn.Module):
-    """Where positions enter elsewhere."""
+    """Adds nothing: the positions enter elsewhere."""
 
     def forward(self, hidden: Tensor, start: int = 0) -> Tensor:
         return hidden
 
 
 class SinusoidalPositions(nn.Module):
-    """Adds the fixed sinusoidal table, from position `start` on, to [B, T, D]."""
+    """Adds the fixed sinusoidal table to [B, T, D], starting at position `start`."""
 
     def __init__(self, max_length: int, width: int) -> None:
         super().__init__()
         self.max_length, self.width = max_length, width
-        self.table: Tensor | None = None  # made at first use, in the input's dtype and place; no weight
+        self.table: Tensor | None = None  # made at first use, with the dtype and device of the input; not a weight
 
     def forward(self, hidden: Tensor, start: int = 0) -> Tensor:
         if self.table is None or self.table.dtype != hidden.dtype or self.table.device != hidden.device:
@@ -41,7 +41,7 @@ class SinusoidalPositions(nn.Module):
 
 
 class LearnedPositions(nn.Module):
-    """Adds a learned vector a position, from `start` on, to [B, T, D]."""
+    """Adds one learned vector per position to [B, T, D], starting at position `start`."""
 
     def __init__(self, max_length: int, width: int, std: float) -> None:
         super().__init__()
@@ -53,9 +53,8 @@ class LearnedPositions(nn.Module):
 
 
 class RotaryPositions(nn.Module):
-    """Turns pairs of query and key channels by an angle that grows with the position (Su et al. 2021, 2104.09864).
-
-    The pairs are channel i and i + width/2 of a head.
+    """Rotates pairs of query and key channels by an angle proportional to the position (RoPE, Su et al. 2021, arXiv
+    2104.09864). A pair consists of the channels i and i + width / 2 of a head.
     """
 
     def __init__(self, head_width: int) -> None:
@@ -64,7 +63,7 @@ class RotaryPositions(nn.Module):
         self.table: tuple[Tensor, Tensor] | None = None
 
     def forward(self, query: Tensor, key: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
-        """[B, H, T, head_width] each, of the positions from `start` on."""
+        """Query and key, [B, H, T, head_width] each, for the positions from `start` on."""
         cosine, sine = (table[start:] for table in self._tables(start + query.size(-2), query))
         return _rotate(query, cosine, sine), _rotate(key, cosine, sine)
 
@@ -86,31 +85,31 @@ def _rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 class KVCache:
-    """The keys and values of one attention for the positions so far, so that decoding computes them once."""
+    """The keys and values of one attention layer for the positions so far, so that decoding computes them once."""
 
     def __init__(self) -> None:
         self.pair: tuple[Tensor, Tensor] | None = None  # [B, H, T, D/H] each
 
     @property
     def length(self) -> int:
-        """Positions so far, T."""
+        """The number of positions so far, T."""
         return 0 if self.pair is None else self.pair[0].size(2)
 
     def add(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of all positions, the new ones at the end."""
+        """Appends new positions; returns the keys and values of all positions."""
         if self.pair is not None:
             key, value = torch.cat([self.pair[0], key], 2), torch.cat([self.pair[1], value], 2)
         self.pair = key, value
         return self.pair
 
     def select(self, rows: Tensor) -> None:
-        """Keeps these rows [B'] of the batch, in this order; one may be there more than once."""
+        """Keeps these rows [B'] of the batch, in this order; a row may be repeated."""
         if self.pair is not None:
             self.pair = self.pair[0].index_select(0, rows), self.pair[1].index_select(0, rows)
 
 
 class Attention(nn.Module):
-    """What both kinds share. With dropout on the attention weights these exist as a whole in training: [B, H, T, S]."""
+    """Common to self- and cross-attention. Training with dropout materializes the attention weights [B, H, T, S]."""
 
     def __init__(self, config: ModelConfig, causal: bool) -> None:
         super().__init__()
@@ -119,14 +118,14 @@ class Attention(nn.Module):
         self.dropout = Dropout(config.dropout, sharded=True)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None) -> Tensor:
-        """[B, H, T, D/H] of query and [B, H, S, D/H] of key and value to [B, T, D]; `allowed` [B, S]: keys that count.
+        """Attends with queries [B, H, T, D/H] to keys and values [B, H, S, D/H]; returns [B, T, D].
 
-        A causal one's queries are the last T of the S positions.
+        `allowed` [B, S] marks the keys to attend to. In causal attention the queries are the last T of the S positions.
         """
         mask = None if allowed is None else allowed[:, None, None]
         length, keys = query.size(2), key.size(2)
         causal = self.causal and length > 1
-        if self.training and self.dropout.rate:  # the fused kernels draw from torch's own generator
+        if self.training and self.dropout.rate:  # the fused kernels would draw from torch's generator
             scores = (query @ key.transpose(-2, -1)) * query.size(-1) ** -0.5
             if causal:
                 mask = self._past(length, keys, mask, scores.device)
@@ -152,9 +151,8 @@ class SelfAttention(Attention):
 
     def __init__(self, config: ModelConfig, causal: bool = True) -> None:
         super().__init__(config, causal)
-        self.qkv = ColumnParallelLinear(
-            config.d_model, 3 * config.d_model, parts=3
-        )  # rows: query, key, value, as in torch.nn
+        # Rows: query, key, value, as in torch.nn.
+        self.qkv = ColumnParallelLinear(config.d_model, 3 * config.d_model, parts=3)
         self.output = RowParallelLinear(config.d_model, config.d_model)
         self.rotary = RotaryPositions(self.head_width) if config.position == "rotary" else None
         nn.init.xavier_uniform_(self.qkv.weight)
@@ -162,7 +160,7 @@ class SelfAttention(Attention):
             nn.init.zeros_(bias)
 
     def forward(self, hidden: Tensor, allowed: Tensor | None = None, past: KVCache | None = None) -> Tensor:
-        """[B, T, D] to [B, T, D]. `allowed` [B, T]: keys that count. `past`: of the positions before these."""
+        """[B, T, D] to [B, T, D]. `allowed` [B, T] marks the keys to attend to; `past` caches previous positions."""
         # [B, T, 3D] → three of [B, H, T, D/H], or of this share's heads
         query, key, value = self.qkv(hidden).unflatten(-1, (3, -1, self.head_width)).permute(2, 0, 3, 1, 4)
         if self.rotary is not None:
@@ -180,7 +178,7 @@ class CrossAttention(Attention):
         self.query = ColumnParallelLinear(config.d_model, config.d_model)
         self.key_value = ColumnParallelLinear(config.d_model, 2 * config.d_model, parts=2)
         self.output = RowParallelLinear(config.d_model, config.d_model)
-        # As where the three matrices are one (torch.nn), so that both kinds of attention begin alike.
+        # The bound for the three matrices as one (as in torch.nn), so that both kinds of attention start alike.
         bound = (6 / (4 * config.d_model)) ** 0.5
         for linear in (self.query, self.key_value):
             nn.init.uniform_(linear.weight, -bound, bound)
@@ -188,9 +186,9 @@ class CrossAttention(Attention):
             nn.init.zeros_(bias)
 
     def forward(self, hidden: Tensor, memory: Tensor, allowed: Tensor, past: KVCache | None = None) -> Tensor:
-        """[B, T, D] over `memory` [B, S, D], of which the places `allowed` [B, S] count, to [B, T, D].
+        """[B, T, D] over `memory` [B, S, D] to [B, T, D]. `allowed` [B, S] marks the positions to attend to.
 
-        `past` keeps the memory's keys and values from the first call on.
+        `past` caches the keys and values of the memory from the first call on.
         """
         query = self.query(hidden).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
         if past is not None and past.pair is not None:

@@ -14,9 +14,9 @@ from hvd_transformer.nn.parallel_layers import Linear, tensor_splits
 
 
 class PooledHead(nn.Module):
-    """The final norm (pre-norm models), the mean over a text's tokens, and one logit a class.
+    """The final norm (of pre-norm models), the mean over the tokens of a text, and one logit per class.
 
-    `class_weights` [C]: how much a sample of each class counts.
+    `class_weights` [C]: the weight of a sample of each class.
     """
 
     def __init__(
@@ -33,15 +33,14 @@ class PooledHead(nn.Module):
             nn.init.zeros_(linear.bias)
 
     def forward(self, hidden: Tensor, allowed: Tensor) -> Tensor:
-        """[B, T, D], of which the places `allowed` [B, T] count, to logits [B, C]."""
+        """[B, T, D] to logits [B, C]; the mean is over the positions `allowed` [B, T]."""
         counts = allowed.to(hidden.dtype)[..., None]
         mean = (self.norm(hidden) * counts).sum(1) / counts.sum(1)
         logits: Tensor = self.output(self.dropout(torch.tanh(self.dense(mean))))
         return logits
 
     def loss(self, hidden: Tensor, allowed: Tensor, labels: Tensor) -> Tensor:
-        """Sum of the weighted cross-entropies of `labels` [B]. In evaluation that and, behind it, the confusion matrix:
-        how often each label got each class, by rows [1 + C × C]."""
+        """The sum of the weighted cross-entropies of `labels` [B]; in evaluation a vector, see `class_sums`."""
         logits = self(hidden, allowed)
         if self.training:
             return class_loss(logits, labels, self.smoothing, self.class_weights)
@@ -49,16 +48,16 @@ class PooledHead(nn.Module):
 
 
 def class_loss(logits: Tensor, labels: Tensor, smoothing: float, class_weights: Tensor | None = None) -> Tensor:
-    """Sum of the cross-entropies of `labels` [B] by `logits` [B, C], each times its label's of `class_weights` [C]."""
+    """The sum of the cross-entropies of `labels` [B] given `logits` [B, C], weighted by `class_weights` [C]."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     weights = None if class_weights is None else class_weights.to(wide)
-    # torch's mean and sum with smoothing weigh the smoothed part by every class; per sample it is plain.
+    # With smoothing, torch weights the smoothed part by every class, not by the class of the sample.
     return F.cross_entropy(wide, labels, weight=weights, reduction="sum", label_smoothing=smoothing)
 
 
 def class_sums(logits: Tensor, labels: Tensor, class_weights: Tensor | None) -> Tensor:
-    """For evaluation: that loss, and how often each label of `labels` [B] got each class of `logits` [B, C], by rows
-    [1 + C × C]."""
+    """For evaluation, a vector [1 + C × C]: the loss, and behind it the confusion matrix, row by row. Its rows are the
+    labels [B], its columns the most likely classes of `logits` [B, C]."""
     num_classes = logits.size(-1)
     matrix = torch.bincount(labels * num_classes + logits.argmax(-1), minlength=num_classes**2)
     loss = class_loss(logits, labels, 0.0, class_weights)
@@ -66,7 +65,7 @@ def class_sums(logits: Tensor, labels: Tensor, class_weights: Tensor | None) -> 
 
 
 class Classifier(nn.Module):
-    """Gives a text one of `num_classes` classes."""
+    """Assigns a text to one of `num_classes` classes."""
 
     def __init__(
         self,
@@ -87,7 +86,7 @@ class Classifier(nn.Module):
         return tensor_splits(self, vocabulary)
 
     def forward(self, tokens: Tensor, allowed: Tensor) -> Tensor:
-        """Token numbers [B, T], of which `allowed` [B, T] are no padding, to logits [B, C]."""
+        """Token numbers [B, T] to logits [B, C]; `allowed` [B, T] marks the tokens that are not padding."""
         hidden: Tensor = self.embedding(tokens)
         for block in self.blocks:
             hidden = block(hidden, allowed)
@@ -96,7 +95,7 @@ class Classifier(nn.Module):
 
 
 def classifier_layers(model: Classifier) -> list[Layer]:
-    """(tokens, allowed) in, the sum of the losses out."""
+    """The pipeline layers, from (tokens, allowed) to the sum of the losses."""
 
     def embed(tokens: Tensor, allowed: Tensor) -> Tensors:
         return model.embedding(tokens), allowed

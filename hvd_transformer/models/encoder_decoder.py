@@ -14,9 +14,9 @@ from hvd_transformer.nn.parallel_layers import tensor_splits
 
 
 class EncoderDecoder(nn.Module):
-    """Predicts each next token of a target from those before it and a whole source.
+    """Predicts each next token of a target from the tokens before it and the whole source.
 
-    With `model.share_embeddings` source and target have one vocabulary and one embedding.
+    With `model.share_embeddings`, source and target have one vocabulary and one embedding.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class EncoderDecoder(nn.Module):
         return tensor_splits(self, vocabulary)
 
     def encode(self, source: Tensor, allowed: Tensor) -> Tensor:
-        """Token numbers [B, S], of which `allowed` [B, S] are no padding, to the decoder's memory [B, S, D]."""
+        """Token numbers [B, S] to the decoder's memory [B, S, D]; `allowed` [B, S] marks tokens that are not padding."""
         hidden: Tensor = self.source_embedding(source)
         for block in self.encoder:
             hidden = block(hidden, allowed)
@@ -49,7 +49,7 @@ class EncoderDecoder(nn.Module):
         return memory
 
     def new_pasts(self) -> list[DecoderCache]:
-        """Of a decoder that has seen nothing yet."""
+        """Empty caches, one per decoder block."""
         return [DecoderCache(KVCache(), KVCache()) for _ in self.decoder]
 
     def decode(
@@ -57,7 +57,7 @@ class EncoderDecoder(nn.Module):
     ) -> Tensor:
         """Token numbers [B, T] over `memory` [B, S, D] to the last block's output [B, T, D].
 
-        With `pasts` they follow the tokens that these have seen.
+        With `pasts` the tokens continue those in the caches.
         """
         hidden: Tensor = self.target_embedding(target, pasts[0].own.length if pasts else 0)
         for number, block in enumerate(self.decoder):
@@ -71,8 +71,8 @@ class EncoderDecoder(nn.Module):
 
 
 def encoder_decoder_layers(model: EncoderDecoder) -> list[Layer]:
-    """(source, allowed, target) in, the sum of the cross-entropies out. Between them go (the source's hidden, allowed,
-    target), then (memory, allowed, the target's hidden)."""
+    """The pipeline layers, from (source, allowed, target) to the sum of the cross-entropies. In between they pass on
+    (hidden state of the source, allowed, target), then (memory, allowed, hidden state of the target)."""
 
     def embed_source(source: Tensor, allowed: Tensor, target: Tensor) -> Tensors:
         return model.source_embedding(source), allowed, target
@@ -93,7 +93,7 @@ def encoder_decoder_layers(model: EncoderDecoder) -> list[Layer]:
         *(Layer("encoder_norm", module, norm, recompute=False) for module in norms),
         Layer("target_embedding", model.target_embedding, embed_target, recompute=False),
         *(Layer(f"decoder.{number}", block, partial(_decode, block)) for number, block in enumerate(model.decoder)),
-        Layer("head", model.head, loss, recompute=False),  # it forms its gradients in forward
+        Layer("head", model.head, loss, recompute=False),  # it computes its gradients in forward
     ]
 
 

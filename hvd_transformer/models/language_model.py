@@ -47,9 +47,9 @@ class LanguageModel(nn.Module):
 
 
 def language_model_layers(model: LanguageModel) -> list[Layer]:
-    """Token numbers in, the sum of the cross-entropies out."""
+    """The pipeline layers, from token numbers to the sum of the cross-entropies."""
     return [
         Layer("embedding", model.embedding, model.embedding, recompute=False),
         *(Layer(f"blocks.{number}", block, block) for number, block in enumerate(model.blocks)),
-        Layer("head", model.head, model.head.loss, recompute=False),  # it forms its gradients in forward
+        Layer("head", model.head, model.head.loss, recompute=False),  # it computes its gradients in forward
     ]

@@ -29,13 +29,13 @@ from hvd_transformer.nn.parallel_layers import (
 
 
 class TokenEmbedding(nn.Module):
-    """Token numbers [B, T] to vectors [B, T, D]: embedding × √D, positions, dropout (Vaswani et al. 2017, 3.4)."""
+    """Token numbers [B, T] to vectors [B, T, D]: embedding × √D, positions, dropout (Vaswani et al. 2017, sec. 3.4)."""
 
     def __init__(self, vocab_size: int, config: ModelConfig) -> None:
         super().__init__()
         self.embedding = VocabParallelEmbedding(vocab_size, config.d_model)
         self.scale = config.d_model**0.5
-        # After × √D the vectors have unit variance. Tied, that would have each token predict itself at first.
+        # 1 / √D gives vectors of unit variance. With tied embeddings each token would then predict itself at first.
         std = 0.02 if config.tie_embeddings else 1 / self.scale
         nn.init.normal_(self.embedding.weight, std=std)
         self.positions: nn.Module
@@ -44,17 +44,17 @@ class TokenEmbedding(nn.Module):
         elif config.position == "learned":
             self.positions = LearnedPositions(config.max_length, config.d_model, std * self.scale)
         else:
-            self.positions = NoPositions()  # rotary: in the attention
+            self.positions = NoPositions()  # rotary positions are applied in the attention
         self.dropout = Dropout(config.dropout)
 
     def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
-        """`start`: the first token's position."""
+        """[B, T] to [B, T, D]. `start`: the position of the first token."""
         hidden: Tensor = self.dropout(self.positions(self.embedding(tokens) * self.scale, start))
         return hidden
 
 
 class FeedForward(nn.Module):
-    """Two matrices with a nonlinearity between them (Vaswani et al. 2017, 3.3)."""
+    """Two linear layers with a nonlinearity between them (Vaswani et al. 2017, section 3.3)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Block(nn.Module):
         self.dropout = Dropout(config.dropout)
         self.norm: Literal["pre", "post"] = config.norm
         if config.norm == "pre":
-            # Each block adds twice to the residual stream; this keeps its variance (Radford et al. 2019, 2.3).
+            # Each block adds twice to the residual stream; this keeps its variance (Radford et al. 2019, section 2.3).
             for linear in (self.attention.output, self.feedforward.output):
                 linear.weight.data.mul_((2 * config.num_layers) ** -0.5)
 
@@ -101,26 +101,26 @@ class Block(nn.Module):
 
 
 class DecoderCache(NamedTuple):
-    """What a decoder's block keeps of the positions so far, and of the memory."""
+    """The caches of one decoder block: for its own positions, and for the memory."""
 
     own: KVCache
     memory: KVCache
 
 
 class DecoderBlock(Block):
-    """A causal block that also looks at an encoder's output, between its attention and its feed-forward part."""
+    """A causal block with cross-attention over the output of an encoder, between self-attention and feed-forward."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.cross = CrossAttention(config)
-        self.norm3 = nn.LayerNorm(config.d_model)  # of the cross attention, though the second in order
+        self.norm3 = nn.LayerNorm(config.d_model)  # of the cross-attention, although that is the second in order
         if config.norm == "pre":
             self.cross.output.weight.data.mul_((2 * config.num_layers) ** -0.5)
 
-    def forward(  # type: ignore[override]  # it takes more
+    def forward(  # type: ignore[override]  # it takes more arguments
         self, hidden: Tensor, memory: Tensor, allowed: Tensor, past: DecoderCache | None = None
     ) -> Tensor:
-        """[B, T, D] over `memory` [B, S, D], of which the places `allowed` [B, S] count, to [B, T, D]."""
+        """[B, T, D] over `memory` [B, S, D] to [B, T, D]; `allowed` [B, S] marks the positions to attend to."""
         own, of_memory = past or (None, None)
         hidden = self._around(self.norm1, hidden, lambda values: self.attention(values, None, own))
         hidden = self._around(self.norm3, hidden, lambda values: self.cross(values, memory, allowed, of_memory))
@@ -128,13 +128,13 @@ class DecoderBlock(Block):
 
 
 class VocabularyHead(VocabParallelLayer, WeightGradLayer):
-    """The final norm (pre-norm models) and the vocabulary projection. `smoothing` of targets is for training alone."""
+    """The final norm (of pre-norm models) and the vocabulary projection. Label `smoothing` applies only in training."""
 
     def __init__(self, vocab_size: int, config: ModelConfig, smoothing: float = 0.0) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(config.d_model) if config.norm == "pre" else nn.Identity()
         self.weight: Tensor = nn.Parameter(torch.empty(vocab_size, config.d_model))
-        # As in the tutorial, a free output layer has a bias; tied, it is the embedding's matrix alone.
+        # As in the PyTorch tutorial, an untied output layer has a bias; a tied one is the embedding matrix alone.
         self.bias = None if config.tie_embeddings else nn.Parameter(torch.zeros(vocab_size))
         self.loss_chunk, self.smoothing = config.loss_chunk, smoothing
         nn.init.normal_(self.weight, std=0.02)
@@ -155,11 +155,11 @@ class VocabularyHead(VocabParallelLayer, WeightGradLayer):
         return torch.cat([piece[..., :size] for piece, size in zip(pieces, sizes, strict=True)], -1)
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Sum of the cross-entropies of `targets` [B, T] after `hidden` [B, T, D]."""
+        """The sum of the cross-entropies of `targets` [B, T] given `hidden` [B, T, D]."""
         return self._loss(hidden.flatten(0, 1), targets.flatten())
 
     def loss_at(self, hidden: Tensor, places: Tensor, targets: Tensor) -> Tensor:
-        """The same of `targets` [N] at these `places` [N] of B × T alone: the others are padding, and cost nothing."""
+        """The same for `targets` [N] at `places` [N] of B × T: the others are padding and cost nothing."""
         return self._loss(hidden.flatten(0, 1).index_select(0, places), targets)
 
     def _loss(self, values: Tensor, targets: Tensor) -> Tensor:

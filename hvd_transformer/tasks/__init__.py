@@ -1,4 +1,4 @@
-"""What is trained. The names below are all that a task of one's own needs (docs/own-task.md)."""
+"""What is trained. The names below are all that a user-defined task needs (docs/own-task.md)."""
 
 from hvd_transformer.models.layers import Block, TokenEmbedding
 from hvd_transformer.nn.contracts import Layer, MicroBatch, TensorSplit

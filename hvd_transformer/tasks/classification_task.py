@@ -1,4 +1,4 @@
-"""Classification as a task: labelled texts, and the encoder with a pooled head."""
+"""The classification task: labelled texts, and the encoder with a pooled head."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -29,7 +29,8 @@ ROLE = "text"
 
 
 class ClassificationTask(ExampleTask):
-    """The label of a text. The mean of the losses is weighted, where classes are: by `num_targets` all the same."""
+    """Predicts the label of a text. With class weights the sum of the losses is weighted, but still divided by the
+    number of samples."""
 
     unit = "samples"
     data: PreparedExamples
@@ -61,7 +62,7 @@ class ClassificationTask(ExampleTask):
         found = prepare_examples(data, source, (ROLE,), learned=learned, context=context)
         counts = state.get("label_counts")
         if counts is None and data.class_weights == "balanced":
-            raise UserError("data.class_weights=balanced: the checkpoint was saved before it held the labels' counts")
+            raise UserError("data.class_weights=balanced: the checkpoint is too old to hold the counts of the labels")
         return replace(found, label_counts=counts)
 
     def describe(self) -> str:
@@ -76,7 +77,7 @@ class ClassificationTask(ExampleTask):
 
     @classmethod
     def sketch(cls, config: Config, vocab_size: int, num_samples: int) -> ModelSketch:
-        """Of texts as long as may be, and two classes."""
+        """The model for texts of maximum length, with two classes."""
         model = Classifier(vocab_size, 2, config.model)
         tokens = torch.zeros(num_samples, config.data.sequence_length, dtype=torch.int64)
         batch = MicroBatch((tokens, tokens != PAD), (torch.zeros(num_samples, dtype=torch.int64),))
@@ -116,7 +117,7 @@ class ClassificationTask(ExampleTask):
 
     @cached_property
     def _label_counts(self) -> list[int]:
-        """The training split's samples of each label."""
+        """The number of training samples of each label."""
         if self.data.label_counts is not None:
             return self.data.label_counts
         labels = self.data.splits["train"].labels
@@ -125,7 +126,10 @@ class ClassificationTask(ExampleTask):
         return found
 
     def class_weights(self) -> Tensor | None:
-        """ "balanced": as scikit-learn, samples / (classes × samples of the class)."""
+        """The configured weights [C]; "balanced" as in scikit-learn: samples / (classes × samples of the class).
+
+        Raises `UserError` if they do not fit the labels.
+        """
         given = self.config.data.class_weights
         if given is None:
             return None
@@ -135,7 +139,7 @@ class ClassificationTask(ExampleTask):
         assert isinstance(given, dict)
         if odd := sorted(given.keys() ^ set(self.labels)):
             raise UserError(
-                f"data.class_weights: the label {odd[0]} is {'no label' if odd[0] in given else 'missing'}; "
+                f"data.class_weights: {odd[0]} is {'not a label' if odd[0] in given else 'missing'}; "
                 f"the labels are {', '.join(self.labels)}"
             )
         return torch.tensor([given[label] for label in self.labels])
@@ -147,7 +151,7 @@ def open_examples(config: Config, context: PrepareContext) -> ExampleSource:
 
 
 def _positive(config: Config, labels: list[str]) -> int | None:
-    """Of two classes the one that precision, recall and F1 are of: as configured, or the second."""
+    """The class whose precision, recall and F1 are reported: as configured, else the second of two, else none."""
     name = config.data.positive_label
     if name is not None and name not in labels:
         raise UserError(f"data.positive_label={name}: no such label; the labels are {', '.join(labels)}")

@@ -1,4 +1,4 @@
-"""Language modelling as a task: token files in windows or columns, and the decoder-only model."""
+"""The language modelling task: token files in windows or columns, and the decoder-only model."""
 
 from collections.abc import Iterator, Mapping
 
@@ -20,7 +20,7 @@ from hvd_transformer.tasks.task import EvaluationSpec, ModelSketch, PrepareConte
 
 
 class LanguageModelTask(Task):
-    """Each next token of a text."""
+    """Predicts each next token of a text."""
 
     data: PreparedData
 
@@ -31,7 +31,7 @@ class LanguageModelTask(Task):
         self.eval_batch_size = training.eval_batch_size or training.batch_size
         self.model = self.make_model()
         self.sampler: StepSampler | ColumnSampler = StepSampler(0, 1, 1, replica)
-        self.targets_per_step = 1  # in evaluation alone: no steps
+        self.targets_per_step = 1  # no steps without a training split
         if "train" in data.splits:
             self._begin_training(data.splits["train"])
         for split, tokens in data.splits.items():

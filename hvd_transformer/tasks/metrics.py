@@ -16,8 +16,8 @@ from hvd_transformer.comm.group import Group
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Sums over a split, the first of which is of the losses in nats, and the number of targets; what a task makes of
-    them, and perhaps more, are the metrics."""
+    """The result of evaluating a split: the sums over its samples, of which the first is the loss in nats; the number
+    of targets; and the metrics."""
 
     sums: list[float]
     count: int
@@ -25,7 +25,7 @@ class Evaluation:
 
     @property
     def loss(self) -> float:
-        """The mean."""
+        """The mean loss in nats."""
         return self.sums[0] / self.count
 
     @property
@@ -34,14 +34,13 @@ class Evaluation:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss); infinite where that is beyond a float."""
+    """exp(loss); infinite if that exceeds the range of a float."""
     return math.exp(loss) if loss < 709 else math.inf
 
 
 def evaluate(results: Iterable[tuple[Tensor, int]], group: Group, num_sums: int = 1) -> Evaluation:
-    """Every rank gives those of its own batches, each (sums [num_sums], count); all get the same result.
-
-    Sums are float64.
+    """Adds the results of all ranks. Each rank passes those of its own batches, as (sums [num_sums], number of
+    targets); all ranks get the same result. Sums are in float64.
     """
     total = torch.zeros(num_sums + 1, dtype=torch.float64)
     with torch.no_grad():
@@ -55,7 +54,7 @@ def evaluate(results: Iterable[tuple[Tensor, int]], group: Group, num_sums: int 
 
 @cache
 def signature() -> str:
-    """What says how sacrebleu counted."""
+    """sacrebleu's signature, which states how BLEU was computed."""
     from sacrebleu.metrics.bleu import BLEU
 
     metric = BLEU()
@@ -64,7 +63,7 @@ def signature() -> str:
 
 
 def bleu_metrics(hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """Of a whole split, in percent: "bleu" is sacrebleu's, "bleu_words" torchtext's of basic_english words."""
+    """BLEU of a whole split, in percent: "bleu" by sacrebleu, "bleu_words" by torchtext on basic_english words."""
     from sacrebleu.metrics.bleu import BLEU
     from torchtext.data.metrics import bleu_score
     from torchtext.data.utils import get_tokenizer
@@ -78,15 +77,15 @@ def bleu_metrics(hypotheses: Sequence[str], references: Sequence[str]) -> dict[s
 
 
 def classification_metrics(matrix: NDArray[np.float64], positive: int | None) -> dict[str, float]:
-    """Of counts [C, C], a row a label and a column a class found for it: accuracy, and precision, recall and F1 as the
-    mean over the classes ("macro") and, with `positive`, of that class alone.
+    """Metrics of a confusion matrix [C, C], whose rows are labels and whose columns are predictions: accuracy, and
+    precision, recall and F1 as the mean over the classes ("macro") and, with `positive`, of that class.
 
-    A quotient whose divisor is zero is zero, as in scikit-learn's `zero_division=0`.
+    A quotient with divisor zero is zero, as with `zero_division=0` in scikit-learn.
     """
     hits = np.diag(matrix)
     precision, recall = _quotient(hits, matrix.sum(0)), _quotient(hits, matrix.sum(1))
     f1 = _quotient(2 * hits, matrix.sum(0) + matrix.sum(1))
-    # As scikit-learn: over the classes that occur, as a label or as what was found for one.
+    # As in scikit-learn, the mean is over classes that occur as a label or as a prediction.
     there = matrix.sum(0) + matrix.sum(1) > 0
     result = {"accuracy": float(hits.sum() / matrix.sum())}
     if positive is not None:
@@ -100,18 +99,17 @@ def _quotient(above: NDArray[np.float64], below: NDArray[np.float64]) -> NDArray
     return np.divide(above, below, out=np.zeros_like(above), where=below > 0)
 
 
-# Metrics of which less is better.
-_FALLING = {"loss", "perplexity"}
+_LOWER_IS_BETTER = {"loss", "perplexity"}
 
 
 def chosen(metrics: Mapping[str, float], name: str) -> float:
-    """The metric named by `training.best_metric`, turned so that less is better."""
+    """The metric named by `training.best_metric`, negated if necessary so that lower is better."""
     plain = name.removeprefix("-")
-    return metrics[plain] if name != plain or plain in _FALLING else -metrics[plain]
+    return metrics[plain] if name != plain or plain in _LOWER_IS_BETTER else -metrics[plain]
 
 
 def show_metrics(split: str, values: Mapping[str, Any]) -> str:
-    """A split's metrics as the screen has them; empty where there are none."""
+    """The metrics of a split as one line for the screen; empty if there are none."""
     digits = {"perplexity": 2, "bleu": 2, "bleu_words": 2}
     shown = ", ".join(
         f"{name.replace('_', ' ')} {value:.{digits.get(name, 4)}f}"

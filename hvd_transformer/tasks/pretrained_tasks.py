@@ -1,4 +1,4 @@
-"""Fine-tuning what a Hugging Face folder holds (`model.pretrained`): the same tasks with its model and tokenizer."""
+"""Fine-tuning the model of a Hugging Face folder (`model.pretrained`): the same tasks with its model and tokenizer."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from hvd_transformer.tasks.classification_task import ROLE, ClassificationTask, 
 from hvd_transformer.tasks.language_model_task import LanguageModelTask
 from hvd_transformer.tasks.task import ModelSketch, PrepareContext, Task
 
-_NAME = "model"  # of the one layer
+_NAME = "model"  # the name of the only layer
 
 
 def folder_of(config: Config) -> Path:
@@ -30,7 +30,7 @@ def folder_of(config: Config) -> Path:
 
 
 class PretrainedTask(Task):
-    """What both kinds have in common: the model is one layer, whose parameters keep their names."""
+    """Common to both kinds of fine-tuning: the model is a single layer, whose parameters keep their names."""
 
     @classmethod
     def layer_names(cls, config: Config) -> list[str]:
@@ -38,7 +38,7 @@ class PretrainedTask(Task):
 
     @classmethod
     def sketch(cls, config: Config, vocab_size: int, num_samples: int) -> ModelSketch:
-        raise UserError(f"{origin(folder_of(config))}: plan knows the layers of this package's own models alone")
+        raise UserError(f"{origin(folder_of(config))}: plan supports only models of this package")
 
     @property
     def layers(self) -> list[Layer]:
@@ -46,7 +46,7 @@ class PretrainedTask(Task):
 
     @abstractmethod
     def loss(self, *tensors: Tensor) -> Tensor:
-        """As the last layer of any task, of a micro-batch's tensors."""
+        """The sum of the losses of a micro-batch, as the last layer of any task."""
 
     @property
     def files(self) -> Mapping[str, str]:
@@ -54,7 +54,7 @@ class PretrainedTask(Task):
 
 
 class PretrainedClassificationTask(PretrainedTask, ClassificationTask):
-    """The label of a text, by an encoder with a head of its own or a new one."""
+    """Predicts the label of a text by an encoder with its own head or a new one."""
 
     @classmethod
     def prepare(cls, config: Config, context: PrepareContext) -> PreparedExamples:
@@ -69,7 +69,7 @@ class PretrainedClassificationTask(PretrainedTask, ClassificationTask):
             return prepare_examples(config.data, source, (ROLE,), learned=learned, context=context)
 
         found = prepared(None)
-        # A head that knows these labels knows them by its own numbers.
+        # If the head has these labels already, its own numbers of them are kept.
         return prepared(own) if own is not None and sorted(own) == sorted(found.labels) else found
 
     def make_model(self) -> nn.Module:
@@ -92,7 +92,7 @@ class PretrainedClassificationTask(PretrainedTask, ClassificationTask):
 
 
 class PretrainedLanguageModelTask(PretrainedTask, LanguageModelTask):
-    """Each next token of a text, by a causal language model."""
+    """Predicts each next token of a text by a causal language model."""
 
     @classmethod
     def prepare(cls, config: Config, context: PrepareContext) -> PreparedData:
@@ -113,7 +113,7 @@ class PretrainedLanguageModelTask(PretrainedTask, LanguageModelTask):
 
 
 def _tokenizer(config: Config) -> PretrainedTokenizer:
-    """The folder's. Raises `UserError` where it says that samples are too long for the model."""
+    """The tokenizer of the folder. Raises `UserError` if its limit is below the length of the samples."""
     folder, length = folder_of(config), config.data.sequence_length
     tokenizer = PretrainedTokenizer.read(folder)
     if tokenizer.longest is not None and length > tokenizer.longest:

@@ -1,4 +1,4 @@
-"""The kinds of tasks by name."""
+"""Finds the class of a task: built in, for fine-tuning, or user-defined."""
 
 from hvd_transformer.config.schema import Config
 from hvd_transformer.errors import UserError
@@ -17,7 +17,7 @@ _PRETRAINED = {
 
 
 def task_class(config: Config) -> type[Task]:
-    """What `task` names. Raises `UserError`."""
+    """The class that `task` names. Raises `UserError` if there is none or it is incomplete."""
     origin = f"task={config.task}"
     classes = _CLASSES if config.model.pretrained is None else _PRETRAINED
     found = load_plugin(classes.get(config.task, config.task), origin, "Class")

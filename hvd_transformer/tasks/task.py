@@ -1,7 +1,7 @@
-"""What the loop asks of a task: its data, its layers, and batches. The rest of training is the same for all.
+"""The interface of a task: its data, its layers and its batches. The rest of training is the same for all tasks.
 
-A task of one's own is a class that implements `Task`, or `ExampleTask` for samples that differ in
-length; `task=package.module:Class` trains it (docs/own-task.md).
+A user-defined task is a subclass of `Task`, or of `ExampleTask` for samples that differ in length;
+`task=package.module:Class` trains it (docs/own-task.md).
 """
 
 from abc import ABC, abstractmethod
@@ -24,18 +24,18 @@ from hvd_transformer.errors import UserError
 from hvd_transformer.nn.contracts import Layer, MicroBatch, TensorSplit
 from hvd_transformer.tasks.metrics import perplexity
 
-# A batch is a tuple of tensors whose first dimension counts the samples.
+# A batch is a tuple of tensors whose first dimension is the sample.
 Batch = tuple[Tensor, ...]
 
 
 def split_batch(batch: Batch, most: int) -> list[Batch]:
-    """A round's micro-batches: at most so many, the last smaller where they do not divide it."""
+    """Splits the batch of an accumulation step into at most `most` micro-batches; the last one may be smaller."""
     size = -(-batch[0].size(0) // most)
     return list(zip(*(tensor.split(size) for tensor in batch), strict=True))
 
 
 class Sampler(Protocol):
-    """Which units of an epoch this replica takes, step by step (`data.sampler`)."""
+    """Which items of an epoch this replica takes in each step (see `data.sampler`)."""
 
     def num_steps(self, remaining: Intervals | None = None) -> int: ...
 
@@ -43,28 +43,28 @@ class Sampler(Protocol):
 
 
 class Data(Protocol):
-    """What `Task.prepare` gives. `digest` is the same on all hosts that have the same data, whatever the paths."""
+    """What `Task.prepare` returns. `digest` is equal on all hosts that have the same data, independent of paths."""
 
     @property
     def digest(self) -> str: ...
 
     def report(self) -> list[str]:
-        """Lines for who prepared it."""
+        """Lines that describe the data to whoever prepared it."""
         ...
 
 
 class EvaluationSpec(NamedTuple):
-    """What `evaluate` is asked for, and what the checkpoint has for it."""
+    """What to evaluate, and what the checkpoint holds for it."""
 
-    split: str | None  # None: test where there is one, else valid
-    path: Path | None  # another file or folder than the one trained on
+    split: str | None  # None: test if there is one, else valid
+    path: Path | None  # a file or folder other than the training data
     tokenizers: Mapping[str, Tokenizer]  # as `Task.tokenizers`
-    state: Mapping[str, Any]  # the checkpoint's, with the task's facts
+    state: Mapping[str, Any]  # the state of the checkpoint, with `Task.facts`
 
 
 class ModelSketch(NamedTuple):
-    """A model without data, the largest micro-batch of so many samples, and the weights that ranks may share: what can
-    be known before there is a job."""
+    """What is known of a model without data: its layers, its largest micro-batch, and how tensor parallelism may split
+    its weights."""
 
     model: nn.Module
     layers: Sequence[Layer]
@@ -73,15 +73,19 @@ class ModelSketch(NamedTuple):
 
 
 class Task(ABC):
-    """One kind of model and its data, as one replica sees it. The model is made on the default device, in the default
-    type, from torch's own generator, so that it is the same on every rank."""
+    """One kind of model and its data, as one replica sees it.
 
-    unit: ClassVar[str] = "tokens"  # what `num_targets` counts
+    The model is created on the default device, in the default dtype, from torch's global generator, so that it is the
+    same on every rank.
+    """
+
+    unit: ClassVar[str] = "tokens"  # the unit of `num_targets`
 
     model: nn.Module
     sampler: Sampler
     targets_per_step: int
-    """Targets of a full step over all replicas: keeps gradients near their mean while they are summed."""
+    """Targets of a full step over all replicas. Losses are divided by it before backward, so that the sums of gradients stay
+    near their mean."""
 
     def __init__(self, config: Config, data: Any, replica: Replica) -> None:
         self.config, self.data, self.replica = config, data, replica
@@ -89,49 +93,49 @@ class Task(ABC):
     @classmethod
     @abstractmethod
     def prepare(cls, config: Config, context: PrepareContext) -> Data:
-        """The data, made once on each host. Raises `UserError` where it cannot be used."""
+        """Prepares the data, once on each host. Raises `UserError` if the data cannot be used."""
 
     @classmethod
     def prepare_evaluation(cls, config: Config, context: PrepareContext, wanted: EvaluationSpec) -> Data:
-        """The data of one split or file for a trained model, with its own tokenizers. The split is "data" where
-        `wanted.path` is a file.
+        """Prepares one split or file for a trained model, with the model's tokenizers. If `wanted.path` is a file, the
+        split is named "data".
 
-        A task that has no other way prepares all it was trained on. Raises `UserError` where that is not the same now.
+        The default prepares all of the training data. Raises `UserError` if it has changed since training.
         """
         if wanted.path is not None:
             raise UserError(
-                f"--data {wanted.path}: task={config.task} has no `prepare_evaluation`, which could read it"
+                f"--data {wanted.path}: the class of task={config.task} does not implement `prepare_evaluation`"
             )
         data = cls.prepare(config, context)
         if data.digest != wanted.state["data_digest"]:
             raise UserError(
-                f"data.source={config.data.source}: is not what the checkpoint was trained on; was it changed?"
+                f"data.source={config.data.source}: is not the data that the checkpoint was trained on; was it changed?"
             )
         return data
 
     @abstractmethod
     def describe(self) -> str:
-        """The data in a few words, for the screen."""
+        """A short description of the data, for the screen."""
 
     @classmethod
     def layer_names(cls, config: Config) -> list[str] | None:
-        """The names of `layers`, without a model; None: not known before there is one."""
+        """The names of `layers`, without a model; None if they are not known before there is one."""
         return None
 
     @classmethod
     def sketch(cls, config: Config, vocab_size: int, num_samples: int) -> ModelSketch:
-        """For `plan`, whose tensors have no values. Raises `UserError` where nothing can be said without the data."""
+        """The model for `plan`, on tensors without values. Raises `UserError` if it is unknown without the data."""
         raise UserError(f"task={config.task}: cannot be planned; the class has no `sketch`")
 
     @property
     @abstractmethod
     def layers(self) -> Sequence[Layer]:
-        """The whole model, in order; the last one returns the sum of the losses. In evaluation it may return a vector:
-        that sum, and `num_sums` - 1 others that `metrics` needs."""
+        """The layers of the whole model, in order; the last one returns the sum of the losses. In evaluation it may
+        return a vector: that sum and `num_sums` - 1 other sums for `metrics`."""
 
     @abstractmethod
     def batch(self, epoch: int, items: range) -> Batch:
-        """The training samples of these units of the sampler."""
+        """The training samples of these items of the sampler."""
 
     @abstractmethod
     def has_split(self, split: str) -> bool:
@@ -143,32 +147,32 @@ class Task(ABC):
 
     @abstractmethod
     def micro_batch(self, batch: Batch) -> MicroBatch:
-        """A batch (or a part of one) as the layers take it."""
+        """A batch, or a part of one, as the inputs and targets of the layers."""
 
     @abstractmethod
     def num_targets(self, batch: Batch) -> int:
-        """What the sum of the losses is divided by, for their mean."""
+        """The number of targets of a batch: the sum of the losses divided by it is the mean loss."""
 
     num_sums: int = 1
-    """Numbers that the last layer returns in evaluation."""
+    """The number of sums that the last layer returns in evaluation."""
 
     def metrics(self, sums: Sequence[float], count: int) -> dict[str, float]:
-        """The metrics of a whole split, from the sums over its samples and the number of its targets. "loss" is one."""
+        """The metrics of a whole split, including "loss", from the sums over its samples and the number of targets."""
         return {"loss": sums[0] / count, "perplexity": perplexity(sums[0] / count)}
 
     @property
     def metric_names(self) -> list[str]:
-        """Of `metrics` and `more_metrics`: what `training.best_metric` may be."""
+        """The names in `metrics` and `more_metrics`, which are the values that `training.best_metric` may have."""
         return list(self.metrics([1.0] * self.num_sums, 1))
 
     def more_metrics(self, split: str, group: Group) -> dict[str, float]:
-        """Those that the loss has no part in, such as a translation's. The same on all ranks. Collective in the group
-        of the replicas; the model is in evaluation."""
+        """Metrics that are not computed from the sums, such as BLEU; equal on all ranks. Collective over the group of
+        the replicas; the model is in evaluation mode."""
         return {}
 
     @property
     def notes(self) -> Sequence[str]:
-        """Lines on the metrics for the end of a run."""
+        """Remarks on the metrics, printed at the end of a run."""
         return ()
 
     @property
@@ -179,17 +183,17 @@ class Task(ABC):
 
     @property
     def tokenizers(self) -> Mapping[str, Tokenizer]:
-        """What a checkpoint needs to be of use, by the beginning of its file's name."""
+        """The tokenizers that a checkpoint keeps, by the prefix of their file names."""
         return {}
 
     @property
     def files(self) -> Mapping[str, str]:
-        """Other texts that a checkpoint needs, by the file's name."""
+        """Other texts that a checkpoint keeps, by file name."""
         return {}
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """And what else: JSON."""
+        """Other facts that a checkpoint keeps, as JSON values."""
         return {}
 
 
@@ -198,21 +202,22 @@ class Samples(Protocol):
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Of each sample, in tokens or whatever a batch is padded with (N,)."""
+        """The length of each sample, in tokens or whatever a batch is padded with (N,)."""
         ...
 
 
 class ExampleTask(Task):
-    """`data.splits` are `Samples` by name, and `collate` makes a batch of some of them.
+    """A task whose samples differ in length. `data.splits` are `Samples` by name; `collate` makes a batch of them.
 
-    A unit of the sampler is a batch, so a round has `data.batch_tokens` or `training.batch_size` samples, and every
-    rank has as many steps. With `training.global_batch_size` a step has as many batches as of `training.batch_size`.
+    An item of the sampler is a batch, so an accumulation step has `training.batch_size` samples or up to
+    `data.batch_tokens` tokens, and every rank takes the same number of steps. With `training.global_batch_size` a step
+    has `global_batch_size` / `batch_size` batches, rounded up.
     """
 
     def __init__(self, config: Config, data: Any, replica: Replica) -> None:
         super().__init__(config, data, replica)
         self.splits: Mapping[str, Samples] = data.splits
-        self.sampler, self.targets_per_step = StepSampler(0, 1, 1, replica), 1  # in evaluation alone: no steps
+        self.sampler, self.targets_per_step = StepSampler(0, 1, 1, replica), 1  # no steps without a training split
         if "train" in self.splits:
             self._begin_training()
 
@@ -220,17 +225,17 @@ class ExampleTask(Task):
         config, training, replica = self.config, self.config.training, self.replica
         lengths = self.splits["train"].lengths
         self.batches = LengthBuckets(lengths, training.batch_size, config.data.batch_tokens, config.seed)
-        units = -(-step_samples(training, replica.size) // training.batch_size)
-        self.sampler = StepSampler(self.batches.num_items, units, 1, replica)
-        self.targets_per_step = max(1, round(self.num_training_targets * units / self.batches.num_items))
+        num_batches = -(-step_samples(training, replica.size) // training.batch_size)
+        self.sampler = StepSampler(self.batches.num_items, num_batches, 1, replica)
+        self.targets_per_step = max(1, round(self.num_training_targets * num_batches / self.batches.num_items))
 
     @abstractmethod
     def collate(self, split: str, numbers: NDArray[np.int64]) -> Batch:
-        """These samples of a split as one batch."""
+        """Makes one batch of these samples of a split."""
 
     @property
     def num_training_targets(self) -> int:
-        """Of an epoch: as many as samples, unless a task says other."""
+        """The number of targets per epoch; by default the number of samples."""
         return len(self.splits["train"].lengths)
 
     def batch(self, epoch: int, items: range) -> Batch:
@@ -241,7 +246,7 @@ class ExampleTask(Task):
         return split in self.splits
 
     def evaluation_numbers(self, split: str) -> Iterator[NDArray[np.int64]]:
-        """This replica's samples of a split, a batch at a time."""
+        """The numbers of this replica's samples of a split, one array per batch."""
         training = self.config.training
         size = training.eval_batch_size or training.batch_size
         return in_order(self.splits[split].lengths, size, self.config.data.batch_tokens, self.replica)

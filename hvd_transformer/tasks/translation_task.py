@@ -1,4 +1,4 @@
-"""Translation as a task: pairs of sentences, and the encoder-decoder."""
+"""The translation task: pairs of sentences, and the encoder-decoder model."""
 
 from collections.abc import Mapping
 
@@ -25,7 +25,7 @@ ROLES = ("source", "target")
 
 
 class TranslationTask(ExampleTask):
-    """Each next token of a target, from those before it and its source."""
+    """Predicts each next token of a target from the tokens before it and the source."""
 
     model: EncoderDecoder
     data: PreparedExamples
@@ -73,7 +73,7 @@ class TranslationTask(ExampleTask):
 
     @classmethod
     def sketch(cls, config: Config, vocab_size: int, num_samples: int) -> ModelSketch:
-        """Of pairs as long as may be, with vocabularies of one size."""
+        """The model for pairs of maximum length, with vocabularies of equal size."""
         model = EncoderDecoder(vocab_size, vocab_size, config.model)
         tokens = torch.zeros(num_samples, config.data.sequence_length, dtype=torch.int64)
         goals = torch.zeros(tokens.numel(), dtype=torch.int64)
@@ -92,10 +92,10 @@ class TranslationTask(ExampleTask):
     @property
     def num_training_targets(self) -> int:
         targets = self.data.splits["train"].texts["target"]
-        return len(targets.tokens) + len(targets)  # each with its end
+        return len(targets.tokens) + len(targets)  # each ends with </s>
 
     def collate(self, split: str, numbers: NDArray[np.int64]) -> Batch:
-        """Sources [B, S], and targets with their beginning and end [B, T + 1]."""
+        """Sources [B, S], and targets that begin with <s> and end with </s> [B, T + 1]."""
         sources, targets = (self.data.splits[split].texts[role] for role in ROLES)
         ends = [np.concatenate([[BEGIN], targets[number], [END]]) for number in numbers]
         return padded([sources[number] for number in numbers]), padded(ends)
@@ -115,10 +115,10 @@ class TranslationTask(ExampleTask):
 
     @property
     def notes(self) -> list[str]:
-        return [f"bleu is sacrebleu's, {signature()}; bleu_words is of lower-cased words"]
+        return [f"bleu is sacrebleu's, {signature()}; bleu_words is computed on lower-cased words"]
 
     def more_metrics(self, split: str, group: Group) -> dict[str, float]:
-        """BLEU of what the model makes of the split's sources, which the replicas share."""
+        """BLEU of the translations of the split; each replica translates its part."""
         settings, examples = self.config.translation, self.data.splits[split]
         own: list[tuple[int, str]] = []
         for numbers in self.evaluation_numbers(split):

@@ -38,7 +38,7 @@ def change(folder: Path, **values: object) -> None:
 def test_a_model_that_sees_what_comes_is_no_language_model(folder: Path) -> None:
     config = transformers.BertConfig(vocab_size=VOCABULARY, **SIZE, initializer_range=0.2)
     transformers.BertForMaskedLM(config).save_pretrained(folder)
-    with pytest.raises(UserError, match="no causal language model: BertLMHeadModel sees the tokens to come"):
+    with pytest.raises(UserError, match="no causal language model: BertLMHeadModel also attends to later tokens"):
         pretrained.load_language_model(folder)
     change(folder, is_decoder=True)
     assert pretrained.load_language_model(folder)
@@ -83,7 +83,7 @@ def test_a_backbone_that_is_not_whole_is_refused(folder: Path) -> None:
 def test_more_tokens_than_the_model_has_are_refused(folder: Path) -> None:
     model = classifier(folder)
     pretrained.check_fits(model, folder, VOCABULARY, 16)
-    with pytest.raises(UserError, match=f"its tokenizer has {VOCABULARY + 1} tokens, its model {VOCABULARY}"):
+    with pytest.raises(UserError, match=f"its tokenizer has {VOCABULARY + 1} tokens, but its model only {VOCABULARY}"):
         pretrained.check_fits(model, folder, VOCABULARY + 1, 16)
     with pytest.raises(UserError, match=r"data\.sequence_length=17: longer than .*, 16 tokens"):
         pretrained.check_fits(model, folder, VOCABULARY, 17)
