@@ -41,7 +41,7 @@ class EncoderDecoder(nn.Module):
         return tensor_splits(self, vocabulary)
 
     def encode(self, source: Tensor, allowed: Tensor) -> Tensor:
-        """Token numbers [B, S] to the decoder's memory [B, S, D]; `allowed` [B, S] marks tokens that are not padding."""
+        """Token numbers [B, S] to the decoder's memory [B, S, D]; `allowed` [B, S] marks what is not padding."""
         hidden: Tensor = self.source_embedding(source)
         for block in self.encoder:
             hidden = block(hidden, allowed)

@@ -84,8 +84,8 @@ class Task(ABC):
     model: nn.Module
     sampler: Sampler
     targets_per_step: int
-    """Targets of a full step over all replicas. Losses are divided by it before backward, so that the sums of gradients stay
-    near their mean."""
+    """Targets of a full step over all replicas. Losses are divided by it before backward, which keeps the sums of
+    gradients near their mean."""
 
     def __init__(self, config: Config, data: Any, replica: Replica) -> None:
         self.config, self.data, self.replica = config, data, replica

@@ -19,8 +19,8 @@ import torch
 from hvd_transformer.cli.train import main
 from hvd_transformer.comm.horovod_env import launched
 from hvd_transformer.gradients.sync import GradSync
+from hvd_transformer.parallel.engine import Engine
 from hvd_transformer.parallel.precision import LossScaler
-from hvd_transformer.training import trainer
 from hvd_transformer.training.trainer import Trainer
 
 RANK, STEP, FAULT = 0, 0, ""
@@ -40,7 +40,7 @@ def corrupt_after_a_step() -> None:
 
 
 def fail_in_a_backward() -> None:
-    original = GradSync.begin
+    original = GradSync.begin_step
     calls = 0
 
     def fail(*_):
@@ -48,26 +48,25 @@ def fail_in_a_backward() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         raise RuntimeError("this rank has a fault")
 
-    def begin(reducer, *words):
+    def begin_step(sync, *words):
         nonlocal calls
         calls += 1
         if calls == STEP:
-            buckets = reducer.buckets
-            buckets[len(buckets) // 2].slots[0].parameter.register_hook(fail)
-        original(reducer, *words)
+            sync.buffers[len(sync.buffers) // 2].slots[0].parameter.register_hook(fail)
+        original(sync, *words)
 
-    patch.object(GradSync, "begin", begin).start()
+    patch.object(GradSync, "begin_step", begin_step).start()
 
 
 def fail_in_a_stage() -> None:
     """In the stage's first layer. Memory runs out in a forward."""
     direction, stage, number = FAULT.split("-")
-    original = trainer.make_stages
+    original = Engine.__init__
 
-    def make_stages(config, *words):
-        stages = original(config, *words)
-        failing, *others = stages[int(stage)].layers
-        calls, fatal = 0, (STEP - 1) * config.parallel.micro_batches + int(number) + 1
+    def init(engine, *words, **options):
+        original(engine, *words, **options)
+        failing, *others = engine.stages[int(stage)].layers
+        calls, fatal = 0, (STEP - 1) * engine.config.parallel.micro_batches + int(number) + 1
 
         def fail(*_):
             kind = torch.OutOfMemoryError if direction == "forward" else RuntimeError
@@ -83,17 +82,17 @@ def fail_in_a_stage() -> None:
                 result.register_hook(fail)
             return result
 
-        stages[int(stage)] = stages[int(stage)]._replace(layers=[failing._replace(run=run), *others])
-        return stages
+        engine.stages[int(stage)].layers = [failing._replace(run=run), *others]
 
-    patch.object(trainer, "make_stages", make_stages).start()
+    patch.object(Engine, "__init__", init).start()
 
 
 def hang_in_a_forward() -> None:
-    original = trainer.make_stages
+    original = Engine.__init__
 
-    def make_stages(*words):
-        (stage,) = original(*words)
+    def init(engine, *words, **options):
+        original(engine, *words, **options)
+        (stage,) = engine.stages
         first, *others = stage.layers
         calls = 0
 
@@ -109,9 +108,9 @@ def hang_in_a_forward() -> None:
                 hang_on_purpose()
             return first.run(*tensors)
 
-        return [stage._replace(layers=[first._replace(run=run), *others])]
+        stage.layers = [first._replace(run=run), *others]
 
-    patch.object(trainer, "make_stages", make_stages).start()
+    patch.object(Engine, "__init__", init).start()
 
 
 def overflow_at_first() -> None:
