@@ -64,7 +64,7 @@ class EncoderDecoder(nn.Module):
         ]
 
     def encode(self, source: Tensor, allowed: Tensor) -> Tensor:
-        """Token numbers [B, S] to the decoder's memory [B, S, D]; `allowed` [B, S] marks tokens that are not padding."""
+        """Token numbers [B, S] to the decoder's memory [B, S, D]; `allowed` [B, S]: tokens that are not padding."""
         hidden: Tensor = self.source_embedding(source)
         for block in self.encoder:
             hidden = block(hidden, allowed)

@@ -93,7 +93,7 @@ def num_positions(model: nn.Module) -> int | None:
 
 
 def label_names(folder: Path) -> list[str] | None:
-    """The classes of the folder's own head, in the order of their numbers; None if there are none or they have no names."""
+    """The named classes of the folder's own head, in the order of their numbers; None if there are none."""
     names = from_folder("AutoConfig", folder).id2label or {}
     labels = [str(names[number]) for number in sorted(names)]
     return None if labels == [f"LABEL_{number}" for number in range(len(labels))] else labels

@@ -84,7 +84,7 @@ class Task(ABC):
     model: nn.Module
     sampler: Sampler
     targets_per_step: int
-    """Targets of a full step over all replicas. Losses are divided by it before backward, so that the sums of gradients stay
+    """Targets of a full step over all replicas. Losses are divided by it before backward, which keeps sums of gradients
     near their mean."""
 
     def __init__(self, config: Config, data: Any, replica: Replica) -> None:
