@@ -18,7 +18,6 @@ from hvd_transformer.errors import UserError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as HuggingFaceTokenizer
 
-
 UNKNOWN = "<unk>"  # always token 0
 # The first tokens of tokenizers for sentences: <pad> fills a batch, <s> begins a target and </s> ends it.
 SPECIALS = (UNKNOWN, "<pad>", "<s>", "</s>")
@@ -252,9 +251,7 @@ class BPETokenizer(Tokenizer):
         return cls(model)
 
 
-VOCABULARY_KINDS: dict[str, type[VocabularyTokenizer]] = {
-    tokenizer.kind: tokenizer for tokenizer in (WordTokenizer, CharTokenizer)
-}
+VOCABULARY_KINDS: dict[str, type[VocabularyTokenizer]] = {own.kind: own for own in (WordTokenizer, CharTokenizer)}
 
 
 def build_vocabulary(
