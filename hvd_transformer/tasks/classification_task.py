@@ -138,10 +138,8 @@ class ClassificationTask(ExampleTask):
             return torch.from_numpy(counts.sum() / (len(self.labels) * counts))
         assert isinstance(given, dict)
         if odd := sorted(given.keys() ^ set(self.labels)):
-            raise UserError(
-                f"data.class_weights: {odd[0]} is {'not a label' if odd[0] in given else 'missing'}; "
-                f"the labels are {', '.join(self.labels)}"
-            )
+            problem = f"{odd[0]} is not a label" if odd[0] in given else f"the label {odd[0]} is missing"
+            raise UserError(f"data.class_weights: {problem}; the labels are {', '.join(self.labels)}")
         return torch.tensor([given[label] for label in self.labels])
 
 
