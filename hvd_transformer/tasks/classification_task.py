@@ -139,7 +139,7 @@ class ClassificationTask(ExampleTask):
         assert isinstance(given, dict)
         if odd := sorted(given.keys() ^ set(self.labels)):
             raise UserError(
-                f"data.class_weights: {odd[0]} is {'not a label' if odd[0] in given else 'missing'}; "
+                f"data.class_weights: the label {odd[0]} is {'unknown' if odd[0] in given else 'missing'}; "
                 f"the labels are {', '.join(self.labels)}"
             )
         return torch.tensor([given[label] for label in self.labels])
