@@ -42,7 +42,7 @@ def test_the_page_s_task_learns_on_one_rank_and_on_two(ranks, tmp_path):
     # What it was trained on can be evaluated, and nothing else.
     evaluate = ["hvd-transformer", "evaluate", "runs/one"]
     assert f"valid loss {one['valid_loss']:.4f}, accuracy {one['valid_accuracy']:.4f}" in said(tmp_path, evaluate, 0)
-    assert "has no `prepare_evaluation`" in said(tmp_path, [*evaluate, "--data", "words.txt"], 2)
+    assert "does not implement `prepare_evaluation`" in said(tmp_path, [*evaluate, "--data", "words.txt"], 2)
     assert "no test split; there is valid" in said(tmp_path, [*evaluate, "--split", "test"], 2)
     (tmp_path / "words.txt").write_text("other words")
     assert "not what the checkpoint was trained on" in said(tmp_path, evaluate, 2)
