@@ -45,7 +45,7 @@ def test_the_page_s_task_learns_on_one_rank_and_on_two(ranks, tmp_path):
     assert "does not implement `prepare_evaluation`" in said(tmp_path, [*evaluate, "--data", "words.txt"], 2)
     assert "no test split; there is valid" in said(tmp_path, [*evaluate, "--split", "test"], 2)
     (tmp_path / "words.txt").write_text("other words")
-    assert "not what the checkpoint was trained on" in said(tmp_path, evaluate, 2)
+    assert "is not the data that the checkpoint was trained on" in said(tmp_path, evaluate, 2)
 
 
 def said(folder, words, code):
