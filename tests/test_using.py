@@ -95,7 +95,7 @@ def test_a_translation_is_what_was_learned(translation: Path, folder: Path) -> N
     ]  # fmt: skip
     again = run("hvd-transformer", "translate", exported, "--batch-size", 1, text=file.read_text()).splitlines()
     assert again == found
-    assert f"{exported}: is there already" in run("hvd-transformer", "export", translation, exported, code=2)
+    assert f"{exported}: exists already" in run("hvd-transformer", "export", translation, exported, code=2)
     long = run("hvd-transformer", "translate", translation, text="Hund " * 40 + "\n", code=2)
     assert "tokens; the model has model.max_length=32 positions" in long
 
@@ -160,7 +160,7 @@ def test_what_is_no_checkpoint_is_told(folder: Path, tmp_path: Path) -> None:
     assert "hvd-transformer: " in run("hvd-transformer", "generate", tmp_path, "--prompt", "a", code=2)
     (tmp_path / "config.json").write_text("{}")
     message = run("hvd-transformer", "generate", tmp_path, "--prompt", "a", code=2)
-    assert "no configuration that `hvd-transformer export` wrote" in message
+    assert "not a configuration written by `hvd-transformer export`" in message
 
 
 def test_an_exported_folder_has_the_checkpoints_weights(translation: Path, folder: Path, tmp_path: Path) -> None:
