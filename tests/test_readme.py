@@ -88,7 +88,7 @@ def check_answers(folder: Path, told: dict[str, str], summaries: dict[str, dict]
     assert evaluated["metrics"]["loss"] == pytest.approx(summaries["pairs"]["valid_loss"], rel=1e-5)
     for name in ("exported", "tuned"):
         assert (folder / name / "model.safetensors").stat().st_size > 0
-    assert "[KEY=VALUE ...]" in answer("hvd-train --help")
+    assert "[KEY=VALUE]..." in answer("hvd-train --help")
     assert "node01" in answer("--dry-run") and "hvd-train" in answer("--dry-run")
     assert (folder / "schedules.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "runs/gloo/report.html").exists()
