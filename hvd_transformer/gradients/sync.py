@@ -17,8 +17,8 @@ ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054, section 5): in stages 1 and 2 a
 only; in stage 2, where it keeps no other gradients, every backward sends (`ShardedGradSync`).
 """
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -174,16 +174,23 @@ class GradSync:
         return grad.send(place.view(-1, width), buffer.own.start // width)
 
 
+@dataclass
+class _StageQueue:
+    """The buffers of one stage that are in flight, the oldest first."""
+
+    buffers: dict[GradBuffer, None] = field(default_factory=dict)
+    bytes: int = 0
+
+
 class ShardedGradSync(GradSync):
     """ZeRO stage 2: every backward sends, since between backwards a rank keeps its shard's gradients only."""
 
     def __init__(self, buffers: Sequence[GradBuffer], group: Group, **options: Any) -> None:
         super().__init__(buffers, group, **options)
         self._num_sent = dict.fromkeys(buffers, 0)
-        # Of each buffer's stage: those in flight, the oldest first.
-        self._stage_in_flight: dict[GradBuffer, deque[GradBuffer]] = {}
+        self._queues: dict[GradBuffer, _StageQueue] = {}  # one per stage
         for stage in self._stages:
-            self._stage_in_flight.update(dict.fromkeys(stage, deque[GradBuffer]()))
+            self._queues.update(dict.fromkeys(stage, _StageQueue()))
         self._max_backwards = torch.ones(1, dtype=torch.int64)
         self._wait_max_backwards: Callable[[], None] = lambda: None
 
@@ -226,14 +233,17 @@ class ShardedGradSync(GradSync):
         """Wait until little of the stage is in flight, and nothing of this buffer."""
         if buffer in self._in_flight:
             self._arrive(buffer)
-        in_flight, size = self._stage_in_flight[buffer], buffer.parameters.nbytes
-        while in_flight and sum(other.parameters.nbytes for other in in_flight) + size > MAX_IN_FLIGHT:
-            self._arrive(in_flight[0])
-        in_flight.append(buffer)
+        queue, size = self._queues[buffer], buffer.parameters.nbytes
+        while queue.buffers and queue.bytes + size > MAX_IN_FLIGHT:
+            self._arrive(next(iter(queue.buffers)))
+        queue.buffers[buffer] = None
+        queue.bytes += size
 
     def _arrive(self, buffer: GradBuffer) -> None:
         super()._arrive(buffer)
-        self._stage_in_flight[buffer].remove(buffer)
+        queue = self._queues[buffer]
+        del queue.buffers[buffer]
+        queue.bytes -= buffer.parameters.nbytes
 
 
 def _storing(buffer: GradBuffer, slot: ParamSlot) -> Callable[[nn.Parameter], None]:

@@ -39,7 +39,7 @@ def shard_model(model: nn.Module, splits: Splits, index: int, count: int) -> Non
     for name, weight in model.named_parameters():
         if name in splits:
             weight.data = piece(weight.data, splits[name], index, count).clone(memory_format=torch.contiguous_format)
-    _set_tensor_groups(model, splits, shapes, lambda _: LocalTensorGroup(index, count))
+    set_tensor_groups(model, splits, shapes, lambda _: LocalTensorGroup(index, count))
     for module in model.modules():
         if splits and isinstance(module, Dropout) and module.sharded:
             module.share = index
@@ -47,7 +47,7 @@ def shard_model(model: nn.Module, splits: Splits, index: int, count: int) -> Non
 
 def connect_tensor_group(model: nn.Module, splits: Splits, shapes: Shapes, group: Group) -> None:
     """From now on the model's split layers compute with the other ranks of the group."""
-    _set_tensor_groups(model, splits, shapes, lambda name: HorovodTensorGroup(group, name))
+    set_tensor_groups(model, splits, shapes, lambda name: HorovodTensorGroup(group, name))
 
 
 class HorovodTensorGroup:
@@ -91,9 +91,8 @@ class LocalTensorGroup:
         return values[None]
 
 
-def _set_tensor_groups(
-    model: nn.Module, splits: Splits, shapes: Shapes, group_of: Callable[[str], TensorGroup]
-) -> None:
+def set_tensor_groups(model: nn.Module, splits: Splits, shapes: Shapes, group_of: Callable[[str], TensorGroup]) -> None:
+    """Give each split layer the group that `group_of` returns for the layer's name."""
     whole = {id(weight): shapes[name] for name, weight in model.named_parameters() if name in splits}
     for name, layer in model.named_modules():
         weight = layer._parameters.get("weight")  # a tied weight has a name in one layer only

@@ -31,7 +31,7 @@ from hvd_transformer.nn.parallel_layers import (
     reduce_from_tensor_group,
     split_range,
 )
-from hvd_transformer.parallel.tensor_parallel import _set_tensor_groups, piece, shard_model
+from hvd_transformer.parallel.tensor_parallel import piece, set_tensor_groups, shard_model
 from hvd_transformer.tasks.language_model_task import LanguageModelTask
 
 V = 37  # no multiple of the ranks
@@ -298,7 +298,7 @@ def test_a_whole_model_is_torchs(count: int, kind: dict[str, Any], vocabulary: b
     def work(shares: ThreadShares) -> None:
         own = deepcopy(model)
         shard_model(own, cuts, shares.index, count)
-        _set_tensor_groups(own, cuts, shapes, lambda name: shares)
+        set_tensor_groups(own, cuts, shapes, lambda name: shares)
         loss, _ = own.loss(inputs, targets)
         loss.backward()
         near(loss.detach(), wanted.detach())

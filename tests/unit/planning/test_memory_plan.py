@@ -8,6 +8,7 @@ from operator import itemgetter
 import pytest
 import torch
 from grad_sinks import Sink
+from small_plan import LAYERS, SMALL, D, F, T, V, small_plan
 from torch._C._profiler import _EventType
 
 from hvd_transformer.config import load
@@ -21,17 +22,6 @@ from hvd_transformer.parallel.pipeline_schedule import SCHEDULES
 from hvd_transformer.planning.layer_profile import ParameterGrads
 from hvd_transformer.planning.memory_plan import RECOMPUTES, MemoryPlan, StageCost, make_plan
 from hvd_transformer.planning.plan_text import plan_text
-
-V, LAYERS, D, F, T = 97, 3, 24, 40, 10
-SMALL = [
-    f"model.num_layers={LAYERS}", f"model.d_model={D}", "model.num_heads=4", f"model.d_feedforward={F}",
-    "model.max_length=16", f"data.sequence_length={T}", "training.batch_size=6",
-]  # fmt: skip
-
-
-def small_plan(*words: str) -> MemoryPlan:
-    return make_plan(load(overrides=[*SMALL, *words]), V)
-
 
 # Weights of one block: qkv and output; the two of the feed-forward part; two norms. Each with its biases.
 BLOCK = (3 * D * D + 3 * D) + (D * D + D) + (D * F + F) + (F * D + D) + 4 * D

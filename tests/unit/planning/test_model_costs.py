@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from grad_sinks import parameter_grads
+from small_plan import SMALL, D, F, T, V, small_plan
 
 from hvd_transformer.config import load
 from hvd_transformer.gradients.weight_grads import WeightGradStore
@@ -12,21 +13,12 @@ from hvd_transformer.models.language_model import LanguageModel, language_model_
 from hvd_transformer.nn.dropout import dropout_key
 from hvd_transformer.nn.parallel_layers import WeightGradLayer
 from hvd_transformer.planning.layer_profile import gradients_as_in_training
-from hvd_transformer.planning.memory_plan import MemoryPlan, make_plan
+from hvd_transformer.planning.memory_plan import make_plan
 from hvd_transformer.planning.model_costs import fake_model
 from hvd_transformer.planning.pass_memory import PassMode, forward, run_pass
 from hvd_transformer.tasks.registry import task_class
 
-V, LAYERS, D, F, T = 97, 3, 24, 40, 10
 NEITHER = PassMode(recompute=False, defer=False)
-SMALL = [
-    f"model.num_layers={LAYERS}", f"model.d_model={D}", "model.num_heads=4", f"model.d_feedforward={F}",
-    "model.max_length=16", f"data.sequence_length={T}", "training.batch_size=6",
-]  # fmt: skip
-
-
-def small_plan(*words: str) -> MemoryPlan:
-    return make_plan(load(overrides=[*SMALL, *words]), V)
 
 
 def test_flops_of_a_block_and_the_head() -> None:
