@@ -6,23 +6,15 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from small_plan import SMALL, small_plan
 from torch import nn
 
 from hvd_transformer.cli import main as cli
 from hvd_transformer.cli.plan import plan as command
 from hvd_transformer.config import load
 from hvd_transformer.models.language_model import LanguageModel
-from hvd_transformer.planning.memory_plan import MemoryPlan, make_plan
+from hvd_transformer.planning.memory_plan import make_plan
 from hvd_transformer.planning.plan_text import plan_text
-
-SMALL = [
-    "model.num_layers=3", "model.d_model=24", "model.num_heads=4", "model.d_feedforward=40", "model.max_length=16",
-    "data.sequence_length=10", "training.batch_size=6",
-]  # fmt: skip
-
-
-def small_plan(*words: str) -> MemoryPlan:
-    return make_plan(load(overrides=[*SMALL, *words]), 97)
 
 
 def test_text_is_narrow_and_its_arithmetic_adds_up() -> None:
