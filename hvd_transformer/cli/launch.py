@@ -15,8 +15,6 @@ from click.core import ParameterSource
 from hvd_transformer.atomic import write_text
 from hvd_transformer.cli import options
 from hvd_transformer.errors import UserError
-from hvd_transformer.launch.scheduler import compose, kubernetes, slurm
-from hvd_transformer.launch.scheduler.scheduled_job import ScheduledJob
 
 if TYPE_CHECKING:
     from hvd_transformer.config import Config
@@ -218,13 +216,6 @@ def _run(
     sys.exit(Supervisor(plan, horovodrun, pool, screen).run())
 
 
-_SCHEDULERS = {
-    "slurm": (slurm.NAME, slurm.script, "sbatch {}"),
-    "kubernetes": (kubernetes.NAME, kubernetes.manifest, "kubectl apply -f {}"),
-    "compose": (compose.NAME, compose.services, "docker compose -f {} run --rm launcher"),
-}
-
-
 def _scheduled(chosen: LaunchOptions, horovodrun: "Horovodrun", config: "Config") -> str:
     """Writes the job file for the scheduler; returns the line that says how to submit it.
 
@@ -232,13 +223,19 @@ def _scheduled(chosen: LaunchOptions, horovodrun: "Horovodrun", config: "Config"
     the job, exists already or cannot be written.
     """
     from hvd_transformer.launch.horovodrun_command import check_names
+    from hvd_transformer.launch.scheduler import compose, kubernetes, slurm
+    from hvd_transformer.launch.scheduler.scheduled_job import ScheduledJob
 
     check_names(chosen.named)  # their values are set where the job file is submitted
     if chosen.scheduler is None:
         raise UserError("--output and --image: only with --scheduler")
     words = _passed_on(click.get_current_context())
     job = ScheduledJob(horovodrun.hosts, words, chosen.named, chosen.settings, config, chosen.image)
-    name, make, submit = _SCHEDULERS[chosen.scheduler]
+    name, make, submit = {
+        "slurm": (slurm.NAME, slurm.script, "sbatch {}"),
+        "kubernetes": (kubernetes.NAME, kubernetes.manifest, "kubectl apply -f {}"),
+        "compose": (compose.NAME, compose.services, "docker compose -f {} run --rm launcher"),
+    }[chosen.scheduler]
     content = make(job)
     if chosen.dry_run:
         return content.rstrip("\n")
