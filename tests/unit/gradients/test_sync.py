@@ -415,6 +415,28 @@ def test_each_rank_receives_the_sum_of_its_shard(rounds: int, gradients: bool, o
             assert torch.allclose(own, torch.zeros_like(own) if wanted is None else wanted * size, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("own", [0, 1, 3])
+def test_a_rank_with_fewer_backwards_sends_as_often_as_the_others(own: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks wait for each other's buffers, also where one has no sample left."""
+    model = Layers()
+    world, buckets, sync = shards(model, 0, 2, gradients=True)
+    reduce = world.all_reduce_async_
+
+    def with_another_rank(tensor: Tensor, name: str, operation: str = "sum") -> Callable[[], None]:
+        if (name, operation) == ("backwards", "max"):
+            assert tensor.tolist() == [own]
+            tensor.fill_(3)
+        return reduce(tensor, name, operation)
+
+    monkeypatch.setattr(world, "all_reduce_async_", with_another_rank)
+    sync.begin_step(own)
+    for number in range(own):
+        model(inputs(number)).backward()
+    finish(sync)
+    for index in range(len(buckets)):
+        assert world.events.count(f"send bucket.{index}") == 3
+
+
 @pytest.mark.parametrize("room", [1, 10**9])
 def test_so_many_bytes_are_on_their_way_at_once(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hvd_transformer.gradients.sync.MAX_IN_FLIGHT", room)
