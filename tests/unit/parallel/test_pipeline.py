@@ -145,6 +145,36 @@ def test_every_stage_does_what_its_schedule_says_and_in_that_order(schedule: Sch
         assert done[stage] == wanted
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_each_stage_announces_its_last_backward_right_before_it(schedule: ScheduleName, num_stages: int) -> None:
+    """So that its gradients are sent while it runs; with two accumulation steps only that of the second."""
+    done: list[list[str]] = [[] for _ in range(num_stages)]
+
+    class Noting:
+        def expect_last_backward(self, buffers: list[int]) -> None:
+            done[buffers[0]].append("last backward")
+
+    def wrap(name: str, module: nn.Module):
+        if int(name[5:]) not in {9 * stage // num_stages for stage in range(num_stages)}:
+            return module
+        stage = int(name[5:]) * num_stages // 9
+
+        def run(values: Tensor, mask: Tensor):
+            values = values.clone().requires_grad_() if not values.requires_grad else values.clone()
+            values.register_hook(lambda grad: done[stage].append("backward"))
+            return module(values, mask)
+
+        return run
+
+    _, pipeline = made(num_stages, wrap, schedule=schedule, grad_sync=Noting())
+    for number, stage in enumerate(pipeline.stages):
+        stage.buffers = [number]
+    pipeline.forward_backward([micro_batches(4), micro_batches(4)], 1.0, Losses())
+    pipeline.close()
+    assert done == [["backward"] * 7 + ["last backward", "backward"]] * num_stages
+
+
 @pytest.mark.parametrize(("schedule", "most"), [("gpipe", [6, 6, 6]), ("1f1b", [3, 2, 1])])
 def test_a_stage_holds_no_more_activations_than_its_schedule_says(schedule: str, most: list[int]) -> None:
     """Counted by when the tensors that stages keep are freed."""
