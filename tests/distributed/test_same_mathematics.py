@@ -246,7 +246,7 @@ COLUMNS = 8
 COLUMN_RUNS = {f"columns-{case.name}-{rounds}": (case, rounds) for case in CASES[:2] for rounds in (1, 2)}
 
 NARROW_CASE = replace(CASES[3], num_steps=40)
-# Precision, compression, and the optimizer's shards.
+# Precision, compression, and the optimizer's shards; `tensor-…`: two ranks split the layers.
 NARROW_RUNS = {
     "wire": ("fp32", "fp16", "none"),
     "bf16": ("bf16", "none", "none"),
@@ -255,6 +255,8 @@ NARROW_RUNS = {
     "fp16-wire": ("fp16", "fp16", "none"),
     "shared-bf16-wire": ("bf16", "fp16", "gradients"),
     "shared-fp16": ("fp16", "none", "state"),
+    "tensor-bf16": ("bf16", "none", "none"),
+    "tensor-fp16": ("fp16", "none", "none"),
 }
 # By precision, how far the losses are from float32's: at most, and at least, or the format was not in use. bfloat16
 # rounds to 2^-9 of a value, float16 to 2^-12; of the wire's rounding only the updates hear.
@@ -281,9 +283,10 @@ def two_ranks(world, corpus, tmp_path_factory) -> Path:
     ] + [
         [
             *tiny(corpus),
-            *replace(NARROW_CASE, precision=precision).words(dp=2),
+            *replace(NARROW_CASE, precision=precision).words(dp := 1 if name.startswith("tensor") else 2),
+            *(SHARED_TOO if dp == 1 else []),
             f"output_dir={folder / name}",
-            f"training.batch_size={SAMPLES // 4}",
+            f"training.batch_size={SAMPLES // dp // 2}",
             "training.accumulation=2",
             "communication.bucket_mb=0.01",
             f"communication.compression={compression}",

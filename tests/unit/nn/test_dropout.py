@@ -41,7 +41,12 @@ def test_a_draw_depends_on_the_place_the_layer_and_the_piece_and_on_nothing_else
     number_dropouts(torch.nn.Sequential(first, second))
     piece = Dropout(0.5, sharded=True)
     piece.share = 1
-    draws = [drop(first, values, 1, 2), drop(first, values, 1, 3), drop(second, values, 1, 2), drop(piece, values, 1, 2)]
+    draws = [
+        drop(first, values, 1, 2),
+        drop(first, values, 1, 3),
+        drop(second, values, 1, 2),
+        drop(piece, values, 1, 2),
+    ]
     torch.manual_seed(5)
     assert torch.equal(draws[0], drop(first, values, 1, 2))
     for number, draw in enumerate(draws):
