@@ -4,10 +4,12 @@ import ast
 import re
 import sys
 from configparser import ConfigParser
-from importlib.metadata import packages_distributions
+from importlib.metadata import PackageNotFoundError, metadata, packages_distributions
 
 import pytest
 from conftest import REPOSITORY
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 CONFIG = ConfigParser()
 CONFIG.read(REPOSITORY / "setup.cfg", encoding="utf-8")
@@ -54,3 +56,25 @@ def test_the_licence_is_the_one_that_setup_cfg_names() -> None:
     text = (REPOSITORY / "LICENSE").read_text(encoding="utf-8")
     assert "Apache License\n                           Version 2.0, January 2004" in text
     assert text.count("\n") == 202  # the whole of it
+
+
+def test_every_exact_version_installs_on_every_python_that_is_promised() -> None:
+    """A line of constraints.txt counts from 3.10.0 on, or from 3.11.0 on where its marker says so.
+
+    pip installs no package on an older Python than it requires, and distributions keep the first release of a series.
+    """
+    refused = []
+    for line in (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        if not line or line.startswith("#"):
+            continue
+        pinned = Requirement(line)
+        if pinned.marker is not None and not pinned.marker.evaluate():
+            continue  # for another Python than this one
+        try:
+            wanted = metadata(pinned.name)["Requires-Python"]
+        except PackageNotFoundError:  # for another platform
+            continue
+        oldest = "3.11.0" if '>= "3.11"' in line else "3.10.0"
+        if wanted and not SpecifierSet(wanted).contains(oldest):
+            refused.append(f"{line}: requires Python {wanted}")
+    assert refused == []
