@@ -179,12 +179,12 @@ class _View:
     def _state(self, ranks: range) -> Text:
         """The phases of the ranks, or which ranks are late or silent."""
         beats = [beat for rank, beat in self.beats.items() if rank in ranks]
-        late = [
-            f"rank {beat['rank']} "
-            + (f"silent for {beat['age']:.0f} s" if beat["age"] > _QUIET_BEAT_SECONDS else "late")
-            for beat in beats
-            if beat.get("late") or beat["age"] > _QUIET_BEAT_SECONDS
-        ]
+        late = []
+        for beat in beats:
+            if beat["age"] > _QUIET_BEAT_SECONDS:
+                late.append(f"rank {beat['rank']} silent for {beat['age']:.0f} s")
+            elif beat.get("late"):
+                late.append(f"rank {beat['rank']} late")
         if late:
             return Text(", ".join(late), style="bold red")
         phases = sorted({str(beat.get("phase", "")) for beat in beats})
