@@ -171,9 +171,8 @@ class Horovodrun:
 
     def words(self, worker: Sequence[str]) -> list[str]:
         """The horovodrun command that starts `worker` on every rank."""
-        words = ["horovodrun", "-np", str(self.num_ranks)]
-        words += ["-H", ",".join(f"{host.name}:{host.slots}" for host in self.hosts)]
-        words += ["--mpi" if self.mpi else "--gloo"]
+        hosts = ",".join(f"{host.name}:{host.slots}" for host in self.hosts)
+        words = ["horovodrun", "-np", str(self.num_ranks), "-H", hosts, "--mpi" if self.mpi else "--gloo"]
         if self.network_interface is None:
             # horovodrun caches what it finds out about hosts for an hour, by name.
             words += ["--disable-cache"]

@@ -11,7 +11,7 @@ from typing import TextIO
 from rich.console import Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from hvd_transformer.errors import WRONG_INPUT
@@ -33,8 +33,7 @@ class Screen:
     """
 
     def __init__(self, restarts: int, log: Path | None) -> None:
-        self._restarts, self._log = restarts, log
-        self._not_logged = ""
+        self._restarts, self._log, self._not_logged = restarts, log, ""
         self._last: dict[int, deque[str]] = {}
         self._held: list[tuple[float, str]] = []
         self._live: Live | None = None
@@ -135,10 +134,7 @@ class _View:
         beat = self.beats.get(0, {})
         step, total = beat.get("step") or 0, beat.get("total_steps") or 0
         elapsed = time.monotonic() - self._began
-        grid = Table.grid(padding=(0, 1), expand=True)
-        grid.add_column(no_wrap=True)
-        grid.add_column(ratio=1)
-        grid.add_column(no_wrap=True)
+        grid = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), padding=(0, 1), expand=True)
         if not total:
             grid.add_row("starting", ProgressBar(total=1, completed=0, pulse=True), f"{duration(elapsed)} elapsed")
             return grid

@@ -110,11 +110,10 @@ def common_interfaces(wanted: str | None, interfaces: Interfaces) -> list[str]:
 
     A bridge such as docker0 has the same address everywhere and connects nothing.
     """
-    first, *others = interfaces.values()
     result = []
-    for name in first:
-        addresses = [first[name], *(found[name] for found in others if name in found)]
-        if len(set(addresses)) == len(interfaces) and (wanted is None or name in wanted.split(",")):
+    for name in next(iter(interfaces.values())):
+        addresses = {found[name] for found in interfaces.values() if name in found}
+        if len(addresses) == len(interfaces) and (wanted is None or name in wanted.split(",")):
             result.append(name)
     return result
 
@@ -223,9 +222,8 @@ def _folders(job: Job, answers: Answers) -> Iterator[Finding]:
                     cure = "copy it there, or keep it on a file system that all hosts share"
                     yield Finding(host, f"{where} is not there", cure)
             elif not folder["writable"]:
-                yield Finding(
-                    host, f"{where} cannot be written to", "change its owner or mode, or choose another folder"
-                )
+                cure = "change its owner or mode, or choose another folder"
+                yield Finding(host, f"{where} cannot be written to", cure)
             elif folder["free"] < _FULL_DISK:
                 yield Finding(host, f"the disk of {where} is full", "free some space there, or choose another folder")
             elif folder["free"] < _LITTLE:
