@@ -79,7 +79,7 @@ class HostAgents:
         threading.Thread(target=self._ping, daemon=True).start()
 
     def wait_ready(self) -> None:
-        """Waits for all agents. Raises `HostLost`, with the reason, for the first host without a folder."""
+        """Wait for all agents. Raises `HostLost`, with the reason, for the first host without a folder."""
         for agent in self._agents:
             agent.wait_ready()
 
@@ -91,7 +91,7 @@ class HostAgents:
     @property
     def beats(self) -> dict[int, Beat]:
         """The newest heartbeat of each rank."""
-        return {rank: beat for agent in self._agents for rank, beat in list(agent.beats.items())}
+        return {rank: beat for agent in self._agents for rank, beat in agent.beats.items()}
 
     @property
     def failures(self) -> list[Failure]:
@@ -106,35 +106,34 @@ class HostAgents:
         return [agent.host for agent in self._agents if agent.lost]
 
     def stop(self) -> int:
-        """Asks every rank to save and exit; returns the number of running ranks."""
-        for agent in self._agents:
-            agent.send({"do": "stop"})
+        """Ask every rank to save and exit; return the number of running ranks."""
+        self._order("stop")
         return sum(agent.wait_stopping() for agent in self._agents)
 
     def write_stacks(self) -> None:
-        """Asks every rank to write its Python stacks to its log."""
-        for agent in self._agents:
-            agent.send({"do": "stacks"})
+        """Ask every rank to write its Python stacks to its log."""
+        self._order("stacks")
 
     def close(self) -> list[Failure]:
-        """Kills the remaining ranks on all hosts and removes the folder; returns the failures in order."""
+        """Kill the remaining ranks on all hosts and remove the folder; return the failures in order."""
         self._closed.set()
-        for agent in self._agents:
-            agent.send({"do": "end"})
+        self._order("end")
         deadline = time.monotonic() + _END_SECONDS
         for agent in self._agents:
             agent.wait_ended(deadline)
-        for agent in self._agents:
-            agent.send({"do": "remove"})
+        self._order("remove")
         for agent in self._agents:
             agent.close(deadline)
         return self.failures
 
+    def _order(self, what: str) -> None:
+        for agent in self._agents:
+            agent.send({"do": what})
+
     def _ping(self) -> None:
-        """Shows the agents that the launcher lives: they exit when it is silent."""
+        """Show the agents that the launcher lives: they exit when it is silent."""
         while not self._closed.wait(_PING_SECONDS):
-            for agent in self._agents:
-                agent.send({"do": "ping"})
+            self._order("ping")
 
 
 class AgentConnection:

@@ -1,5 +1,6 @@
 """One start of a job under horovodrun, to its end: forwards signals, and finds out how the ranks ended."""
 
+import math
 import os
 import shutil
 import signal
@@ -7,11 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import FrameType
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 from hvd_transformer.errors import STALLED
 from hvd_transformer.launch.agents import Beat, Failure, HostAgents, Show
@@ -54,7 +55,7 @@ class Stop:
         self.count += 1
 
     def restore(self) -> None:
-        """Restores the previous signal handlers."""
+        """Restore the previous signal handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -68,7 +69,7 @@ def run_attempt(
     show: Show,
     look: Callable[[HostAgents], bool] = lambda agents: False,
 ) -> AttemptResult:
-    """Runs `worker` on every rank until all have ended, and leaves nothing of the job behind on any host.
+    """Run `worker` on every rank until all have ended, and leave nothing of the job behind on any host.
 
     `environment` is that of horovodrun, visible to everyone on the hosts; `values` go to the ranks only. After a signal
     that `stop` counts, the ranks save and exit; a second signal kills them. They also save and exit when `look`, which
@@ -77,36 +78,33 @@ def run_attempt(
     Raises `HostLost` for a host that cannot be used.
     """
     agents = HostAgents([host.name for host in horovodrun.hosts], horovodrun.ssh, values, environment, show)
-    with TemporaryFile() as said:
+    with closing(agents), TemporaryFile() as said:
+        words = [sys.executable, "-m", "hvd_transformer.launch.rank_runner", agents.path, *worker]
+        # In its own session: mpirun and its ranks only exit if the whole process group is signalled.
+        process = subprocess.Popen(
+            _command(horovodrun.words(words), environment),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
-            words = [sys.executable, "-m", "hvd_transformer.launch.rank_runner", agents.path, *worker]
-            # In its own session: mpirun and its ranks only exit if the whole process group is signalled.
-            process = subprocess.Popen(
-                _command(horovodrun.words(words), environment),
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            stopped = False
-            try:
-                agents.wait_ready()  # horovodrun, which starts meanwhile, takes longer
-                stopped = _wait(process, agents, stop, look)
-            finally:
-                lost, beats = agents.lost, agents.beats
-                failures = agents.close()
-                code = _end(process, terminate=bool(lost or failures))
+            agents.wait_ready()  # horovodrun, which starts meanwhile, takes longer
+            stopped = _wait(process, agents, stop, look)
         finally:
-            agents.close()
-        silent = [beat for beat in beats.values() if _is_silent(beat)]
-        failures += [Failure(0.0, beat["rank"], STALLED, beat["host"]) for beat in silent]
-        first = failures[0] if failures else None
-        return AttemptResult(first.code if first else int(code != 0), first, lost, stopped, beats, _text(said))
+            lost, beats = agents.lost, agents.beats
+            failures = agents.close()
+            code = _end(process, terminate=bool(lost or failures))
+        said.seek(0)
+        text = said.read().decode(errors="replace")
+    failures += [Failure(0.0, beat["rank"], STALLED, beat["host"]) for beat in beats.values() if _is_silent(beat)]
+    first = failures[0] if failures else None
+    return AttemptResult(first.code if first else int(code != 0), first, lost, stopped, beats, text)
 
 
 def _command(horovodrun: list[str], environment: Mapping[str, str]) -> list[str]:
-    """This Python's own horovodrun is started through `comm/horovodrun.py`, which saves an import of torch."""
+    """Replace this Python's own horovodrun with `comm/horovodrun.py`, which saves an import of torch."""
     program = shutil.which(horovodrun[0], path=environment["PATH"])
     if program is None or Path(program).parent != Path(sys.executable).parent:
         return horovodrun
@@ -114,18 +112,16 @@ def _command(horovodrun: list[str], environment: Mapping[str, str]) -> list[str]
 
 
 def _wait(process: subprocess.Popen[bytes], agents: HostAgents, stop: Stop, look: Callable[[HostAgents], bool]) -> bool:
-    """Waits until all ranks have ended or must be killed; returns whether they were asked to stop."""
-    deadline: float | None = None
-    stopped = False
-    while process.poll() is None and (deadline is None or time.monotonic() < deadline):
+    """Wait until all ranks have ended or must be killed; return whether they were asked to stop."""
+    deadline, stopped = math.inf, False
+    while process.poll() is None and time.monotonic() < deadline:
         if any(map(_is_silent, agents.beats.values())):
             agents.write_stacks()
             time.sleep(_STACK_SECONDS)
             break
         if agents.lost or stop.count > 1:
             break
-        wanted = look(agents) or stop.count > 0
-        if wanted and not stopped:
+        if (look(agents) or stop.count) and not stopped:
             stopped = True
             ranks = agents.stop()
             if stop.count:
@@ -133,7 +129,7 @@ def _wait(process: subprocess.Popen[bytes], agents: HostAgents, stop: Stop, look
             deadline = time.monotonic() + _SAVE_SECONDS
         if stopped and not agents.running:  # the last rank has saved
             break
-        if deadline is None and agents.failures:
+        if deadline == math.inf and agents.failures:
             if agents.failures[0].code == STALLED:  # ranks on other hosts may not know yet
                 agents.write_stacks()
             deadline = time.monotonic() + _FAIL_SECONDS
@@ -146,7 +142,7 @@ def _is_silent(beat: Beat) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes], terminate: bool) -> int:
-    """Waits for horovodrun and its session, whose ranks have ended; returns its exit code."""
+    """Wait for horovodrun and its session, whose ranks have ended; return its exit code."""
     if terminate:  # it would wait for lost hosts, or for the ssh to them
         _signal_group(process, signal.SIGTERM)
     deadline = time.monotonic() + (_TERMINATED_SECONDS if terminate else _END_SECONDS)
@@ -171,8 +167,3 @@ def _group_lives(group: int) -> bool:
             if its_group == str(group) and state not in "ZX":
                 return True
     return False
-
-
-def _text(file: IO[bytes]) -> str:
-    file.seek(0)
-    return file.read().decode(errors="replace")

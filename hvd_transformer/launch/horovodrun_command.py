@@ -56,7 +56,7 @@ def secret_values(environment: Mapping[str, str], named: Sequence[str]) -> dict[
 
 
 def check_names(named: Sequence[str]) -> None:
-    """Raises `UserError` for anything that is not the name of a variable."""
+    """Raise `UserError` for anything that is not the name of a variable."""
     for name in named:
         if "=" in name:
             name = name.partition("=")[0]
@@ -98,7 +98,7 @@ def horovod_library() -> Path | None:
 
 
 def check_devices(hosts: Sequence[Host], config: Config, environment: Mapping[str, str]) -> None:
-    """Raises `UserError` if this host has fewer GPUs than its ranks have pipeline stages.
+    """Raise `UserError` if this host has fewer GPUs than its ranks have pipeline stages.
 
     Also with training.device=auto if the host has any GPU: all ranks would fall back to the CPU.
     """
@@ -162,7 +162,7 @@ class Horovodrun:
         return sum(host.slots for host in self.hosts)
 
     def check_path(self) -> None:
-        """Raises `UserError` if mpirun could not start its daemon on other hosts, because it does not quote paths."""
+        """Raise `UserError` if mpirun could not start its daemon on other hosts, because it does not quote paths."""
         if self.mpi and len(self.hosts) > 1 and not PLAIN_PATH.fullmatch(sys.prefix):
             raise UserError(
                 f"--mpi: Open MPI takes no spaces or quotes in the path of its installation, {sys.prefix}, "
@@ -171,9 +171,8 @@ class Horovodrun:
 
     def words(self, worker: Sequence[str]) -> list[str]:
         """The horovodrun command that starts `worker` on every rank."""
-        words = ["horovodrun", "-np", str(self.num_ranks)]
-        words += ["-H", ",".join(f"{host.name}:{host.slots}" for host in self.hosts)]
-        words += ["--mpi" if self.mpi else "--gloo"]
+        hosts = ",".join(f"{host.name}:{host.slots}" for host in self.hosts)
+        words = ["horovodrun", "-np", str(self.num_ranks), "-H", hosts, "--mpi" if self.mpi else "--gloo"]
         if self.network_interface is None:
             # horovodrun caches what it finds out about hosts for an hour, by name.
             words += ["--disable-cache"]

@@ -40,7 +40,7 @@ class HostPool:
         return assign(found, count - count % self._tensor)
 
     def cool_down(self, name: str) -> float:
-        """Excludes a host for a while; returns for how many seconds."""
+        """Exclude a host for a while; return for how many seconds."""
         seconds = min(2 * self._cooling.get(name, (0.0, COOL_DOWN_SECONDS / 2))[1], _MAX_COOL_DOWN_SECONDS)
         self._cooling[name] = (time.monotonic() + seconds, seconds)
         return seconds

@@ -2,11 +2,12 @@
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator
 from ipaddress import IPv6Address
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hvd_transformer.errors import UserError
 
@@ -62,8 +63,7 @@ def parse_hostfile(text: str, name: str) -> list[Host]:
     Raises `UserError`, which names file and line.
     """
     if text.lstrip().startswith("{"):
-        table = read_rank_table(text, name)
-        return _unique((where, Host(_name(host, where), _slots(str(slots), where))) for where, host, slots in table)
+        return _unique(_rank_table(text, name))
     found = _unique(_lines(text, name))
     if not found:
         raise UserError(f"{name}: no hosts; {_FORMS}, one per line")
@@ -99,7 +99,11 @@ def _hosts(words: list[str], where: str) -> list[Host]:
     first, *rest = words
     bracketed = re.fullmatch(r"\[([^\[\]]*:[^\[\]]*)\](.*)", first)
     if bracketed:
-        names, tail = [_address(bracketed[1], where)], bracketed[2]
+        address, tail = bracketed.groups()
+        try:
+            names = [str(IPv6Address(address))]
+        except ValueError:
+            raise UserError(f"{where}: {_quoted(address)} is not an IPv6 address") from None
     else:
         pattern, colon, count = first.partition(":")
         if ":" in count and "[" not in first:
@@ -125,12 +129,10 @@ def _hosts(words: list[str], where: str) -> list[Host]:
 
 
 def _expand(pattern: str, where: str) -> list[str]:
-    """Expands node[01-03,07] to node01, node02, node03, node07; several ranges to all combinations."""
+    """Expand node[01-03,07] to node01, node02, node03, node07; several ranges to all combinations."""
     texts = re.split(r"\[([^\[\]]*)\]", pattern)  # names and ranges, alternating
     choices = [[text] if at % 2 == 0 else _numbers(text, where) for at, text in enumerate(texts)]
-    total = 1
-    for choice in choices:
-        total *= len(choice)
+    total = math.prod(map(len, choices))
     if total > MAX_HOSTS:
         raise UserError(f"{where}: {_quoted(pattern)} is {total} hosts; at most {MAX_HOSTS} are allowed")
     return [_name("".join(parts), where) for parts in itertools.product(*choices)]
@@ -155,13 +157,6 @@ def _name(text: str, where: str) -> str:
     if not _NAME.fullmatch(text):
         raise UserError(f"{where}: {_quoted(text)} is not a host name (letters, digits, '.', '-' and '_'); {_FORMS}")
     return text
-
-
-def _address(text: str, where: str) -> str:
-    try:
-        return str(IPv6Address(text))
-    except ValueError:
-        raise UserError(f"{where}: {_quoted(text)} is not an IPv6 address") from None
 
 
 def _slots(text: str, where: str) -> int:
@@ -189,11 +184,8 @@ def _quoted(text: str) -> str:
     return ascii(text if len(text) <= 40 else text[:37] + "...")
 
 
-def read_rank_table(text: str, name: str) -> list[tuple[str, str, int]]:
-    """(place in the table, server_id, number of devices) of each server in a MindSpore rank table.
-
-    Raises `UserError`, which names the line or the entry that is wrong; messages call the file `name`.
-    """
+def _rank_table(text: str, name: str) -> Iterator[tuple[str, Host]]:
+    """The servers of a MindSpore rank table, and the place of each in the table."""
     try:
         table = json.loads(text)
     except json.JSONDecodeError as error:
@@ -207,14 +199,12 @@ def read_rank_table(text: str, name: str) -> list[tuple[str, str, int]]:
         raise UserError(f"{name}: server_list must be a list of servers")
     if str(table.get("server_count", len(servers))) != str(len(servers)):
         raise UserError(f"{name}: server_list has {len(servers)} servers, which differs from server_count")
-    return [_server(server, f"{name}, server_list[{number}]") for number, server in enumerate(servers)]
-
-
-def _server(server: Any, where: str) -> tuple[str, str, int]:
-    host = server.get("server_id") if isinstance(server, dict) else None
-    if not isinstance(host, str):
-        raise UserError(f"{where}: must hold server_id, a host's name or address")
-    devices = server.get("device")
-    if not isinstance(devices, list) or not devices:
-        raise UserError(f"{where}: device must be a list with one entry per rank")
-    return where, host, len(devices)
+    for number, server in enumerate(servers):
+        where = f"{name}, server_list[{number}]"
+        host = server.get("server_id") if isinstance(server, dict) else None
+        if not isinstance(host, str):
+            raise UserError(f"{where}: must hold server_id, a host's name or address")
+        devices = server.get("device")
+        if not isinstance(devices, list) or not devices:
+            raise UserError(f"{where}: device must be a list with one entry per rank")
+        yield where, Host(_name(host, where), _slots(str(len(devices)), where))

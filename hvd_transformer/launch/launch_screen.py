@@ -6,16 +6,16 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import TextIO
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from hvd_transformer.errors import WRONG_INPUT
-from hvd_transformer.launch.agents import Beat
+from hvd_transformer.launch.agents import Beat, HostAgents
 from hvd_transformer.launch.attempt import AttemptResult
 from hvd_transformer.launch.hostfile import Host
 from hvd_transformer.reporting.progress import duration
@@ -26,23 +26,14 @@ _HELD_SECONDS = 3.0  # for which rank 0's errors are held back: another rank's f
 _QUIET_BEAT_SECONDS = 5.0  # without a heartbeat, after which a rank is shown as silent
 
 
-class Ranks(Protocol):
-    """What the screen reads of the ranks (`HostAgents`)."""
-
-    @property
-    def beats(self) -> dict[int, Beat]:
-        """The newest heartbeat of each rank."""
-
-
 class Screen:
     """Shows one job across its restarts: rank 0's output as it comes, another rank's if that rank fails first.
 
-    `log` also receives all output, once its folder exists; None: no log.
+    `log` also receives all output, once its folder exists (a refused start creates none); None: no log.
     """
 
     def __init__(self, restarts: int, log: Path | None) -> None:
-        self._restarts, self._restart = restarts, 0
-        self._log = _Log(log)
+        self._restarts, self._log, self._not_logged = restarts, log, ""
         self._last: dict[int, deque[str]] = {}
         self._held: list[tuple[float, str]] = []
         self._live: Live | None = None
@@ -50,57 +41,57 @@ class Screen:
         self.terminal = sys.stdout.isatty()
 
     def start(self, hosts: Sequence[Host], restart: int) -> None:
-        """Begins the view of one start of the job."""
+        """Begin the view of one start of the job."""
         self._last.clear()
         if self.terminal:
             self._view = _View(hosts, f"restart {restart} of {self._restarts}" if restart else "")
             self._live = Live(self._view, refresh_per_second=4, redirect_stderr=sys.stderr.isatty())
             self._live.start()
 
-    def look(self, ranks: Ranks) -> None:
-        """Updates the view; called often."""
+    def look(self, agents: HostAgents) -> None:
+        """Update the view; called often."""
         if self._held and time.monotonic() - self._held[0][0] > _HELD_SECONDS:
             self._release()
         if self._view is not None:
-            self._view.beats = ranks.beats
+            self._view.beats = agents.beats
 
     def show(self, rank: int, stream: str, text: str) -> None:
-        """Takes whole lines that a rank has printed."""
+        """Take whole lines that a rank has printed."""
         lines = text.splitlines()
         self._last.setdefault(rank, deque(maxlen=_LAST_LINES)).extend(lines)
-        self._log.write("".join(f"rank {rank}: {line}\n" for line in lines))
+        self._write_log("".join(f"rank {rank}: {line}\n" for line in lines))
         if rank == 0 and stream == "err":
             self._held.append((time.monotonic(), text))
         elif rank == 0:
             _write(sys.stdout, text)
 
     def message(self, text: str) -> None:
-        """Prints a line of the launcher's own."""
-        self._log.write(f"{text}\n")
+        """Print a line of the launcher's own."""
+        self._write_log(f"{text}\n")
         _write(sys.stderr, f"hvd-transformer: {text}")
 
     def failed(self, ended: AttemptResult, cause: str) -> None:
-        """Prints why a start failed, with the last lines of the rank that failed first, or else of horovodrun."""
-        first = ended.first
-        if first is not None and first.rank == 0 and not ended.lost:
-            self._release()
+        """Print why a start failed, with the last lines of the rank that failed first, or else of horovodrun."""
+        first, source, lines = ended.first, "", list[str]()
+        if not ended.lost:
+            if first is None:
+                source, lines = "horovodrun", ended.said.splitlines()[-_LAST_LINES:]
+            elif first.rank == 0:
+                self._release()
+            else:
+                source, lines = f"rank {first.rank}", list(self._last.get(first.rank, []))
         self._held.clear()
-        lines: list[str] = []
-        if first is None and not ended.lost:
-            lines = ["the last lines of horovodrun:", *ended.said.splitlines()[-_LAST_LINES:]]
-        elif first is not None and first.rank != 0 and not ended.lost:
-            lines = [f"the last lines of rank {first.rank}:", *self._last.get(first.rank, [])]
         if first is not None and first.code == WRONG_INPUT:  # the rank's own line explains it
-            for line in lines[1:]:
+            for line in lines:
                 _write(sys.stderr, line)
             return
         self.message(cause)
-        if len(lines) > 1:
-            self.message(lines[0])
-            _write(sys.stderr, "\n".join(f"  {line}" for line in lines[1:]))
+        if lines:
+            self.message(f"the last lines of {source}:")
+            _write(sys.stderr, "\n".join(f"  {line}" for line in lines))
 
     def end(self, failed: bool = False) -> None:
-        """Ends the view of a start; its last state stays visible. With `failed`, a call of `failed` follows."""
+        """End the view of a start; its last state stays visible. With `failed`, a call of `failed` follows."""
         if not failed:
             self._release()
         if self._live is not None:
@@ -112,27 +103,20 @@ class Screen:
             _write(sys.stderr, text)
         self._held.clear()
 
+    def _write_log(self, text: str) -> None:
+        if self._log is None:
+            return
+        self._not_logged += text
+        if self._log.parent.is_dir():
+            with suppress(OSError), self._log.open("a", encoding="utf-8") as file:
+                file.write(self._not_logged)
+            self._not_logged = ""
+
 
 def _write(file: TextIO, text: str) -> None:
     with suppress(OSError):  # a closed terminal does not end the job
         file.write(text if text.endswith("\n") else f"{text}\n")
         file.flush()
-
-
-class _Log:
-    """A log file that is written once its folder exists: a refused start creates none."""
-
-    def __init__(self, file: Path | None) -> None:
-        self._file, self._waiting = file, ""
-
-    def write(self, text: str) -> None:
-        if self._file is None:
-            return
-        self._waiting += text
-        if self._file.parent.is_dir():
-            with suppress(OSError), self._file.open("a", encoding="utf-8") as file:
-                file.write(self._waiting)
-            self._waiting = ""
 
 
 class _View:
@@ -143,17 +127,14 @@ class _View:
         self._hosts, self._restart, self._began = hosts, restart, time.monotonic()
         self._first: tuple[float, int] | None = None  # time and number of the first step seen
 
-    def __rich_console__(self, console: Console, options: object) -> "list[RenderableType]":
-        return [Group(self._progress(), Text(self._numbers(), no_wrap=True, overflow="crop"), self._rows())]
+    def __rich__(self) -> Group:
+        return Group(self._progress(), Text(self._numbers(), no_wrap=True, overflow="crop"), self._rows())
 
-    def _progress(self) -> RenderableType:
+    def _progress(self) -> Table:
         beat = self.beats.get(0, {})
         step, total = beat.get("step") or 0, beat.get("total_steps") or 0
         elapsed = time.monotonic() - self._began
-        grid = Table.grid(padding=(0, 1), expand=True)
-        grid.add_column(no_wrap=True)
-        grid.add_column(ratio=1)
-        grid.add_column(no_wrap=True)
+        grid = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), padding=(0, 1), expand=True)
         if not total:
             grid.add_row("starting", ProgressBar(total=1, completed=0, pulse=True), f"{duration(elapsed)} elapsed")
             return grid
@@ -170,14 +151,15 @@ class _View:
     def _numbers(self) -> str:
         beat = self.beats.get(0, {})
         ranks, hosts = sum(host.slots for host in self._hosts), len(self._hosts)
-        words = [f"{ranks} rank{'s' * (ranks > 1)} on {hosts} host{'s' * (hosts > 1)}"]
+        words = []
         if beat.get("loss") is not None:
-            words.insert(0, f"loss {beat['loss']:.3f}")
+            words.append(f"loss {beat['loss']:.3f}")
         if beat.get("tokens_per_second"):
-            words.insert(1, f"{beat['tokens_per_second']:,.0f} {beat['unit']}/s")
-        return "  ".join([*words, self._restart] if self._restart else words)
+            words.append(f"{beat['tokens_per_second']:,.0f} {beat['unit']}/s")
+        words += [f"{ranks} rank{'s' * (ranks > 1)} on {hosts} host{'s' * (hosts > 1)}", self._restart]
+        return "  ".join(filter(None, words))
 
-    def _rows(self) -> RenderableType:
+    def _rows(self) -> Table:
         """One row per host; ranks are numbered in the order of the hosts."""
         table = Table.grid(padding=(0, 2))
         first = 0
@@ -193,12 +175,12 @@ class _View:
     def _state(self, ranks: range) -> Text:
         """The phases of the ranks, or which ranks are late or silent."""
         beats = [beat for rank, beat in self.beats.items() if rank in ranks]
-        late = [
-            f"rank {beat['rank']} "
-            + (f"silent for {beat['age']:.0f} s" if beat["age"] > _QUIET_BEAT_SECONDS else "late")
-            for beat in beats
-            if beat.get("late") or beat["age"] > _QUIET_BEAT_SECONDS
-        ]
+        late = []
+        for beat in beats:
+            if beat["age"] > _QUIET_BEAT_SECONDS:
+                late.append(f"rank {beat['rank']} silent for {beat['age']:.0f} s")
+            elif beat.get("late"):
+                late.append(f"rank {beat['rank']} late")
         if late:
             return Text(", ".join(late), style="bold red")
         phases = sorted({str(beat.get("phase", "")) for beat in beats})

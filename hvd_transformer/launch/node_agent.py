@@ -42,7 +42,7 @@ class NodeAgent:
         self._lock: IO[str] | None = None  # held while this process lives
 
     def open(self, environment: dict[str, str]) -> None:
-        """Creates the folder. Raises `OSError`."""
+        """Create the folder. Raises `OSError`."""
         os.umask(0o077)
         # Hosts may share /tmp: then one of them creates it for all.
         self.folder.mkdir(exist_ok=True)
@@ -64,20 +64,21 @@ class NodeAgent:
     def news(self) -> dict[str, Any]:
         """The number of running ranks, their newest heartbeats, failed ranks, and output since the last news."""
         self._look()
+        # Ages instead of times, as the hosts' clocks may differ.
         now = time.time()
+        beats = [beat for beat in self._notes("beat-*") if beat["host"] == self.host]
         return {
             "running": len(self._ranks),
-            "beats": list(self._beats(now)),
-            # Ages instead of times, as the hosts' clocks may differ.
+            "beats": [{**beat, "age": now - beat["time"]} for beat in beats],
             "failed": [
-                {"age": now - note["time"], **{key: note[key] for key in ("rank", "code")}, "host": self.host}
+                {"age": now - note["time"], "rank": note["rank"], "code": note["code"], "host": self.host}
                 for note in self._failed.values()
             ],
             "output": list(self._output()) if self._speaks else [],
         }
 
     def stop(self) -> int:
-        """Asks the ranks to save and exit, including ranks that start later; returns the number of running ranks."""
+        """Ask the ranks to save and exit, including ranks that start later; return the number of running ranks."""
         with suppress(FileNotFoundError):
             (self.folder / "stopped").touch()
         self._look()
@@ -86,13 +87,13 @@ class NodeAgent:
         return running
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the process of every rank."""
+        """Send a signal to the process of every rank."""
         for processes in self._ranks.values():
             with suppress(ProcessLookupError):
                 os.kill(processes["child"], number)
 
     def end(self) -> None:
-        """Kills every rank with all its children, and its parents on this host."""
+        """Kill every rank with all its children, and its parents on this host."""
         self._look()
         for processes in self._ranks.values():
             with suppress(ProcessLookupError):
@@ -101,27 +102,28 @@ class NodeAgent:
         while time.monotonic() < deadline and any(_lives(ranks["worker"]) for ranks in self._ranks.values()):
             time.sleep(0.01)
         for processes in self._ranks.values():
-            for name in ("worker", "daemon"):
-                if processes.get(name) and _lives(processes[name]):
+            for pid in (processes["worker"], processes["daemon"]):
+                if pid and _lives(pid):
                     with suppress(ProcessLookupError):
-                        os.kill(processes[name], signal.SIGKILL)
+                        os.kill(pid, signal.SIGKILL)
 
-    def remove(self) -> None:
-        """Removes the folder; the second pass takes what ranks were still writing."""
-        for _ in range(2):
+    def close(self) -> None:
+        """Let running ranks save, then kill them and remove the folder."""
+        self.stop()
+        deadline = time.monotonic() + _SAVE_SECONDS
+        while self._ranks and time.monotonic() < deadline:
+            time.sleep(0.05)
+            self._look()
+        self.end()
+        for _ in range(2):  # the second pass takes what ranks were still writing
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def running(self) -> bool:
-        """Whether any rank is running on this host."""
-        self._look()
-        return bool(self._ranks)
-
     def _look(self) -> None:
-        found = {note["rank"]: note for note in self._notes("running")}
+        found = {note["rank"]: note for note in self._notes(f"running-{self.host}-*")}
         if not self.folder.exists():  # another host that shares it has removed it
             return
         self._ranks = found
-        for note in self._notes("failed"):
+        for note in self._notes(f"failed-{self.host}-*"):
             self._failed.setdefault(note["rank"], note)
         for rank, processes in list(self._ranks.items()):
             if _lives(processes["worker"]):
@@ -134,17 +136,10 @@ class NodeAgent:
                 with suppress(ProcessLookupError):
                     os.killpg(processes["child"], signal.SIGKILL)
 
-    def _notes(self, kind: str) -> Iterator[dict[str, Any]]:
-        for file in self.folder.glob(f"{kind}-{self.host}-*"):
+    def _notes(self, pattern: str) -> Iterator[dict[str, Any]]:
+        for file in self.folder.glob(pattern):
             with suppress(OSError, ValueError):  # removed meanwhile, or truncated by a full disk
                 yield json.loads(file.read_bytes())
-
-    def _beats(self, now: float) -> Iterator[dict[str, Any]]:
-        for file in self.folder.glob("beat-*"):
-            with suppress(OSError, ValueError, KeyError):
-                beat = json.loads(file.read_bytes())
-                if beat["host"] == self.host:
-                    yield {**beat, "age": now - beat["time"]}
 
     def _output(self) -> Iterator[dict[str, Any]]:
         """Whole lines of output, and the rest after a rank has ended."""
@@ -164,7 +159,7 @@ class NodeAgent:
 
 
 def _remove_leftovers(own: Path) -> None:
-    """Removes folders of this user's agents that were killed, as when the host crashed: they hold the environment."""
+    """Remove folders of this user's agents that were killed, as when the host crashed: they hold the environment."""
     for folder in own.parent.glob("hvd-transformer-*"):
         with suppress(OSError), ExitStack() as locks:  # in use: the lock is held
             if folder.lstat().st_uid != os.geteuid():  # may contain anything, such as a pipe that blocks when opened
@@ -177,23 +172,20 @@ def _remove_leftovers(own: Path) -> None:
 
 
 def _lives(pid: int) -> bool:
-    try:
+    with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        if Path("/proc/self").exists():
-            return False
-    try:
+    try:  # it has ended, or this is not Linux
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except OSError:
         return False
     return True
 
 
 def main() -> int:
-    """Serves the launcher; returns 1 if the folder cannot be created."""
+    """Serve the launcher; return 1 if the folder cannot be created."""
     agent = NodeAgent(Path(sys.argv[1]))
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _leave)
+        signal.signal(number, lambda *_: sys.exit())
     try:
         with open(0, "rb", buffering=0, closefd=False) as orders:  # unbuffered: `select` must see the rest
             first = json.loads(orders.readline())
@@ -207,12 +199,12 @@ def main() -> int:
     except (BrokenPipeError, SystemExit):
         pass
     finally:
-        _end(agent)
+        agent.close()
     return 0
 
 
 def _serve(agent: NodeAgent) -> None:
-    """Sends news and takes orders until the launcher ends the job, is gone or is silent."""
+    """Send news and take orders until the launcher ends the job, is gone or is silent."""
     heard = said = time.monotonic()
     before: tuple[int, int] | None = None
     unread = b""
@@ -242,23 +234,8 @@ def _serve(agent: NodeAgent) -> None:
             before, said = ranks, time.monotonic()
 
 
-def _end(agent: NodeAgent) -> None:
-    """Lets running ranks save, then kills them and removes the folder."""
-    agent.stop()
-    deadline = time.monotonic() + _SAVE_SECONDS
-    while agent.running() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    agent.end()
-    agent.remove()
-
-
 def _say(message: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(message) + "\n")
-    sys.stdout.flush()
-
-
-def _leave(*_: object) -> None:
-    raise SystemExit
+    print(json.dumps(message), flush=True)
 
 
 if __name__ == "__main__":

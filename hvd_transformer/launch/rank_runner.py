@@ -14,7 +14,6 @@ import sys
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import FrameType
 
 _RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _FOLDER_SECONDS = 30.0
@@ -23,11 +22,15 @@ _DAEMONS = ("orted", "hydra_pmi_proxy")  # MPI's daemons, on each host except th
 
 
 def main() -> int:
-    """Returns the command's exit code; 128 + N if signal N killed it, as in a shell."""
+    """Return the command's exit code; 128 + N if signal N killed it, as in a shell."""
     folder, command = Path(sys.argv[1]), sys.argv[2:]
     rank = int(next((os.environ[name] for name in _RANK if name in os.environ), "0"))
     place = f"{os.uname().nodename}-{rank}"
-    values = json.loads(_wait_for(folder / "environment"))
+    file = folder / "environment"
+    deadline = time.monotonic() + _FOLDER_SECONDS
+    while not file.exists() and time.monotonic() < deadline:  # the node agent starts at the same time as the ranks
+        time.sleep(0.02)
+    values = json.loads(file.read_bytes())
     environment = {**os.environ, **values, "HVD_TRANSFORMER_FOLDER": str(folder), "PYTHONUNBUFFERED": "1"}
     with ExitStack() as stack:
         out, err = (stack.enter_context((folder / f"output-{place}.{name}").open("wb", 0)) for name in ("out", "err"))
@@ -49,14 +52,6 @@ def main() -> int:
     return code
 
 
-def _wait_for(file: Path) -> bytes:
-    """The content of a file that the node agent writes; it starts at the same time as the ranks."""
-    deadline = time.monotonic() + _FOLDER_SECONDS
-    while not file.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return file.read_bytes()
-
-
 class _Child:
     """The command in its own process group. Signals that ask this process to exit are forwarded to it."""
 
@@ -64,7 +59,7 @@ class _Child:
         self._popen: subprocess.Popen[bytes] | None = None
         self._asked = False
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._pass_on)
+            signal.signal(number, self.terminate)
         try:
             self._popen = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
@@ -75,16 +70,13 @@ class _Child:
         if self._asked:
             self.terminate()
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+    def terminate(self, *_: object) -> None:
         self._asked = True
-        self.terminate()
-
-    def terminate(self) -> None:
         if self._popen is not None:
             self._popen.terminate()
 
     def wait(self) -> int:
-        """Returns its exit code, or 127 if it could not be started; kills everything that it has started."""
+        """Return its exit code, or 127 if it could not be started; kill everything that it has started."""
         if self._popen is None:
             return 127
         code = self._popen.wait()
@@ -104,7 +96,7 @@ def _daemon() -> int:
 
 
 def _write(file: Path, note: dict[str, float]) -> None:
-    """Writes the file atomically: the node agent may read it at any time."""
+    """Write the file atomically: the node agent may read it at any time."""
     aside = file.with_name(f".{file.name}")
     aside.write_text(json.dumps(note), encoding="utf-8")
     aside.replace(file)

@@ -11,11 +11,7 @@ from hvd_transformer.errors import UserError
 
 # Part of ssh's message, what it means, and what to do. The first match counts.
 _REASONS = (
-    (
-        "Could not resolve hostname",
-        "unknown host name",
-        "correct the name, or add it to /etc/hosts or the name server",
-    ),
+    ("Could not resolve hostname", "unknown host name", "correct the name, or add it to /etc/hosts or the name server"),
     ("No route to host", "there is no route to it", "check that it is switched on and its network link is up"),
     ("Network is unreachable", "there is no route to it", "check that this host has a route to that network"),
     ("Connection refused", "its ssh port is closed", "start sshd there, or set its port with --ssh-port"),

@@ -8,11 +8,11 @@ import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 
 from hvd_transformer.errors import STALLED, WRONG_INPUT, UserError
-from hvd_transformer.launch.agents import Failure, HostAgents, HostLost
+from hvd_transformer.launch.agents import HostAgents, HostLost
 from hvd_transformer.launch.attempt import AttemptResult, Stop, run_attempt
 from hvd_transformer.launch.horovodrun_command import Horovodrun
 from hvd_transformer.launch.host_pool import HostPool
@@ -55,7 +55,7 @@ class Supervisor:
         self._next = ""
 
     def run(self) -> int:
-        """Returns the exit code: 0, or that of the rank that failed first in the last start.
+        """Return the exit code: 0, or that of the rank that failed first in the last start.
 
         Raises `UserError` if the job cannot be started.
         """
@@ -71,7 +71,7 @@ class Supervisor:
                     self._cool_down(error.host, str(error))
                 else:
                     code = ended.code
-                    if not self._starts_again(ended, stop):
+                    if not self._may_restart(ended, stop):
                         return code
                 hosts = self._wait_for_hosts(stop)
                 if hosts is None:
@@ -85,12 +85,11 @@ class Supervisor:
 
     def _start(self, words: Sequence[str], stop: Stop) -> AttemptResult:
         plan, horovodrun = self._plan, self._horovodrun
-        if all(
-            is_local(host.name) for host in horovodrun.hosts
-        ):  # horovodrun would search for an interface with 127.0.0.1
+        if all(is_local(host.name) for host in horovodrun.hosts):
+            # horovodrun would search for an interface with 127.0.0.1
             horovodrun = replace(horovodrun, network_interface=None)
-        newcomers = HostDiscovery(self._pool, self._horovodrun, plan.environment)
-        self._screen.start(self._horovodrun.hosts, self._restarts)
+        newcomers = HostDiscovery(self._pool, horovodrun, plan.environment)
+        self._screen.start(horovodrun.hosts, self._restarts)
 
         def look(agents: HostAgents) -> bool:
             self._screen.look(agents)
@@ -106,17 +105,13 @@ class Supervisor:
             self._screen.message(f"the ranks have saved; new hosts: {_names(newcomers.found)}")
         return ended
 
-    def _starts_again(self, ended: AttemptResult, stop: Stop) -> bool:
-        """Whether to start the job again."""
+    def _may_restart(self, ended: AttemptResult, stop: Stop) -> bool:
+        """Report a failure; return, after a back-off, whether to start again."""
         if ended.code == 0 or stop.count:
             return False
         if ended.stopped and not ended.lost:  # to add hosts: a rank that was asked to stop exits with 1
             self._next = "resuming"
             return True
-        return self._may_restart(ended, stop)
-
-    def _may_restart(self, ended: AttemptResult, stop: Stop) -> bool:
-        """Reports the failure; returns, after a back-off, whether to restart."""
         self._screen.failed(ended, _cause(ended))
         if ended.code == WRONG_INPUT or not self._plan.restarts:
             return False
@@ -143,10 +138,13 @@ class Supervisor:
         self._screen.message(f"{why}; excluded for {self._pool.cool_down(host):.0f} s")
 
     def _wait_for_hosts(self, stop: Stop) -> list[Host] | None:
-        """Waits until the hosts have enough slots for the next start; None: gives up."""
+        """Wait until the hosts have enough slots for the next start; None: give up."""
         deadline, told = time.monotonic() + _WAIT_SECONDS, False
         while not stop.count:
-            hosts, why = self._hosts()
+            try:
+                hosts, why = self._pool.hosts(), ""
+            except UserError as error:  # a discovery script may fail occasionally
+                hosts, why = [], str(error)
             ranks = sum(host.slots for host in hosts)
             if ranks >= self._plan.min_ranks:
                 self._screen.message(f"{self._next}: {ranks} ranks on {_names(hosts)}")
@@ -159,12 +157,6 @@ class Supervisor:
                 told = True
             self._sleep(1.0, stop)
         return None
-
-    def _hosts(self) -> tuple[list[Host], str]:
-        try:
-            return self._pool.hosts(), ""
-        except UserError as error:  # a discovery script may fail occasionally
-            return [], str(error)
 
     def _sleep(self, seconds: float, stop: Stop) -> None:
         deadline = time.monotonic() + seconds
@@ -182,7 +174,7 @@ class HostDiscovery:
         threading.Thread(target=self._look, daemon=True).start()
 
     def close(self) -> None:
-        """Ends the search."""
+        """End the search."""
         self._closed.set()
 
     def _look(self) -> None:
@@ -192,11 +184,9 @@ class HostDiscovery:
                 known = {host.name for host in self._now.hosts}
                 new = [host for host in hosts if host.name not in known]
                 if new and sum(host.slots for host in hosts) > self._now.num_ranks:
-                    agents = HostAgents([host.name for host in new], self._now.ssh, {}, self._environment)
-                    try:
+                    names = [host.name for host in new]
+                    with closing(HostAgents(names, self._now.ssh, {}, self._environment)) as agents:
                         agents.wait_ready()
-                    finally:
-                        agents.close()
                     self.found = new
 
 
@@ -206,16 +196,13 @@ def _cause(ended: AttemptResult) -> str:
         return "; ".join(f"host {host} is lost" for host in ended.lost)
     if ended.first is None:
         return "horovodrun failed"
-    return f"rank {ended.first.rank} on host {ended.first.host} failed first, {_how(ended.first)}"
-
-
-def _how(failure: Failure) -> str:
-    if failure.code == STALLED:
-        return "because no step ended within the limit (exit code 75)"
-    if failure.code > 128:
+    code, how = ended.first.code, f"with exit code {ended.first.code}"
+    if code == STALLED:
+        how = "because no step ended within the limit (exit code 75)"
+    elif code > 128:
         with suppress(ValueError):
-            return f"with exit code {failure.code} ({signal.Signals(failure.code - 128).name})"
-    return f"with exit code {failure.code}"
+            how += f" ({signal.Signals(code - 128).name})"
+    return f"rank {ended.first.rank} on host {ended.first.host} failed first, {how}"
 
 
 def _names(hosts: Sequence[Host]) -> str:

@@ -11,8 +11,9 @@ import sys
 import tempfile
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
@@ -36,18 +37,18 @@ class NoAnswer(Exception):
         self.finding = finding
 
 
+@dataclass
 class ProbeConnection:
     """A probe (`probe.py`) that runs on a host, with the Python of the same path as here."""
 
-    def __init__(self, host: str, local: bool, process: Process, errors: IO[bytes]) -> None:
-        self.host = host
-        self.local = local
-        self._process = process
-        self._errors = errors
+    host: str
+    local: bool
+    _process: Process
+    _errors: IO[bytes]
 
     @classmethod
     async def start(cls, host: str, ssh: Ssh, environment: Mapping[str, str]) -> "ProbeConnection":
-        """Starts the probe. Raises `UserError` if this host has no ssh."""
+        """Start the probe. Raises `UserError` if this host has no ssh."""
         command = [sys.executable, "-u", "-c", _START, str(len(_SOURCE))]
         local = await asyncio.get_running_loop().run_in_executor(None, is_local, host)
         if not local:
@@ -70,7 +71,7 @@ class ProbeConnection:
         return cls(host, local, process, errors)
 
     async def ask(self, question: str, until: float, **arguments: Any) -> Any:
-        """Calls a function of the probe; `until` is a time of the event loop. Raises `NoAnswer`."""
+        """Call a function of the probe; `until` is a time of the event loop. Raises `NoAnswer`."""
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(json.dumps({"ask": question, **arguments}).encode() + b"\n")
         seconds = until - asyncio.get_running_loop().time()
@@ -81,7 +82,7 @@ class ProbeConnection:
             raise NoAnswer(Finding(self.host, "it answers too slowly or not at all", cure)) from None
 
     async def close(self) -> None:
-        """Ends the probe, whose standard input closes with ssh."""
+        """End the probe, whose standard input closes with ssh."""
         with suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()
@@ -106,34 +107,29 @@ class ProbeConnection:
 
 
 class Probes:
-    """The probes of many hosts, as a context manager; `silent` holds a finding for each that no longer answers."""
+    """The probes of many hosts; `silent` holds a finding for each that no longer answers."""
 
-    def __init__(self, hosts: Iterable[str], ssh: Ssh, environment: Mapping[str, str]) -> None:
+    def __init__(self, connections: Sequence[ProbeConnection]) -> None:
         self.silent: list[Finding] = []
-        self.local: set[str] = set()
-        self._starting = [ProbeConnection.start(host, ssh, environment) for host in hosts]
-        self._connections: dict[str, ProbeConnection] = {}
+        self._connections = connections
 
-    async def __aenter__(self) -> "Probes":
-        self._connections = {connection.host: connection for connection in await asyncio.gather(*self._starting)}
-        self.local = {connection.host for connection in self._connections.values() if connection.local}
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await asyncio.gather(*(connection.close() for connection in self._connections.values()))
+    async def aclose(self) -> None:
+        """End all probes."""
+        await asyncio.gather(*(connection.close() for connection in self._connections))
 
     async def each(self, ask: Callable[[ProbeConnection], Awaitable[_T]]) -> dict[str, _T]:
-        """Asks all hosts in parallel; returns the answers by host. A host without an answer is not asked again."""
-        results = await asyncio.gather(*map(ask, self._connections.values()), return_exceptions=True)
+        """Ask all hosts in parallel; return the answers by host. A host without an answer is not asked again."""
+        results = await asyncio.gather(*map(ask, self._connections), return_exceptions=True)
         answers = {}
-        for connection, result in zip(list(self._connections.values()), results, strict=True):
+        for connection, result in zip(self._connections, results, strict=True):
             if isinstance(result, NoAnswer):
                 self.silent.append(result.finding)
-                await self._connections.pop(connection.host).close()
+                await connection.close()
             elif isinstance(result, BaseException):
                 raise result
             else:
                 answers[connection.host] = result
+        self._connections = [connection for connection in self._connections if connection.host in answers]
         return answers
 
 
@@ -154,12 +150,12 @@ class Examination(NamedTuple):
 
 
 def examine(job: Job, ssh: Ssh, environment: Mapping[str, str]) -> Examination:
-    """Runs the full examination. Raises `UserError` if this host has no ssh."""
+    """Run the full examination. Raises `UserError` if this host has no ssh."""
     return asyncio.run(_examine(job, ssh, environment, full=True))
 
 
 def preflight(job: Job, ssh: Ssh, environment: Mapping[str, str]) -> str | None:
-    """Checks for problems that would prevent the job, with one query per host.
+    """Check for problems that would prevent the job, with one query per host.
 
     Returns the network interface if there is only one that all hosts share, so that horovodrun need not search for it.
 
@@ -174,6 +170,8 @@ def preflight(job: Job, ssh: Ssh, environment: Mapping[str, str]) -> str | None:
 
 async def _examine(job: Job, ssh: Ssh, environment: Mapping[str, str], full: bool) -> Examination:
     start = asyncio.get_running_loop().time()
+    hosts = await asyncio.gather(*(ProbeConnection.start(host.name, ssh, environment) for host in job.hosts))
+    local = {connection.host for connection in hosts if connection.local}
 
     def facts(connection: ProbeConnection) -> Any:
         given = dict(environment)
@@ -182,11 +180,11 @@ async def _examine(job: Job, ssh: Ssh, environment: Mapping[str, str], full: boo
         question = {"environment": given, "cwd": job.cwd, "folders": dict(job.folders), "full": full}
         return connection.ask("facts", start + _CONNECTED, **question)
 
-    async with Probes((host.name for host in job.hosts), ssh, environment) as probes:
+    async with aclosing(Probes(hosts)) as probes:
         answers = await probes.each(facts)
         found = list(findings.about_hosts(job, answers))
-        here = next((host for host in answers if host in probes.local), os.uname().nodename)
-        interfaces = {host: answer["interfaces"] for host, answer in answers.items() if host not in probes.local}
+        here = next((host for host in answers if host in local), os.uname().nodename)
+        interfaces = {host: answer["interfaces"] for host, answer in answers.items() if host not in local}
         common: list[str] = []
         if interfaces:
             interfaces[here] = probe.interfaces()  # the job is started from this host, even if it runs no rank
@@ -234,7 +232,7 @@ async def _sees_output(job: Job, probes: Probes, until: float) -> dict[str, bool
 
 
 async def _ring(probes: Probes, addresses: Mapping[str, str], until: float) -> list[Link]:
-    """Measures the links of a ring over the hosts in order, with the traffic of a ring allreduce (`probe.link`)."""
+    """Measure the links of a ring over the hosts in order, with the traffic of a ring allreduce (`probe.link`)."""
     ports = await probes.each(lambda connection: connection.ask("listen", until, address=addresses[connection.host]))
     hosts = list(ports)
     following = dict(zip(hosts, hosts[1:] + hosts[:1], strict=True))
@@ -246,14 +244,9 @@ async def _ring(probes: Probes, addresses: Mapping[str, str], until: float) -> l
         return connection.ask("link", until, address=addresses[target], port=ports[target], seconds=_LINK_SECONDS)
 
     answers = await probes.each(link)
-    return [
-        Link(
-            source,
-            target,
-            answers[source].get("round_trip"),
-            answers[target]["rate"] if target in answers else None,
-            answers[source].get("error"),
-        )
-        for source, target in following.items()
-        if source in answers
-    ]
+    links = []
+    for source, answer in answers.items():
+        target = following[source]
+        rate = answers[target]["rate"] if target in answers else None
+        links.append(Link(source, target, answer.get("round_trip"), rate, answer.get("error")))
+    return links

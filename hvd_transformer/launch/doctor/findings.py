@@ -18,9 +18,8 @@ Answers = Mapping[str, Answer]
 Interfaces = Mapping[str, Mapping[str, str]]  # host → name → address
 
 MIB, GIB = 1 << 20, 1 << 30
-FULL_DISK = 16 * MIB
-_LITTLE_DISK = GIB
-_LITTLE_MEMORY = GIB
+_FULL_DISK = 16 * MIB
+_LITTLE = GIB  # memory or disk
 _CLOCK_SECONDS = 1.0
 _SLOW_LINK = 0.25  # fraction of the fastest link's bandwidth
 _INSTALL = {
@@ -83,7 +82,7 @@ def about_hosts(job: Job, answers: Answers) -> Iterator[Finding]:
     yield from _devices(job, answers)
     yield from _folders(job, answers)
     for host, answer in answers.items():
-        if answer["memory_free"] < _LITTLE_MEMORY:
+        if answer["memory_free"] < _LITTLE:
             free = f"only {answer['memory_free'] // MIB} MiB of memory are free"
             yield Finding(host, free, "check what else runs there", problem=False)
 
@@ -95,13 +94,13 @@ def about_network(wanted: str | None, interfaces: Interfaces) -> Iterator[Findin
     if wanted is not None:
         for host, found in interfaces.items():
             if not set(wanted.split(",")) & found.keys():
-                message = f"no network interface {wanted}: it has {_listed(found)}"
+                message = f"no network interface {wanted}: it has {', '.join(found) or 'none'}"
                 yield Finding(host, message, "choose one that all hosts have with --network-interface")
         return
     usual = Counter(name for found in interfaces.values() for name in found).most_common(1)
     apart = [host for host, found in interfaces.items() if not usual or usual[0][0] not in found]
     for host in apart or interfaces:
-        message = f"no network interface in common with the others: it has {_listed(interfaces[host])}"
+        message = f"no network interface in common with the others: it has {', '.join(interfaces[host]) or 'none'}"
         cure = "give the network interface the same name on each host: horovodrun selects interfaces by name"
         yield Finding(host, message, cure)
 
@@ -111,11 +110,10 @@ def common_interfaces(wanted: str | None, interfaces: Interfaces) -> list[str]:
 
     A bridge such as docker0 has the same address everywhere and connects nothing.
     """
-    first, *others = interfaces.values()
     result = []
-    for name in first:
-        addresses = [first[name], *(found[name] for found in others if name in found)]
-        if len(set(addresses)) == len(interfaces) and (wanted is None or name in wanted.split(",")):
+    for name in next(iter(interfaces.values())):
+        addresses = {found[name] for found in interfaces.values() if name in found}
+        if len(addresses) == len(interfaces) and (wanted is None or name in wanted.split(",")):
             result.append(name)
     return result
 
@@ -224,12 +222,11 @@ def _folders(job: Job, answers: Answers) -> Iterator[Finding]:
                     cure = "copy it there, or keep it on a file system that all hosts share"
                     yield Finding(host, f"{where} is not there", cure)
             elif not folder["writable"]:
-                yield Finding(
-                    host, f"{where} cannot be written to", "change its owner or mode, or choose another folder"
-                )
-            elif folder["free"] < FULL_DISK:
+                cure = "change its owner or mode, or choose another folder"
+                yield Finding(host, f"{where} cannot be written to", cure)
+            elif folder["free"] < _FULL_DISK:
                 yield Finding(host, f"the disk of {where} is full", "free some space there, or choose another folder")
-            elif folder["free"] < _LITTLE_DISK:
+            elif folder["free"] < _LITTLE:
                 free = f"only {folder['free'] // MIB} MiB are free for {where}"
                 yield Finding(host, free, "free some space there, or choose another folder", problem=False)
 
@@ -251,7 +248,3 @@ def most_common(values: Mapping[str, str]) -> str | None:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names) or "none"

@@ -21,9 +21,9 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,33 +87,33 @@ def exists(path: str) -> bool:
 
 
 def listen(address: str) -> int:
-    """Opens a port on which the next `link` waits for the previous host; returns its number."""
+    """Open a port on which the next `link` waits for the previous host; return its number."""
     global _server
     _server = socket.create_server((address, 0))
     return int(_server.getsockname()[1])
 
 
 def link(address: str, port: int, seconds: float) -> dict[str, Any]:
-    """The traffic of a ring allreduce, without its sums: sends to the next host and receives from the previous one.
+    """Make the traffic of a ring allreduce, without its sums: send to the next host, receive from the previous one.
 
     All hosts do so at once, for `seconds`. `round_trip`: the shortest of 20 one-byte round trips to the next host, in
     seconds; `rate`: bytes per second received from the previous host; `error`: why the next host was not reached.
     """
     assert _server is not None
-    server = _server
     answer: dict[str, Any] = {}
-    receiver = threading.Thread(target=lambda: answer.update(rate=_receive(server, seconds)))
-    receiver.start()
-    try:
-        with socket.create_connection((address, port), timeout=2) as connection:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            answer["round_trip"] = min(_ping(connection) for _ in range(_PINGS))
-            _send(connection, seconds)
-    except OSError as error:
-        answer["error"] = error.strerror or str(error)
-    receiver.join()
-    server.close()
-    return answer
+    with _server as server, ThreadPoolExecutor() as pool:
+        received = pool.submit(_receive, server, seconds)
+        try:
+            with socket.create_connection((address, port), timeout=2) as connection:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                answer["round_trip"] = min(_ping(connection) for _ in range(_PINGS))
+                block, end = bytes(1 << 18), time.perf_counter() + seconds
+                with suppress(OSError):  # the other side has closed the connection
+                    while time.perf_counter() < end:
+                        connection.sendall(block)
+        except OSError as error:
+            answer["error"] = error.strerror or str(error)
+        return {**answer, "rate": received.result()}
 
 
 def interfaces() -> dict[str, str]:
@@ -227,17 +227,8 @@ def _ping(connection: socket.socket) -> float:
     return time.perf_counter() - start
 
 
-def _send(connection: socket.socket, seconds: float) -> None:
-    block, end = bytes(1 << 18), time.perf_counter() + seconds
-    try:
-        while time.perf_counter() < end:
-            connection.sendall(block)
-    except OSError:  # the other side has closed the connection
-        pass
-
-
 def _receive(server: socket.socket, seconds: float) -> float | None:
-    """Answers the pings of the previous host and measures its bytes per second; None if it does not connect."""
+    """Answer the pings of the previous host and measure its bytes per second; None if it does not connect."""
     server.settimeout(2.5)
     block = bytearray(1 << 18)
     try:

@@ -36,7 +36,9 @@ def services(job: ScheduledJob) -> str:
     for name, slots in workers.items():
         described[name] = _service(job, name, ["worker"])
         if gpus := slots * job.gpus_per_rank:
-            described[name]["deploy"] = _gpus(first_gpu, gpus)
+            ids = [str(first_gpu + at) for at in range(gpus)]
+            devices = [{"driver": "nvidia", "device_ids": ids, "capabilities": ["gpu"]}]
+            described[name]["deploy"] = {"resources": {"reservations": {"devices": devices}}}
             first_gpu += gpus
     header = f"Written by hvd-transformer launch --scheduler compose; docker/ builds the image {job.container}."
     if job.named:
@@ -57,8 +59,3 @@ def _service(job: ScheduledJob, name: str, words: Sequence[str]) -> dict[str, An
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],
     }
-
-
-def _gpus(first: int, count: int) -> dict[str, Any]:
-    devices = [{"driver": "nvidia", "device_ids": [str(first + at) for at in range(count)], "capabilities": ["gpu"]}]
-    return {"resources": {"reservations": {"devices": devices}}}

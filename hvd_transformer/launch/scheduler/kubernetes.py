@@ -85,10 +85,8 @@ def _replica(job: ScheduledJob, role: str, replicas: int, container: dict[str, A
         ],
         "volumes": [
             {"name": "output", "persistentVolumeClaim": {"claimName": _claim(job)}},
-            {
-                "name": "shared-memory",
-                "emptyDir": {"medium": "Memory"},
-            },  # NCCL and MPI need more than the default of 64 MB
+            # NCCL and MPI need more than the default of 64 MB.
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
         ],
     }
     return {"replicas": replicas, "restartPolicy": "OnFailure", "template": {"spec": pod}}

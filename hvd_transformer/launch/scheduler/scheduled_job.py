@@ -20,7 +20,6 @@ LAUNCHER_KEY = "/keys/launcher"  # workers accept the keys in its authorized_key
 WORKER_KEYS = "/keys/workers"  # workers put their host keys there for the launcher
 
 SAVE_SECONDS = 120  # that `launch` gives the ranks to save, from the signal to the end
-_CORES_PER_STAGE = 2  # one to compute, one to communicate
 
 
 def output_folder(output_dir: str) -> str:
@@ -75,11 +74,6 @@ class ScheduledJob:
         return name if name[:1].isalpha() else f"hvd-{name}".strip("-")
 
     @property
-    def num_ranks(self) -> int:
-        """One rank per slot."""
-        return sum(host.slots for host in self.hosts)
-
-    @property
     def slots(self) -> int:
         """Slots per host; the last host may have more than it needs.
 
@@ -98,8 +92,8 @@ class ScheduledJob:
 
     @property
     def cores_per_rank(self) -> int:
-        """The fewest cores that make sense."""
-        return _CORES_PER_STAGE * self.config.parallel.pipeline
+        """Two per pipeline stage: one to compute, one to communicate."""
+        return 2 * self.config.parallel.pipeline
 
     @property
     def container(self) -> str:
@@ -108,5 +102,6 @@ class ScheduledJob:
 
     def launch(self, *hosts: str) -> list[str]:
         """The launch command; `hosts` are the options that name the hosts."""
-        words = ["hvd-transformer", "launch", "-np", str(self.num_ranks), *hosts, *self.options]
+        num_ranks = sum(host.slots for host in self.hosts)
+        words = ["hvd-transformer", "launch", "-np", str(num_ranks), *hosts, *self.options]
         return [*words, "--", *self.settings] if self.settings else words
