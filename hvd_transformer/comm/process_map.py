@@ -110,7 +110,7 @@ class _LazyMap:
 
 
 def _start_worker() -> None:
-    """Leaves Ctrl-C to the parent, and makes the worker exit if its parent is killed."""
+    """Leave Ctrl-C to the parent, and make the worker exit if its parent is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _one_thread()
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -123,6 +123,6 @@ def _end_with_parent() -> None:
 
 
 def _one_thread() -> None:
-    """Limits the libraries of a worker to one thread: the workers themselves use all cores."""
+    """Limit the libraries of a worker to one thread: the workers themselves use all cores."""
     for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):
         os.environ.setdefault(name, "1")

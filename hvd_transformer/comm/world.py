@@ -32,7 +32,7 @@ class World(Group):
 
     @classmethod
     def start(cls, stall_seconds: float | None = None, groups: Sequence[Sequence[int]] = ()) -> "World":
-        """Joins the ranks that this process's launcher started; without a launcher, a world of one.
+        """Join the ranks that this process's launcher started; without a launcher, a world of one.
 
         Horovod's own time limits are set to at least `stall_seconds`. `groups` lists the process sets, each smaller
         than the world; it must be the same on all ranks.
@@ -76,7 +76,7 @@ class World(Group):
         return Group(self.link, ranks, list(ranks).index(self.rank), process_set, prompt=prompt)
 
     def close(self) -> None:
-        """Shuts Horovod down; all ranks must call it."""
+        """Shut Horovod down; all ranks must call it."""
         if self.link.horovod is not None:
             self.barrier()
             self.link.horovod.shutdown()
@@ -84,7 +84,7 @@ class World(Group):
 
 
 def agree(world: World, action: Callable[[], Result]) -> Result:
-    """Runs `action` on every rank and returns its result. A `UserError` of any rank is raised on all of them.
+    """Run `action` on every rank and return its result. A `UserError` of any rank is raised on all of them.
 
     `action` must not call collectives after a point where it can fail.
     """
@@ -101,6 +101,6 @@ def agree(world: World, action: Callable[[], Result]) -> Result:
 
 
 def _share_cores(local_size: int) -> None:
-    """Divides this host's cores among its ranks; by default every rank would use all of them."""
+    """Divide this host's cores among its ranks; by default every rank would use all of them."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, usable_cores() // local_size))

@@ -123,18 +123,18 @@ class GradNorm:
     """The norm of the whole gradient, over stages, tensor group and ZeRO shards.
 
     It joins the norms of the parameters' own gradients in the model's order, so that stages and buffers change no bit.
-    `counts` says for each parameter whether this rank's part of it counts: a weight that all ranks of a tensor group
-    hold counts once. `group` are the ranks that hold the other parts.
+    `counts` says for each parameter, in that order, whether this rank's part of it counts: a weight that all ranks of a
+    tensor group hold counts once. `group` are the ranks that hold the other parts.
     """
 
-    def __init__(self, counts: Sequence[bool], dtype: torch.dtype, device: torch.device, group: Group) -> None:
-        self.device, self.size = device, len(counts)
+    def __init__(self, counts: Mapping[str, bool], dtype: torch.dtype, device: torch.device, group: Group) -> None:
+        self._names, self._device, self._group = list(counts), device, group
         self._nothing = torch.zeros((), dtype=dtype, device=device)
-        self._group, self._counts = group, torch.tensor(counts, device=device)
+        self._counts = torch.tensor(list(counts.values()), device=device)
 
-    def __call__(self, own: Mapping[int, Tensor]) -> float:
-        """`own`: the norms of this rank's gradients by the parameter's number in the model. Collective."""
-        joined = torch.stack([own.get(number, self._nothing).to(self.device) for number in range(self.size)])
+    def __call__(self, own: Mapping[str, Tensor]) -> float:
+        """`own`: the norms of this rank's gradients by the parameter's name. Collective."""
+        joined = torch.stack([own.get(name, self._nothing).to(self._device) for name in self._names])
         if self._group.size == 1:
             return float(torch.linalg.vector_norm(joined))
         squares = self._group.all_reduce_((joined * self._counts).square(), "norms")

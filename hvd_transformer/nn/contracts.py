@@ -51,7 +51,7 @@ class TensorGroup(Protocol):
         """The number of pieces."""
         ...
 
-    def sum_(self, values: Tensor) -> Callable[[], None]:
+    def sum_(self, values: Tensor) -> Callable[[], object]:
         """Start the in-place sum of a contiguous tensor over the group; the function returned waits for it."""
         ...
 

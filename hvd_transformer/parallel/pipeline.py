@@ -13,7 +13,7 @@ With one stage everything runs in the caller's thread. `parallel.pipeline_schedu
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hvd_transformer.comm.group import PeerLost
 from hvd_transformer.gradients.buffers import GradBuffer
+from hvd_transformer.gradients.param_all_gather import ParamWaits
 from hvd_transformer.gradients.sync import GradSync
 from hvd_transformer.gradients.weight_grads import WeightGradStore
 from hvd_transformer.monitoring.timeline import Timeline
@@ -41,9 +42,7 @@ class Stage:
         self.layers, self.device = layers, device
         self.weight_grads = WeightGradStore()
         self.buffers: Sequence[GradBuffer] = ()
-
-    def wait_params(self, layer: Layer) -> None:
-        """Return when the layer's parameters are whole."""
+        self.waits: ParamWaits = {}
 
 
 class LossSink(Protocol):
@@ -114,17 +113,11 @@ class Pipeline:
             self.map(run.work)
             first_number += len(micro_batches)
 
-    @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """The losses only; raises `StageFailed`."""
         losses = Losses()
         run = ScheduleRun(self, micro_batches, forward_only(len(self.stages), len(micro_batches)), losses)
-
-        @torch.no_grad()  # it counts for its own thread only
-        def work(stage: int) -> None:
-            run.work(stage)
-
-        self.map(work)
+        self.map(torch.no_grad()(run.work))  # in each stage's own thread
         return losses
 
     def map(self, function: Callable[[int], Result]) -> list[Result]:
@@ -147,16 +140,9 @@ class Pipeline:
         return [future.result() for future in waiting]
 
     def close(self) -> None:
-        """Ends the workers."""
+        """End the workers."""
         for worker in self._workers:
             worker.shutdown()
-
-
-class SavedActivations(NamedTuple):
-    """What a stage keeps of a micro-batch from its forward to its backward."""
-
-    inputs: Tensors
-    outputs: Tensors
 
 
 class ScheduleRun:
@@ -203,7 +189,7 @@ class StageRunner:
         self._stage, self._streams, self._timeline = pipeline.stages[index], pipeline.streams[index], pipeline.timeline
         self._is_first, self._is_last = index == 0, index == len(pipeline.stages) - 1
         self._splits_backward = any(operation.kind == "weights" for operation in schedule_run.schedule[0])
-        self._saved: dict[int, SavedActivations] = {}
+        self._saved: dict[int, tuple[Tensors, Tensors]] = {}  # inputs and outputs, from forward to backward
         self._stage.weight_grads.clear()
 
     def run(self, operation: Operation) -> None:
@@ -243,7 +229,7 @@ class StageRunner:
         else:
             self._run.down[self._index + 1].put(self._streams.send([tensor.detach() for tensor in tensors]))
         if trains:
-            self._saved[number] = SavedActivations(inputs, tensors)
+            self._saved[number] = (inputs, tensors)
 
     def _backward(self, number: int) -> None:
         grads = None if self._is_last else self._receive(self._run.up[self._index].get())
@@ -275,7 +261,8 @@ class StageRunner:
             # The context is inside: a recomputed layer must see the same.
             with layer_context(self._run.pipeline.precision, self._stage.device, micro.dropout_key):
                 try:
-                    self._stage.wait_params(layer)
+                    for all_gather, place in self._stage.waits.get(layer.name, ()):
+                        all_gather.wait(place)
                     result = layer.run(*inputs)
                 except Exception as error:
                     error.failed_layer = layer.name  # type: ignore[attr-defined]

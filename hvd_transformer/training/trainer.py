@@ -106,7 +106,7 @@ class StepStats:
     def _send(self) -> None:
         numbers = torch.tensor(self._numbers, dtype=torch.float64).to(self._device, non_blocking=True)
         self._sums = torch.cat([self._loss[None], numbers])
-        self._wait: Callable[[], None] = self._world.all_reduce_async_(self._sums, "step.sums")
+        self._wait: Callable[[], Tensor] = self._world.all_reduce_async_(self._sums, "step.sums")
 
 
 class Trainer:
