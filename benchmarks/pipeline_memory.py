@@ -29,7 +29,7 @@ from benchmarks.workload import PIPELINE, SyntheticTask, make_config
 from hvd_transformer.atomic import write_text
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.nn.parallel_layers import WeightGradLayer
-from hvd_transformer.parallel.pipeline import Losses, Pipeline, Recompute, Stage
+from hvd_transformer.parallel.pipeline import Pipeline, Recompute, Stage
 from hvd_transformer.parallel.pipeline_schedule import SCHEDULES, ScheduleName, make_schedule
 from hvd_transformer.planning.layer_profile import ParameterGrads
 from hvd_transformer.planning.memory_plan import RECOMPUTES, make_plan
@@ -84,16 +84,16 @@ def measure(kind: ScheduleName, recompute: Recompute) -> Memory:
     # In the workers themselves: hooks and modes are a thread's own. Not in `context`, which is inside a checkpoint:
     # there the hooks would take the tensors from the checkpoint, and keep them.
     pipeline.map(lambda stage: saved[stage].enter())
-    pipeline.forward_backward([micro_batches[:1]], 1.0, Losses())
+    pipeline.forward_backward([micro_batches[:1]], 1.0, [].append)
     single = [counter.take_peak() for counter in saved]
-    pipeline.forward_backward([micro_batches], 1.0, Losses())
+    pipeline.forward_backward([micro_batches], 1.0, [].append)
     held = [counter.take_peak() / one for counter, one in zip(saved, single, strict=True)]
     pipeline.map(lambda stage: saved[stage].leave())
     allocated = [AllocationTracker() for _ in stages]
     pipeline.map(lambda stage: allocated[stage].__enter__())
     ctypes.CDLL(None).malloc_trim(0)
     before = reset_peak()
-    pipeline.forward_backward([micro_batches], 1.0, Losses())
+    pipeline.forward_backward([micro_batches], 1.0, [].append)
     process = status("VmHWM") - before
     pipeline.map(lambda stage: allocated[stage].__exit__(None, None, None))
     pipeline.close()

@@ -24,8 +24,7 @@ def launched() -> Launched:
     """Rank, world size and number of ranks on this host; (0, 1, 1) if no launcher started this process."""
     for rank, size, local_size in _FAMILIES:
         if rank in os.environ and size in os.environ:
-            values = (os.environ[rank], os.environ[size], os.environ.get(local_size, os.environ[size]))
-            return Launched(*map(int, values))
+            return Launched(*(int(os.environ.get(name, os.environ[size])) for name in (rank, size, local_size)))
     return Launched(0, 1, 1)
 
 

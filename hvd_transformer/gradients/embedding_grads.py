@@ -68,13 +68,11 @@ class EmbeddingGrad:
 
     def add(self, matrix: Tensor) -> None:
         """Add this rank's rows to `matrix` [V, D], which is then sent as a whole."""
-        _add_rows(matrix, *self._joined())
-        self.clear()
+        _add_rows(matrix, *self._take())
 
     def send(self) -> None:
         """Start to gather the rows of all ranks."""
-        tokens, rows = self._joined()
-        self.clear()
+        tokens, rows = self._take()
         self._gathered = [
             self.group.all_gather_async(tokens, f"{self.name}.tokens"),
             self.group.all_gather_async(rows.to(self.wire), f"{self.name}.rows"),
@@ -92,11 +90,12 @@ class EmbeddingGrad:
             tokens, rows = tokens[own], rows[own]
         _add_rows(matrix, tokens, rows)
 
-    def _joined(self) -> tuple[Tensor, Tensor]:
+    def _take(self) -> tuple[Tensor, Tensor]:
         like = self.parameter
         if not self._rows:  # a rank without samples
             return like.new_empty(0, dtype=torch.int64), like.new_empty(0, like.size(1))
         tokens, rows = (torch.cat(parts) for parts in zip(*self._rows, strict=True))
+        self.clear()
         return tokens.to(like.device), rows.to(like.device, like.dtype)  # a tied matrix is on its last stage's device
 
 

@@ -18,8 +18,8 @@ only; in stage 2, where it keeps no other gradients, every backward sends (`Shar
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -39,37 +39,35 @@ class GradSync:
 
     Afterwards every buffer's `own_gradients` hold the sum over all backwards and all ranks of `group`.
     `compression="fp16"` sends half precision, which rounds the sums. `embeddings` names the parameters whose lookups
-    give their gradient to `embedding_grads`; one whose rows are gathered needs a buffer alone. `stages` groups the
-    buffers by pipeline stage; stages fill theirs side by side.
+    give their gradient to `embedding_grads`; one whose rows are gathered needs a buffer alone. `stages` are the buffers
+    of each pipeline stage; stages fill theirs side by side.
     """
 
     def __init__(
         self,
-        buffers: Sequence[GradBuffer],
+        stages: Sequence[Sequence[GradBuffer]],
         group: Group,
         *,
         overlap: bool = True,
         compression: str = "none",
         embeddings: Mapping[str, EmbeddingGradPlan] | None = None,
         timeline: Timeline | None = None,
-        stages: Sequence[Sequence[GradBuffer]] | None = None,
     ) -> None:
-        self.buffers, self.group = buffers, group
+        self.buffers, self.group = list(chain.from_iterable(stages)), group
         self.timeline = timeline or Timeline(0, [])
         self.overlap = overlap and group.size > 1
         self.wire = torch.float16 if compression == "fp16" and group.size > 1 else None
         self.embedding_grads: dict[str, EmbeddingGrad] = {}
-        self._index = {buffer: index for index, buffer in enumerate(buffers)}
+        self._index = {buffer: index for index, buffer in enumerate(self.buffers)}
         # The order in which one micro-batch's backward fills them.
-        self._stages = list(stages or [buffers])
-        self._order = [buffer for stage in reversed(self._stages) for buffer in stage]
-        self._num_dense = {buffer: len(buffer.slots) for buffer in buffers}  # gradients that are not rows alone
+        self._order = list(chain.from_iterable(reversed(stages)))
+        self._num_dense = {buffer: len(buffer.slots) for buffer in self.buffers}  # gradients that are not rows alone
         self._gathered: list[tuple[GradBuffer, ParamSlot, EmbeddingGrad]] = []
         self._added: dict[GradBuffer, list[tuple[ParamSlot, EmbeddingGrad]]] = {}  # before the buffer is sent
-        self._sharded = group.size > 1 and any(buffer.shard.count > 1 for buffer in buffers)
-        self._num_sent = dict.fromkeys(buffers, 0)  # in this step
+        self._sharded = group.size > 1 and self.buffers[0].shard.count > 1
+        self._num_sent = dict.fromkeys(self.buffers, 0)  # in this step
         self._in_flight: dict[GradBuffer, Callable[[], Tensor]] = {}
-        for buffer in buffers:
+        for buffer in self.buffers:
             for slot in buffer.slots:
                 if embeddings is not None and slot.name in embeddings:
                     self._plan_rows(buffer, slot, embeddings[slot.name])
@@ -83,13 +81,13 @@ class GradSync:
         for embedding_grad in self.embedding_grads.values():
             embedding_grad.clear()
 
-    def expect_last_backward(self, buffers: Sequence[GradBuffer] | None = None) -> None:
-        """The next backward is the step's last one for these buffers (None: all): send each as soon as it is full.
+    def expect_last_backward(self, buffers: Sequence[GradBuffer]) -> None:
+        """The next backward is the step's last one for these buffers: send each as soon as it is full.
 
         Pipeline stages may call this, and run their backwards, side by side.
         """
         if self.overlap:
-            for buffer in self.buffers if buffers is None else buffers:
+            for buffer in buffers:
                 buffer.missing = 0 if buffer in self._added else self._num_dense[buffer]
 
     def count_grad(self, buffer: GradBuffer) -> None:
@@ -160,21 +158,19 @@ class GradSync:
             add(own, found, first=self._num_sent[buffer] == 1)
 
 
-@dataclass
-class _StageQueue:
+class _StageQueue(dict[GradBuffer, None]):
     """The buffers of one stage that are in flight, the oldest first."""
 
-    buffers: dict[GradBuffer, None] = field(default_factory=dict)
-    bytes: int = 0
+    bytes = 0
 
 
 class ShardedGradSync(GradSync):
     """ZeRO stage 2: every backward sends, since between backwards a rank keeps its shard's gradients only."""
 
-    def __init__(self, buffers: Sequence[GradBuffer], group: Group, **options: Any) -> None:
-        super().__init__(buffers, group, **options)
+    def __init__(self, stages: Sequence[Sequence[GradBuffer]], group: Group, **options: Any) -> None:
+        super().__init__(stages, group, **options)
         self._queues: dict[GradBuffer, _StageQueue] = {}  # one per stage
-        for stage in self._stages:
+        for stage in stages:
             self._queues.update(dict.fromkeys(stage, _StageQueue()))
 
     def begin_step(self, num_backwards: int = 1) -> None:
@@ -184,7 +180,7 @@ class ShardedGradSync(GradSync):
         backwards = torch.tensor([num_backwards])
         self._wait_max_backwards = self.group.all_reduce_async_(backwards, "backwards", "max")
 
-    def expect_last_backward(self, buffers: Sequence[GradBuffer] | None = None) -> None:
+    def expect_last_backward(self, buffers: Sequence[GradBuffer]) -> None:
         pass
 
     def send_rest(self) -> None:
@@ -200,9 +196,9 @@ class ShardedGradSync(GradSync):
         if buffer in self._in_flight:
             self._arrive(buffer)
         queue, size = self._queues[buffer], buffer.parameters.nbytes
-        while queue.buffers and queue.bytes + size > MAX_IN_FLIGHT:
-            self._arrive(next(iter(queue.buffers)))
-        queue.buffers[buffer] = None
+        while queue and queue.bytes + size > MAX_IN_FLIGHT:
+            self._arrive(next(iter(queue)))
+        queue[buffer] = None
         queue.bytes += size
         super()._send(buffer)
         if not self.overlap:
@@ -211,11 +207,11 @@ class ShardedGradSync(GradSync):
     def _arrive(self, buffer: GradBuffer) -> None:
         super()._arrive(buffer)
         queue = self._queues[buffer]
-        del queue.buffers[buffer]
+        del queue[buffer]
         queue.bytes -= buffer.parameters.nbytes
 
 
-def make_grad_sync(buffers: Sequence[GradBuffer], group: Group, **options: Any) -> GradSync:
-    """The `GradSync` that the buffers' sharding needs. `options` as there."""
-    sharded = group.size > 1 and buffers[0].shard.gradients
-    return (ShardedGradSync if sharded else GradSync)(buffers, group, **options)
+def make_grad_sync(stages: Sequence[Sequence[GradBuffer]], group: Group, **options: Any) -> GradSync:
+    """The `GradSync` that the buffers' sharding needs, with its arguments."""
+    sharded = group.size > 1 and next(chain.from_iterable(stages)).shard.gradients
+    return (ShardedGradSync if sharded else GradSync)(stages, group, **options)

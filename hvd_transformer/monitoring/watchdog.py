@@ -69,7 +69,6 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         faulthandler.register(signal.SIGUSR1, self._stacks)
         self._thread.start()
 

@@ -44,20 +44,16 @@ class TensorGroup(Protocol):
     @property
     def index(self) -> int:
         """This rank's piece, from 0."""
-        ...
 
     @property
     def count(self) -> int:
         """The number of pieces."""
-        ...
 
     def sum_(self, values: Tensor) -> Callable[[], object]:
         """Start the in-place sum of a contiguous tensor over the group; the function returned waits for it."""
-        ...
 
     def gather(self, values: Tensor) -> Tensor:
         """Stack every rank's tensor of this shape [...], in rank order: [count, ...]."""
-        ...
 
 
 class WeightGrads(Protocol):
@@ -65,7 +61,6 @@ class WeightGrads(Protocol):
 
     def put(self, values: Tensor, grad: Tensor) -> None:
         """Called in backward with the layer's input [N, D_in] and the gradient of its output [N, D_out]."""
-        ...
 
 
 class EmbeddingGrads(Protocol):
@@ -73,4 +68,3 @@ class EmbeddingGrads(Protocol):
 
     def put(self, tokens: Tensor, rows: Tensor) -> None:
         """Called in backward with the token numbers [N] and the gradient of their vectors [N, D]."""
-        ...

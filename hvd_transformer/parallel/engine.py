@@ -1,6 +1,5 @@
 """One rank's model, wired for training: stages on their devices, gradient buffers, collectives, optimizer, pipeline."""
 
-from collections import ChainMap
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -86,22 +85,21 @@ class Engine:
         ]
         embeddings = plan_embedding_grads(model, config.communication.embedding_rows, num_tokens)
         self._add_buffers(model, {name for name, plan in embeddings.items() if plan.gather})
-        self.buffers = [buffer for stage in self.stages for buffer in stage.buffers]
+        buffers = [stage.buffers for stage in self.stages]
         if mesh.zero_shard.count > 1:
-            of_stages = [stage.buffers for stage in self.stages]
-            gathers, waits = make_param_all_gathers(layers, of_stages, mesh.dp_group)
+            gathers, waits = make_param_all_gathers(layers, buffers, mesh.dp_group)
             for stage, gather in zip(self.stages, gathers, strict=True):
                 stage.all_gather, stage.waits = gather, waits
         self.timeline = Timeline(world.rank, [f"stage {stage}" for stage in range(len(self.stages))])
         self.grad_sync = make_grad_sync(
-            self.buffers,
+            buffers,
             mesh.dp_group,
             overlap=config.communication.overlap,
             compression=config.communication.compression,
             embeddings=embeddings,
             timeline=self.timeline,
-            stages=[stage.buffers for stage in self.stages],
         )
+        self.buffers = self.grad_sync.buffers
         for name, plan in embeddings.items():
             for embedding in plan.embeddings:
                 embedding.embedding_grads = self.grad_sync.embedding_grads[name]
@@ -135,7 +133,7 @@ class Engine:
     def grad_norm(self) -> float:
         """The norm of the reduced gradient of the whole model. Collective."""
         norms = self.pipeline.map(lambda stage: self.stages[stage].norms())
-        return self._norm(ChainMap(*norms))
+        return self._norm({name: norm for own in norms for name, norm in own.items()})
 
     def update(self, factor: float, rate: float) -> None:
         """One optimizer step of all stages, side by side, with the gradients × `factor`."""

@@ -13,7 +13,8 @@ With one stage everything runs in the caller's thread. `parallel.pipeline_schedu
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from typing import Literal, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,18 +44,6 @@ class Stage:
         self.weight_grads = WeightGradStore()
         self.buffers: Sequence[GradBuffer] = ()
         self.waits: ParamWaits = {}
-
-
-class LossSink(Protocol):
-    """Takes the loss of each micro-batch, in order, from the last stage's worker."""
-
-    def add_loss(self, loss: Tensor) -> None: ...
-
-
-class Losses(list[Tensor]):
-    """A `LossSink` that keeps the losses."""
-
-    add_loss = list.append
 
 
 class StageFailed(RuntimeError):
@@ -99,24 +88,26 @@ class Pipeline:
             for stage in range(len(stages) if len(stages) > 1 else 0)
         ]
 
-    def forward_backward(self, accumulation: Sequence[Sequence[MicroBatch]], scale: float, losses: LossSink) -> None:
+    def forward_backward(
+        self, accumulation: Sequence[Sequence[MicroBatch]], scale: float, add_loss: Callable[[Tensor], None]
+    ) -> None:
         """Run all micro-batches of a step, one accumulation step after the other; raises `StageFailed`.
 
-        Gradients are those of `scale` × the sum of the losses. In the last accumulation step full gradient buffers are
-        sent while backward goes on.
+        The last stage's worker gives each micro-batch's loss to `add_loss`, in order. Gradients are those of `scale` ×
+        the sum of the losses. In the last accumulation step full gradient buffers are sent while backward goes on.
         """
         first_number = 0
         for number, micro_batches in enumerate(accumulation, start=1):
             schedule = make_schedule(self.schedule, len(self.stages), len(micro_batches))
             grad_sync = self.grad_sync if number == len(accumulation) else None
-            run = ScheduleRun(self, micro_batches, schedule, losses, first_number, scale, grad_sync)
+            run = ScheduleRun(self, micro_batches, schedule, add_loss, first_number, scale, grad_sync)
             self.map(run.work)
             first_number += len(micro_batches)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """The losses only; raises `StageFailed`."""
-        losses = Losses()
-        run = ScheduleRun(self, micro_batches, forward_only(len(self.stages), len(micro_batches)), losses)
+        losses: list[Tensor] = []
+        run = ScheduleRun(self, micro_batches, forward_only(len(self.stages), len(micro_batches)), losses.append)
         self.map(torch.no_grad()(run.work))  # in each stage's own thread
         return losses
 
@@ -145,25 +136,22 @@ class Pipeline:
             worker.shutdown()
 
 
+@dataclass
 class ScheduleRun:
-    """One pass of some micro-batches through all stages. `first_number` is the first one's number within the step."""
+    """One pass of some micro-batches through all stages."""
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        micro_batches: Sequence[MicroBatch],
-        schedule: Schedule,
-        losses: LossSink,
-        first_number: int = 0,
-        scale: float = 1.0,
-        grad_sync: GradSync | None = None,
-    ) -> None:
-        self.pipeline, self.micro_batches, self.schedule, self.losses = pipeline, micro_batches, schedule, losses
-        self.first_number, self.scale, self.grad_sync = first_number, scale, grad_sync
-        num_stages = len(pipeline.stages)
+    pipeline: Pipeline
+    micro_batches: Sequence[MicroBatch]
+    schedule: Schedule
+    add_loss: Callable[[Tensor], None]
+    first_number: int = 0  # of the first micro-batch, within the step
+    scale: float = 1.0
+    grad_sync: GradSync | None = None
+
+    def __post_init__(self) -> None:
+        num_stages = len(self.schedule)
         # Of this size no schedule ever waits for room while its neighbour waits for it.
-        self.down: list[Channel[StageTensors]] = [Channel(num_stages) for _ in range(num_stages)]
-        self.up: list[Channel[StageTensors]] = [Channel(num_stages) for _ in range(num_stages)]
+        self.down, self.up = ([Channel(num_stages) for _ in range(num_stages)] for _ in range(2))
 
     def work(self, stage: int) -> None:
         """All operations of one stage; an error ends the other stages, too."""
@@ -193,7 +181,6 @@ class StageRunner:
         self._stage.weight_grads.clear()
 
     def run(self, operation: Operation) -> None:
-        """One operation of the schedule."""
         kind, number = operation
         if kind == "forward":
             self._forward(number)
@@ -225,7 +212,7 @@ class StageRunner:
                     tensors += tuple(tensor for tensor in targets if tensor is not None)
                 tensors = self._call(layer, tensors, micro, recomputes and layer.recompute)
         if self._is_last:
-            self._run.losses.add_loss(tensors[0].detach())
+            self._run.add_loss(tensors[0].detach())
         else:
             self._run.down[self._index + 1].put(self._streams.send([tensor.detach() for tensor in tensors]))
         if trains:

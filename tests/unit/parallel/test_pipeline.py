@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hvd_transformer.comm.group import PeerLost
 from hvd_transformer.nn.contracts import Layer, MicroBatch
-from hvd_transformer.parallel.pipeline import Losses, Pipeline, Stage, StageFailed
+from hvd_transformer.parallel.pipeline import Pipeline, Stage, StageFailed
 from hvd_transformer.parallel.pipeline_schedule import SCHEDULES, ScheduleName, make_schedule
 
 CPU = torch.device("cpu")
@@ -43,8 +43,8 @@ def made(num_stages: int, wrap: Callable[[str, nn.Module], Callable] = lambda na
 
 
 def train(pipeline: Pipeline, batches: list[MicroBatch], scale: float = 1.0) -> list[Tensor]:
-    losses = Losses()
-    pipeline.forward_backward([batches], scale, losses)
+    losses: list[Tensor] = []
+    pipeline.forward_backward([batches], scale, losses.append)
     return losses
 
 

@@ -89,17 +89,6 @@ def test_evaluation_goes_forward_alone() -> None:
     assert forward_only(2, 3) == [operations("F0 F1 F2")] * 2
 
 
-@pytest.mark.parametrize(("num_stages", "count"), [(0, 1), (1, 0), (-1, 2)])
-def test_no_stage_or_no_micro_batch_is_refused(num_stages: int, count: int) -> None:
-    with pytest.raises(ValueError, match=f"^{num_stages} stages and {count} micro-batches"):
-        make_schedule("1f1b", num_stages, count)
-
-
-def test_an_unknown_schedule_is_refused() -> None:
-    with pytest.raises(ValueError, match="'zigzag'"):
-        make_schedule("zigzag", 2, 2)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("kind", WHOLE)
 @given(sizes, sizes, st.integers(1, 9), st.integers(1, 9))
 def test_equal_stages_idle_as_long_as_the_closed_form(
