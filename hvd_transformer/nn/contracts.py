@@ -41,13 +41,8 @@ class TensorSplit(NamedTuple):
 class TensorGroup(Protocol):
     """The ranks that hold the other pieces of one split layer."""
 
-    @property
-    def index(self) -> int:
-        """This rank's piece, from 0."""
-
-    @property
-    def count(self) -> int:
-        """The number of pieces."""
+    index: int  # this rank's piece, from 0
+    count: int  # the number of pieces
 
     def sum_(self, values: Tensor) -> Callable[[], object]:
         """Start the in-place sum of a contiguous tensor over the group; the function returned waits for it."""
