@@ -14,6 +14,8 @@ from contextlib import ExitStack, contextmanager
 from itertools import chain, islice
 from typing import Any, Protocol, TypeVar
 
+from hvd_transformer.comm.horovod_env import usable_cores
+
 A = TypeVar("A")
 B = TypeVar("B")
 
@@ -53,7 +55,7 @@ def process_map(processes: int) -> Iterator[OrderedMap]:
 
     With one process it is the builtin `map`.
     """
-    processes = processes or len(os.sched_getaffinity(0))
+    processes = processes or usable_cores()
     if processes == 1:
         yield map
         return

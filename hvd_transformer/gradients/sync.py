@@ -64,7 +64,7 @@ class GradSync:
         self._num_dense = {buffer: len(buffer.slots) for buffer in self.buffers}  # gradients that are not rows alone
         self._gathered: list[tuple[GradBuffer, ParamSlot, EmbeddingGrad]] = []
         self._added: dict[GradBuffer, list[tuple[ParamSlot, EmbeddingGrad]]] = {}  # before the buffer is sent
-        self._sharded = group.size > 1 and self.buffers[0].shard.count > 1
+        self._sharded = self.buffers[0].shard.count > 1
         self._num_sent = dict.fromkeys(self.buffers, 0)  # in this step
         self._in_flight: dict[GradBuffer, Callable[[], Tensor]] = {}
         for buffer in self.buffers:
@@ -213,5 +213,5 @@ class ShardedGradSync(GradSync):
 
 def make_grad_sync(stages: Sequence[Sequence[GradBuffer]], group: Group, **options: Any) -> GradSync:
     """The `GradSync` that the buffers' sharding needs, with its arguments."""
-    sharded = group.size > 1 and next(chain.from_iterable(stages)).shard.gradients
-    return (ShardedGradSync if sharded else GradSync)(stages, group, **options)
+    shard = next(chain.from_iterable(stages)).shard
+    return (ShardedGradSync if shard.gradients else GradSync)(stages, group, **options)
