@@ -125,10 +125,6 @@ class CudaStageStreams(StageStreams):
 
 
 def make_streams(devices: Sequence[torch.device]) -> list[StageStreams]:
-    """The streams of the stages on these devices."""
-    if len(devices) > 1 and all(device.type == "cuda" for device in devices):
-        here = torch.cuda.current_device()
-        return [
-            CudaStageStreams(torch.device("cuda", here if device.index is None else device.index)) for device in devices
-        ]
-    return [StageStreams(device) for device in devices]
+    """The streams of the stages on these devices; a GPU has its index."""
+    on_gpus = len(devices) > 1 and all(device.type == "cuda" for device in devices)
+    return [CudaStageStreams(device) if on_gpus else StageStreams(device) for device in devices]

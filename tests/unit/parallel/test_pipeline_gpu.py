@@ -18,7 +18,7 @@ class Loss(nn.Module):
 
 def made(num_stages: int, schedule: str) -> tuple[list[nn.Module], Pipeline]:
     torch.manual_seed(0)
-    device = torch.device("cuda")
+    device = torch.device("cuda", 0)
     modules = [*(nn.Sequential(nn.Linear(64, 64), nn.GELU()).to(device) for _ in range(7)), Loss()]
     layers = [Layer(f"layer{number}", module, module) for number, module in enumerate(modules)]
     size = len(layers) // num_stages
