@@ -29,16 +29,17 @@ from benchmarks.workload import PIPELINE, SyntheticTask, make_config
 from hvd_transformer.atomic import write_text
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.nn.parallel_layers import WeightGradLayer
-from hvd_transformer.parallel.pipeline import Losses, Pipeline, Recompute, Stage
-from hvd_transformer.parallel.pipeline_schedule import SCHEDULES, ScheduleName, make_schedule, most_in_flight
+from hvd_transformer.parallel.pipeline import Pipeline, Recompute, Stage
+from hvd_transformer.parallel.pipeline_schedule import SCHEDULES, ScheduleName, make_schedule
 from hvd_transformer.planning.layer_profile import ParameterGrads
 from hvd_transformer.planning.memory_plan import RECOMPUTES, make_plan
-from hvd_transformer.planning.pass_memory import AllocationTracker
+from hvd_transformer.planning.pass_memory import AllocationTracker, PassMemory, peak_activations
 
 CUT = (3, 2, 2, 3)  # 2 blocks a stage; the embedding with the first, the head with the last
 CONFIG = make_config([*PIPELINE, f"parallel.pipeline={len(CUT)}", f"parallel.partition={list(CUT)}"])
 TOLERANCE = 0.15  # between the plan and what is measured
 _MIB = 2**20
+_ONE = PassMemory(inputs=0, forward=1, kept=1, backward=1, late=1)  # counts micro-batches
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,10 @@ class Memory:
     def as_promised(self) -> bool:
         """A hundredth is for what a stage saves beside its micro-batches."""
         schedule = make_schedule(self.schedule, len(CUT), CONFIG.parallel.micro_batches)
-        return all(held <= most_in_flight(own) + 0.01 for held, own in zip(self.held, schedule, strict=True))
+        return all(
+            held <= peak_activations(own, "never", _ONE, _ONE) + 0.01
+            for held, own in zip(self.held, schedule, strict=True)
+        )
 
 
 def measure(kind: ScheduleName, recompute: Recompute) -> Memory:
@@ -80,16 +84,16 @@ def measure(kind: ScheduleName, recompute: Recompute) -> Memory:
     # In the workers themselves: hooks and modes are a thread's own. Not in `context`, which is inside a checkpoint:
     # there the hooks would take the tensors from the checkpoint, and keep them.
     pipeline.map(lambda stage: saved[stage].enter())
-    pipeline.forward_backward([micro_batches[:1]], 1.0, Losses())
+    pipeline.forward_backward([micro_batches[:1]], 1.0, [].append)
     single = [counter.take_peak() for counter in saved]
-    pipeline.forward_backward([micro_batches], 1.0, Losses())
+    pipeline.forward_backward([micro_batches], 1.0, [].append)
     held = [counter.take_peak() / one for counter, one in zip(saved, single, strict=True)]
     pipeline.map(lambda stage: saved[stage].leave())
     allocated = [AllocationTracker() for _ in stages]
     pipeline.map(lambda stage: allocated[stage].__enter__())
     ctypes.CDLL(None).malloc_trim(0)
     before = reset_peak()
-    pipeline.forward_backward([micro_batches], 1.0, Losses())
+    pipeline.forward_backward([micro_batches], 1.0, [].append)
     process = status("VmHWM") - before
     pipeline.map(lambda stage: allocated[stage].__exit__(None, None, None))
     pipeline.close()

@@ -28,15 +28,16 @@ class FakeWorld(World):
     def group(self, ranks: Sequence[int], *, prompt: bool = False) -> Group:
         return self if len(ranks) == self.size else super().group(ranks, prompt=prompt)
 
-    def all_reduce_async_(self, tensor: Tensor, name: str, operation: str = "sum") -> Callable[[], None]:
+    def all_reduce_async_(self, tensor: Tensor, name: str, operation: str = "sum") -> Callable[[], Tensor]:
         assert tensor.is_contiguous()
         self.events.append(f"send {name}")
         self.sent[name] = tensor.detach().clone()
 
-        def wait() -> None:
+        def wait() -> Tensor:
             self.events.append(f"wait {name}")
             if operation == "sum":
                 tensor.mul_(self.size)
+            return tensor
 
         return wait
 

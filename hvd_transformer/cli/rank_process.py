@@ -66,7 +66,7 @@ def _run(command: str, work: "Work", rank: int, watchdog: "Watchdog", groups: Se
         else:
             time.sleep(1)  # a launcher kills all ranks at the first exit
         _leave(WRONG_INPUT)  # an MPI that failed to start would not shut down either
-    watchdog.heartbeat.world = world
+    watchdog.heartbeat.link = world.link
     try:
         code = work(world, stop, watchdog)
         world.close()

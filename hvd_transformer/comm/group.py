@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -34,8 +34,10 @@ class Link:
         self.ended = 0
 
     def wait(self, handle: Any, name: str, poll_seconds: float) -> Any:
-        """Waits for an asynchronous collective and returns its result. It sleeps while waiting: spinning would take the
-        core from other ranks and from this rank's own transfers."""
+        """Wait for an asynchronous collective and return its result.
+
+        It sleeps while waiting: spinning would take the core from other ranks and from this rank's own transfers.
+        """
         hvd = self.horovod
         assert hvd is not None
         self.waiting[name] = None
@@ -47,8 +49,7 @@ class Link:
         return result
 
     def guard(self, action: Callable[[], Any]) -> Any:
-        """Returns the result of `action`. Raises `PeerLost` if Horovod has lost a rank."""
-        assert self.horovod is not None
+        """Return the result of `action`. Raises `PeerLost` if Horovod has lost a rank."""
         from horovod.common.exceptions import HorovodInternalError
 
         try:
@@ -67,7 +68,8 @@ class Group:
     def __init__(
         self, link: Link, ranks: Sequence[int], rank: int, process_set: Any = None, *, prompt: bool = False
     ) -> None:
-        self._link, self.ranks, self._set = link, list(ranks), process_set
+        self._link, self.ranks = link, list(ranks)
+        self._where = {} if process_set is None else {"process_set": process_set}
         self.rank, self.size = rank, len(self.ranks)
         self._poll_seconds = PROMPT_POLL_SECONDS if prompt else POLL_SECONDS
 
@@ -75,63 +77,47 @@ class Group:
     def _horovod(self) -> ModuleType | None:
         return None if self.size == 1 else self._link.horovod
 
-    @property
-    def _where(self) -> dict[str, Any]:
-        return {} if self._set is None else {"process_set": self._set}
-
-    def all_reduce_async_(self, tensor: Tensor, name: str, operation: Operation = "sum") -> Callable[[], None]:
-        """Reduces a contiguous tensor over the ranks, in place; returns a function that waits for the end."""
+    def all_reduce_async_(self, tensor: Tensor, name: str, operation: Operation = "sum") -> Callable[[], Tensor]:
+        """Start to reduce a contiguous tensor over the ranks, in place; the function returned waits, and returns it."""
         hvd = self._horovod
         if hvd is None:
-            return _done
+            return lambda: tensor
         kinds = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
-        handle = self._link.guard(lambda: hvd.allreduce_async_(tensor, name=name, op=kinds[operation], **self._where))
-        return lambda: self._wait(handle, name)
+        return self._start(hvd.allreduce_async_, tensor, name, op=kinds[operation])
 
     def all_reduce_(self, tensor: Tensor, name: str, operation: Operation = "sum") -> Tensor:
-        """Reduces a contiguous tensor over the ranks, in place, and waits."""
-        self.all_reduce_async_(tensor, name, operation)()
-        return tensor
+        """Reduce a contiguous tensor over the ranks, in place, and wait."""
+        return self.all_reduce_async_(tensor, name, operation)()
 
     def reduce_scatter_async(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
-        """Sums a contiguous 1-D tensor over the ranks and scatters it in equal parts, in rank order.
+        """Sum a contiguous 1-D tensor over the ranks and scatter it in equal parts, in rank order.
 
-        Returns a function that waits for this rank's part. The tensor may be overwritten.
+        The function returned waits for this rank's part. The tensor may be overwritten.
         """
         hvd = self._horovod
         if hvd is None:
             return lambda: tensor
         # Unless the number of ranks is a power of two, gloo's can return memory that another rank has already freed.
         if self._link.sums_whole or (self._link.gloo and self.size.bit_count() > 1):
-            done = self.all_reduce_async_(tensor, name)
-
-            def own() -> Tensor:
-                done()
-                return tensor.view(self.size, -1)[self.rank]
-
-            return own
-        parts = tensor.view(self.size, -1)
-        handle = self._link.guard(lambda: hvd.reducescatter_async(parts, name=name, op=hvd.Sum, **self._where))
-        return lambda: cast(Tensor, self._wait(handle, name)).flatten()
+            wait = self.all_reduce_async_(tensor, name)
+            return lambda: wait().view(self.size, -1)[self.rank]
+        wait = self._start(hvd.reducescatter_async, tensor.view(self.size, -1), name, op=hvd.Sum)
+        return lambda: wait().flatten()
 
     def all_gather_async(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
-        """Concatenates the ranks' contiguous tensors along the first dimension, whose size may differ between ranks.
+        """Concatenate the ranks' contiguous tensors along the first dimension, whose size may differ between ranks.
 
-        Returns a function that waits for the result, in rank order.
+        The function returned waits for the result, in rank order.
         """
         hvd = self._horovod
-        if hvd is None:
-            return lambda: tensor
-        handle = self._link.guard(lambda: hvd.allgather_async(tensor, name=name, **self._where))
-        return lambda: cast(Tensor, self._wait(handle, name))
+        return (lambda: tensor) if hvd is None else self._start(hvd.allgather_async, tensor, name)
 
     def broadcast_(self, tensor: Tensor, name: str, root: int = 0) -> Tensor:
-        """Overwrites a contiguous tensor with that of rank `root` of this group."""
+        """Overwrite a contiguous tensor with that of rank `root` of this group."""
         hvd = self._horovod
         if hvd is not None:
-            first = self.ranks[root]  # Horovod expects the rank in the world, even within a process set
-            handle = self._link.guard(lambda: hvd.broadcast_async_(tensor, root_rank=first, name=name, **self._where))
-            self._wait(handle, name)
+            # Horovod expects the root's rank in the world, even within a process set.
+            self._start(hvd.broadcast_async_, tensor, name, root_rank=self.ranks[root])()
         return tensor
 
     def all_gather_objects(self, value: Any) -> list[Any]:
@@ -149,12 +135,11 @@ class Group:
         return self.all_gather_objects(value if self.rank == 0 else None)[0]
 
     def barrier(self) -> None:
-        """Waits until every rank of the group has called it."""
+        """Wait until every rank of the group has called it."""
         self.all_reduce_(torch.zeros(1), "barrier")
 
-    def _wait(self, handle: Any, name: str) -> Any:
-        return self._link.wait(handle, name, self._poll_seconds)
-
-
-def _done() -> None:
-    """Nothing to wait for."""
+    def _start(self, collective: Callable[..., Any], tensor: Tensor, name: str, **options: Any) -> Callable[[], Tensor]:
+        """Start a collective of Horovod's; the function returned waits for its result."""
+        link, poll_seconds = self._link, self._poll_seconds
+        handle = link.guard(lambda: collective(tensor, name=name, **options, **self._where))
+        return lambda: link.wait(handle, name, poll_seconds)

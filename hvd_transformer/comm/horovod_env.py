@@ -24,16 +24,12 @@ def launched() -> Launched:
     """Rank, world size and number of ranks on this host; (0, 1, 1) if no launcher started this process."""
     for rank, size, local_size in _FAMILIES:
         if rank in os.environ and size in os.environ:
-            return Launched(
-                int(os.environ[rank]),
-                int(os.environ[size]),
-                int(os.environ.get(local_size, os.environ[size])),
-            )
+            return Launched(*(int(os.environ.get(name, os.environ[size])) for name in (rank, size, local_size)))
     return Launched(0, 1, 1)
 
 
 def set_defaults(local_size: int, stall_seconds: float | None = None, *, prompt: bool = False) -> None:
-    """Sets defaults for unset variables of Horovod and Open MPI, tuned for gradient buckets. Call before `hvd.init`.
+    """Set defaults for unset variables of Horovod and Open MPI, tuned for gradient buckets. Call before `hvd.init`.
 
     `stall_seconds`: `training.stall_seconds`, if the user set it. `prompt`: layers wait for collectives (tensor
     parallelism).

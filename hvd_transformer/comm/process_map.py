@@ -14,6 +14,8 @@ from contextlib import ExitStack, contextmanager
 from itertools import chain, islice
 from typing import Any, Protocol, TypeVar
 
+from hvd_transformer.comm.horovod_env import usable_cores
+
 A = TypeVar("A")
 B = TypeVar("B")
 
@@ -53,7 +55,7 @@ def process_map(processes: int) -> Iterator[OrderedMap]:
 
     With one process it is the builtin `map`.
     """
-    processes = processes or len(os.sched_getaffinity(0))
+    processes = processes or usable_cores()
     if processes == 1:
         yield map
         return
@@ -110,7 +112,7 @@ class _LazyMap:
 
 
 def _start_worker() -> None:
-    """Leaves Ctrl-C to the parent, and makes the worker exit if its parent is killed."""
+    """Leave Ctrl-C to the parent, and make the worker exit if its parent is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _one_thread()
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -123,6 +125,6 @@ def _end_with_parent() -> None:
 
 
 def _one_thread() -> None:
-    """Limits the libraries of a worker to one thread: the workers themselves use all cores."""
+    """Limit the libraries of a worker to one thread: the workers themselves use all cores."""
     for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):
         os.environ.setdefault(name, "1")

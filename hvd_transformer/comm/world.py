@@ -32,7 +32,7 @@ class World(Group):
 
     @classmethod
     def start(cls, stall_seconds: float | None = None, groups: Sequence[Sequence[int]] = ()) -> "World":
-        """Joins the ranks that this process's launcher started; without a launcher, a world of one.
+        """Join the ranks that this process's launcher started; without a launcher, a world of one.
 
         Horovod's own time limits are set to at least `stall_seconds`. `groups` lists the process sets, each smaller
         than the world; it must be the same on all ranks.
@@ -41,7 +41,8 @@ class World(Group):
         """
         world = cls()
         place = launched()
-        _share_cores(place.local_size)
+        if "OMP_NUM_THREADS" not in os.environ:  # torch would give every rank all cores of its host
+            torch.set_num_threads(max(1, usable_cores() // place.local_size))
         if place.size == 1:
             return world
         set_defaults(place.local_size, stall_seconds, prompt=bool(groups))
@@ -70,13 +71,11 @@ class World(Group):
 
     def group(self, ranks: Sequence[int], *, prompt: bool = False) -> Group:
         """A group with this rank in it: the whole world, this rank alone, or one of the `groups` of `start`."""
-        process_set = None
-        if 1 < len(ranks) < self.size:
-            process_set = self._process_sets[tuple(ranks)]
+        process_set = self._process_sets[tuple(ranks)] if 1 < len(ranks) < self.size else None
         return Group(self.link, ranks, list(ranks).index(self.rank), process_set, prompt=prompt)
 
     def close(self) -> None:
-        """Shuts Horovod down; all ranks must call it."""
+        """Shut Horovod down; all ranks must call it."""
         if self.link.horovod is not None:
             self.barrier()
             self.link.horovod.shutdown()
@@ -84,7 +83,7 @@ class World(Group):
 
 
 def agree(world: World, action: Callable[[], Result]) -> Result:
-    """Runs `action` on every rank and returns its result. A `UserError` of any rank is raised on all of them.
+    """Run `action` on every rank and return its result. A `UserError` of any rank is raised on all of them.
 
     `action` must not call collectives after a point where it can fail.
     """
@@ -98,9 +97,3 @@ def agree(world: World, action: Callable[[], Result]) -> Result:
         if failure is not None:
             raise AgreedError(failure if rank == 0 else f"rank {rank}: {failure}")
     return cast(Result, result)
-
-
-def _share_cores(local_size: int) -> None:
-    """Divides this host's cores among its ranks; by default every rank would use all of them."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, usable_cores() // local_size))

@@ -9,9 +9,8 @@ decay first:
     shards      |  rank 0  |  rank 1 | rank 2 |      ZeRO: which rank's optimizer updates what
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -51,12 +50,6 @@ class ParamSlot:
         return flat[self.start : self.stop].view(self.parameter.shape)
 
 
-class BufferListener(Protocol):
-    """Told when a buffer has all gradients of its last backward."""
-
-    def buffer_ready(self, buffer: "GradBuffer") -> None: ...
-
-
 class GradBuffer:
     """A flat block of parameters and the one of their gradients; parameters become views into it.
 
@@ -73,18 +66,15 @@ class GradBuffer:
         *,
         by_rows: bool = False,
     ) -> None:
-        decayed = [item for item in parameters if item[0] not in no_decay]
-        others = [item for item in parameters if item[0] in no_decay]
         first = parameters[0][1]
         step = ALIGNMENT // first.element_size()
         self.shard = shard
         self.slots: list[ParamSlot] = []
         position = self.decay_stop = 0
-        for group in (decayed, others):
-            for name, parameter in group:
-                self.slots.append(ParamSlot(name, parameter, position))
-                position += -(-parameter.numel() // step) * step
-            if group is decayed:
+        for name, parameter in sorted(parameters, key=lambda item: item[0] in no_decay):
+            self.slots.append(ParamSlot(name, parameter, position))
+            position += -(-parameter.numel() // step) * step
+            if name not in no_decay:
                 self.decay_stop = position
         if by_rows:
             position, step = first.numel(), first.numel() // first.size(0)
@@ -96,9 +86,7 @@ class GradBuffer:
             slot.view(self.parameters).copy_(slot.parameter.data)
             slot.parameter.data = slot.view(self.parameters)
         # The state of one step.
-        self.listener: BufferListener | None = None
-        self.sends = False  # tells the listener when no gradient is missing
-        self._missing = 0
+        self.missing = 0  # gradients of the last backward, before the buffer is sent
         self._written: set[str] = set()
         self._views: dict[str, Tensor] = {}
         self._flat: Tensor | None = None
@@ -120,36 +108,16 @@ class GradBuffer:
 
     def decay_groups(self) -> Iterator[tuple[slice, bool]]:
         """The parts of the shard with one weight decay each: (indices in the shard, decayed)."""
-        decayed = self.own_part(0, self.decay_stop)
-        if decayed is not None:
-            yield decayed, True
-        others = self.own_part(self.decay_stop, self.parameters.numel())
-        if others is not None:
-            yield others, False
-
-    def padding(self) -> Iterator[slice]:
-        """The indices between parameters, which nothing else writes."""
-        ends = [slot.stop for slot in self.slots]
-        starts = [slot.start for slot in self.slots[1:]]
-        for stop, start in zip(ends, [*starts, self.parameters.numel()], strict=True):
-            if stop < start:
-                yield slice(stop, start)
+        for start, stop, decays in ((0, self.decay_stop, True), (self.decay_stop, self.parameters.numel(), False)):
+            own = self.own_part(start, stop)
+            if own is not None:
+                yield own, decays
 
     def begin_step(self) -> None:
         """Forget the last step's gradients."""
-        self.sends = False
+        self.missing = 0
         self._written.clear()
         self.drop_grads()
-
-    def expect(self, num_gradients: int, sends: bool = True) -> None:
-        """Call the listener after this many more gradients, if `sends`."""
-        self._missing, self.sends = num_gradients, sends
-
-    def count(self) -> None:
-        """One more gradient of this backward is complete."""
-        self._missing -= 1
-        if self._missing == 0 and self.listener is not None:
-            self.listener.buffer_ready(self)
 
     def store_grad(self, slot: ParamSlot) -> None:
         """Take the gradient that autograd left at the parameter; autograd adds the next ones in place."""
@@ -158,8 +126,6 @@ class GradBuffer:
         if gradient is not view:
             add(view, gradient, self._is_first(slot))
             slot.parameter.grad = view
-        if self.sends:
-            self.count()
 
     def add_product(self, slot: ParamSlot, values: Tensor, grad: Tensor) -> None:
         """Add a weight's gradient `grad.T @ values`, or a bias's: the sum of `grad` over its rows."""
@@ -184,8 +150,10 @@ class GradBuffer:
         flat = self._flat
         assert flat is not None
         if self.shard.gradients:
-            for gap in self.padding():
-                flat[gap].zero_()
+            starts = [*(slot.start for slot in self.slots[1:]), flat.numel()]
+            for slot, start in zip(self.slots, starts, strict=True):  # between parameters, where nothing else writes
+                if slot.stop < start:
+                    flat[slot.stop : start].zero_()
             self._written.clear()
             self.drop_grads()
             self._flat, self._views = None, {}
@@ -223,7 +191,7 @@ def add(place: Tensor, gradient: Tensor, first: bool) -> None:
 
 
 def make_grad_buffers(
-    parameters: Mapping[str, nn.Parameter],
+    parameters: dict[str, nn.Parameter],
     no_decay: Set[str],
     bucket_bytes: int,
     alone: Set[str] = frozenset(),
@@ -231,28 +199,22 @@ def make_grad_buffers(
 ) -> list[GradBuffer]:
     """Group named parameters, given in the model's order, into buffers of about `bucket_bytes`.
 
-    Parameters named in `alone` are matrices that get a buffer each, sharded by rows.
+    A buffer has one dtype and device; a parameter larger than `bucket_bytes` gets one alone. Parameters named in
+    `alone` are matrices that get a buffer each, sharded by rows.
     """
-    groups = _groups(reversed(list(parameters.items())), bucket_bytes, alone)
-    return [GradBuffer(group, no_decay, shard, by_rows=group[0][0] in alone) for group in groups]
-
-
-def _groups(
-    parameters: Iterable[tuple[str, nn.Parameter]], bucket_bytes: int, alone: Set[str]
-) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """Groups of one dtype and device, at most `bucket_bytes` each; a larger parameter is alone."""
-    groups: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
+    groups: list[list[tuple[str, nn.Parameter]]] = []
+    unfinished: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
-    for name, parameter in parameters:
+    for name, parameter in reversed(parameters.items()):
         if name in alone:
-            yield [(name, parameter)]
+            groups.append([(name, parameter)])
             continue
         kind = (parameter.dtype, parameter.device)
-        size = parameter.numel() * parameter.element_size()
-        if kind in groups and sizes[kind] + size > bucket_bytes:
-            yield groups.pop(kind)
-        if kind not in groups:
-            groups[kind], sizes[kind] = [], 0
-        groups[kind].append((name, parameter))
-        sizes[kind] += size
-    yield from groups.values()
+        if kind in unfinished and sizes[kind] + parameter.nbytes > bucket_bytes:
+            groups.append(unfinished.pop(kind))
+        if kind not in unfinished:
+            unfinished[kind], sizes[kind] = [], 0
+        unfinished[kind].append((name, parameter))
+        sizes[kind] += parameter.nbytes
+    groups += unfinished.values()
+    return [GradBuffer(group, no_decay, shard, by_rows=group[0][0] in alone) for group in groups]

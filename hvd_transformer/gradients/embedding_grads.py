@@ -51,12 +51,13 @@ def plan_embedding_grads(
 class EmbeddingGrad:
     """The rows of one parameter [V, D] in one step: implements `EmbeddingGrads`.
 
-    Backward calls `put`; then either `add`, or `send` and the function it returned. `wire` is the number format sent.
+    Backward calls `put`; then either `add`, or `send` and `add_gathered`. `wire` is the number format sent.
     """
 
     def __init__(self, parameter: Tensor, name: str, group: Group, wire: torch.dtype) -> None:
         self.parameter, self.name, self.group, self.wire = parameter, name, group, wire
         self._rows: list[tuple[Tensor, Tensor]] = []
+        self._gathered: list[Callable[[], Tensor]] = []
 
     def put(self, tokens: Tensor, rows: Tensor) -> None:
         self._rows.append((tokens, rows))
@@ -67,34 +68,34 @@ class EmbeddingGrad:
 
     def add(self, matrix: Tensor) -> None:
         """Add this rank's rows to `matrix` [V, D], which is then sent as a whole."""
-        _add_rows(matrix, *self._joined())
-        self.clear()
+        _add_rows(matrix, *self._take())
 
-    def send(self, matrix: Tensor, first_row: int = 0) -> Callable[[], None]:
-        """Start gathering the rows; the function returned waits and adds every rank's rows to `matrix`, in rank order.
+    def send(self) -> None:
+        """Start to gather the rows of all ranks."""
+        tokens, rows = self._take()
+        self._gathered = [
+            self.group.all_gather_async(tokens, f"{self.name}.tokens"),
+            self.group.all_gather_async(rows.to(self.wire), f"{self.name}.rows"),
+        ]
 
-        All ranks add the same numbers in the same order, so replicas stay bitwise equal. `matrix` may be a range of
-        the parameter's rows, from `first_row`.
+    def add_gathered(self, matrix: Tensor, first_row: int = 0) -> None:
+        """Wait for the rows and add them to `matrix`, in rank order: replicas stay bitwise equal.
+
+        `matrix` may be a range of the parameter's rows, from `first_row`.
         """
-        tokens, rows = self._joined()
-        self.clear()
-        wait_tokens = self.group.all_gather_async(tokens, f"{self.name}.tokens")
-        wait_rows = self.group.all_gather_async(rows.to(self.wire), f"{self.name}.rows")
+        tokens, rows = (wait() for wait in self._gathered)
+        tokens = tokens - first_row
+        if matrix.size(0) < self.parameter.size(0):
+            own = (tokens >= 0) & (tokens < matrix.size(0))
+            tokens, rows = tokens[own], rows[own]
+        _add_rows(matrix, tokens, rows)
 
-        def add() -> None:
-            tokens, rows = wait_tokens() - first_row, wait_rows()
-            if matrix.size(0) < self.parameter.size(0):
-                own = (tokens >= 0) & (tokens < matrix.size(0))
-                tokens, rows = tokens[own], rows[own]
-            _add_rows(matrix, tokens, rows)
-
-        return add
-
-    def _joined(self) -> tuple[Tensor, Tensor]:
+    def _take(self) -> tuple[Tensor, Tensor]:
         like = self.parameter
         if not self._rows:  # a rank without samples
             return like.new_empty(0, dtype=torch.int64), like.new_empty(0, like.size(1))
         tokens, rows = (torch.cat(parts) for parts in zip(*self._rows, strict=True))
+        self.clear()
         return tokens.to(like.device), rows.to(like.device, like.dtype)  # a tied matrix is on its last stage's device
 
 

@@ -4,6 +4,7 @@ A buffer is two tensors at most (with and without weight decay), so an update is
 called as functions: torch's classes around them import its compiler, which takes as long as torch itself.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -44,7 +45,7 @@ class _Group:
     weight_decay: float
     parameters: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
-    state: list[list[Tensor]] = field(default_factory=list)  # by key, then part
+    state: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     steps: list[Tensor] = field(default_factory=list)
 
 
@@ -58,16 +59,16 @@ class FlatOptimizer:
         keys = state_keys(config)
         self._config = config
         self.state = [{key: torch.zeros_like(buffer.own_parameters) for key in keys} for buffer in buffers]
-        decayed, others = _Group(config.weight_decay, state=[[] for _ in keys]), _Group(0.0, state=[[] for _ in keys])
+        groups = {True: _Group(config.weight_decay), False: _Group(0.0)}
         for buffer, state in zip(buffers, self.state, strict=True):
             for place, decays in buffer.decay_groups():
-                group = decayed if decays else others
+                group = groups[decays]
                 group.parameters.append(buffer.own_parameters[place])
                 group.gradients.append(buffer.own_gradients[place])
                 group.steps.append(torch.zeros((), dtype=torch.float32, device=buffer.parameters.device))
-                for parts, key in zip(group.state, keys, strict=True):
-                    parts.append(state[key][place])
-        self._groups = [group for group in (decayed, others) if group.parameters]
+                for key in keys:
+                    group.state[key].append(state[key][place])
+        self._groups = [group for group in groups.values() if group.parameters]
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
@@ -88,7 +89,7 @@ class FlatOptimizer:
         sgd(
             group.parameters,
             group.gradients,
-            [*group.state[0]] if group.state else [None] * len(group.parameters),
+            [*group.state["momentum_buffer"]] if group.state else [None] * len(group.parameters),
             fused=True,
             lr=rate,
             weight_decay=group.weight_decay,
@@ -99,12 +100,11 @@ class FlatOptimizer:
         )
 
     def _adam(self, group: _Group, rate: float) -> None:
-        first, second = group.state
         adam(
             group.parameters,
             group.gradients,
-            first,
-            second,
+            group.state["exp_avg"],
+            group.state["exp_avg_sq"],
             [],
             group.steps,
             fused=True,
@@ -123,18 +123,18 @@ class GradNorm:
     """The norm of the whole gradient, over stages, tensor group and ZeRO shards.
 
     It joins the norms of the parameters' own gradients in the model's order, so that stages and buffers change no bit.
-    `counts` says for each parameter whether this rank's part of it counts: a weight that all ranks of a tensor group
-    hold counts once. `group` are the ranks that hold the other parts.
+    `counts` says for each parameter, in that order, whether this rank's part of it counts: a weight that all ranks of a
+    tensor group hold counts once. `group` are the ranks that hold the other parts.
     """
 
-    def __init__(self, counts: Sequence[bool], dtype: torch.dtype, device: torch.device, group: Group) -> None:
-        self.device, self.size = device, len(counts)
+    def __init__(self, counts: Mapping[str, bool], dtype: torch.dtype, device: torch.device, group: Group) -> None:
+        self._names, self._device, self._group = list(counts), device, group
         self._nothing = torch.zeros((), dtype=dtype, device=device)
-        self._group, self._counts = group, torch.tensor(counts, device=device)
+        self._counts = torch.tensor(list(counts.values()), device=device)
 
-    def __call__(self, own: Mapping[int, Tensor]) -> float:
-        """`own`: the norms of this rank's gradients by the parameter's number in the model. Collective."""
-        joined = torch.stack([own.get(number, self._nothing).to(self.device) for number in range(self.size)])
+    def __call__(self, own: Mapping[str, Tensor]) -> float:
+        """`own`: the norms of this rank's gradients by the parameter's name. Collective."""
+        joined = torch.stack([own.get(name, self._nothing).to(self._device) for name in self._names])
         if self._group.size == 1:
             return float(torch.linalg.vector_norm(joined))
         squares = self._group.all_reduce_((joined * self._counts).square(), "norms")

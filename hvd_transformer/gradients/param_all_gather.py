@@ -8,6 +8,7 @@ forward                             | layer 1 | layer 2 | …          each laye
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 from torch import Tensor
 
@@ -20,76 +21,72 @@ MAX_IN_FLIGHT = 64 << 20
 
 
 class ParamAllGather:
-    """The parameters of one stage's buffers; `names` are those of their collectives.
+    """The parameters of one stage's `buffers`, in the order in which forward needs them, by their collectives' names.
 
-    After `start` each rank has its own shards only: `wait` before a buffer's parameters are used. `order` is the order
-    in which forward needs the buffers. Later ones are sent as earlier ones arrive, so ranks that may need different
-    buffers call `wait_all` before they wait for each other.
+    After `start` each rank has its own shards only: `wait` before a buffer's parameters are used. Later ones are sent
+    as earlier ones arrive, so ranks that may need different buffers call `wait_all` before they wait for each other.
     """
 
-    def __init__(self, buffers: Sequence[GradBuffer], names: Sequence[str], group: Group) -> None:
-        self.buffers, self._names, self._group = buffers, names, group
-        self.order = list(range(len(buffers)))
-        self._left: deque[int] = deque()
-        self._in_flight: deque[tuple[int, Callable[[], Tensor]]] = deque()
-        self._bytes = 0
-        self._missing: set[int] = set()
+    def __init__(self, buffers: Mapping[str, GradBuffer], group: Group) -> None:
+        self._names, self._buffers, self._group = list(buffers), list(buffers.values()), group
+        self._num_sent = self._num_arrived = len(buffers)
+        self._in_flight: deque[Callable[[], Tensor]] = deque()
+        self._bytes = 0  # in flight
         self._lock = threading.Lock()  # two stages may share a tied weight
 
     def start(self) -> None:
         """Call after the update."""
-        self._left.extend(self.order)
-        self._missing.update(self.order)
+        self._num_sent = self._num_arrived = 0
         self._send()
 
-    def wait(self, index: int) -> None:
-        """Return when this buffer's parameters are whole."""
-        while index in self._missing:
+    def wait(self, number: int) -> None:
+        """Return when the parameters of the buffer in this place are whole."""
+        while self._num_arrived <= number:
             with self._lock:
-                if index in self._missing:
+                if self._num_arrived <= number:
                     self._arrive()
 
     def wait_all(self) -> None:
         """Return when all parameters are whole."""
-        for index in range(len(self.buffers)):
-            self.wait(index)
+        self.wait(len(self._buffers) - 1)
 
     def _send(self) -> None:
-        while self._left:
-            index = self._left[0]
-            buffer = self.buffers[index]
+        while self._num_sent < len(self._buffers):
+            buffer = self._buffers[self._num_sent]
             if self._in_flight and self._bytes + buffer.parameters.nbytes > MAX_IN_FLIGHT:
                 return
-            self._left.popleft()
+            name = self._names[self._num_sent]
+            self._in_flight.append(self._group.all_gather_async(buffer.own_parameters, name))
             self._bytes += buffer.parameters.nbytes
-            self._in_flight.append((index, self._group.all_gather_async(buffer.own_parameters, self._names[index])))
+            self._num_sent += 1
 
     def _arrive(self) -> None:
-        index, wait = self._in_flight.popleft()
-        parameters = self.buffers[index].parameters
-        parameters.copy_(wait())
+        parameters = self._buffers[self._num_arrived].parameters
+        parameters.copy_(self._in_flight.popleft()())
         self._bytes -= parameters.nbytes
-        self._missing.remove(index)
+        self._num_arrived += 1
         self._send()
 
 
-# What a layer waits for, by its name: gathers, each with the index of one of its buffers.
+# What a layer waits for, by its name: all-gathers, each with the place of one of its buffers.
 ParamWaits = Mapping[str, Sequence[tuple[ParamAllGather, int]]]
 
 
-def plan_param_waits(layers: Sequence[Layer], gathers: Sequence[ParamAllGather]) -> ParamWaits:
-    """What each layer waits for. The gathers learn the order in which `layers`, the whole model, need their buffers."""
-    places = {
-        id(slot.parameter): (gather, index)
-        for gather in gathers
-        for index, buffer in enumerate(gather.buffers)
-        for slot in buffer.slots
+def make_param_all_gathers(
+    layers: Sequence[Layer], stages: Sequence[Sequence[GradBuffer]], group: Group
+) -> tuple[list[ParamAllGather], ParamWaits]:
+    """One for the buffers of each stage, and what each of `layers`, the whole model, waits for."""
+    names = {buffer: f"shards.{index}" for index, buffer in enumerate(chain.from_iterable(stages))}
+    home = {id(slot.parameter): buffer for buffer in names for slot in buffer.slots}
+    needs = {
+        layer.name: list(dict.fromkeys(home[id(weight)] for weight in layer.module.parameters())) for layer in layers
     }
-    waits = {
-        layer.name: list(dict.fromkeys(places[id(weight)] for weight in layer.module.parameters())) for layer in layers
-    }
-    for gather in gathers:
-        gather.order.clear()
-    for gather, index in dict.fromkeys(needed for layer in layers for needed in waits[layer.name]):
-        gather.order.append(index)
-    return waits
+    order = list(dict.fromkeys(chain.from_iterable(needs.values())))
+    gathers = []
+    places: dict[GradBuffer, tuple[ParamAllGather, int]] = {}
+    for stage in map(set, stages):
+        own = [buffer for buffer in order if buffer in stage]
+        gather = ParamAllGather({names[buffer]: buffer for buffer in own}, group)
+        gathers.append(gather)
+        places |= {buffer: (gather, place) for place, buffer in enumerate(own)}
+    return gathers, {name: [places[buffer] for buffer in buffers] for name, buffers in needs.items()}

@@ -18,11 +18,12 @@ only; in stage 2, where it keeps no other gradients, every backward sends (`Shar
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from itertools import chain
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hvd_transformer.comm.group import Group
 from hvd_transformer.gradients.buffers import GradBuffer, ParamSlot, add
@@ -33,73 +34,67 @@ from hvd_transformer.monitoring.timeline import Timeline
 MAX_IN_FLIGHT = 16 << 20
 
 
-class _Sent(NamedTuple):
-    """A buffer in flight."""
-
-    wait: Callable[[], Tensor]
-    first: bool  # nothing has arrived for it in this step
-
-
 class GradSync:
     """One step: `begin_step`, any number of backwards with `expect_last_backward` before the last, `send_rest`, `wait`.
 
     Afterwards every buffer's `own_gradients` hold the sum over all backwards and all ranks of `group`.
     `compression="fp16"` sends half precision, which rounds the sums. `embeddings` names the parameters whose lookups
-    give their gradient to `embedding_grads`; one whose rows are gathered needs a buffer alone. `stages` groups the
-    buffers by pipeline stage; stages fill theirs side by side.
+    give their gradient to `embedding_grads`; one whose rows are gathered needs a buffer alone. `stages` are the buffers
+    of each pipeline stage; stages fill theirs side by side.
     """
 
     def __init__(
         self,
-        buffers: Sequence[GradBuffer],
+        stages: Sequence[Sequence[GradBuffer]],
         group: Group,
         *,
         overlap: bool = True,
         compression: str = "none",
         embeddings: Mapping[str, EmbeddingGradPlan] | None = None,
         timeline: Timeline | None = None,
-        stages: Sequence[Sequence[GradBuffer]] | None = None,
     ) -> None:
-        self.buffers, self.group = buffers, group
+        self.buffers, self.group = list(chain.from_iterable(stages)), group
         self.timeline = timeline or Timeline(0, [])
         self.overlap = overlap and group.size > 1
         self.wire = torch.float16 if compression == "fp16" and group.size > 1 else None
         self.embedding_grads: dict[str, EmbeddingGrad] = {}
-        self._index = {buffer: index for index, buffer in enumerate(buffers)}
+        self._index = {buffer: index for index, buffer in enumerate(self.buffers)}
         # The order in which one micro-batch's backward fills them.
-        self._stages = list(stages or [buffers])
-        self._order = [buffer for stage in reversed(self._stages) for buffer in stage]
-        self._num_dense = {buffer: len(buffer.slots) for buffer in buffers}  # gradients that are not rows alone
+        self._order = list(chain.from_iterable(reversed(stages)))
+        self._num_dense = {buffer: len(buffer.slots) for buffer in self.buffers}  # gradients that are not rows alone
         self._gathered: list[tuple[GradBuffer, ParamSlot, EmbeddingGrad]] = []
         self._added: dict[GradBuffer, list[tuple[ParamSlot, EmbeddingGrad]]] = {}  # before the buffer is sent
-        self._sharded = group.size > 1 and any(buffer.shard.count > 1 for buffer in buffers)
-        self._in_flight: dict[GradBuffer, _Sent] = {}
-        self._row_waits: list[Callable[[], None]] = []
-        for buffer in buffers:
-            buffer.listener = self
+        self._sharded = self.buffers[0].shard.count > 1
+        self._num_sent = dict.fromkeys(self.buffers, 0)  # in this step
+        self._in_flight: dict[GradBuffer, Callable[[], Tensor]] = {}
+        for buffer in self.buffers:
             for slot in buffer.slots:
                 if embeddings is not None and slot.name in embeddings:
                     self._plan_rows(buffer, slot, embeddings[slot.name])
-                slot.parameter.register_post_accumulate_grad_hook(_storing(buffer, slot))
+                slot.parameter.register_post_accumulate_grad_hook(partial(self._store_grad, buffer, slot))
 
     def begin_step(self, num_backwards: int = 1) -> None:
         """Forget the last step's gradients. `num_backwards`: this rank's micro-batches; ranks may differ."""
         for buffer in self.buffers:
             buffer.begin_step()
+            self._num_sent[buffer] = 0
         for embedding_grad in self.embedding_grads.values():
             embedding_grad.clear()
 
-    def expect_last_backward(self, buffers: Sequence[GradBuffer] | None = None) -> None:
-        """The next backward is the step's last one for these buffers (None: all): send each as soon as it is full.
+    def expect_last_backward(self, buffers: Sequence[GradBuffer]) -> None:
+        """The next backward is the step's last one for these buffers: send each as soon as it is full.
 
         Pipeline stages may call this, and run their backwards, side by side.
         """
-        for buffer in self.buffers if buffers is None else buffers:
-            buffer.expect(self._num_dense[buffer], sends=self.overlap and buffer not in self._added)
+        if self.overlap:
+            for buffer in buffers:
+                buffer.missing = 0 if buffer in self._added else self._num_dense[buffer]
 
-    def buffer_ready(self, buffer: GradBuffer) -> None:
-        """Called by a full buffer."""
-        self._send(buffer)
+    def count_grad(self, buffer: GradBuffer) -> None:
+        """One more gradient of the last backward is in the buffer: send it if it is full."""
+        buffer.missing -= 1
+        if not buffer.missing:
+            self._send(buffer)
 
     def send_rest(self) -> None:
         """Send what has not been sent: this rank's own work is then done."""
@@ -110,9 +105,10 @@ class GradSync:
                 continue
             for slot, embedding_grad in added:
                 embedding_grad.add(buffer.zeroed(slot))
-            if not self._is_sent(buffer):
+            if added or not self._num_sent[buffer]:
                 self._send(buffer)
-        self._row_waits = [self._send_rows(*gathered) for gathered in self._gathered]
+        for _, _, embedding_grad in self._gathered:
+            embedding_grad.send()
         if self.group.size > 1:
             for device in {buffer.gradients.device for buffer in self.buffers if buffer.gradients.is_cuda}:
                 torch.cuda.current_stream(device).synchronize()
@@ -122,8 +118,10 @@ class GradSync:
         for buffer in self.buffers:
             if buffer in self._in_flight:
                 self._arrive(buffer)
-        for wait in self._row_waits:
-            wait()
+        for buffer, slot, embedding_grad in self._gathered:
+            own, width = buffer.own_part(slot.start, slot.stop), slot.parameter.size(1)
+            matrix = buffer.own_gradients[own or slice(0)].view(-1, width)
+            embedding_grad.add_gathered(matrix, first_row=buffer.own.start // width)
         for buffer in self.buffers:
             buffer.drop_grads()
 
@@ -137,123 +135,83 @@ class GradSync:
         else:
             self._added.setdefault(buffer, []).append((slot, grad))
 
-    def _is_sent(self, buffer: GradBuffer) -> bool:
-        return buffer in self._in_flight
+    def _store_grad(self, buffer: GradBuffer, slot: ParamSlot, _: Tensor) -> None:
+        buffer.store_grad(slot)
+        if buffer.missing:
+            self.count_grad(buffer)
 
-    def _send(self, buffer: GradBuffer, first: bool = True) -> None:
-        gradients = buffer.close()
+    def _send(self, buffer: GradBuffer) -> None:
+        gradients, index = buffer.close(), self._index[buffer]
         if self.wire is not None:
             gradients = gradients.to(self.wire)
-        self._in_flight[buffer] = _Sent(self._reduce(gradients, self._index[buffer]), first)
+        if self._sharded:
+            kind, wait = "reduce-scatter", self.group.reduce_scatter_async(gradients, f"bucket.{index}")
+        else:
+            kind, wait = "allreduce", self.group.all_reduce_async_(gradients, f"bucket.{index}")
+        size = f"{gradients.nbytes / 2**20:.1f} MiB"
+        self._in_flight[buffer] = self.timeline.watch(f"{kind} bucket {index}", size, wait)
+        self._num_sent[buffer] += 1
 
     def _arrive(self, buffer: GradBuffer) -> None:
-        sent = self._in_flight.pop(buffer)
-        found, own = sent.wait(), buffer.own_gradients
+        found, own = self._in_flight.pop(buffer)(), buffer.own_gradients
         if not found.is_set_to(own):
-            add(own, found, sent.first)
-
-    def _reduce(self, gradients: Tensor, index: int) -> Callable[[], Tensor]:
-        """Start the sum over the ranks; the function returned waits for this rank's shard of it."""
-        size = f"{gradients.numel() * gradients.element_size() / 2**20:.1f} MiB"
-        if self._sharded:
-            wait = self.group.reduce_scatter_async(gradients, f"bucket.{index}")
-            return self.timeline.watch(f"reduce-scatter bucket {index}", size, wait)
-        done = self.group.all_reduce_async_(gradients, f"bucket.{index}")
-        done = self.timeline.watch(f"allreduce bucket {index}", size, done)
-
-        def arrived() -> Tensor:
-            done()
-            return gradients
-
-        return arrived
-
-    def _send_rows(self, buffer: GradBuffer, slot: ParamSlot, grad: EmbeddingGrad) -> Callable[[], None]:
-        width = slot.parameter.size(1)
-        own = buffer.own_part(slot.start, slot.stop)
-        place = buffer.own_gradients[own] if own is not None else buffer.own_gradients[:0]
-        return grad.send(place.view(-1, width), buffer.own.start // width)
+            add(own, found, first=self._num_sent[buffer] == 1)
 
 
-@dataclass
-class _StageQueue:
+class _StageQueue(dict[GradBuffer, None]):
     """The buffers of one stage that are in flight, the oldest first."""
 
-    buffers: dict[GradBuffer, None] = field(default_factory=dict)
-    bytes: int = 0
+    bytes = 0
 
 
 class ShardedGradSync(GradSync):
     """ZeRO stage 2: every backward sends, since between backwards a rank keeps its shard's gradients only."""
 
-    def __init__(self, buffers: Sequence[GradBuffer], group: Group, **options: Any) -> None:
-        super().__init__(buffers, group, **options)
-        self._num_sent = dict.fromkeys(buffers, 0)
+    def __init__(self, stages: Sequence[Sequence[GradBuffer]], group: Group, **options: Any) -> None:
+        super().__init__(stages, group, **options)
         self._queues: dict[GradBuffer, _StageQueue] = {}  # one per stage
-        for stage in self._stages:
+        for stage in stages:
             self._queues.update(dict.fromkeys(stage, _StageQueue()))
-        self._max_backwards = torch.ones(1, dtype=torch.int64)
-        self._wait_max_backwards: Callable[[], None] = lambda: None
 
     def begin_step(self, num_backwards: int = 1) -> None:
         super().begin_step(num_backwards)
         for buffer in self.buffers:
-            buffer.expect(self._num_dense[buffer])
-            self._num_sent[buffer] = 0
-        self._max_backwards = torch.tensor([num_backwards])
-        self._wait_max_backwards = self.group.all_reduce_async_(self._max_backwards, "backwards", "max")
+            buffer.missing = self._num_dense[buffer]
+        backwards = torch.tensor([num_backwards])
+        self._wait_max_backwards = self.group.all_reduce_async_(backwards, "backwards", "max")
 
-    def expect_last_backward(self, buffers: Sequence[GradBuffer] | None = None) -> None:
+    def expect_last_backward(self, buffers: Sequence[GradBuffer]) -> None:
         pass
-
-    def buffer_ready(self, buffer: GradBuffer) -> None:
-        buffer.expect(self._num_dense[buffer])
-        self._send(buffer)
 
     def send_rest(self) -> None:
         # In the same order on a rank that had fewer backwards: all wait for each other's buffers.
-        self._wait_max_backwards()
-        for number in range(int(self._max_backwards)):
+        for number in range(int(self._wait_max_backwards())):
             for buffer in self._order:
                 if self._num_dense[buffer] and self._num_sent[buffer] <= number:
                     self._send(buffer)
         super().send_rest()
 
-    def _is_sent(self, buffer: GradBuffer) -> bool:
-        return buffer not in self._added
-
-    def _send(self, buffer: GradBuffer, first: bool = True) -> None:
-        first = self._num_sent[buffer] == 0
-        self._make_room(buffer)
-        self._num_sent[buffer] += 1
-        super()._send(buffer, first)
-        if not self.overlap:
-            self._arrive(buffer)
-
-    def _make_room(self, buffer: GradBuffer) -> None:
-        """Wait until little of the stage is in flight, and nothing of this buffer."""
+    def _send(self, buffer: GradBuffer) -> None:
+        buffer.missing = self._num_dense[buffer]
         if buffer in self._in_flight:
             self._arrive(buffer)
         queue, size = self._queues[buffer], buffer.parameters.nbytes
-        while queue.buffers and queue.bytes + size > MAX_IN_FLIGHT:
-            self._arrive(next(iter(queue.buffers)))
-        queue.buffers[buffer] = None
+        while queue and queue.bytes + size > MAX_IN_FLIGHT:
+            self._arrive(next(iter(queue)))
+        queue[buffer] = None
         queue.bytes += size
+        super()._send(buffer)
+        if not self.overlap:
+            self._arrive(buffer)
 
     def _arrive(self, buffer: GradBuffer) -> None:
         super()._arrive(buffer)
         queue = self._queues[buffer]
-        del queue.buffers[buffer]
+        del queue[buffer]
         queue.bytes -= buffer.parameters.nbytes
 
 
-def _storing(buffer: GradBuffer, slot: ParamSlot) -> Callable[[nn.Parameter], None]:
-    def store(_: Tensor) -> None:
-        buffer.store_grad(slot)
-
-    return store
-
-
-def make_grad_sync(buffers: Sequence[GradBuffer], group: Group, **options: Any) -> GradSync:
-    """The `GradSync` that the buffers' sharding needs. `options` as there."""
-    sharded = group.size > 1 and buffers[0].shard.gradients
-    return (ShardedGradSync if sharded else GradSync)(buffers, group, **options)
+def make_grad_sync(stages: Sequence[Sequence[GradBuffer]], group: Group, **options: Any) -> GradSync:
+    """The `GradSync` that the buffers' sharding needs, with its arguments."""
+    shard = next(chain.from_iterable(stages)).shard
+    return (ShardedGradSync if shard.gradients else GradSync)(stages, group, **options)

@@ -6,45 +6,31 @@ arXiv 2401.10241, section 2). Only the first is urgent.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from hvd_transformer.gradients.buffers import GradBuffer, ParamSlot
+from hvd_transformer.gradients.sync import GradSync
 from hvd_transformer.nn.parallel_layers import VocabParallelEmbedding, WeightGradLayer
-
-
-class ProductSink(Protocol):
-    """Adds the gradients of a layer's weight and bias where they are summed."""
-
-    def add_product(self, values: Tensor, grad: Tensor, counted: Sequence[bool]) -> None:
-        """`values` [N, D_in], `grad` [N, D_out]; `counted`: whether each buffer waits for its gradient."""
-        ...
-
-
-class _Deferred(NamedTuple):
-    sink: ProductSink
-    values: Tensor
-    grad: Tensor
-    counted: Sequence[bool]
 
 
 class WeightGradStore:
     """Holds one stage's deferred weight gradients. What comes outside of `deferring` is computed at once."""
 
     def __init__(self) -> None:
-        self._waiting: deque[list[_Deferred]] = deque()
-        self._deferring: list[_Deferred] | None = None
+        self._waiting: deque[list[Callable[[], None]]] = deque()
+        self._deferring: list[Callable[[], None]] | None = None
 
-    def put(self, sink: ProductSink, values: Tensor, grad: Tensor, counted: Sequence[bool] = ()) -> None:
-        """Called in backward."""
+    def put(self, compute: Callable[[], None]) -> None:
+        """Called in backward with what computes the gradients of a layer's weight and bias."""
         if self._deferring is None:
-            sink.add_product(values, grad, counted)
+            compute()
         else:
-            self._deferring.append(_Deferred(sink, values, grad, counted))
+            self._deferring.append(compute)
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
@@ -62,8 +48,7 @@ class WeightGradStore:
         work = self._waiting.popleft()
         work.reverse()
         while work:
-            sink, values, grad, counted = work.pop()
-            sink.add_product(values, grad, counted)
+            work.pop()()
 
     def clear(self) -> None:
         """Drop what an unfinished step left."""
@@ -73,44 +58,39 @@ class WeightGradStore:
 class BufferedWeightGrads:
     """The weight gradients of one layer, whose weight and bias have these slots: implements `WeightGrads`."""
 
-    def __init__(self, store: WeightGradStore, slots: Sequence[tuple[GradBuffer, ParamSlot]]) -> None:
-        self._store, self._slots = store, slots
+    def __init__(self, store: WeightGradStore, sync: GradSync, slots: Sequence[tuple[GradBuffer, ParamSlot]]) -> None:
+        self._store, self._sync, self._slots = store, sync, slots
 
     def put(self, values: Tensor, grad: Tensor) -> None:
         # Asked now: by the time that a deferred product is added, the buffer may expect a later backward's.
-        self._store.put(self, values, grad, [buffer.sends for buffer, _ in self._slots])
+        counted = [buffer.missing > 0 for buffer, _ in self._slots]
+        self._store.put(partial(self._add, values, grad, counted))
 
-    def add_product(self, values: Tensor, grad: Tensor, counted: Sequence[bool]) -> None:
+    def _add(self, values: Tensor, grad: Tensor, counted: Sequence[bool]) -> None:
         for (buffer, slot), counts in zip(self._slots, counted, strict=True):
             buffer.add_product(slot, values, grad)
             if counts:
-                buffer.count()
+                self._sync.count_grad(buffer)
 
 
 def install_stores(
-    model: nn.Module, stages: Sequence[tuple[Sequence[nn.Module], WeightGradStore]], buffers: Sequence[GradBuffer]
+    model: nn.Module, stages: Sequence[tuple[Sequence[nn.Module], WeightGradStore]], sync: GradSync
 ) -> None:
     """Give the linear layers of each stage's modules their buffers' slots, by way of the stage's store.
 
     Weights that several modules share (lookups apart, which give rows), or that are not trained, are left to autograd.
     """
-    slots = {id(slot.parameter): (buffer, slot) for buffer in buffers for slot in buffer.slots}
-    users = _users(model)
-    for modules, store in stages:
-        for module in (inner for outer in modules for inner in outer.modules()):
-            own = list(module.parameters(recurse=False))
-            if not isinstance(module, WeightGradLayer) or not all(
-                weight.requires_grad and users[id(weight)] == 1 for weight in own
-            ):
-                continue
-            weights = [weight for weight in (module.weight, module.bias) if weight is not None]
-            module.weight_grads = BufferedWeightGrads(store, [slots[id(weight)] for weight in weights])
-
-
-def _users(model: nn.Module) -> Mapping[int, int]:
-    return Counter(
+    slots = {id(slot.parameter): (buffer, slot) for buffer in sync.buffers for slot in buffer.slots}
+    users = Counter(
         id(weight)
         for module in model.modules()
         if not isinstance(module, VocabParallelEmbedding)
         for weight in module.parameters(recurse=False)
     )
+    for modules, store in stages:
+        for module in (inner for outer in modules for inner in outer.modules()):
+            if not isinstance(module, WeightGradLayer):
+                continue
+            weights = [weight for weight in (module.weight, module.bias) if weight is not None]
+            if all(weight.requires_grad and users[id(weight)] == 1 for weight in weights):
+                module.weight_grads = BufferedWeightGrads(store, sync, [slots[id(weight)] for weight in weights])

@@ -11,18 +11,10 @@ from hvd_transformer.monitoring.timeline import Timeline
 
 
 class Collectives(Protocol):
-    """What a heartbeat reads of this rank's collectives (`comm.group.Link`)."""
+    """What a heartbeat reads of this rank's `comm.group.Link`, which it may not import: that takes torch."""
 
     waiting: dict[str, None]  # names of the collectives that this rank is waiting for
     ended: int  # collectives that it has waited for
-
-
-class HasCollectives(Protocol):
-    """What a heartbeat reads of the world (`comm.world.World`), which it may not import: that takes torch."""
-
-    @property
-    def link(self) -> Collectives:
-        """This rank's collectives."""
 
 
 class Heartbeat:
@@ -38,7 +30,7 @@ class Heartbeat:
         self.loss: float | None = None
         self.tokens_per_second: float | None = None
         self.unit = "tokens"  # what `tokens_per_second` counts: `Task.unit`
-        self.world: HasCollectives | None = None  # a rank is watched before it has joined the world
+        self.link: Collectives | None = None  # a rank is watched before it has joined the world
         self.timeline: Timeline | None = None
         # Seconds of the last 100 periods of each kind. The step after an evaluation or a checkpoint counts toward that
         # period, because a rank waits there for slower ranks. Periods that happen once (start, end) are not recorded.
@@ -47,7 +39,7 @@ class Heartbeat:
         self._ticks = 0
 
     def enter_phase(self, phase: str) -> None:
-        """Begins a phase outside the steps; its time limit follows from earlier phases of the same kind."""
+        """Begin a phase outside the steps; its time limit follows from earlier phases of the same kind."""
         now = time.monotonic()
         if self.period in self.lasted:
             self.lasted[self.period].append(now - self._began)
@@ -56,23 +48,23 @@ class Heartbeat:
         self.tick()
 
     def stepped(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """Records the end of a step."""
+        """Record the end of a step."""
         self.enter_phase("step")
         self.phase = "log"
         self.step, self.loss, self.tokens_per_second = step, loss, tokens_per_second
 
     def tick(self) -> None:
-        """Records a sign of progress within a phase."""
+        """Record a sign of progress within a phase."""
         self._ticks += 1
 
     def forgive(self, seconds: float) -> None:
-        """Does not count `seconds` for which this process was suspended."""
+        """Do not count `seconds` for which this process was suspended."""
         self._began += seconds
 
     def signs(self) -> int:
         """A counter of progress: it changes whenever a span, a collective or a phase ends."""
         spans = self.timeline.ended if self.timeline else 0
-        return self._ticks + spans + (self.world.link.ended if self.world else 0)
+        return self._ticks + spans + (self.link.ended if self.link else 0)
 
     def place(self) -> tuple[str, str | None]:
         """The phase, and the collective that this rank is waiting for in it, such as "bucket 4", or None."""
@@ -81,7 +73,7 @@ class Heartbeat:
             name = next(iter(spans.values())).split()[0]
             doing = {"batches": "data", "weights": "backward"}.get(name, name)
             return (self.phase if self.phase == "evaluation" else doing), None
-        waits_for = next(iter(self.world.link.waiting.copy()), None) if self.world else None
+        waits_for = next(iter(self.link.waiting.copy()), None) if self.link else None
         phase = self.phase
         if phase == "step":
             phase = "allreduce" if waits_for else "update"

@@ -74,15 +74,11 @@ def _place(beat: dict[str, Any]) -> str:
 
 def _ranks(ranks: Sequence[int]) -> str:
     """Such as "rank 3", "ranks 0, 2", "ranks 0, 2 to 7"."""
-    stretches: list[list[int]] = []
-    for rank in sorted(ranks):
-        if stretches and stretches[-1][-1] == rank - 1:
-            stretches[-1].append(rank)
-        else:
-            stretches.append([rank])
-    words = [
-        f"{stretch[0]} to {stretch[-1]}" if len(stretch) > 2 else ", ".join(map(str, stretch)) for stretch in stretches
-    ]
+    words: list[str] = []
+    # Consecutive ranks differ from their indices by the same number.
+    for _, group in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
+        own = [str(rank) for _, rank in group]
+        words += [f"{own[0]} to {own[-1]}"] if len(own) > 2 else own
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}"
 
 
@@ -108,15 +104,15 @@ class Stragglers:
         self._lasting = 0.0
 
     def add(self, work: Sequence[float]) -> None:
-        """Adds one step: the seconds of work of each rank."""
+        """Add one step: the seconds of work of each rank."""
         if len(work) > 1 and all(work):
             self._steps.append(work)
             self._seconds += max(work)
 
     def judge(self, warn: Callable[[str], None]) -> dict[str, float]:
-        """Reports through `warn` that a rank has become slow, or is no longer slow; returns values for metrics.jsonl.
+        """Report through `warn` that a rank has become slow, or is no longer slow; return values for metrics.jsonl.
 
-        Does nothing until there are enough steps. It compares medians, so a single long step does not count.
+        It does nothing until there are enough steps. It compares medians, so a single long step does not count.
         """
         if len(self._steps) < _STEPS or self._seconds < _SECONDS:
             return {}
@@ -125,7 +121,10 @@ class Stragglers:
         others = median(work[:slowest] + work[slowest + 1 :])
         factor = _NO_LONGER if slowest == self._reported else _SLOW
         slow = work[slowest] - others > max((factor - 1) * others, _LEAST_SECONDS)
-        self._note(slowest if slow else None, self._seconds)
+        verdict, seconds = slowest if slow else None, self._seconds
+        self._held = self._held + seconds if verdict == self._verdict else 0.0
+        self._absent = 0.0 if self._reported in (verdict, self._verdict) else self._absent + seconds
+        self._verdict = verdict
         self._steps.clear()
         self._seconds = 0.0
         if slow and slowest != self._reported and self._held >= self._lasting:
@@ -143,12 +142,6 @@ class Stragglers:
             "slowest_work_milliseconds": 1000 * work[slowest],
             "others_work_milliseconds": 1000 * others,
         }
-
-    def _note(self, verdict: int | None, seconds: float) -> None:
-        """Updates how long the current verdict has held, and how long it has differed from the last report."""
-        self._held = self._held + seconds if verdict == self._verdict else 0.0
-        self._absent = 0.0 if self._reported in (verdict, self._verdict) else self._absent + seconds
-        self._verdict = verdict
 
     def _report(self, rank: int | None) -> None:
         self._reported, self._absent = rank, 0.0

@@ -44,7 +44,7 @@ class Timeline:
             self._add(lane, name, began)
 
     def watch(self, lane: str, name: str, wait: Callable[[], Result]) -> Callable[[], Result]:
-        """Records a span from now until `wait` returns, in another thread; call the result instead of `wait`."""
+        """Record a span from now until `wait` returns, in another thread; call the result instead of `wait`."""
         if not self.recording:
             return wait
         began = time.perf_counter()
@@ -76,7 +76,7 @@ class Timeline:
         return json.dumps({"traceEvents": [process, *names, *order, *self._events], "displayTimeUnit": "ms"})
 
     def close(self) -> None:
-        """Ends the threads that `watch` started."""
+        """End the threads that `watch` started."""
         for watcher in self._watchers.values():
             watcher.shutdown()
 

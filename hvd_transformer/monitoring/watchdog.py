@@ -69,12 +69,11 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
         faulthandler.register(signal.SIGUSR1, self._stacks)
         self._thread.start()
 
     def use(self, logs: Path | None, hosts: Sequence[str]) -> None:
-        """Writes stacks to the run directory's `logs/` from now on; heartbeats too, if no launcher gave a folder."""
+        """Write stacks to the run directory's `logs/` from now on; heartbeats too, if no launcher gave a folder."""
         self._hosts = hosts
         if logs is None:  # an evaluation: it has no run directory
             return
@@ -88,7 +87,7 @@ class Watchdog:
         self._folders.append(logs)
 
     def close(self) -> None:
-        """Ends the thread and removes the heartbeat files."""
+        """End the thread and remove the heartbeat files."""
         self._end.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -167,7 +166,7 @@ class Watchdog:
             os._exit(STALLED)
 
     def _report_stall(self) -> None:
-        """Writes the stacks to the log; one rank prints which ranks are late."""
+        """Write the stacks to the log; one rank prints which ranks are late."""
         beat = self.beat(late=True)
         what = "step" if self.heartbeat.period == "step" else "progress"
         log.error("no %s for %.0f s here; the stacks of all threads:", what, self._quiet)

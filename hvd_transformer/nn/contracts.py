@@ -41,23 +41,14 @@ class TensorSplit(NamedTuple):
 class TensorGroup(Protocol):
     """The ranks that hold the other pieces of one split layer."""
 
-    @property
-    def index(self) -> int:
-        """This rank's piece, from 0."""
-        ...
+    index: int  # this rank's piece, from 0
+    count: int  # the number of pieces
 
-    @property
-    def count(self) -> int:
-        """The number of pieces."""
-        ...
-
-    def sum_(self, values: Tensor) -> Callable[[], None]:
+    def sum_(self, values: Tensor) -> Callable[[], object]:
         """Start the in-place sum of a contiguous tensor over the group; the function returned waits for it."""
-        ...
 
     def gather(self, values: Tensor) -> Tensor:
         """Stack every rank's tensor of this shape [...], in rank order: [count, ...]."""
-        ...
 
 
 class WeightGrads(Protocol):
@@ -65,7 +56,6 @@ class WeightGrads(Protocol):
 
     def put(self, values: Tensor, grad: Tensor) -> None:
         """Called in backward with the layer's input [N, D_in] and the gradient of its output [N, D_out]."""
-        ...
 
 
 class EmbeddingGrads(Protocol):
@@ -73,4 +63,3 @@ class EmbeddingGrads(Protocol):
 
     def put(self, tokens: Tensor, rows: Tensor) -> None:
         """Called in backward with the token numbers [N] and the gradient of their vectors [N, D]."""
-        ...

@@ -70,26 +70,19 @@ class Dropout(nn.Module):
             return values
         if _here.place is None:
             return F.dropout(values, self.rate)
-        if values.device.type == "cpu":
-            mask: Tensor = _cpu_mask(values.detach(), self.rate, self._seed())
+        seed = _seed((*_here.place, self.number), *([self.share] if self.share else []))
+        device, generators = values.device, _here.generators
+        if device.type == "cpu":
+            mask: Tensor = _cpu_mask(values.detach(), self.rate, seed)
             return values * mask
-        mask = torch.empty_like(values).bernoulli_(1 - self.rate, generator=self._generator(values.device))
+        if device not in generators:
+            generators[device] = torch.Generator(device)
+        generator = generators[device].manual_seed(seed)
+        mask = torch.empty_like(values).bernoulli_(1 - self.rate, generator=generator)
         return values * mask.div_(1 - self.rate)
 
     def extra_repr(self) -> str:
         return f"rate={self.rate}, number={self.number}"
-
-    def _seed(self) -> int:
-        """The seed of this call."""
-        assert _here.place is not None
-        return _seed((*_here.place, self.number), *([self.share] if self.share else []))
-
-    def _generator(self, device: torch.device) -> torch.Generator:
-        """The generator of this thread and device, seeded for this call."""
-        generator = _here.generators.get(device)
-        if generator is None:
-            generator = _here.generators[device] = torch.Generator(device)
-        return generator.manual_seed(self._seed())
 
 
 @torch.library.custom_op("hvd_transformer::dropout_mask", mutates_args=())

@@ -215,7 +215,7 @@ class VocabParallelEmbedding(VocabParallelLayer, nn.Embedding):
 
     def _lookup(self, tokens: Tensor) -> Tensor:
         if self.embedding_grads is None or not torch.is_grad_enabled():
-            return nn.functional.embedding(tokens.to(self.weight.device), self.weight).to(tokens.device)
+            return F.embedding(tokens.to(self.weight.device), self.weight).to(tokens.device)
         # The anchor makes autograd call backward; the weight itself stays out of the graph.
         anchor = torch.empty(0, requires_grad=True, device=tokens.device)
         weight = self.weight.detach()
@@ -229,7 +229,7 @@ class _Lookup(torch.autograd.Function):
         ctx.save_for_backward(tokens)
         ctx.grads = grads
         # Tied to an output layer on another device, the matrix stays there and the rows travel.
-        return nn.functional.embedding(tokens.to(weight.device), weight).to(tokens.device)
+        return F.embedding(tokens.to(weight.device), weight).to(tokens.device)
 
     @staticmethod
     @once_differentiable

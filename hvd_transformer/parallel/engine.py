@@ -1,7 +1,7 @@
 """One rank's model, wired for training: stages on their devices, gradient buffers, collectives, optimizer, pipeline."""
 
-from collections.abc import Mapping, Sequence
-from itertools import accumulate, chain, pairwise
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from hvd_transformer.config.schema import Config, OptimizerConfig
 from hvd_transformer.gradients.buffers import GradBuffer, make_grad_buffers
 from hvd_transformer.gradients.embedding_grads import plan_embedding_grads
 from hvd_transformer.gradients.optimizer import FlatOptimizer, GradNorm, names_without_decay
-from hvd_transformer.gradients.param_all_gather import ParamAllGather, ParamWaits, plan_param_waits
+from hvd_transformer.gradients.param_all_gather import ParamAllGather, make_param_all_gathers
 from hvd_transformer.gradients.sync import make_grad_sync
 from hvd_transformer.gradients.weight_grads import install_stores
 from hvd_transformer.monitoring.timeline import Timeline
@@ -19,7 +19,7 @@ from hvd_transformer.nn.contracts import Layer
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.parallel.pipeline import Pipeline, Stage, worker_threads
 from hvd_transformer.parallel.replica_check import check_replicas
-from hvd_transformer.parallel.tensor_parallel import Shapes, Splits, connect_tensor_group
+from hvd_transformer.parallel.tensor_parallel import HorovodTensorGroup, Shapes, Splits, set_tensor_groups
 
 
 class ModelStage(Stage):
@@ -29,28 +29,21 @@ class ModelStage(Stage):
         super().__init__(layers, device)
         for layer in layers:
             layer.module.to(device)
-        self.buffers: list[GradBuffer] = []
         self.all_gather: ParamAllGather | None = None  # ZeRO
-        self.waits: ParamWaits = {}
 
-    def add_buffers(self, config: OptimizerConfig, buffers: list[GradBuffer], numbers: Mapping[str, int]) -> None:
-        """`numbers`: the parameters' places in the model, by name."""
+    def add_buffers(self, config: OptimizerConfig, buffers: Sequence[GradBuffer]) -> None:
         self.buffers = buffers
         self.optimizer = FlatOptimizer(config, buffers)
-        self._grads = [
-            (numbers[slot.name], buffer.own_gradients[own])
+        self._grads = {
+            slot.name: buffer.own_gradients[own]
             for buffer in buffers
             for slot in buffer.slots
             if (own := buffer.own_part(slot.start, slot.stop)) is not None
-        ]
+        }
 
-    def wait_params(self, layer: Layer) -> None:
-        for gather, index in self.waits.get(layer.name, ()):
-            gather.wait(index)
-
-    def norms(self) -> list[tuple[int, Tensor]]:
-        """The norm of each parameter's gradient in this rank's shard, with the parameter's place in the model."""
-        return [(number, torch.linalg.vector_norm(grad)) for number, grad in self._grads]
+    def norms(self) -> dict[str, Tensor]:
+        """The norm of each parameter's gradient in this rank's shard, by name."""
+        return {name: torch.linalg.vector_norm(grad) for name, grad in self._grads.items()}
 
     def update(self, factor: float, rate: float) -> None:
         """One optimizer step with the gradients × `factor`; starts the all-gather of sharded parameters."""
@@ -85,31 +78,34 @@ class Engine:
         self.config, self.world, self.mesh = config, world, mesh
         self.splits, self.shapes = splits, shapes
         if mesh.tp > 1:
-            connect_tensor_group(model, splits, shapes, mesh.tp_group)
+            set_tensor_groups(model, splits, shapes, lambda name: HorovodTensorGroup(mesh.tp_group, name))
         ends = pairwise(accumulate(partition, initial=0))
         self.stages = [
             ModelStage(layers[start:stop], device) for (start, stop), device in zip(ends, mesh.devices, strict=True)
         ]
         embeddings = plan_embedding_grads(model, config.communication.embedding_rows, num_tokens)
         self._add_buffers(model, {name for name, plan in embeddings.items() if plan.gather})
-        self.buffers = [buffer for stage in self.stages for buffer in stage.buffers]
-        self._add_all_gathers(layers)
+        buffers = [stage.buffers for stage in self.stages]
+        if mesh.zero_shard.count > 1:
+            gathers, waits = make_param_all_gathers(layers, buffers, mesh.dp_group)
+            for stage, gather in zip(self.stages, gathers, strict=True):
+                stage.all_gather, stage.waits = gather, waits
         self.timeline = Timeline(world.rank, [f"stage {stage}" for stage in range(len(self.stages))])
         self.grad_sync = make_grad_sync(
-            self.buffers,
+            buffers,
             mesh.dp_group,
             overlap=config.communication.overlap,
             compression=config.communication.compression,
             embeddings=embeddings,
             timeline=self.timeline,
-            stages=[stage.buffers for stage in self.stages],
         )
+        self.buffers = self.grad_sync.buffers
         for name, plan in embeddings.items():
             for embedding in plan.embeddings:
                 embedding.embedding_grads = self.grad_sync.embedding_grads[name]
         if not config.training.compile:  # compiled graphs cannot call back
-            of_stages = [([layer.module for layer in stage.layers], stage.weight_grads) for stage in self.stages]
-            install_stores(model, of_stages, self.buffers)
+            stores = [([layer.module for layer in stage.layers], stage.weight_grads) for stage in self.stages]
+            install_stores(model, stores, self.grad_sync)
         self.pipeline = Pipeline(
             self.stages,
             schedule=config.parallel.schedule,
@@ -119,7 +115,7 @@ class Engine:
             threads=worker_threads(len(self.stages)),
             timeline=self.timeline,
         )
-        counts = [mesh.tp_rank == 0 or name in splits for name in shapes]
+        counts = {name: mesh.tp_rank == 0 or name in splits for name in shapes}
         norm_group = world if mesh.zero_shard.count > 1 else mesh.tp_group
         self._norm = GradNorm(counts, self.buffers[0].gradients.dtype, mesh.device, norm_group)
 
@@ -137,7 +133,7 @@ class Engine:
     def grad_norm(self) -> float:
         """The norm of the reduced gradient of the whole model. Collective."""
         norms = self.pipeline.map(lambda stage: self.stages[stage].norms())
-        return self._norm(dict(chain.from_iterable(norms)))
+        return self._norm({name: norm for own in norms for name, norm in own.items()})
 
     def update(self, factor: float, rate: float) -> None:
         """One optimizer step of all stages, side by side, with the gradients × `factor`."""
@@ -168,39 +164,17 @@ class Engine:
         self.timeline.close()
 
     def _add_buffers(self, model: nn.Module, alone: set[str]) -> None:
-        """Buffers of each stage's own parameters, so that it sends and updates without the others."""
-        numbers = {name: number for number, (name, _) in enumerate(model.named_parameters())}
+        """Give each stage buffers of its own parameters, so that it sends and updates without the others.
+
+        A tied parameter belongs to the last stage that has it: the output layer's, where its dense gradient comes from.
+        """
+        stage_of = {
+            id(weight): stage for stage in self.stages for layer in stage.layers for weight in layer.module.parameters()
+        }
+        parameters: dict[ModelStage, dict[str, nn.Parameter]] = {stage: {} for stage in self.stages}
+        for name, weight in model.named_parameters():
+            parameters[stage_of[id(weight)]][name] = weight
         no_decay, size = names_without_decay(model), int(self.config.communication.bucket_mb * 2**20)
-        for stage, parameters in zip(self.stages, _stage_parameters(model, self.stages), strict=True):
-            buffers = make_grad_buffers(parameters, no_decay, size, alone, self.mesh.zero_shard)
-            stage.add_buffers(self.config.optimizer, buffers, numbers)
-
-    def _add_all_gathers(self, layers: Sequence[Layer]) -> None:
-        """Of the stages whose buffers are sharded."""
-        index = {buffer: number for number, buffer in enumerate(self.buffers)}
-        for stage in self.stages:
-            if any(buffer.shard.count > 1 for buffer in stage.buffers):
-                names = [f"shards.{index[buffer]}" for buffer in stage.buffers]
-                stage.all_gather = ParamAllGather(stage.buffers, names, self.mesh.dp_group)
-        gathers = [stage.all_gather for stage in self.stages if stage.all_gather is not None]
-        if gathers:
-            waits = plan_param_waits(layers, gathers)
-            for stage in self.stages:
-                stage.waits = waits
-
-
-def _stage_parameters(model: nn.Module, stages: Sequence[Stage]) -> list[dict[str, nn.Parameter]]:
-    """Each stage's parameters by name, in the model's order.
-
-    A tied one belongs to the last stage that has it: the output layer's, where its dense gradient comes from.
-    """
-    stage_of = {
-        id(weight): number
-        for number, stage in enumerate(stages)
-        for layer in stage.layers
-        for weight in layer.module.parameters()
-    }
-    result: list[dict[str, nn.Parameter]] = [{} for _ in stages]
-    for name, weight in model.named_parameters():
-        result[stage_of[id(weight)]][name] = weight
-    return result
+        for stage, own in parameters.items():
+            buffers = make_grad_buffers(own, no_decay, size, alone, self.mesh.zero_shard)
+            stage.add_buffers(self.config.optimizer, buffers)

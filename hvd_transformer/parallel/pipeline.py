@@ -13,7 +13,8 @@ With one stage everything runs in the caller's thread. `parallel.pipeline_schedu
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hvd_transformer.comm.group import PeerLost
 from hvd_transformer.gradients.buffers import GradBuffer
+from hvd_transformer.gradients.param_all_gather import ParamWaits
 from hvd_transformer.gradients.sync import GradSync
 from hvd_transformer.gradients.weight_grads import WeightGradStore
 from hvd_transformer.monitoring.timeline import Timeline
@@ -41,21 +43,7 @@ class Stage:
         self.layers, self.device = layers, device
         self.weight_grads = WeightGradStore()
         self.buffers: Sequence[GradBuffer] = ()
-
-    def wait_params(self, layer: Layer) -> None:
-        """Return when the layer's parameters are whole."""
-
-
-class LossSink(Protocol):
-    """Takes the loss of each micro-batch, in order, from the last stage's worker."""
-
-    def add_loss(self, loss: Tensor) -> None: ...
-
-
-class Losses(list[Tensor]):
-    """A `LossSink` that keeps the losses."""
-
-    add_loss = list.append
+        self.waits: ParamWaits = {}
 
 
 class StageFailed(RuntimeError):
@@ -100,31 +88,27 @@ class Pipeline:
             for stage in range(len(stages) if len(stages) > 1 else 0)
         ]
 
-    def forward_backward(self, accumulation: Sequence[Sequence[MicroBatch]], scale: float, losses: LossSink) -> None:
+    def forward_backward(
+        self, accumulation: Sequence[Sequence[MicroBatch]], scale: float, add_loss: Callable[[Tensor], None]
+    ) -> None:
         """Run all micro-batches of a step, one accumulation step after the other; raises `StageFailed`.
 
-        Gradients are those of `scale` × the sum of the losses. In the last accumulation step full gradient buffers are
-        sent while backward goes on.
+        The last stage's worker gives each micro-batch's loss to `add_loss`, in order. Gradients are those of `scale` ×
+        the sum of the losses. In the last accumulation step full gradient buffers are sent while backward goes on.
         """
         first_number = 0
         for number, micro_batches in enumerate(accumulation, start=1):
             schedule = make_schedule(self.schedule, len(self.stages), len(micro_batches))
             grad_sync = self.grad_sync if number == len(accumulation) else None
-            run = ScheduleRun(self, micro_batches, schedule, losses, first_number, scale, grad_sync)
+            run = ScheduleRun(self, micro_batches, schedule, add_loss, first_number, scale, grad_sync)
             self.map(run.work)
             first_number += len(micro_batches)
 
-    @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """The losses only; raises `StageFailed`."""
-        losses = Losses()
-        run = ScheduleRun(self, micro_batches, forward_only(len(self.stages), len(micro_batches)), losses)
-
-        @torch.no_grad()  # it counts for its own thread only
-        def work(stage: int) -> None:
-            run.work(stage)
-
-        self.map(work)
+        losses: list[Tensor] = []
+        run = ScheduleRun(self, micro_batches, forward_only(len(self.stages), len(micro_batches)), losses.append)
+        self.map(torch.no_grad()(run.work))  # in each stage's own thread
         return losses
 
     def map(self, function: Callable[[int], Result]) -> list[Result]:
@@ -147,37 +131,27 @@ class Pipeline:
         return [future.result() for future in waiting]
 
     def close(self) -> None:
-        """Ends the workers."""
+        """End the workers."""
         for worker in self._workers:
             worker.shutdown()
 
 
-class SavedActivations(NamedTuple):
-    """What a stage keeps of a micro-batch from its forward to its backward."""
-
-    inputs: Tensors
-    outputs: Tensors
-
-
+@dataclass
 class ScheduleRun:
-    """One pass of some micro-batches through all stages. `first_number` is the first one's number within the step."""
+    """One pass of some micro-batches through all stages."""
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        micro_batches: Sequence[MicroBatch],
-        schedule: Schedule,
-        losses: LossSink,
-        first_number: int = 0,
-        scale: float = 1.0,
-        grad_sync: GradSync | None = None,
-    ) -> None:
-        self.pipeline, self.micro_batches, self.schedule, self.losses = pipeline, micro_batches, schedule, losses
-        self.first_number, self.scale, self.grad_sync = first_number, scale, grad_sync
-        num_stages = len(pipeline.stages)
+    pipeline: Pipeline
+    micro_batches: Sequence[MicroBatch]
+    schedule: Schedule
+    add_loss: Callable[[Tensor], None]
+    first_number: int = 0  # of the first micro-batch, within the step
+    scale: float = 1.0
+    grad_sync: GradSync | None = None
+
+    def __post_init__(self) -> None:
+        num_stages = len(self.schedule)
         # Of this size no schedule ever waits for room while its neighbour waits for it.
-        self.down: list[Channel[StageTensors]] = [Channel(num_stages) for _ in range(num_stages)]
-        self.up: list[Channel[StageTensors]] = [Channel(num_stages) for _ in range(num_stages)]
+        self.down, self.up = ([Channel(num_stages) for _ in range(num_stages)] for _ in range(2))
 
     def work(self, stage: int) -> None:
         """All operations of one stage; an error ends the other stages, too."""
@@ -203,11 +177,10 @@ class StageRunner:
         self._stage, self._streams, self._timeline = pipeline.stages[index], pipeline.streams[index], pipeline.timeline
         self._is_first, self._is_last = index == 0, index == len(pipeline.stages) - 1
         self._splits_backward = any(operation.kind == "weights" for operation in schedule_run.schedule[0])
-        self._saved: dict[int, SavedActivations] = {}
+        self._saved: dict[int, tuple[Tensors, Tensors]] = {}  # inputs and outputs, from forward to backward
         self._stage.weight_grads.clear()
 
     def run(self, operation: Operation) -> None:
-        """One operation of the schedule."""
         kind, number = operation
         if kind == "forward":
             self._forward(number)
@@ -239,11 +212,11 @@ class StageRunner:
                     tensors += tuple(tensor for tensor in targets if tensor is not None)
                 tensors = self._call(layer, tensors, micro, recomputes and layer.recompute)
         if self._is_last:
-            self._run.losses.add_loss(tensors[0].detach())
+            self._run.add_loss(tensors[0].detach())
         else:
             self._run.down[self._index + 1].put(self._streams.send([tensor.detach() for tensor in tensors]))
         if trains:
-            self._saved[number] = SavedActivations(inputs, tensors)
+            self._saved[number] = (inputs, tensors)
 
     def _backward(self, number: int) -> None:
         grads = None if self._is_last else self._receive(self._run.up[self._index].get())
@@ -275,7 +248,8 @@ class StageRunner:
             # The context is inside: a recomputed layer must see the same.
             with layer_context(self._run.pipeline.precision, self._stage.device, micro.dropout_key):
                 try:
-                    self._stage.wait_params(layer)
+                    for all_gather, place in self._stage.waits.get(layer.name, ()):
+                        all_gather.wait(place)
                     result = layer.run(*inputs)
                 except Exception as error:
                     error.failed_layer = layer.name  # type: ignore[attr-defined]

@@ -1,6 +1,5 @@
 """Pipeline schedules: the order of forwards and backwards in each stage, for gpipe, 1f1b and zero_bubble."""
 
-from collections.abc import Sequence
 from itertools import chain
 from typing import Literal, NamedTuple, get_args
 
@@ -25,8 +24,6 @@ def make_schedule(kind: ScheduleName, num_stages: int, num_micro_batches: int) -
     zero_bubble: ZB-H1 of Qi et al. 2023, arXiv 2401.10241, section 3.1, where stage s defers weight gradients by s
     micro-batches, so that every stage holds as many activations as the first stage of 1f1b.
     """
-    if kind not in SCHEDULES:
-        raise ValueError(f"no such schedule: {kind!r}")
     schedule = []
     for stage, forwards in enumerate(forward_only(num_stages, num_micro_batches)):
         backwards = [[Operation("backward", operation.micro_batch)] for operation in forwards]
@@ -43,19 +40,4 @@ def make_schedule(kind: ScheduleName, num_stages: int, num_micro_batches: int) -
 
 def forward_only(num_stages: int, num_micro_batches: int) -> Schedule:
     """The schedule of evaluation: every micro-batch forward, no backward."""
-    if num_stages < 1 or num_micro_batches < 1:
-        raise ValueError(f"{num_stages} stages and {num_micro_batches} micro-batches: there must be one of each")
     return [[Operation("forward", micro_batch) for micro_batch in range(num_micro_batches)] for _ in range(num_stages)]
-
-
-def most_in_flight(operations: Sequence[Operation]) -> int:
-    """The largest number of micro-batches whose activations a stage holds at the same time."""
-    last = {operation.micro_batch: index for index, operation in enumerate(operations)}
-    held: set[int] = set()
-    most = 0
-    for index, (_, micro_batch) in enumerate(operations):
-        held.add(micro_batch)
-        most = max(most, len(held))
-        if index == last[micro_batch]:
-            held.remove(micro_batch)
-    return most

@@ -1,7 +1,7 @@
 """Keeps replicas equal: broadcasts the weights at the start, and names the ranks whose checksum differs later."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
 
 import torch
@@ -29,10 +29,8 @@ def broadcast_parameters(buffers: Sequence[GradBuffer], group: Group) -> None:
 def checksum(tensors: Sequence[Tensor]) -> int:
     """A 64-bit sum over the tensors' bits and positions, computed where the tensors are, with one wait per device."""
     words = [tensor.detach().contiguous().flatten().view(torch.int32) for tensor in tensors]
-    longest: dict[torch.device, int] = {}
-    for each in words:
-        longest[each.device] = max(longest.get(each.device, 0), min(_CHUNK, each.numel()))
-    weights = {device: torch.arange(1, count + 1, device=device) * _MULTIPLIER | 1 for device, count in longest.items()}
+    devices = {each.device for each in words}
+    weights = {device: torch.arange(1, _CHUNK + 1, device=device) * _MULTIPLIER | 1 for device in devices}
     parts = [
         (chunk.long() * weights[each.device][: chunk.numel()]).sum() for each in words for chunk in each.split(_CHUNK)
     ]
@@ -52,9 +50,14 @@ def check_replicas(
 
     Groups of `tensor` neighbouring ranks split the weights named in `cut`; all other weights are equal on all ranks.
     """
-    shared = set(cut) if tensor > 1 else set()
-    runs = [run for buffer in buffers for run in _runs(buffer, shared)]
-    own = [checksum([values for values, is_cut in runs if is_cut == part]) for part in (False, True)]
+    split = set(cut) if tensor > 1 else set()
+    # Neighbouring weights as one tensor: the padding between two is zero on every rank.
+    runs: dict[bool, list[Tensor]] = {False: [], True: []}
+    for buffer in buffers:
+        for is_split, slots in groupby(buffer.slots, lambda slot: slot.name in split):
+            run = list(slots)
+            runs[is_split].append(buffer.parameters[run[0].start : run[-1].stop])
+    own = [checksum(tensors) for tensors in runs.values()]
     sums = world.all_gather_objects(own)
     groups = [{rank: common for rank, (common, _) in enumerate(sums)}]
     groups += [{rank: sums[rank][1] for rank in range(shard, world.size, tensor)} for shard in range(tensor)]
@@ -64,16 +67,6 @@ def check_replicas(
         others = "each other" if tie else "those of the other ranks"
         raise ReplicasDiffer(f"{when}: the weights of rank {', '.join(map(str, found))} differ from {others}")
     return (own[0] * 31 + own[1]) % 2**64
-
-
-def _runs(buffer: GradBuffer, cut: Collection[str]) -> Iterator[tuple[Tensor, bool]]:
-    """The buffer's weights, runs of split and of unsplit ones as one tensor each: (values, whether they are split).
-
-    The padding between two weights is zero on every rank.
-    """
-    for is_cut, slots in groupby(buffer.slots, lambda slot: slot.name in cut):
-        own = list(slots)
-        yield buffer.parameters[own[0].start : own[-1].stop], is_cut
 
 
 def _strangers(sums: dict[int, int]) -> set[int]:

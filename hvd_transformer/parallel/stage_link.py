@@ -4,27 +4,33 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Generic, NamedTuple, Optional, TypeVar
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
-
-Item = TypeVar("Item")
 
 
 class Aborted(Exception):
     """Another stage failed, so this one stops."""
 
 
-class Channel(Generic[Item]):
+class StageTensors(NamedTuple):
+    """Tensors sent to a stage; None stands for a missing gradient."""
+
+    tensors: Sequence[Tensor | None]
+    sender: Optional["CudaStageStreams"] = None
+    ready: torch.cuda.Event | None = None  # when the sender's GPU has computed them
+
+
+class Channel:
     """A bounded queue between two threads; `abort` wakes both."""
 
     def __init__(self, size: int) -> None:
-        self._items: deque[Item] = deque()
+        self._items: deque[StageTensors] = deque()
         self._size, self._aborted = size, False
         self._changed = threading.Condition()
 
-    def put(self, item: Item) -> None:
+    def put(self, item: StageTensors) -> None:
         """Wait for room, then add the item. Raises `Aborted`."""
         with self._changed:
             self._changed.wait_for(lambda: self._aborted or len(self._items) < self._size)
@@ -32,7 +38,7 @@ class Channel(Generic[Item]):
             self._items.append(item)
             self._changed.notify_all()
 
-    def get(self) -> Item:
+    def get(self) -> StageTensors:
         """Wait for an item and remove it. Raises `Aborted`."""
         with self._changed:
             self._changed.wait_for(lambda: self._aborted or self._items)
@@ -50,14 +56,6 @@ class Channel(Generic[Item]):
     def _check(self) -> None:
         if self._aborted:
             raise Aborted
-
-
-class StageTensors(NamedTuple):
-    """Tensors sent to a stage; None stands for a missing gradient."""
-
-    tensors: Sequence[Tensor | None]
-    sender: Optional["CudaStageStreams"] = None
-    ready: torch.cuda.Event | None = None  # when the sender's GPU has computed them
 
 
 class StageStreams:
@@ -127,10 +125,6 @@ class CudaStageStreams(StageStreams):
 
 
 def make_streams(devices: Sequence[torch.device]) -> list[StageStreams]:
-    """The streams of the stages on these devices."""
-    if len(devices) > 1 and all(device.type == "cuda" for device in devices):
-        here = torch.cuda.current_device()
-        return [
-            CudaStageStreams(torch.device("cuda", here if device.index is None else device.index)) for device in devices
-        ]
-    return [StageStreams(device) for device in devices]
+    """The streams of the stages on these devices; a GPU has its index."""
+    on_gpus = len(devices) > 1 and all(device.type == "cuda" for device in devices)
+    return [CudaStageStreams(device) if on_gpus else StageStreams(device) for device in devices]

@@ -31,7 +31,7 @@ def piece(whole: Tensor, split: TensorSplit, index: int, count: int) -> Tensor:
 
 
 def shard_model(model: nn.Module, splits: Splits, index: int, count: int) -> None:
-    """Leave the model rank `index`'s pieces of the weights. Until `connect_tensor_group` layers use these only.
+    """Leave the model rank `index`'s pieces of the weights. Until `set_tensor_groups` layers use these only.
 
     Parameters stay the same objects, so tied ones stay tied.
     """
@@ -45,11 +45,6 @@ def shard_model(model: nn.Module, splits: Splits, index: int, count: int) -> Non
             module.share = index
 
 
-def connect_tensor_group(model: nn.Module, splits: Splits, shapes: Shapes, group: Group) -> None:
-    """From now on the model's split layers compute with the other ranks of the group."""
-    set_tensor_groups(model, splits, shapes, lambda name: HorovodTensorGroup(group, name))
-
-
 class HorovodTensorGroup:
     """The tensor group of the layer called `name`, over Horovod: implements `TensorGroup`."""
 
@@ -57,17 +52,11 @@ class HorovodTensorGroup:
         self.index, self.count = group.rank, group.size
         self._group, self._name, self._calls = group, name, 0
 
-    def sum_(self, values: Tensor) -> Callable[[], None]:
+    def sum_(self, values: Tensor) -> Callable[[], object]:
         if values.dtype != torch.bfloat16:
             return self._group.all_reduce_async_(values, self._next())
-        wide = values.float()  # Horovod has no bfloat16
-        wait = self._group.all_reduce_async_(wide, self._next())
-
-        def arrive() -> None:
-            wait()
-            values.copy_(wide)
-
-        return arrive
+        wait = self._group.all_reduce_async_(values.float(), self._next())  # Horovod has no bfloat16
+        return lambda: values.copy_(wait())
 
     def gather(self, values: Tensor) -> Tensor:
         return self._group.all_gather_async(values[None], self._next())()
@@ -84,7 +73,7 @@ class LocalTensorGroup:
     def __init__(self, index: int, count: int) -> None:
         self.index, self.count = index, count
 
-    def sum_(self, values: Tensor) -> Callable[[], None]:
+    def sum_(self, values: Tensor) -> Callable[[], object]:
         return lambda: None
 
     def gather(self, values: Tensor) -> Tensor:

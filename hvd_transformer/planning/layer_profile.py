@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -163,10 +164,10 @@ class ParameterGrads:
         self._layer, self._store = layer, store
 
     def put(self, values: Tensor, grad: Tensor) -> None:
-        self._store.put(self, values, grad)
+        self._store.put(partial(self._add, values, grad))
 
     @torch.no_grad()
-    def add_product(self, values: Tensor, grad: Tensor, counted: Sequence[bool]) -> None:
+    def _add(self, values: Tensor, grad: Tensor) -> None:
         layer = self._layer
         weight, bias = layer.weight.grad, None if layer.bias is None else layer.bias.grad
         assert weight is not None

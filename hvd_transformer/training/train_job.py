@@ -37,7 +37,7 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | No
     keep_freed_memory()
     watchdog = watchdog or Watchdog(world.rank, world.size)
     heartbeat = watchdog.heartbeat
-    heartbeat.world = world
+    heartbeat.link = world.link
     progress = Progress(*screen(world.size)) if world.rank == 0 else Silent()
     mesh = agree(world, lambda: ParallelMesh.of(config, world))
     agree(world, lambda: check_partition(config))

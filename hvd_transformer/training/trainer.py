@@ -106,7 +106,7 @@ class StepStats:
     def _send(self) -> None:
         numbers = torch.tensor(self._numbers, dtype=torch.float64).to(self._device, non_blocking=True)
         self._sums = torch.cat([self._loss[None], numbers])
-        self._wait: Callable[[], None] = self._world.all_reduce_async_(self._sums, "step.sums")
+        self._wait: Callable[[], Tensor] = self._world.all_reduce_async_(self._sums, "step.sums")
 
 
 class Trainer:
@@ -154,7 +154,9 @@ class Trainer:
 
         engine.grad_sync.begin_step(sum(map(len, accumulation)))
         scale = self.loss_scaler.scale / task.targets_per_step
-        engine.pipeline.forward_backward(accumulation, scale, stats)  # full buffers leave during the last backwards
+        engine.pipeline.forward_backward(
+            accumulation, scale, stats.add_loss
+        )  # full buffers leave during the last backwards
         engine.wait_params()  # also on a rank without samples in this step
         engine.grad_sync.send_rest()
 

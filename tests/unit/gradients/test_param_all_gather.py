@@ -5,15 +5,16 @@ import torch
 from fake_world import FakeWorld
 from torch import Tensor, nn
 
-from hvd_transformer.gradients.buffers import ZeroShard, make_grad_buffers
-from hvd_transformer.gradients.param_all_gather import ParamAllGather, plan_param_waits
-from hvd_transformer.nn.contracts import Layer
+from hvd_transformer.gradients.buffers import GradBuffer, ZeroShard, make_grad_buffers
+from hvd_transformer.gradients.param_all_gather import ParamAllGather, make_param_all_gathers
+from hvd_transformer.nn.contracts import Layer, MicroBatch
 from hvd_transformer.parallel.engine import ModelStage
+from hvd_transformer.parallel.pipeline import Pipeline
 
 SIZE = 2
 
 
-def job(events: list[str]) -> tuple[FakeWorld, list[ModelStage], ParamAllGather]:
+def job(events: list[str]) -> tuple[list[GradBuffer], ModelStage, ParamAllGather]:
     """Three layers in a bucket each; the last uses the first's weight, too."""
     layers = [nn.Linear(4, 4, bias=False) for _ in range(3)]
     layers[2].tied = layers[0].weight  # type: ignore[assignment]
@@ -29,36 +30,31 @@ def job(events: list[str]) -> tuple[FakeWorld, list[ModelStage], ParamAllGather]
 
         return Layer(f"{number}", layers[number], run)
 
-    gathering = ParamAllGather(buckets, [bucket.slots[0].name for bucket in buckets], world)
     stage = ModelStage([layer(number) for number in range(3)], torch.device("cpu"))
-    stage.waits = plan_param_waits(stage.layers, [gathering])
-    return world, [stage], gathering
+    (gathering,), stage.waits = make_param_all_gathers(stage.layers, [buckets], world)
+    return buckets, stage, gathering
 
 
-def forward(stages: list[ModelStage]) -> Tensor:
-    values = torch.ones(1, 4)
-    for layer in stages[0].layers:
-        stages[0].wait_params(layer)
-        values = layer.run(values)
-    return values
+def forward(stage: ModelStage) -> None:
+    Pipeline([stage]).evaluate([MicroBatch((torch.ones(1, 4),), ())])
 
 
 def test_layers_wait_for_the_weights_that_they_use_and_for_no_more() -> None:
     events: list[str] = []
-    _, stages, gathering = job(events)
-    forward(stages)
+    _, stage, gathering = job(events)
+    forward(stage)
     assert events == ["layer 0", "layer 1", "layer 2"]  # nothing is on its way
     events.clear()
     gathering.start()
-    assert events == ["send 0", "send 1", "send 2"]  # in the order of need, not of the buckets
+    assert events == ["send shards.2", "send shards.1", "send shards.0"]  # in the order of need, not of the buckets
     for _ in range(2):
-        forward(stages)
+        forward(stage)
     assert events[3:] == [
-        "wait 0",
+        "wait shards.2",
         "layer 0",
-        "wait 1",
+        "wait shards.1",
         "layer 1",
-        "wait 2",
+        "wait shards.0",
         "layer 2",
         "layer 0",
         "layer 1",
@@ -69,26 +65,41 @@ def test_layers_wait_for_the_weights_that_they_use_and_for_no_more() -> None:
 def test_the_later_ones_begin_when_the_first_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hvd_transformer.gradients.param_all_gather.MAX_IN_FLIGHT", 260)  # two buckets of 128 bytes
     events: list[str] = []
-    _, stages, gathering = job(events)
+    _, stage, gathering = job(events)
     gathering.start()
-    assert events == ["send 0", "send 1"]
-    forward(stages)
-    assert events[2:] == ["wait 0", "send 2", "layer 0", "wait 1", "layer 1", "wait 2", "layer 2"]
+    assert events == ["send shards.2", "send shards.1"]
+    forward(stage)
+    assert events[2:] == [
+        "wait shards.2",
+        "send shards.0",
+        "layer 0",
+        "wait shards.1",
+        "layer 1",
+        "wait shards.0",
+        "layer 2",
+    ]
     events.clear()
     gathering.start()
     gathering.wait_all()
-    assert events == ["send 0", "send 1", "wait 0", "send 2", "wait 1", "wait 2"]
+    assert events == [
+        "send shards.2",
+        "send shards.1",
+        "wait shards.2",
+        "send shards.0",
+        "wait shards.1",
+        "wait shards.0",
+    ]
     gathering.wait_all()
     assert len(events) == 6
 
 
 def test_what_arrives_is_every_ranks_shard() -> None:
-    _, _, gathering = job([])
+    buckets, _, gathering = job([])
     with torch.no_grad():
-        for bucket in gathering.buffers:
+        for bucket in buckets:
             bucket.parameters.fill_(7)
             bucket.own_parameters.copy_(torch.arange(16.0))
     gathering.start()
     gathering.wait_all()
-    for bucket in gathering.buffers:  # the other rank of this world holds the same
+    for bucket in buckets:  # the other rank of this world holds the same
         assert torch.equal(bucket.parameters, torch.arange(16.0).repeat(2))

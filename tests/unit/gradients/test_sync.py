@@ -43,7 +43,7 @@ def made(world: World, bucket_bytes: int, **options: object) -> tuple[Layers, La
     plain = Layers()
     plain.load_state_dict(copy.deepcopy(model.state_dict()))
     buckets = make_grad_buffers(dict(model.named_parameters()), set(), bucket_bytes)
-    return model, plain, buckets, make_grad_sync(buckets, world, **options)
+    return model, plain, buckets, make_grad_sync([buckets], world, **options)
 
 
 def finish(sync: GradSync) -> None:
@@ -75,7 +75,7 @@ def test_gradients_of_several_backwards_add_up_as_in_autograd(bucket_bytes: int,
         sync.begin_step()
         for number in range(rounds):
             if number == rounds - 1:
-                sync.expect_last_backward()
+                sync.expect_last_backward(sync.buffers)
             model(inputs(10 * step + number)).backward()
             plain(inputs(10 * step + number)).backward()
         finish(sync)
@@ -90,7 +90,7 @@ def test_unused_parameters_get_zero_also_after_a_step_that_used_them(bucket_byte
     for use in ((0, 1, 2), (0, 2), (1,)):
         plain.zero_grad()
         sync.begin_step()
-        sync.expect_last_backward()
+        sync.expect_last_backward(sync.buffers)
         model(inputs(1), use).backward()
         plain(inputs(1), use).backward()
         finish(sync)
@@ -104,7 +104,7 @@ def test_a_parameter_used_in_one_round_alone_keeps_that_rounds_gradient() -> Non
     sync.begin_step()
     for number, use in enumerate([(0, 1), (1, 2), (2,)]):
         if number == 2:
-            sync.expect_last_backward()
+            sync.expect_last_backward(sync.buffers)
         model(inputs(number), use).backward()
         plain(inputs(number), use).backward()
     finish(sync)
@@ -117,7 +117,7 @@ def test_a_step_without_any_backward_is_all_zeros() -> None:
     for samples in (True, False):
         sync.begin_step()
         if samples:
-            sync.expect_last_backward()
+            sync.expect_last_backward(sync.buffers)
             model(inputs(0)).backward()
         finish(sync)
     assert all(not gradient.any() for gradient in reduced(buckets).values())
@@ -128,7 +128,7 @@ def test_buckets_are_sent_while_backward_goes_on() -> None:
     model, plain, buckets, sync = made(world, EVERY_PARAMETER)
     assert len(buckets) == 6
     sync.begin_step()
-    sync.expect_last_backward()
+    sync.expect_last_backward(sync.buffers)
     model(inputs(0)).backward()
     plain(inputs(0)).backward()
     events = list(world.events)
@@ -149,7 +149,7 @@ def test_nothing_is_sent_before_the_last_round() -> None:
         model(inputs(number)).backward()
         plain(inputs(number)).backward()
     assert not any(event.startswith("send") for event in world.events)
-    sync.expect_last_backward()
+    sync.expect_last_backward(sync.buffers)
     model(inputs(2)).backward()
     plain(inputs(2)).backward()
     finish(sync)
@@ -172,7 +172,7 @@ def test_each_bucket_is_sent_once_and_waited_for_once(bucket_bytes: int, overlap
         sync.begin_step()
         model(inputs(step), use).backward()
         plain(inputs(step), use).backward()
-        sync.expect_last_backward()
+        sync.expect_last_backward(sync.buffers)
         model(inputs(step + 5), use).backward()
         plain(inputs(step + 5), use).backward()
         early = [event for event in world.events if event.startswith("send")]
@@ -188,7 +188,7 @@ def test_half_precision_on_the_wire_rounds_what_is_sent() -> None:
     world = FakeWorld()
     model, plain, buckets, sync = made(world, 120, compression="fp16")
     sync.begin_step()
-    sync.expect_last_backward()
+    sync.expect_last_backward(sync.buffers)
     model(inputs(0)).backward()
     plain(inputs(0)).backward()
     finish(sync)
@@ -203,9 +203,9 @@ def test_a_parameter_used_twice_is_complete_when_it_is_sent() -> None:
     world = FakeWorld()
     weight = nn.Parameter(torch.tensor([2.0, 3.0]))
     (bucket,) = make_grad_buffers({"weight": weight}, set(), 1)
-    sync = GradSync([bucket], world)
+    sync = GradSync([[bucket]], world)
     sync.begin_step()
-    sync.expect_last_backward()
+    sync.expect_last_backward(sync.buffers)
     ((weight * 5).tanh() * weight).sum().backward()  # as a tied embedding
     finish(sync)
     reference = weight.detach().clone().requires_grad_()
@@ -245,7 +245,7 @@ def test_rows_of_all_ranks_and_rounds_are_added(tied: bool, gather: bool, size: 
         dict(model.named_parameters()), set(), ALL_IN_ONE, alone={"matrix"} if gather else set()
     )
     assert len(buckets) == 1 + gather
-    sync = make_grad_sync(buckets, world, embeddings={"matrix": EmbeddingGradPlan(gather, dense=tied)})
+    sync = make_grad_sync([buckets], world, embeddings={"matrix": EmbeddingGradPlan(gather, dense=tied)})
     take = sync.embedding_grads["matrix"].put
     batches = torch.tensor([[1, 1, 4], [4, 0, 1]])
     for rounds in (2, 1, 0):  # the second step must not see the first; the third is one without samples
@@ -254,7 +254,7 @@ def test_rows_of_all_ranks_and_rounds_are_added(tied: bool, gather: bool, size: 
         sync.begin_step()
         for number in range(rounds):
             if number == rounds - 1:
-                sync.expect_last_backward()
+                sync.expect_last_backward(sync.buffers)
             model(batches[number], take).backward()
             plain(batches[number]).backward()
         finish(sync)
@@ -269,7 +269,7 @@ def test_an_unfinished_steps_rows_are_forgotten() -> None:
     world = FakeWorld(size=1)
     weight = nn.Parameter(torch.ones(4, 2))
     (bucket,) = make_grad_buffers({"weight": weight}, set(), 1)
-    sync = GradSync([bucket], world, embeddings={"weight": EmbeddingGradPlan(gather=True)})
+    sync = GradSync([[bucket]], world, embeddings={"weight": EmbeddingGradPlan(gather=True)})
     sync.begin_step()
     sync.embedding_grads["weight"].put(torch.tensor([1]), torch.ones(1, 2))
     sync.begin_step()
@@ -285,7 +285,7 @@ class Products(Layers):
         self.layers = nn.ModuleList(Linear(3, 3) for _ in range(3)).double()
 
     def give(self, sync: GradSync, store: WeightGradStore) -> None:
-        install_stores(self, [(self.layers, store)], sync.buffers)
+        install_stores(self, [(self.layers, store)], sync)
 
 
 def products(bucket_bytes: int) -> tuple[Products, Layers, list[GradBuffer], GradSync, FakeWorld, WeightGradStore]:
@@ -294,7 +294,7 @@ def products(bucket_bytes: int) -> tuple[Products, Layers, list[GradBuffer], Gra
     model, plain = Products(world.events), Layers()
     plain.load_state_dict(model.state_dict())
     buckets = make_grad_buffers(dict(model.named_parameters()), set(), bucket_bytes)
-    sync = GradSync(buckets, world)
+    sync = GradSync([buckets], world)
     model.give(sync, store)
     return model, plain, buckets, sync, world, store
 
@@ -310,7 +310,7 @@ def test_products_that_come_late_add_up_and_are_sent_once_complete(late: int, bu
         sync.begin_step()
         for number in range(3):
             if number == 2:
-                sync.expect_last_backward()
+                sync.expect_last_backward(sync.buffers)
             with store.deferring():
                 model(inputs(10 * step + number)).backward()
             plain(inputs(10 * step + number)).backward()
@@ -331,7 +331,7 @@ def test_products_that_come_late_add_up_and_are_sent_once_complete(late: int, bu
 def test_products_at_once_are_sent_while_backward_goes_on() -> None:
     model, plain, buckets, sync, world, _ = products(EVERY_PARAMETER)
     sync.begin_step()
-    sync.expect_last_backward()
+    sync.expect_last_backward(sync.buffers)
     model(inputs(0)).backward()
     plain(inputs(0)).backward()
     first, last = (world.events.index(f"send bucket.{index}") for index in (0, len(buckets) - 1))
@@ -347,7 +347,7 @@ def test_a_parameter_may_get_products_in_one_round_and_autograds_gradients_in_an
         sync.begin_step()
         for number in numbers:
             if number == 2:
-                sync.expect_last_backward()
+                sync.expect_last_backward(sync.buffers)
             for layer in model.layers:
                 layer.weight_grads = None
             if number != 1:
@@ -375,7 +375,7 @@ def shards(
 ) -> tuple[FakeWorld, list[GradBuffer], GradSync]:
     world = FakeWorld(rank=rank, size=size)
     buckets = make_grad_buffers(dict(model.named_parameters()), set(), 100, shard=ZeroShard(rank, size, gradients))
-    return world, buckets, make_grad_sync(buckets, world, **options)
+    return world, buckets, make_grad_sync([buckets], world, **options)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -396,13 +396,13 @@ def test_each_rank_receives_the_sum_of_its_shard(rounds: int, gradients: bool, o
             sync.begin_step(rounds)
             for number in range(rounds):
                 if number == rounds - 1:
-                    sync.expect_last_backward()
+                    sync.expect_last_backward(sync.buffers)
                 model(inputs(number)).backward()
                 assert not gradients or not any(parameter.grad is not None for parameter in model.parameters())
             finish(sync)
         for index, bucket in enumerate(buckets):
             found.setdefault(index, []).append(bucket.own_gradients.clone())
-            assert world.events.count(f"send bucket.{index}") == (rounds if gradients else 1)
+            assert world.events.count(f"send bucket.{index}") == (rounds if gradients and rounds else 1)
             # What lasts: the shard alone, or the whole.
             assert bucket.gradients.numel() * (size if gradients else 1) == bucket.parameters.numel()
     for number in range(rounds):
@@ -422,7 +422,7 @@ def test_a_rank_with_fewer_backwards_sends_as_often_as_the_others(own: int, monk
     world, buckets, sync = shards(model, 0, 2, gradients=True)
     reduce = world.all_reduce_async_
 
-    def with_another_rank(tensor: Tensor, name: str, operation: str = "sum") -> Callable[[], None]:
+    def with_another_rank(tensor: Tensor, name: str, operation: str = "sum") -> Callable[[], Tensor]:
         if (name, operation) == ("backwards", "max"):
             assert tensor.tolist() == [own]
             tensor.fill_(3)
@@ -467,11 +467,11 @@ def test_rows_go_to_the_ranks_whose_shards_they_are_in(tied: bool, gather: bool,
         world = FakeWorld(rank=rank, size=size)
         parameters, alone = dict(model.named_parameters()), {"matrix"} if gather else set()
         buckets = make_grad_buffers(parameters, set(), ALL_IN_ONE, alone, ZeroShard(rank, size, gradients))
-        sync = make_grad_sync(buckets, world, embeddings=rows)
+        sync = make_grad_sync([buckets], world, embeddings=rows)
         sync.begin_step(len(batches))
         for number, batch in enumerate(batches):
             if number == len(batches) - 1:
-                sync.expect_last_backward()
+                sync.expect_last_backward(sync.buffers)
             model(batch, sync.embedding_grads["matrix"].put).backward()
         finish(sync)
         for bucket in buckets:

@@ -14,43 +14,43 @@ from hvd_transformer.training.session import Session
 
 def in_a_step() -> Heartbeat:
     heartbeat = Heartbeat()
-    heartbeat.world, heartbeat.timeline = World(), Timeline(0, [])
+    heartbeat.link, heartbeat.timeline = World().link, Timeline(0, [])
     heartbeat.phase = "step"
     return heartbeat
 
 
 def test_a_step_is_in_what_its_stages_and_collectives_are_in() -> None:
     heartbeat = in_a_step()
-    assert heartbeat.world and heartbeat.timeline
+    assert heartbeat.link and heartbeat.timeline
     for name, phase in {"batches": "data", "forward 3": "forward", "weights 0": "backward", "update": "update"}.items():
-        heartbeat.world.link.waiting["bucket.0"] = None  # a watching thread of `profile`: this one works
+        heartbeat.link.waiting["bucket.0"] = None  # a watching thread of `profile`: this one works
         with heartbeat.timeline.span("stage 0", name):
             assert heartbeat.place() == (phase, None)
-    heartbeat.world.link.waiting = {"bucket.4": None}
+    heartbeat.link.waiting = {"bucket.4": None}
     assert heartbeat.place() == ("allreduce", "bucket 4")
-    heartbeat.world.link.waiting = {}
+    heartbeat.link.waiting = {}
     assert heartbeat.place() == ("update", None)
 
 
 def test_outside_of_steps_its_own_word_counts() -> None:
     heartbeat = in_a_step()
-    assert heartbeat.world and heartbeat.timeline
+    assert heartbeat.link and heartbeat.timeline
     heartbeat.enter_phase("evaluation")
     with heartbeat.timeline.span("stage 0", "forward 3"):
         assert heartbeat.place() == ("evaluation", None)
-    heartbeat.world.link.waiting = {"evaluation": None}
+    heartbeat.link.waiting = {"evaluation": None}
     assert heartbeat.place() == ("evaluation", "evaluation")
     assert Heartbeat().place() == ("start", None)
 
 
 def test_whatever_ends_is_a_sign_of_progress() -> None:
     heartbeat = in_a_step()
-    assert heartbeat.world and heartbeat.timeline
+    assert heartbeat.link and heartbeat.timeline
     signs = [heartbeat.signs()]
     with heartbeat.timeline.span("stage 0", "forward 0"):
         assert heartbeat.signs() == signs[0]
     signs.append(heartbeat.signs())
-    heartbeat.world.link.ended += 1
+    heartbeat.link.ended += 1
     signs.append(heartbeat.signs())
     heartbeat.stepped(1, 2.0, 3.0)
     signs.append(heartbeat.signs())

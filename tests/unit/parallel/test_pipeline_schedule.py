@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Literal
 
 import pytest
@@ -15,8 +16,8 @@ from hvd_transformer.parallel.pipeline_schedule import (
     ScheduleName,
     forward_only,
     make_schedule,
-    most_in_flight,
 )
+from hvd_transformer.planning.pass_memory import PassMemory, peak_activations
 from hvd_transformer.planning.schedule_drawing import bubble, makespan, simulate
 
 Kind = Literal["gpipe", "1f1b"]
@@ -68,6 +69,12 @@ def test_every_stage_does_every_micro_batch_once_and_in_order(kind: ScheduleName
             assert [operation.micro_batch for operation in stage if operation.kind == direction] == list(range(count))
 
 
+def most_in_flight(operations: Sequence[Operation]) -> int:
+    """The largest number of micro-batches whose activations a stage holds at the same time."""
+    one = PassMemory(inputs=0, forward=1, kept=1, backward=1, late=1)
+    return peak_activations(operations, "never", one, one)
+
+
 @given(sizes, sizes)
 def test_in_flight_are_all_in_gpipe_and_the_stages_that_follow_in_1f1b(num_stages: int, count: int) -> None:
     assert [most_in_flight(stage) for stage in make_schedule("gpipe", num_stages, count)] == [count] * num_stages
@@ -78,21 +85,8 @@ def test_in_flight_are_all_in_gpipe_and_the_stages_that_follow_in_1f1b(num_stage
     assert [most_in_flight(stage) for stage in zero_bubble] == [min(num_stages, count)] * num_stages
 
 
-def test_a_forward_without_backward_holds_nothing_afterwards() -> None:
+def test_evaluation_goes_forward_alone() -> None:
     assert forward_only(2, 3) == [operations("F0 F1 F2")] * 2
-    assert most_in_flight(operations("F0 F1 F2")) == 1
-    assert most_in_flight([]) == 0
-
-
-@pytest.mark.parametrize(("num_stages", "count"), [(0, 1), (1, 0), (-1, 2)])
-def test_no_stage_or_no_micro_batch_is_refused(num_stages: int, count: int) -> None:
-    with pytest.raises(ValueError, match=f"^{num_stages} stages and {count} micro-batches"):
-        make_schedule("1f1b", num_stages, count)
-
-
-def test_an_unknown_schedule_is_refused() -> None:
-    with pytest.raises(ValueError, match="'zigzag'"):
-        make_schedule("zigzag", 2, 2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", WHOLE)

@@ -17,7 +17,7 @@ from hvd_transformer.gradients.weight_grads import WeightGradStore
 from hvd_transformer.models.language_model import LanguageModel, language_model_layers
 from hvd_transformer.nn.contracts import MicroBatch
 from hvd_transformer.nn.parallel_layers import WeightGradLayer
-from hvd_transformer.parallel.pipeline import Losses, Pipeline, Stage
+from hvd_transformer.parallel.pipeline import Pipeline, Stage
 from hvd_transformer.parallel.pipeline_schedule import SCHEDULES
 from hvd_transformer.planning.layer_profile import ParameterGrads
 from hvd_transformer.planning.memory_plan import RECOMPUTES, MemoryPlan, StageCost, make_plan
@@ -155,8 +155,8 @@ def test_the_pipelines_peak(schedule: str, recompute: str, more: list[str]) -> N
         schedule=schedule, recompute=recompute, precision=config.training.precision,
     )  # fmt: skip
     install_parameter_grads(model, pipeline.stages[0].weight_grads)
-    pipeline.forward_backward([batches[:1]], 1.0, Losses())  # makes the tables of positions
-    measured = really_allocated(lambda: pipeline.forward_backward([batches], 1.0, Losses()))
+    pipeline.forward_backward([batches[:1]], 1.0, [].append)  # makes the tables of positions
+    measured = really_allocated(lambda: pipeline.forward_backward([batches], 1.0, [].append))
     assert planned == pytest.approx(measured, rel=0.002)
 
 

@@ -155,13 +155,14 @@ def test_the_sums_of_a_step_travel_with_its_last_backward() -> None:
 class OtherRanks(FakeWorld):
     """The other ranks have ten targets with loss 2 each, and add no gradients."""
 
-    def all_reduce_async_(self, tensor: Tensor, name: str, operation: str = "sum") -> Callable[[], None]:
+    def all_reduce_async_(self, tensor: Tensor, name: str, operation: str = "sum") -> Callable[[], Tensor]:
         super().all_reduce_async_(tensor, name, operation)
 
-        def wait() -> None:
+        def wait() -> Tensor:
             self.events.append(f"wait {name}")
             if name == "step.sums":
                 tensor[:3] += torch.tensor([20.0, 10.0, 2.0], dtype=tensor.dtype)
+            return tensor
 
         return wait
 
