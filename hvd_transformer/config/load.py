@@ -63,16 +63,11 @@ def load_again(values: Mapping[str, Any], origin: str, overrides: Sequence[str] 
 
 
 def check_words(overrides: Sequence[str]) -> None:
-    """Raises `UserError` for a "KEY=VALUE" word that is invalid whatever the other settings are."""
+    """Raise `UserError` for a "KEY=VALUE" word that is invalid whatever the other settings are."""
     settings = _Settings()
     for word in overrides:
         settings.add_word(word)
     settings.validated()
-
-
-def load_file(file: Path) -> Config:
-    """The configuration in a file, such as a run directory's `config.yaml`. Raises `UserError`."""
-    return load(file=file)
 
 
 def dump(config: Config) -> str:
@@ -91,7 +86,12 @@ class _Settings:
         try:
             content = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise UserError(f"{origin}, line {_line(error, text)}: not valid YAML: {_problem(error)}") from None
+            if isinstance(error, yaml.reader.ReaderError):  # a character that YAML does not allow
+                line, problem = text.count("\n", 0, error.position) + 1, error.reason
+            else:
+                mark = getattr(error, "problem_mark", None)
+                line, problem = mark.line + 1 if mark else 1, getattr(error, "problem", None) or str(error)
+            raise UserError(f"{origin}, line {line}: not valid YAML: {problem}") from None
         if content is None:
             return
         if not isinstance(content, dict):
@@ -147,13 +147,11 @@ class _Settings:
         try:
             return Config.model_validate(nested)
         except ValidationError as error:
-            raise UserError(self._explain(error)) from None
-
-    def _explain(self, error: ValidationError) -> str:
-        first = error.errors()[0]
-        path = [str(part) for part in first["loc"]]
-        key = next(key for key in (".".join(path[:2]), path[0]) if key in KEYS)
-        return f"{key}={_shown(self.values[key])} ({self.origins[key]}): must {_wanted(key, first['msg'])}"
+            first = error.errors()[0]
+            path = [str(part) for part in first["loc"]]
+            key = next(key for key in (".".join(path[:2]), path[0]) if key in KEYS)
+            given = f"{key}={_shown(self.values[key])} ({self.origins[key]})"
+            raise UserError(f"{given}: must {_wanted(key, first['msg'])}") from None
 
 
 _PLAIN = (str, int, float, list, dict, type(None))
@@ -182,17 +180,6 @@ def _shown(value: Any) -> str:
         return str(value).lower()
     text = str(value)
     return text if text.isprintable() else repr(text)
-
-
-def _line(error: yaml.YAMLError, text: str) -> int:
-    if isinstance(error, yaml.reader.ReaderError):  # a character that YAML does not allow
-        return text.count("\n", 0, error.position) + 1
-    mark = getattr(error, "problem_mark", None)
-    return mark.line + 1 if mark else 1
-
-
-def _problem(error: yaml.YAMLError) -> str:
-    return getattr(error, "problem", None) or getattr(error, "reason", None) or str(error).splitlines()[0]
 
 
 def _read(file: Path) -> str:

@@ -3,11 +3,10 @@
 It is the source of `hvd-train --help`, the checks, `config.yaml`, and the rules for what may change when a run resumes.
 """
 
-import re
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 
@@ -29,14 +28,6 @@ def _none_word(value: Any) -> Any:
     return None if isinstance(value, str) and value.lower() in ("none", "null") else value
 
 
-def _task_name(value: str) -> str:
-    if value not in TASKS and not re.fullmatch(r"[\w.]+:\w+", value):
-        raise ValueError(f"it should be {', '.join(map(repr, TASKS))} or package.module:Class")
-    return value
-
-
-TASKS = ("language_model", "translation", "classification")
-TaskName = Annotated[str, AfterValidator(_task_name)]
 # On the command line every value is a word: `training.max_steps=none` means no limit.
 OptionalCount = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_none_word)]
 OptionalPositive = Annotated[Annotated[float, Field(gt=0)] | None, BeforeValidator(_none_word)]
@@ -295,8 +286,11 @@ class CheckpointConfig(Section):
 class Config(Section):
     """The configuration of a job."""
 
-    task: TaskName = fixed(
-        "language_model", "task to train: language_model, translation, classification, or your own package.module:Class"
+    task: str = fixed(
+        "language_model",
+        "task to train: language_model, translation, classification, or your own package.module:Class",
+        allowed="'language_model', 'translation', 'classification' or package.module:Class",
+        pattern=r"^(language_model|translation|classification|[\w.]+:\w+)$",
     )
     output_dir: str = changeable("runs/default", "run directory", min_length=1)
     profile: bool = changeable(
