@@ -55,12 +55,10 @@ def generate(
     texts = [*prompts, *(options.lines_of(file) if file else ())]
     if not texts:
         raise UserError("generate: give --prompt TEXT or --file FILE")
-    options.check_checkpoint(checkpoint)
+    trained = options.load_model(checkpoint, "language_model", device)
     from hvd_transformer.inference.generation import Sampling
     from hvd_transformer.inference.generation import generate as generate_batch
-    from hvd_transformer.inference.trained_model import load_trained
 
-    trained = load_trained(checkpoint, "language_model", options.chosen_device(device))
     tokenizer, longest = trained.tokenizers["text"], trained.num_positions
     rows = [_checked(text, tokenizer.encode(text).tolist(), longest) for text in texts]
     sampling = Sampling(temperature, top_k, top_p, seed)
@@ -90,7 +88,7 @@ def _checked(text: str, row: list[int], longest: int) -> list[int]:
 
 
 class _Stream:
-    """Writes a text as it grows, except for a character whose bytes are still incomplete."""
+    """Write a text as it grows, except for a character whose bytes are still incomplete."""
 
     def __init__(self, tokenizer: "Tokenizer", tokens: list[int]) -> None:
         self.tokenizer, self.tokens, self.shown = tokenizer, tokens.copy(), 0

@@ -6,7 +6,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from hvd_transformer.cli import main
 from hvd_transformer.errors import WRONG_INPUT, UserError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def run_ranks(
     command: str, work: "Work", tensor: int, stall_seconds: float | None = None, mistake: UserError | None = None
 ) -> int:
-    """Joins the other ranks and runs `work`. Returns the exit code of `work`, or that of its error, which is printed.
+    """Join the other ranks and run `work`. Return the exit code of `work`, or that of its error, which is printed.
 
     `mistake` is an error in this rank's command line. With several ranks `work` raises it after they have joined, so
     that all of them learn of it; a single process fails at once.
@@ -90,7 +90,6 @@ def _run(command: str, work: "Work", rank: int, watchdog: "Watchdog", groups: Se
     except BaseException:
         _report_crash(command, world.rank)
         _leave(1)
-    return 1
 
 
 def _fail(command: str, error: Exception) -> int:
@@ -99,14 +98,14 @@ def _fail(command: str, error: Exception) -> int:
 
 
 def _report_crash(command: str, rank: int) -> None:
-    """Prints the traceback of a bug, on the screen and in this rank's log."""
+    """Print the traceback of a bug, on the screen and in this rank's log."""
     text = traceback.format_exc()
     logging.getLogger("hvd_transformer").error("%s", text)
     print(f"{command}: rank {rank} failed:\n{text}", file=sys.stderr, flush=True)
 
 
-def _leave(code: int) -> None:
-    """Exits at once: an orderly shutdown would wait for ranks that may never arrive."""
+def _leave(code: int) -> NoReturn:
+    """Exit at once: an orderly shutdown would wait for ranks that may never arrive."""
     sys.stdout.flush()
     sys.stderr.flush()
     logging.shutdown()

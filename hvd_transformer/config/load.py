@@ -99,7 +99,7 @@ class _Settings:
         for name, value in content.items():
             if name in SECTIONS:
                 if not isinstance(value, dict):
-                    raise UserError(f"{origin}: {name} must contain keys and values, not {_shown(value)}")
+                    raise UserError(f"{origin}: {name} must contain keys and values, not {shown(value)}")
                 for key, inner in value.items():
                     self.add(f"{name}.{key}", inner, origin)
             else:
@@ -108,7 +108,7 @@ class _Settings:
     def add_word(self, word: str) -> None:
         key, equals, value = word.partition("=")
         if not equals or not key.strip():
-            raise UserError(f"{_shown(word)}: not of the form KEY=VALUE, such as training.max_steps=50")
+            raise UserError(f"{shown(word)}: not of the form KEY=VALUE, such as training.max_steps=50")
         parsed: Any = value
         if value.startswith(("[", "{")):
             try:
@@ -122,8 +122,8 @@ class _Settings:
             own = [known for known in KEYS if known.startswith(f"{key}.")]
             raise UserError(f"{key} ({origin}): a section of the configuration; its keys are {', '.join(own)}")
         if key not in KEYS:
-            raise UserError(f"{_shown(key)} ({origin}): unknown key{_nearest(key, KEYS)}")
-        given = f"{key}={_shown(value)} ({origin})"
+            raise UserError(f"{shown(key)} ({origin}): unknown key{_nearest(key, KEYS)}")
+        given = f"{key}={shown(value)} ({origin})"
         if _has_bool(value) and field(key).annotation is not bool:  # pydantic would read it as 0 or 1
             raise UserError(f"{given}: must not be true or false, nor yes or no, unless in quotes")
         if not isinstance(value, _PLAIN):  # a date, for example
@@ -150,7 +150,7 @@ class _Settings:
             first = error.errors()[0]
             path = [str(part) for part in first["loc"]]
             key = next(key for key in (".".join(path[:2]), path[0]) if key in KEYS)
-            given = f"{key}={_shown(self.values[key])} ({self.origins[key]})"
+            given = f"{key}={shown(self.values[key])} ({self.origins[key]})"
             raise UserError(f"{given}: must {_wanted(key, first['msg'])}") from None
 
 
@@ -170,12 +170,12 @@ def _has_bool(value: Any) -> bool:
     return any(isinstance(part, bool) for part in parts)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value as the user would type it, on one line."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_shown(name)}: {_shown(inner)}" for name, inner in value.items()) + "}"
+        return "{" + ", ".join(f"{shown(name)}: {shown(inner)}" for name, inner in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_shown, value)) + "]"
+        return "[" + ", ".join(map(shown, value)) + "]"
     if value is None or isinstance(value, bool):
         return str(value).lower()
     text = str(value)
