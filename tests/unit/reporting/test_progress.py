@@ -32,7 +32,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def show(progress: Silent, step: int, loss: float = 5.123) -> None:
-    progress.step(step, epoch=1, loss=loss, perplexity=168.0, lr=1e-3, tokens_per_second=12345.4)
+    progress.step(step, epoch=1, loss=loss, perplexity=168.0, lr=1e-3, per_second=12345.4, unit="tokens")
 
 
 def test_a_line_of_a_pipe(clock: Clock) -> None:
@@ -89,8 +89,8 @@ def test_numbers_without_bound_stay_short(clock: Clock) -> None:
     stream = io.StringIO()
     progress = Progress(stream)
     progress.start(10, 0)
-    progress.step(1, epoch=1, loss=float("nan"), perplexity=float("inf"), lr=0.0, tokens_per_second=0.0)
-    progress.step(10, epoch=1, loss=11.9, perplexity=1.5e9, lr=0.0, tokens_per_second=1.0)
+    progress.step(1, epoch=1, loss=float("nan"), perplexity=float("inf"), lr=0.0, per_second=0.0, unit="tokens")
+    progress.step(10, epoch=1, loss=11.9, perplexity=1.5e9, lr=0.0, per_second=1.0, unit="tokens")
     assert "loss nan  ppl inf" in stream.getvalue()
     assert "ppl 1.5e+09" in stream.getvalue()
 
@@ -152,7 +152,7 @@ progress = Progress()
 progress.start(60_000, 12_000)
 time.sleep(0.3)
 for step in range(12_001, 12_021):
-    progress.step(step, 12, 5.123, 168.0, 1e-3, 12345.4)
+    progress.step(step, 12, 5.123, 168.0, 1e-3, 12345.4, "tokens")
     if step == 12_010:
         progress.message("step 12010: valid loss 4.9 [best] " + "long " * 20)
         print("printed by a library")
