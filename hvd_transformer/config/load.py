@@ -139,7 +139,7 @@ class _Settings:
         return config
 
     def validated(self) -> Config:
-        """Validates each value by itself."""
+        """Validate each value by itself."""
         nested: dict[str, Any] = {}
         for key, value in self.values.items():
             section, _, name = key.rpartition(".")

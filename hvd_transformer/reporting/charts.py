@@ -137,7 +137,7 @@ def _series(rows: Rows, key: str, average: bool = True) -> Curve:
 
 
 def _draw(axes: Axes, series: Curve, name: str) -> Floats:
-    """Draws a line; a long noisy one is pale below its running median. Returns the values of the main line."""
+    """Draw a line; a long noisy one is pale below its running median. Return the values of the main line."""
     steps, values = series
     if steps.size >= 60:
         axes.plot(steps, values, color=BLUE, linewidth=0.8, alpha=0.3)
@@ -162,7 +162,7 @@ def _running_median(values: Floats, reach: int) -> Floats:
 
 
 def _frame_loss(axes: Axes, values: Floats) -> None:
-    """Fits the vertical range to the bulk of the values: one spike must not flatten the rest."""
+    """Fit the vertical range to the bulk of the values: one spike must not flatten the rest."""
     if values.size < 2:
         return
     low, high = float(values.min()), float(values.max())
@@ -221,7 +221,7 @@ def _legend(axes: Axes, place: str, beside: bool = False) -> None:
 
 
 def _png(figure: Figure, panels: Sequence[Axes], curves: Sequence[Curve]) -> bytes:
-    """Finishes the step axis and renders the figure."""
+    """Finish the step axis and render the figure."""
     bottom = panels[-1]
     bottom.set_xlabel("step", color=INK)
     bottom.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 2.5, 5, 10], integer=True))

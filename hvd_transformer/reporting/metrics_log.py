@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from hvd_transformer import atomic
 from hvd_transformer.errors import UserError
@@ -19,7 +19,7 @@ _MOST_WAITING = 10_000
 
 
 class MetricsLog:
-    """Appends to `metrics.jsonl` and `tensorboard/` of a run directory; used only by rank 0.
+    """Append to `metrics.jsonl` and `tensorboard/` of a run directory; used only by rank 0.
 
     Lines after `resume_step` are removed: a killed process wrote them for steps that this one repeats. A full disk is
     reported once through `warn`; the lines stay in memory until there is space.
@@ -198,6 +198,6 @@ def read_summary(path: Path) -> dict[str, Any]:
     return summary if isinstance(summary, dict) else {}
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[int | float]:
     """Tell whether a value of metrics.jsonl can be drawn: null, text and booleans cannot."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
