@@ -214,8 +214,7 @@ def _passed_on(context: click.Context) -> list[str]:
     words: list[str] = []
     for parameter in context.command.params:
         name = str(parameter.name)
-        given = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-        if not given or name in _NOT_PASSED_ON:
+        if name in _NOT_PASSED_ON or context.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
             continue
         value = context.params[name]
         if isinstance(value, bool):

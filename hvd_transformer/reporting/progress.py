@@ -4,7 +4,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,20 +101,29 @@ class Progress(Silent):
         self._stream = sys.stdout if stream is None else stream
         terminal = self._stream.isatty() if terminal is None else terminal
         terminal = terminal and os.environ.get("TERM") not in ("dumb", "unknown")
-        self._bar = _Bar(self._stream) if terminal else None
+        self._live: Live | None = None
+        if terminal:
+            self._live = Live(
+                self,
+                console=Console(file=self._stream, highlight=False),
+                refresh_per_second=4,
+                # Other output to the terminal goes above the bar.
+                redirect_stdout=self._stream is sys.stdout,
+                redirect_stderr=sys.stderr.isatty(),
+            )
         # The launcher shows the numbers, from the ranks' heartbeats.
         self._every_seconds = math.inf if os.environ.get(SCREEN) == "launcher" else every_seconds
         self._state: _State | None = None
         self._pace_from: tuple[int, float] | None = None
-        self._printed_at: float | None = None
+        self._printed_at = -math.inf
         self._printed_step = 0
 
     def start(self, total_steps: int, first_step: int) -> None:
         self._state = _State(total_steps, first_step, time.monotonic())
         self._printed_step = first_step
-        if self._bar is not None:
+        if self._live is not None:
             with suppress(OSError):
-                self._bar.start(self._state)
+                self._live.start(refresh=True)
 
     def step(
         self, step: int, epoch: int, loss: float, perplexity: float | None, lr: float, per_second: float, unit: str
@@ -135,8 +144,7 @@ class Progress(Silent):
             f"lr {lr:.1e}",
             f"{per_second:,.0f} {unit}/s",
         )
-        due = self._printed_at is None or now - self._printed_at >= self._every_seconds
-        if due or step >= state.total_steps:
+        if now - self._printed_at >= self._every_seconds or step >= state.total_steps:
             self._print_numbers()
 
     def message(self, text: str) -> None:
@@ -144,57 +152,29 @@ class Progress(Silent):
         encoding = self._stream.encoding or "utf-8"
         text = text.encode(encoding, "backslashreplace").decode(encoding)
         with suppress(OSError):
-            if self._bar is not None:
-                self._bar.message(text)
+            if self._live is not None:
+                self._live.console.print(Text(text), soft_wrap=True)
             else:
                 self._stream.write(text + "\n")
                 self._stream.flush()
 
     def stop(self) -> None:
         self._print_numbers()
-        if self._bar is not None:
+        if self._live is not None:
             with suppress(OSError):
-                self._bar.stop()
+                self._live.stop()
 
     def _print_numbers(self) -> None:
         """Print a line unless the bar or the launcher shows the numbers, or they have been printed."""
         state = self._state
-        ours = self._bar is None and self._every_seconds < math.inf
+        ours = self._live is None and self._every_seconds < math.inf
         if ours and state is not None and state.step > self._printed_step:
             self._printed_at, self._printed_step = state.at, state.step
             count = f"step {state.step:>{len(str(state.total_steps))}}/{state.total_steps}"
             self.message("  ".join((count, *state.numbers, f"eta {state.left()}")))
 
-
-class _Bar:
-    """Two lines that stay at the bottom of a terminal: the bar with its times, and the numbers.
-
-    Their own thread reads the state four times per second.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self._console = Console(file=stream, highlight=False)
-        self._live = Live(
-            self,
-            console=self._console,
-            refresh_per_second=4,
-            # Other output to the terminal goes above the bar.
-            redirect_stdout=stream is sys.stdout,
-            redirect_stderr=sys.stderr.isatty(),
-        )
-        self._state: _State | None = None
-
-    def start(self, state: _State) -> None:
-        self._state = state
-        self._live.start(refresh=True)
-
-    def message(self, text: str) -> None:
-        self._console.print(Text(text), soft_wrap=True)
-
-    def stop(self) -> None:
-        self._live.stop()
-
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The bar with its times, and below it the numbers. Rich's thread calls this four times per second."""
         state = self._state
         if state is None:
             return
@@ -212,13 +192,13 @@ class _Bar:
         else:
             yield Text("")
         keep = (2, 0, 1, 4, 3)
-        numbers = _fit(list(zip(state.numbers, keep, strict=False)), width)
+        numbers = _fit(zip(state.numbers, keep, strict=False), width)
         yield Text(numbers or "waiting for the first step", no_wrap=True, overflow="crop")
 
 
-def _fit(fields: list[tuple[str, int]], width: int) -> str:
-    """The fields in order; if `width` is too small, those with the largest numbers are dropped."""
-    fields = list(fields)
+def _fit(words: Iterable[tuple[str, int]], width: int) -> str:
+    """The words in order; if `width` is too small, those with the largest numbers are dropped."""
+    fields = list(words)
     while len(text := "  ".join(word for word, _ in fields)) > width and fields:
         fields.remove(max(fields, key=lambda field: field[1]))
     return text
