@@ -40,7 +40,12 @@ def load(preset: str | None = None, file: Path | None = None, overrides: Sequenc
             )
         settings.add_text((PRESETS / f"{preset}.yaml").read_text(encoding="utf-8"), f"preset {preset}")
     if file is not None:
-        settings.add_text(_read(file), str(file))
+        try:
+            settings.add_text(file.read_text(encoding="utf-8"), str(file))
+        except OSError as error:
+            raise UserError(f"{file}: cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise UserError(f"{file}: not valid UTF-8 at byte {error.start}") from None
     for word in overrides:
         settings.add_word(word)
     return settings.build()
@@ -180,15 +185,6 @@ def shown(value: Any) -> str:
         return str(value).lower()
     text = str(value)
     return text if text.isprintable() else repr(text)
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not valid UTF-8 at byte {error.start}") from None
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:

@@ -105,9 +105,22 @@ class _AppendedFile:
             self._waiting.append(record)
         data = b"".join(self._waiting)
         try:
-            self._write(data)
+            if self._descriptor is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+                self._size = os.fstat(self._descriptor).st_size
+            if self._torn:
+                os.ftruncate(self._descriptor, self._size)
+                self._torn = False
+            view = memoryview(data)
+            while view:
+                view = view[os.write(self._descriptor, view) :]
         except OSError as error:
-            self._take_back()
+            if self._descriptor is not None:  # remove a half-written record, now or at the next call
+                self._torn = True
+                with suppress(OSError):
+                    os.ftruncate(self._descriptor, self._size)
+                    self._torn = False
             return error
         self._size += len(data)
         self._waiting.clear()
@@ -118,26 +131,6 @@ class _AppendedFile:
             with suppress(OSError):
                 os.close(self._descriptor)
             self._descriptor = None
-
-    def _write(self, data: bytes) -> None:
-        if self._descriptor is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-            self._size = os.fstat(self._descriptor).st_size
-        if self._torn:
-            os.ftruncate(self._descriptor, self._size)
-            self._torn = False
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self._descriptor, view) :]
-
-    def _take_back(self) -> None:
-        """Truncate a half-written record; if even that fails, the next write does it first."""
-        if self._descriptor is not None:
-            self._torn = True
-            with suppress(OSError):
-                os.ftruncate(self._descriptor, self._size)
-                self._torn = False
 
 
 def _cut_after(path: Path, step: int) -> None:
