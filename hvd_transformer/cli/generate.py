@@ -60,7 +60,15 @@ def generate(
     from hvd_transformer.inference.generation import generate as generate_batch
 
     tokenizer, longest = trained.tokenizers["text"], trained.num_positions
-    rows = [_checked(text, tokenizer.encode(text).tolist(), longest) for text in texts]
+    rows = [tokenizer.encode(text).tolist() for text in texts]
+    for text, row in zip(texts, rows, strict=True):
+        if not row:
+            raise UserError(f"--prompt {text!r}: has no token; a prompt needs at least one")
+        if len(row) >= longest:
+            raise UserError(
+                f"--prompt {text[:20]!r}…: {len(row)} tokens; the model has {longest} positions and needs one for the "
+                "next token"
+            )
     sampling = Sampling(temperature, top_k, top_p, seed)
     if len(texts) == 1 and not as_json:
         generate_batch(trained.model, rows, tokens, sampling, longest, _Stream(tokenizer, rows[0]))
@@ -73,18 +81,6 @@ def generate(
             click.echo(json.dumps({"prompt": text, "text": whole}, ensure_ascii=False))
         else:
             click.echo(("\n" if number else "") + whole)
-
-
-def _checked(text: str, row: list[int], longest: int) -> list[int]:
-    """The tokens of the prompt `text`. Raises `UserError` if it cannot be continued."""
-    if not row:
-        raise UserError(f"--prompt {text!r}: has no token; a prompt needs at least one")
-    if len(row) >= longest:
-        raise UserError(
-            f"--prompt {text[:20]!r}…: {len(row)} tokens; the model has {longest} positions and needs one for the "
-            "next token"
-        )
-    return row
 
 
 class _Stream:

@@ -33,11 +33,8 @@ def load(preset: str | None = None, file: Path | None = None, overrides: Sequenc
     """The validated configuration. `overrides` are "KEY=VALUE" words with dotted keys. Raises `UserError`."""
     settings = _Settings()
     if preset is not None:
-        if preset not in preset_names():
-            raise UserError(
-                f"--preset {preset}: no such preset{_nearest(preset, preset_names())}; "
-                f"presets: {', '.join(preset_names())}"
-            )
+        if preset not in (names := preset_names()):
+            raise UserError(f"--preset {preset}: no such preset{_nearest(preset, names)}; presets: {', '.join(names)}")
         settings.add_text((PRESETS / f"{preset}.yaml").read_text(encoding="utf-8"), f"preset {preset}")
     if file is not None:
         try:

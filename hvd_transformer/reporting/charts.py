@@ -78,7 +78,7 @@ def _metric_chart(title: str, unit: str, curves: Mapping[str, Curve]) -> bytes:
         colour = _COLOURS[bases.index(base) % len(_COLOURS)]
         axes.plot(steps, values, color=colour, linewidth=1.6, label=label, **style, **_markers((steps, values), 60))
     axes.set_ylabel(unit)
-    _legend(axes, "upper left", beside=True)  # many lines leave no room inside
+    _legend(axes, "upper left", (1.0, 1.0))  # beside the axes: many lines leave no room inside
     return _png(figure, [axes], list(curves.values()))
 
 
@@ -209,10 +209,9 @@ def _plain(axes: Axes) -> None:
     axes.yaxis.label.set_color(INK)
 
 
-def _legend(axes: Axes, place: str, beside: bool = False) -> None:
+def _legend(axes: Axes, place: str, anchor: tuple[float, float] | None = None) -> None:
     """Names and last values, in the colours of their lines."""
     if axes.get_legend_handles_labels()[0]:
-        anchor = (1.0, 1.0) if beside else None
         axes.legend(
             loc=place, bbox_to_anchor=anchor, frameon=False, labelcolor="linecolor", handlelength=1.6, fontsize=10
         )
