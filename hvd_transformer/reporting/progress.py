@@ -17,6 +17,7 @@ from rich.text import Text
 
 # The environment variable that tells rank 0, by the value "launcher", that the launcher shows the progress.
 SCREEN = "HVD_TRANSFORMER_SCREEN"
+_LINE_SECONDS = 5.0  # between two lines
 _LAUNCHERS = ("horovodrun", "mpirun", "mpiexec", "orterun", "prterun")
 
 
@@ -90,29 +91,25 @@ class _State:
 
 
 class Progress(Silent):
-    """A progress bar on a terminal; elsewhere a line at the first step, the last one, and every `every_seconds` in
-    between (infinity: messages only).
+    """A progress bar on a terminal; elsewhere a line at the first step, the last one, and every five seconds between.
 
     A closed screen, or a full disk behind it, does not end the training.
     """
 
-    def __init__(self, stream: TextIO | None = None, terminal: bool | None = None, every_seconds: float = 5.0) -> None:
-        """`terminal`: whether the stream is a terminal; None: ask the stream."""
-        self._stream = sys.stdout if stream is None else stream
-        terminal = self._stream.isatty() if terminal is None else terminal
-        terminal = terminal and os.environ.get("TERM") not in ("dumb", "unknown")
+    def __init__(self, stream: TextIO, terminal: bool) -> None:
+        self._stream = stream
         self._live: Live | None = None
-        if terminal:
+        if terminal and os.environ.get("TERM") not in ("dumb", "unknown"):
             self._live = Live(
                 self,
-                console=Console(file=self._stream, highlight=False),
+                console=Console(file=stream, highlight=False),
                 refresh_per_second=4,
                 # Other output to the terminal goes above the bar.
-                redirect_stdout=self._stream is sys.stdout,
+                redirect_stdout=stream is sys.stdout,
                 redirect_stderr=sys.stderr.isatty(),
             )
-        # The launcher shows the numbers, from the ranks' heartbeats.
-        self._every_seconds = math.inf if os.environ.get(SCREEN) == "launcher" else every_seconds
+        # The launcher shows the numbers itself, from the ranks' heartbeats.
+        self._prints_numbers = self._live is None and os.environ.get(SCREEN) != "launcher"
         self._state: _State | None = None
         self._pace_from: tuple[int, float] | None = None
         self._printed_at = -math.inf
@@ -144,7 +141,7 @@ class Progress(Silent):
             f"lr {lr:.1e}",
             f"{per_second:,.0f} {unit}/s",
         )
-        if now - self._printed_at >= self._every_seconds or step >= state.total_steps:
+        if now - self._printed_at >= _LINE_SECONDS or step >= state.total_steps:
             self._print_numbers()
 
     def message(self, text: str) -> None:
@@ -167,8 +164,7 @@ class Progress(Silent):
     def _print_numbers(self) -> None:
         """Print a line unless the bar or the launcher shows the numbers, or they have been printed."""
         state = self._state
-        ours = self._live is None and self._every_seconds < math.inf
-        if ours and state is not None and state.step > self._printed_step:
+        if self._prints_numbers and state is not None and state.step > self._printed_step:
             self._printed_at, self._printed_step = state.at, state.step
             count = f"step {state.step:>{len(str(state.total_steps))}}/{state.total_steps}"
             self.message("  ".join((count, *state.numbers, f"eta {state.left()}")))
