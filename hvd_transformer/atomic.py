@@ -14,12 +14,12 @@ _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES}
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes `text` to `path` as UTF-8, atomically. Raises `OSError` like `write_bytes`."""
+    """Write `text` to `path` as UTF-8, atomically. Raises `OSError` like `write_bytes`."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Writes `data` to `path`, atomically. Raises `OSError`, and then leaves `path` as it was.
+    """Write `data` to `path`, atomically. Raises `OSError`, and then leaves `path` as it was.
 
     The temporary file is in the same folder, with a name that starts with a dot. Only a killed process leaves one
     behind.
@@ -40,7 +40,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Syncs a folder, so that new and renamed files in it survive a power failure."""
+    """Sync a folder, so that new and renamed files in it survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -8,7 +8,7 @@ from hvd_transformer.errors import UserError
 
 
 def load_plugin(path: str, origin: str, kind: str) -> Any:
-    """Imports the function or class at `path`, from the current folder or an installed package.
+    """Import the function or class at `path`, from the current folder or an installed package.
 
     Raises `UserError`, which begins with `origin`, the setting that names it. `kind` is "function" or "Class".
     """

@@ -20,13 +20,11 @@ def classify(checkpoint: Path, file: Path | None, text: tuple[str, ...], batch_s
     Prints one JSON object per line, in order: the text, its label and the probability of every label. The label of an
     empty text is null. A text that is longer than the training samples is truncated as they were.
     """
-    options.check_checkpoint(checkpoint)
+    trained = options.load_model(checkpoint, "classification", device)
     from hvd_transformer.data.tokenizers import Ids
     from hvd_transformer.inference.predict import classify as classify_batch
     from hvd_transformer.inference.predict import in_batches
-    from hvd_transformer.inference.trained_model import load_trained
 
-    trained = load_trained(checkpoint, "classification", options.chosen_device(device))
     tokenizer = trained.tokenizers["text"]
 
     def work(texts: list[Ids]) -> list[list[float]]:
@@ -35,9 +33,7 @@ def classify(checkpoint: Path, file: Path | None, text: tuple[str, ...], batch_s
         return found
 
     lines = text or options.lines_of(file)
-    for line, probabilities in in_batches(lines, tokenizer.encode_lines, work, batch_size, **options.window(file)):
-        every = dict(
-            zip(trained.labels, (round(value, 6) for value in probabilities or ()), strict=bool(probabilities))
-        )
-        label = max(every, key=lambda name: every[name]) if every else None
+    for line, found in in_batches(lines, tokenizer.encode_lines, work, batch_size, **options.window(file)):
+        every = {name: round(value, 6) for name, value in zip(trained.labels, found, strict=True)} if found else {}
+        label = max(every, key=every.__getitem__) if every else None
         click.echo(json.dumps({"text": line, "label": label, "probabilities": every}, ensure_ascii=False))

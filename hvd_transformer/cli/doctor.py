@@ -1,5 +1,8 @@
 """`hvd-transformer doctor`: checks the hosts of a job and reports their problems."""
 
+import json
+import os
+import sys
 from pathlib import Path
 
 import click
@@ -31,10 +34,6 @@ def doctor(
 
     Every finding says what to do. Exit code 0: nothing prevents the job. Exit code 1: something does.
     """
-    import json
-    import os
-    import sys
-
     from rich.console import Console
 
     from hvd_transformer.cli.train import config_of

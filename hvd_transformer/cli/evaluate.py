@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hvd_transformer.cli import options
+from hvd_transformer.cli.rank_process import run_ranks, tensor_of
 from hvd_transformer.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,8 +36,6 @@ def evaluate(checkpoint: Path, split: str | None, data: Path | None, as_json: bo
     `hvd-transformer launch -np 2 -- evaluate …`. KEY=VALUE may set keys that a resumed run may change, such as
     training.eval_batch_size, translation.beam or parallel.pipeline.
     """
-    from hvd_transformer.cli.rank_process import run_ranks, tensor_of
-
     mistake = None
     try:
         check(checkpoint, settings)
@@ -60,7 +59,7 @@ def evaluate(checkpoint: Path, split: str | None, data: Path | None, as_json: bo
 
 
 def check(checkpoint: Path, settings: Sequence[str]) -> None:
-    """Raises `UserError` for what can be seen to be wrong before torch is imported."""
+    """Raise `UserError` for what can be seen to be wrong before torch is imported."""
     from hvd_transformer.config import check_words
 
     check_words(settings)

@@ -55,14 +55,20 @@ def generate(
     texts = [*prompts, *(options.lines_of(file) if file else ())]
     if not texts:
         raise UserError("generate: give --prompt TEXT or --file FILE")
-    options.check_checkpoint(checkpoint)
+    trained = options.load_model(checkpoint, "language_model", device)
     from hvd_transformer.inference.generation import Sampling
     from hvd_transformer.inference.generation import generate as generate_batch
-    from hvd_transformer.inference.trained_model import load_trained
 
-    trained = load_trained(checkpoint, "language_model", options.chosen_device(device))
     tokenizer, longest = trained.tokenizers["text"], trained.num_positions
-    rows = [_checked(text, tokenizer.encode(text).tolist(), longest) for text in texts]
+    rows = [tokenizer.encode(text).tolist() for text in texts]
+    for text, row in zip(texts, rows, strict=True):
+        if not row:
+            raise UserError(f"--prompt {text!r}: has no token; a prompt needs at least one")
+        if len(row) >= longest:
+            raise UserError(
+                f"--prompt {text[:20]!r}…: {len(row)} tokens; the model has {longest} positions and needs one for the "
+                "next token"
+            )
     sampling = Sampling(temperature, top_k, top_p, seed)
     if len(texts) == 1 and not as_json:
         generate_batch(trained.model, rows, tokens, sampling, longest, _Stream(tokenizer, rows[0]))
@@ -77,20 +83,8 @@ def generate(
             click.echo(("\n" if number else "") + whole)
 
 
-def _checked(text: str, row: list[int], longest: int) -> list[int]:
-    """The tokens of the prompt `text`. Raises `UserError` if it cannot be continued."""
-    if not row:
-        raise UserError(f"--prompt {text!r}: has no token; a prompt needs at least one")
-    if len(row) >= longest:
-        raise UserError(
-            f"--prompt {text[:20]!r}…: {len(row)} tokens; the model has {longest} positions and needs one for the "
-            "next token"
-        )
-    return row
-
-
 class _Stream:
-    """Writes a text as it grows, except for a character whose bytes are still incomplete."""
+    """Write a text as it grows, except for a character whose bytes are still incomplete."""
 
     def __init__(self, tokenizer: "Tokenizer", tokens: list[int]) -> None:
         self.tokenizer, self.tokens, self.shown = tokenizer, tokens.copy(), 0

@@ -9,7 +9,7 @@ from hvd_transformer.errors import WRONG_INPUT, UserError
 
 
 def run(command: click.Command, name: str) -> None:
-    """Runs `command` on this process's arguments and exits; invalid input gives one line on stderr and exit code 2."""
+    """Run `command` on this process's arguments and exit; invalid input gives one line on stderr and exit code 2."""
     try:
         sys.exit(command.main(prog_name=name, standalone_mode=False))
     except UserError as error:
@@ -28,7 +28,7 @@ def run(command: click.Command, name: str) -> None:
 
 
 def show(name: str, error: Exception | str) -> None:
-    """Prints an error to stderr as one line, even if the user's words contain line breaks."""
+    """Print an error to stderr as one line, even if the user's words contain line breaks."""
     print(f"{name}: {' '.join(str(error).splitlines())}", file=sys.stderr, flush=True)
 
 

@@ -4,11 +4,14 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from hvd_transformer.errors import UserError
+
+if TYPE_CHECKING:
+    from hvd_transformer.inference.trained_model import Trained
 
 PATH = click.Path(path_type=Path)
 
@@ -59,20 +62,25 @@ text_file = click.option(
 
 
 def check_checkpoint(path: Path) -> None:
-    """Raises `UserError` if `path` cannot be a checkpoint; runs before torch is imported, which takes seconds."""
+    """Raise `UserError` if `path` cannot be a checkpoint; runs before torch is imported, which takes seconds."""
     if not path.is_dir():
         raise UserError(f"{path}: no such checkpoint folder")
     if not any((path / name).exists() for name in ("checkpoints", "MANIFEST.json", "config.json")):
         raise UserError(f"{path}: neither a run directory nor a checkpoint nor an exported folder")
 
 
-def chosen_device(name: str) -> str:
-    """The device for `--device`; "auto" selects a GPU if there is one. Raises `UserError`."""
+def load_model(checkpoint: Path, task: str, device: str) -> "Trained":
+    """The model of a checkpoint of `task` on the device of `--device`. Raises `UserError`."""
+    check_checkpoint(checkpoint)
     import torch
 
-    if name == "cuda" and not torch.cuda.is_available():
+    from hvd_transformer.inference.trained_model import load_trained
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch finds no usable GPU")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+    return load_trained(checkpoint, task, device)
 
 
 def lines_of(file: Path | None) -> Iterator[str]:

@@ -1,10 +1,13 @@
 """`hvd-transformer plan`: estimates the memory and the pipeline schedule of a configuration."""
 
+import math
+import shutil
 from pathlib import Path
 
 import click
 
 from hvd_transformer.cli import options
+from hvd_transformer.errors import UserError
 
 
 @click.command()
@@ -30,13 +33,9 @@ def plan(
     Takes the settings of hvd-train, for example
     `hvd-transformer plan --preset tutorial-1b --memory-gib 16 parallel.recompute=always`.
     """
-    import math
-    import shutil
-
     from hvd_transformer.config import load
-    from hvd_transformer.errors import UserError
 
-    if memory_gib is not None and not (memory_gib > 0 and math.isfinite(memory_gib)):
+    if memory_gib is not None and not 0 < memory_gib < math.inf:
         raise UserError(f"--memory-gib {memory_gib:g}: must be above 0")
     if output is not None and output.suffix.lower() != ".png":
         raise UserError(f"--output {output}: must end in .png")

@@ -1,5 +1,6 @@
 """`hvd-transformer prepare`: writes a data source's token files, alone or on every rank of an mpirun."""
 
+import time
 from pathlib import Path
 
 import click
@@ -18,12 +19,10 @@ def prepare(file: Path | None, preset: str | None, settings: tuple[str, ...]) ->
     `hvd-transformer prepare data.source=my-folder data.tokenizer=bpe`. Runs on data.workers processes, or on the ranks
     of `mpirun -np N hvd-transformer prepare …`. Token files that exist are kept.
     """
-    import time
-
     from hvd_transformer.config import load
 
     started = time.monotonic()
-    config = load(preset=preset, file=file, overrides=settings)
+    config = load(preset, file, settings)
     # Imported after the settings are checked: torch takes seconds.
     from hvd_transformer.comm.process_map import worker_map
     from hvd_transformer.data.build_once import never

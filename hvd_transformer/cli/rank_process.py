@@ -6,9 +6,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from hvd_transformer.cli import main
+from hvd_transformer.cli.main import show
 from hvd_transformer.errors import WRONG_INPUT, UserError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def run_ranks(
     command: str, work: "Work", tensor: int, stall_seconds: float | None = None, mistake: UserError | None = None
 ) -> int:
-    """Joins the other ranks and runs `work`. Returns the exit code of `work`, or that of its error, which is printed.
+    """Join the other ranks and run `work`. Return the exit code of `work`, or that of its error, which is printed.
 
     `mistake` is an error in this rank's command line. With several ranks `work` raises it after they have joined, so
     that all of them learn of it; a single process fails at once.
@@ -31,7 +31,8 @@ def run_ranks(
 
     place = launched()
     if mistake is not None and place.size == 1:  # before torch is imported, which takes seconds
-        return _fail(command, mistake)
+        show(command, mistake)
+        return WRONG_INPUT
     from hvd_transformer.monitoring.watchdog import Watchdog
     from hvd_transformer.parallel.mesh import process_groups
 
@@ -62,7 +63,7 @@ def _run(command: str, work: "Work", rank: int, watchdog: "Watchdog", groups: Se
         world = World.start(watchdog.stall_seconds, groups)
     except UserError as error:
         if rank == 0:
-            _fail(command, error)
+            show(command, error)
         else:
             time.sleep(1)  # a launcher kills all ranks at the first exit
         _leave(WRONG_INPUT)  # an MPI that failed to start would not shut down either
@@ -73,40 +74,34 @@ def _run(command: str, work: "Work", rank: int, watchdog: "Watchdog", groups: Se
         return code
     except UserError as error:
         if world.rank == 0 or not isinstance(error, AgreedError):
-            _fail(command, error)
+            show(command, error)
         if isinstance(error, AgreedError):
             world.close()  # a barrier: the message is out before a launcher kills the job at the first exit code
         return WRONG_INPUT
     except (Diverged, ReplicasDiffer) as error:
         if world.rank == 0:
-            _fail(command, error)
+            show(command, error)
         return 1
     except Stopped:
-        _fail(command, UserError("stopped while preparing the data; the same command starts over"))
+        show(command, UserError("stopped while preparing the data; the same command starts over"))
         _leave(1)
     except PeerLost as error:
-        _fail(command, error)
+        show(command, error)
         _leave(1)
     except BaseException:
         _report_crash(command, world.rank)
         _leave(1)
-    return 1
-
-
-def _fail(command: str, error: Exception) -> int:
-    main.show(command, error)
-    return WRONG_INPUT
 
 
 def _report_crash(command: str, rank: int) -> None:
-    """Prints the traceback of a bug, on the screen and in this rank's log."""
+    """Print the traceback of a bug, on the screen and in this rank's log."""
     text = traceback.format_exc()
     logging.getLogger("hvd_transformer").error("%s", text)
     print(f"{command}: rank {rank} failed:\n{text}", file=sys.stderr, flush=True)
 
 
-def _leave(code: int) -> None:
-    """Exits at once: an orderly shutdown would wait for ranks that may never arrive."""
+def _leave(code: int) -> NoReturn:
+    """Exit at once: an orderly shutdown would wait for ranks that may never arrive."""
     sys.stdout.flush()
     sys.stderr.flush()
     logging.shutdown()

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import click
 
+from hvd_transformer.errors import UserError
+
 
 @click.command()
 @click.argument("run_directory", type=click.Path(path_type=Path))
@@ -13,7 +15,6 @@ def report(run_directory: Path) -> None:
 
     Also works while the run is in progress. Prints the path of report.html.
     """
-    from hvd_transformer.errors import UserError
     from hvd_transformer.reporting.run_report import write_report
 
     try:

@@ -3,15 +3,15 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Literal, get_args, get_origin
 
 import click
-from pydantic.fields import FieldInfo
 
 from hvd_transformer.cli import options
 from hvd_transformer.cli.main import run
-from hvd_transformer.config.load import load, preset_names, preset_summary
-from hvd_transformer.config.schema import Config, Section
+from hvd_transformer.cli.rank_process import run_ranks, tensor_of
+from hvd_transformer.config.load import load, preset_names, preset_summary, shown
+from hvd_transformer.config.schema import KEYS, SECTIONS, Config, field, flatten
 from hvd_transformer.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,44 +22,22 @@ if TYPE_CHECKING:
 
 def reference() -> str:
     """All keys by section, each with its default, allowed values and description; then the presets."""
-    top = {name: field for name, field in Config.model_fields.items() if not _is_section(field)}
-    blocks = [_block("", "The job", top)]
-    for name, field in Config.model_fields.items():
-        section = field.annotation
-        if isinstance(section, type) and issubclass(section, Section):
-            blocks.append(_block(f"{name}.", (section.__doc__ or name).rstrip("."), section.model_fields))
+    blocks, defaults = [], flatten(Config())
+    for section in ("", *SECTIONS):
+        model = Config.model_fields[section].annotation if section else None
+        lines = [(model.__doc__ or section).rstrip(".") if model else "The job"]
+        for key in [key for key in KEYS if key.rpartition(".")[0] == section]:
+            found = field(key)
+            choices = get_args(found.annotation) if get_origin(found.annotation) is Literal else ()
+            lines.append(f"  {key}={shown(defaults[key])}" + (f"  ({' | '.join(choices)})" if choices else ""))
+            lines.append(f"      {found.description}")
+        blocks.append("\n".join(lines))
     presets = "\n".join(f"  {name:<18} {preset_summary(name)}" for name in preset_names())
     return "\n\n".join([*blocks, f"Presets\n{presets}"])
 
 
-def _block(prefix: str, title: str, fields: dict[str, FieldInfo]) -> str:
-    lines = [title]
-    for name, field in fields.items():
-        lines.append(f"  {prefix + name}={_word(field.default)}{_choices(field)}")
-        lines.append(f"      {field.description}")
-    return "\n".join(lines)
-
-
-def _is_section(field: FieldInfo) -> bool:
-    return isinstance(field.annotation, type) and issubclass(field.annotation, Section)
-
-
-def _choices(field: FieldInfo) -> str:
-    if get_origin(field.annotation) is Literal:
-        return "  (" + " | ".join(get_args(field.annotation)) + ")"
-    return ""
-
-
-def _word(value: Any) -> str:
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(list(value)) if isinstance(value, tuple) else str(value)
-
-
 class _Help(click.Command):
-    """Appends every configuration key to `--help`, from the schema."""
+    """Append every configuration key to `--help`, from the schema."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         formatter.write("\n" + reference() + "\n")
@@ -74,8 +52,6 @@ def command(file: Path | None, preset: str | None, settings: tuple[str, ...]) ->
 
     KEY=VALUE settings override --config, which overrides --preset.
     """
-    from hvd_transformer.cli.rank_process import run_ranks, tensor_of
-
     config, mistake = None, None
     try:
         config = load(preset, file, settings)

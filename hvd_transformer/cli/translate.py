@@ -26,27 +26,20 @@ def translate(
 
     Prints one line per input line, in order; an empty line stays empty.
     """
-    options.check_checkpoint(checkpoint)
+    trained = options.load_model(checkpoint, "translation", device)
     from hvd_transformer.data.tokenizers import Ids
     from hvd_transformer.inference.predict import in_batches
     from hvd_transformer.inference.predict import translate as translate_batch
-    from hvd_transformer.inference.trained_model import load_trained
     from hvd_transformer.models.encoder_decoder import EncoderDecoder
 
-    trained = load_trained(checkpoint, "translation", options.chosen_device(device))
     model, settings, longest = trained.model, trained.translation, trained.config.max_length
     assert isinstance(model, EncoderDecoder)
 
     def work(sources: list[Ids]) -> list[str]:
         if len(sources[-1]) > longest:
             raise UserError(f"a line of {len(sources[-1])} tokens; the model has model.max_length={longest} positions")
-        found = translate_batch(
-            model,
-            sources,
-            longest,
-            beam=beam or settings.beam,
-            length_penalty=settings.length_penalty if length_penalty is None else length_penalty,
-        )
+        penalty = settings.length_penalty if length_penalty is None else length_penalty
+        found = translate_batch(model, sources, longest, beam=beam or settings.beam, length_penalty=penalty)
         return [trained.tokenizers["target"].decode_line(best[0].tokens) for best in found]
 
     encode = trained.tokenizers["source"].encode_lines

@@ -19,7 +19,7 @@ def rate_replicas(training: TrainingConfig, dp: int) -> float:
 
 
 def check_step_size(config: Config, dp: int) -> None:
-    """Raises `UserError` if some replica would never have any work."""
+    """Raise `UserError` if some replica would never have any work."""
     training = config.training
     if training.global_batch_size is None:
         return

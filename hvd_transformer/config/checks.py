@@ -5,7 +5,7 @@ from hvd_transformer.errors import UserError
 
 
 def check(config: Config) -> None:
-    """Raises `UserError`, which names the keys that do not fit together and what is allowed."""
+    """Raise `UserError`, which names the keys that do not fit together and what is allowed."""
     model, data, optimizer, training = config.model, config.data, config.optimizer, config.training
     if model.pretrained is not None:
         _check_pretrained(config)
@@ -28,10 +28,11 @@ def check(config: Config) -> None:
         raise UserError(f"data.batching=columns: not with task={config.task}, whose samples are sentences")
     if sum(data.split) > 1 + 1e-9 or data.split[0] <= 0:
         raise UserError(f"data.split={data.split}: the fractions must add up to at most 1, and train's must be above 0")
-    if data.tokenizer == "bpe" and data.vocab_size is not None and data.vocab_size < _least(config):
+    least = 256 + (1 if config.task == "language_model" else 4)  # running text has only <unk> besides the bytes
+    if data.tokenizer == "bpe" and data.vocab_size is not None and data.vocab_size < least:
         raise UserError(
-            f"data.vocab_size={data.vocab_size}: data.tokenizer=bpe needs at least {_least(config)} (256 bytes and the "
-            "special tokens)"
+            f"data.vocab_size={data.vocab_size}: data.tokenizer=bpe needs at least {least} (256 bytes and the special "
+            "tokens)"
         )
     if data.vocab_size == 1:
         raise UserError("data.vocab_size=1: must be at least 2; with a single token there is nothing to predict")
@@ -40,7 +41,11 @@ def check(config: Config) -> None:
     if optimizer.momentum and optimizer.name != "sgd":
         raise UserError(f"optimizer.momentum={optimizer.momentum}: only with optimizer.name=sgd")
     _check_tensor(config)
-    _check_shards(config)
+    if config.parallel.optimizer_shard == "gradients" and config.parallel.schedule == "zero_bubble":
+        raise UserError(
+            "parallel.optimizer_shard=gradients: not with parallel.schedule=zero_bubble, which defers the weight "
+            "gradients; use 1f1b, or optimizer_shard=state"
+        )
     partition = config.parallel.partition
     if isinstance(partition, str) and partition not in ("auto", "uniform") and ":" not in partition:
         raise UserError(f"parallel.partition={partition}: must be {allowed('parallel.partition')}")
@@ -69,11 +74,6 @@ def _check_pretrained(config: Config) -> None:
             raise UserError(f"{section}.{key}={value}: not with {origin}, {why}; leave it at {default}")
 
 
-def _least(config: Config) -> int:
-    """Size of a byte-pair vocabulary without merges: 256 bytes; four special tokens, or only <unk> for running text."""
-    return 256 + (1 if config.task == "language_model" else 4)
-
-
 def _check_tensor(config: Config) -> None:
     model, tensor = config.model, config.parallel.tensor
     for key, value in (("num_heads", model.num_heads), ("d_feedforward", model.d_feedforward)):
@@ -83,14 +83,6 @@ def _check_tensor(config: Config) -> None:
         raise UserError("parallel.vocab_parallel=true: needs parallel.tensor of at least 2")
     if tensor > 1 and config.training.compile:
         raise UserError(f"training.compile=true: not with parallel.tensor={tensor}, whose layers wait for other ranks")
-
-
-def _check_shards(config: Config) -> None:
-    if config.parallel.optimizer_shard == "gradients" and config.parallel.schedule == "zero_bubble":
-        raise UserError(
-            "parallel.optimizer_shard=gradients: not with parallel.schedule=zero_bubble, which defers the weight "
-            "gradients; use 1f1b, or optimizer_shard=state"
-        )
 
 
 def _check_global_batch_size(config: Config) -> None:

@@ -33,14 +33,16 @@ def load(preset: str | None = None, file: Path | None = None, overrides: Sequenc
     """The validated configuration. `overrides` are "KEY=VALUE" words with dotted keys. Raises `UserError`."""
     settings = _Settings()
     if preset is not None:
-        if preset not in preset_names():
-            raise UserError(
-                f"--preset {preset}: no such preset{_nearest(preset, preset_names())}; "
-                f"presets: {', '.join(preset_names())}"
-            )
+        if preset not in (names := preset_names()):
+            raise UserError(f"--preset {preset}: no such preset{_nearest(preset, names)}; presets: {', '.join(names)}")
         settings.add_text((PRESETS / f"{preset}.yaml").read_text(encoding="utf-8"), f"preset {preset}")
     if file is not None:
-        settings.add_text(_read(file), str(file))
+        try:
+            settings.add_text(file.read_text(encoding="utf-8"), str(file))
+        except OSError as error:
+            raise UserError(f"{file}: cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise UserError(f"{file}: not valid UTF-8 at byte {error.start}") from None
     for word in overrides:
         settings.add_word(word)
     return settings.build()
@@ -63,16 +65,11 @@ def load_again(values: Mapping[str, Any], origin: str, overrides: Sequence[str] 
 
 
 def check_words(overrides: Sequence[str]) -> None:
-    """Raises `UserError` for a "KEY=VALUE" word that is invalid whatever the other settings are."""
+    """Raise `UserError` for a "KEY=VALUE" word that is invalid whatever the other settings are."""
     settings = _Settings()
     for word in overrides:
         settings.add_word(word)
     settings.validated()
-
-
-def load_file(file: Path) -> Config:
-    """The configuration in a file, such as a run directory's `config.yaml`. Raises `UserError`."""
-    return load(file=file)
 
 
 def dump(config: Config) -> str:
@@ -91,7 +88,12 @@ class _Settings:
         try:
             content = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise UserError(f"{origin}, line {_line(error, text)}: not valid YAML: {_problem(error)}") from None
+            if isinstance(error, yaml.reader.ReaderError):  # a character that YAML does not allow
+                line, problem = text.count("\n", 0, error.position) + 1, error.reason
+            else:
+                mark = getattr(error, "problem_mark", None)
+                line, problem = mark.line + 1 if mark else 1, getattr(error, "problem", None) or str(error)
+            raise UserError(f"{origin}, line {line}: not valid YAML: {problem}") from None
         if content is None:
             return
         if not isinstance(content, dict):
@@ -99,7 +101,7 @@ class _Settings:
         for name, value in content.items():
             if name in SECTIONS:
                 if not isinstance(value, dict):
-                    raise UserError(f"{origin}: {name} must contain keys and values, not {_shown(value)}")
+                    raise UserError(f"{origin}: {name} must contain keys and values, not {shown(value)}")
                 for key, inner in value.items():
                     self.add(f"{name}.{key}", inner, origin)
             else:
@@ -108,7 +110,7 @@ class _Settings:
     def add_word(self, word: str) -> None:
         key, equals, value = word.partition("=")
         if not equals or not key.strip():
-            raise UserError(f"{_shown(word)}: not of the form KEY=VALUE, such as training.max_steps=50")
+            raise UserError(f"{shown(word)}: not of the form KEY=VALUE, such as training.max_steps=50")
         parsed: Any = value
         if value.startswith(("[", "{")):
             try:
@@ -122,8 +124,8 @@ class _Settings:
             own = [known for known in KEYS if known.startswith(f"{key}.")]
             raise UserError(f"{key} ({origin}): a section of the configuration; its keys are {', '.join(own)}")
         if key not in KEYS:
-            raise UserError(f"{_shown(key)} ({origin}): unknown key{_nearest(key, KEYS)}")
-        given = f"{key}={_shown(value)} ({origin})"
+            raise UserError(f"{shown(key)} ({origin}): unknown key{_nearest(key, KEYS)}")
+        given = f"{key}={shown(value)} ({origin})"
         if _has_bool(value) and field(key).annotation is not bool:  # pydantic would read it as 0 or 1
             raise UserError(f"{given}: must not be true or false, nor yes or no, unless in quotes")
         if not isinstance(value, _PLAIN):  # a date, for example
@@ -139,7 +141,7 @@ class _Settings:
         return config
 
     def validated(self) -> Config:
-        """Validates each value by itself."""
+        """Validate each value by itself."""
         nested: dict[str, Any] = {}
         for key, value in self.values.items():
             section, _, name = key.rpartition(".")
@@ -147,13 +149,11 @@ class _Settings:
         try:
             return Config.model_validate(nested)
         except ValidationError as error:
-            raise UserError(self._explain(error)) from None
-
-    def _explain(self, error: ValidationError) -> str:
-        first = error.errors()[0]
-        path = [str(part) for part in first["loc"]]
-        key = next(key for key in (".".join(path[:2]), path[0]) if key in KEYS)
-        return f"{key}={_shown(self.values[key])} ({self.origins[key]}): must {_wanted(key, first['msg'])}"
+            first = error.errors()[0]
+            path = [str(part) for part in first["loc"]]
+            key = next(key for key in (".".join(path[:2]), path[0]) if key in KEYS)
+            given = f"{key}={shown(self.values[key])} ({self.origins[key]})"
+            raise UserError(f"{given}: must {_wanted(key, first['msg'])}") from None
 
 
 _PLAIN = (str, int, float, list, dict, type(None))
@@ -172,36 +172,16 @@ def _has_bool(value: Any) -> bool:
     return any(isinstance(part, bool) for part in parts)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value as the user would type it, on one line."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_shown(name)}: {_shown(inner)}" for name, inner in value.items()) + "}"
+        return "{" + ", ".join(f"{shown(name)}: {shown(inner)}" for name, inner in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_shown, value)) + "]"
+        return "[" + ", ".join(map(shown, value)) + "]"
     if value is None or isinstance(value, bool):
         return str(value).lower()
     text = str(value)
     return text if text.isprintable() else repr(text)
-
-
-def _line(error: yaml.YAMLError, text: str) -> int:
-    if isinstance(error, yaml.reader.ReaderError):  # a character that YAML does not allow
-        return text.count("\n", 0, error.position) + 1
-    mark = getattr(error, "problem_mark", None)
-    return mark.line + 1 if mark else 1
-
-
-def _problem(error: yaml.YAMLError) -> str:
-    return getattr(error, "problem", None) or getattr(error, "reason", None) or str(error).splitlines()[0]
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not valid UTF-8 at byte {error.start}") from None
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:

@@ -3,16 +3,14 @@
 It is the source of `hvd-train --help`, the checks, `config.yaml`, and the rules for what may change when a run resumes.
 """
 
-import re
+from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 
-def setting(
-    default: Any, description: str, *, may_change: bool = False, allowed: str | None = None, **limits: Any
-) -> Any:
+def _key(may_change: bool, default: Any, description: str, *, allowed: str | None = None, **limits: Any) -> Any:
     """One key: its default, its description in `--help`, its range.
 
     `may_change`: a run may resume from a checkpoint in which this key differs. `allowed`: what a list, a table or a
@@ -22,18 +20,14 @@ def setting(
     return Field(default, description=description, json_schema_extra=extra, **limits)
 
 
+# A resumed run must agree with its checkpoint in the fixed keys.
+fixed, changeable = partial(_key, False), partial(_key, True)
+
+
 def _none_word(value: Any) -> Any:
     return None if isinstance(value, str) and value.lower() in ("none", "null") else value
 
 
-def _task_name(value: str) -> str:
-    if value not in TASKS and not re.fullmatch(r"[\w.]+:\w+", value):
-        raise ValueError(f"it should be {', '.join(map(repr, TASKS))} or package.module:Class")
-    return value
-
-
-TASKS = ("language_model", "translation", "classification")
-TaskName = Annotated[str, AfterValidator(_task_name)]
 # On the command line every value is a word: `training.max_steps=none` means no limit.
 OptionalCount = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_none_word)]
 OptionalPositive = Annotated[Annotated[float, Field(gt=0)] | None, BeforeValidator(_none_word)]
@@ -53,289 +47,256 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The Transformer."""
 
-    pretrained: OptionalName = setting(
+    pretrained: OptionalName = fixed(
         None,
         "Hugging Face folder to fine-tune, with its tokenizer: an encoder for classification, a causal model for "
         "language_model; its config.json replaces all other keys of model; none: train from scratch",
     )
-    num_layers: int = setting(4, "number of Transformer blocks; in the encoder, if there is one", ge=1)
-    num_decoder_layers: OptionalCount = setting(None, "number of decoder blocks, for translation; none: num_layers")
-    d_model: int = setting(192, "model width; a multiple of num_heads", ge=1)
-    num_heads: int = setting(6, "number of attention heads", ge=1)
-    d_feedforward: int = setting(768, "hidden width of the feed-forward layers", ge=1)
-    dropout: float = setting(0.0, "dropout probability during training", ge=0, lt=1)
-    max_length: int = setting(1024, "longest sequence that the model has positions for, in tokens", ge=1)
-    norm: Literal["pre", "post"] = setting(
+    num_layers: int = fixed(4, "number of Transformer blocks; in the encoder, if there is one", ge=1)
+    num_decoder_layers: OptionalCount = fixed(None, "number of decoder blocks, for translation; none: num_layers")
+    d_model: int = fixed(192, "model width; a multiple of num_heads", ge=1)
+    num_heads: int = fixed(6, "number of attention heads", ge=1)
+    d_feedforward: int = fixed(768, "hidden width of the feed-forward layers", ge=1)
+    dropout: float = fixed(0.0, "dropout probability during training", ge=0, lt=1)
+    max_length: int = fixed(1024, "longest sequence that the model has positions for, in tokens", ge=1)
+    norm: Literal["pre", "post"] = fixed(
         "pre", "layer norm before each sub-layer (and once at the end), or after each sub-layer"
     )
-    activation: Literal["relu", "gelu"] = setting("gelu", "activation function of the feed-forward layers")
-    position: Literal["sinusoidal", "learned", "rotary"] = setting("sinusoidal", "type of position encoding")
-    tie_embeddings: bool = setting(True, "share the weights of the output layer and the (target) token embedding")
-    share_embeddings: bool = setting(
+    activation: Literal["relu", "gelu"] = fixed("gelu", "activation function of the feed-forward layers")
+    position: Literal["sinusoidal", "learned", "rotary"] = fixed("sinusoidal", "type of position encoding")
+    tie_embeddings: bool = fixed(True, "share the weights of the output layer and the (target) token embedding")
+    share_embeddings: bool = fixed(
         False, "one vocabulary, learned from both languages, and one embedding for source and target"
     )
-    loss_chunk: OptionalCount = setting(
-        None,
-        "number of tokens whose logits are in memory at once in the loss; none: 256 on a CPU, 4096 on a GPU",
-        may_change=True,
+    loss_chunk: OptionalCount = changeable(
+        None, "number of tokens whose logits are in memory at once in the loss; none: 256 on a CPU, 4096 on a GPU"
     )
 
 
 class DataConfig(Section):
     """The data set, its tokenizer and its batches."""
 
-    source: str = setting(
+    source: str = fixed(
         "python-docs",
         "a folder with train.txt, valid.txt and test.txt, or one text file, or python-docs (built in), wikitext2, "
         "wikitext103, penntreebank; for translation: multi30k, iwslt2016, wmt14, or a folder or file of sentence "
         "pairs; for classification: a folder or file of tables",
         min_length=1,
     )
-    split: list[Fraction] = setting(
+    split: list[Fraction] = fixed(
         [0.9, 0.05, 0.05],
         "fractions for train, valid and test if source is one file; two numbers: no test split",
         allowed="a list of two or three fractions from 0 to 1, such as [0.9, 0.05, 0.05]",
         min_length=2,
         max_length=3,
     )
-    tokenizer: Literal["basic_english", "char", "bpe"] = setting(
+    tokenizer: Literal["basic_english", "char", "bpe"] = fixed(
         "bpe", "basic_english: words, by torchtext; char: characters; bpe: byte-pair encoding"
     )
-    vocab_size: OptionalCount = setting(None, "maximum vocabulary size, including <unk>; none: all tokens (bpe: 4096)")
-    min_frequency: int = setting(1, "tokens that are rarer than this in the training split become <unk>", ge=1)
-    batching: Literal["windows", "columns"] = setting(
+    vocab_size: OptionalCount = fixed(None, "maximum vocabulary size, including <unk>; none: all tokens (bpe: 4096)")
+    min_frequency: int = fixed(1, "tokens that are rarer than this in the training split become <unk>", ge=1)
+    batching: Literal["windows", "columns"] = fixed(
         "windows",
         "windows: fixed-length samples, shuffled by seed and epoch; columns: the text in batch_size columns, with "
         "a separate stretch of rows for each rank (as in the PyTorch tutorial)",
     )
-    sequence_length: int = setting(
+    sequence_length: int = fixed(
         128, "tokens per sample; if samples differ in length: of the longest sample, on either side", ge=1
     )
-    too_long: Literal["drop", "cut", "error"] = setting(
+    too_long: Literal["drop", "cut", "error"] = fixed(
         "drop", "samples of more than sequence_length tokens: drop and count them, truncate them, or stop with an error"
     )
-    batch_tokens: OptionalCount = setting(
+    batch_tokens: OptionalCount = changeable(
         None,
         "if samples differ in length: batches are filled up to this number of tokens, including padding, instead of "
         "batch_size samples; none: batch_size",
-        may_change=True,
     )
-    source_language: str = setting(
+    source_language: str = fixed(
         "de", "translation: source language, the extension of its files (train.de)", min_length=1
     )
-    target_language: str = setting(
+    target_language: str = fixed(
         "en", "translation: target language, the extension of its files (train.en)", min_length=1
     )
-    train: OptionalName = setting(None, "file name of the training split in source; none: train")
-    valid: OptionalName = setting(None, "file name of the validation split; none: valid, val, validation or dev")
-    test: OptionalName = setting(None, "file name of the test split; none: test, or the only name that starts with it")
-    text_column: str = setting("text", "classification: column with the text", min_length=1)
-    label_column: str = setting("label", "classification: column with the label", min_length=1)
-    positive_label: OptionalName = setting(
+    train: OptionalName = fixed(None, "file name of the training split in source; none: train")
+    valid: OptionalName = fixed(None, "file name of the validation split; none: valid, val, validation or dev")
+    test: OptionalName = fixed(None, "file name of the test split; none: test, or the only name that starts with it")
+    text_column: str = fixed("text", "classification: column with the text", min_length=1)
+    label_column: str = fixed("label", "classification: column with the label", min_length=1)
+    positive_label: OptionalName = fixed(
         None, "label for precision, recall and f1; default: the second label if there are two, otherwise none"
     )
-    class_weights: ClassWeights = setting(
+    class_weights: ClassWeights = fixed(
         None,
         "weight of each class in the loss: a number per label, such as {good: 1, bad: 2.5}; balanced: inversely "
         "proportional to its frequency; none: equal weights",
         allowed="balanced, none, or a number above 0 for each label, such as {good: 1, bad: 2.5}",
     )
-    cache_dir: str = setting(
-        "~/.cache/hvd-transformer/data",
-        "cache folder for downloads, token files and measured layer times",
-        may_change=True,
+    cache_dir: str = changeable(
+        "~/.cache/hvd-transformer/data", "cache folder for downloads, token files and measured layer times"
     )
-    workers: int = setting(
-        0, "number of processes that prepare the token files; 0: one per core", may_change=True, ge=0
-    )
+    workers: int = changeable(0, "number of processes that prepare the token files; 0: one per core", ge=0)
 
 
 class ParallelConfig(Section):
     """Data, tensor and pipeline parallelism over ranks and devices."""
 
-    pipeline: int = setting(1, "pipeline parallelism: stages per rank, each on its own device", may_change=True, ge=1)
-    tensor: int = setting(
-        1,
-        "tensor parallelism: number of consecutive ranks that share each layer's matrices and form one replica",
-        may_change=True,
-        ge=1,
+    pipeline: int = changeable(1, "pipeline parallelism: stages per rank, each on its own device", ge=1)
+    tensor: int = changeable(
+        1, "tensor parallelism: number of consecutive ranks that share each layer's matrices and form one replica", ge=1
     )
-    vocab_parallel: bool = setting(
-        False, "also split the embedding and the output layer over the ranks of parallel.tensor", may_change=True
+    vocab_parallel: bool = changeable(
+        False, "also split the embedding and the output layer over the ranks of parallel.tensor"
     )
-    tensor_across_hosts: Literal["warn", "never"] = setting(
-        "warn", "if a tensor-parallel group spans several hosts: warn, or refuse to start", may_change=True
+    tensor_across_hosts: Literal["warn", "never"] = changeable(
+        "warn", "if a tensor-parallel group spans several hosts: warn, or refuse to start"
     )
-    optimizer_shard: Literal["none", "state", "gradients"] = setting(
+    optimizer_shard: Literal["none", "state", "gradients"] = changeable(
         "none",
         "sharded optimizer: each replica stores and updates its shard; state: of the optimizer state (ZeRO-1); "
         "gradients: also of the gradients (ZeRO-2), which are then reduced after every micro-batch",
-        may_change=True,
     )
-    micro_batches: int = setting(
-        1, "number of micro-batches that a batch is split into, at most", may_change=True, ge=1
-    )
-    schedule: Literal["gpipe", "1f1b", "zero_bubble"] = setting(
+    micro_batches: int = changeable(1, "number of micro-batches that a batch is split into, at most", ge=1)
+    schedule: Literal["gpipe", "1f1b", "zero_bubble"] = changeable(
         "1f1b",
         "pipeline schedule; gpipe: all forwards first; 1f1b: one forward, one backward, which stores fewer "
         "activations; zero_bubble: 1f1b that computes weight gradients when a stage would otherwise wait",
-        may_change=True,
     )
-    partition: str | list[int] = setting(
+    partition: str | list[int] = changeable(
         "auto",
         "layers per stage; auto: the fastest partition by measured layer times; uniform; a list such as [5, 4, 5]; or "
         "package.module:function, which maps a layer's name to its stage",
-        may_change=True,
         allowed="auto, uniform, a list of layers per stage such as [5, 4, 5], or package.module:function",
     )
-    recompute: Literal["never", "always", "except_last"] = setting(
+    recompute: Literal["never", "always", "except_last"] = changeable(
         "never",
         "activation checkpointing: recompute a block's activations in backward; always: for every micro-batch; "
         "except_last: for all but the last",
-        may_change=True,
     )
 
 
 class OptimizerConfig(Section):
     """The optimizer and its learning rate."""
 
-    name: Literal["sgd", "adam", "adamw"] = setting("adamw", "optimizer")
-    lr: float = setting(1e-3, "peak learning rate for one data-parallel replica", gt=0)
-    lr_scaling: Literal["linear", "sqrt", "none"] = setting(
+    name: Literal["sgd", "adam", "adamw"] = fixed("adamw", "optimizer")
+    lr: float = fixed(1e-3, "peak learning rate for one data-parallel replica", gt=0)
+    lr_scaling: Literal["linear", "sqrt", "none"] = fixed(
         "linear",
         "scaling of the learning rate with the number of replicas dp: lr x dp, lr x sqrt(dp), or lr; with "
         "training.global_batch_size, global_batch_size / batch_size replaces dp",
     )
-    weight_decay: float = setting(0.01, "weight decay; not applied to biases, norms and embeddings", ge=0)
-    momentum: float = setting(0.0, "momentum, for sgd", ge=0, lt=1)
-    betas: tuple[Beta, Beta] = setting(
+    weight_decay: float = fixed(0.01, "weight decay; not applied to biases, norms and embeddings", ge=0)
+    momentum: float = fixed(0.0, "momentum, for sgd", ge=0, lt=1)
+    betas: tuple[Beta, Beta] = fixed(
         (0.9, 0.95),
         "decay rates of adam and adamw",
         allowed="a list of two numbers from 0 to less than 1, such as [0.9, 0.95]",
     )
-    eps: float = setting(1e-8, "epsilon of adam and adamw", gt=0)
-    clip_norm: OptionalPositive = setting(
-        1.0, "gradient clipping: maximum norm of the whole gradient; none: no clipping"
-    )
-    schedule: Literal["constant", "step", "cosine", "noam"] = setting(
+    eps: float = fixed(1e-8, "epsilon of adam and adamw", gt=0)
+    clip_norm: OptionalPositive = fixed(1.0, "gradient clipping: maximum norm of the whole gradient; none: no clipping")
+    schedule: Literal["constant", "step", "cosine", "noam"] = fixed(
         "cosine",
         "learning rate after warm-up; constant; step: x gamma every epoch; cosine: decays to lr x gamma at the end; "
         "noam: proportional to the inverse square root of the step",
     )
-    warmup_steps: int = setting(0, "number of steps of linear warm-up from zero", ge=0)
-    gamma: float = setting(0.1, "factor of the step and cosine schedules", ge=0, le=1)
+    warmup_steps: int = fixed(0, "number of steps of linear warm-up from zero", ge=0)
+    gamma: float = fixed(0.1, "factor of the step and cosine schedules", ge=0, le=1)
 
 
 class TrainingConfig(Section):
     """Length, batch size, precision and evaluation."""
 
-    epochs: int = setting(1, "number of passes over the training split", may_change=True, ge=1)
-    max_steps: OptionalCount = setting(None, "stop after this many steps; none: after `epochs`", may_change=True)
-    batch_size: int = setting(8, "samples per replica and accumulation step", may_change=True, ge=1)
-    eval_batch_size: OptionalCount = setting(None, "batch size in evaluation; none: batch_size", may_change=True)
-    accumulation: int = setting(
-        1, "gradient accumulation: number of accumulation steps per step", may_change=True, ge=1
-    )
-    global_batch_size: OptionalCount = setting(
+    epochs: int = changeable(1, "number of passes over the training split", ge=1)
+    max_steps: OptionalCount = changeable(None, "stop after this many steps; none: after `epochs`")
+    batch_size: int = changeable(8, "samples per replica and accumulation step", ge=1)
+    eval_batch_size: OptionalCount = changeable(None, "batch size in evaluation; none: batch_size")
+    accumulation: int = changeable(1, "gradient accumulation: number of accumulation steps per step", ge=1)
+    global_batch_size: OptionalCount = changeable(
         None,
         "samples per step for any number of replicas; replaces accumulation: each replica takes as many accumulation "
         "steps as its part needs; none: batch_size x accumulation x replicas",
-        may_change=True,
     )
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] = setting(
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = fixed(
         "fp32", "precision of the computation (mixed precision: bf16, fp16); weights and sums are at least fp32"
     )
-    device: Literal["auto", "cpu", "cuda"] = setting(
-        "auto", "device; auto: GPUs if there are enough for all stages, otherwise the CPU", may_change=True
+    device: Literal["auto", "cpu", "cuda"] = changeable(
+        "auto", "device; auto: GPUs if there are enough for all stages, otherwise the CPU"
     )
-    log_every: int = setting(10, "steps between two lines in metrics.jsonl", may_change=True, ge=1)
-    eval_every: OptionalCount = setting(
-        None, "steps between two evaluations; none: at the end of each epoch", may_change=True
-    )
-    best_metric: str = setting(
+    log_every: int = changeable(10, "steps between two lines in metrics.jsonl", ge=1)
+    eval_every: OptionalCount = changeable(None, "steps between two evaluations; none: at the end of each epoch")
+    best_metric: str = changeable(
         "loss",
         "validation metric that selects the best checkpoint: loss, perplexity, accuracy, f1, bleu, …; with a leading "
         "minus: lower is better",
-        may_change=True,
         min_length=1,
     )
-    patience: OptionalCount = setting(
-        None, "early stopping: end after this many evaluations without improvement; none: never", may_change=True
+    patience: OptionalCount = changeable(
+        None, "early stopping: end after this many evaluations without improvement; none: never"
     )
-    stall_seconds: OptionalPositive = setting(
+    stall_seconds: OptionalPositive = changeable(
         None,
         "end a job that completes no step for this many seconds, with all stacks in its logs; none: ten times the "
         "longest of the last 100 steps, at least 30",
-        may_change=True,
     )
-    label_smoothing: float = setting(
+    label_smoothing: float = fixed(
         0.0, "label smoothing: fraction of the target's weight that is spread over all classes or tokens", ge=0, lt=1
     )
-    compile: bool = setting(False, "compile the model's layers with torch.compile", may_change=True)
+    compile: bool = changeable(False, "compile the model's layers with torch.compile")
 
 
 class TranslationConfig(Section):
     """Beam search, in evaluation and in `translate`."""
 
-    beam: int = setting(4, "beam size; 1: greedy search", may_change=True, ge=1)
-    length_penalty: float = setting(
-        0.6, "length penalty; above 0 favours longer translations (Wu et al. 2016)", may_change=True, ge=0, le=10
+    beam: int = changeable(4, "beam size; 1: greedy search", ge=1)
+    length_penalty: float = changeable(
+        0.6, "length penalty; above 0 favours longer translations (Wu et al. 2016)", ge=0, le=10
     )
 
 
 class CommunicationConfig(Section):
     """Gradient communication over Horovod."""
 
-    bucket_mb: float = setting(
-        8.0, "size of a flat gradient bucket in MiB; each bucket is one allreduce", may_change=True, gt=0
+    bucket_mb: float = changeable(8.0, "size of a flat gradient bucket in MiB; each bucket is one allreduce", gt=0)
+    compression: Literal["none", "fp16"] = changeable(
+        "none", "compression of gradients in transit; fp16 halves the bytes and rounds the sums"
     )
-    compression: Literal["none", "fp16"] = setting(
-        "none",
-        "compression of gradients in transit; fp16 halves the bytes and rounds the sums",
-        may_change=True,
-    )
-    overlap: bool = setting(True, "send each bucket as soon as it is full, while backward continues", may_change=True)
-    embedding_rows: Literal["auto", "always", "never"] = setting(
+    overlap: bool = changeable(True, "send each bucket as soon as it is full, while backward continues")
+    embedding_rows: Literal["auto", "always", "never"] = changeable(
         "auto",
         "send the gradient of an embedding as one row per token instead of a matrix of the vocabulary's size; "
         "auto: if a step has fewer tokens than the vocabulary",
-        may_change=True,
     )
 
 
 class CheckpointConfig(Section):
     """When checkpoints are saved, which ones are kept, and where a run resumes."""
 
-    every_steps: OptionalCount = setting(
-        200, "steps between two checkpoints; none: only by every_seconds and at the end", may_change=True
+    every_steps: OptionalCount = changeable(
+        200, "steps between two checkpoints; none: only by every_seconds and at the end"
     )
-    every_seconds: OptionalPositive = setting(
-        None, "seconds between two checkpoints, in addition to every_steps", may_change=True
-    )
-    keep_last: int = setting(3, "number of newest checkpoints to keep", may_change=True, ge=1)
-    keep_best: bool = setting(
-        True, "keep the best checkpoint by training.best_metric, and test it at the end", may_change=True
-    )
-    resume: str = setting(
+    every_seconds: OptionalPositive = changeable(None, "seconds between two checkpoints, in addition to every_steps")
+    keep_last: int = changeable(3, "number of newest checkpoints to keep", ge=1)
+    keep_best: bool = changeable(True, "keep the best checkpoint by training.best_metric, and test it at the end")
+    resume: str = changeable(
         "auto",
         "auto: resume from the newest complete checkpoint in output_dir; never: refuse an output_dir that has one; "
         "or the checkpoint (or run directory) to start from",
-        may_change=True,
     )
 
 
 class Config(Section):
     """The configuration of a job."""
 
-    task: TaskName = setting(
+    task: str = fixed(
         "language_model",
         "task to train: language_model, translation, classification, or your own package.module:Class",
+        allowed="'language_model', 'translation', 'classification' or package.module:Class",
+        pattern=r"^(language_model|translation|classification|[\w.]+:\w+)$",
     )
-    output_dir: str = setting("runs/default", "run directory", may_change=True, min_length=1)
-    profile: bool = setting(
-        False, "write timeline-NNN.json, a Chrome trace per rank, of steps 3 to 7 after this start", may_change=True
+    output_dir: str = changeable("runs/default", "run directory", min_length=1)
+    profile: bool = changeable(
+        False, "write timeline-NNN.json, a Chrome trace per rank, of steps 3 to 7 after this start"
     )
-    seed: int = setting(1, "random seed of the weights, the data order and dropout", ge=0, lt=2**63)
+    seed: int = fixed(1, "random seed of the weights, the data order and dropout", ge=0, lt=2**63)
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     parallel: ParallelConfig = ParallelConfig()
@@ -370,14 +331,14 @@ def field(key: str) -> FieldInfo:
 
 
 def may_change(key: str) -> bool:
-    """Whether a run may resume from a checkpoint that has another value for this dotted key."""
+    """Tell whether a run may resume from a checkpoint that has another value for this dotted key."""
     return bool(_extra(key)["may_change"])
 
 
 def allowed(key: str) -> str | None:
     """What the value of this dotted key may be, in words; None if its type and limits say it."""
-    found = _extra(key)["allowed"]
-    return None if found is None else str(found)
+    found: str | None = _extra(key)["allowed"]
+    return found
 
 
 def _extra(key: str) -> dict[str, Any]:

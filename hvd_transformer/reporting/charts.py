@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from hvd_transformer.reporting.metrics_log import is_number
@@ -25,7 +24,7 @@ _COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED, TEAL)
 _DRAWN_WITH_THE_LOSS = {"valid_loss", "valid_perplexity"}
 _PERCENT, _FRACTIONS = {"bleu", "bleu_words"}, {"accuracy", "precision", "recall", "f1"}
 # A chart is about 1,000 pixels wide: longer series are averaged to this many points.
-MOST_POINTS = 1000
+_MOST_POINTS = 1000
 
 
 def loss_chart(rows: Rows) -> bytes:
@@ -79,7 +78,7 @@ def _metric_chart(title: str, unit: str, curves: Mapping[str, Curve]) -> bytes:
         colour = _COLOURS[bases.index(base) % len(_COLOURS)]
         axes.plot(steps, values, color=colour, linewidth=1.6, label=label, **style, **_markers((steps, values), 60))
     axes.set_ylabel(unit)
-    _legend(axes, "upper left", beside=True)  # many lines leave no room inside
+    _legend(axes, "upper left", (1.0, 1.0))  # beside the axes: many lines leave no room inside
     return _png(figure, [axes], list(curves.values()))
 
 
@@ -101,14 +100,14 @@ def learning_rate_chart(rows: Rows) -> bytes:
     positive = norms[1][norms[1] > 0]
     if positive.size and positive.max() > 50 * positive.min():
         bottom.set_yscale("log")
-        bottom.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        bottom.yaxis.set_major_formatter("{x:g}")
     else:
         bottom.set_ylim(bottom=0)
     return _png(figure, [top, bottom], [rate, norms])
 
 
-def throughput_chart(rows: Rows, unit: str = "tokens") -> bytes:
-    """Tokens (or `unit`) per second of the whole job, with the median."""
+def throughput_chart(rows: Rows, unit: str) -> bytes:
+    """Tokens, or whatever `unit` says, per second of the whole job, with the median."""
     figure, (axes,) = _figure("Throughput", 1)
     speed = _series(rows, "tokens_per_second")
     axes.plot(*speed, color=BLUE, linewidth=1.2, **_markers(speed, 10))
@@ -117,7 +116,7 @@ def throughput_chart(rows: Rows, unit: str = "tokens") -> bytes:
         axes.axhline(median, color=INK, linewidth=1.2, linestyle=(0, (5, 3)), label=f"median {median:,.0f}")
     axes.set_ylabel(f"{unit} per second, all ranks")
     axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.yaxis.set_major_formatter("{x:,.0f}")
     _legend(axes, "lower right")
     return _png(figure, [axes], [speed])
 
@@ -126,7 +125,7 @@ def _series(rows: Rows, key: str, average: bool = True) -> Curve:
     """Steps and finite values of `key`; a long series is averaged over neighbouring points."""
     points = [(row["step"], row[key]) for row in rows if is_number(row.get(key))]
     steps, values = np.array(points, dtype=np.float64).reshape(-1, 2).T
-    size = math.ceil(steps.size / MOST_POINTS)
+    size = math.ceil(steps.size / _MOST_POINTS)
     if size <= 1:
         return steps, values
     starts = np.arange(0, steps.size, size)
@@ -137,7 +136,7 @@ def _series(rows: Rows, key: str, average: bool = True) -> Curve:
 
 
 def _draw(axes: Axes, series: Curve, name: str) -> Floats:
-    """Draws a line; a long noisy one is pale below its running median. Returns the values of the main line."""
+    """Draw a line; a long noisy one is pale below its running median. Return the values of the main line."""
     steps, values = series
     if steps.size >= 60:
         axes.plot(steps, values, color=BLUE, linewidth=0.8, alpha=0.3)
@@ -162,7 +161,7 @@ def _running_median(values: Floats, reach: int) -> Floats:
 
 
 def _frame_loss(axes: Axes, values: Floats) -> None:
-    """Fits the vertical range to the bulk of the values: one spike must not flatten the rest."""
+    """Fit the vertical range to the bulk of the values: one spike must not flatten the rest."""
     if values.size < 2:
         return
     low, high = float(values.min()), float(values.max())
@@ -194,7 +193,6 @@ def _perplexity_axis(axes: Axes) -> None:
 
 def _figure(title: str, panels: int) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(8.0, 3.8 if panels == 1 else 5.2), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
     axes = list(figure.subplots(panels, 1, sharex=True, squeeze=False).flat)
     for panel in axes:
@@ -211,21 +209,20 @@ def _plain(axes: Axes) -> None:
     axes.yaxis.label.set_color(INK)
 
 
-def _legend(axes: Axes, place: str, beside: bool = False) -> None:
+def _legend(axes: Axes, place: str, anchor: tuple[float, float] | None = None) -> None:
     """Names and last values, in the colours of their lines."""
     if axes.get_legend_handles_labels()[0]:
-        anchor = (1.0, 1.0) if beside else None
         axes.legend(
             loc=place, bbox_to_anchor=anchor, frameon=False, labelcolor="linecolor", handlelength=1.6, fontsize=10
         )
 
 
 def _png(figure: Figure, panels: Sequence[Axes], curves: Sequence[Curve]) -> bytes:
-    """Finishes the step axis and renders the figure."""
+    """Finish the step axis and render the figure."""
     bottom = panels[-1]
     bottom.set_xlabel("step", color=INK)
     bottom.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 2.5, 5, 10], integer=True))
-    bottom.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    bottom.xaxis.set_major_formatter("{x:,.0f}")
     last = max((float(steps[-1]) for steps, _ in curves if steps.size), default=1.0)
     bottom.set_xlim(0, max(1.0, 1.01 * last))
     for panel in panels:

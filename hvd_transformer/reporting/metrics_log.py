@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from hvd_transformer import atomic
 from hvd_transformer.errors import UserError
@@ -19,7 +19,7 @@ _MOST_WAITING = 10_000
 
 
 class MetricsLog:
-    """Appends to `metrics.jsonl` and `tensorboard/` of a run directory; used only by rank 0.
+    """Append to `metrics.jsonl` and `tensorboard/` of a run directory; used only by rank 0.
 
     Lines after `resume_step` are removed: a killed process wrote them for steps that this one repeats. A full disk is
     reported once through `warn`; the lines stay in memory until there is space.
@@ -37,22 +37,22 @@ class MetricsLog:
         self._event_steps: dict[str, int] = {}
 
     def write(self, step: int, **values: float | int) -> None:
-        """Writes one line. NaN and infinity, which JSON lacks, become null."""
+        """Write one line. NaN and infinity, which JSON lacks, become null."""
         line = {"step": step} | {key: value if math.isfinite(value) else None for key, value in values.items()}
         errors = [self._lines.append(json.dumps(line, allow_nan=False).encode() + b"\n")]
         if due := {key: value for key, value in values.items() if self._due(key, step)}:
-            errors.append(self._event_file().append(scalars(step, due)))
+            errors.append(self._append_event(step, due))
         self._report(errors)
 
     def close(self) -> None:
-        """Tries once more to write pending lines, then closes the files."""
+        """Try once more to write pending lines, then close the files."""
         files = [file for file in (self._lines, self._events) if file is not None]
         self._report([file.append(b"") for file in files])
         for file in files:
             file.close()
 
     def _due(self, key: str, step: int) -> bool:
-        """Whether TensorBoard gets this point.
+        """Tell whether TensorBoard gets this point.
 
         It gets all of the first 5,000 steps, then points at least 1/5,000 of the current step apart, so that the event
         file of a long run grows logarithmically. TensorBoard itself draws 1,000 points per curve.
@@ -63,11 +63,21 @@ class MetricsLog:
         self._event_steps[key] = step
         return True
 
-    def _event_file(self) -> "_AppendedFile":
+    def _append_event(self, step: int, values: Mapping[str, float]) -> OSError | None:
+        """Write one TensorBoard record with all `values`. Returns the error instead of raising it."""
+        # Imported here to save 0.1 s at start-up.
+        from tensorboard.compat.proto.event_pb2 import SessionLog  # type: ignore[import-untyped]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+
         if self._events is None:
-            self._events = _AppendedFile(new_path(self._path.parent / "tensorboard"))
-            self._events.append(header(self._resume_step + 1))
-        return self._events
+            # TensorBoard recognizes this name; names sort by time.
+            name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}"
+            self._events = _AppendedFile(self._path.parent / "tensorboard" / name)
+            # TensorBoard discards earlier files' values from the first step of this one on.
+            start = _event(step=self._resume_step + 1, session_log=SessionLog(status=SessionLog.START))
+            self._events.append(_event(file_version="brain.Event:2") + start)
+        points = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        return self._events.append(_event(step=step, summary=Summary(value=points)))
 
     def _report(self, errors: list[OSError | None]) -> None:
         error = next((error for error in errors if error is not None), None)
@@ -90,14 +100,27 @@ class _AppendedFile:
         self._waiting: list[bytes] = []
 
     def append(self, record: bytes) -> OSError | None:
-        """Writes pending records and `record`. Returns the error instead of raising it."""
+        """Write pending records and `record`. Returns the error instead of raising it."""
         if record and len(self._waiting) < _MOST_WAITING:
             self._waiting.append(record)
+        data = b"".join(self._waiting)
         try:
-            data = b"".join(self._waiting)
-            self._write(data)
+            if self._descriptor is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+                self._size = os.fstat(self._descriptor).st_size
+            if self._torn:
+                os.ftruncate(self._descriptor, self._size)
+                self._torn = False
+            view = memoryview(data)
+            while view:
+                view = view[os.write(self._descriptor, view) :]
         except OSError as error:
-            self._take_back()
+            if self._descriptor is not None:  # remove a half-written record, now or at the next call
+                self._torn = True
+                with suppress(OSError):
+                    os.ftruncate(self._descriptor, self._size)
+                    self._torn = False
             return error
         self._size += len(data)
         self._waiting.clear()
@@ -109,35 +132,15 @@ class _AppendedFile:
                 os.close(self._descriptor)
             self._descriptor = None
 
-    def _write(self, data: bytes) -> None:
-        if self._descriptor is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-            self._size = os.fstat(self._descriptor).st_size
-        if self._torn:
-            os.ftruncate(self._descriptor, self._size)
-            self._torn = False
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self._descriptor, view) :]
-
-    def _take_back(self) -> None:
-        """Truncates a half-written record; if even that fails, the next write does it first."""
-        if self._descriptor is not None:
-            self._torn = True
-            with suppress(OSError):
-                os.ftruncate(self._descriptor, self._size)
-                self._torn = False
-
 
 def _cut_after(path: Path, step: int) -> None:
-    """Removes the lines after `step`, and incomplete lines."""
+    """Remove the lines after `step`, and incomplete lines."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         return
-    lines = data.splitlines(keepends=True)
-    kept = b"".join(line for line in lines if line.endswith(b"\n") and _step_of(line) <= step)
+    lines = [line for line in data.splitlines(keepends=True) if line.endswith(b"\n")]
+    kept = b"".join(line for line in lines if (row := _row(line)) and row["step"] <= step)
     if kept == data:
         return
     try:
@@ -149,39 +152,8 @@ def _cut_after(path: Path, step: int) -> None:
         os.truncate(path, len(kept))
 
 
-def _step_of(line: bytes) -> float:
-    """The step of a line; infinity for a line that is not ours."""
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return math.inf
-    return step if isinstance(step, int) else math.inf
-
-
-def new_path(folder: Path) -> Path:
-    """A file name that TensorBoard recognizes as an event file; names sort by time."""
-    return folder / f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}"
-
-
-def header(first_step: int) -> bytes:
-    """The start of an event file. TensorBoard then discards earlier files' values from `first_step` on."""
-    from tensorboard.compat.proto.event_pb2 import SessionLog  # type: ignore[import-untyped]
-
-    return _record(file_version="brain.Event:2") + _record(
-        step=first_step, session_log=SessionLog(status=SessionLog.START)
-    )
-
-
-def scalars(step: int, values: Mapping[str, float]) -> bytes:
-    """One record with all `values` at `step`."""
-    from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
-
-    points = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-    return _record(step=step, summary=Summary(value=points))
-
-
-def _record(**fields: Any) -> bytes:
-    # Imported here to save 0.1 s at start-up.
+def _event(**fields: Any) -> bytes:
+    """One record of an event file."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
@@ -198,15 +170,16 @@ def read_rows(run: Path) -> list[dict[str, Any]]:
     except OSError as error:
         reason = "no metrics.jsonl in it" if run.is_dir() else (error.strerror or "").lower()
         raise UserError(f"{run}: not a run directory: {reason}") from None
-    rows = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and is_number(row.get("step")):
-            rows.append(row)
-    return rows
+    return [row for row in map(_row, lines) if row is not None]
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """A line of metrics.jsonl; None for one that is incomplete or not ours."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and is_number(row.get("step")) else None
 
 
 def read_summary(path: Path) -> dict[str, Any]:
@@ -218,6 +191,6 @@ def read_summary(path: Path) -> dict[str, Any]:
     return summary if isinstance(summary, dict) else {}
 
 
-def is_number(value: object) -> bool:
-    """Whether a value of metrics.jsonl can be drawn: null, text and booleans cannot."""
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Tell whether a value of metrics.jsonl can be drawn: null, text and booleans cannot."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

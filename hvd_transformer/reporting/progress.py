@@ -4,6 +4,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from rich.text import Text
 
 # The environment variable that tells rank 0, by the value "launcher", that the launcher shows the progress.
 SCREEN = "HVD_TRANSFORMER_SCREEN"
+_LINE_SECONDS = 5.0  # between two lines
 _LAUNCHERS = ("horovodrun", "mpirun", "mpiexec", "orterun", "prterun")
 
 
@@ -23,13 +25,10 @@ def screen(num_ranks: int) -> tuple[TextIO, bool]:
     """The stream to show progress on, and whether it is a terminal: with several ranks, the launcher's terminal."""
     if num_ranks == 1:
         return sys.stdout, sys.stdout.isatty()
-    terminal = _launcher_terminal()
-    if terminal is None:
-        return sys.stdout, False
-    try:
-        return terminal.open("w", encoding="utf-8"), True
-    except OSError:
-        return sys.stdout, False
+    with suppress(OSError):
+        if terminal := _launcher_terminal():
+            return terminal.open("w", encoding="utf-8"), True
+    return sys.stdout, False
 
 
 def _launcher_terminal() -> Path | None:
@@ -46,45 +45,31 @@ def _launcher_terminal() -> Path | None:
     return found
 
 
-def _ancestors() -> list[Path]:
+def _ancestors() -> Iterator[Path]:
     """The parents of this process in /proc, nearest first."""
-    result: list[Path] = []
     process = Path("/proc/self")
-    while True:
-        try:
-            status = (process / "status").read_text()
-        except OSError:
-            return result
-        parent = next(line.split()[1] for line in status.splitlines() if line.startswith("PPid:"))
-        if parent == "0":
-            return result
-        process = Path("/proc") / parent
-        result.append(process)
+    with suppress(OSError):
+        while parent := int((process / "status").read_text().partition("\nPPid:")[2].split()[0]):
+            process = Path(f"/proc/{parent}")
+            yield process
 
 
 class Silent:
-    """Shows nothing: for every rank except 0. Also the interface of the others."""
+    """Show nothing: for every rank except 0. Also the interface of the others."""
 
     def start(self, total_steps: int, first_step: int) -> None:
-        """Begins. `first_step`: steps already completed; 0, or those of the checkpoint."""
+        """Begin. `first_step`: steps already completed; 0, or those of the checkpoint."""
 
     def step(
-        self,
-        step: int,
-        epoch: int,
-        loss: float,
-        perplexity: float | None,
-        lr: float,
-        tokens_per_second: float,
-        unit: str = "tokens",
+        self, step: int, epoch: int, loss: float, perplexity: float | None, lr: float, per_second: float, unit: str
     ) -> None:
-        """Shows the numbers after `step`; cheap enough to call in every step."""
+        """Show the numbers after `step`; cheap enough to call in every step. `per_second` is in `unit`."""
 
     def message(self, text: str) -> None:
-        """Prints a line above the bar: an evaluation, a checkpoint, a warning."""
+        """Print a line above the bar: an evaluation, a checkpoint, a warning."""
 
     def stop(self) -> None:
-        """Ends; the last numbers stay on the screen. Call it in a `finally`: it restores the cursor."""
+        """End; the last numbers stay on the screen. Call it in a `finally`: it restores the cursor."""
 
 
 @dataclass
@@ -96,52 +81,49 @@ class _State:
     started: float
     numbers: tuple[str, ...] = ()  # epoch, loss, perplexity, rate, speed
     at: float = 0.0  # when `step` was shown
-    seconds_a_step: float | None = None
-
-    def elapsed(self) -> str:
-        return duration(time.monotonic() - self.started)
+    seconds_per_step: float | None = None
 
     def left(self) -> str:
-        if self.seconds_a_step is None:
+        if self.seconds_per_step is None:
             return "?"
-        left = self.seconds_a_step * (self.total_steps - self.step) - (time.monotonic() - self.at)
+        left = self.seconds_per_step * (self.total_steps - self.step) - (time.monotonic() - self.at)
         return duration(max(0.0, left))
 
 
 class Progress(Silent):
-    """A progress bar on a terminal; elsewhere a line at the first step, the last one, and every `every_seconds` in
-    between (infinity: messages only).
+    """A progress bar on a terminal; elsewhere a line at the first step, the last one, and every five seconds between.
 
     A closed screen, or a full disk behind it, does not end the training.
     """
 
-    def __init__(self, stream: TextIO | None = None, terminal: bool | None = None, every_seconds: float = 5.0) -> None:
-        """`terminal`: whether the stream is a terminal; None: ask the stream."""
-        stream = sys.stdout if stream is None else stream
-        terminal = stream.isatty() if terminal is None else terminal
-        terminal = terminal and os.environ.get("TERM") not in ("dumb", "unknown")
-        if os.environ.get(SCREEN) == "launcher":
-            every_seconds = math.inf  # the launcher shows the numbers, from the ranks' heartbeats
-        self._view = _Bar(stream) if terminal else _Lines(stream, every_seconds)
-        self._encoding = stream.encoding or "utf-8"
+    def __init__(self, stream: TextIO, terminal: bool) -> None:
+        self._stream = stream
+        self._live: Live | None = None
+        if terminal and os.environ.get("TERM") not in ("dumb", "unknown"):
+            self._live = Live(
+                self,
+                console=Console(file=stream, highlight=False),
+                refresh_per_second=4,
+                # Other output to the terminal goes above the bar.
+                redirect_stdout=stream is sys.stdout,
+                redirect_stderr=sys.stderr.isatty(),
+            )
+        # The launcher shows the numbers itself, from the ranks' heartbeats.
+        self._prints_numbers = self._live is None and os.environ.get(SCREEN) != "launcher"
         self._state: _State | None = None
         self._pace_from: tuple[int, float] | None = None
+        self._printed_at = -math.inf
+        self._printed_step = 0
 
     def start(self, total_steps: int, first_step: int) -> None:
         self._state = _State(total_steps, first_step, time.monotonic())
-        self._pace_from = None
-        with suppress(OSError):
-            self._view.start(self._state)
+        self._printed_step = first_step
+        if self._live is not None:
+            with suppress(OSError):
+                self._live.start(refresh=True)
 
     def step(
-        self,
-        step: int,
-        epoch: int,
-        loss: float,
-        perplexity: float | None,
-        lr: float,
-        tokens_per_second: float,
-        unit: str = "tokens",
+        self, step: int, epoch: int, loss: float, perplexity: float | None, lr: float, per_second: float, unit: str
     ) -> None:
         state = self._state
         assert state is not None, "step() before start()"
@@ -149,7 +131,7 @@ class Progress(Silent):
         # The pace counts from the first step shown, as that step includes compilation and warm-up.
         since_step, since = self._pace_from or (state.step, state.started)
         if step > since_step:
-            state.seconds_a_step = (now - since) / (step - since_step)
+            state.seconds_per_step = (now - since) / (step - since_step)
         self._pace_from = self._pace_from or (step, now)
         state.step, state.at = step, now
         state.numbers = (
@@ -157,95 +139,47 @@ class Progress(Silent):
             f"loss {loss:.3f}",
             *([] if perplexity is None else [f"ppl {perplexity:.1f}" if perplexity < 1e5 else f"ppl {perplexity:.1e}"]),
             f"lr {lr:.1e}",
-            f"{tokens_per_second:,.0f} {unit}/s",
+            f"{per_second:,.0f} {unit}/s",
         )
-        with suppress(OSError):
-            self._view.show(state)
+        if now - self._printed_at >= _LINE_SECONDS or step >= state.total_steps:
+            self._print_numbers()
 
     def message(self, text: str) -> None:
         # An accent in a path must not end a run on a terminal without UTF-8.
-        text = text.encode(self._encoding, "backslashreplace").decode(self._encoding)
+        encoding = self._stream.encoding or "utf-8"
+        text = text.encode(encoding, "backslashreplace").decode(encoding)
         with suppress(OSError):
-            self._view.message(text)
+            if self._live is not None:
+                self._live.console.print(Text(text), soft_wrap=True)
+            else:
+                self._stream.write(text + "\n")
+                self._stream.flush()
 
     def stop(self) -> None:
-        with suppress(OSError):
-            self._view.stop()
+        self._print_numbers()
+        if self._live is not None:
+            with suppress(OSError):
+                self._live.stop()
 
-
-class _Lines:
-    """Plain lines, each flushed, for a pipe, a log file or horovodrun."""
-
-    def __init__(self, stream: TextIO, every_seconds: float) -> None:
-        self._stream = stream
-        self._every_seconds = every_seconds
-        self._printed_at: float | None = None
-        self._waiting: _State | None = None
-
-    def start(self, state: _State) -> None:
-        self._printed_at = None
-
-    def show(self, state: _State) -> None:
-        self._waiting = state
-        due = self._printed_at is None or state.at - self._printed_at >= self._every_seconds
-        if self._every_seconds < math.inf and (due or state.step >= state.total_steps):
-            self._print_state()
-
-    def message(self, text: str) -> None:
-        self._stream.write(text + "\n")
-        self._stream.flush()
-
-    def stop(self) -> None:
-        if self._every_seconds < math.inf:
-            self._print_state()
-
-    def _print_state(self) -> None:
-        state, self._waiting = self._waiting, None
-        if state is not None:
-            self._printed_at = state.at
+    def _print_numbers(self) -> None:
+        """Print a line unless the bar or the launcher shows the numbers, or they have been printed."""
+        state = self._state
+        if self._prints_numbers and state is not None and state.step > self._printed_step:
+            self._printed_at, self._printed_step = state.at, state.step
             count = f"step {state.step:>{len(str(state.total_steps))}}/{state.total_steps}"
             self.message("  ".join((count, *state.numbers, f"eta {state.left()}")))
 
-
-class _Bar:
-    """Two lines that stay at the bottom of a terminal: the bar with its times, and the numbers."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._console = Console(file=stream, highlight=False)
-        self._live = Live(
-            self,
-            console=self._console,
-            refresh_per_second=4,
-            # Other output to the terminal goes above the bar.
-            redirect_stdout=stream is sys.stdout,
-            redirect_stderr=sys.stderr.isatty(),
-        )
-        self._state: _State | None = None
-
-    def start(self, state: _State) -> None:
-        self._state = state
-        self._live.start(refresh=True)
-
-    def show(self, state: _State) -> None:
-        """Does nothing: the bar's own thread reads the state four times per second."""
-
-    def message(self, text: str) -> None:
-        self._console.print(Text(text), soft_wrap=True)
-
-    def stop(self) -> None:
-        self._live.stop()
-
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The bar with its times, and below it the numbers. Rich's thread calls this four times per second."""
         state = self._state
         if state is None:
             return
         width = options.max_width
         count = f"step {state.step}/{state.total_steps}"
         share = min(1.0, state.step / max(1, state.total_steps))
-        times = _fit(
-            [(f"{share:4.0%}", 1), (f"{state.elapsed()} elapsed", 2), (f"{state.left()} left", 0)],
-            width - len(count) - 12,
-        )
+        elapsed = duration(time.monotonic() - state.started)
+        fields = [(f"{share:4.0%}", 1), (f"{elapsed} elapsed", 2), (f"{state.left()} left", 0)]
+        times = _fit(fields, width - len(count) - 12)
         room = width - len(count) - len(times) - 2
         yield Text(count + " ", end="", no_wrap=True, overflow="crop")
         if room >= 5:
@@ -254,20 +188,20 @@ class _Bar:
         else:
             yield Text("")
         keep = (2, 0, 1, 4, 3)
-        numbers = _fit(list(zip(state.numbers, keep, strict=False)), width)
+        numbers = _fit(zip(state.numbers, keep, strict=False), width)
         yield Text(numbers or "waiting for the first step", no_wrap=True, overflow="crop")
 
 
-def _fit(fields: list[tuple[str, int]], width: int) -> str:
-    """The fields in order; if `width` is too small, those with the largest numbers are dropped."""
-    fields = list(fields)
+def _fit(words: Iterable[tuple[str, int]], width: int) -> str:
+    """The words in order; if `width` is too small, those with the largest numbers are dropped."""
+    fields = list(words)
     while len(text := "  ".join(word for word, _ in fields)) > width and fields:
         fields.remove(max(fields, key=lambda field: field[1]))
     return text
 
 
 def duration(seconds: float) -> str:
-    """Formats seconds as 1:23, or 4:05:06 from one hour on."""
+    """Format seconds as 1:23, or 4:05:06 from one hour on."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

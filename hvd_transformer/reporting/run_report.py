@@ -30,11 +30,9 @@ HEADLINES = {
     "world": "ranks",
 }
 
-_TEMPLATE = resources.files("hvd_transformer.reporting") / "report.html"
-
 
 def write_report(run: Path) -> Path:
-    """Draws the charts of the run directory `run` and writes them and `report.html` there; returns its path.
+    """Draw the charts of the run directory `run`, write them and `report.html` there, and return its path.
 
     Also works for a run that is in progress or was interrupted, with what is there so far. Raises `UserError` for a
     folder that is not a run directory, `OSError` if it cannot be written to.
@@ -45,7 +43,7 @@ def write_report(run: Path) -> Path:
         "loss": charts.loss_chart(rows),
         **charts.metric_charts(rows),
         "learning_rate": charts.learning_rate_chart(rows),
-        "throughput": charts.throughput_chart(rows, _unit(summary)),
+        "throughput": charts.throughput_chart(rows, str(summary.get("unit", "tokens"))),
     }
     for name, png in images.items():
         atomic.write_bytes(run / f"{name}.png", png)
@@ -54,47 +52,39 @@ def write_report(run: Path) -> Path:
     return report
 
 
-def _unit(summary: Mapping[str, Any]) -> str:
-    """The unit of the run's throughput."""
-    return str(summary.get("unit", "tokens"))
-
-
 def _page(run: Path, rows: list[dict[str, Any]], summary: Mapping[str, Any], images: Mapping[str, bytes]) -> str:
     folder = run.resolve()
     newest = {key: value for row in rows for key, value in row.items() if value is not None}
     numbers = newest | {"step": summary.get("steps", newest.get("step"))} | dict(summary)
+    unit = summary.get("unit", "tokens")
     headlines = "".join(
-        f"<div><dt>{escape(label.format(unit=_unit(summary)))}</dt><dd>{escape(_words(key, numbers[key]))}</dd></div>"
+        f"<div><dt>{escape(label.format(unit=unit))}</dt><dd>{escape(_words(key, numbers[key]))}</dd></div>"
         for key, label in HEADLINES.items()
         if numbers.get(key) is not None
     )
-    pictures = "\n".join(_picture(key, png) for key, png in images.items())
+    pictures = "\n".join(
+        f'<img alt="{name.replace("_", " ")} by step" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+        for name, png in images.items()
+    )
     table = "\n".join(
         f"<tr><th>{escape(key)}</th><td>{escape(_words(key, value))}</td></tr>" for key, value in summary.items()
     )
+    try:
+        text = (run / "config.yaml").read_text(encoding="utf-8", errors="replace")
+        configuration = f"<pre>{escape(text.strip())}</pre>"
+    except OSError:
+        configuration = "<p>No config.yaml.</p>"
     status = summary.get("status", "no summary.json yet: the run is in progress or was interrupted")
-    return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
+    template = resources.files("hvd_transformer.reporting") / "report.html"
+    return Template(template.read_text(encoding="utf-8")).substitute(
         name=escape(folder.name),
         folder=escape(str(folder)),
         status=escape(str(status)),
         headlines=headlines,
         charts=pictures,
         summary=f"<table>{table}</table>" if table else "<p>No summary.json yet.</p>",
-        configuration=_configuration(run / "config.yaml"),
+        configuration=configuration,
     )
-
-
-def _picture(name: str, png: bytes) -> str:
-    data = base64.b64encode(png).decode()
-    return f'<img alt="{name.replace("_", " ")} by step" src="data:image/png;base64,{data}">'
-
-
-def _configuration(path: Path) -> str:
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return "<p>No config.yaml.</p>"
-    return f"<pre>{escape(text.strip())}</pre>"
 
 
 def _words(key: str, value: object) -> str:
@@ -103,7 +93,6 @@ def _words(key: str, value: object) -> str:
         return "none"
     if not is_number(value):
         return value if isinstance(value, str) else json.dumps(value)
-    assert isinstance(value, int | float)
     if key == "seconds":
         return duration(value)
     if isinstance(value, int) or abs(value) >= 1000:

@@ -15,7 +15,7 @@ import yaml
 
 from hvd_transformer import atomic
 from hvd_transformer.checkpoint.store import CheckpointStore, read_state, resolve
-from hvd_transformer.config import Config, dump, load_file
+from hvd_transformer.config import Config, dump, load
 from hvd_transformer.config.schema import flatten, may_change
 from hvd_transformer.errors import UserError
 
@@ -127,7 +127,7 @@ class RunDirectory:
         file = self.path / "config.yaml"
         try:
             content = yaml.safe_load(file.read_text(encoding="utf-8"))
-            return isinstance(content, dict) and "output_dir" in content and bool(load_file(file))
+            return isinstance(content, dict) and "output_dir" in content and bool(load(file=file))
         except (OSError, ValueError, yaml.YAMLError, UserError):
             return False
 

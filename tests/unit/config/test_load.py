@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_transformer.config import Config, dump, load, load_file
+from hvd_transformer.config import Config, dump, load
 from hvd_transformer.config.load import PRESETS, preset_names, preset_summary
 from hvd_transformer.config.schema import KEYS, flatten
 from hvd_transformer.errors import UserError
@@ -102,7 +102,7 @@ def test_the_tutorial_preset_has_the_tutorials_settings() -> None:
 @pytest.mark.parametrize("name", [None, *PRESET_NAMES])
 def test_a_dumped_configuration_loads_again(tmp_path: Path, name: str | None) -> None:
     config = load(name)
-    assert load_file(written(tmp_path, dump(config))) == config
+    assert load(file=written(tmp_path, dump(config))) == config
 
 
 words = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1)
@@ -147,7 +147,7 @@ def test_any_configuration_survives_dump_and_load(
     config = load(file=first, overrides=[f"{key}={value}" for key, value in values.items()])
     flat = flatten(config)
     assert {key: flat[key] for key in (*values, *from_file)} == {**values, **from_file}
-    assert load_file(written(folder, dump(config), "again.yaml")) == config
+    assert load(file=written(folder, dump(config), "again.yaml")) == config
 
 
 def test_none_as_a_word_means_no_limit() -> None:

@@ -15,7 +15,7 @@ import time
 
 import pytest
 
-from hvd_transformer.reporting.progress import Progress, Silent, duration
+from hvd_transformer.reporting.progress import Progress, Silent, duration, screen
 
 
 class Clock:
@@ -32,12 +32,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def show(progress: Silent, step: int, loss: float = 5.123) -> None:
-    progress.step(step, epoch=1, loss=loss, perplexity=168.0, lr=1e-3, tokens_per_second=12345.4)
+    progress.step(step, epoch=1, loss=loss, perplexity=168.0, lr=1e-3, per_second=12345.4, unit="tokens")
 
 
 def test_a_line_of_a_pipe(clock: Clock) -> None:
     stream = io.StringIO()
-    progress = Progress(stream)
+    progress = Progress(stream, terminal=False)
     progress.start(600, 0)
     clock.now += 10
     show(progress, 50)
@@ -48,7 +48,7 @@ def test_a_line_of_a_pipe(clock: Clock) -> None:
 
 def test_two_minutes_are_some_25_lines_with_first_and_last(clock: Clock) -> None:
     stream = io.StringIO()
-    progress = Progress(stream)
+    progress = Progress(stream, terminal=False)
     progress.start(600, 0)
     for step in range(1, 601):
         clock.now += 0.2
@@ -65,7 +65,7 @@ def test_two_minutes_are_some_25_lines_with_first_and_last(clock: Clock) -> None
 
 def test_a_run_that_is_stopped_shows_its_last_step_once(clock: Clock) -> None:
     stream = io.StringIO()
-    progress = Progress(stream)
+    progress = Progress(stream, terminal=False)
     progress.start(600, 0)
     for step in (1, 2, 3):
         show(progress, step)
@@ -76,7 +76,7 @@ def test_a_run_that_is_stopped_shows_its_last_step_once(clock: Clock) -> None:
 
 def test_time_left_of_a_resumed_run_counts_its_own_steps_and_not_the_slow_first(clock: Clock) -> None:
     stream = io.StringIO()
-    progress = Progress(stream, every_seconds=0)
+    progress = Progress(stream, terminal=False)
     progress.start(1000, 900)
     clock.now += 60
     show(progress, 901)
@@ -87,10 +87,10 @@ def test_time_left_of_a_resumed_run_counts_its_own_steps_and_not_the_slow_first(
 
 def test_numbers_without_bound_stay_short(clock: Clock) -> None:
     stream = io.StringIO()
-    progress = Progress(stream)
+    progress = Progress(stream, terminal=False)
     progress.start(10, 0)
-    progress.step(1, epoch=1, loss=float("nan"), perplexity=float("inf"), lr=0.0, tokens_per_second=0.0)
-    progress.step(10, epoch=1, loss=11.9, perplexity=1.5e9, lr=0.0, tokens_per_second=1.0)
+    progress.step(1, epoch=1, loss=float("nan"), perplexity=float("inf"), lr=0.0, per_second=0.0, unit="tokens")
+    progress.step(10, epoch=1, loss=11.9, perplexity=1.5e9, lr=0.0, per_second=1.0, unit="tokens")
     assert "loss nan  ppl inf" in stream.getvalue()
     assert "ppl 1.5e+09" in stream.getvalue()
 
@@ -102,7 +102,7 @@ def test_silent_and_messages_before_the_start(capsys: pytest.CaptureFixture[str]
     silent.message("x")
     silent.stop()
     assert capsys.readouterr().out == ""
-    progress = Progress()
+    progress = Progress(*screen(num_ranks=1))
     progress.message("resuming [step 10]")
     progress.stop()
     assert capsys.readouterr().out == "resuming [step 10]\n"
@@ -116,7 +116,7 @@ def test_a_screen_that_cannot_be_written_does_not_end_the_run(clock: Clock) -> N
             failures.append(OSError(errno.ENOSPC, "no space"))
             raise failures[-1]
 
-    progress = Progress(Full())
+    progress = Progress(Full(), terminal=False)
     progress.start(10, 0)
     show(progress, 1)
     progress.message("x")
@@ -126,13 +126,13 @@ def test_a_screen_that_cannot_be_written_does_not_end_the_run(clock: Clock) -> N
 
 def test_a_terminal_without_utf8(clock: Clock) -> None:
     buffer = io.BytesIO()
-    progress = Progress(io.TextIOWrapper(buffer, encoding="ascii"))
+    progress = Progress(io.TextIOWrapper(buffer, encoding="ascii"), terminal=False)
     progress.message("runs/caf\xe9")
     assert buffer.getvalue() == b"runs/caf\\xe9\n"
 
 
 def test_every_step_costs_little() -> None:
-    progress = Progress(io.StringIO())
+    progress = Progress(io.StringIO(), terminal=False)
     progress.start(10_000, 0)
     start = time.perf_counter()
     for step in range(10_000):
@@ -147,12 +147,12 @@ def test_duration(seconds: float, text: str) -> None:
 
 PROGRAM = """
 import sys, time
-from hvd_transformer.reporting.progress import Progress
-progress = Progress()
+from hvd_transformer.reporting.progress import Progress, screen
+progress = Progress(*screen(num_ranks=1))
 progress.start(60_000, 12_000)
 time.sleep(0.3)
 for step in range(12_001, 12_021):
-    progress.step(step, 12, 5.123, 168.0, 1e-3, 12345.4)
+    progress.step(step, 12, 5.123, 168.0, 1e-3, 12345.4, "tokens")
     if step == 12_010:
         progress.message("step 12010: valid loss 4.9 [best] " + "long " * 20)
         print("printed by a library")

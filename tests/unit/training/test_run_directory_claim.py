@@ -10,7 +10,7 @@ import torch
 from fragments import whole
 
 from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, CheckpointStore, Snapshot
-from hvd_transformer.config import Config, load, load_file
+from hvd_transformer.config import Config, load
 from hvd_transformer.config.schema import flatten
 from hvd_transformer.errors import UserError
 from hvd_transformer.training.run_directory import RunDirectory
@@ -50,7 +50,7 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 def test_a_new_folder_is_made_with_the_configuration_that_repeats_the_run(tmp_path: Path) -> None:
     made = config(tmp_path / "a" / "b", "seed=7")
     assert claim(made) == (None, [])
-    assert load_file(tmp_path / "a" / "b" / "config.yaml") == made
+    assert load(file=tmp_path / "a" / "b" / "config.yaml") == made
     assert (tmp_path / "a" / "b" / "logs").is_dir()
     # Once more, as after a start that failed later.
     assert claim(made) == (None, [])
@@ -170,7 +170,7 @@ def test_keys_of_speed_length_and_place_may_differ(tmp_path: Path) -> None:
     words = ["training.batch_size=4", "training.accumulation=2", "training.max_steps=9999", "data.cache_dir=/x"]
     other = config(tmp_path, *words, "communication.bucket_mb=1", "checkpoint.keep_last=1", "training.device=cpu")
     assert claim(other) == (newest, [])
-    assert load_file(tmp_path / "config.yaml") == other
+    assert load(file=tmp_path / "config.yaml") == other
 
 
 @pytest.mark.parametrize(
