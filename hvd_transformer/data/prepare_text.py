@@ -108,7 +108,7 @@ class _TextWriter:
     context: PrepareContext
 
     def write(self, folder: Path) -> dict[str, Any]:
-        megabytes = sum(span.size for span in self.corpus.spans.values()) / 1e6
+        megabytes = sum(span.size for span in self.corpus.splits.values()) / 1e6
         kind = self.tokenizer.kind if self.tokenizer else self.config.tokenizer
         self.context.report(f"Preparing {self.corpus.name}: {megabytes:.1f} MB of text, tokenizer {kind}")
         tokenizer = self.tokenizer or self._learn_tokenizer()
@@ -119,12 +119,12 @@ class _TextWriter:
             "vocab_size": tokenizer.vocab_size,
             "tokenizer": {"kind": tokenizer.kind, "file": tokenizer.file_name, "sha256": tokenizer.digest},
             "splits": {
-                split: self._write_split(split, span, tokenizer, folder) for split, span in self.corpus.spans.items()
+                split: self._write_split(split, span, tokenizer, folder) for split, span in self.corpus.splits.items()
             },
         }
 
     def _learn_tokenizer(self) -> Tokenizer:
-        config, train = self.config, self.corpus.spans["train"]
+        config, train = self.config, self.corpus.splits["train"]
         if config.tokenizer == BPETokenizer.kind:
             texts = (piece.text() for piece in self._pieces(train, "learning byte pairs"))
             return BPETokenizer.train(texts, config.vocab_size, config.min_frequency)
