@@ -132,7 +132,7 @@ class _ExampleWriter:
         config = self.config
         texts = (example.texts[column] for example in self._read("train") for column in columns)
         if config.tokenizer == BPETokenizer.kind:
-            return BPETokenizer.train_on_lines(texts, config.vocab_size, config.min_frequency)
+            return BPETokenizer.train(texts, config.vocab_size, config.min_frequency, sentences=True)
         counts = total(self.context.map(partial(_count, config.tokenizer), _chunks(texts)))
         return build_vocabulary(config.tokenizer, counts, config.vocab_size, config.min_frequency, SPECIALS)
 

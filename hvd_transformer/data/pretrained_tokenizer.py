@@ -36,7 +36,7 @@ class PretrainedTokenizer(Tokenizer):
 
     @classmethod
     def load(cls, folder: Path) -> "PretrainedTokenizer":
-        """Loads what `save` wrote. Raises `UserError` if it is damaged."""
+        """Load what `save` wrote. Raises `UserError` if it is damaged."""
         try:
             return cls(_texts(folder))
         except Exception as error:  # tokenizers raises Exception itself
@@ -44,7 +44,7 @@ class PretrainedTokenizer(Tokenizer):
 
     @classmethod
     def read(cls, folder: Path) -> "PretrainedTokenizer":
-        """Reads the tokenizer of a Hugging Face folder, whatever form it has there.
+        """Read the tokenizer of a Hugging Face folder, whatever form it has there.
 
         Raises `UserError` if the folder has none, or none that tokenizer.json can hold.
         """
@@ -96,7 +96,7 @@ class PretrainedTokenizer(Tokenizer):
         ]
 
     def shorten(self, ids: Ids, limit: int) -> Ids:
-        """Truncates a line to at most `limit` tokens, but keeps its last special tokens."""
+        """Truncate a line to at most `limit` tokens, but keeps its last special tokens."""
         if len(ids) <= limit:
             return ids
         kept = min(self._num_last, limit)
@@ -121,11 +121,8 @@ class PretrainedTokenizer(Tokenizer):
         return dict(self._files)
 
     @cached_property
-    def _json(self) -> str:
+    def json_text(self) -> str:
         return json.dumps(self._files, sort_keys=True)
-
-    def to_json(self) -> str:
-        return self._json
 
     @classmethod
     def from_json(cls, text: str) -> "PretrainedTokenizer":
