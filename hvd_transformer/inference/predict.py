@@ -25,7 +25,7 @@ def in_batches(
     batch_size: int,
     window: int = WINDOW,
 ) -> Iterator[tuple[str, Result | None]]:
-    """Yields each line with its result, in order; None for a line without tokens. `work` gets at most
+    """Yield each line with its result, in order; None for a line without tokens. `work` gets at most
     `batch_size` lines of similar length."""
     iterator = iter(lines)
     while some := list(islice(iterator, window)):
