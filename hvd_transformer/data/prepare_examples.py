@@ -43,11 +43,6 @@ class TrainedVocabulary(NamedTuple):
     tokenizers: dict[str, Tokenizer]
     labels: list[str] | None
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Settings of a folder that was prepared with it."""
-        return {"tokenizers": [own.digest for own in self.tokenizers.values()], "labels": self.labels}
-
 
 def prepare_examples(
     config: DataConfig,
@@ -64,13 +59,17 @@ def prepare_examples(
     from the training split unless they are given as `learned`. Several processes may call this at once: one prepares,
     the others wait. Raises `UserError` if the data cannot be used, `Stopped` on request.
     """
+    if learned is None:
+        own = tokenizer_settings(config)
+    else:
+        own = {"tokenizers": [tokenizer.digest for tokenizer in learned.tokenizers.values()], "labels": learned.labels}
     settings = {
         "rows": source.identity,
         "roles": list(roles),
         "shared": shared,
         "sequence_length": config.sequence_length,
         "too_long": config.too_long,
-        **(tokenizer_settings(config) if learned is None else learned.identity),
+        **own,
     }
     write = _ExampleWriter(config, source, roles, shared, learned, context).write
     return prepare_folder(config, source.name, settings, write, read_examples, context)

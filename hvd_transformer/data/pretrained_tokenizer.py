@@ -56,9 +56,7 @@ class PretrainedTokenizer(Tokenizer):
         with TemporaryDirectory() as aside:
             tokenizer.save_pretrained(aside)
             files = _texts(Path(aside))
-        config = json.loads(files[CONFIG])
-        for key in _READ_KEYS:
-            config.pop(key, None)
+        config = {key: value for key, value in json.loads(files[CONFIG]).items() if key not in _READ_KEYS}
         return cls(files | {CONFIG: json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False)})
 
     @property
@@ -71,16 +69,13 @@ class PretrainedTokenizer(Tokenizer):
         found = self.config.get("model_max_length")
         return int(found) if found is not None and found < 10**9 else None
 
-    @cached_property
-    def has_pad(self) -> bool:
-        return self._pad is not None
-
     @property
     def pad(self) -> int:
-        return self._pad or 0
+        return self.own_pad or 0
 
     @cached_property
-    def _pad(self) -> int | None:
+    def own_pad(self) -> int | None:
+        """The token number that fills a batch, if the folder has one."""
         token = self.config.get("pad_token")
         found = self.model.token_to_id(token["content"] if isinstance(token, dict) else token) if token else None
         return None if found is None else int(found)
@@ -131,7 +126,7 @@ class PretrainedTokenizer(Tokenizer):
     @cached_property
     def digest(self) -> str:
         """Excludes the other settings, which another version of transformers may write differently."""
-        return sha256(f"{self._files['tokenizer.json']} {self._pad}")
+        return sha256(f"{self._files['tokenizer.json']} {self.own_pad}")
 
 
 def _texts(folder: Path) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import compress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -180,7 +180,7 @@ def split_at_random(read: Reader, shares: list[float], seed: int, path: Path) ->
 
 
 def _members(read: Reader, chosen: NDArray[np.bool_]) -> Reader:
-    return lambda: (example for example, number in zip(read(), count()) if chosen[number])
+    return lambda: compress(read(), chosen)
 
 
 def _stem(path: Path) -> str:
