@@ -127,7 +127,7 @@ class _ExampleWriter:
         return {role: self._learn_tokenizer([number]) for number, role in enumerate(self.roles)}
 
     def _learn_tokenizer(self, columns: Sequence[int]) -> Tokenizer:
-        """Learns from these texts of every training example."""
+        """Learn from these texts of every training example."""
         config = self.config
         texts = (example.texts[column] for example in self._read("train") for column in columns)
         if config.tokenizer == BPETokenizer.kind:

@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvd_transformer.config.schema import DataConfig
-from hvd_transformer.data.build_once import ALONE, PrepareContext, Stopped, build_once
+from hvd_transformer.data.build_once import PrepareContext, Stopped, build_once
 from hvd_transformer.data.prepared import INDEX, PreparedData, TokenWriter, read_corpus, token_dtype
-from hvd_transformer.data.text_corpus import Corpus, open_corpus
+from hvd_transformer.data.text_corpus import Corpus
 from hvd_transformer.data.text_files import Piece, TextSpan, read_pieces
 from hvd_transformer.data.tokenizers import VOCABULARY_KINDS, BPETokenizer, Tokenizer, build_vocabulary, sha256
 from hvd_transformer.errors import UserError
@@ -82,19 +82,15 @@ def total(counts: Iterable[Counter[str]]) -> Counter[str]:
     return result
 
 
-def prepare(config: DataConfig, context: PrepareContext = ALONE) -> PreparedData:
-    """The corpus of `data.source` as token files, prepared now unless they exist.
+def prepare_corpus(
+    config: DataConfig, corpus: Corpus, tokenizer: Tokenizer | None, context: PrepareContext
+) -> PreparedData:
+    """The corpus as token files, prepared now unless they exist. Without a `tokenizer` one is learned from the training
+    split.
 
     Memory is bounded by a few pieces of text and the counts of the vocabulary. Several processes may call this at once:
     one prepares, the others wait. Raises `UserError` if the data cannot be used, `Stopped` on request.
     """
-    return prepare_corpus(config, open_corpus(config, context), None, context)
-
-
-def prepare_corpus(
-    config: DataConfig, corpus: Corpus, tokenizer: Tokenizer | None, context: PrepareContext = ALONE
-) -> PreparedData:
-    """Like `prepare`, for this corpus. Without a `tokenizer` one is learned from the training split."""
     own = tokenizer_settings(config) if tokenizer is None else {"tokenizer": tokenizer.digest}
     write = _TextWriter(config, corpus, tokenizer, context).write
     return prepare_folder(config, corpus.name, {"corpus": corpus.identity, **own}, write, read_corpus, context)

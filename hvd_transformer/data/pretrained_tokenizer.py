@@ -91,7 +91,7 @@ class PretrainedTokenizer(Tokenizer):
         ]
 
     def shorten(self, ids: Ids, limit: int) -> Ids:
-        """Truncate a line to at most `limit` tokens, but keeps its last special tokens."""
+        """Truncate a line to at most `limit` tokens, but keep its last special tokens."""
         if len(ids) <= limit:
             return ids
         kept = min(self._num_last, limit)

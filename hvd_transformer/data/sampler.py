@@ -82,7 +82,7 @@ def share(items: range, replica: Replica) -> range:
 
 
 class StepSampler:
-    """Takes the items in order, `step_size` per step. Each replica divides its part of a step into accumulation steps
+    """Items in order, `step_size` per step. Each replica divides its part of a step into accumulation steps
     of `batch_size` items; the last one may be smaller.
 
     For a fixed step size, a step sees the same items for any number of replicas.
@@ -93,25 +93,24 @@ class StepSampler:
 
     def num_steps(self, remaining: Intervals | None = None) -> int:
         """The number of steps from this position to the end of the epoch."""
-        first = self._first(remaining)
-        return -(-(self.num_items - first) // self.step_size)
+        return len(self._starts(remaining))
 
     def epoch(self, remaining: Intervals | None = None) -> Iterator[StepPlan]:
         """The steps from this position (None: the start of the epoch)."""
-        for start in range(self._first(remaining), self.num_items, self.step_size):
+        for start in self._starts(remaining):
             stop = min(start + self.step_size, self.num_items)
             own = share(range(start, stop), self.replica)
             accumulation = [own[first : first + self.batch_size] for first in range(0, len(own), self.batch_size)]
             yield StepPlan(accumulation, [(stop, self.num_items)] if stop < self.num_items else [])
 
-    def _first(self, remaining: Intervals | None) -> int:
-        if remaining is None:
-            return 0
-        return remaining[0][0] if remaining else self.num_items
+    def _starts(self, remaining: Intervals | None) -> range:
+        """The first item of each step."""
+        first = 0 if remaining is None else remaining[0][0] if remaining else self.num_items
+        return range(first, self.num_items, self.step_size)
 
 
 class ColumnSampler:
-    """Cuts what remains into `num_stretches` stretches; a step takes the next `items` items of each. The stretches are
+    """What remains in `num_stretches` stretches; a step takes the next `items` items of each. The stretches are
     divided among the replicas.
 
     For fixed `num_stretches` and `items`, a step sees the same items for any number of replicas.

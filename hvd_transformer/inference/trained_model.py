@@ -66,31 +66,25 @@ def load_trained(path: Path, task: str, device: str = "cpu") -> Trained:
     roles = ("source", "target") if task == "translation" else ("text",)
     prefixes = {role: tokenizer_prefix(role, roles, config.share_embeddings) for role in roles}
     tokenizers = {role: load_tokenizer(folder, prefix) for role, prefix in prefixes.items()}
-    if config.pretrained is not None:
-        model = _of_transformers(folder, task, labels, tokenizers["text"].pad).to(device)
-    else:
+    model: nn.Module
+    if config.pretrained is None:
         sizes = {role: tokenizer.vocab_size for role, tokenizer in tokenizers.items()}
         with torch.device("meta"):  # the weights are read from the file
-            model = _of_ours(task, sizes, len(labels), config)
+            if task == "translation":
+                model = EncoderDecoder(sizes["source"], sizes["target"], config)
+            elif task == "classification":
+                model = Classifier(sizes["text"], len(labels), config)
+            else:
+                model = LanguageModel(sizes["text"], config)
         _fill(model, folder / MODEL, device)
-    return Trained(config, translation, tokenizers, labels, facts["longest"], model.eval())
-
-
-def _of_ours(task: str, sizes: dict[str, int], num_classes: int, config: ModelConfig) -> nn.Module:
-    if task == "language_model":
-        return LanguageModel(sizes["text"], config)
-    if task == "translation":
-        return EncoderDecoder(sizes["source"], sizes["target"], config)
-    return Classifier(sizes["text"], num_classes, config)
-
-
-def _of_transformers(folder: Path, task: str, labels: list[str], pad: int) -> nn.Module:
-    if task == "classification":
-        model, new = pretrained.load_classifier(folder, labels, pad)
+    elif task == "classification":
+        model, new = pretrained.load_classifier(folder, labels, tokenizers["text"].pad)
         if new:
             raise UserError(f"{folder / MODEL}: of another model: {new[0]} is in the model but not in the file")
-        return pretrained.ClassLogits(model)
-    return pretrained.load_language_model(folder)
+        model = pretrained.ClassLogits(model).to(device)
+    else:
+        model = pretrained.load_language_model(folder).to(device)
+    return Trained(config, translation, tokenizers, labels, facts["longest"], model.eval())
 
 
 def export(path: Path, folder: Path) -> None:

@@ -18,8 +18,9 @@ from torchtext.data.utils import get_tokenizer
 from hvd_transformer.comm.process_map import _LazyMap, process_map
 from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data import prepare_text
-from hvd_transformer.data.build_once import PrepareContext, Stopped
-from hvd_transformer.data.prepare_text import prepare
+from hvd_transformer.data.build_once import ALONE, PrepareContext, Stopped
+from hvd_transformer.data.prepared import PreparedData
+from hvd_transformer.data.text_corpus import open_corpus
 from hvd_transformer.data.text_files import read_pieces
 from hvd_transformer.errors import UserError
 
@@ -47,6 +48,10 @@ def small_pieces(monkeypatch):
 
 def configure(corpus, cache, **settings) -> DataConfig:
     return DataConfig(source=corpus["folder"], cache_dir=str(cache), **settings)
+
+
+def prepare(config: DataConfig, context: PrepareContext = ALONE) -> PreparedData:
+    return prepare_text.prepare_corpus(config, open_corpus(config, context), None, context)
 
 
 def everything(prepared) -> dict[str, bytes]:
