@@ -62,8 +62,7 @@ def build_once(
                 return found
             if error is not None:
                 raise UserError(error)
-            with _failure_noted(lock_file):
-                _build_aside(folder, build)
+            _build_aside(folder, build, lock_file)
             found = load(folder)
     except OSError as error:
         raise UserError(_explain(error, folder)) from None
@@ -71,12 +70,14 @@ def build_once(
     return found
 
 
-def _build_aside(folder: Path, build: Callable[[Path], None]) -> None:
+def _build_aside(folder: Path, build: Callable[[Path], None], lock_file: IO[str]) -> None:
+    """Build in a temporary folder, then rename it. An error of the user is recorded in the lock file for the waiting
+    processes."""
     aside = folder.with_name(f".{folder.name}.tmp")
-    if aside.exists():  # left by a process that died: we hold the lock
-        shutil.rmtree(aside)
-    aside.mkdir()
     try:
+        if aside.exists():  # left by a process that died: we hold the lock
+            shutil.rmtree(aside)
+        aside.mkdir()
         build(aside)
         for path in aside.iterdir():
             with path.open("rb") as file:
@@ -86,6 +87,14 @@ def _build_aside(folder: Path, build: Callable[[Path], None]) -> None:
             shutil.rmtree(folder.rename(aside / "damaged"))
         aside.rename(folder)
         sync_folder(folder.parent)
+    except (UserError, OSError) as error:
+        message = str(error) if isinstance(error, UserError) else _explain(error, Path(lock_file.name))
+        failures = _read_failure(lock_file)[0] + 1
+        with suppress(OSError):  # full disk: the waiting processes will notice themselves
+            lock_file.truncate(0)
+            lock_file.write(json.dumps({"failures": failures, "error": message}))
+            lock_file.flush()
+        raise UserError(message) from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -127,21 +136,6 @@ def _read_failure(file: IO[str]) -> tuple[int, str | None]:
         return int(record["failures"]), str(record["error"])
     except (ValueError, KeyError, TypeError):  # a new file, or its writer was killed
         return 0, None
-
-
-@contextmanager
-def _failure_noted(lock_file: IO[str]) -> Iterator[None]:
-    """Record a builder's `UserError` in the lock file for the waiting processes."""
-    try:
-        yield
-    except (UserError, OSError) as error:
-        message = str(error) if isinstance(error, UserError) else _explain(error, Path(lock_file.name))
-        failures = _read_failure(lock_file)[0] + 1
-        with suppress(OSError):  # full disk: the waiting processes will notice themselves
-            lock_file.truncate(0)
-            lock_file.write(json.dumps({"failures": failures, "error": message}))
-            lock_file.flush()
-        raise UserError(message) from None
 
 
 def _explain(error: OSError, place: Path) -> str:
