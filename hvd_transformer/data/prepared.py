@@ -65,7 +65,7 @@ class TokenFile:
 
 
 class TokenWriter:
-    """Write `<folder>/<name>.bin`, the file of a `TokenFile`, array by array."""
+    """Writes `<folder>/<name>.bin`, the file of a `TokenFile`, array by array."""
 
     def __init__(self, folder: Path, name: str, dtype: str) -> None:
         self.dtype, self.count, self._digest = dtype, 0, hashlib.sha256()
@@ -168,10 +168,7 @@ class PreparedExamples:
 
 def read_examples(folder: Path, index: dict[str, Any]) -> PreparedExamples | None:
     """The encoded examples of this folder; None or an exception if it is damaged."""
-    files = {
-        name: TokenFile(folder / f"{name}.bin", entry["dtype"], entry["count"], entry["sha256"])
-        for name, entry in index["files"].items()
-    }
+    files = {name: TokenFile(folder / f"{name}.bin", **entry) for name, entry in index["files"].items()}
     roles, shared = index["settings"]["roles"], index["settings"]["shared"]
     tokenizers = {role: load_tokenizer(folder, tokenizer_prefix(role, roles, shared)) for role in roles}
     same = {role: tokenizer.digest for role, tokenizer in tokenizers.items()} == index["tokenizers"]

@@ -82,7 +82,7 @@ def share(items: range, replica: Replica) -> range:
 
 
 class StepSampler:
-    """Items in order, `step_size` per step. Each replica divides its part of a step into accumulation steps
+    """Takes the items in order, `step_size` per step. Each replica divides its part of a step into accumulation steps
     of `batch_size` items; the last one may be smaller.
 
     For a fixed step size, a step sees the same items for any number of replicas.
@@ -110,7 +110,7 @@ class StepSampler:
 
 
 class ColumnSampler:
-    """What remains in `num_stretches` stretches; a step takes the next `items` items of each. The stretches are
+    """Cuts what remains into `num_stretches` stretches; a step takes the next `items` items of each. The stretches are
     divided among the replicas.
 
     For fixed `num_stretches` and `items`, a step sees the same items for any number of replicas.
