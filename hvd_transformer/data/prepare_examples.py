@@ -32,7 +32,6 @@ from hvd_transformer.data.tokenizers import SPECIALS, VOCABULARY_KINDS, BPEToken
 from hvd_transformer.errors import UserError
 
 _CHUNK = 2000  # samples encoded at a time
-_ENDS, _LABELS = "<i8", "<i4"
 Encoded = list[NDArray[Any]]  # the token numbers (T,) of each text of a sample
 
 
@@ -142,9 +141,9 @@ class _ExampleWriter:
         files = {}
         for role, tokenizer in tokenizers.items():
             files[role] = TokenWriter(folder, f"{split}-{role}", token_dtype(tokenizer.vocab_size))
-            files[f"{role}-ends"] = TokenWriter(folder, f"{split}-{role}-ends", _ENDS)
+            files[f"{role}-ends"] = TokenWriter(folder, f"{split}-{role}-ends", "<i8")
         if labels:
-            files["label"] = TokenWriter(folder, f"{split}-label", _LABELS)
+            files["label"] = TokenWriter(folder, f"{split}-label", "<i4")
         left_out: Counter[str] = Counter()
         encode = partial(_encode, list(tokenizers.values()))
         # The raw texts of the training split are needed only where it is evaluated.

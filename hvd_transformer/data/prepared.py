@@ -54,8 +54,9 @@ class TokenFile:
     def _mapped(self) -> NDArray[Any]:
         if not self.is_whole():
             size = self.path.stat().st_size if self.path.is_file() else "no"
-            damage = f"damaged, {size} bytes instead of {self.num_bytes}"
-            raise UserError(f"{self.path}: {damage}; remove its folder to prepare it again")
+            raise UserError(
+                f"{self.path}: damaged, {size} bytes instead of {self.num_bytes}; remove its folder to prepare it again"
+            )
         if not self.count:  # an empty file cannot be mapped
             return np.empty(0, self.dtype)
         with self.path.open("rb") as file:

@@ -9,6 +9,7 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -139,19 +140,18 @@ def _download(address: str, folder: Path, should_stop: ShouldStop) -> Path:
 
 def _run_with_limit(work: Callable[[], object], path: Path, should_stop: ShouldStop) -> None:
     """Run a download in a thread and give it up once its file stops growing."""
-    failure: list[BaseException] = []
+    ended: Future[object] = Future()
 
     def run() -> None:
         try:
-            work()
+            ended.set_result(work())
         except BaseException as error:
-            failure.append(error)
+            ended.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
+    threading.Thread(target=run, daemon=True).start()
     size, moved = -1, time.monotonic()
-    while thread.is_alive():
-        thread.join(0.2)
+    while not ended.done():
+        wait([ended], timeout=0.2)
         if should_stop():
             raise Stopped
         now = path.stat().st_size if path.exists() else 0
@@ -159,8 +159,7 @@ def _run_with_limit(work: Callable[[], object], path: Path, should_stop: ShouldS
             size, moved = now, time.monotonic()
         elif time.monotonic() - moved > STALL_SECONDS:
             raise DownloadError(f"the download stalled for {STALL_SECONDS:.0f} s after {size} bytes")
-    if failure:
-        raise failure[0]
+    ended.result()
 
 
 def _md5(path: Path) -> str:
