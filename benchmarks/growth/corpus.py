@@ -11,7 +11,9 @@ from benchmarks.growth.fit import Point
 from benchmarks.growth.model import SETTINGS, first_step
 from benchmarks.growth.stopwatch import seconds
 from hvd_transformer.config import Config, load
-from hvd_transformer.data.prepare_text import prepare
+from hvd_transformer.data.build_once import ALONE
+from hvd_transformer.data.prepared import PreparedData
+from hvd_transformer.tasks.language_model_task import LanguageModelTask
 from hvd_transformer.training.session import Session
 
 _VOCABULARY = 20_000
@@ -22,7 +24,7 @@ def characters(megabytes: int) -> dict[str, Point]:
     with tempfile.TemporaryDirectory(prefix="growth-") as name:
         folder = Path(name)
         write_text(folder / "text.txt", megabytes)
-        found = {"prepare characters": seconds(lambda: prepare(_config(folder, "prepared", "char").data))}
+        found = {"prepare characters": seconds(lambda: _prepared(folder, "prepared", "char"))}
 
         def evaluate(session: Session) -> None:
             found["evaluation"] = seconds(lambda: session.trainer.evaluate("valid"))
@@ -47,8 +49,12 @@ def byte_pairs(megabytes: int) -> dict[str, Point]:
 def _prepare(megabytes: int, tokenizer: str, name: str) -> dict[str, Point]:
     with tempfile.TemporaryDirectory(prefix="growth-") as folder:
         write_text(Path(folder) / "text.txt", megabytes)
-        took = seconds(lambda: prepare(_config(Path(folder), "run", tokenizer).data))
+        took = seconds(lambda: _prepared(Path(folder), "run", tokenizer))
         return {f"prepare {name}": Point(megabytes, [took])}
+
+
+def _prepared(folder: Path, run: str, tokenizer: str) -> PreparedData:
+    return LanguageModelTask.prepare(_config(folder, run, tokenizer), ALONE)
 
 
 def _config(folder: Path, run: str, tokenizer: str) -> Config:

@@ -25,14 +25,13 @@ def prepare(file: Path | None, preset: str | None, settings: tuple[str, ...]) ->
     config = load(preset, file, settings)
     # Imported after the settings are checked: torch takes seconds.
     from hvd_transformer.comm.process_map import worker_map
-    from hvd_transformer.data.build_once import never
     from hvd_transformer.tasks.registry import task_class
     from hvd_transformer.tasks.task import PrepareContext
 
     with worker_map(config.data.workers) as mapped:
         if mapped is None:  # this rank was a worker of rank 0
             return
-        prepared = task_class(config).prepare(config, PrepareContext(mapped, click.echo, never))
+        prepared = task_class(config).prepare(config, PrepareContext(mapped, click.echo))
     for line in prepared.report():
         click.echo(line)
     click.echo(f"seconds: {time.monotonic() - started:.1f}")

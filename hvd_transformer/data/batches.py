@@ -1,22 +1,15 @@
 """Batches of windows, of columns, and of examples of similar length (length bucketing)."""
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hvd_transformer.data.prepared import TokenFile
 from hvd_transformer.data.sampler import Permutation, Replica, share
-
-
-class Tokens(Protocol):
-    """A long sequence of token numbers, read in slices (see `data.prepared.TokenFile`)."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, place: slice) -> NDArray[np.unsignedinteger]: ...
 
 
 class Batch(NamedTuple):
@@ -33,7 +26,7 @@ class WindowDataset:
     window. Memory does not grow with the number of tokens.
     """
 
-    def __init__(self, tokens: Tokens, length: int, seed: int) -> None:
+    def __init__(self, tokens: TokenFile, length: int, seed: int) -> None:
         self.tokens, self.length, self.seed = tokens, length, seed
         # One window fewer than would fit leaves room to shift the offset; the tokens left out change every epoch.
         self.num_items = max(1, (len(tokens) - 1) // length - 1)
@@ -54,7 +47,7 @@ class ColumnDataset:
     as in the tutorial.
     """
 
-    def __init__(self, tokens: Tokens, num_columns: int, length: int) -> None:
+    def __init__(self, tokens: TokenFile, num_columns: int, length: int) -> None:
         self.tokens, self.num_columns, self.length = tokens, num_columns, length
         self.num_rows = len(tokens) // num_columns
         self.num_items = max(0, -(-(self.num_rows - 1) // length))
@@ -68,7 +61,7 @@ class ColumnDataset:
         return _batch([self.tokens[start + first : start + last + 1] for start in starts])
 
 
-def evaluation_batches(tokens: Tokens, length: int, batch_size: int, replica: Replica) -> Iterator[Batch]:
+def evaluation_batches(tokens: TokenFile, length: int, batch_size: int, replica: Replica) -> Iterator[Batch]:
     """This replica's part of all windows. Together, the replicas see every token but the first as a target exactly
     once."""
     last = len(tokens) - 1
@@ -95,19 +88,14 @@ class LengthBuckets:
 
     def __init__(self, lengths: NDArray[np.int64], batch_size: int, batch_tokens: int | None, seed: int) -> None:
         self.lengths, self.seed = lengths, seed
-        self.ends = _cut(np.sort(lengths), batch_size, batch_tokens)
+        self.bounds = _cut(np.sort(lengths), batch_size, batch_tokens)
+        self.num_items = len(self.bounds) - 1  # batches per epoch
         self._order: tuple[int, NDArray[np.int64]] | None = None
-
-    @property
-    def num_items(self) -> int:
-        """Batches per epoch."""
-        return len(self.ends)
 
     def item(self, epoch: int, number: int) -> NDArray[np.int64]:
         """The numbers of the samples in the batch at this position of the epoch (B,)."""
         place = int(Permutation(self.num_items, (self.seed, epoch, 2))[np.array([number])][0])
-        start = self.ends[place - 1] if place else 0
-        return self._sorted(epoch)[start : self.ends[place]]
+        return self._sorted(epoch)[self.bounds[place] : self.bounds[place + 1]]
 
     def _sorted(self, epoch: int) -> NDArray[np.int64]:
         """All samples ordered by length; samples of equal length are in random order."""
@@ -122,20 +110,19 @@ def in_order(
 ) -> Iterator[NDArray[np.int64]]:
     """A replica's evaluation batches, ordered by length. Together, the replicas see every sample exactly once."""
     order = np.argsort(lengths, kind="stable")
-    ends = _cut(lengths[order], batch_size, batch_tokens)
-    for number in share(range(len(ends)), replica):
-        yield order[ends[number - 1] if number else 0 : ends[number]]
+    bounds = _cut(lengths[order], batch_size, batch_tokens)
+    for number in share(range(len(bounds) - 1), replica):
+        yield order[bounds[number] : bounds[number + 1]]
 
 
 def _cut(lengths: NDArray[np.int64], batch_size: int, batch_tokens: int | None) -> list[int]:
-    """The end of each batch of samples with these increasing lengths."""
+    """The start of each batch of samples with these increasing lengths, and the end of the last one."""
     if batch_tokens is None:
-        return [*range(batch_size, len(lengths), batch_size), len(lengths)]
-    ends, start = [], 0
-    while start < len(lengths):
+        return [*range(0, len(lengths), batch_size), len(lengths)]
+    bounds = [0]
+    while (start := bounds[-1]) < len(lengths):
         # Padded to the longest, samples start … stop - 1 have (stop - start) × lengths[stop - 1] tokens.
         most = lengths[start : start + batch_tokens // max(1, int(lengths[start])) + 1]
         fitting = int(np.searchsorted(most * np.arange(1, len(most) + 1), batch_tokens, side="right"))
-        start += max(1, fitting)
-        ends.append(start)
-    return ends
+        bounds.append(start + max(1, fitting))
+    return bounds

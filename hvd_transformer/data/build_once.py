@@ -1,37 +1,25 @@
-"""Builds a folder exactly once although several processes ask for it: file lock, temporary folder, atomic rename."""
+"""Build a folder exactly once although several processes ask for it: file lock, temporary folder, atomic rename."""
 
-import builtins
 import errno
 import fcntl
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 from hvd_transformer.atomic import sync_folder
 from hvd_transformer.errors import UserError
 
-A = TypeVar("A")
-B = TypeVar("B")
 T = TypeVar("T")
-Report = Callable[[str], None]
 ShouldStop = Callable[[], bool]
 
 POLL_SECONDS = 0.2
 # Errors that a user can fix. Any other error keeps its traceback.
-_USER_ERRNOS = {
-    errno.EACCES,
-    errno.EDQUOT,
-    errno.EEXIST,
-    errno.ENOSPC,
-    errno.ENOTDIR,
-    errno.EPERM,
-    errno.EROFS,
-}
+_USER_ERRNOS = {errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.ENOSPC, errno.ENOTDIR, errno.EPERM, errno.EROFS}
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
@@ -39,27 +27,15 @@ class Stopped(Exception):
     """`should_stop` returned True; no incomplete folder is left under its final name."""
 
 
-def silent(message: str) -> None:
-    """Reports nothing."""
-
-
-def never() -> bool:
-    """Never asks to stop."""
-    return False
-
-
-class OrderedMap(Protocol):
-    """The builtin `map`, or one that works on several items at once and yields the results in order."""
-
-    def __call__(self, function: Callable[[A], B], items: Iterable[A], /) -> Iterator[B]: ...
-
-
 class PrepareContext(NamedTuple):
-    """What preparing data may use: a map over worker processes, an output for messages, and a request to stop."""
+    """What preparing data may use: a map over worker processes, an output for messages, and a request to stop.
 
-    map: OrderedMap = builtins.map
-    report: Report = silent
-    should_stop: ShouldStop = never
+    `map` is the builtin, or one that works on several items at once and yields the results in order.
+    """
+
+    map: Callable[..., Iterator[Any]] = map
+    report: Callable[[str], None] = lambda message: None
+    should_stop: ShouldStop = lambda: False
 
 
 ALONE = PrepareContext()  # in this process, silently, to the end
@@ -69,59 +45,63 @@ def build_once(
     folder: Path,
     load: Callable[[Path], T | None],
     build: Callable[[Path], None],
-    should_stop: ShouldStop = never,
+    should_stop: ShouldStop = lambda: False,
 ) -> T:
-    """Returns `load(folder)`; if that is None (missing or damaged), calls `build(aside)` first.
+    """Return `load(folder)`; if that is None (missing or damaged), call `build(aside)` first.
 
     One process builds; the others wait and then load. If the builder fails with a `UserError`, the waiting processes
     raise the same error; if it dies, the next process removes its leftovers and builds again.
     Raises `UserError` and `Stopped`.
     """
     try:
-        found = load(folder)
-        if found is not None:
+        if (found := load(folder)) is not None:
             return found
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder.with_name(f"{folder.name}.lock"), should_stop) as (lock_file, error):
-            found = load(folder)
-            if found is not None:
+            if (found := load(folder)) is not None:
                 return found
             if error is not None:
                 raise UserError(error)
-            with _failure_noted(lock_file):
-                _build_aside(folder, build)
+            _build_aside(folder, build, lock_file)
             found = load(folder)
     except OSError as error:
-        if error.errno not in _USER_ERRNOS:
-            raise
         raise UserError(_explain(error, folder)) from None
     assert found is not None, f"{folder} is incomplete although it was just built"
     return found
 
 
-def _build_aside(folder: Path, build: Callable[[Path], None]) -> None:
+def _build_aside(folder: Path, build: Callable[[Path], None], lock_file: IO[str]) -> None:
+    """Build in a temporary folder, then rename it. An error of the user is recorded in the lock file for the waiting
+    processes."""
     aside = folder.with_name(f".{folder.name}.tmp")
-    if aside.exists():  # left by a process that died: we hold the lock
-        shutil.rmtree(aside)
-    aside.mkdir()
     try:
+        if aside.exists():  # left by a process that died: we hold the lock
+            shutil.rmtree(aside)
+        aside.mkdir()
         build(aside)
         for path in aside.iterdir():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         sync_folder(aside)
         if folder.exists():  # damaged
-            damaged = folder.rename(aside / "damaged")
-            shutil.rmtree(damaged)
+            shutil.rmtree(folder.rename(aside / "damaged"))
         aside.rename(folder)
         sync_folder(folder.parent)
+    except (UserError, OSError) as error:
+        message = str(error) if isinstance(error, UserError) else _explain(error, Path(lock_file.name))
+        failures = _read_failure(lock_file)[0] + 1
+        with suppress(OSError):  # full disk: the waiting processes will notice themselves
+            lock_file.truncate(0)
+            lock_file.write(json.dumps({"failures": failures, "error": message}))
+            lock_file.flush()
+        raise UserError(message) from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
 @contextmanager
 def _locked(path: Path, should_stop: ShouldStop) -> Iterator[tuple[IO[str], str | None]]:
-    """Holds the lock; yields its file, and the error of a builder that failed while we waited.
+    """Hold the lock; yield its file, and the error of a builder that failed while we waited.
 
     The file is never removed: another process may already wait for it, and would then lock a deleted file.
     """
@@ -138,15 +118,15 @@ def _locked(path: Path, should_stop: ShouldStop) -> Iterator[tuple[IO[str], str 
 def _try_lock(file: IO[str]) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
     except BlockingIOError:
         return False
     except OSError as error:
-        if error.errno in _NO_LOCKS:
-            raise UserError(
-                f"{file.name}: its file system does not support file locks; choose another data.cache_dir"
-            ) from None
-        raise
-    return True
+        if error.errno not in _NO_LOCKS:
+            raise
+        raise UserError(
+            f"{file.name}: its file system does not support file locks; choose another data.cache_dir"
+        ) from None
 
 
 def _read_failure(file: IO[str]) -> tuple[int, str | None]:
@@ -158,26 +138,10 @@ def _read_failure(file: IO[str]) -> tuple[int, str | None]:
         return 0, None
 
 
-@contextmanager
-def _failure_noted(lock_file: IO[str]) -> Iterator[None]:
-    """Records a builder's `UserError` in the lock file for the waiting processes."""
-    try:
-        yield
-    except (UserError, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in _USER_ERRNOS:
-            raise
-        message = str(error) if isinstance(error, UserError) else _explain(error, Path(lock_file.name))
-        failures = _read_failure(lock_file)[0] + 1
-        try:
-            lock_file.truncate(0)
-            lock_file.write(json.dumps({"failures": failures, "error": message}))
-            lock_file.flush()
-        except OSError:  # full disk: the waiting processes will notice themselves
-            pass
-        raise UserError(message) from None
-
-
 def _explain(error: OSError, place: Path) -> str:
+    """The message for the user. Re-raises an error that the user cannot fix."""
+    if error.errno not in _USER_ERRNOS:
+        raise error
     path, cache = Path(error.filename or place), place.parent
     if path != cache and path not in cache.parents and cache not in path.parents:
         return f"{path}: {error.strerror}"

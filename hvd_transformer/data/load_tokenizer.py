@@ -1,4 +1,4 @@
-"""Loads the tokenizer of a folder, whichever class it has. The only module that knows all classes."""
+"""Load the tokenizer of a folder, whichever class it has. The only module that knows all classes."""
 
 import json
 from pathlib import Path
@@ -32,5 +32,5 @@ def load_tokenizer(folder: Path, prefix: str = "") -> Tokenizer:
 
 
 def tokenizer_from_json(kind: str, text: str) -> Tokenizer:
-    """The tokenizer of this kind that `Tokenizer.to_json` wrote."""
+    """The tokenizer of this kind and `Tokenizer.json_text`."""
     return _CLASSES[kind].from_json(text)

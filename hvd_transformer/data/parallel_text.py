@@ -17,7 +17,7 @@ class PairFiles(ExampleFiles):
     """The two files of each split, source first, or its single tab-separated file."""
 
     def find(self, folder: Path) -> dict[str, Files]:
-        found = find_splits(folder, self.stems, self._named)
+        found = find_splits(self.stems, lambda stem: self._named(folder, stem))
         if "test" not in found and not self.config.test and (files := self._other_test(folder)):
             found["test"] = files
         return found

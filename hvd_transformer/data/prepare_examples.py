@@ -1,4 +1,4 @@
-"""Prepares examples as token files: tokenizers and labels are learned, samples encoded, unusable ones counted.
+"""Prepare examples as token files: tokenizers and labels are learned, samples encoded, unusable ones counted.
 
 ```
 <cache_dir>/prepared/<name>-<digest of the source and of every setting that matters>/
@@ -14,6 +14,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -24,14 +25,13 @@ from numpy.typing import NDArray
 
 from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data.build_once import ALONE, PrepareContext, Stopped
-from hvd_transformer.data.prepare_text import Preparation, tokenizer_settings, total
-from hvd_transformer.data.prepared import PreparedExamples, TokenWriter, load_examples, token_dtype, tokenizer_prefix
+from hvd_transformer.data.prepare_text import prepare_folder, tokenizer_settings, total
+from hvd_transformer.data.prepared import PreparedExamples, TokenWriter, read_examples, token_dtype, tokenizer_prefix
 from hvd_transformer.data.splits import ExampleSource, RawExample
-from hvd_transformer.data.tokenizers import SPECIALS, VOCABULARY_KINDS, BPETokenizer, Tokenizer
+from hvd_transformer.data.tokenizers import SPECIALS, VOCABULARY_KINDS, BPETokenizer, Tokenizer, build_vocabulary
 from hvd_transformer.errors import UserError
 
 _CHUNK = 2000  # samples encoded at a time
-_ENDS, _LABELS = "<i8", "<i4"
 Encoded = list[NDArray[Any]]  # the token numbers (T,) of each text of a sample
 
 
@@ -41,11 +41,6 @@ class TrainedVocabulary(NamedTuple):
 
     tokenizers: dict[str, Tokenizer]
     labels: list[str] | None
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Settings of a folder that was prepared with it."""
-        return {"tokenizers": [own.digest for own in self.tokenizers.values()], "labels": self.labels}
 
 
 def prepare_examples(
@@ -63,36 +58,35 @@ def prepare_examples(
     from the training split unless they are given as `learned`. Several processes may call this at once: one prepares,
     the others wait. Raises `UserError` if the data cannot be used, `Stopped` on request.
     """
-    return _ExamplePreparation(config, source, roles, shared, learned, context).run()
+    if learned is None:
+        own = tokenizer_settings(config)
+    else:
+        own = {"tokenizers": [tokenizer.digest for tokenizer in learned.tokenizers.values()], "labels": learned.labels}
+    settings = {
+        "rows": source.identity,
+        "roles": list(roles),
+        "shared": shared,
+        "sequence_length": config.sequence_length,
+        "too_long": config.too_long,
+        **own,
+    }
+    write = _ExampleWriter(config, source, roles, shared, learned, context).write
+    return prepare_folder(config, source.name, settings, write, read_examples, context)
 
 
-class _ExamplePreparation(Preparation[PreparedExamples]):
-    def __init__(
-        self,
-        config: DataConfig,
-        source: ExampleSource,
-        roles: tuple[str, ...],
-        shared: bool,
-        learned: TrainedVocabulary | None,
-        context: PrepareContext,
-    ) -> None:
-        settings = {
-            "rows": source.identity,
-            "roles": list(roles),
-            "shared": shared,
-            **{key: getattr(config, key) for key in ("sequence_length", "too_long")},
-            **(tokenizer_settings(config) if learned is None else learned.identity),
-        }
-        super().__init__(config, source.name, settings, context)
-        self.source, self.roles, self.shared, self.learned = source, roles, shared, learned
-
-    def load(self, folder: Path) -> PreparedExamples | None:
-        return load_examples(folder)
+@dataclass(frozen=True)
+class _ExampleWriter:
+    config: DataConfig
+    source: ExampleSource
+    roles: tuple[str, ...]
+    shared: bool
+    learned: TrainedVocabulary | None
+    context: PrepareContext
 
     def write(self, folder: Path) -> dict[str, Any]:
         tokenizers, labels = self.learned or (None, None)
         kinds = sorted({own.kind for own in tokenizers.values()}) if tokenizers else [self.config.tokenizer]
-        self.context.report(f"Preparing {self.name}: tokenizer {', '.join(kinds)}")
+        self.context.report(f"Preparing {self.source.name}: tokenizer {', '.join(kinds)}")
         if labels is None:
             labels = self._learn_labels()
         tokenizers = tokenizers or self._learn_tokenizers()
@@ -105,7 +99,7 @@ class _ExamplePreparation(Preparation[PreparedExamples]):
             files |= entries
             if left_out[split]:
                 reasons = ", ".join(f"{number:,} {reason}" for reason, number in left_out[split].items())
-                self.context.report(f"{self.name}: left out of {split}: {reasons}")
+                self.context.report(f"{self.source.name}: left out of {split}: {reasons}")
         return {
             "tokenizers": {role: tokenizer.digest for role, tokenizer in tokenizers.items()},
             "files": files,
@@ -132,24 +126,24 @@ class _ExamplePreparation(Preparation[PreparedExamples]):
         return {role: self._learn_tokenizer([number]) for number, role in enumerate(self.roles)}
 
     def _learn_tokenizer(self, columns: Sequence[int]) -> Tokenizer:
-        """Learns from these texts of every training example."""
+        """Learn from these texts of every training example."""
         config = self.config
         texts = (example.texts[column] for example in self._read("train") for column in columns)
         if config.tokenizer == BPETokenizer.kind:
-            return BPETokenizer.train_on_lines(texts, config.vocab_size, config.min_frequency)
-        return self.vocabulary(total(self.context.map(partial(_count, config.tokenizer), _chunks(texts))), SPECIALS)
+            return BPETokenizer.train(texts, config.vocab_size, config.min_frequency, sentences=True)
+        counts = total(self.context.map(partial(_count, config.tokenizer), _chunks(texts)))
+        return build_vocabulary(config.tokenizer, counts, config.vocab_size, config.min_frequency, SPECIALS)
 
     def _write_split(
         self, split: str, folder: Path, tokenizers: dict[str, Tokenizer], labels: list[str]
     ) -> tuple[dict[str, Any], dict[str, int]]:
-        """Writes the samples of a split chunk by chunk; returns the index entries of its files, and what was left
-        out."""
+        """Write the samples of a split chunk by chunk; return the index entries of its files, and what was left out."""
         files = {}
         for role, tokenizer in tokenizers.items():
             files[role] = TokenWriter(folder, f"{split}-{role}", token_dtype(tokenizer.vocab_size))
-            files[f"{role}-ends"] = TokenWriter(folder, f"{split}-{role}-ends", _ENDS)
+            files[f"{role}-ends"] = TokenWriter(folder, f"{split}-{role}-ends", "<i8")
         if labels:
-            files["label"] = TokenWriter(folder, f"{split}-label", _LABELS)
+            files["label"] = TokenWriter(folder, f"{split}-label", "<i4")
         left_out: Counter[str] = Counter()
         encode = partial(_encode, list(tokenizers.values()))
         # The raw texts of the training split are needed only where it is evaluated.

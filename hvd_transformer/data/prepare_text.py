@@ -1,4 +1,4 @@
-"""Prepares token files once per cache; those of running text are cut into pieces, counted and encoded.
+"""Prepare token files once per cache; those of running text are cut into pieces, counted and encoded.
 
 ```
 <cache_dir>/prepared/<name>-<digest of the source and of every setting that matters>/
@@ -8,33 +8,25 @@
 ```
 """
 
-import hashlib
 import json
 import re
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hvd_transformer.config.schema import DataConfig
-from hvd_transformer.data.build_once import ALONE, PrepareContext, Stopped, build_once
-from hvd_transformer.data.prepared import INDEX, PreparedData, TokenWriter, load_corpus, token_dtype
-from hvd_transformer.data.text_corpus import Corpus, open_corpus
+from hvd_transformer.data.build_once import PrepareContext, Stopped, build_once
+from hvd_transformer.data.prepared import INDEX, PreparedData, TokenWriter, read_corpus, token_dtype
+from hvd_transformer.data.text_corpus import Corpus
 from hvd_transformer.data.text_files import Piece, TextSpan, read_pieces
-from hvd_transformer.data.tokenizers import (
-    UNKNOWN,
-    VOCABULARY_KINDS,
-    BPETokenizer,
-    Tokenizer,
-    build_vocabulary,
-    sha256,
-)
+from hvd_transformer.data.tokenizers import VOCABULARY_KINDS, BPETokenizer, Tokenizer, build_vocabulary, sha256
 from hvd_transformer.errors import UserError
 
 FORMAT = 1  # of prepared folders; another number prepares all data anew
@@ -42,49 +34,39 @@ REPORT_SECONDS = 10.0
 Prepared = TypeVar("Prepared")
 
 
-class Preparation(ABC, Generic[Prepared]):
-    """One data set on its way to a folder of token files; subclasses define what the folder holds.
+def prepare_folder(
+    config: DataConfig,
+    name: str,
+    settings: dict[str, Any],
+    write: Callable[[Path], dict[str, Any]],
+    read: Callable[[Path, dict[str, Any]], Prepared | None],
+    context: PrepareContext,
+) -> Prepared:
+    """Prepare the folder of these settings unless it exists, and read it.
 
-    `settings` are all that the folder depends on: another value gives another folder.
+    `settings` are all that the folder depends on: another value gives another folder. `write(aside)` writes all files
+    but the index and returns the index, which must not mention paths. Raises `UserError` and `Stopped`.
     """
+    settings = {"format": FORMAT, **settings}
+    key = sha256(json.dumps(settings, sort_keys=True))[:12]
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[:60] or "text"
+    folder = Path(config.cache_dir).expanduser().absolute() / "prepared" / f"{stem}-{key}"
 
-    def __init__(self, config: DataConfig, name: str, settings: dict[str, Any], context: PrepareContext) -> None:
-        self.config, self.name, self.context = config, name, context
-        self.settings = {"format": FORMAT, **settings}
+    def load(folder: Path) -> Prepared | None:
+        try:
+            return read(folder, json.loads((folder / INDEX).read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError):
+            return None
 
-    @abstractmethod
-    def load(self, folder: Path) -> Prepared | None:
-        """The prepared data of this folder; None if it is missing or damaged."""
+    def build(aside: Path) -> None:
+        if folder.exists():
+            context.report(f"{folder} is damaged: preparing it again")
+        index = write(aside)
+        index["digest"] = sha256(json.dumps(index, sort_keys=True))  # without the paths, which differ between hosts
+        index["settings"] = {"source": config.source, **settings}
+        (aside / INDEX).write_text(json.dumps(index, indent=2, ensure_ascii=False), encoding="utf-8")
 
-    @abstractmethod
-    def write(self, folder: Path) -> dict[str, Any]:
-        """Writes all files but the index into the folder. Returns the index, which must not mention paths."""
-
-    @property
-    def folder(self) -> Path:
-        """The folder of these settings."""
-        key = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()[:12]
-        name = re.sub(r"[^A-Za-z0-9._-]+", "-", self.name).strip(".-")[:60] or "text"
-        return Path(self.config.cache_dir).expanduser().absolute() / "prepared" / f"{name}-{key}"
-
-    def run(self) -> Prepared:
-        """Prepares the folder unless it exists, and loads it. Raises `UserError` and `Stopped`."""
-        folder = self.folder
-
-        def build(aside: Path) -> None:
-            if folder.exists():
-                self.context.report(f"{folder} is damaged: preparing it again")
-            index = self.write(aside)
-            index["digest"] = sha256(json.dumps(index, sort_keys=True))  # without the paths, which differ between hosts
-            index["settings"] = {"source": self.config.source, **self.settings}
-            (aside / INDEX).write_text(json.dumps(index, indent=2, ensure_ascii=False), encoding="utf-8")
-
-        return build_once(folder, self.load, build, self.context.should_stop)
-
-    def vocabulary(self, counts: Counter[str], specials: Sequence[str] = (UNKNOWN,)) -> Tokenizer:
-        """The configured kind of vocabulary, from the counts of its tokens in the training split."""
-        config = self.config
-        return build_vocabulary(config.tokenizer, counts, config.vocab_size, config.min_frequency, specials)
+    return build_once(folder, load, build, context.should_stop)
 
 
 def tokenizer_settings(config: DataConfig) -> dict[str, Any]:
@@ -100,55 +82,45 @@ def total(counts: Iterable[Counter[str]]) -> Counter[str]:
     return result
 
 
-def prepare(config: DataConfig, context: PrepareContext = ALONE) -> PreparedData:
-    """The corpus of `data.source` as token files, prepared now unless they exist.
+def prepare_corpus(
+    config: DataConfig, corpus: Corpus, tokenizer: Tokenizer | None, context: PrepareContext
+) -> PreparedData:
+    """The corpus as token files, prepared now unless they exist. Without a `tokenizer` one is learned from the training
+    split.
 
     Memory is bounded by a few pieces of text and the counts of the vocabulary. Several processes may call this at once:
     one prepares, the others wait. Raises `UserError` if the data cannot be used, `Stopped` on request.
     """
-    return prepare_corpus(config, open_corpus(config, context), None, context)
+    own = tokenizer_settings(config) if tokenizer is None else {"tokenizer": tokenizer.digest}
+    write = _TextWriter(config, corpus, tokenizer, context).write
+    return prepare_folder(config, corpus.name, {"corpus": corpus.identity, **own}, write, read_corpus, context)
 
 
-def prepare_corpus(
-    config: DataConfig, corpus: Corpus, tokenizer: Tokenizer | None, context: PrepareContext = ALONE
-) -> PreparedData:
-    """Like `prepare`, for this corpus. Without a `tokenizer` one is learned from the training split."""
-    return _TextPreparation(config, corpus, tokenizer, context).run()
-
-
-class _TextPreparation(Preparation[PreparedData]):
-    def __init__(
-        self, config: DataConfig, corpus: Corpus, tokenizer: Tokenizer | None, context: PrepareContext
-    ) -> None:
-        own = tokenizer_settings(config) if tokenizer is None else {"tokenizer": tokenizer.digest}
-        super().__init__(config, corpus.name, {"corpus": corpus.identity, **own}, context)
-        self.corpus, self.tokenizer = corpus, tokenizer
-
-    def load(self, folder: Path) -> PreparedData | None:
-        return load_corpus(folder)
+@dataclass(frozen=True)
+class _TextWriter:
+    config: DataConfig
+    corpus: Corpus
+    tokenizer: Tokenizer | None
+    context: PrepareContext
 
     def write(self, folder: Path) -> dict[str, Any]:
-        megabytes = sum(span.size for span in self.corpus.spans.values()) / 1e6
+        megabytes = sum(span.size for span in self.corpus.splits.values()) / 1e6
         kind = self.tokenizer.kind if self.tokenizer else self.config.tokenizer
-        self.context.report(f"Preparing {self.name}: {megabytes:.1f} MB of text, tokenizer {kind}")
+        self.context.report(f"Preparing {self.corpus.name}: {megabytes:.1f} MB of text, tokenizer {kind}")
         tokenizer = self.tokenizer or self._learn_tokenizer()
         tokenizer.save(folder)
         return {
             "format": FORMAT,
             "dtype": token_dtype(tokenizer.vocab_size),
             "vocab_size": tokenizer.vocab_size,
-            "tokenizer": {
-                "kind": tokenizer.kind,
-                "file": tokenizer.file_name,
-                "sha256": tokenizer.digest,
-            },
+            "tokenizer": {"kind": tokenizer.kind, "file": tokenizer.file_name, "sha256": tokenizer.digest},
             "splits": {
-                split: self._write_split(split, span, tokenizer, folder) for split, span in self.corpus.spans.items()
+                split: self._write_split(split, span, tokenizer, folder) for split, span in self.corpus.splits.items()
             },
         }
 
     def _learn_tokenizer(self) -> Tokenizer:
-        config, train = self.config, self.corpus.spans["train"]
+        config, train = self.config, self.corpus.splits["train"]
         if config.tokenizer == BPETokenizer.kind:
             texts = (piece.text() for piece in self._pieces(train, "learning byte pairs"))
             return BPETokenizer.train(texts, config.vocab_size, config.min_frequency)
@@ -156,10 +128,10 @@ class _TextPreparation(Preparation[PreparedData]):
         counts = total(self.context.map(partial(_count, config.tokenizer), pieces))
         if not counts:
             raise UserError(f"{train.path}: the train split has no token; it must hold text")
-        return self.vocabulary(counts)
+        return build_vocabulary(config.tokenizer, counts, config.vocab_size, config.min_frequency)
 
     def _write_split(self, split: str, span: TextSpan, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
-        """Writes the tokens of a split piece by piece; returns its entry in the index."""
+        """Write the tokens of a split piece by piece; return its entry in the index."""
         dtype = token_dtype(tokenizer.vocab_size)
         file = TokenWriter(folder, split, dtype)
         for tokens in self.context.map(partial(_encode, tokenizer, dtype), self._pieces(span, f"encoding {split}")):
@@ -178,7 +150,7 @@ class _TextPreparation(Preparation[PreparedData]):
             if time.monotonic() - reported > REPORT_SECONDS:
                 reported = time.monotonic()
                 done = 100 * (piece.start - span.start) / span.size
-                self.context.report(f"{self.name}: {phase}, {done:.0f} %")
+                self.context.report(f"{self.corpus.name}: {phase}, {done:.0f} %")
             yield piece
 
 

@@ -3,11 +3,11 @@
 import hashlib
 import json
 import mmap
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,6 @@ from hvd_transformer.data.load_tokenizer import load_tokenizer
 from hvd_transformer.data.tokenizers import Tokenizer, sha256
 from hvd_transformer.errors import UserError
 
-T = TypeVar("T")
 INDEX = "index.json"
 
 
@@ -36,18 +35,12 @@ class TokenFile:
     dtype: str
     count: int
     sha256: str
-    _mapped: NDArray[Any] | None = field(default=None, repr=False, compare=False)
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, span: slice) -> NDArray[Any]:
-        if self._mapped is None:
-            self._mapped = self._open()
         return self._mapped[span]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_mapped": None}  # another process maps the file itself
 
     @property
     def num_bytes(self) -> int:
@@ -57,31 +50,19 @@ class TokenFile:
         """Whether the file exists and has the size recorded in the index."""
         return self.path.is_file() and self.path.stat().st_size == self.num_bytes
 
-    def verify(self) -> None:
-        """Reads the whole file. Raises `UserError` if its checksum differs from the one in the index."""
-        self._check_size()
-        digest = hashlib.sha256()
-        with self.path.open("rb") as file:
-            while chunk := file.read(2**20):
-                digest.update(chunk)
-        if digest.hexdigest() != self.sha256:
-            raise UserError(f"{self.path}: damaged, its checksum differs; remove its folder to prepare it again")
-
-    def _open(self) -> NDArray[Any]:
-        self._check_size()
+    @cached_property
+    def _mapped(self) -> NDArray[Any]:
+        if not self.is_whole():
+            size = self.path.stat().st_size if self.path.is_file() else "no"
+            raise UserError(
+                f"{self.path}: damaged, {size} bytes instead of {self.num_bytes}; remove its folder to prepare it again"
+            )
         if not self.count:  # an empty file cannot be mapped
             return np.empty(0, self.dtype)
         with self.path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        if hasattr(mmap, "MADV_RANDOM"):  # windows are read in shuffled order: reading ahead would be useless
-            mapped.madvise(mmap.MADV_RANDOM)
+        mapped.madvise(mmap.MADV_RANDOM)  # windows are read in shuffled order: reading ahead would be useless
         return np.frombuffer(mapped, dtype=self.dtype)
-
-    def _check_size(self) -> None:
-        if not self.is_whole():
-            size = self.path.stat().st_size if self.path.is_file() else "no"
-            damage = f"damaged, {size} bytes instead of {self.num_bytes}"
-            raise UserError(f"{self.path}: {damage}; remove its folder to prepare it again")
 
 
 class TokenWriter:
@@ -92,14 +73,14 @@ class TokenWriter:
         self._file = (folder / f"{name}.bin").open("wb")
 
     def add(self, values: NDArray[Any]) -> None:
-        """Appends numbers (T,)."""
+        """Append numbers (T,)."""
         data = values.astype(self.dtype, copy=False).tobytes()
         self._digest.update(data)
         self._file.write(data)
         self.count += len(values)
 
     def close(self) -> dict[str, Any]:
-        """Closes the file and returns its entry in the index."""
+        """Close the file and return its entry in the index."""
         self._file.close()
         return {"dtype": self.dtype, "count": self.count, "sha256": self._digest.hexdigest()}
 
@@ -134,10 +115,11 @@ class EncodedExamples:
     def __len__(self) -> int:
         return len(next(iter(self.texts.values())))
 
-    def checksums(self) -> list[str]:
-        """The checksums of its files."""
+    @property
+    def digest(self) -> str:
+        """Equal for equal samples."""
         files = [file for texts in self.texts.values() for file in (texts.tokens, texts.ends)]
-        return [file.sha256 for file in (*files, self.labels) if file is not None]
+        return sha256(" ".join(file.sha256 for file in (*files, self.labels) if file is not None))
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
@@ -176,7 +158,7 @@ class PreparedExamples:
     @property
     def split_digests(self) -> dict[str, str]:
         """A digest per split; equal samples give equal digests."""
-        return {split: sha256(" ".join(examples.checksums())) for split, examples in self.splits.items()}
+        return {split: examples.digest for split, examples in self.splits.items()}
 
     def raw_texts(self, split: str) -> list[list[str]]:
         """The texts of every sample as they were read. Those of the training split are kept only if it is the single
@@ -185,16 +167,9 @@ class PreparedExamples:
             return [json.loads(line) for line in file]
 
 
-def load_examples(folder: Path) -> PreparedExamples | None:
-    """The encoded examples of this folder; None if it is missing or damaged."""
-    return _load(folder, _read_examples)
-
-
-def _read_examples(folder: Path, index: dict[str, Any]) -> PreparedExamples | None:
-    files = {
-        name: TokenFile(folder / f"{name}.bin", entry["dtype"], entry["count"], entry["sha256"])
-        for name, entry in index["files"].items()
-    }
+def read_examples(folder: Path, index: dict[str, Any]) -> PreparedExamples | None:
+    """The encoded examples of this folder; None or an exception if it is damaged."""
+    files = {name: TokenFile(folder / f"{name}.bin", **entry) for name, entry in index["files"].items()}
     roles, shared = index["settings"]["roles"], index["settings"]["shared"]
     tokenizers = {role: load_tokenizer(folder, tokenizer_prefix(role, roles, shared)) for role in roles}
     same = {role: tokenizer.digest for role, tokenizer in tokenizers.items()} == index["tokenizers"]
@@ -210,9 +185,9 @@ def _read_examples(folder: Path, index: dict[str, Any]) -> PreparedExamples | No
     return PreparedExamples(folder, tokenizers, splits, index["labels"], index["left_out"], index["digest"])
 
 
-def tokenizer_prefix(role: str, roles: Iterable[str], shared: bool) -> str:
+def tokenizer_prefix(role: str, roles: Collection[str], shared: bool) -> str:
     """The prefix of the tokenizer's file name for this role; empty if there is a single tokenizer."""
-    return "" if shared or len(list(roles)) == 1 else f"{role}-"
+    return "" if shared or len(roles) == 1 else f"{role}-"
 
 
 @dataclass(frozen=True)
@@ -239,12 +214,8 @@ class PreparedData:
         return [f"folder: {self.folder}", *sizes, vocabulary]
 
 
-def load_corpus(folder: Path) -> PreparedData | None:
-    """The prepared corpus of this folder; None if it is missing or damaged."""
-    return _load(folder, _read_corpus)
-
-
-def _read_corpus(folder: Path, index: dict[str, Any]) -> PreparedData | None:
+def read_corpus(folder: Path, index: dict[str, Any]) -> PreparedData | None:
+    """The prepared corpus of this folder; None or an exception if it is damaged."""
     splits = {
         split: TokenFile(folder / f"{split}.bin", index["dtype"], entry["tokens"], entry["sha256"])
         for split, entry in index["splits"].items()
@@ -254,10 +225,3 @@ def _read_corpus(folder: Path, index: dict[str, Any]) -> PreparedData | None:
     if not same or not all(tokens.is_whole() for tokens in splits.values()):
         return None
     return PreparedData(folder, tokenizer, splits, index["digest"])
-
-
-def _load(folder: Path, read: Callable[[Path, dict[str, Any]], T | None]) -> T | None:
-    try:
-        return read(folder, json.loads((folder / INDEX).read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError):
-        return None

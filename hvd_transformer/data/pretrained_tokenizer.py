@@ -36,7 +36,7 @@ class PretrainedTokenizer(Tokenizer):
 
     @classmethod
     def load(cls, folder: Path) -> "PretrainedTokenizer":
-        """Loads what `save` wrote. Raises `UserError` if it is damaged."""
+        """Load what `save` wrote. Raises `UserError` if it is damaged."""
         try:
             return cls(_texts(folder))
         except Exception as error:  # tokenizers raises Exception itself
@@ -44,7 +44,7 @@ class PretrainedTokenizer(Tokenizer):
 
     @classmethod
     def read(cls, folder: Path) -> "PretrainedTokenizer":
-        """Reads the tokenizer of a Hugging Face folder, whatever form it has there.
+        """Read the tokenizer of a Hugging Face folder, whatever form it has there.
 
         Raises `UserError` if the folder has none, or none that tokenizer.json can hold.
         """
@@ -56,9 +56,7 @@ class PretrainedTokenizer(Tokenizer):
         with TemporaryDirectory() as aside:
             tokenizer.save_pretrained(aside)
             files = _texts(Path(aside))
-        config = json.loads(files[CONFIG])
-        for key in _READ_KEYS:
-            config.pop(key, None)
+        config = {key: value for key, value in json.loads(files[CONFIG]).items() if key not in _READ_KEYS}
         return cls(files | {CONFIG: json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False)})
 
     @property
@@ -71,16 +69,13 @@ class PretrainedTokenizer(Tokenizer):
         found = self.config.get("model_max_length")
         return int(found) if found is not None and found < 10**9 else None
 
-    @cached_property
-    def has_pad(self) -> bool:
-        return self._pad is not None
-
     @property
     def pad(self) -> int:
-        return self._pad or 0
+        return self.own_pad or 0
 
     @cached_property
-    def _pad(self) -> int | None:
+    def own_pad(self) -> int | None:
+        """The token number that fills a batch, if the folder has one."""
         token = self.config.get("pad_token")
         found = self.model.token_to_id(token["content"] if isinstance(token, dict) else token) if token else None
         return None if found is None else int(found)
@@ -96,7 +91,7 @@ class PretrainedTokenizer(Tokenizer):
         ]
 
     def shorten(self, ids: Ids, limit: int) -> Ids:
-        """Truncates a line to at most `limit` tokens, but keeps its last special tokens."""
+        """Truncate a line to at most `limit` tokens, but keep its last special tokens."""
         if len(ids) <= limit:
             return ids
         kept = min(self._num_last, limit)
@@ -121,11 +116,8 @@ class PretrainedTokenizer(Tokenizer):
         return dict(self._files)
 
     @cached_property
-    def _json(self) -> str:
+    def json_text(self) -> str:
         return json.dumps(self._files, sort_keys=True)
-
-    def to_json(self) -> str:
-        return self._json
 
     @classmethod
     def from_json(cls, text: str) -> "PretrainedTokenizer":
@@ -134,7 +126,7 @@ class PretrainedTokenizer(Tokenizer):
     @cached_property
     def digest(self) -> str:
         """Excludes the other settings, which another version of transformers may write differently."""
-        return sha256(f"{self._files['tokenizer.json']} {self._pad}")
+        return sha256(f"{self._files['tokenizer.json']} {self.own_pad}")
 
 
 def _texts(folder: Path) -> dict[str, str]:

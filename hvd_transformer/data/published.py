@@ -9,8 +9,8 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 
 import yaml
@@ -34,7 +34,7 @@ class Published:
     md5: Mapping[str, str] = field(default_factory=dict)
 
 
-_TABLE = yaml.safe_load(resources.files("hvd_transformer.data").joinpath("published.yaml").read_text(encoding="utf-8"))
+_TABLE = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))
 TEXTS = {name: Published(**entry) for name, entry in _TABLE["texts"].items()}
 PAIRS = {name: Published(**entry) for name, entry in _TABLE["pairs"].items()}
 
@@ -88,10 +88,8 @@ class DownloadError(Exception):
 
 
 def _fetch(data_set: Published, folder: Path, by_hand: Path, context: PrepareContext) -> None:
-    """Downloads the files of the data set into `folder`.
-
-    Raises a `UserError` that names the folder to fill by hand (`by_hand`) if no address works.
-    """
+    """Download the files into `folder`. Raises `UserError`, which names the folder to fill `by_hand`, if no address
+    works."""
     reasons = []
     for addresses in data_set.addresses:
         attempt = folder / "attempt"
@@ -115,7 +113,7 @@ def _fetch(data_set: Published, folder: Path, by_hand: Path, context: PrepareCon
 
 
 def _download(address: str, folder: Path, should_stop: ShouldStop) -> Path:
-    """Downloads one file with torchtext; adds what its downloader lacks: the HTTP status, limits on every wait, and a
+    """Download one file with torchtext, and add what its downloader lacks: the HTTP status, limits on every wait, and a
     check of the size."""
     import requests
     from torchtext.utils import download_from_url
@@ -141,20 +139,19 @@ def _download(address: str, folder: Path, should_stop: ShouldStop) -> Path:
 
 
 def _run_with_limit(work: Callable[[], object], path: Path, should_stop: ShouldStop) -> None:
-    """Runs a download in a thread and gives it up once its file stops growing."""
-    failure: list[BaseException] = []
+    """Run a download in a thread and give it up once its file stops growing."""
+    ended: Future[object] = Future()
 
     def run() -> None:
         try:
-            work()
+            ended.set_result(work())
         except BaseException as error:
-            failure.append(error)
+            ended.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
+    threading.Thread(target=run, daemon=True).start()
     size, moved = -1, time.monotonic()
-    while thread.is_alive():
-        thread.join(0.2)
+    while not ended.done():
+        wait([ended], timeout=0.2)
         if should_stop():
             raise Stopped
         now = path.stat().st_size if path.exists() else 0
@@ -162,8 +159,7 @@ def _run_with_limit(work: Callable[[], object], path: Path, should_stop: ShouldS
             size, moved = now, time.monotonic()
         elif time.monotonic() - moved > STALL_SECONDS:
             raise DownloadError(f"the download stalled for {STALL_SECONDS:.0f} s after {size} bytes")
-    if failure:
-        raise failure[0]
+    ended.result()
 
 
 def _md5(path: Path) -> str:
@@ -175,20 +171,17 @@ def _md5(path: Path) -> str:
 
 
 def _unpack(archive: Path, folder: Path) -> None:
-    from torchtext.utils import extract_archive
-
     try:
         with zipfile.ZipFile(archive) as content:
-            damaged = content.testzip()
+            if damaged := content.testzip():
+                raise DownloadError(f"{damaged} is damaged in the archive")
+            content.extractall(folder)
     except zipfile.BadZipFile:
         raise DownloadError("the download is no zip archive") from None
-    if damaged:
-        raise DownloadError(f"{damaged} is damaged in the archive")
-    extract_archive(str(archive), str(folder), overwrite=True)
 
 
 def _take(data_set: Published, attempt: Path, folder: Path) -> None:
-    """Moves the file of each split out of whatever sub-folder it is in, after counting its lines."""
+    """Move the file of each split out of whatever sub-folder it is in, after counting its lines."""
     found = {path.name: path for path in sorted(attempt.rglob("*")) if path.is_file()}
     for split, name in data_set.files.items():
         path = found.get(name) or found.get(f"{split}.txt")

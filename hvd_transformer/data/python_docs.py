@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 # Tests, an editor, demos, installers and old copies: little English, or text of other projects.
@@ -25,22 +26,19 @@ def version() -> str:
 
 
 def write_splits(folder: Path) -> None:
-    """Writes train.txt, valid.txt and test.txt.
+    """Write train.txt, valid.txt and test.txt.
 
     Each document (a topic, or the docstrings of a module) goes as a whole to the split that is farthest below its
     share.
     """
     sizes = dict.fromkeys(SHARES, 0)
-    files = {name: (folder / f"{name}.txt").open("wb") for name in SHARES}
-    try:
+    with ExitStack() as stack:
+        files = {name: stack.enter_context((folder / f"{name}.txt").open("wb")) for name in SHARES}
         for document in documents():
             data = f"{document}\n\n".encode("utf-8", "replace")
             split = min(SHARES, key=lambda name: sizes[name] / SHARES[name])
             sizes[split] += len(data)
             files[split].write(data)
-    finally:
-        for file in files.values():
-            file.close()
 
 
 def documents() -> Iterator[str]:
@@ -49,14 +47,15 @@ def documents() -> Iterator[str]:
     seen: set[str] = set()
     for source in [library / "pydoc_data" / "topics.py", *_sources(library)]:
         try:
-            tree = _parse(source)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about invalid escapes in the library
+                tree = ast.parse(source.read_bytes())
         except (OSError, SyntaxError, ValueError):  # missing or no Python: some systems strip their library
             continue
         if source.parent.name == "pydoc_data":
             yield from _topics(tree)
             continue
-        docstrings = [text for text in _docstrings(tree) if text not in seen]
-        docstrings = list(dict.fromkeys(docstrings))
+        docstrings = list(dict.fromkeys(text for text in _docstrings(tree) if text not in seen))
         seen.update(docstrings)
         if docstrings:
             yield "\n\n".join(docstrings)
@@ -74,12 +73,6 @@ def _sources(library: Path) -> list[Path]:
     return sources
 
 
-def _parse(source: Path) -> ast.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about invalid escapes in the library
-        return ast.parse(source.read_bytes())
-
-
 def _topics(tree: ast.Module) -> Iterator[str]:
     """The texts of `topics = {name: text, …}`, sorted by name."""
     for statement in tree.body:
@@ -91,7 +84,7 @@ def _topics(tree: ast.Module) -> Iterator[str]:
 def _docstrings(node: ast.AST) -> Iterator[str]:
     """The docstrings in the order of the source."""
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        text = ast.get_docstring(node, clean=True)
+        text = ast.get_docstring(node)
         if text:
             yield text
     for child in ast.iter_child_nodes(node):

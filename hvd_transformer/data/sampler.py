@@ -93,21 +93,20 @@ class StepSampler:
 
     def num_steps(self, remaining: Intervals | None = None) -> int:
         """The number of steps from this position to the end of the epoch."""
-        first = self._first(remaining)
-        return -(-(self.num_items - first) // self.step_size)
+        return len(self._starts(remaining))
 
     def epoch(self, remaining: Intervals | None = None) -> Iterator[StepPlan]:
         """The steps from this position (None: the start of the epoch)."""
-        for start in range(self._first(remaining), self.num_items, self.step_size):
+        for start in self._starts(remaining):
             stop = min(start + self.step_size, self.num_items)
             own = share(range(start, stop), self.replica)
             accumulation = [own[first : first + self.batch_size] for first in range(0, len(own), self.batch_size)]
             yield StepPlan(accumulation, [(stop, self.num_items)] if stop < self.num_items else [])
 
-    def _first(self, remaining: Intervals | None) -> int:
-        if remaining is None:
-            return 0
-        return remaining[0][0] if remaining else self.num_items
+    def _starts(self, remaining: Intervals | None) -> range:
+        """The first item of each step."""
+        first = 0 if remaining is None else remaining[0][0] if remaining else self.num_items
+        return range(first, self.num_items, self.step_size)
 
 
 class ColumnSampler:

@@ -1,11 +1,11 @@
 """Splits of a data set: their names, the one finder of their files, and how one file is split at random."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data.sampler import Permutation
 from hvd_transformer.errors import UserError
 
+T = TypeVar("T")
 SPLITS = ("train", "valid", "test")
 WHOLE = "data"  # the split's name when a single file is evaluated as a whole
 # File stems accepted for each split of examples, in order of preference.
@@ -34,19 +35,14 @@ Files = tuple[Path, ...]  # of one split: a single file, or two parallel ones
 Reader = Callable[[], Iterator[RawExample]]
 
 
-def find_splits(
-    folder: Path, stems: Mapping[str, Sequence[str]], find: Callable[[Path, str], Files | None]
-) -> dict[str, Files]:
-    """The files of every split that the folder holds.
+def find_splits(stems: Mapping[str, Iterable[str]], find: Callable[[str], Files | None]) -> dict[str, Files]:
+    """The files of every split that a folder holds.
 
-    `stems` lists the accepted names of each split, in order of preference; `find(folder, stem)` returns the files of
-    one of them, or None.
+    `stems` lists the accepted names of each split, in order of preference; `find(stem)` returns the files of one of
+    them, or None.
     """
-    found = {}
-    for split in SPLITS:
-        if files := next(filter(None, (find(folder, stem) for stem in stems[split])), None):
-            found[split] = files
-    return found
+    found = {split: next(filter(None, map(find, stems[split])), None) for split in SPLITS}
+    return {split: files for split, files in found.items() if files}
 
 
 def first_file(folder: Path, stem: str, patterns: Sequence[str]) -> Files | None:
@@ -68,24 +64,26 @@ def chosen_split(wanted: str | None, present: Collection[str], origin: str) -> s
 
 
 def check_whole(wanted: str | None, path: Path) -> None:
-    """Raises `UserError` if a split of a single file is requested."""
+    """Raise `UserError` if a split of a single file is requested."""
     if wanted is not None:
         raise UserError(f"--split {wanted}: {path} is one file, which is evaluated as a whole; omit --split")
 
 
 @dataclass(frozen=True)
-class ExampleSource:
-    """The raw examples of every split, read from the files on each call. `identity` distinguishes data sets: equal
-    identities mean equal examples."""
+class Source(Generic[T]):
+    """What every split is read from. `identity` distinguishes data sets: equal identities mean equal texts."""
 
     name: str
     identity: dict[str, Any]
-    splits: dict[str, Reader]
+    splits: dict[str, T]
 
-    def only(self, wanted: str | None, origin: str) -> "ExampleSource":
+    def only(self, wanted: str | None, origin: str) -> "Source[T]":
         """One split of it, chosen by `chosen_split`."""
         split = chosen_split(wanted, self.splits, origin)
-        return ExampleSource(self.name, {**self.identity, "only": split}, {split: self.splits[split]})
+        return Source(self.name, {**self.identity, "only": split}, {split: self.splits[split]})
+
+
+ExampleSource = Source[Reader]
 
 
 class ExampleFiles(ABC):
@@ -100,14 +98,14 @@ class ExampleFiles(ABC):
 
     @abstractmethod
     def reader(self, files: Files) -> Reader:
-        """Reads the examples of these files. Raises `UserError` if their form is unknown."""
+        """Read the examples of these files. Raises `UserError` if their form is unknown."""
 
     @abstractmethod
     def accepted(self, folder: Path, split: str) -> str:
         """The file names that this split may have, for messages."""
 
     def identity(self, files: Files) -> Any:
-        """Distinguishes the files of a split from changed ones."""
+        """Distinguish the files of a split from changed ones."""
         return [file_identity(file) for file in files]
 
     @property
@@ -118,8 +116,9 @@ class ExampleFiles(ABC):
     @property
     def stems(self) -> dict[str, tuple[str, ...]]:
         """The names of each split's files: as configured, else `SPLIT_NAMES`."""
-        given = {split: getattr(self.config, split) for split in SPLITS}
-        return {split: (name,) if (name := given[split]) else SPLIT_NAMES[split] for split in SPLITS}
+        return {
+            split: (name,) if (name := getattr(self.config, split)) else names for split, names in SPLIT_NAMES.items()
+        }
 
     def open(self, path: Path, seed: int) -> ExampleSource:
         """All splits of a folder, or of one file that is split at random.
@@ -162,7 +161,7 @@ def file_identity(path: Path) -> list[Any]:
 
 
 def split_at_random(read: Reader, shares: list[float], seed: int, path: Path) -> dict[str, Reader]:
-    """Splits the examples of one file by `shares`, determined by `seed` alone; each split keeps the file's order.
+    """Split the examples of one file by `shares`, determined by `seed` alone; each split keeps the file's order.
 
     Raises `UserError` if a split would be empty.
     """
@@ -181,7 +180,7 @@ def split_at_random(read: Reader, shares: list[float], seed: int, path: Path) ->
 
 
 def _members(read: Reader, chosen: NDArray[np.bool_]) -> Reader:
-    return lambda: (example for example, number in zip(read(), count()) if chosen[number])
+    return lambda: compress(read(), chosen)
 
 
 def _stem(path: Path) -> str:

@@ -10,8 +10,8 @@ from hvd_transformer.data.splits import ExampleFiles, Files, RawExample, Reader,
 from hvd_transformer.data.text_files import read_lines
 from hvd_transformer.errors import UserError
 
-ENDINGS = tuple(f"{kind}{end}" for kind in (".csv", ".tsv", ".jsonl", ".json") for end in ("", ".gz"))
-_PATTERNS = tuple(f"{{}}{end}" for end in ENDINGS)
+_KINDS = (".csv", ".tsv", ".jsonl", ".json")
+_PATTERNS = tuple(f"{{}}{kind}{end}" for kind in _KINDS for end in ("", ".gz"))
 csv.field_size_limit(2**31 - 1)  # a text may be long
 
 
@@ -19,18 +19,16 @@ class TableFiles(ExampleFiles):
     """One table per split, with the columns `data.text_column` and `data.label_column`."""
 
     def find(self, folder: Path) -> dict[str, Files]:
-        return find_splits(folder, self.stems, lambda folder, stem: first_file(folder, stem, _PATTERNS))
+        return find_splits(self.stems, lambda stem: first_file(folder, stem, _PATTERNS))
 
     def reader(self, files: Files) -> Reader:
         (path,) = files
-        text, label = self.config.text_column, self.config.label_column
-        kind = next((end for end in ENDINGS if path.name.endswith(end)), None)
-        if kind is None:
-            raise UserError(f"{path}: must end in {', '.join(ENDINGS[::2])}, each optionally followed by .gz")
-        if kind.startswith(".json"):
+        name, text, label = path.name.removesuffix(".gz"), self.config.text_column, self.config.label_column
+        if not name.endswith(_KINDS):
+            raise UserError(f"{path}: must end in {', '.join(_KINDS)}, each optionally followed by .gz")
+        if name.endswith((".jsonl", ".json")):
             return lambda: _json_lines(path, text, label)
-        delimiter = "\t" if kind.startswith(".tsv") else ","
-        return lambda: _separated(path, delimiter, text, label)
+        return lambda: _separated(path, _Tabs if name.endswith(".tsv") else csv.excel, text, label)
 
     def accepted(self, folder: Path, split: str) -> str:
         name = self.stems[split][0]
@@ -50,10 +48,8 @@ class _Tabs(csv.excel_tab):
     quoting = csv.QUOTE_NONE
 
 
-def _separated(path: Path, delimiter: str, text: str, label: str) -> Iterator[RawExample]:
-    lines = (f"{line}\n" for line in read_lines(path))
-    dialect = _Tabs if delimiter == "\t" else csv.excel
-    reader = csv.reader(lines, dialect, strict=True)
+def _separated(path: Path, dialect: type[csv.Dialect], text: str, label: str) -> Iterator[RawExample]:
+    reader = csv.reader((f"{line}\n" for line in read_lines(path)), dialect, strict=True)
     start = 1
     try:
         names = next(reader, [])

@@ -1,15 +1,23 @@
 """Running text: `data.source` and `data.split` give a range of bytes for every split."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data import python_docs
 from hvd_transformer.data.build_once import ALONE, PrepareContext, build_once
 from hvd_transformer.data.published import TEXTS, fetch_published, unknown_source
-from hvd_transformer.data.splits import SPLITS, WHOLE, Files, check_whole, chosen_split, find_splits, first_file
+from hvd_transformer.data.splits import (
+    SPLITS,
+    WHOLE,
+    Files,
+    Source,
+    check_whole,
+    chosen_split,
+    file_identity,
+    find_splits,
+    first_file,
+)
 from hvd_transformer.data.text_files import TextSpan, boundary
 from hvd_transformer.errors import UserError
 
@@ -17,20 +25,7 @@ SOURCES = ("python-docs", *TEXTS)
 # File names accepted for each split of a folder: stems and patterns, in order of preference.
 _STEMS = {"train": ("train",), "valid": ("valid", "validation", "val"), "test": ("test",)}
 _PATTERNS = ("{}.txt", "{}.raw", "wiki.{}.tokens", "wiki.{}.raw", "ptb.{}.txt")
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """The text of every split. `identity` distinguishes corpora: equal identities mean equal texts."""
-
-    name: str
-    spans: dict[str, TextSpan]
-    identity: dict[str, Any]
-
-    def only(self, wanted: str | None, origin: str) -> "Corpus":
-        """One split of it, chosen by `splits.chosen_split`."""
-        split = chosen_split(wanted, self.spans, origin)
-        return Corpus(self.name, {split: self.spans[split]}, {**self.identity, "only": split})
+Corpus = Source[TextSpan]
 
 
 def open_corpus(config: DataConfig, context: PrepareContext = ALONE) -> Corpus:
@@ -94,11 +89,11 @@ def _open_python_docs(cache: Path, context: PrepareContext) -> Corpus:
 
     spans = build_once(folder, load, build, context.should_stop)
     sizes = {split: span.size for split, span in spans.items()}
-    return Corpus("python-docs", spans, {"python": python_docs.version(), "bytes": sizes})
+    return Corpus("python-docs", {"python": python_docs.version(), "bytes": sizes}, spans)
 
 
 def _find(folder: Path) -> dict[str, Files]:
-    return find_splits(folder, _STEMS, lambda folder, stem: first_file(folder, stem, _PATTERNS))
+    return find_splits(_STEMS, lambda stem: first_file(folder, stem, _PATTERNS))
 
 
 def _folder_spans(folder: Path) -> dict[str, TextSpan]:
@@ -116,7 +111,7 @@ def _folder_spans(folder: Path) -> dict[str, TextSpan]:
 
 
 def _file_spans(path: Path, shares: Iterable[float]) -> dict[str, TextSpan]:
-    """Cuts one file by shares of its bytes, each cut moved to the next line end (see `text_files.boundary`)."""
+    """Cut one file by shares of its bytes, each cut moved to the next line end (see `text_files.boundary`)."""
     size = path.stat().st_size
     if not size:
         raise UserError(f"{path}: the file is empty; it must hold text")
@@ -140,8 +135,5 @@ def _whole(path: Path) -> TextSpan:
 
 
 def _corpus(name: str, spans: dict[str, TextSpan]) -> Corpus:
-    files = {}
-    for split, span in spans.items():
-        status = span.path.stat()
-        files[split] = [str(span.path), status.st_size, status.st_mtime_ns, span.start, span.end]
-    return Corpus(name, spans, {"files": files})
+    files = {split: [*file_identity(span.path), span.start, span.end] for split, span in spans.items()}
+    return Corpus(name, {"files": files}, spans)

@@ -33,7 +33,7 @@ class Piece:
     data: bytes
 
     def text(self) -> str:
-        """Decodes the piece. Raises `UserError` with the offset of an invalid byte in the file."""
+        """Decode the piece. Raises `UserError` with the offset of an invalid byte in the file."""
         try:
             return self.data.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -44,7 +44,7 @@ class Piece:
 
 
 def read_pieces(span: TextSpan, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
-    """Yields the span in order, in pieces of at most `piece_bytes`.
+    """Yield the span in order, in pieces of at most `piece_bytes`.
 
     A piece ends before white space, at a line end if possible (see `_cut`), so that tokenizing it piece by piece gives
     the same tokens as tokenizing the whole text. The cuts depend on the text alone: results do not depend on which

@@ -54,7 +54,7 @@ class Tokenizer(ABC):
         return [self.encode(line) for line in lines]
 
     def shorten(self, ids: Ids, limit: int) -> Ids:
-        """Truncates the tokens of a line to at most `limit`."""
+        """Truncate the tokens of a line to at most `limit`."""
         return ids[:limit]
 
     def decode_line(self, ids: Iterable[int]) -> str:
@@ -65,31 +65,32 @@ class Tokenizer(ABC):
     def decode(self, ids: Iterable[int]) -> str:
         """The text: exact for byte pairs and known characters; words joined by spaces for basic_english."""
 
+    @property
     @abstractmethod
-    def to_json(self) -> str:
-        """The complete tokenizer as JSON text; equal vocabularies give equal texts."""
+    def json_text(self) -> str:
+        """The complete tokenizer as JSON; equal vocabularies give equal texts."""
 
     @classmethod
     @abstractmethod
     def from_json(cls, text: str) -> "Tokenizer":
-        """Rebuilds the tokenizer from the text of `to_json`. Raises an exception of any kind if the text is damaged."""
+        """Rebuild the tokenizer from its `json_text`. Raises an exception of any kind if the text is damaged."""
 
     @cached_property
     def digest(self) -> str:
         """Equal for tokenizers that give the same numbers."""
-        return sha256(self.to_json())
+        return sha256(self.json_text)
 
     def files(self) -> dict[str, str]:
         """The files that keep it: texts by file name."""
-        return {self.file_name: self.to_json()}
+        return {self.file_name: self.json_text}
 
     def save(self, folder: Path, prefix: str = "") -> None:
-        """Writes its files, with `prefix` before their names."""
+        """Write its files, with `prefix` before their names."""
         for name, text in self.files().items():
             (folder / f"{prefix}{name}").write_text(text, encoding="utf-8")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.to_json())
+        return _rebuild, (type(self), self.json_text)
 
 
 @lru_cache(maxsize=2)  # a worker process that encodes many pieces builds the tables once
@@ -101,6 +102,7 @@ class VocabularyTokenizer(Tokenizer):
     """A tokenizer whose tokens are words or characters, each with a number."""
 
     file_name = "vocabulary.json"
+    separator: ClassVar[str]  # between decoded tokens
 
     def __init__(self, tokens: Sequence[str]) -> None:
         self.tokens = list(tokens)
@@ -110,11 +112,8 @@ class VocabularyTokenizer(Tokenizer):
         return len(self.tokens)
 
     @cached_property
-    def _json(self) -> str:
+    def json_text(self) -> str:
         return json.dumps({"kind": self.kind, "tokens": self.tokens}, ensure_ascii=False, indent=0)
-
-    def to_json(self) -> str:
-        return self._json
 
     @classmethod
     def from_json(cls, text: str) -> "VocabularyTokenizer":
@@ -122,6 +121,9 @@ class VocabularyTokenizer(Tokenizer):
         if not tokens or tokens[0] != UNKNOWN or not all(isinstance(token, str) for token in tokens):
             raise ValueError(f"its tokens must be a list of strings, {UNKNOWN} first")
         return cls(tokens)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self.separator.join(self.tokens[number] for number in ids)
 
     @staticmethod
     @abstractmethod
@@ -133,6 +135,7 @@ class WordTokenizer(VocabularyTokenizer):
     """torchtext's basic_english, applied line by line; line ends are not tokens."""
 
     kind = "basic_english"
+    separator = " "
 
     @cached_property
     def _numbers(self) -> dict[str, int]:
@@ -141,9 +144,6 @@ class WordTokenizer(VocabularyTokenizer):
     def encode(self, text: str) -> Ids:
         get = self._numbers.get
         return np.fromiter((get(word, 0) for word in _words(text)), np.uint32)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return " ".join(self.tokens[number] for number in ids)
 
     @staticmethod
     def count(text: str) -> Counter[str]:
@@ -154,6 +154,7 @@ class CharTokenizer(VocabularyTokenizer):
     """Single characters, including line feeds."""
 
     kind = "char"
+    separator = ""
 
     @cached_property
     def _table(self) -> Ids:
@@ -167,9 +168,6 @@ class CharTokenizer(VocabularyTokenizer):
     def encode(self, text: str) -> Ids:
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
         return np.take(self._table, codes)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return "".join(self.tokens[number] for number in ids)
 
     @staticmethod
     def count(text: str) -> Counter[str]:
@@ -202,11 +200,8 @@ class BPETokenizer(Tokenizer):
         return str(self.model.decode([int(number) for number in ids], skip_special_tokens=False))
 
     @cached_property
-    def _json(self) -> str:
+    def json_text(self) -> str:
         return str(self.model.to_str())
-
-    def to_json(self) -> str:
-        return self._json
 
     @classmethod
     def from_json(cls, text: str) -> "BPETokenizer":
@@ -215,39 +210,28 @@ class BPETokenizer(Tokenizer):
         return cls(Model.from_str(text))
 
     @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int | None, min_frequency: int) -> "BPETokenizer":
-        """Learns the merges from texts that are read one by one; memory holds only the distinct words."""
-        parts = (part for text in texts for part in _parts(text))
-        return cls._train(parts, vocab_size, min_frequency, (UNKNOWN,), prefix_space=False)
-
-    @classmethod
-    def train_on_lines(cls, lines: Iterable[str], vocab_size: int | None, min_frequency: int) -> "BPETokenizer":
-        """Learns from sentences, whose first word is treated like the others. The vocabulary has the `SPECIALS`."""
-        return cls._train(lines, vocab_size, min_frequency, SPECIALS, prefix_space=True)
-
-    @classmethod
-    def _train(
-        cls,
-        texts: Iterable[str],
-        vocab_size: int | None,
-        min_frequency: int,
-        specials: Sequence[str],
-        prefix_space: bool,
+    def train(
+        cls, texts: Iterable[str], vocab_size: int | None, min_frequency: int, *, sentences: bool = False
     ) -> "BPETokenizer":
+        """Learn the merges from texts that are read one by one; memory holds only the distinct words.
+
+        The first word of `sentences` is treated like the others, and the vocabulary has the `SPECIALS`.
+        """
         from tokenizers import Tokenizer as Model
         from tokenizers import decoders, models, pre_tokenizers, trainers
 
         model = Model(models.BPE())
-        model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+        model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=sentences)
         model.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size or BPE_VOCAB_SIZE,
             min_frequency=min_frequency,
-            special_tokens=list(specials),
+            special_tokens=list(SPECIALS) if sentences else [UNKNOWN],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        model.train_from_iterator(texts, trainer)
+        parts = texts if sentences else (part for text in texts for part in _parts(text))
+        model.train_from_iterator(parts, trainer)
         return cls(model)
 
 
@@ -291,7 +275,7 @@ def _words(text: str) -> Iterator[str]:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Cuts a text into parts of some thousand characters; their tokens are those of the whole text."""
+    """Cut a text into parts of some thousand characters; their tokens are those of the whole text."""
     start = 0
     while start < len(text):
         found = _PART_END.search(text, min(start + _PART_CHARACTERS, len(text)))

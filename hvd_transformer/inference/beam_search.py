@@ -14,11 +14,11 @@ class Steps(Protocol):
     """A decoder with the state of R rows: the tokens seen so far."""
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Takes the next token of each row [R]; returns the log probabilities of the token after it [R, V]."""
+        """Take the next token of each row [R]; return the log probabilities of the token after it [R, V]."""
         ...
 
     def select(self, rows: Tensor) -> None:
-        """Continues with these rows [R'], in this order; a row may be repeated."""
+        """Continue with these rows [R'], in this order; a row may be repeated."""
         ...
 
 
@@ -60,15 +60,12 @@ def beam_search(
         rows, words = places.div(size, rounding_mode="floor"), places % size
         ends = words == end
         penalty = ((5 + length + 1) / 6) ** length_penalty
-        done = torch.zeros(len(alive), dtype=torch.bool, device=device)
-        reached = (ends[:, :beam] & best[:, :beam].isfinite()).nonzero().tolist()
-        for index, place in reached:
+        for index, place in (ends[:, :beam] & best[:, :beam].isfinite()).nonzero().tolist():
             sentence = int(alive[index])
             if len(ended[sentence]) < beam:
                 own = tokens[index, rows[index, place], 1:].tolist()
                 ended[sentence].append(Hypothesis(own, float(best[index, place]) / penalty))
-        done |= last
-        done |= torch.tensor([len(ended[sentence]) >= beam for sentence in alive.tolist()], device=device)
+        done = last | torch.tensor([len(ended[sentence]) >= beam for sentence in alive.tolist()], device=device)
         # The best rows that continue, in order; if there are fewer than `beam`, rows with score -inf fill up.
         order = ends.to(torch.int8).sort(dim=1, stable=True).indices[:, :beam]
         scores = best.masked_fill(ends, -torch.inf).gather(1, order)

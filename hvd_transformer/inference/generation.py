@@ -10,9 +10,6 @@ from torch import Tensor, nn
 from hvd_transformer.models.attention import KVCache
 from hvd_transformer.models.language_model import LanguageModel
 
-# Called with the number of a prompt and its next token.
-Listener = Callable[[int, int], None]
-
 
 class Sampling(NamedTuple):
     """How the next token is sampled. `temperature` 0 takes the most likely token; `top_k` keeps the k most likely ones,
@@ -39,7 +36,7 @@ class LanguageModelSteps:
         return self.model.head.logits(hidden[:, -1])
 
     def select(self, rows: Tensor) -> None:
-        """Continues with these rows of the batch."""
+        """Continue with these rows of the batch."""
         for past in self.pasts:
             past.select(rows)
 
@@ -68,13 +65,14 @@ def generate(
     num_tokens: int,
     sampling: Sampling,
     max_length: int,
-    listener: Listener = lambda number, token: None,
+    listener: Callable[[int, int], None] = lambda number, token: None,
 ) -> list[list[int]]:
-    """Generates `num_tokens` tokens after each prompt, or fewer if `max_length` positions are used up or the text ends.
+    """Generate `num_tokens` tokens after each prompt, or fewer if `max_length` positions are used up or the text ends.
 
     Prompts must have at least one token. They are processed side by side: while shorter prompts are continued, longer
     ones are still read. The tokens sampled for a prompt depend on the seed and the number of the prompt, not on other
-    prompts. `model` is a `LanguageModel` or a causal language model of transformers.
+    prompts. `model` is a `LanguageModel` or a causal language model of transformers. `listener` gets the number of a
+    prompt and its next token.
     """
     device = next(model.parameters()).device
     generators = [_generator(sampling.seed, number) for number in range(len(prompts))]
@@ -97,8 +95,7 @@ def generate(
         if not going:
             break
         if len(going) < len(active):
-            kept = torch.tensor(going, device=device)
-            steps.select(kept)
+            steps.select(torch.tensor(going, device=device))
             active = [active[place] for place in going]
         tokens = torch.tensor([[rows[number][length]] for number in active], device=device)
         length += 1
@@ -112,24 +109,18 @@ def _last_tokens(model: nn.Module) -> set[int]:
 
 
 def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Samples one token from logits [V]."""
+    """Sample one token from logits [V]."""
     logits = logits.double().cpu()
     if sampling.temperature == 0:
         return int(logits.argmax())
     scaled = (logits - logits.max()) / sampling.temperature  # unlikely tokens alone overflow, to -inf
-    probabilities = filtered(scaled, sampling).softmax(-1)
-    return int(torch.multinomial(probabilities, 1, generator=generator))
-
-
-def filtered(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The logits [V], with minus infinity for tokens that `top_k` and `top_p` exclude."""
-    if sampling.top_k is not None and sampling.top_k < logits.numel():
-        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -torch.inf)
+    if sampling.top_k is not None and sampling.top_k < scaled.numel():
+        scaled = scaled.masked_fill(scaled < scaled.topk(sampling.top_k).values[-1], -torch.inf)
     if sampling.top_p is not None:
-        ordered, places = logits.sort(descending=True, stable=True)
+        ordered, places = scaled.sort(descending=True, stable=True)
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        logits = logits.index_fill(0, places[before >= sampling.top_p], -torch.inf)
-    return logits
+        scaled = scaled.index_fill(0, places[before >= sampling.top_p], -torch.inf)
+    return int(torch.multinomial(scaled.softmax(-1), 1, generator=generator))
 
 
 def _generator(*key: int) -> torch.Generator:

@@ -15,7 +15,6 @@ from hvd_transformer.models.encoder_decoder import EncoderDecoder
 
 Result = TypeVar("Result")
 Tokens = NDArray[Any]
-WINDOW = 512  # lines read before the first result
 
 
 def in_batches(
@@ -23,10 +22,10 @@ def in_batches(
     encode: Callable[[Sequence[str]], Sequence[Tokens]],
     work: Callable[[list[Tokens]], Sequence[Result]],
     batch_size: int,
-    window: int = WINDOW,
+    window: int = 512,
 ) -> Iterator[tuple[str, Result | None]]:
-    """Yields each line with its result, in order; None for a line without tokens. `work` gets at most
-    `batch_size` lines of similar length."""
+    """Yield each line with its result, in order; None for a line without tokens. `work` gets at most `batch_size` lines
+    of similar length. `window` lines are read before the first result."""
     iterator = iter(lines)
     while some := list(islice(iterator, window)):
         encoded = encode(some)
@@ -59,12 +58,7 @@ class DecoderSteps:
 
 @torch.no_grad()
 def translate(
-    model: EncoderDecoder,
-    sources: Sequence[NDArray[np.unsignedinteger]],
-    max_length: int,
-    *,
-    beam: int = 1,
-    length_penalty: float = 0.6,
+    model: EncoderDecoder, sources: Sequence[Tokens], max_length: int, *, beam: int = 1, length_penalty: float = 0.6
 ) -> list[list[Hypothesis]]:
     """The hypotheses of each source, best first; all sources form one batch.
 
@@ -73,11 +67,10 @@ def translate(
     device = next(model.parameters()).device
     source = padded(sources).to(device)
     limits = torch.tensor([min(2 * len(own) + 10, max_length - 1) for own in sources], device=device)
-    steps = DecoderSteps(model, source)
-    return beam_search(steps, limits, BEGIN, END, beam=beam, length_penalty=length_penalty)
+    return beam_search(DecoderSteps(model, source), limits, BEGIN, END, beam=beam, length_penalty=length_penalty)
 
 
-def padded(rows: Sequence[NDArray[np.unsignedinteger]], pad: int = PAD) -> Tensor:
+def padded(rows: Sequence[Tokens], pad: int = PAD) -> Tensor:
     """Token sequences as one block [B, T], int64, padded at the end."""
     block = np.full((len(rows), max(map(len, rows))), pad, np.int64)
     for index, row in enumerate(rows):
@@ -86,7 +79,7 @@ def padded(rows: Sequence[NDArray[np.unsignedinteger]], pad: int = PAD) -> Tenso
 
 
 @torch.no_grad()
-def classify(model: nn.Module, texts: Sequence[NDArray[np.unsignedinteger]], pad: int = PAD) -> Tensor:
+def classify(model: nn.Module, texts: Sequence[Tokens], pad: int = PAD) -> Tensor:
     """The class probabilities [B, C] of each text; all texts form one batch, and each has at least one token.
 
     `model` returns logits [B, C], as `models.classifier.Classifier` does.

@@ -1,4 +1,4 @@
-"""Loads a trained model from a checkpoint, a run directory (its best checkpoint) or an exported folder, and exports it.
+"""Load a trained model from a checkpoint, a run directory (its best checkpoint) or an exported folder, and export it.
 
 An exported folder holds model.safetensors, the tokenizers, and config.json: {"format": 1, "task": …, "model": {…}, …}.
 The export of a `model.pretrained` is a Hugging Face folder again; its config.json holds the same under
@@ -19,8 +19,9 @@ from hvd_transformer import __version__, atomic
 from hvd_transformer.checkpoint import tensor_file
 from hvd_transformer.checkpoint.saved_run import CONFIG, is_run
 from hvd_transformer.checkpoint.store import MODEL, read_state, resolve
-from hvd_transformer.config.schema import Config, ModelConfig, TranslationConfig
+from hvd_transformer.config.schema import ModelConfig, TranslationConfig
 from hvd_transformer.data.load_tokenizer import load_tokenizer
+from hvd_transformer.data.prepared import tokenizer_prefix
 from hvd_transformer.data.tokenizers import Tokenizer
 from hvd_transformer.errors import UserError
 from hvd_transformer.models import pretrained
@@ -40,8 +41,6 @@ class Trained:
     `tokenizers` by role: "text", or "source" and "target". `longest`: tokens of the longest training sample.
     """
 
-    folder: Path
-    task: str
     config: ModelConfig
     translation: TranslationConfig
     tokenizers: dict[str, Tokenizer]
@@ -57,45 +56,39 @@ class Trained:
         return pretrained.num_positions(self.model) or sys.maxsize
 
 
-def load_trained(path: Path, task: str | None = None, device: str = "cpu") -> Trained:
-    """Loads the model in evaluation mode. Raises `UserError` if it is missing, damaged, or not of `task`."""
+def load_trained(path: Path, task: str, device: str = "cpu") -> Trained:
+    """Load the model in evaluation mode. Raises `UserError` if it is missing, damaged, or not of `task`."""
     folder, facts = _read(path)
-    kind = facts["task"]
-    if task is not None and kind != task:
-        raise UserError(f"{path}: a checkpoint of task={kind}, not of task={task}")
-    config = ModelConfig(**facts["model"])
-    tokenizers = _tokenizers(folder, kind, config.share_embeddings)
-    labels = facts.get("labels", [])
+    if facts["task"] != task:
+        raise UserError(f"{path}: a checkpoint of task={facts['task']}, not of task={task}")
+    config, labels = ModelConfig(**facts["model"]), facts.get("labels", [])
     translation = TranslationConfig(**facts.get("translation", {}))
-    if config.pretrained is not None:
-        model = _of_transformers(folder, kind, labels, tokenizers["text"].pad).to(device)
-    else:
+    roles = ("source", "target") if task == "translation" else ("text",)
+    prefixes = {role: tokenizer_prefix(role, roles, config.share_embeddings) for role in roles}
+    tokenizers = {role: load_tokenizer(folder, prefix) for role, prefix in prefixes.items()}
+    model: nn.Module
+    if config.pretrained is None:
         sizes = {role: tokenizer.vocab_size for role, tokenizer in tokenizers.items()}
         with torch.device("meta"):  # the weights are read from the file
-            model = _of_ours(kind, sizes, len(labels), config)
+            if task == "translation":
+                model = EncoderDecoder(sizes["source"], sizes["target"], config)
+            elif task == "classification":
+                model = Classifier(sizes["text"], len(labels), config)
+            else:
+                model = LanguageModel(sizes["text"], config)
         _fill(model, folder / MODEL, device)
-    return Trained(folder, kind, config, translation, tokenizers, labels, facts["longest"], model.eval())
-
-
-def _of_ours(task: str, sizes: dict[str, int], num_classes: int, config: ModelConfig) -> nn.Module:
-    if task == "language_model":
-        return LanguageModel(sizes["text"], config)
-    if task == "translation":
-        return EncoderDecoder(sizes["source"], sizes["target"], config)
-    return Classifier(sizes["text"], num_classes, config)
-
-
-def _of_transformers(folder: Path, task: str, labels: list[str], pad: int) -> nn.Module:
-    if task == "classification":
-        model, new = pretrained.load_classifier(folder, labels, pad)
+    elif task == "classification":
+        model, new = pretrained.load_classifier(folder, labels, tokenizers["text"].pad)
         if new:
             raise UserError(f"{folder / MODEL}: of another model: {new[0]} is in the model but not in the file")
-        return pretrained.ClassLogits(model)
-    return pretrained.load_language_model(folder)
+        model = pretrained.ClassLogits(model).to(device)
+    else:
+        model = pretrained.load_language_model(folder).to(device)
+    return Trained(config, translation, tokenizers, labels, facts["longest"], model.eval())
 
 
 def export(path: Path, folder: Path) -> None:
-    """Writes a folder with only what is needed to use the model of a checkpoint.
+    """Write a folder with only what is needed to use the model of a checkpoint.
 
     Raises `UserError` if the folder is not empty or cannot be written.
     """
@@ -129,42 +122,27 @@ def _read(path: Path) -> tuple[Path, dict[str, Any]]:
         return path.resolve(), facts
     folder = resolve(path)
     state = read_state(folder)
-    sections: dict[str, dict[str, Any]] = {"model": {}, "translation": {}}
-    for key, value in state["config"].items():
-        section, _, name = key.rpartition(".")
-        if section in sections and key in _KEYS:
-            sections[section][name] = value
+    config = state["config"]
+    sections = {
+        section: {name: config[key] for name in kind.model_fields if (key := f"{section}.{name}") in config}
+        for section, kind in (("model", ModelConfig), ("translation", TranslationConfig))
+    }
     if sections["model"].get("pretrained") is not None:
         sections["model"] = {"pretrained": "."}  # the folder itself
-    facts = {"task": state["task"], **sections, "longest": state["config"]["data.sequence_length"]}
+    facts = {"task": state["task"], **sections, "longest": config["data.sequence_length"]}
     return folder, facts | ({"labels": state["labels"]} if "labels" in state else {})
 
 
-_KEYS = {
-    f"{section}.{name}"
-    for section in ("model", "translation")
-    for name in type(getattr(Config(), section)).model_fields
-}
-
-
-def _tokenizers(folder: Path, task: str, shared: bool) -> dict[str, Tokenizer]:
-    if task in ("language_model", "classification"):
-        return {"text": load_tokenizer(folder)}
-    if task != "translation":
-        raise UserError(f"{folder}: a checkpoint of task={task}, whose model can only be used by its own code")
-    return {role: load_tokenizer(folder, "" if shared else f"{role}-") for role in ("source", "target")}
-
-
 def _fill(model: nn.Module, file: Path, device: str) -> None:
-    """Loads the weights into the model; tied weights stay tied."""
-    shapes = {name: weight.shape for name, weight in model.named_parameters()}
-    tensor_file.check(file, shapes)
-    rows = [(name, 0, shape[0]) for name, shape in shapes.items()]
-    whole = dict(zip(shapes, tensor_file.read(file, rows), strict=True))
-    made: dict[int, nn.Parameter] = {}
-    for name, weight in list(model.named_parameters()):
-        made[id(weight)] = nn.Parameter(whole[name].to(device), requires_grad=False)
+    """Load the weights into the model; tied weights stay tied."""
+    weights = dict(model.named_parameters())
+    tensor_file.check(file, {name: weight.shape for name, weight in weights.items()})
+    values = tensor_file.read(file, [(name, 0, len(weight)) for name, weight in weights.items()])
+    loaded = {
+        id(weight): nn.Parameter(value.to(device), requires_grad=False)
+        for weight, value in zip(weights.values(), values, strict=True)
+    }
     for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None:
-                module._parameters[name] = made[id(parameter)]
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                module._parameters[name] = loaded[id(weight)]

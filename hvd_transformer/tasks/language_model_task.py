@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from hvd_transformer.config.batch_size import step_samples
 from hvd_transformer.config.schema import Config
 from hvd_transformer.data.batches import Batch, ColumnDataset, WindowDataset, evaluation_batches
-from hvd_transformer.data.prepare_text import prepare, prepare_corpus
+from hvd_transformer.data.prepare_text import prepare_corpus
 from hvd_transformer.data.prepared import PreparedData, TokenFile
 from hvd_transformer.data.sampler import ColumnSampler, Replica, StepSampler
 from hvd_transformer.data.text_corpus import open_corpus, open_text
@@ -68,7 +68,7 @@ class LanguageModelTask(Task):
 
     @classmethod
     def prepare(cls, config: Config, context: PrepareContext) -> PreparedData:
-        return prepare(config.data, context)
+        return prepare_corpus(config.data, open_corpus(config.data, context), None, context)
 
     @classmethod
     def prepare_evaluation(cls, config: Config, context: PrepareContext, wanted: EvaluationSpec) -> PreparedData:

@@ -60,7 +60,7 @@ class PretrainedClassificationTask(PretrainedTask, ClassificationTask):
     def prepare(cls, config: Config, context: PrepareContext) -> PreparedExamples:
         folder = folder_of(config)
         tokenizer = _tokenizer(config)
-        if not tokenizer.has_pad:
+        if tokenizer.own_pad is None:
             raise UserError(f"{origin(folder)}: its tokenizer has no pad token, which fills a batch")
         source, own = open_examples(config, context), pretrained.label_names(folder)
 

@@ -123,7 +123,7 @@ def _read_and_send(checkpoint: Path, world: World) -> Checkpoint:
         if world.rank:
             return None
         found = read_checkpoint(checkpoint)
-        texts = {prefix: (own.kind, own.to_json()) for prefix, own in found.tokenizers.items()}
+        texts = {prefix: (own.kind, own.json_text) for prefix, own in found.tokenizers.items()}
         return str(found.folder), found.state, texts
 
     folder, state, texts = world.broadcast_object(agree(world, read))

@@ -244,8 +244,7 @@ def test_a_batch_is_as_full_as_the_limit_allows(values, batch_tokens) -> None:
     """One sample more, the next in length, would not fit."""
     batches = LengthBuckets(values, 1, batch_tokens, seed=0)
     ordered = np.sort(values)
-    for end in batches.ends[:-1]:
-        start = ([0, *batches.ends])[batches.ends.index(end)]
+    for start, end in zip(batches.bounds, batches.bounds[1:-1], strict=False):
         assert (end - start + 1) * ordered[end] > batch_tokens
 
 

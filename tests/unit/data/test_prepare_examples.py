@@ -61,7 +61,7 @@ def test_samples_come_back(pairs: Path, tokenizer: str, shared: bool) -> None:
     assert found == wanted
     assert data.left_out == {"train": {"empty": 1}, "valid": {}}
     assert "pairs: left out of train: 1 empty" in reports
-    assert (data.tokenizers["source"].to_json() == data.tokenizers["target"].to_json()) == shared
+    assert (data.tokenizers["source"].json_text == data.tokenizers["target"].json_text) == shared
     assert data.raw_texts("valid") == [list(row) for row in VALID]
     lengths = data.splits["train"].texts["target"].lengths
     assert lengths.tolist() == [len(data.splits["train"].texts["target"][number]) for number in range(3)]

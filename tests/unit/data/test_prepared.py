@@ -1,7 +1,6 @@
 """Token files: numbers are read as written, and damage is noticed."""
 
 import hashlib
-import pickle
 
 import numpy as np
 import pytest
@@ -34,8 +33,6 @@ def test_slices(tmp_path):
         assert found.tolist() == numbers[start:stop].tolist()
     with pytest.raises(ValueError, match="read-only"):
         tokens[0:2][0] = 1
-    assert pickle.loads(pickle.dumps(tokens))[0:9].tolist() == numbers[:9].tolist()
-    tokens.verify()
 
 
 def test_bytes_are_little_endian(tmp_path):
@@ -52,15 +49,10 @@ def test_opened_when_first_read(tmp_path):
 
 def test_damage(tmp_path):
     tokens = write(tmp_path / "x.bin", range(100), "<u2")
-    data = bytearray(tokens.path.read_bytes())
-    data[77] ^= 1
-    tokens.path.write_bytes(data)
-    with pytest.raises(UserError, match="x.bin: damaged, its checksum differs"):
-        tokens.verify()
-    tokens.path.write_bytes(data[:-1])
+    tokens.path.write_bytes(tokens.path.read_bytes()[:-1])
     assert not tokens.is_whole()
     with pytest.raises(UserError, match="x.bin: damaged, 199 bytes instead of 200"):
         tokens[0:1]
     tokens.path.unlink()
     with pytest.raises(UserError, match="x.bin: damaged, no bytes instead of 200"):
-        tokens.verify()
+        tokens[0:1]

@@ -33,8 +33,8 @@ def docs(tmp_path_factory):
 
 
 def test_python_docs(docs):
-    assert list(docs.spans) == ["train", "valid", "test"]
-    texts = {split: read(span).decode() for split, span in docs.spans.items()}
+    assert list(docs.splits) == ["train", "valid", "test"]
+    texts = {split: read(span).decode() for split, span in docs.splits.items()}
     total = sum(map(len, texts.values()))
     assert total > 1_000_000
     assert 0.85 < len(texts["train"]) / total < 0.93
@@ -53,8 +53,8 @@ def test_python_docs(docs):
 
 def test_python_docs_are_the_same_again_and_a_document_is_in_one_split(docs, tmp_path):
     python_docs.write_splits(tmp_path)
-    splits = [span.path.read_text() for span in docs.spans.values()]
-    assert [(tmp_path / span.path.name).read_text() for span in docs.spans.values()] == splits
+    splits = [span.path.read_text() for span in docs.splits.values()]
+    assert [(tmp_path / span.path.name).read_text() for span in docs.splits.values()] == splits
     documents = list(python_docs.documents())
     for document in documents:
         if len(document) > 200:
@@ -76,7 +76,7 @@ def test_python_docs_are_the_same_again_and_a_document_is_in_one_split(docs, tmp
 def test_folder(tmp_path, names):
     folder = fill(tmp_path / "corpus", *names, "README.md")
     corpus = open_corpus(DataConfig(source=str(folder), cache_dir=str(tmp_path)))
-    assert [read(span).decode() for span in corpus.spans.values()] == [f"text of {name}\n" for name in names]
+    assert [read(span).decode() for span in corpus.splits.values()] == [f"text of {name}\n" for name in names]
     assert corpus.name == "corpus"
 
 
@@ -84,7 +84,7 @@ def test_published_folder_filled_by_hand_needs_no_network(tmp_path):
     names = ("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens")
     fill(tmp_path / "wikitext2", *names)
     corpus = open_corpus(DataConfig(source="wikitext2", cache_dir=str(tmp_path)))
-    assert [span.path for span in corpus.spans.values()] == [tmp_path / "wikitext2" / name for name in names]
+    assert [span.path for span in corpus.splits.values()] == [tmp_path / "wikitext2" / name for name in names]
 
 
 def test_published_folder_filled_in_part(tmp_path):
@@ -108,10 +108,10 @@ def test_one_file_is_cut_at_line_ends(tmp_path_factory, lines, split):
     except UserError as error:
         assert re.search(r"leaves the (train|valid|test) split empty", str(error))
         return
-    assert list(corpus.spans) == ["train", "valid", "test"][: len(split)]
+    assert list(corpus.splits) == ["train", "valid", "test"][: len(split)]
     position, share = 0, 0.0
     longest = max(len(line.encode()) + 1 for line in lines)
-    for span, fraction in zip(corpus.spans.values(), split, strict=True):
+    for span, fraction in zip(corpus.splits.values(), split, strict=True):
         share += fraction
         assert span.start == position
         assert 0 <= span.end - share * len(data) + 1 <= longest + 1

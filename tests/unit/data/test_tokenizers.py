@@ -93,7 +93,7 @@ def test_vocabulary_of_one():
 def test_bpe_is_lossless_and_hugging_faces_own(bpe, text):
     ids = bpe.encode(text)
     assert bpe.decode(ids) == text
-    reference = HuggingFaceTokenizer.from_str(bpe.to_json())
+    reference = HuggingFaceTokenizer.from_str(bpe.json_text)
     assert ids.tolist() == reference.encode(text).ids
 
 
@@ -114,7 +114,7 @@ def test_bpe_training_is_the_same_in_every_process(bpe):
         "import json, sys\nfrom pathlib import Path\n"
         "from hvd_transformer.data.tokenizers import BPETokenizer\n"
         "text = Path(json.__file__).read_text()\n"
-        "sys.stdout.write(BPETokenizer.train([text], 600, 1).to_json())"
+        "sys.stdout.write(BPETokenizer.train([text], 600, 1).json_text)"
     )
     for threads in ("1", "3"):
         run = subprocess.run(
@@ -124,7 +124,7 @@ def test_bpe_training_is_the_same_in_every_process(bpe):
             text=True,
             check=True,
         )
-        assert run.stdout == bpe.to_json()
+        assert run.stdout == bpe.json_text
 
 
 @pytest.mark.parametrize("kind", ["basic_english", "char", "bpe"])
@@ -138,7 +138,7 @@ def test_saved_and_loaded(tmp_path, bpe, kind):
     for again in (load_tokenizer(tmp_path), pickle.loads(pickle.dumps(tokenizer))):
         assert again.kind == kind
         assert again.vocab_size == tokenizer.vocab_size
-        assert again.to_json() == tokenizer.to_json()
+        assert again.json_text == tokenizer.json_text
         assert again.encode(SAMPLE).tolist() == tokenizer.encode(SAMPLE).tolist()
 
 
