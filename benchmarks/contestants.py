@@ -62,8 +62,7 @@ class LossModule(nn.Module):
         self.model = model
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        loss, count = self.model.loss(inputs, targets)
-        return loss / count
+        return self.model.head.loss(self.model.hidden(inputs), targets) / targets.numel()
 
 
 def ddp(socket: str, settings: Sequence[str], *, zero: bool = False) -> None:

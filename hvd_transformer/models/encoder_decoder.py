@@ -84,7 +84,7 @@ def encoder_decoder_layers(model: EncoderDecoder) -> list[Layer]:
         return memory, allowed, model.target_embedding(target)
 
     def loss(memory: Tensor, allowed: Tensor, hidden: Tensor, places: Tensor, goals: Tensor) -> Tensor:
-        return model.head.loss_at(hidden, places, goals)
+        return model.head.loss(hidden, goals, places)
 
     norms = [] if isinstance(model.encoder_norm, nn.Identity) else [model.encoder_norm]
     return [

@@ -10,7 +10,7 @@ from hvd_transformer.nn.parallel_layers import tensor_splits
 
 
 class LanguageModel(nn.Module):
-    """Predicts each next token. `layers` is the whole model, in order: embedding, blocks, head."""
+    """Predicts each next token."""
 
     def __init__(self, vocab_size: int, config: ModelConfig) -> None:
         super().__init__()
@@ -20,10 +20,6 @@ class LanguageModel(nn.Module):
         if config.tie_embeddings:
             self.head.weight = self.embedding.embedding.weight
         number_dropouts(self)
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        return [self.embedding, *self.blocks, self.head]
 
     def cuts(self, vocabulary: bool) -> dict[str, TensorSplit]:
         """How a tensor group splits the weights, by name; `vocabulary`: also those of embeddings and output layer."""
@@ -40,10 +36,6 @@ class LanguageModel(nn.Module):
         """Token numbers [B, T] to logits [B, T, V]."""
         logits: Tensor = self.head(self.hidden(tokens))
         return logits
-
-    def loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, int]:
-        """(sum of the cross-entropies, number of tokens) of `targets` [B, T] after `tokens` [B, T]."""
-        return self.head.loss(self.hidden(tokens), targets), targets.numel()
 
 
 def language_model_layers(model: LanguageModel) -> list[Layer]:

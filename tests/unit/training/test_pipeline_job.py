@@ -69,7 +69,7 @@ def one_after_the_other(pieces: int) -> tuple[list[float], dict[str, torch.Tenso
     losses = []
     for number, (inputs, targets) in enumerate(zip(*(tensor.split(2) for tensor in batch), strict=True)):
         with dropout_key(made.seed, 0, 0, number):  # epoch, first unit, piece
-            loss, _ = model.loss(inputs, targets)
+            loss = model.head.loss(model.hidden(inputs), targets)
         (loss / batch[1].numel()).backward()
         losses.append(loss.item())
     assert len(losses) == pieces
