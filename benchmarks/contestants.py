@@ -45,7 +45,7 @@ def trainer(socket: str, settings: Sequence[str]) -> None:
 
     def step() -> Done:
         plan = next(plans)
-        loss = job.step(plan).loss
+        loss = job.step(plan).totals.loss
         return Done(sum(map(len, plan.accumulation)) * task.length // layout.tp, loss)  # its share of them
 
     serve(socket, step)

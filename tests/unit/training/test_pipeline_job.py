@@ -95,7 +95,7 @@ def test_the_gradients_are_those_of_the_micro_batches_one_after_the_other(
         losses, gradients = one_after_the_other(pieces)
         job = trainer(one_step(pieces, *words))
         result = job.step(next(job.steps()))
-        assert result.loss == sum(losses) / result.count
+        assert result.totals.loss == sum(losses) / result.totals.targets
         found = {slot.name: slot.view(bucket.gradients) for bucket in job.engine.buffers for slot in bucket.slots}
         assert found.keys() == gradients.keys()
         assert [name for name in gradients if not torch.equal(found[name], gradients[name])] == []
