@@ -110,25 +110,19 @@ class Attention(nn.Module):
         mask = None if allowed is None else allowed[:, None, None]
         length, keys = query.size(2), key.size(2)
         causal = self.causal and length > 1
-        if self.training and self.dropout.rate:  # the fused kernels would draw from torch's generator
+        unfused = self.training and self.dropout.rate  # the fused kernels would draw from torch's generator
+        if causal and (unfused or mask is not None or length < keys):  # beyond the kernels' own causal mask
+            past = torch.ones(length, keys, dtype=torch.bool, device=query.device).tril(keys - length)
+            mask, causal = past if mask is None else past & mask, False
+        if unfused:
             scores = (query @ key.transpose(-2, -1)) * query.size(-1) ** -0.5
-            if causal:
-                mask = self._past(length, keys, mask, scores.device)
             if mask is not None:
                 scores = scores.masked_fill(~mask, -torch.inf)
             mixed = self.dropout(scores.softmax(-1)) @ value
-        elif causal and (mask is not None or length < keys):
-            mask = self._past(length, keys, mask, query.device)
-            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         else:
             mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
         output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return output
-
-    @staticmethod
-    def _past(length: int, keys: int, mask: Tensor | None, device: torch.device) -> Tensor:
-        past = torch.ones(length, keys, dtype=torch.bool, device=device).tril(keys - length)
-        return past if mask is None else past & mask
 
 
 class SelfAttention(Attention):

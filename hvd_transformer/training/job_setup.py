@@ -46,10 +46,9 @@ def prepare_data(
 
 def check_same_data(data: Data, world: World) -> None:
     """Raise `UserError` if hosts have different data. Collective."""
-    digests = world.all_gather_objects([world.host, data.digest])
-    for host, digest in digests:
-        if digest != digests[0][1]:
-            first = digests[0][0]
+    (first, expected), *others = world.all_gather_objects([world.host, data.digest])
+    for host, digest in others:
+        if digest != expected:
             raise UserError(f"data.source: host {host} has different data than host {first}; copy one to all hosts")
 
 
