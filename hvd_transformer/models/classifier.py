@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hvd_transformer.config.schema import ModelConfig
 from hvd_transformer.models.layers import Block, TokenEmbedding
-from hvd_transformer.nn.contracts import Layer, Tensors, TensorSplit
+from hvd_transformer.nn.contracts import Layer, Tensors
 from hvd_transformer.nn.dropout import Dropout, number_dropouts
 from hvd_transformer.nn.parallel_layers import Linear, tensor_splits
 
@@ -69,6 +69,8 @@ def classification_loss(
 class Classifier(nn.Module):
     """Assigns a text to one of `num_classes` classes."""
 
+    cuts = tensor_splits  # for tensor parallelism
+
     def __init__(
         self,
         vocab_size: int,
@@ -82,10 +84,6 @@ class Classifier(nn.Module):
         self.blocks = nn.ModuleList(Block(config, causal=False) for _ in range(config.num_layers))
         self.head = PooledHead(num_classes, config, smoothing, class_weights)
         number_dropouts(self)
-
-    def cuts(self, vocabulary: bool) -> dict[str, TensorSplit]:
-        """How a tensor group splits the weights, by name; `vocabulary`: also those of embeddings and output layer."""
-        return tensor_splits(self, vocabulary)
 
     def forward(self, tokens: Tensor, allowed: Tensor) -> Tensor:
         """Token numbers [B, T] to logits [B, C]; `allowed` [B, T] marks the tokens that are not padding."""

@@ -112,7 +112,7 @@ def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchd
 
 
 def _read_and_send(checkpoint: Path, world: World) -> Checkpoint:
-    """Only rank 0 reads: other hosts need not see the folder, unless `model.pretrained` is set."""
+    """Read on rank 0 alone: other hosts need not see the folder, unless `model.pretrained` is set. Collective."""
 
     def read() -> tuple[str, dict[str, Any], dict[str, tuple[str, str]]] | None:
         if world.rank:

@@ -41,7 +41,7 @@ class TrainState:
         self.best_metric = metric
 
     def advance(self, remaining: Intervals, samples: int, targets: int) -> None:
-        """One step has ended; `remaining` is what is left of its epoch."""
+        """Count one more step; `remaining` is what is left of its epoch."""
         self.step += 1
         self.samples += samples
         self.targets += targets

@@ -29,7 +29,7 @@ log = logging.getLogger("hvd_transformer")
 
 
 def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | None = None) -> dict[str, Any]:
-    """Train; returns the summary, whose `status` is "finished" or "stopped". Collective.
+    """Train, and return the summary, whose `status` is "finished" or "stopped". Collective.
 
     `watchdog` learns what this rank is doing. Raises `UserError` on every rank, before training starts, if the input is
     wrong.

@@ -74,7 +74,7 @@ class StepStats:
             self._send()
 
     def add_loss(self, loss: Tensor) -> None:
-        """Called by the last stage, in the order of the micro-batches."""
+        """Add the loss of a micro-batch; the last stage calls this in their order."""
         if self._counts:
             self._loss += loss
         self._left -= 1
