@@ -45,7 +45,7 @@ def trainer(socket: str, settings: Sequence[str]) -> None:
 
     def step() -> Done:
         plan = next(plans)
-        loss = job.step(plan).loss
+        loss = job.step(plan).totals.loss
         return Done(sum(map(len, plan.accumulation)) * task.length // layout.tp, loss)  # its share of them
 
     serve(socket, step)
@@ -62,8 +62,7 @@ class LossModule(nn.Module):
         self.model = model
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        loss, count = self.model.loss(inputs, targets)
-        return loss / count
+        return self.model.head.loss(self.model.hidden(inputs), targets) / targets.numel()
 
 
 def ddp(socket: str, settings: Sequence[str], *, zero: bool = False) -> None:

@@ -81,7 +81,7 @@ def run(job: Trainer, num_steps: int | None = None) -> list[float]:
     """Takes the next steps (None: all); the losses."""
     losses = []
     for plan in job.steps():
-        losses.append(job.step(plan).loss)
+        losses.append(job.step(plan).totals.loss)
         if len(losses) == num_steps:
             break
     return losses

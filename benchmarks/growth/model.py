@@ -121,8 +121,7 @@ def steps(trainer: Trainer) -> tuple[float, float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def torch_step(inputs: Tensor, targets: Tensor) -> None:
-        loss, count = model.loss(inputs, targets)
-        (loss / count).backward()
+        (model.head.loss(model.hidden(inputs), targets) / targets.numel()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -19,13 +19,6 @@ def sinusoidal_table(length: int, width: int, dtype: torch.dtype, device: torch.
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1).to(dtype)
 
 
-class NoPositions(nn.Module):
-    """Adds nothing: the positions enter elsewhere."""
-
-    def forward(self, hidden: Tensor, start: int = 0) -> Tensor:
-        return hidden
-
-
 class SinusoidalPositions(nn.Module):
     """Adds the fixed sinusoidal table to [B, T, D], starting at position `start`."""
 
@@ -54,30 +47,22 @@ class LearnedPositions(nn.Module):
 
 class RotaryPositions(nn.Module):
     """Rotates pairs of query and key channels by an angle proportional to the position (RoPE, Su et al. 2021, arXiv
-    2104.09864). A pair consists of the channels i and i + width / 2 of a head.
-    """
+    2104.09864). A pair consists of the channels i and i + width / 2 of a head."""
 
     def __init__(self, head_width: int) -> None:
         super().__init__()
         self.head_width = head_width
-        self.table: tuple[Tensor, Tensor] | None = None
+        self.table: Tensor | None = None  # [2, T, head_width], made at first use
 
     def forward(self, query: Tensor, key: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
         """Query and key, [B, H, T, head_width] each, for the positions from `start` on."""
-        cosine, sine = (table[start:] for table in self._tables(start + query.size(-2), query))
-        return _rotate(query, cosine, sine), _rotate(key, cosine, sine)
-
-    def _tables(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        table = self.table
-        if table is None or table[0].size(0) < length or table[0].dtype != like.dtype or table[0].device != like.device:
-            pairs = sinusoidal_table(length, self.head_width, torch.float64, like.device).unflatten(1, (-1, 2))
+        stop, table = start + query.size(-2), self.table
+        if table is None or table.size(1) < stop or table.dtype != query.dtype or table.device != query.device:
+            pairs = sinusoidal_table(stop, self.head_width, torch.float64, query.device).unflatten(1, (-1, 2))
             sine, cosine = pairs.unbind(-1)
-            table = (
-                torch.cat([cosine, cosine], dim=-1).to(like.dtype),
-                torch.cat([-sine, sine], dim=-1).to(like.dtype),
-            )
-            self.table = table
-        return table[0][:length], table[1][:length]
+            self.table = table = torch.stack([torch.cat([cosine, cosine], -1), torch.cat([-sine, sine], -1)]).to(query)
+        cosine, sine = table[:, start:stop]
+        return _rotate(query, cosine, sine), _rotate(key, cosine, sine)
 
 
 def _rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -96,14 +81,14 @@ class KVCache:
         return 0 if self.pair is None else self.pair[0].size(2)
 
     def add(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends new positions; returns the keys and values of all positions."""
+        """Append new positions; returns the keys and values of all positions."""
         if self.pair is not None:
             key, value = torch.cat([self.pair[0], key], 2), torch.cat([self.pair[1], value], 2)
         self.pair = key, value
         return self.pair
 
     def select(self, rows: Tensor) -> None:
-        """Keeps these rows [B'] of the batch, in this order; a row may be repeated."""
+        """Keep these rows [B'] of the batch, in this order; a row may be repeated."""
         if self.pair is not None:
             self.pair = self.pair[0].index_select(0, rows), self.pair[1].index_select(0, rows)
 
@@ -118,32 +103,26 @@ class Attention(nn.Module):
         self.dropout = Dropout(config.dropout, sharded=True)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None) -> Tensor:
-        """Attends with queries [B, H, T, D/H] to keys and values [B, H, S, D/H]; returns [B, T, D].
+        """Attend with queries [B, H, T, D/H] to keys and values [B, H, S, D/H]; returns [B, T, D].
 
         `allowed` [B, S] marks the keys to attend to. In causal attention the queries are the last T of the S positions.
         """
         mask = None if allowed is None else allowed[:, None, None]
         length, keys = query.size(2), key.size(2)
         causal = self.causal and length > 1
-        if self.training and self.dropout.rate:  # the fused kernels would draw from torch's generator
+        unfused = self.training and self.dropout.rate  # the fused kernels would draw from torch's generator
+        if causal and (unfused or mask is not None or length < keys):  # beyond the kernels' own causal mask
+            past = torch.ones(length, keys, dtype=torch.bool, device=query.device).tril(keys - length)
+            mask, causal = past if mask is None else past & mask, False
+        if unfused:
             scores = (query @ key.transpose(-2, -1)) * query.size(-1) ** -0.5
-            if causal:
-                mask = self._past(length, keys, mask, scores.device)
             if mask is not None:
                 scores = scores.masked_fill(~mask, -torch.inf)
             mixed = self.dropout(scores.softmax(-1)) @ value
-        elif causal and (mask is not None or length < keys):
-            mask = self._past(length, keys, mask, query.device)
-            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         else:
             mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
         output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return output
-
-    @staticmethod
-    def _past(length: int, keys: int, mask: Tensor | None, device: torch.device) -> Tensor:
-        past = torch.ones(length, keys, dtype=torch.bool, device=device).tril(keys - length)
-        return past if mask is None else past & mask
 
 
 class SelfAttention(Attention):

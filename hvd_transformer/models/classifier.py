@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hvd_transformer.config.schema import ModelConfig
 from hvd_transformer.models.layers import Block, TokenEmbedding
-from hvd_transformer.nn.contracts import Layer, Tensors, TensorSplit
+from hvd_transformer.nn.contracts import Layer, Tensors
 from hvd_transformer.nn.dropout import Dropout, number_dropouts
 from hvd_transformer.nn.parallel_layers import Linear, tensor_splits
 
@@ -40,11 +40,9 @@ class PooledHead(nn.Module):
         return logits
 
     def loss(self, hidden: Tensor, allowed: Tensor, labels: Tensor) -> Tensor:
-        """The sum of the weighted cross-entropies of `labels` [B]; in evaluation a vector, see `class_sums`."""
+        """The `classification_loss` of `labels` [B]."""
         logits = self(hidden, allowed)
-        if self.training:
-            return class_loss(logits, labels, self.smoothing, self.class_weights)
-        return class_sums(logits, labels, self.class_weights)
+        return classification_loss(logits, labels, self.smoothing, self.class_weights, training=self.training)
 
 
 def class_loss(logits: Tensor, labels: Tensor, smoothing: float, class_weights: Tensor | None = None) -> Tensor:
@@ -55,9 +53,13 @@ def class_loss(logits: Tensor, labels: Tensor, smoothing: float, class_weights: 
     return F.cross_entropy(wide, labels, weight=weights, reduction="sum", label_smoothing=smoothing)
 
 
-def class_sums(logits: Tensor, labels: Tensor, class_weights: Tensor | None) -> Tensor:
-    """For evaluation, a vector [1 + C × C]: the loss, and behind it the confusion matrix, row by row. Its rows are the
-    labels [B], its columns the most likely classes of `logits` [B, C]."""
+def classification_loss(
+    logits: Tensor, labels: Tensor, smoothing: float, class_weights: Tensor | None, *, training: bool
+) -> Tensor:
+    """`class_loss`; in evaluation a vector [1 + C × C]: the loss without smoothing, then the confusion matrix, row by
+    row. Its rows are the labels [B], its columns the most likely classes of `logits` [B, C]."""
+    if training:
+        return class_loss(logits, labels, smoothing, class_weights)
     num_classes = logits.size(-1)
     matrix = torch.bincount(labels * num_classes + logits.argmax(-1), minlength=num_classes**2)
     loss = class_loss(logits, labels, 0.0, class_weights)
@@ -66,6 +68,8 @@ def class_sums(logits: Tensor, labels: Tensor, class_weights: Tensor | None) -> 
 
 class Classifier(nn.Module):
     """Assigns a text to one of `num_classes` classes."""
+
+    cuts = tensor_splits  # for tensor parallelism
 
     def __init__(
         self,
@@ -80,10 +84,6 @@ class Classifier(nn.Module):
         self.blocks = nn.ModuleList(Block(config, causal=False) for _ in range(config.num_layers))
         self.head = PooledHead(num_classes, config, smoothing, class_weights)
         number_dropouts(self)
-
-    def cuts(self, vocabulary: bool) -> dict[str, TensorSplit]:
-        """How a tensor group splits the weights, by name; `vocabulary`: also those of embeddings and output layer."""
-        return tensor_splits(self, vocabulary)
 
     def forward(self, tokens: Tensor, allowed: Tensor) -> Tensor:
         """Token numbers [B, T] to logits [B, C]; `allowed` [B, T] marks the tokens that are not padding."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from hvd_transformer.config.schema import ModelConfig
 from hvd_transformer.models.attention import KVCache
 from hvd_transformer.models.layers import Block, DecoderBlock, DecoderCache, TokenEmbedding, VocabularyHead
-from hvd_transformer.nn.contracts import Layer, Tensors, TensorSplit
+from hvd_transformer.nn.contracts import Layer, Tensors
 from hvd_transformer.nn.dropout import number_dropouts
 from hvd_transformer.nn.parallel_layers import tensor_splits
 
@@ -18,6 +18,8 @@ class EncoderDecoder(nn.Module):
 
     With `model.share_embeddings`, source and target have one vocabulary and one embedding.
     """
+
+    cuts = tensor_splits  # for tensor parallelism
 
     def __init__(
         self, source_vocab_size: int, target_vocab_size: int, config: ModelConfig, smoothing: float = 0.0
@@ -35,10 +37,6 @@ class EncoderDecoder(nn.Module):
         if config.tie_embeddings:
             self.head.weight = self.target_embedding.embedding.weight
         number_dropouts(self)
-
-    def cuts(self, vocabulary: bool) -> dict[str, TensorSplit]:
-        """How a tensor group splits the weights, by name; `vocabulary`: also those of embeddings and output layer."""
-        return tensor_splits(self, vocabulary)
 
     def encode(self, source: Tensor, allowed: Tensor) -> Tensor:
         """Token numbers [B, S] to the decoder's memory [B, S, D]; `allowed` [B, S] marks what is not padding."""
@@ -84,7 +82,7 @@ def encoder_decoder_layers(model: EncoderDecoder) -> list[Layer]:
         return memory, allowed, model.target_embedding(target)
 
     def loss(memory: Tensor, allowed: Tensor, hidden: Tensor, places: Tensor, goals: Tensor) -> Tensor:
-        return model.head.loss_at(hidden, places, goals)
+        return model.head.loss(hidden, goals, places)
 
     norms = [] if isinstance(model.encoder_norm, nn.Identity) else [model.encoder_norm]
     return [

@@ -4,13 +4,15 @@ from torch import Tensor, nn
 
 from hvd_transformer.config.schema import ModelConfig
 from hvd_transformer.models.layers import Block, TokenEmbedding, VocabularyHead
-from hvd_transformer.nn.contracts import Layer, TensorSplit
+from hvd_transformer.nn.contracts import Layer
 from hvd_transformer.nn.dropout import number_dropouts
 from hvd_transformer.nn.parallel_layers import tensor_splits
 
 
 class LanguageModel(nn.Module):
-    """Predicts each next token. `layers` is the whole model, in order: embedding, blocks, head."""
+    """Predicts each next token."""
+
+    cuts = tensor_splits  # for tensor parallelism
 
     def __init__(self, vocab_size: int, config: ModelConfig) -> None:
         super().__init__()
@@ -20,14 +22,6 @@ class LanguageModel(nn.Module):
         if config.tie_embeddings:
             self.head.weight = self.embedding.embedding.weight
         number_dropouts(self)
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        return [self.embedding, *self.blocks, self.head]
-
-    def cuts(self, vocabulary: bool) -> dict[str, TensorSplit]:
-        """How a tensor group splits the weights, by name; `vocabulary`: also those of embeddings and output layer."""
-        return tensor_splits(self, vocabulary)
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """Token numbers [B, T] to the last block's output [B, T, D]."""
@@ -40,10 +34,6 @@ class LanguageModel(nn.Module):
         """Token numbers [B, T] to logits [B, T, V]."""
         logits: Tensor = self.head(self.hidden(tokens))
         return logits
-
-    def loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, int]:
-        """(sum of the cross-entropies, number of tokens) of `targets` [B, T] after `tokens` [B, T]."""
-        return self.head.loss(self.hidden(tokens), targets), targets.numel()
 
 
 def language_model_layers(model: LanguageModel) -> list[Layer]:

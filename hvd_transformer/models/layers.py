@@ -12,7 +12,6 @@ from hvd_transformer.models.attention import (
     CrossAttention,
     KVCache,
     LearnedPositions,
-    NoPositions,
     SelfAttention,
     SinusoidalPositions,
 )
@@ -38,18 +37,18 @@ class TokenEmbedding(nn.Module):
         # 1 / √D gives vectors of unit variance. With tied embeddings each token would then predict itself at first.
         std = 0.02 if config.tie_embeddings else 1 / self.scale
         nn.init.normal_(self.embedding.weight, std=std)
-        self.positions: nn.Module
+        self.positions: nn.Module | None = None  # rotary positions are applied in the attention
         if config.position == "sinusoidal":
             self.positions = SinusoidalPositions(config.max_length, config.d_model)
         elif config.position == "learned":
             self.positions = LearnedPositions(config.max_length, config.d_model, std * self.scale)
-        else:
-            self.positions = NoPositions()  # rotary positions are applied in the attention
         self.dropout = Dropout(config.dropout)
 
     def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
         """[B, T] to [B, T, D]. `start`: the position of the first token."""
-        hidden: Tensor = self.dropout(self.positions(self.embedding(tokens) * self.scale, start))
+        embedded = self.embedding(tokens) * self.scale
+        placed = embedded if self.positions is None else self.positions(embedded, start)
+        hidden: Tensor = self.dropout(placed)
         return hidden
 
 
@@ -154,20 +153,15 @@ class VocabularyHead(VocabParallelLayer, WeightGradLayer):
         pieces = group.gather(F.pad(own, (0, max(sizes) - own.size(-1))))
         return torch.cat([piece[..., :size] for piece, size in zip(pieces, sizes, strict=True)], -1)
 
-    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """The sum of the cross-entropies of `targets` [B, T] given `hidden` [B, T, D]."""
-        return self._loss(hidden.flatten(0, 1), targets.flatten())
-
-    def loss_at(self, hidden: Tensor, places: Tensor, targets: Tensor) -> Tensor:
-        """The same for `targets` [N] at `places` [N] of B × T: the others are padding and cost nothing."""
-        return self._loss(hidden.flatten(0, 1).index_select(0, places), targets)
-
-    def _loss(self, values: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, hidden: Tensor, targets: Tensor, places: Tensor | None = None) -> Tensor:
+        """The sum of the cross-entropies of `targets` [B, T] given `hidden` [B, T, D]; with `places` [N], of `targets`
+        [N] at these of B × T: the others are padding and cost nothing."""
+        values = hidden.flatten(0, 1)
         return fused_cross_entropy(
-            self.norm(values),
+            self.norm(values if places is None else values.index_select(0, places)),
             self.weight,
             self.bias,
-            targets,
+            targets.flatten(),
             self.loss_chunk,
             self.weight_grads,
             self.shard,

@@ -17,7 +17,7 @@ OURS = "hvd_transformer"  # our key in config.json of an exported folder
 
 
 def load_classifier(folder: Path, labels: Sequence[str], pad: int) -> tuple[nn.Module, list[str]]:
-    """Loads a classifier for these labels, in the default dtype; also returns the names of new weights, which are the
+    """Load a classifier for these labels, in the default dtype; also returns the names of new weights, which are the
     last layers if the folder has none or others. `pad` is the token that fills a batch.
 
     Raises `UserError` if the folder holds no such model.
@@ -40,7 +40,7 @@ def load_classifier(folder: Path, labels: Sequence[str], pad: int) -> tuple[nn.M
 
 
 def load_language_model(folder: Path) -> nn.Module:
-    """Loads a causal language model, in the default dtype. Raises `UserError` if the folder holds none."""
+    """Load a causal language model, in the default dtype. Raises `UserError` if the folder holds none."""
     model: nn.Module
     model, new = _load("AutoModelForCausalLM", folder)
     if new:
@@ -72,7 +72,7 @@ def _load(kind: str, folder: Path, **options: Any) -> tuple[Any, list[str]]:
 
 
 def check_fits(model: nn.Module, folder: Path, vocab_size: int, length: int) -> None:
-    """Raises `UserError` if the tokenizer has more tokens than the model, or if samples of this length exceed its
+    """Raise `UserError` if the tokenizer has more tokens than the model, or samples of this length exceed its
     positions."""
     rows = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     if vocab_size > rows:
@@ -122,10 +122,3 @@ class ClassLogits(nn.Module):
         with torch_dropout_key(tokens.device):
             logits: Tensor = self.model(input_ids=tokens, attention_mask=allowed.long()).logits
         return logits
-
-
-def next_token_logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The logits [B, T, V] of a language model for token numbers [B, T]."""
-    with torch_dropout_key(tokens.device):
-        logits: Tensor = model(input_ids=tokens, use_cache=False).logits
-    return logits

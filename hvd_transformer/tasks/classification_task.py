@@ -37,8 +37,13 @@ class ClassificationTask(ExampleTask):
 
     def __init__(self, config: Config, data: PreparedExamples, replica: Replica) -> None:
         super().__init__(config, data, replica)
-        self.labels = data.labels
-        self.positive = _positive(config, self.labels)
+        self.labels, positive = data.labels, config.data.positive_label
+        if positive is not None and positive not in self.labels:
+            labels = ", ".join(self.labels)
+            raise UserError(f"data.positive_label={positive}: no such label; the labels are {labels}")
+        # The class whose precision, recall and F1 are reported: as configured, else the second of two, else none.
+        second_of_two = 1 if len(self.labels) == 2 else None
+        self.positive = second_of_two if positive is None else self.labels.index(positive)
         self.num_sums = 1 + len(self.labels) ** 2
         self.model = self.make_model()
 
@@ -146,13 +151,3 @@ class ClassificationTask(ExampleTask):
 def open_examples(config: Config, context: PrepareContext) -> ExampleSource:
     """The labelled texts of `data.source`. Raises `UserError`."""
     return TableFiles(config.data).open(source_path(config.data, {}, context), config.seed)
-
-
-def _positive(config: Config, labels: list[str]) -> int | None:
-    """The class whose precision, recall and F1 are reported: as configured, else the second of two, else none."""
-    name = config.data.positive_label
-    if name is not None and name not in labels:
-        raise UserError(f"data.positive_label={name}: no such label; the labels are {', '.join(labels)}")
-    if name is not None:
-        return labels.index(name)
-    return 1 if len(labels) == 2 else None

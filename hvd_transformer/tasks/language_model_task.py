@@ -26,9 +26,7 @@ class LanguageModelTask(Task):
 
     def __init__(self, config: Config, data: PreparedData, replica: Replica) -> None:
         super().__init__(config, data, replica)
-        training = config.training
         self.length = config.data.sequence_length
-        self.eval_batch_size = training.eval_batch_size or training.batch_size
         self.model = self.make_model()
         self.sampler: StepSampler | ColumnSampler = StepSampler(0, 1, 1, replica)
         self.targets_per_step = 1  # no steps without a training split
@@ -104,7 +102,8 @@ class LanguageModelTask(Task):
         return split in self.data.splits
 
     def evaluation_batches(self, split: str) -> Iterator[Batch]:
-        return evaluation_batches(self.data.splits[split], self.length, self.eval_batch_size, self.replica)
+        batch_size = self.config.training.eval_batch_size or self.config.training.batch_size
+        return evaluation_batches(self.data.splits[split], self.length, batch_size, self.replica)
 
     @property
     def layers(self) -> list[Layer]:

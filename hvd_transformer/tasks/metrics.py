@@ -2,9 +2,8 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,23 +13,11 @@ from torch import Tensor
 from hvd_transformer.comm.group import Group
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """The result of evaluating a split: the sums over its samples, of which the first is the loss in nats; the number
-    of targets; and the metrics."""
+class Evaluation(NamedTuple):
+    """The metrics of a split, and the number of its targets."""
 
-    sums: list[float]
-    count: int
-    metrics: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def loss(self) -> float:
-        """The mean loss in nats."""
-        return self.sums[0] / self.count
-
-    @property
-    def perplexity(self) -> float:
-        return perplexity(self.loss)
+    metrics: dict[str, float]
+    num_targets: int
 
 
 def perplexity(loss: float) -> float:
@@ -38,18 +25,17 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 709 else math.inf
 
 
-def evaluate(results: Iterable[tuple[Tensor, int]], group: Group, num_sums: int = 1) -> Evaluation:
-    """Adds the results of all ranks. Each rank passes those of its own batches, as (sums [num_sums], number of
-    targets); all ranks get the same result. Sums are in float64.
-    """
+def evaluate(results: Iterable[tuple[Tensor, int]], group: Group, num_sums: int = 1) -> tuple[list[float], int]:
+    """Add the results of all ranks: (sums [num_sums], number of targets). Each rank passes those of its own batches,
+    and all get the same result. Sums are in float64; the first is the loss in nats."""
     total = torch.zeros(num_sums + 1, dtype=torch.float64)
     with torch.no_grad():
         for sums, count in results:
             total[:-1] += sums.to("cpu", torch.float64)
             total[-1] += count
     group.all_reduce_(total, "evaluation")
-    *sums_, count_ = total.tolist()
-    return Evaluation(sums_, int(count_))
+    *totals, num_targets = total.tolist()
+    return totals, int(num_targets)
 
 
 @cache

@@ -15,8 +15,9 @@ from hvd_transformer.data.text_corpus import open_corpus
 from hvd_transformer.errors import UserError
 from hvd_transformer.huggingface import origin
 from hvd_transformer.models import pretrained
-from hvd_transformer.models.classifier import class_loss, class_sums
+from hvd_transformer.models.classifier import class_loss, classification_loss
 from hvd_transformer.nn.contracts import Layer
+from hvd_transformer.nn.dropout import torch_dropout_key
 from hvd_transformer.tasks.classification_task import ROLE, ClassificationTask, open_examples
 from hvd_transformer.tasks.language_model_task import LanguageModelTask
 from hvd_transformer.tasks.task import ModelSketch, PrepareContext, Task
@@ -86,9 +87,7 @@ class PretrainedClassificationTask(PretrainedTask, ClassificationTask):
     def loss(self, *tensors: Tensor) -> Tensor:
         tokens, allowed, labels = tensors
         logits = self.logits(tokens, allowed)
-        if self.model.training:
-            return class_loss(logits, labels, self.smoothing, self.weights)
-        return class_sums(logits, labels, self.weights)
+        return classification_loss(logits, labels, self.smoothing, self.weights, training=self.model.training)
 
 
 class PretrainedLanguageModelTask(PretrainedTask, LanguageModelTask):
@@ -109,7 +108,9 @@ class PretrainedLanguageModelTask(PretrainedTask, LanguageModelTask):
     def loss(self, *tensors: Tensor) -> Tensor:
         tokens, targets = tensors
         smoothing = self.config.training.label_smoothing if self.model.training else 0.0
-        return class_loss(pretrained.next_token_logits(self.model, tokens).flatten(0, 1), targets.flatten(), smoothing)
+        with torch_dropout_key(tokens.device):
+            logits = self.model(input_ids=tokens, use_cache=False).logits  # [B, T, V]
+        return class_loss(logits.flatten(0, 1), targets.flatten(), smoothing)
 
 
 def _tokenizer(config: Config) -> PretrainedTokenizer:

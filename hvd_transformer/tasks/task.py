@@ -29,7 +29,7 @@ Batch = tuple[Tensor, ...]
 
 
 def split_batch(batch: Batch, most: int) -> list[Batch]:
-    """Splits the batch of an accumulation step into at most `most` micro-batches; the last one may be smaller."""
+    """Split the batch of an accumulation step into at most `most` micro-batches; the last one may be smaller."""
     size = -(-batch[0].size(0) // most)
     return list(zip(*(tensor.split(size) for tensor in batch), strict=True))
 
@@ -93,11 +93,11 @@ class Task(ABC):
     @classmethod
     @abstractmethod
     def prepare(cls, config: Config, context: PrepareContext) -> Data:
-        """Prepares the data, once on each host. Raises `UserError` if the data cannot be used."""
+        """Prepare the data, once on each host. Raises `UserError` if the data cannot be used."""
 
     @classmethod
     def prepare_evaluation(cls, config: Config, context: PrepareContext, wanted: EvaluationSpec) -> Data:
-        """Prepares one split or file for a trained model, with the model's tokenizers. If `wanted.path` is a file, the
+        """Prepare one split or file for a trained model, with the model's tokenizers. If `wanted.path` is a file, the
         split is named "data".
 
         The default prepares all of the training data. Raises `UserError` if it has changed since training.
@@ -219,19 +219,15 @@ class ExampleTask(Task):
         self.splits: Mapping[str, Samples] = data.splits
         self.sampler, self.targets_per_step = StepSampler(0, 1, 1, replica), 1  # no steps without a training split
         if "train" in self.splits:
-            self._begin_training()
-
-    def _begin_training(self) -> None:
-        config, training, replica = self.config, self.config.training, self.replica
-        lengths = self.splits["train"].lengths
-        self.batches = LengthBuckets(lengths, training.batch_size, config.data.batch_tokens, config.seed)
-        num_batches = -(-step_samples(training, replica.size) // training.batch_size)
-        self.sampler = StepSampler(self.batches.num_items, num_batches, 1, replica)
-        self.targets_per_step = max(1, round(self.num_training_targets * num_batches / self.batches.num_items))
+            lengths, batch_size = self.splits["train"].lengths, config.training.batch_size
+            self.batches = LengthBuckets(lengths, batch_size, config.data.batch_tokens, config.seed)
+            num_batches = -(-step_samples(config.training, replica.size) // batch_size)
+            self.sampler = StepSampler(self.batches.num_items, num_batches, 1, replica)
+            self.targets_per_step = max(1, round(self.num_training_targets * num_batches / self.batches.num_items))
 
     @abstractmethod
     def collate(self, split: str, numbers: NDArray[np.int64]) -> Batch:
-        """Makes one batch of these samples of a split."""
+        """Make one batch of these samples of a split."""
 
     @property
     def num_training_targets(self) -> int:

@@ -53,10 +53,9 @@ class TranslationTask(ExampleTask):
         return prepare_examples(data, source, ROLES, shared=shared, learned=learned, context=context)
 
     def describe(self) -> str:
-        sizes = [f"{self.data.tokenizers[role].vocab_size:,}" for role in ROLES]
-        vocabulary = (
-            f"vocabulary {sizes[0]}" if self.config.model.share_embeddings else f"vocabularies {' and '.join(sizes)}"
-        )
+        source, target = (f"{self.data.tokenizers[role].vocab_size:,}" for role in ROLES)
+        shared = self.config.model.share_embeddings
+        vocabulary = f"vocabulary {source}" if shared else f"vocabularies {source} and {target}"
         return f"{len(self.data.splits['train']):,} training pairs, {vocabulary}"
 
     @classmethod
@@ -119,14 +118,11 @@ class TranslationTask(ExampleTask):
 
     def more_metrics(self, split: str, group: Group) -> dict[str, float]:
         """BLEU of the translations of the split; each replica translates its part."""
-        settings, examples = self.config.translation, self.data.splits[split]
+        settings, examples, longest = self.config.translation, self.data.splits[split], self.config.model.max_length
         own: list[tuple[int, str]] = []
         for numbers in self.evaluation_numbers(split):
             sources = [examples.texts["source"][number] for number in numbers]
-            found = translate(
-                self.model, sources, self.config.model.max_length,
-                beam=settings.beam, length_penalty=settings.length_penalty,
-            )  # fmt: skip
+            found = translate(self.model, sources, longest, beam=settings.beam, length_penalty=settings.length_penalty)
             texts = [self.data.tokenizers["target"].decode_line(best[0].tokens) for best in found]
             own += zip(numbers.tolist(), texts, strict=True)
         every = dict(pair for pairs in group.all_gather_objects(own) for pair in pairs)

@@ -89,14 +89,9 @@ def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchd
     watchdog.use(None, world.hosts)
     mesh = agree(world, lambda: ParallelMesh.of(config, world))
     agree(world, lambda: check_partition(config))
-
-    def should_stop() -> bool:
-        heartbeat.tick()  # also on a rank that waits while another one prepares
-        return bool(stop)
-
     path = request.data and request.data.resolve()
     wanted = EvaluationSpec(request.split, path, saved.tokenizers, saved.state)
-    data = agree(world, lambda: prepare_data(config, progress, should_stop, wanted))
+    data = agree(world, lambda: prepare_data(config, progress, stop, heartbeat, wanted))
     stop.end_at_once()
     agree(world, lambda: check_same_data(data, world))
     task = agree(world, lambda: make_task(config, data, mesh))
@@ -113,11 +108,11 @@ def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchd
     trainer.engine.close()
     left_out = getattr(data, "left_out", {}).get(split, {})
     source = config.data.source
-    return Result(saved.folder, split, source, found.metrics, found.count, task.unit, left_out, task.notes)
+    return Result(saved.folder, split, source, found.metrics, found.num_targets, task.unit, left_out, task.notes)
 
 
 def _read_and_send(checkpoint: Path, world: World) -> Checkpoint:
-    """Only rank 0 reads: other hosts need not see the folder, unless `model.pretrained` is set."""
+    """Read on rank 0 alone: other hosts need not see the folder, unless `model.pretrained` is set. Collective."""
 
     def read() -> tuple[str, dict[str, Any], dict[str, tuple[str, str]]] | None:
         if world.rank:

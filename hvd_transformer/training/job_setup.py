@@ -6,14 +6,15 @@ from hvd_transformer.comm.process_map import process_map
 from hvd_transformer.comm.world import World
 from hvd_transformer.config import Config
 from hvd_transformer.config.schema import flatten
-from hvd_transformer.data.build_once import ShouldStop
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.errors import UserError
+from hvd_transformer.monitoring.heartbeat import Heartbeat
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.parallel.precision import weight_dtype
 from hvd_transformer.reporting.progress import Silent
 from hvd_transformer.tasks.registry import task_class
 from hvd_transformer.tasks.task import Data, EvaluationSpec, PrepareContext, Task
+from hvd_transformer.training.process import StopRequest
 
 
 def check_same_configuration(config: Config, world: World) -> None:
@@ -28,9 +29,14 @@ def check_same_configuration(config: Config, world: World) -> None:
 
 
 def prepare_data(
-    config: Config, progress: Silent, should_stop: ShouldStop, wanted: EvaluationSpec | None = None
+    config: Config, progress: Silent, stop: StopRequest, heartbeat: Heartbeat, wanted: EvaluationSpec | None = None
 ) -> Data:
-    """The data of a training, or only what is `wanted` for an evaluation."""
+    """The data of a training, or only what is `wanted` for an evaluation. Raises `UserError`, `Stopped` on request."""
+
+    def should_stop() -> bool:
+        heartbeat.tick()  # also on a rank that waits while another one prepares
+        return bool(stop)
+
     with process_map(config.data.workers) as mapper:
         preparing = PrepareContext(mapper, progress.message, should_stop)
         if wanted is None:
@@ -40,10 +46,9 @@ def prepare_data(
 
 def check_same_data(data: Data, world: World) -> None:
     """Raise `UserError` if hosts have different data. Collective."""
-    digests = world.all_gather_objects([world.host, data.digest])
-    for host, digest in digests:
-        if digest != digests[0][1]:
-            first = digests[0][0]
+    (first, expected), *others = world.all_gather_objects([world.host, data.digest])
+    for host, digest in others:
+        if digest != expected:
             raise UserError(f"data.source: host {host} has different data than host {first}; copy one to all hosts")
 
 

@@ -22,7 +22,7 @@ class StopRequest:
         self.signal = signal.Signals(number).name
 
     def end_at_once(self) -> None:
-        """From now on a signal ends this process at once: there is nothing to save."""
+        """Let a signal end this process at once from now on: there is nothing to save."""
         for number in self._previous:
             signal.signal(number, signal.SIG_DFL)
 

@@ -41,10 +41,20 @@ class RunDirectory:
         self._check_folder()
         self._lock()
         try:
-            return self._take(config, warn)
+            if config.checkpoint.resume == "never" and self.store.steps():
+                raise UserError(
+                    f"checkpoint.resume=never: {self.path} has checkpoints, which a new run would overwrite; "
+                    "choose another output_dir, or checkpoint.resume=auto to resume"
+                )
+            checkpoint = self.store.newest_whole(warn)
+            if checkpoint is None and config.checkpoint.resume not in ("auto", "never"):
+                checkpoint = resolve(Path(config.checkpoint.resume).expanduser())
+            if checkpoint is not None:
+                check_agreement(config, checkpoint)
         except UserError:
             self.abandon()
             raise
+        return checkpoint
 
     def begin(self, config: Config, rank: int) -> None:
         """Write what a run starts with. Every rank calls it: on another host the folder may be that host's own."""
@@ -64,19 +74,6 @@ class RunDirectory:
             with suppress(OSError):  # not empty any more
                 folder.rmdir()
         self.release()
-
-    def _take(self, config: Config, warn: Callable[[str], None]) -> Path | None:
-        if config.checkpoint.resume == "never" and self.store.steps():
-            raise UserError(
-                f"checkpoint.resume=never: {self.path} has checkpoints, which a new run would overwrite; "
-                "choose another output_dir, or checkpoint.resume=auto to resume"
-            )
-        checkpoint = self.store.newest_whole(warn)
-        if checkpoint is None and config.checkpoint.resume not in ("auto", "never"):
-            checkpoint = resolve(Path(config.checkpoint.resume).expanduser())
-        if checkpoint is not None:
-            check_agreement(config, checkpoint)
-        return checkpoint
 
     def _check_folder(self) -> None:
         try:

@@ -10,8 +10,6 @@ from typing import Any
 from hvd_transformer import atomic
 from hvd_transformer.checkpoint import snapshot
 from hvd_transformer.checkpoint.writer import Saver
-from hvd_transformer.comm.world import World
-from hvd_transformer.config import Config
 from hvd_transformer.errors import UserError
 from hvd_transformer.monitoring.heartbeat import Heartbeat
 from hvd_transformer.monitoring.stall_report import Stragglers
@@ -32,24 +30,15 @@ class Session:
     """Runs a `Trainer` until the job ends or is stopped; rank 0 writes the run directory."""
 
     def __init__(
-        self,
-        config: Config,
-        world: World,
-        trainer: Trainer,
-        run: RunDirectory,
-        progress: Silent,
-        data_digest: str,
-        heartbeat: Heartbeat,
+        self, trainer: Trainer, run: RunDirectory, progress: Silent, data_digest: str, heartbeat: Heartbeat
     ) -> None:
-        self.config, self.world, self.trainer, self.run = config, world, trainer, run
+        self.config, self.world, self.trainer, self.run = trainer.config, trainer.world, trainer, run
         self.progress, self.data_digest, self.heartbeat = progress, data_digest, heartbeat
-        self.stragglers = Stragglers(world.hosts)
+        self.stragglers = Stragglers(self.world.hosts)
         heartbeat.step, heartbeat.total_steps = trainer.state.step, trainer.total_steps
         heartbeat.unit = trainer.task.unit
-        self.metrics: MetricsLog | None = None
-        self.saver = Saver(run.store, world, snapshot.saving_ranks(trainer.engine), self.warn)
-        if world.rank == 0:
-            self.metrics = MetricsLog(run.path, trainer.state.step, self.warn)
+        self.saver = Saver(run.store, self.world, snapshot.saving_ranks(trainer.engine), self.warn)
+        self.metrics = MetricsLog(run.path, trainer.state.step, self.warn) if self.world.rank == 0 else None
         self.saved_step = trainer.state.step if trainer.state.step else None
         self.saved_at = time.monotonic()
         self.valid: dict[str, float] | None = None
@@ -70,10 +59,10 @@ class Session:
                 if number == PROFILED[-1]:
                     self._write_timeline()
                 self._record(result)
-                stopped = result.stop
+                stopped = result.totals.stop
                 best = not stopped and self._evaluate_if_due()
                 every = self.config.checkpoint.every_steps
-                if best or result.save or stopped or (every and state.step % every == 0):
+                if best or result.totals.save or stopped or (every and state.step % every == 0):
                     self.save(best)
                 if stopped:
                     break
@@ -137,13 +126,13 @@ class Session:
         self.progress.message(f"warning: {text}")
 
     def _record(self, result: StepResult) -> None:
-        state = self.trainer.state
-        self.heartbeat.stepped(state.step, result.loss, result.count / result.seconds)
-        self.stragglers.add(result.work)
+        state, totals = self.trainer.state, result.totals
+        self.heartbeat.stepped(state.step, totals.loss, totals.targets / result.seconds)
+        self.stragglers.add(totals.work)
         state.seconds += result.seconds
         interval = state.interval
-        interval["loss"] += result.loss * result.count
-        interval["count"] += result.count
+        interval["loss"] += totals.loss * totals.targets
+        interval["count"] += totals.targets
         interval["seconds"] += result.seconds
         interval["steps"] += 1
         due = state.step % self.config.training.log_every == 0 or state.step == self.trainer.total_steps

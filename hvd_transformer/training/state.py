@@ -1,8 +1,7 @@
 """How far a job has come, and the result of one step."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvd_transformer.data.sampler import Intervals
 
@@ -42,7 +41,7 @@ class TrainState:
         self.best_metric = metric
 
     def advance(self, remaining: Intervals, samples: int, targets: int) -> None:
-        """One step has ended; `remaining` is what is left of its epoch."""
+        """Count one more step; `remaining` is what is left of its epoch."""
         self.step += 1
         self.samples += samples
         self.targets += targets
@@ -58,16 +57,22 @@ class TrainState:
         return position
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """The result of one step, the same on every rank."""
+class StepTotals(NamedTuple):
+    """One step of all ranks together."""
 
-    epoch: int  # counted from 0
-    loss: float
-    count: int
-    grad_norm: float
-    learning_rate: float
+    loss: float  # the mean over the targets
+    targets: int
+    samples: int
     stop: bool  # a rank was asked to stop
     save: bool  # a rank asks for a checkpoint
-    seconds: float
-    work: Sequence[float]  # seconds that each rank did not wait for others in the step before; 0 in the first
+    work: list[float]  # seconds that each rank did not wait for others in the step before; 0 in the first
+
+
+class StepResult(NamedTuple):
+    """The result of one step."""
+
+    epoch: int  # counted from 0
+    totals: StepTotals
+    grad_norm: float
+    learning_rate: float
+    seconds: float  # on this rank

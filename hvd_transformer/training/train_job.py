@@ -29,7 +29,7 @@ log = logging.getLogger("hvd_transformer")
 
 
 def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | None = None) -> dict[str, Any]:
-    """Train; returns the summary, whose `status` is "finished" or "stopped". Collective.
+    """Train, and return the summary, whose `status` is "finished" or "stopped". Collective.
 
     `watchdog` learns what this rank is doing. Raises `UserError` on every rank, before training starts, if the input is
     wrong.
@@ -62,7 +62,7 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | No
         progress.message(f"warning: {warning}")
     if checkpoint is not None:
         progress.message(f"resuming from {checkpoint} after step {state.step} of {trainer.total_steps}")
-    session = Session(config, world, trainer, directory, progress, data.digest, heartbeat)
+    session = Session(trainer, directory, progress, data.digest, heartbeat)
     status = session.train(stop)
     if status == "stopped":  # said first: a launcher may not wait for what follows
         progress.message(
@@ -88,12 +88,7 @@ def _assemble(
     heartbeat: Heartbeat,
 ) -> tuple[Data, Trainer]:
     """The data, and a trainer with initial or restored weights: everything that wrong input can make fail."""
-
-    def should_stop() -> bool:
-        heartbeat.tick()  # also on a rank that waits while another one prepares
-        return bool(stop)
-
-    data = agree(world, lambda: prepare_data(config, progress, should_stop))
+    data = agree(world, lambda: prepare_data(config, progress, stop, heartbeat))
     agree(world, lambda: check_same_data(data, world))
     saved = snapshot.read_checked(checkpoint, data.digest, world)
     state = TrainState() if saved is None else TrainState.load(saved["position"])

@@ -10,11 +10,10 @@ One step of a rank: each accumulation step is cut into micro-batches, which stre
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +34,7 @@ from hvd_transformer.planning.partition import choose_partition
 from hvd_transformer.tasks.metrics import Evaluation, evaluate
 from hvd_transformer.tasks.task import Batch, Task, split_batch
 from hvd_transformer.training.lr_schedule import learning_rate
-from hvd_transformer.training.state import StepResult, TrainState
+from hvd_transformer.training.state import StepResult, StepTotals, TrainState
 
 
 class Diverged(RuntimeError):
@@ -48,27 +47,11 @@ class Diverged(RuntimeError):
         )
 
 
-class StepTotals(NamedTuple):
-    """Sums over all ranks in one step."""
-
-    loss_sum: float
-    targets: int
-    samples: int
-    stop: bool
-    save: bool
-    work: list[float]  # of each rank, in the step before
-
-    @property
-    def loss(self) -> float:
-        """The mean over the targets."""
-        return self.loss_sum / self.targets
-
-
 class StepStats:
     """Sums of one step that are sent with the last loss, while backward runs: losses, targets, samples, wishes.
 
-    Of a tensor group, whose ranks see the same samples, one rank counts. `work` is this rank's of the step before, in
-    seconds.
+    Of a tensor group, whose ranks see the same samples, one rank counts. `counts` are this rank's targets and samples,
+    and `work` its seconds of work in the step before.
     """
 
     def __init__(
@@ -77,6 +60,7 @@ class StepStats:
         mesh: ParallelMesh,
         num_losses: int,
         counts: tuple[int, int],
+        *,
         stop: bool,
         save: bool,
         work: float,
@@ -84,14 +68,13 @@ class StepStats:
         self._world, self._device, self._counts = world, mesh.devices[-1], mesh.tp_rank == 0
         self._left = num_losses
         self._loss = torch.zeros((), dtype=torch.float64, device=self._device)
-        targets, samples = counts if self._counts else (0, 0)
-        self._numbers = [float(targets), float(samples), float(stop), float(save), *[0.0] * world.size]
+        self._numbers = [*(counts if self._counts else (0, 0)), stop, save, *[0.0] * world.size]
         self._numbers[4 + world.rank] = work
         if not num_losses:  # a rank without samples in this step
             self._send()
 
     def add_loss(self, loss: Tensor) -> None:
-        """Called by the last stage, in the order of the micro-batches."""
+        """Add the loss of a micro-batch; the last stage calls this in their order."""
         if self._counts:
             self._loss += loss
         self._left -= 1
@@ -100,8 +83,8 @@ class StepStats:
 
     def wait(self) -> StepTotals:
         self._wait()
-        loss, targets, samples, stops, saves, *work = self._sums.tolist()
-        return StepTotals(loss, int(targets), int(samples), stops > 0, saves > 0, work)
+        loss_sum, targets, samples, stops, saves, *work = self._sums.tolist()
+        return StepTotals(loss_sum / targets, int(targets), int(samples), stops > 0, saves > 0, work)
 
     def _send(self) -> None:
         numbers = torch.tensor(self._numbers, dtype=torch.float64).to(self._device, non_blocking=True)
@@ -143,16 +126,18 @@ class Trainer:
                     return
 
     def step(self, plan: StepPlan, *, stop: bool = False, save: bool = False) -> StepResult:
-        """One step: forward and backward, reduce, clip, update, advance.
+        """Take one step: forward and backward, reduce, clip, update, advance.
 
         `stop` and `save` are this rank's wishes, which the result tells of all ranks. Raises `Diverged`.
         """
         began, state, engine, task = time.perf_counter(), self.state, self.engine, self.task
         if not task.model.training:  # `train` visits all modules
             task.model.train()
-        accumulation, stats = self._fetch(plan, stop, save)
+        accumulation, counts = self._fetch(plan)
+        num_micro_batches = sum(map(len, accumulation))
+        stats = StepStats(self.world, self.mesh, num_micro_batches, counts, stop=stop, save=save, work=self._work)
 
-        engine.grad_sync.begin_step(sum(map(len, accumulation)))
+        engine.grad_sync.begin_step(num_micro_batches)
         scale = self.loss_scaler.scale / task.targets_per_step
         engine.pipeline.forward_backward(
             accumulation, scale, stats.add_loss
@@ -175,21 +160,11 @@ class Trainer:
         elif not self.loss_scaler.overflowed():
             raise Diverged(state.step + 1, totals.loss, norm)
 
-        epoch = state.epoch
-        state.advance(plan.remaining, totals.samples, totals.targets)
         seconds = time.perf_counter() - began
         self._work = seconds - waited
-        return StepResult(
-            epoch=epoch,
-            loss=totals.loss,
-            count=totals.targets,
-            grad_norm=norm,
-            learning_rate=rate,
-            stop=totals.stop,
-            save=totals.save,
-            seconds=seconds,
-            work=totals.work,
-        )
+        result = StepResult(state.epoch, totals, norm, rate, seconds)
+        state.advance(plan.remaining, totals.samples, totals.targets)
+        return result
 
     def evaluate(self, split: str) -> Evaluation:
         """The loss and metrics of a whole split, shared over the ranks. Collective."""
@@ -204,9 +179,9 @@ class Trainer:
                 found = pipeline.evaluate([self.task.micro_batch(self._pinned(batch)) for batch in group])
                 yield from zip(found, map(self.task.num_targets, group), strict=True)
 
-        found = evaluate(losses(), self.mesh.dp_group, self.task.num_sums)
-        metrics = self.task.metrics(found.sums, found.count)
-        return replace(found, metrics=metrics | self.task.more_metrics(split, self.mesh.dp_group))
+        sums, count = evaluate(losses(), self.mesh.dp_group, self.task.num_sums)
+        metrics = self.task.metrics(sums, count) | self.task.more_metrics(split, self.mesh.dp_group)
+        return Evaluation(metrics, count)
 
     def capture(self, data_digest: str, checksum: int, best: bool) -> Snapshot:
         """A checkpoint of the job as it is now, with the weights' checksum; `best`: of all so far."""
@@ -238,8 +213,8 @@ class Trainer:
             for name, text in tokenizer.files().items()
         }
 
-    def _fetch(self, plan: StepPlan, stop: bool, save: bool) -> tuple[list[list[MicroBatch]], StepStats]:
-        """This rank's samples of the step as micro-batches, one list per accumulation step, and the step's sums."""
+    def _fetch(self, plan: StepPlan) -> tuple[list[list[MicroBatch]], tuple[int, int]]:
+        """This rank's micro-batches, one list per accumulation step, and the numbers of their targets and samples."""
         accumulation: list[list[MicroBatch]] = []
         targets = samples = 0
         with self.engine.timeline.span("data", "batches"):
@@ -256,8 +231,7 @@ class Trainer:
                         for number, piece in enumerate(batches)
                     ]
                 )
-        num_losses = sum(map(len, accumulation))
-        return accumulation, StepStats(self.world, self.mesh, num_losses, (targets, samples), stop, save, self._work)
+        return accumulation, (targets, samples)
 
     def _count_steps(self) -> int:
         """The job's last step, as far as it is known now: another global batch size in mid-epoch changes it."""

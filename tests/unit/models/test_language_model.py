@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hvd_transformer.config import load
 from hvd_transformer.config.schema import ModelConfig
-from hvd_transformer.models.language_model import LanguageModel
+from hvd_transformer.models.language_model import LanguageModel, language_model_layers
 
 VOCABULARY = 13
 
@@ -44,10 +44,9 @@ def test_copied_weights_give_the_logits_and_gradients_of_torch_nn(
     expected = plain(tokens[:, :-1])
     torch.testing.assert_close(ours(tokens[:, :-1]), expected, rtol=1e-10, atol=1e-10)
 
-    loss, count = ours.loss(tokens[:, :-1], tokens[:, 1:])
+    loss = ours.head.loss(ours.hidden(tokens[:, :-1]), tokens[:, 1:])
     reference = F.cross_entropy(expected.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
     torch.testing.assert_close(loss, reference, rtol=1e-10, atol=0)
-    assert count == 2 * 8
     loss.backward()
     reference.backward()
     for name, parameter in plain.by_our_names().items():
@@ -87,13 +86,13 @@ def test_the_order_of_earlier_tokens_matters(position: str) -> None:
 @pytest.mark.parametrize("norm", ["pre", "post"])
 def test_the_layers_in_order_are_the_whole_model(norm: str) -> None:
     ours = model(norm=norm)
-    hidden = some_tokens()
-    for layer in ours.layers:
-        hidden = layer(hidden)
-    torch.testing.assert_close(hidden, ours(some_tokens()), rtol=0, atol=0)
-    in_layers = {id(weight) for layer in ours.layers for weight in layer.parameters()}
+    hidden, layers = some_tokens(), language_model_layers(ours)
+    for layer in layers[:-1]:
+        hidden = layer.run(hidden)
+    torch.testing.assert_close(layers[-1].module(hidden), ours(some_tokens()), rtol=0, atol=0)
+    in_layers = {id(weight) for layer in layers for weight in layer.module.parameters()}
     assert in_layers == {id(weight) for weight in ours.parameters()}
-    assert len(ours.layers) == 5
+    assert len(layers) == 5
 
 
 def test_tied_embeddings_are_one_parameter_and_untied_are_two() -> None:
@@ -117,7 +116,7 @@ def test_a_tied_matrix_gets_the_gradients_of_both_its_uses() -> None:
     free.load_state_dict({name: weight.detach().clone() for name, weight in weights.items()})
     tokens = some_tokens()
     for one in (tied, free):
-        one.loss(tokens[:, :-1], tokens[:, 1:])[0].backward()
+        one.head.loss(one.hidden(tokens[:, :-1]), tokens[:, 1:]).backward()
     both = free.embedding.embedding.weight.grad + free.head.weight.grad
     torch.testing.assert_close(tied.head.weight.grad, both, rtol=1e-10, atol=1e-12)
 
@@ -147,9 +146,8 @@ def test_an_untrained_model_of_every_preset_is_nearly_uniform(name: str, bound: 
     made = LanguageModel(vocabulary, config).eval()
     tokens = torch.randint(vocabulary, (4, 33), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
-        loss, count = made.loss(tokens[:, :-1], tokens[:, 1:])
-    assert count == 4 * 32
-    assert abs(loss.item() / count - math.log(vocabulary)) < bound
+        loss = made.head.loss(made.hidden(tokens[:, :-1]), tokens[:, 1:])
+    assert abs(loss.item() / (4 * 32) - math.log(vocabulary)) < bound
 
 
 def test_a_seed_gives_the_same_weights_and_another_seed_others() -> None:

@@ -83,13 +83,13 @@ def test_a_real_step_passes_through_its_phases_and_reports_work() -> None:
     job = trainer(settings())
     plans = job.steps()
     first, second = job.step(next(plans)), job.step(next(plans))
-    assert first.work == [0.0] and 0 < second.work[0] <= first.seconds
+    assert first.totals.work == [0.0] and 0 < second.totals.work[0] <= first.seconds
     assert job.engine.timeline.now == {} and job.engine.timeline.ended == 2 * 4  # data, forward, backward, update
 
 
 def test_a_session_tells_how_far_the_job_is_and_what_its_task_counts(tmp_path) -> None:
     job, heartbeat = trainer(settings(f"output_dir={tmp_path}")), Heartbeat()
     job.task.unit = "samples"
-    session = Session(job.config, job.world, job, RunDirectory(job.config), Silent(), "digest", heartbeat)
+    session = Session(job, RunDirectory(job.config), Silent(), "digest", heartbeat)
     session.saver.close()
     assert (heartbeat.step, heartbeat.total_steps, heartbeat.unit) == (0, job.total_steps, "samples")

@@ -69,7 +69,7 @@ def one_after_the_other(pieces: int) -> tuple[list[float], dict[str, torch.Tenso
     losses = []
     for number, (inputs, targets) in enumerate(zip(*(tensor.split(2) for tensor in batch), strict=True)):
         with dropout_key(made.seed, 0, 0, number):  # epoch, first unit, piece
-            loss, _ = model.loss(inputs, targets)
+            loss = model.head.loss(model.hidden(inputs), targets)
         (loss / batch[1].numel()).backward()
         losses.append(loss.item())
     assert len(losses) == pieces
@@ -95,7 +95,7 @@ def test_the_gradients_are_those_of_the_micro_batches_one_after_the_other(
         losses, gradients = one_after_the_other(pieces)
         job = trainer(one_step(pieces, *words))
         result = job.step(next(job.steps()))
-        assert result.loss == sum(losses) / result.count
+        assert result.totals.loss == sum(losses) / result.totals.targets
         found = {slot.name: slot.view(bucket.gradients) for bucket in job.engine.buffers for slot in bucket.slots}
         assert found.keys() == gradients.keys()
         assert [name for name in gradients if not torch.equal(found[name], gradients[name])] == []

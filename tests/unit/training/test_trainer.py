@@ -113,7 +113,7 @@ def test_training_equals_a_plain_script(case: str) -> None:
     losses, norms = plain_training(config, plain, steps)
     results = [job.step(plan) for plan in job.steps()]
     assert len(results) == 25 and results[-1].epoch > 0
-    assert [result.loss for result in results] == pytest.approx(losses, rel=1e-9)
+    assert [result.totals.loss for result in results] == pytest.approx(losses, rel=1e-9)
     assert [result.grad_norm for result in results] == pytest.approx(norms, rel=1e-8)
     for name, weight in plain.by_our_names().items():
         own = job.task.model.get_parameter(name)
@@ -130,9 +130,9 @@ def test_a_rank_of_two_that_do_the_same_trains_as_if_alone_with_its_samples(batc
     alone = trainer(config)
     alone.task.sampler = job.task.sampler  # the same samples as rank 0 of two
     both, one = ([trained.step(plan) for plan in trained.steps()] for trained in (job, alone))
-    assert [result.loss for result in both] == pytest.approx([result.loss for result in one], rel=1e-12)
+    assert [result.totals.loss for result in both] == pytest.approx([result.totals.loss for result in one], rel=1e-12)
     assert [result.grad_norm for result in both] == pytest.approx([result.grad_norm for result in one], rel=1e-10)
-    assert [result.count for result in both] == [2 * result.count for result in one]
+    assert [result.totals.targets for result in both] == [2 * result.totals.targets for result in one]
     assert job.state.samples == 2 * alone.state.samples
     for name, weight in weights(alone).items():
         torch.testing.assert_close(weights(job)[name], weight, rtol=1e-10, atol=1e-12)
@@ -202,8 +202,8 @@ def test_evaluation_is_the_mean_of_every_token_without_dropout() -> None:
         piece = text[start : start + 6]
         total += F.cross_entropy(plain(piece[None, :-1])[0], piece[1:], reduction="sum").item()
     result = job.evaluate("valid")
-    assert result.count == len(text) - 1
-    assert result.loss == pytest.approx(total / (len(text) - 1), rel=1e-10)
+    assert result.num_targets == len(text) - 1
+    assert result.metrics["loss"] == pytest.approx(total / (len(text) - 1), rel=1e-10)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp64"])
@@ -237,7 +237,7 @@ def test_an_overflow_leaves_the_step_out_and_halves_the_scale() -> None:
     job.loss_scaler.scale = 2.0**60
     before = weights(job)
     result = job.step(next(plans))
-    assert not math.isfinite(result.grad_norm) and math.isfinite(result.loss)
+    assert not math.isfinite(result.grad_norm) and math.isfinite(result.totals.loss)
     assert job.loss_scaler.scale == 2.0**59
     assert (job.state.step, job.state.updates) == (1, 0)
     assert all(torch.equal(weight, before[name]) for name, weight in weights(job).items())
@@ -293,7 +293,7 @@ def test_wishes_of_a_rank_reach_the_result() -> None:
     plans = job.steps()
     for stop, save in [(False, False), (True, False), (False, True)]:
         result = job.step(next(plans), stop=stop, save=save)
-        assert (result.stop, result.save) == (stop, save)
+        assert (result.totals.stop, result.totals.save) == (stop, save)
 
 
 def test_dropout_depends_on_the_place_in_the_job_alone() -> None:
@@ -304,7 +304,7 @@ def test_dropout_depends_on_the_place_in_the_job_alone() -> None:
     second_losses = []
     for plan in second.steps():
         torch.manual_seed(len(second_losses))  # whatever else draws random numbers meanwhile
-        second_losses.append(second.step(plan).loss)
+        second_losses.append(second.step(plan).totals.loss)
     assert losses == second_losses
     assert all(torch.equal(weight, weights(second)[name]) for name, weight in weights(first).items())
     assert losses != run(trainer(settings("model.dropout=0.0", "training.max_steps=6")))
