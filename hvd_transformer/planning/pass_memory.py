@@ -135,8 +135,7 @@ def stage_activations(
     recomputed = whole if recompute == "never" else passes[PassMode(recompute=True, defer=split)]
     held = peak = 0
     for kind, micro_batch in operations:
-        kept_whole = recompute == "never" or (recompute == "except_last" and micro_batch == last)
-        run = whole if kept_whole else recomputed
+        run = whole if recompute == "except_last" and micro_batch == last else recomputed
         if kind == "forward":
             peak = max(peak, held + run.forward)
             held += run.kept
