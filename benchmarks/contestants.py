@@ -49,8 +49,8 @@ def trainer(socket: str, settings: Sequence[str]) -> None:
         return Done(sum(map(len, plan.accumulation)) * task.length // layout.tp, loss)  # its share of them
 
     serve(socket, step)
-    job.check_replicas("after the benchmark")
-    job.close()
+    job.engine.check_replicas("after the benchmark")
+    job.engine.close()
     world.close()
 
 

@@ -65,7 +65,10 @@ fi
 
 # Built aside and renamed at the end, so that a broken build, or two at once, leave no half wheel.
 work=$(mktemp -d "$cache/build.XXXXXX")
-trap 'rm -rf "$work"' EXIT
+build=$work
+trap 'rm -rf "$work" "$build"' EXIT
+# CMake takes what mpicxx says apart at spaces.
+case $work in *[[:space:]]*) build=$(mktemp -d /tmp/build_horovod.XXXXXX) ;; esac
 log=$cache/$key.log
 : >"$log"
 
@@ -83,19 +86,19 @@ started=$SECONDS
 
 # 'pip download' would run the old setup.py for metadata, without the tools it needs: no build isolation.
 run "$python" -m pip download --quiet --no-deps --no-build-isolation --no-binary :all: \
-    --dest "$work/sdist" "horovod==$horovod_version"
-mkdir "$work/source"
-run tar -xzf "$work/sdist/horovod-$horovod_version.tar.gz" --strip-components 1 -C "$work/source"
+    --dest "$build/sdist" "horovod==$horovod_version"
+mkdir "$build/source"
+run tar -xzf "$build/sdist/horovod-$horovod_version.tar.gz" --strip-components 1 -C "$build/source"
 run sed -i 's/set(CMAKE_CXX_STANDARD 14)/set(CMAKE_CXX_STANDARD 17)/' \
-    "$work/source/CMakeLists.txt" "$work/source/horovod/torch/CMakeLists.txt"
+    "$build/source/CMakeLists.txt" "$build/source/horovod/torch/CMakeLists.txt"
 for patch in "$patches"/*.patch; do
-    run "$python" -m patch_ng --strip 0 --directory "$work/source" "$patch"
+    run "$python" -m patch_ng --strip 0 --directory "$build/source" "$patch"
 done
 
-# CMake takes what mpicxx says apart at spaces: where the environment's path has some, another one of links is used. Its
-# compilers are not the package's own, which would follow the links.
+# Where the environment's path has spaces, too, another one of links is used. Its compilers are not the package's own,
+# which would follow the links.
 case $python_bin in *[[:space:]]*)
-    environment=$work/environment
+    environment=$build/environment
     mkdir -p "$environment/bin"
     ln -s "$python_bin"/* "$environment/bin"
     ln -s "$python_bin"/../{include,lib,pyvenv.cfg,share} "$environment"
@@ -116,16 +119,16 @@ esac
     export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1
     export HOROVOD_WITH_GLOO=1 HOROVOD_WITH_MPI=1 HOROVOD_LOCAL_VERSION=wakeup
     run "$python" -m pip wheel --no-deps --no-build-isolation --no-cache-dir \
-        --wheel-dir "$work/built" "$work/source"
+        --wheel-dir "$build/built" "$build/source"
 )
 
 # site-packages/horovod/torch is four folders below the environment's lib/, where the pip MPI lives.
-run "$python" -m wheel unpack --dest "$work/unpacked" "$work"/built/horovod-*.whl
-for library in "$work"/unpacked/horovod-*/horovod/torch/mpi_lib_v2*.so; do
+run "$python" -m wheel unpack --dest "$build/unpacked" "$build"/built/horovod-*.whl
+for library in "$build"/unpacked/horovod-*/horovod/torch/mpi_lib_v2*.so; do
     run patchelf --set-rpath "\$ORIGIN/../../../.." "$library"
 done
 mkdir "$work/wheel"
-run "$python" -m wheel pack --dest-dir "$work/wheel" "$work"/unpacked/horovod-*
+run "$python" -m wheel pack --dest-dir "$work/wheel" "$build"/unpacked/horovod-*
 mv -T "$work/wheel" "$wheel_dir" 2>>"$log" || [ -n "$(find_wheel)" ] || die "cannot write $wheel_dir; see $log"
 
 say "built in $((SECONDS - started)) seconds: $(find_wheel)"

@@ -5,11 +5,14 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from hvd_transformer.checkpoint.store import Snapshot
-from hvd_transformer.checkpoint.tensor_file import TensorShard
+from hvd_transformer.checkpoint.tensor_file import StridedBlocks, TensorShard
 
 
 def whole(tensors: Mapping[str, Tensor]) -> dict[str, TensorShard]:
-    return {name: TensorShard.whole(tensor) for name, tensor in tensors.items()}
+    return {
+        name: TensorShard(tuple(tensor.shape), StridedBlocks(tensor.numel(), tensor.numel(), 0), 0, tensor.flatten())
+        for name, tensor in tensors.items()
+    }
 
 
 def tensors_of(taken: Snapshot) -> dict[str, dict[str, Tensor]]:

@@ -14,15 +14,17 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.growth.fit import Point
 from benchmarks.growth.stopwatch import Stopwatch, seconds
 from hvd_transformer.checkpoint import snapshot
 from hvd_transformer.comm.world import World
 from hvd_transformer.config import Config, load
+from hvd_transformer.models.language_model import LanguageModel
 from hvd_transformer.planning.memory_plan import make_plan
 from hvd_transformer.planning.plan_text import plan_text
+from hvd_transformer.tasks.language_model_task import LanguageModelTask
 from hvd_transformer.training import train_job
 from hvd_transformer.training.process import StopRequest
 from hvd_transformer.training.session import Session
@@ -74,7 +76,7 @@ def measure(n: float | None, settings: Sequence[str], num_words: int = WORDS) ->
 
         def of_job(session: Session) -> None:
             nonlocal n
-            n = n or session.trainer.num_parameters
+            n = n or session.trainer.engine.num_parameters
             ours, plain = steps(session.trainer)
             found["step beside its arithmetic"] = [ours - plain]
             scales["step beside its arithmetic"] = ours
@@ -117,7 +119,9 @@ def first_step(config: Config, then: Callable[[Session], None] = lambda _: None)
 
 def steps(trainer: Trainer) -> tuple[float, float]:
     """Least seconds of a step, and of torch alone: forward, backward, clipping and update of the same model."""
-    model: nn.Module = trainer.task.make_model()
+    task = trainer.task
+    assert isinstance(task, LanguageModelTask)
+    model = LanguageModel(task.data.tokenizer.vocab_size, trainer.config.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def torch_step(inputs: Tensor, targets: Tensor) -> None:

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_transformer.checkpoint import snapshot
-from hvd_transformer.checkpoint.store import STATE, read_state, resolve
+from hvd_transformer.checkpoint.store import STATE, read_current_state, resolve
 from hvd_transformer.data.load_tokenizer import load_tokenizer
 from hvd_transformer.data.tokenizers import Tokenizer
 from hvd_transformer.errors import UserError
@@ -35,9 +34,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
             "directory that it was exported from"
         )
     folder = resolve(path)
-    state = read_state(folder)
-    if state.get("format") != snapshot.FORMAT:
-        raise UserError(f"{folder}: format {state.get('format')}, but this version reads format {snapshot.FORMAT}")
+    state = read_current_state(folder)
     prefixes = {
         file.name.removesuffix(name)
         for name in ("tokenizer.json", "vocabulary.json")

@@ -4,6 +4,7 @@ Files hold whole tensors by parameter name, of which each rank writes its shards
 parameters and optimizer state are split into buffers, stages, tensor groups and ZeRO shards.
 """
 
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -16,14 +17,13 @@ import torch
 from torch import Tensor
 
 from hvd_transformer.checkpoint import tensor_file
-from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, Snapshot, read_state
+from hvd_transformer.checkpoint.store import FORMAT, MODEL, OPTIMIZER, Snapshot, read_current_state
 from hvd_transformer.checkpoint.tensor_file import StridedBlocks, TensorShard
 from hvd_transformer.comm.world import World, agree
 from hvd_transformer.errors import UserError
 from hvd_transformer.gradients.optimizer import state_keys
 from hvd_transformer.parallel.engine import Engine
 
-FORMAT = 2
 # Bytes that rank 0 reads and broadcasts at a time, unless a single row is larger.
 CHUNK_BYTES = 32 << 20
 
@@ -66,24 +66,15 @@ def capture(engine: Engine, step: int, state: Mapping[str, Any], texts: Mapping[
     )
 
 
-class _LazyShards(Mapping[str, TensorShard]):
+class _LazyShards(UserDict[str, TensorShard]):
     """Shards that are made on first access: in the thread that writes them."""
 
     def __init__(self, make: Callable[[], dict[str, TensorShard]]) -> None:
         self._make = make
 
     @cached_property
-    def _made(self) -> dict[str, TensorShard]:
+    def data(self) -> dict[str, TensorShard]:  # type: ignore[override]
         return self._make()
-
-    def __getitem__(self, name: str) -> TensorShard:
-        return self._made[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._made)
-
-    def __len__(self) -> int:
-        return len(self._made)
 
 
 def read_checked(folder: Path | None, data_digest: str, world: World) -> dict[str, Any] | None:
@@ -95,9 +86,7 @@ def read_checked(folder: Path | None, data_digest: str, world: World) -> dict[st
     def read() -> dict[str, Any] | None:
         if folder is None:
             return None
-        state = read_state(folder)
-        if state.get("format") != FORMAT:
-            raise UserError(f"{folder}: format {state.get('format')}, but this version reads format {FORMAT}")
+        state = read_current_state(folder)
         if state["data_digest"] != data_digest:
             raise UserError(
                 f"{folder}: trained on other data than data.source gives now; was it changed? Use another "
@@ -115,7 +104,7 @@ def restore(engine: Engine, folder: Path | None, num_updates: int) -> None:
     shards = {
         f"{key}.{name}": own
         for key in state_keys(engine.config.optimizer)
-        for name, own in _own_shards(engine, [state[key] for state in engine.optimizer_state()]).items()
+        for name, own in _shards(engine, [state[key] for state in engine.optimizer_state()]).items()
     }
     _load(engine.world, folder and folder / OPTIMIZER, shards)
     engine.set_updates(num_updates)
@@ -124,19 +113,18 @@ def restore(engine: Engine, folder: Path | None, num_updates: int) -> None:
 def restore_weights(engine: Engine, folder: Path | None) -> None:
     """Load the weights from rank 0's `folder` into every rank. Collective."""
     engine.wait_params()
-    shards = _shards(engine, [(buffer.parameters, 0) for buffer in engine.buffers])
+    shards = _shards(engine, [buffer.parameters for buffer in engine.buffers], whole=True)
     _load(engine.world, folder and folder / MODEL, shards)
 
 
-def _own_shards(engine: Engine, flats: Iterable[Tensor]) -> dict[str, TensorShard]:
-    """This rank's shard of each parameter, as views of `flats`: one tensor per buffer, laid out like its own part."""
-    return _shards(engine, [(flat, buffer.own.start) for buffer, flat in zip(engine.buffers, flats, strict=True)])
+def _shards(engine: Engine, flats: Iterable[Tensor], *, whole: bool = False) -> dict[str, TensorShard]:
+    """This rank's shard of each parameter, as views of `flats`, one per buffer.
 
-
-def _shards(engine: Engine, flats: Iterable[tuple[Tensor, int]]) -> dict[str, TensorShard]:
-    """This rank's shard of each parameter, as views of `flats`: per buffer, a part of it and where that starts."""
+    They are laid out like the buffer's own part, or with `whole` like all of it.
+    """
     result = {}
-    for buffer, (flat, first) in zip(engine.buffers, flats, strict=True):
+    for buffer, flat in zip(engine.buffers, flats, strict=True):
+        first = 0 if whole else buffer.own.start
         last = first + flat.numel()
         for slot in buffer.slots:
             start, stop = max(slot.start, first), min(slot.stop, last)
@@ -149,7 +137,7 @@ def _shards(engine: Engine, flats: Iterable[tuple[Tensor, int]]) -> dict[str, Te
 
 def _saved_shards(engine: Engine, flats: Iterable[Tensor]) -> dict[str, TensorShard]:
     """The shard of each parameter that this rank saves: empty if another rank saves the same values."""
-    found = _own_shards(engine, flats)
+    found = _shards(engine, flats)
     if engine.mesh.tp_rank == 0:
         return found
     return {name: own if name in engine.splits else replace(own, values=own.values[:0]) for name, own in found.items()}

@@ -11,16 +11,19 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain, count
 from pathlib import Path
 from threading import Event
 from typing import Any
 from uuid import uuid4
 
+from hvd_transformer import atomic
 from hvd_transformer.checkpoint import manifest, tensor_file
 from hvd_transformer.checkpoint.manifest import DamagedCheckpoint
 from hvd_transformer.checkpoint.tensor_file import TensorShard
 from hvd_transformer.errors import UserError
 
+FORMAT = 2  # of checkpoints
 _STEP = re.compile(r"step-(\d{8,})")
 _REPLACED = ".replaced-"
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
@@ -98,12 +101,13 @@ class CheckpointStore:
             (staging / STATE).write_text(json.dumps(snapshot.state, indent=1), encoding="utf-8")
             manifest.write(staging)
             for path in staging.iterdir():
-                _sync(path)
-            _sync(staging)
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+            atomic.sync_folder(staging)
             if final.exists():  # the same step saved again, with the result of an evaluation
                 final.rename(self.folder / f"{_REPLACED}{final.name}")
             staging.rename(final)
-            _sync(self.folder)
+            atomic.sync_folder(self.folder)
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             self._settle_replaced()
@@ -175,7 +179,7 @@ class CheckpointStore:
         link.unlink(missing_ok=True)
         link.symlink_to(target)
         link.replace(self.folder / name)
-        _sync(self.folder)
+        atomic.sync_folder(self.folder)
 
     def _remove_old(self) -> None:
         best = self.folder / "best"
@@ -211,6 +215,14 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(f"{folder / STATE}: damaged: {error}") from None
     if not isinstance(state, dict):
         raise DamagedCheckpoint(f"{folder / STATE}: must hold a JSON object")
+    return state
+
+
+def read_current_state(folder: Path) -> dict[str, Any]:
+    """Like `read_state`. Raises `UserError` if this version does not read the checkpoint's format."""
+    state = read_state(folder)
+    if state.get("format") != FORMAT:
+        raise UserError(f"{folder}: format {state.get('format')}, but this version reads format {FORMAT}")
     return state
 
 
@@ -255,17 +267,6 @@ def _exists(path: Path) -> bool:
 
 
 def _free_name(path: Path) -> Path:
-    number = 0
-    free = path
-    while free.exists():
-        number += 1
-        free = path.with_name(f"{path.name}-{number}")
-    return free
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    """The path, or the path with the first free number."""
+    numbered = (path.with_name(f"{path.name}-{number}") for number in count(1))
+    return next(free for free in chain([path], numbered) if not free.exists())

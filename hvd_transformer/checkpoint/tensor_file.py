@@ -54,12 +54,6 @@ class TensorShard:
     start: int  # of `values` in the piece
     values: Tensor  # [n], on any device
 
-    @classmethod
-    def whole(cls, tensor: Tensor) -> "TensorShard":
-        """The shard that is the whole tensor."""
-        shape = tuple(tensor.shape)
-        return cls(shape, StridedBlocks.of(shape, None, 0, 1), 0, tensor.flatten())
-
     def runs(self, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
         """The shard's elements in [first, last) of the whole tensor: views of `values`, each with its place there."""
         blocks = self.blocks
@@ -74,8 +68,6 @@ class TensorShard:
 
 
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-# Header lengths are multiples of this many bytes.
-_ALIGNMENT = 8
 
 
 def create(file: Path, shards: Mapping[str, TensorShard]) -> None:
@@ -89,7 +81,7 @@ def create(file: Path, shards: Mapping[str, TensorShard]) -> None:
         entries[name] = {"dtype": _DTYPES[dtype], "shape": shard.shape, "data_offsets": [position, stop]}
         position = stop
     header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % _ALIGNMENT)
+    header += b" " * (-len(header) % 8)  # the tensors start at a multiple of 8 bytes
     with file.open("xb") as opened:
         opened.write(len(header).to_bytes(8, "little") + header)
         opened.truncate(opened.tell() + position)

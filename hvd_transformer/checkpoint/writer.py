@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -15,66 +15,6 @@ from hvd_transformer.checkpoint.tensor_file import StridedBlocks, TensorShard
 from hvd_transformer.comm.world import World
 
 log = logging.getLogger("hvd_transformer")
-
-
-class CheckpointWriter:
-    """Writes this rank's part of one checkpoint at a time, in a background thread.
-
-    A failed write is reported to `warn`; training continues and older checkpoints stay.
-    """
-
-    def __init__(self, store: CheckpointStore, warn: Callable[[str], None], rank: int = 0) -> None:
-        self.store, self.warn, self.rank = store, warn, rank
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._pending: tuple[Snapshot, Future[object]] | None = None
-        self._ending = Event()
-
-    def submit(self, snapshot: Snapshot, staging: Path | None = None, others: Collection[int] = ()) -> None:
-        """Start a write. Waits for the previous one first, so that at most one snapshot is in memory."""
-        self.wait()
-        if self.rank == 0:
-            future = self._thread.submit(
-                _logged, snapshot.step, self.store.save, snapshot, staging, others, self._ending
-            )
-        else:
-            assert staging is not None
-            future = self._thread.submit(_logged, snapshot.step, self.store.save_part, [snapshot], staging, self.rank)
-        self._pending = snapshot, future
-
-    def wait(self, ending: bool = False) -> None:
-        """Wait for the last write. With `ending`, other ranks may be gone, and it waits for them only briefly."""
-        if self._pending is None:
-            return
-        if ending:
-            self._ending.set()
-        (snapshot, future), self._pending = self._pending, None
-        try:
-            future.result()
-        except OSError as error:
-            self.failed(snapshot.step, error)
-
-    def failed(self, step: int, error: OSError) -> None:
-        """Report a failed write."""
-        self.warn(
-            f"the checkpoint of step {step} could not be written to {self.store.folder}: {error}; "
-            "training goes on, the checkpoints before it stay"
-        )
-
-    def close(self) -> None:
-        """Wait for the last write and end the thread."""
-        self.wait()
-        self._thread.shutdown()
-
-
-def _logged(step: int, write: Callable[..., object], *arguments: object) -> object:
-    """Call `write`, and log its wall time and CPU time."""
-    began = time.perf_counter(), time.thread_time()
-    result = write(*arguments)
-    seconds, processor = time.perf_counter() - began[0], time.thread_time() - began[1]
-    log.info("checkpoint of step %d: written in %.3f s, %.4f s of it on a core", step, seconds, processor)
-    return result
-
-
 # Bytes sent to rank 0 at a time by a rank that does not see its folder.
 SEND_BYTES = 32 << 20
 
@@ -83,59 +23,77 @@ class Saver:
     """Saves checkpoints on all `ranks` that have a part, rank 0 first: each writes its part while training continues.
 
     A rank on a host that does not see rank 0's folder sends its part to rank 0 in chunks; training waits for that.
+    A failed write is reported to `warn`; training continues and older checkpoints stay.
     """
 
     def __init__(self, store: CheckpointStore, world: World, ranks: list[int], warn: Callable[[str], None]) -> None:
-        self.store, self.world, self.ranks = store, world, ranks
-        self._writer = CheckpointWriter(store, warn, world.rank) if world.rank in ranks else None
+        self.store, self.world, self.ranks, self.warn = store, world, ranks, warn
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: tuple[int, Future[object]] | None = None  # the step that is written
+        self._ending = Event()
 
     def save(self, snapshot: Snapshot) -> None:
-        """Start writing this rank's part. Call `wait` before. Collective."""
+        """Start writing this rank's part, after the previous one: at most one snapshot is in memory. Collective."""
+        self.wait()
         if len(self.ranks) > 1:
             self._save_together(snapshot)
-        elif self._writer is not None:
-            self._writer.submit(snapshot)
+        elif self.world.rank == 0:
+            self._start(snapshot.step, self.store.save, snapshot)
 
     def wait(self, ending: bool = False) -> None:
-        """Wait for this rank's last write. With `ending`, an error ends the job and other ranks may be gone."""
-        if self._writer is not None:
-            self._writer.wait(ending)
+        """Wait for this rank's last write. With `ending`, other ranks may be gone, and it waits for them briefly."""
+        if self._pending is None:
+            return
+        if ending:
+            self._ending.set()
+        (step, future), self._pending = self._pending, None
+        try:
+            future.result()
+        except OSError as error:
+            self._failed(step, error)
 
     def close(self) -> None:
-        """Wait for the last write and end its thread."""
-        if self._writer is not None:
-            self._writer.close()
+        """Wait for the last write and end the thread."""
+        self.wait()
+        self._thread.shutdown()
+
+    def _start(self, step: int, write: Callable[..., object], *arguments: object) -> None:
+        self._pending = step, self._thread.submit(_logged, step, write, *arguments)
+
+    def _failed(self, step: int, error: OSError) -> None:
+        self.warn(
+            f"the checkpoint of step {step} could not be written to {self.store.folder}: {error}; "
+            "training goes on, the checkpoints before it stay"
+        )
 
     def _save_together(self, snapshot: Snapshot) -> None:
-        staging = self._begin(snapshot)
-        if staging is None:
-            return
-        sees = self.world.all_gather_objects(staging.is_dir())
-        for rank in self.ranks:
-            if not sees[rank]:
-                self._send(snapshot, staging, rank)
-        if self._writer is not None and sees[self.world.rank]:
-            self._writer.submit(snapshot, staging, self.ranks[1:])
-
-    def _begin(self, snapshot: Snapshot) -> Path | None:
-        """The staging folder; None if rank 0 could not create it and has reported that. Collective."""
-        made = None
-        if self._writer is not None and self.world.rank == 0:
+        rank, others, created = self.world.rank, self.ranks[1:], None
+        if rank == 0:
             try:
-                made = str(self.store.begin(snapshot, self.ranks[1:]))
+                created = str(self.store.begin(snapshot, others))
             except OSError as error:
-                self._writer.failed(snapshot.step, error)
-        made = self.world.broadcast_object(made)
-        return None if made is None else Path(made)
+                self._failed(snapshot.step, error)
+        created = self.world.broadcast_object(created)
+        if created is None:
+            return
+        staging = Path(created)
+        sees = self.world.all_gather_objects(staging.is_dir())
+        for other in others:
+            if not sees[other]:
+                self._send(snapshot, staging, other)
+        if rank == 0:
+            self._start(snapshot.step, self.store.save, snapshot, staging, others, self._ending)
+        elif rank in others and sees[rank]:
+            self._start(snapshot.step, self.store.save_part, [snapshot], staging, rank)
 
     def _send(self, snapshot: Snapshot, staging: Path, rank: int) -> None:
         """Send the part of `rank` to rank 0, which writes it. Collective."""
         parts = self._parts(snapshot, rank)
-        if self._writer is not None and self.world.rank == 0:
+        if self.world.rank == 0:
             try:
                 self.store.save_part(parts, staging, rank)
             except OSError as error:
-                self._writer.failed(snapshot.step, error)
+                self._failed(snapshot.step, error)
         for _ in parts:  # on the other ranks, and what rank 0 has not consumed after an error
             pass
 
@@ -158,6 +116,14 @@ class Saver:
                 shape = snapshot.tensors[file][name].shape
                 tensors.setdefault(file, {})[name] = TensorShard(shape, StridedBlocks(*blocks), start, some)
             yield replace(snapshot, tensors=tensors)
+
+
+def _logged(step: int, write: Callable[..., object], *arguments: object) -> None:
+    """Call `write`, and log its wall time and CPU time."""
+    began = time.perf_counter(), time.thread_time()
+    write(*arguments)
+    seconds, processor = time.perf_counter() - began[0], time.thread_time() - began[1]
+    log.info("checkpoint of step %d: written in %.3f s, %.4f s of it on a core", step, seconds, processor)
 
 
 def _chunks(snapshot: Snapshot) -> Iterator[list[tuple[str, str, TensorShard]]]:

@@ -2,9 +2,9 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from hvd_transformer.planning.pass_memory import (
 _SECONDS = 2.0
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 100
 
-Visit = Callable[[int, Layer, Tensors, Tensors], Tensors]
+Result = TypeVar("Result")
 
 
 class LayerProfile(NamedTuple):
@@ -52,52 +52,57 @@ def measure_layers(
     On a GPU the layers are moved there one by one, as they may not all fit; at the end they are on the CPU.
     """
     owner = {id(weight): layer.name for layer in layers for weight in layer.module.parameters()}
-    passes: list[dict[PassMode, PassMemory]] = [{} for _ in layers]
-    times: list[list[float]] = [[] for _ in layers]
     store = WeightGradStore()
 
-    def measure_memory(index: int, layer: Layer, inputs: Tensors, targets: Tensors) -> Tensors:
-        forward([layer], inputs, targets, context, recompute=False)  # warm-up; creates position tables, which stay
-        outputs: Tensors = ()
+    def measure_memory(layer: Layer, inputs: Tensors, targets: Tensors) -> tuple[dict[PassMode, PassMemory], Tensors]:
+        outputs = forward([layer], inputs, targets, context, recompute=False)  # creates position tables, which stay
+        passes = {}
         for mode in PASS_MODES:
             if recompute or not mode.recompute:
-                passes[index][mode], outputs = run_pass([layer], inputs, targets, store, context, mode)
-        return outputs
+                passes[mode], outputs = run_pass([layer], inputs, targets, store, context, mode)
+        return passes, outputs
 
-    def measure_time(index: int, layer: Layer, inputs: Tensors, targets: Tensors) -> Tensors:
+    def measure_time(layer: Layer, inputs: Tensors, targets: Tensors) -> tuple[float, Tensors]:
         _synchronize(device)
         began = time.perf_counter()
         outputs = forward([layer], inputs, targets, context, recompute=recompute)
         backward(outputs)
         _synchronize(device)
-        times[index].append(time.perf_counter() - began)
-        return outputs
+        return time.perf_counter() - began, outputs
 
-    with _num_threads(threads), gradients_as_in_training(layers, store):
-        _round(layers, micro_batch, device, measure_memory)
+    with ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(threads)
+        stack.enter_context(gradients_as_in_training(layers, store))
+        passes = _round(layers, micro_batch, device, measure_memory)
         end = time.perf_counter() + seconds
-        for number in range(_MAX_ROUNDS):
-            if number < _MIN_ROUNDS or time.perf_counter() < end:
-                _round(layers, micro_batch, device, measure_time)
-    return [
-        LayerProfile(
-            min(times[index]),  # other work on the machine only ever adds time
-            sum(weight.nbytes for weight in layer.module.parameters() if owner[id(weight)] == layer.name),
-            passes[index],
-        )
-        for index, layer in enumerate(layers)
+        rounds = [_round(layers, micro_batch, device, measure_time) for _ in range(_MIN_ROUNDS)]
+        while len(rounds) < _MAX_ROUNDS and time.perf_counter() < end:
+            rounds.append(_round(layers, micro_batch, device, measure_time))
+    times = [min(of_layer) for of_layer in zip(*rounds, strict=True)]  # other work on the machine only ever adds time
+    weights = [
+        sum(weight.nbytes for weight in layer.module.parameters() if owner[id(weight)] == layer.name)
+        for layer in layers
     ]
+    return list(map(LayerProfile, times, weights, passes))
 
 
-def _round(layers: Sequence[Layer], micro_batch: MicroBatch, device: torch.device, visit: Visit) -> None:
-    """Visit each layer with the outputs of the previous one."""
-    tensors = _moved(micro_batch.inputs, device)
-    for index, layer in enumerate(layers):
+def _round(
+    layers: Sequence[Layer],
+    micro_batch: MicroBatch,
+    device: torch.device,
+    measure: Callable[[Layer, Tensors, Tensors], tuple[Result, Tensors]],
+) -> list[Result]:
+    """Measure each layer with the outputs of the previous one."""
+    tensors, results = _moved(micro_batch.inputs, device), []
+    for layer in layers:
         targets = _moved(micro_batch.targets, device) if layer is layers[-1] else ()
         layer.module.to(device)
-        outputs = visit(index, layer, tensors, targets)
+        result, outputs = measure(layer, tensors, targets)
         layer.module.to("cpu")
+        results.append(result)
         tensors = tuple(tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in outputs)
+    return results
 
 
 def _moved(tensors: Tensors, device: torch.device) -> Tensors:
@@ -107,16 +112,6 @@ def _moved(tensors: Tensors, device: torch.device) -> Tensors:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-@contextmanager
-def _num_threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextmanager
@@ -132,7 +127,6 @@ def gradients_as_in_training(
     weights = {weight for layer in layers for weight in layer.module.parameters()}
     embeddings = [module for module in modules if isinstance(module, VocabParallelEmbedding)]
     linears = [module for module in modules if isinstance(module, WeightGradLayer) and weight_grads]
-    before = [embedding.embedding_grads for embedding in embeddings], [linear.weight_grads for linear in linears]
     for weight in weights:
         weight.grad = torch.zeros_like(weight)
     for embedding in embeddings:
@@ -142,10 +136,10 @@ def gradients_as_in_training(
     try:
         yield
     finally:
-        for embedding, old_embedding_grads in zip(embeddings, before[0], strict=True):
-            embedding.embedding_grads = old_embedding_grads
-        for linear, old_weight_grads in zip(linears, before[1], strict=True):
-            linear.weight_grads = old_weight_grads
+        for embedding in embeddings:
+            embedding.embedding_grads = None
+        for linear in linears:
+            linear.weight_grads = None
         for weight in weights:
             weight.grad = None
 

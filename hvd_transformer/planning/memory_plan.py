@@ -83,10 +83,6 @@ class MemoryPlan:
         """The idle fraction of the stages' time."""
         return bubble(self.timeline(schedule))
 
-    def speed_up(self, schedule: ScheduleName) -> float:
-        """The ideal speed-up over one device that runs all stages: total work / length of the accumulation step."""
-        return len(self.stages) * (1 - self.bubble(schedule))
-
 
 def make_plan(config: Config, vocab_size: int | None = None, ranks: int | None = None) -> MemoryPlan:
     """The plan for one rank of a job with `ranks` ranks (None: one replica).
@@ -105,8 +101,13 @@ def make_plan(config: Config, vocab_size: int | None = None, ranks: int | None =
         costs, stages = layer_costs(model), []
         layers, batch, store, context = model
         tensors, targets = batch.inputs, batch.targets
-        ends = [0, *accumulate(_partition(config, costs))]
-        for index, (start, stop) in enumerate(pairwise(ends)):
+        flops = [
+            layer.forward_flops + layer.backward_flops for layer in costs
+        ]  # for "auto", which measures in training
+        partition = given_partition(config, [layer.name for layer in layers]) or balanced(
+            flops, config.parallel.pipeline
+        )
+        for index, (start, stop) in enumerate(pairwise(accumulate(partition, initial=0))):
             own_layers, own_targets = layers[start:stop], targets if stop == len(layers) else ()
             runs = {mode: run_pass(own_layers, tensors, own_targets, store, context, mode) for mode in PASS_MODES}
             passes = {mode: memory for mode, (memory, _) in runs.items()}
@@ -145,14 +146,6 @@ def _vocabulary(config: Config, given: int | None) -> tuple[int, str]:
         f"data.source={data.source}, data.tokenizer={data.tokenizer}: the vocabulary size is known only after the "
         "data is prepared; give --vocab-size N"
     )
-
-
-def _partition(config: Config, layers: Sequence[LayerEstimate]) -> list[int]:
-    """The number of layers per stage as in training, except that "auto" uses FLOPs instead of measured seconds."""
-    given = given_partition(config, [layer.name for layer in layers])
-    if given is not None:
-        return given
-    return balanced([layer.forward_flops + layer.backward_flops for layer in layers], config.parallel.pipeline)
 
 
 def _stage(

@@ -6,7 +6,7 @@ attention weights [B, H, T, T], and has no autocast.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -67,7 +67,9 @@ def fake_model(config: Config, vocab_size: int, num_samples: int) -> Iterator[Fa
     """The model as in training. Tensors that are created inside this context are fake."""
     # If training may use a GPU, the GPU's chunk is planned for: it is the larger one.
     chunk = config.model.loss_chunk or (None if config.training.device == "cpu" else GPU_CHUNK)
-    with FakeTensorMode(), _default_dtype(weight_dtype(config.training.precision)):
+    with FakeTensorMode(), ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(weight_dtype(config.training.precision))
         planned = config.model_copy(update={"model": config.model.model_copy(update={"loss_chunk": chunk})})
         model, layers, batch, splits = task_class(config).sketch(planned, vocab_size, num_samples)
         model.train()
@@ -109,7 +111,7 @@ def layer_costs(model: FakeModel) -> list[LayerEstimate]:
     return costs
 
 
-def _flops(model: FakeModel, layer: Layer, tensors: Tensors, targets: Tensors) -> tuple[int, int, int]:
+def _flops(model: FakeModel, layer: Layer, tensors: Tensors, targets: Tensors) -> list[int]:
     """FLOPs of forward, of backward, and of the deferred weight gradients.
 
     This is a run of its own because FLOP counters keep tensors alive, which would disturb the memory count.
@@ -121,15 +123,4 @@ def _flops(model: FakeModel, layer: Layer, tensors: Tensors, targets: Tensors) -
         backward(outputs)
     with counters[2]:
         model.store.run_oldest()
-    forward_flops, backward_flops, deferred_flops = (counter.get_total_flops() for counter in counters)
-    return forward_flops, backward_flops, deferred_flops
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+    return [counter.get_total_flops() for counter in counters]

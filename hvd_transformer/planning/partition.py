@@ -17,9 +17,9 @@ from hvd_transformer.gradients.optimizer import copies_per_weight
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.parallel.pipeline import layer_context, worker_threads
 from hvd_transformer.parallel.pipeline_schedule import make_schedule
+from hvd_transformer.planning import profile_cache
 from hvd_transformer.planning.layer_profile import LayerProfile, measure_layers
 from hvd_transformer.planning.pass_memory import PassMemory, PassMode, join_passes, stage_activations
-from hvd_transformer.planning.profile_cache import cached_profiles
 from hvd_transformer.plugin import first_line, load_plugin
 from hvd_transformer.tasks.registry import task_class
 from hvd_transformer.tasks.task import Task, split_batch
@@ -38,7 +38,10 @@ def uniform(num_layers: int, num_stages: int) -> list[int]:
 
     Raises `UserError` if there are more stages than layers.
     """
-    _check_num_stages(num_layers, num_stages)
+    if num_stages > num_layers:
+        raise UserError(
+            f"parallel.pipeline={num_stages}: more stages than the model's {num_layers} layers; at most {num_layers}"
+        )
     share, rest = divmod(num_layers, num_stages)
     return [share + (stage < rest) for stage in range(num_stages)]
 
@@ -46,10 +49,10 @@ def uniform(num_layers: int, num_stages: int) -> list[int]:
 def balanced(
     costs: Sequence[float],
     num_stages: int,
-    stage_bytes: Callable[[int, int, int], float] | None = None,
+    stage_bytes: Callable[[int, int, int], float] = lambda stage, start, stop: 0,
     limit: float = math.inf,
 ) -> list[int]:
-    """Layers per stage such that the costliest stage costs least.
+    """Layers per stage such that the costliest stage costs least; `num_stages` is at most the number of layers.
 
     Ties are broken by the smallest sum of squared stage costs, then by more layers in earlier stages.
 
@@ -57,16 +60,15 @@ def balanced(
     `limit`. Raises `UserError` if no partition fits.
     """
     num_layers = len(costs)
-    _check_num_stages(num_layers, num_stages)
-    work = [0, *accumulate(_as_integers(costs))]
+    exact = [Fraction(cost) for cost in costs]
+    unit = math.lcm(*(cost.denominator for cost in exact))
+    work = [0, *accumulate(int(cost * unit) for cost in exact)]  # integers: rounding decides no tie
 
     def cost(stage: int, start: int, stop: int) -> int | None:
-        fits = stage_bytes is None or stage_bytes(stage, start, stop) <= limit
-        return work[stop] - work[start] if fits else None
+        return work[stop] - work[start] if stage_bytes(stage, start, stop) <= limit else None
 
     best = _search(num_layers, num_stages, cost, max)
     if best is None:
-        assert stage_bytes is not None
         smallest = _search(num_layers, num_stages, stage_bytes, max)
         assert smallest is not None
         raise UserError(
@@ -98,12 +100,12 @@ def explicit(parts: Sequence[int], num_layers: int, num_stages: int) -> list[int
     return list(parts)
 
 
-def by_function(path: str, names: Sequence[str], num_stages: int) -> list[int]:
+@cache  # the user's function is called once, though the partition is checked before it is used
+def by_function(path: str, names: tuple[str, ...], num_stages: int) -> tuple[int, ...]:
     """Layers per stage from the user's function `package.module:function`, which maps a layer's name to its stage.
 
     Raises `UserError` if it fails or its stages are not consecutive.
     """
-    _check_num_stages(len(names), num_stages)
     origin = f"parallel.partition={path}"
     function = load_plugin(path, origin, "function")
     stages: list[int] = []
@@ -127,21 +129,7 @@ def by_function(path: str, names: Sequence[str], num_stages: int) -> list[int]:
         raise UserError(
             f"{origin}: layer {names[-1]}: stage {stages[-1]}; the last layer must be on stage {num_stages - 1}"
         )
-    return [stages.count(stage) for stage in range(num_stages)]
-
-
-def _check_num_stages(num_layers: int, num_stages: int) -> None:
-    if num_stages > num_layers:
-        raise UserError(
-            f"parallel.pipeline={num_stages}: more stages than the model's {num_layers} layers; at most {num_layers}"
-        )
-
-
-def _as_integers(costs: Sequence[float]) -> list[int]:
-    """The costs scaled to integers, so that rounding decides no tie."""
-    exact = [Fraction(cost) for cost in costs]
-    unit = math.lcm(*(cost.denominator for cost in exact))
-    return [int(cost * unit) for cost in exact]
+    return tuple(stages.count(stage) for stage in range(num_stages))
 
 
 def _search(
@@ -188,26 +176,28 @@ def choose_partition(config: Config, task: Task, mesh: ParallelMesh, world: Worl
 
 def _own_partition(config: Config, task: Task, mesh: ParallelMesh, measures: bool) -> list[int]:
     """This rank's choice. Only rank 0 measures: times differ between ranks."""
-    layers, num_stages, precision = task.layers, config.parallel.pipeline, config.training.precision
+    layers, num_stages = task.layers, config.parallel.pipeline
     given = given_partition(config, [layer.name for layer in layers])
     if given is not None or num_stages == 1 or not measures or not task.sampler.num_steps():  # evaluation has no steps
         return given or uniform(len(layers), num_stages)
-    items = next(iter(task.sampler.epoch())).accumulation[
-        0
-    ]  # no rank has a larger accumulation step than rank 0's first
-    batches = split_batch(task.batch(0, items), config.parallel.micro_batches)
+    plan = next(iter(task.sampler.epoch()))  # no rank has a larger accumulation step than rank 0's first
+    batches = split_batch(task.batch(0, plan.accumulation[0]), config.parallel.micro_batches)
     micro_batch, threads = task.micro_batch(batches[0]), worker_threads(num_stages)
-
-    def measure() -> list[LayerProfile]:
-        recompute = config.parallel.recompute
+    file = profile_cache.file_for(config, layers, micro_batch, mesh.device, threads)
+    profiles, origin = profile_cache.read(file, len(layers)), "cached"
+    if profiles is None:
+        recompute, origin = config.parallel.recompute, "measured now"
         recomputes = recompute == "always" or (recompute == "except_last" and len(batches) > 1)
-        context = partial(layer_context, precision, mesh.device, (config.seed,))
-        return measure_layers(layers, micro_batch, mesh.device, context=context, recompute=recomputes, threads=threads)
-
-    profiles, cached = cached_profiles(config, layers, micro_batch, mesh.device, threads, measure)
-    partition = best_partition(config, profiles, len(batches), _device_bytes(mesh.devices), mesh.dp)
+        context = partial(layer_context, config.training.precision, mesh.device, (config.seed,))
+        profiles = measure_layers(
+            layers, micro_batch, mesh.device, context=context, recompute=recomputes, threads=threads
+        )
+        profile_cache.write(file, profiles)
+    device_bytes = None  # CPU stages share the host's memory, whatever the partition
+    if mesh.device.type == "cuda":
+        device_bytes = min(torch.cuda.get_device_properties(device).total_memory for device in mesh.devices)
+    partition = best_partition(config, profiles, len(batches), device_bytes, mesh.dp)
     milliseconds = 1000 * sum(profile.seconds for profile in profiles)
-    origin = "cached" if cached else "measured now"
     log.info("partition %s: all layers take %.1f ms per micro-batch, %s", partition, milliseconds, origin)
     return partition
 
@@ -231,10 +221,10 @@ def best_partition(
     @cache
     def passes_from(start: int) -> list[dict[PassMode, PassMemory]]:
         """The memory of the layers [start, start + 1), [start, start + 2), and so on."""
-        result = [profiles[start].passes]
-        for profile in profiles[start + 1 :]:
-            result.append({mode: join_passes([found, profile.passes[mode]]) for mode, found in result[-1].items()})
-        return result
+        passes = (profile.passes for profile in profiles[start:])
+        return list(
+            accumulate(passes, lambda first, second: {mode: join_passes(first[mode], second[mode]) for mode in first})
+        )
 
     @cache
     def stage_bytes(stage: int, start: int, stop: int) -> int:
@@ -243,13 +233,6 @@ def best_partition(
         return round(copies * (weights[stop] - weights[start])) + activations
 
     return balanced(seconds, num_stages, stage_bytes, (1 - _RESERVE) * device_bytes)
-
-
-def _device_bytes(devices: Sequence[torch.device]) -> int | None:
-    """The memory of the smallest GPU. None for CPU stages: they share the host's memory, whatever the partition."""
-    if devices[0].type != "cuda":
-        return None
-    return min(torch.cuda.get_device_properties(device).total_memory for device in devices)
 
 
 def given_partition(config: Config, names: Sequence[str]) -> list[int] | None:
@@ -262,11 +245,5 @@ def given_partition(config: Config, names: Sequence[str]) -> list[int] | None:
     if isinstance(wanted, list):
         return explicit(wanted, len(names), num_stages)
     if ":" in wanted:
-        return list(_by_function(wanted, tuple(names), num_stages))
+        return list(by_function(wanted, tuple(names), num_stages))
     return even if wanted == "uniform" else None
-
-
-@cache
-def _by_function(path: str, names: tuple[str, ...], num_stages: int) -> tuple[int, ...]:
-    """`by_function`, cached: the user's function is called once, though the partition is checked before it is used."""
-    return tuple(by_function(path, names, num_stages))

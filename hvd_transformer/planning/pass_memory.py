@@ -110,19 +110,16 @@ def run_pass(
     return PassMemory(input_bytes, forward_peak, kept, backward_peak, late), zeros
 
 
-def join_passes(passes: Sequence[PassMemory]) -> PassMemory:
-    """The memory of consecutive layers from that of each layer: the output of one is the input of the next."""
-    inputs = kept = passes[0].inputs
-    forward_peak = backward_peak = late = 0
-    for one in passes:
-        forward_peak = max(forward_peak, kept + one.forward - one.inputs)
-        kept += one.kept - one.inputs
-    before = kept
-    for one in reversed(passes):
-        before -= one.kept - one.inputs
-        backward_peak = max(backward_peak, before + one.backward - one.inputs + late)
-        late += one.late
-    return PassMemory(inputs, forward_peak, kept, backward_peak, late)
+def join_passes(first: PassMemory, second: PassMemory) -> PassMemory:
+    """The memory of two neighbours together: the outputs of the first are the inputs of the second."""
+    before = first.kept - second.inputs  # what the first holds while the second runs
+    return PassMemory(
+        first.inputs,
+        forward=max(first.forward, before + second.forward),
+        kept=before + second.kept,
+        backward=max(before + second.backward, first.backward + second.late),
+        late=first.late + second.late,
+    )
 
 
 def stage_activations(
@@ -132,22 +129,13 @@ def stage_activations(
 
     With `recompute` "never", `passes` needs no mode that recomputes.
     """
+    last = max(operation.micro_batch for operation in operations)
     split = any(operation.kind == "weights" for operation in operations)
     whole = passes[PassMode(recompute=False, defer=split or stage > 0)]
     recomputed = whole if recompute == "never" else passes[PassMode(recompute=True, defer=split)]
-    return peak_activations(operations, recompute, whole, recomputed)
-
-
-def peak_activations(
-    operations: Sequence[Operation], recompute: Recompute, whole: PassMemory, recomputed: PassMemory
-) -> int:
-    """The peak of activation bytes, from one pass that keeps everything and one that recomputes blocks."""
-    last = max(operation.micro_batch for operation in operations)
-    split = any(operation.kind == "weights" for operation in operations)
     held = peak = 0
     for kind, micro_batch in operations:
-        kept_whole = recompute == "never" or (recompute == "except_last" and micro_batch == last)
-        run = whole if kept_whole else recomputed
+        run = whole if recompute == "except_last" and micro_batch == last else recomputed
         if kind == "forward":
             peak = max(peak, held + run.forward)
             held += run.kept

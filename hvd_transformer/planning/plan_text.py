@@ -2,16 +2,18 @@
 
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
+from operator import attrgetter
 
 from hvd_transformer.parallel.pipeline_schedule import SCHEDULES
 from hvd_transformer.planning.memory_plan import RECOMPUTES, MemoryPlan, StageCost
-from hvd_transformer.planning.model_costs import LayerEstimate
-from hvd_transformer.planning.schedule_drawing import Timeline, draw_text, makespan
+from hvd_transformer.planning.schedule_drawing import draw_text, makespan
 
 # The number of micro-batches drawn if there is no room for all.
 _DRAWN = 8
+# Neighbouring layers that have all of these in common share a row.
+_COSTS = attrgetter("parameters", "forward_flops", "backward_flops", "activation_bytes", "recompute")
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
 
@@ -55,22 +57,12 @@ def _headline(plan: MemoryPlan) -> str:
 
 def _layers(plan: MemoryPlan) -> str:
     rows = [["layer", "parameters", "forward", "backward", "activations"]]
-    for first, last in _equal_neighbours(plan.layers):
-        name = first.name if first is last else f"{first.name} to {last.name}, each"
+    for _, equal in groupby(plan.layers, _COSTS):
+        first, *others = equal
+        name = f"{first.name} to {others[-1].name}, each" if others else first.name
         flops = _number(first.forward_flops / 1e9), _number(first.backward_flops / 1e9)
         rows.append([name, f"{first.parameters:,}", *flops, _bytes(first.activation_bytes)])
     return "Layers, per micro-batch: GFLOPs, and activations kept for backward\n" + _table(rows, 1)
-
-
-def _equal_neighbours(layers: Sequence[LayerEstimate]) -> Iterator[tuple[LayerEstimate, LayerEstimate]]:
-    """The first and last layer of each run of layers with equal costs."""
-
-    def cost(layer: LayerEstimate) -> tuple[object, ...]:
-        return layer.parameters, layer.forward_flops, layer.backward_flops, layer.activation_bytes, layer.recompute
-
-    for _, group in groupby(layers, cost):
-        members = list(group)
-        yield members[0], members[-1]
 
 
 def _stages(plan: MemoryPlan) -> str:
@@ -131,7 +123,8 @@ def _bubbles(plan: MemoryPlan) -> str:
     rows = [["schedule", "bubble", "speed-up"]]
     for schedule in SCHEDULES:
         mark = " *" if schedule == plan.config.parallel.schedule else ""
-        rows.append([schedule + mark, f"{plan.bubble(schedule):.1%}", f"{plan.speed_up(schedule):.2f}"])
+        bubble = plan.bubble(schedule)
+        rows.append([schedule + mark, f"{bubble:.1%}", f"{len(plan.stages) * (1 - bubble):.2f}"])
     title = f"Pipeline bubble, and ideal speed-up over one device, at most {len(plan.stages)} (* configured)"
     return f"{title}\n{_table(rows, 1)}"
 
@@ -139,20 +132,13 @@ def _bubbles(plan: MemoryPlan) -> str:
 def _drawing(plan: MemoryPlan, width: int) -> str:
     schedule, count = plan.config.parallel.schedule, plan.num_micro_batches
     timeline = plan.timeline(schedule)
+    shortest = min(end - start for operations in timeline for _, start, end in operations if end > start)
+    room = shortest / makespan(timeline) * (width - len("stage 0  "))
     note = ""
-    if count > _DRAWN and not _has_room(timeline, count, width):
-        timeline, note = (
-            plan.timeline(schedule, _DRAWN),
-            f", {_DRAWN} of its {count} micro-batches (more micro-batches, smaller bubble)",
-        )
+    if count > _DRAWN and room < len(str(count - 1)) + 1:  # for a number and a space
+        timeline = plan.timeline(schedule, _DRAWN)
+        note = f", {_DRAWN} of its {count} micro-batches (more micro-batches, smaller bubble)"
     return f"One accumulation step of {schedule}{note}\n{draw_text(timeline, width)}"
-
-
-def _has_room(timeline: Timeline, count: int, width: int) -> bool:
-    """Whether the shortest operation has room for its number and a space."""
-    cells = [cell for operations in timeline for cell in operations]
-    shortest = min(end - start for _, start, end in cells if end > start)
-    return shortest / makespan(timeline) * (width - len("stage 0  ")) >= len(str(count - 1)) + 1
 
 
 def _notes(plan: MemoryPlan) -> str:

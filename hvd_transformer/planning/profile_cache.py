@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -27,35 +27,11 @@ FORMAT = 2  # of the file and of the measurement; files of another format are ig
 log = logging.getLogger("hvd_transformer")
 
 
-def cached_profiles(
-    config: Config,
-    layers: Sequence[Layer],
-    micro_batch: MicroBatch,
-    device: torch.device,
-    threads: int,
-    measure: Callable[[], list[LayerProfile]],
-) -> tuple[list[LayerProfile], bool]:
-    """The result of `measure`, and whether it came from the cache: measured before with the same settings."""
-    settings = json.dumps(_settings(config, layers, micro_batch, device, threads), sort_keys=True)
-    name = f"{hashlib.sha256(settings.encode()).hexdigest()[:16]}.json"
-    file = Path(config.data.cache_dir).expanduser().absolute() / "layers" / name
-    cached = _read(file, len(layers))
-    if cached is not None:
-        return cached, True
-    profiles = measure()
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        atomic.write_text(file, json.dumps([to_json(profile) for profile in profiles], indent=1) + "\n")
-    except OSError as error:
-        log.warning("layer profiles are not cached: %s: %s", file, error.strerror)
-    return profiles, False
-
-
-def _settings(
+def file_for(
     config: Config, layers: Sequence[Layer], micro_batch: MicroBatch, device: torch.device, threads: int
-) -> dict[str, Any]:
-    """Everything that profiles depend on. The shapes of the weights imply the vocabulary size."""
-    return {
+) -> Path:
+    """The file of these profiles, named after everything that they depend on."""
+    settings = {
         "format": FORMAT,
         "versions": [__version__, torch.__version__],
         "processor": _processor(device),
@@ -67,8 +43,11 @@ def _settings(
         "micro_batch": [
             [list(tensor.shape), str(tensor.dtype)] for tensor in (*micro_batch.inputs, *micro_batch.targets)
         ],
+        # The shapes of the weights imply the vocabulary size.
         "layers": [[layer.name, *(list(weight.shape) for weight in layer.module.parameters())] for layer in layers],
     }
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    return Path(config.data.cache_dir).expanduser().absolute() / "layers" / f"{digest[:16]}.json"
 
 
 def _processor(device: torch.device) -> str:
@@ -95,8 +74,17 @@ def _from_json(stored: dict[str, Any]) -> LayerProfile:
     return LayerProfile(**stored, passes=passes)
 
 
-def _read(file: Path, num_layers: int) -> list[LayerProfile] | None:
-    """The profiles in the file; None if it is missing or damaged."""
+def write(file: Path, profiles: Sequence[LayerProfile]) -> None:
+    """Write the profiles to the file; log a warning if that fails."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        atomic.write_text(file, json.dumps([to_json(profile) for profile in profiles], indent=1) + "\n")
+    except OSError as error:
+        log.warning("layer profiles are not cached: %s: %s", file, error.strerror)
+
+
+def read(file: Path, num_layers: int) -> list[LayerProfile] | None:
+    """Read the profiles from the file. Returns None if it is missing or damaged."""
     try:
         profiles = [_from_json(stored) for stored in json.loads(file.read_text(encoding="utf-8"))]
         numbers = [[profile.seconds, profile.weights, *chain(*profile.passes.values())] for profile in profiles]

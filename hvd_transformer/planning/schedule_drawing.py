@@ -1,6 +1,7 @@
 """Simulates pipeline schedules and draws them as text and as PNG."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvd_transformer.parallel.pipeline_schedule import Operation, Schedule
@@ -18,10 +19,8 @@ def simulate(
 
     Stage s needs `forward_times[s]` and `backward_times[s]` per micro-batch; communication takes no time. If weight
     gradients are deferred, they take `weights_times[s]` of the backward (None: half of it). Raises `ValueError` if the
-    schedule deadlocks, or has not one time per stage.
+    schedule deadlocks.
     """
-    if not len(schedule) == len(forward_times) == len(backward_times):
-        raise ValueError(f"{len(schedule)} stages, times for {len(forward_times)} and {len(backward_times)}")
     split = any(operation.kind == "weights" for operations in schedule for operation in operations)
     weights_times = weights_times or [time / 2 for time in backward_times]
     times: dict[str, Sequence[float]] = {
@@ -33,45 +32,41 @@ def simulate(
     }
     timeline: Timeline = [[] for _ in schedule]
     ends: dict[tuple[int, Operation], float] = {}
-    moved = True
-    while moved:
-        moved = False
-        for stage, operations in enumerate(schedule):
-            done = timeline[stage]
-            for operation in operations[len(done) :]:
-                needs = list(_needs(stage, operation, len(schedule)))
-                if any(need not in ends for need in needs):
-                    break
-                start = max([done[-1][2] if done else 0.0, *(ends[need] for need in needs)])
-                end = start + times[operation.kind][stage]
-                ends[stage, operation] = end
-                done.append((operation, start, end))
-                moved = True
-    stuck = [
-        f"stage {stage} before {operations[len(done)].kind} {operations[len(done)].micro_batch}"
-        for stage, (operations, done) in enumerate(zip(schedule, timeline, strict=True))
-        if len(done) < len(operations)
-    ]
-    if stuck:
-        raise ValueError(f"the schedule deadlocks: {', '.join(stuck)}")
+    waiting = [deque(operations) for operations in schedule]
+    while any(waiting):
+        ready = [
+            stage
+            for stage, queue in enumerate(waiting)
+            if queue and all(need in ends for need in _needs(stage, queue[0], len(schedule)))
+        ]
+        if not ready:
+            stuck = [
+                f"stage {stage} before {' '.join(map(str, queue[0]))}" for stage, queue in enumerate(waiting) if queue
+            ]
+            raise ValueError(f"the schedule deadlocks: {', '.join(stuck)}")
+        for stage in ready:
+            operation, done = waiting[stage].popleft(), timeline[stage]
+            needs = _needs(stage, operation, len(schedule))
+            start = max([done[-1][2] if done else 0.0, *(ends[need] for need in needs)])
+            ends[stage, operation] = start + times[operation.kind][stage]
+            done.append((operation, start, ends[stage, operation]))
     return timeline
 
 
-def _needs(stage: int, operation: Operation, num_stages: int) -> Iterator[tuple[int, Operation]]:
+def _needs(stage: int, operation: Operation, num_stages: int) -> list[tuple[int, Operation]]:
     """The operations that must end before this one can start."""
-    if operation.kind == "weights":
-        yield stage, Operation("backward", operation.micro_batch)
-        return
-    if operation.kind == "backward":
-        yield stage, Operation("forward", operation.micro_batch)
-    before = stage - 1 if operation.kind == "forward" else stage + 1
-    if 0 <= before < num_stages:
-        yield before, operation
+    kind, micro_batch = operation
+    if kind == "weights":
+        return [(stage, Operation("backward", micro_batch))]
+    if kind == "forward":
+        return [(stage - 1, operation)] if stage > 0 else []
+    after = [(stage + 1, operation)] if stage + 1 < num_stages else []
+    return [(stage, Operation("forward", micro_batch)), *after]
 
 
 def makespan(timeline: Timeline) -> float:
     """The time at which the last operation ends."""
-    return max((end for operations in timeline for _, _, end in operations), default=0.0)
+    return max(end for operations in timeline for _, _, end in operations)
 
 
 def bubble(timeline: Timeline) -> float:
@@ -91,25 +86,26 @@ def draw_text(timeline: Timeline, width: int) -> str:
 
     Forwards are bare numbers, backwards are in brackets, deferred weight gradients in parentheses; without room for
     these, backwards are lowercase and weight gradients uppercase letters. Numbers without room are taken modulo 10.
-    Operations shorter than half a character may be missing. Raises `ValueError` if `width` leaves no room.
+    Operations shorter than half a character may be missing.
     """
-    label = len(f"stage {len(timeline) - 1}  ")
-    if width <= label:
-        raise ValueError(f"a width of {width} leaves no room beside the stages' names")
-    columns, scale = _scale(timeline, width - label)
+    label, length = len(f"stage {len(timeline) - 1}  "), makespan(timeline)
+    scale = (width - label) / length
+    shortest = min(end - start for operations in timeline for _, start, end in operations if end > start)
+    if shortest * scale >= 1:  # a whole number of columns, so that equal times look equal
+        scale = int(shortest * scale) / shortest
     cells = [
         [(operation, round(start * scale), round(end * scale)) for operation, start, end in operations]
         for operations in timeline
     ]
-    digits = len(str(max((operation.micro_batch for row in cells for operation, _, _ in row), default=0)))
+    digits = len(str(max(operation.micro_batch for row in cells for operation, _, _ in row)))
     gap = 1 if digits > 1 else 0  # after a forward, so that 10 11 does not read as 1011
     spare = {"forward": gap, "backward": 2, "weights": 2}
-    room = min((stop - start - spare[operation.kind] for row in cells for operation, start, stop in row), default=1)
+    room = min(stop - start - spare[operation.kind] for row in cells for operation, start, stop in row)
     brackets = all(stop - start >= 3 for row in cells for operation, start, stop in row if operation.kind != "forward")
     shown = digits if brackets and room >= digits else 1
     lines = []
     for stage, row in enumerate(cells):
-        line = ["."] * columns
+        line = ["."] * round(length * scale)
         for operation, start, stop in row:
             line[start:stop] = _cell(operation, stop - start, shown, brackets)
         lines.append(f"{f'stage {stage}':<{label}}{''.join(line)}")
@@ -121,19 +117,6 @@ def draw_text(timeline: Timeline, width: int) -> str:
         f"0 forward of micro-batch 0, {backward} its backward{halves}, . idle ({bubble(timeline):.0%}){modulo}"
     )
     return "\n".join(lines)
-
-
-def _scale(timeline: Timeline, columns: int) -> tuple[int, float]:
-    """The number of columns in use, and columns per unit of time.
-
-    If possible the shortest operation gets a whole number of columns, so that equal times look equal.
-    """
-    length = makespan(timeline) or 1.0
-    shortest = min((end - start for operations in timeline for _, start, end in operations if end > start), default=1.0)
-    scale = columns / length
-    if shortest * scale >= 1:
-        scale = int(shortest * scale) / shortest
-    return round(length * scale), scale
 
 
 def _cell(operation: Operation, width: int, shown: int, brackets: bool) -> str:
@@ -154,13 +137,11 @@ def draw_png(timelines: Mapping[str, Timeline], file: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    length = max(makespan(timeline) for timeline in timelines.values()) or 1.0
+    length = max(makespan(timeline) for timeline in timelines.values())
     cells = [cell for timeline in timelines.values() for operations in timeline for cell in operations]
     kinds = {operation.kind for operation, _, _ in cells}
     # The panels are about 640 points wide, and a digit is narrower than its height.
-    font_size = min(
-        (640 * (end - start) / length / len(str(operation.micro_batch)) for operation, start, end in cells), default=9.0
-    )
+    font_size = min(640 * (end - start) / length / len(str(operation.micro_batch)) for operation, start, end in cells)
     rows = [len(timeline) for timeline in timelines.values()]
     figure = Figure(figsize=(10, 0.8 + sum(0.5 + 0.36 * row for row in rows)), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)

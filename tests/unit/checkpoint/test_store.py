@@ -321,13 +321,13 @@ from pathlib import Path
 import torch
 from hvd_transformer.checkpoint import manifest, tensor_file
 from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, CheckpointStore, Snapshot, read_state
-from hvd_transformer.checkpoint.tensor_file import TensorShard
+from hvd_transformer.checkpoint.tensor_file import StridedBlocks, TensorShard
 
 torch.set_num_threads(1)
 root, size, keep_last, again = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "again"
 
 def save(store, step):
-    tensors = {"w": TensorShard.whole(torch.full([size], float(step)))}
+    tensors = {"w": TensorShard((size,), StridedBlocks(size, size, 0), 0, torch.full([size], float(step)))}
     store.save(Snapshot(step, {MODEL: tensors, OPTIMIZER: {}}, {"step": step}))
 
 def child(store, steps, kill_at):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fragments import whole as whole_shards
 from safetensors.torch import load_file
 
 from hvd_transformer.checkpoint import tensor_file
@@ -40,7 +41,7 @@ def test_pieces_written_side_by_side_make_the_tensors(dtype: torch.dtype, tmp_pa
 
 
 def test_a_file_that_is_there_is_not_made_again(tmp_path: Path) -> None:
-    shards = {"w": TensorShard.whole(torch.ones(2))}
+    shards = whole_shards({"w": torch.ones(2)})
     tensor_file.create(tmp_path / "file", shards)
     with pytest.raises(FileExistsError):
         tensor_file.create(tmp_path / "file", shards)

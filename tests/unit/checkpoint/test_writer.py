@@ -5,7 +5,7 @@ import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,7 +14,8 @@ import torch
 from fragments import whole
 
 from hvd_transformer.checkpoint.store import MODEL, CheckpointStore, Snapshot
-from hvd_transformer.checkpoint.writer import CheckpointWriter
+from hvd_transformer.checkpoint.writer import Saver
+from hvd_transformer.comm.world import World
 
 
 def snapshot(step: int, count: int = 10) -> Snapshot:
@@ -23,6 +24,10 @@ def snapshot(step: int, count: int = 10) -> Snapshot:
 
 def fail(message: str) -> None:
     pytest.fail(message)
+
+
+def make_saver(store: CheckpointStore, warn: Callable[[str], None]) -> Saver:
+    return Saver(store, World(), [0], warn)
 
 
 @contextmanager
@@ -36,80 +41,82 @@ def small_files(limit: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_submit_returns_before_the_files_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_returns_before_the_files_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = CheckpointStore(tmp_path, 3)
     may_write, real = threading.Event(), store.save
     monkeypatch.setattr(store, "save", lambda *words: may_write.wait(10) and real(*words))
-    writer = CheckpointWriter(store, fail)
-    writer.submit(snapshot(1))
+    saver = make_saver(store, fail)
+    saver.save(snapshot(1))
     assert store.steps() == []
     may_write.set()
-    writer.submit(snapshot(2))  # waits for the one before
+    saver.save(snapshot(2))  # waits for the one before
     assert [path.name for path in store.steps()][0] == "step-00000001"
-    writer.close()
+    saver.close()
     assert [path.name for path in store.steps()] == ["step-00000001", "step-00000002"]
 
 
 def test_waiting_for_nothing_returns(tmp_path: Path) -> None:
-    writer = CheckpointWriter(CheckpointStore(tmp_path, 3), fail)
-    writer.wait()
-    writer.close()
+    saver = make_saver(CheckpointStore(tmp_path, 3), fail)
+    saver.wait()
+    saver.close()
     assert not list(tmp_path.iterdir())
 
 
 def test_a_full_disk_is_told_and_training_goes_on(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, 2)
     warnings: list[str] = []
-    writer = CheckpointWriter(store, warnings.append)
-    writer.submit(snapshot(1))
-    writer.wait()
+    saver = make_saver(store, warnings.append)
+    saver.save(snapshot(1))
+    saver.wait()
     before = sorted(path.name for path in tmp_path.iterdir())
     with small_files(20_000):
-        writer.submit(snapshot(2, count=100_000))
-        writer.wait()
+        saver.save(snapshot(2, count=100_000))
+        saver.wait()
     (warning,) = warnings
     assert warning.startswith(f"the checkpoint of step 2 could not be written to {tmp_path}: ")
     assert "training goes on" in warning and "\n" not in warning
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     # There is room again.
-    writer.submit(snapshot(3, count=100_000))
-    writer.close()
+    saver.save(snapshot(3, count=100_000))
+    saver.close()
     assert store.newest_whole(fail) == tmp_path / "step-00000003" and len(warnings) == 1
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file in the way")
     warnings: list[str] = []
-    writer = CheckpointWriter(CheckpointStore(tmp_path / "checkpoints", 2), warnings.append)
-    writer.submit(snapshot(1))
-    writer.close()
+    saver = make_saver(CheckpointStore(tmp_path / "checkpoints", 2), warnings.append)
+    saver.save(snapshot(1))
+    saver.close()
     assert len(warnings) == 1 and "step 1" in warnings[0]
 
 
 def test_our_own_mistakes_are_not_taken_for_a_full_disk(tmp_path: Path) -> None:
-    writer = CheckpointWriter(CheckpointStore(tmp_path, 2), fail)
-    writer.submit(Snapshot(1, {}, {"no JSON": object()}))
+    saver = make_saver(CheckpointStore(tmp_path, 2), fail)
+    saver.save(Snapshot(1, {}, {"no JSON": object()}))
     with pytest.raises(TypeError):
-        writer.wait()
+        saver.wait()
 
 
 FULL = """
 import sys
 from pathlib import Path
 import torch
-from hvd_transformer.checkpoint.tensor_file import TensorShard
+from hvd_transformer.checkpoint.tensor_file import StridedBlocks, TensorShard
 from hvd_transformer.checkpoint.store import MODEL, CheckpointStore, Snapshot
-from hvd_transformer.checkpoint.writer import CheckpointWriter
+from hvd_transformer.checkpoint.writer import Saver
+from hvd_transformer.comm.world import World
 
 folder, warnings = Path(sys.argv[1]), []
 store = CheckpointStore(folder / "checkpoints", 3)
-writer = CheckpointWriter(store, warnings.append)
+saver = Saver(store, World(), [0], warnings.append)
 for step in range(1, 8):
-    writer.submit(Snapshot(step, {MODEL: {"w": TensorShard.whole(torch.full([30_000], float(step)))}}, {"step": step}))
+    shard = TensorShard((30_000,), StridedBlocks(30_000, 30_000, 0), 0, torch.full([30_000], float(step)))
+    saver.save(Snapshot(step, {MODEL: {"w": shard}}, {"step": step}))
     if step == 5:
-        writer.wait()
+        saver.wait()
         (folder / "filler").unlink()
-writer.close()
+saver.close()
 print(len(warnings), store.newest_whole(warnings.append).name, [path.name for path in store.steps()])
 print(warnings[0] if warnings else "")
 print(sorted(path.name for path in store.folder.iterdir() if path.name.startswith(".")))

@@ -181,11 +181,5 @@ def test_a_deadlock_is_told_with_the_stages_that_wait(schedule: list[str], stuck
         simulate(stages, [1.0] * len(stages), [1.0] * len(stages))
 
 
-@pytest.mark.parametrize(("forward", "backward"), [([1.0], [1.0, 1.0]), ([1.0, 1.0], [1.0, 1.0, 1.0])])
-def test_times_for_another_number_of_stages_are_refused(forward: list[float], backward: list[float]) -> None:
-    with pytest.raises(ValueError, match="2 stages, times for"):
-        simulate(make_schedule("gpipe", 2, 2), forward, backward)
-
-
 def test_no_time_at_all_has_no_bubble() -> None:
     assert bubble(simulate(forward_only(2, 2), [0, 0], [0, 0])) == 0

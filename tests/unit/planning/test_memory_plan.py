@@ -204,7 +204,6 @@ def test_bubble_of_equal_stages(stages: int, count: int) -> None:
         assert plan.bubble(schedule) == pytest.approx((stages - 1) / (count + stages - 1))
     if count >= stages:  # Qi et al. 2023, section 3.1
         assert plan.bubble("zero_bubble") == pytest.approx((stages - 1) / (3 * count + stages - 1))
-        assert plan.speed_up(schedule) == pytest.approx(stages * count / (count + stages - 1))
 
 
 def test_auto_evens_out_the_flops() -> None:

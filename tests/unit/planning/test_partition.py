@@ -13,10 +13,10 @@ from hvd_transformer.config import Config
 from hvd_transformer.errors import UserError
 from hvd_transformer.planning import partition
 from hvd_transformer.planning.layer_profile import LayerProfile
-from hvd_transformer.planning.partition import balanced, best_partition, by_function, explicit, uniform
+from hvd_transformer.planning.partition import balanced, best_partition, by_function, explicit, given_partition, uniform
 from hvd_transformer.planning.pass_memory import PASS_MODES, PassMemory
 
-NAMES = ["embed", "layer.0", "layer.1", "output"]
+NAMES = ("embed", "layer.0", "layer.1", "output")
 
 
 def all_partitions(num_layers: int, num_stages: int) -> Iterator[list[int]]:
@@ -116,10 +116,9 @@ def test_more_stages_than_layers_is_told() -> None:
     message = r"^parallel\.pipeline=5: more stages than the model's 4 layers; at most 4$"
     with pytest.raises(UserError, match=message):
         uniform(4, 5)
-    with pytest.raises(UserError, match=message):
-        balanced([1.0] * 4, 5)
-    with pytest.raises(UserError, match=message):
-        by_function("math:floor", NAMES, 5)
+    for setting in ("auto", "uniform", "math:floor", "[1, 1, 1, 1]"):
+        with pytest.raises(UserError, match=message):
+            given_partition(config("parallel.pipeline=5", f"parallel.partition={setting}"), NAMES)
 
 
 def test_an_explicit_list_is_taken_as_it_is() -> None:
@@ -160,9 +159,9 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_function_names_each_layers_stage(user_module: str) -> None:
-    assert by_function(f"{user_module}:of", NAMES, 2) == [2, 2]
-    assert by_function(f"{user_module}:of", ["embed", "layer.0", "layer.0", "output"], 2) == [3, 1]
-    assert by_function(f"{user_module}:zero", NAMES, 1) == [4]
+    assert by_function(f"{user_module}:of", NAMES, 2) == (2, 2)
+    assert by_function(f"{user_module}:of", ("embed", "layer.0", "layer.0", "output"), 2) == (3, 1)
+    assert by_function(f"{user_module}:zero", NAMES, 1) == (4,)
 
 
 @pytest.mark.parametrize(

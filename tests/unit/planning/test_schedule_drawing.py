@@ -71,11 +71,6 @@ def test_an_operation_without_time_takes_no_room() -> None:
     assert draw_text(simulate(make_schedule("gpipe", 1, 2), [1.0], [0.0]), 15).splitlines()[0] == "stage 0  000111"
 
 
-def test_a_width_without_room_is_refused() -> None:
-    with pytest.raises(ValueError, match="a width of 9 leaves no room"):
-        draw_text(example(), 9)
-
-
 def test_the_picture_has_as_much_of_each_colour_as_the_work_takes(tmp_path: Path) -> None:
     draw_png({"gpipe": example(4, 8, backward=2), "1f1b": example(4, 8, backward=2)}, tmp_path / "made.png")
     pixels = imread(tmp_path / "made.png")[..., :3]
