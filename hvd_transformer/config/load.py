@@ -87,6 +87,8 @@ class _Settings:
     def add_text(self, text: str, origin: str) -> None:
         try:
             content = yaml.safe_load(text)
+        except ValueError as error:  # PyYAML's, of a value such as the date 2020-13-45
+            raise UserError(f"{origin}: not valid YAML: {error}") from None
         except yaml.YAMLError as error:
             if isinstance(error, yaml.reader.ReaderError):  # a character that YAML does not allow
                 line, problem = text.count("\n", 0, error.position) + 1, error.reason
@@ -115,7 +117,7 @@ class _Settings:
         if value.startswith(("[", "{")):
             try:
                 parsed = yaml.safe_load(value)
-            except yaml.YAMLError:
+            except (yaml.YAMLError, ValueError):
                 raise UserError(f"{word}: the value is not a valid list") from None
         self.add(key.strip(), parsed, "command line")
 

@@ -199,8 +199,10 @@ class AgentConnection:
     def _read(self) -> None:
         assert self._process.stdout
         for line in self._process.stdout:
-            with suppress(ValueError):  # output of a login shell
-                self._take(json.loads(line))
+            with suppress(ValueError):  # output of a login shell, which may even be JSON
+                message = json.loads(line)
+                if isinstance(message, dict):
+                    self._take(message)
         self._ready.set()
 
     def _take(self, message: dict[str, Any]) -> None:

@@ -139,9 +139,8 @@ class Trainer:
 
         engine.grad_sync.begin_step(num_micro_batches)
         scale = self.loss_scaler.scale / task.targets_per_step
-        engine.pipeline.forward_backward(
-            accumulation, scale, stats.add_loss
-        )  # full buffers leave during the last backwards
+        # Full buffers leave during the last backwards.
+        engine.pipeline.forward_backward(accumulation, scale, stats.add_loss)
         engine.wait_params()  # also on a rank without samples in this step
         engine.grad_sync.send_rest()
 

@@ -351,6 +351,14 @@ def test_broken_yaml_names_file_and_line(tmp_path: Path, text: str, line: int) -
     assert refused(file=file).startswith(f"{file}, line {line}: not valid YAML: ")
 
 
+def test_an_impossible_date_is_refused(tmp_path: Path) -> None:
+    """YAML reads it as a date, and Python has none for it."""
+    file = written(tmp_path, "data: {source: 2020-13-45}\n")
+    assert refused(file=file) == f"{file}: not valid YAML: month must be in 1..12"
+    word = "data.evaluation_split=[2020-13-45]"
+    assert refused(word) == f"{word}: the value is not a valid list"
+
+
 def test_a_character_that_yaml_forbids_names_file_and_line(tmp_path: Path) -> None:
     file = written(tmp_path, "seed: 1\nmodel: \0\n")
     assert refused(file=file).startswith(f"{file}, line 2: ")
