@@ -88,6 +88,18 @@ def test_growth_of_a_run(tmp_path):
     assert "100 to 3,162 steps" in text
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("part", "most"),
+    [("layers", 24), ("parameters", 256), ("vocabulary", 16_000), ("ranks", 4), ("corpus", 30), ("words", 30),
+     ("byte-pairs", 8)],
+)  # fmt: skip
+def test_growth_still_runs(part, most):
+    """One round at the least sizes says little about the growth."""
+    pytest.importorskip("horovod", reason="needs Horovod")
+    assert bench("growth", part, "--most", most, "--rounds", 1, statuses=(0, 1), timeout=800)
+
+
 SHORT = ["--rounds", 1, "--steps", 1, "--warmup", 1]
 OTHERS = {
     "data_parallel": SHORT,
