@@ -33,13 +33,14 @@ from hvd_transformer.parallel.pipeline import Pipeline, Recompute, Stage
 from hvd_transformer.parallel.pipeline_schedule import SCHEDULES, ScheduleName, make_schedule
 from hvd_transformer.planning.layer_profile import ParameterGrads
 from hvd_transformer.planning.memory_plan import RECOMPUTES, make_plan
-from hvd_transformer.planning.pass_memory import AllocationTracker, PassMemory, peak_activations
+from hvd_transformer.planning.pass_memory import PASS_MODES, AllocationTracker, PassMemory, stage_activations
 
 CUT = (3, 2, 2, 3)  # 2 blocks a stage; the embedding with the first, the head with the last
 CONFIG = make_config([*PIPELINE, f"parallel.pipeline={len(CUT)}", f"parallel.partition={list(CUT)}"])
 TOLERANCE = 0.15  # between the plan and what is measured
 _MIB = 2**20
-_ONE = PassMemory(inputs=0, forward=1, kept=1, backward=1, late=1)  # counts micro-batches
+# Counts micro-batches.
+_ONE = dict.fromkeys(PASS_MODES, PassMemory(inputs=0, forward=1, kept=1, backward=1, late=1))
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Memory:
         """A hundredth is for what a stage saves beside its micro-batches."""
         schedule = make_schedule(self.schedule, len(CUT), CONFIG.parallel.micro_batches)
         return all(
-            held <= peak_activations(own, "never", _ONE, _ONE) + 0.01
+            held <= stage_activations(own, 0, "never", _ONE) + 0.01
             for held, own in zip(self.held, schedule, strict=True)
         )
 

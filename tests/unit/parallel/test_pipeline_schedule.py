@@ -17,7 +17,7 @@ from hvd_transformer.parallel.pipeline_schedule import (
     forward_only,
     make_schedule,
 )
-from hvd_transformer.planning.pass_memory import PassMemory, peak_activations
+from hvd_transformer.planning.pass_memory import PASS_MODES, PassMemory, stage_activations
 from hvd_transformer.planning.schedule_drawing import bubble, makespan, simulate
 
 Kind = Literal["gpipe", "1f1b"]
@@ -72,7 +72,7 @@ def test_every_stage_does_every_micro_batch_once_and_in_order(kind: ScheduleName
 def most_in_flight(operations: Sequence[Operation]) -> int:
     """The largest number of micro-batches whose activations a stage holds at the same time."""
     one = PassMemory(inputs=0, forward=1, kept=1, backward=1, late=1)
-    return peak_activations(operations, "never", one, one)
+    return stage_activations(operations, 0, "never", dict.fromkeys(PASS_MODES, one))
 
 
 @given(sizes, sizes)
