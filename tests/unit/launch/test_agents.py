@@ -86,7 +86,7 @@ def test_a_rank_gets_the_values_and_nobody_else_does(ssh_log: Path, hosts: list[
 
 def test_failures_come_back_in_the_order_of_time(ssh_log: Path) -> None:
     folder = opened("far.invalid", "other.invalid")
-    for rank, end in ((2, "exit 5"), (0, "exit 0"), (1, "kill -9 $$"), (3, "exec no-such-command")):
+    for rank, end in ((2, "exit 5"), (0, "exit 0"), (1, "kill -9 $$"), (3, "exec /no/such/command")):
         assert start_rank(folder, rank, ["sh", "-c", end]).wait(10) == {2: 5, 0: 0, 1: 137, 3: 127}[rank]
     found = folder.close()
     assert [failure[1:] for failure in found] == [
