@@ -87,7 +87,7 @@ class _Counted:
 
             def wait() -> Any:
                 found = result()
-                self.bytes += (tensor if found is None else found).nbytes
+                self.bytes += found.nbytes
                 return found
 
             return wait
