@@ -4,7 +4,6 @@ Files hold whole tensors by parameter name, of which each rank writes its shards
 parameters and optimizer state are split into buffers, stages, tensor groups and ZeRO shards.
 """
 
-from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -66,15 +65,24 @@ def capture(engine: Engine, step: int, state: Mapping[str, Any], texts: Mapping[
     )
 
 
-class _LazyShards(UserDict[str, TensorShard]):
+class _LazyShards(Mapping[str, TensorShard]):
     """Shards that are made on first access: in the thread that writes them."""
 
     def __init__(self, make: Callable[[], dict[str, TensorShard]]) -> None:
         self._make = make
 
     @cached_property
-    def data(self) -> dict[str, TensorShard]:  # type: ignore[override]
+    def _made(self) -> dict[str, TensorShard]:
         return self._make()
+
+    def __getitem__(self, name: str) -> TensorShard:
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._made)
+
+    def __len__(self) -> int:
+        return len(self._made)
 
 
 def read_checked(folder: Path | None, data_digest: str, world: World) -> dict[str, Any] | None:

@@ -5,9 +5,8 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,18 +20,74 @@ if TYPE_CHECKING:
     from hvd_transformer.config import Config
     from hvd_transformer.launch.horovodrun_command import Horovodrun
     from hvd_transformer.launch.host_pool import HostPool
-    from hvd_transformer.launch.supervisor import LaunchPlan
 
 
-def _worker(words: Sequence[str]) -> tuple[list[str], "Config"]:
-    """What every rank runs and its configuration, for what follows `--`: `evaluate …`, or hvd-train's arguments.
+@dataclass(frozen=True)
+class LaunchOptions:
+    """The command line of `launch`: a field per parameter. Raises `UserError` for a number out of range."""
 
-    Raises `UserError`.
-    """
-    if words[:1] != ("evaluate",):
-        from hvd_transformer.cli.train import config_of
+    num_ranks: int | None
+    hosts: str | None
+    hostfile: Path | None
+    gloo: bool | None
+    ssh_port: int | None
+    ssh_identity: Path | None
+    network_interface: str | None
+    named: tuple[str, ...]  # of --env
+    timeline: Path | None
+    autotune: bool
+    restarts: int
+    min_ranks: int | None
+    host_discovery_script: Path | None
+    no_preflight: bool
+    dry_run: bool
+    scheduler: str | None
+    output: Path | None
+    image: str | None
+    settings: tuple[str, ...]
 
-        return ["hvd-train", *words], config_of(words)
+    def __post_init__(self) -> None:
+        if self.num_ranks is not None and self.num_ranks < 1:
+            raise UserError(f"-np {self.num_ranks}: must be at least 1")
+        if self.restarts < 0:
+            raise UserError(f"--restarts {self.restarts}: must be 0 or more")
+
+    @property
+    def for_scheduler(self) -> bool:
+        """Whether a scheduler's job file is to be written."""
+        return not (self.scheduler is None and self.output is None and self.image is None)
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What every rank runs: `words` at the first start, `again` at a restart. `trains`: it writes a run directory."""
+
+    words: list[str]
+    again: list[str]
+    config: "Config"
+    trains: bool
+
+    @property
+    def log(self) -> Path | None:
+        """The log of everything that the ranks print."""
+        return Path(self.config.output_dir).expanduser() / "logs" / "launch.log" if self.trains else None
+
+
+def worker_of(words: Sequence[str]) -> Worker:
+    """The worker for what follows `--`: `evaluate …`, or hvd-train's arguments. Raises `UserError`."""
+    return _evaluate(words) if words[:1] == ("evaluate",) else _train(words)
+
+
+def _train(words: Sequence[str]) -> Worker:
+    from hvd_transformer.cli.train import config_of
+
+    config = config_of(words)
+    worker = ["hvd-train", *words]
+    again = [*worker, "checkpoint.resume=auto"] if config.checkpoint.resume == "never" else worker
+    return Worker(worker, again, config, trains=True)
+
+
+def _evaluate(words: Sequence[str]) -> Worker:
     from hvd_transformer.cli.evaluate import check, evaluate
 
     given = evaluate.make_context("evaluate", list(words[1:])).params
@@ -41,7 +96,8 @@ def _worker(words: Sequence[str]) -> tuple[list[str], "Config"]:
     from hvd_transformer.training.evaluate_job import Request, evaluation_config
 
     request = Request(given["checkpoint"], given["settings"], given["split"], given["data"])
-    return ["hvd-transformer", *words], evaluation_config(read_checkpoint(request.checkpoint), request)
+    worker = ["hvd-transformer", *words]
+    return Worker(worker, worker, evaluation_config(read_checkpoint(request.checkpoint), request), trains=False)
 
 
 @click.command()
@@ -97,25 +153,14 @@ def launch(**given: Any) -> None:
     With --restarts the job resumes from its newest checkpoint after a rank, a host or the network fails, without hosts
     that are lost. It restarts with more ranks, up to -np, when hosts return or the discovery script names new ones.
     """
-    from hvd_transformer.launch.horovodrun_command import (
-        Horovodrun,
-        horovod_library,
-        launcher_environment,
-        secret_values,
-        takes_mpi,
-    )
+    from hvd_transformer.launch.horovodrun_command import Horovodrun, horovod_library, launcher_environment, takes_mpi
     from hvd_transformer.launch.host_pool import HostPool, find_hosts, resolve_min_ranks
     from hvd_transformer.launch.ssh import Ssh
-    from hvd_transformer.launch.supervisor import LaunchPlan
 
-    chosen = SimpleNamespace(**given)  # an attribute per parameter
-    if chosen.num_ranks is not None and chosen.num_ranks < 1:
-        raise UserError(f"-np {chosen.num_ranks}: must be at least 1")
-    if chosen.restarts < 0:
-        raise UserError(f"--restarts {chosen.restarts}: must be 0 or more")
+    chosen = LaunchOptions(**given)
     environment = launcher_environment(os.environ, chosen.named)
-    words, config = _worker(chosen.settings)
-    tensor = config.parallel.tensor
+    worker = worker_of(chosen.settings)
+    tensor = worker.config.parallel.tensor
     script = chosen.host_discovery_script
     find = find_hosts(chosen.num_ranks, chosen.hosts, chosen.hostfile, script, environment, tensor)
     pool = HostPool(find, chosen.num_ranks, tensor)
@@ -129,45 +174,49 @@ def launch(**given: Any) -> None:
         timeline=chosen.timeline,
         autotune=chosen.autotune,
     )
-    if (chosen.scheduler, chosen.output, chosen.image) != (None, None, None):
-        click.echo(_scheduled(chosen, horovodrun, config))
-        return
-    values = secret_values(os.environ, chosen.named)
-    never = words[0] == "hvd-train" and config.checkpoint.resume == "never"
-    again = [*words, "checkpoint.resume=auto"] if never else words
-    plan = LaunchPlan(words, again, values, environment, chosen.restarts, min_ranks, chosen.network_interface)
-    _run(chosen, plan, config, horovodrun, pool)
+    if chosen.for_scheduler:
+        click.echo(_scheduled(chosen, horovodrun, worker.config))
+    else:
+        _run(chosen, worker, horovodrun, pool, min_ranks, environment)
 
 
 def _run(
-    chosen: SimpleNamespace, plan: "LaunchPlan", config: "Config", horovodrun: "Horovodrun", pool: "HostPool"
+    chosen: LaunchOptions,
+    worker: Worker,
+    horovodrun: "Horovodrun",
+    pool: "HostPool",
+    min_ranks: int,
+    environment: dict[str, str],
 ) -> None:
     """Check what can be checked from here, then run the job and exit with its code, unless this is a dry run."""
     from hvd_transformer.launch.doctor.examine import preflight
     from hvd_transformer.launch.doctor.findings import Job
-    from hvd_transformer.launch.horovodrun_command import check_devices
+    from hvd_transformer.launch.horovodrun_command import check_devices, secret_values
     from hvd_transformer.launch.launch_screen import Screen
-    from hvd_transformer.launch.supervisor import Supervisor
+    from hvd_transformer.launch.supervisor import LaunchPlan, Supervisor
     from hvd_transformer.reporting.progress import SCREEN
 
-    check_devices(horovodrun.hosts, config, os.environ)
+    values = secret_values(os.environ, chosen.named)
+    check_devices(horovodrun.hosts, worker.config, os.environ)
     horovodrun.check_path()
     if chosen.dry_run:
-        click.echo(shlex.join(horovodrun.words(plan.worker)))
+        click.echo(shlex.join(horovodrun.words(worker.words)))
         return
-    if shutil.which("horovodrun", path=plan.environment["PATH"]) is None:
+    if shutil.which("horovodrun", path=environment["PATH"]) is None:
         raise UserError("horovodrun: not found; install Horovod, as `make install` does")
-    trains = plan.worker[0] == "hvd-train"  # it writes a run directory
     if not chosen.no_preflight:
-        interface = preflight(Job.of(horovodrun, config, trains), horovodrun.ssh, plan.environment)
-        horovodrun = replace(horovodrun, network_interface=plan.network_interface or interface)
-    screen = Screen(plan.restarts, Path(config.output_dir).expanduser() / "logs" / "launch.log" if trains else None)
+        interface = preflight(Job.of(horovodrun, worker.config, worker.trains), horovodrun.ssh, environment)
+        horovodrun = replace(horovodrun, network_interface=chosen.network_interface or interface)
+    screen = Screen(chosen.restarts, worker.log)
     if screen.terminal:
-        plan = replace(plan, values={**plan.values, SCREEN: "launcher"})
+        values[SCREEN] = "launcher"
+    plan = LaunchPlan(
+        worker.words, worker.again, values, environment, chosen.restarts, min_ranks, chosen.network_interface
+    )
     sys.exit(Supervisor(plan, horovodrun, pool, screen).run())
 
 
-def _scheduled(chosen: SimpleNamespace, horovodrun: "Horovodrun", config: "Config") -> str:
+def _scheduled(chosen: LaunchOptions, horovodrun: "Horovodrun", config: "Config") -> str:
     """Write the job file for the scheduler and return the line that says how to submit it.
 
     With --dry-run, write nothing and return the text of the file. Raises `UserError` if the file cannot express

@@ -24,7 +24,8 @@ def launched() -> Launched:
     """Rank, world size and number of ranks on this host; (0, 1, 1) if no launcher started this process."""
     for rank, size, local_size in _FAMILIES:
         if rank in os.environ and size in os.environ:
-            return Launched(*(int(os.environ.get(name, os.environ[size])) for name in (rank, size, local_size)))
+            world = os.environ[size]
+            return Launched(int(os.environ[rank]), int(world), int(os.environ.get(local_size, world)))
     return Launched(0, 1, 1)
 
 

@@ -94,7 +94,10 @@ class _Settings:
                 line, problem = text.count("\n", 0, error.position) + 1, error.reason
             else:
                 mark = getattr(error, "problem_mark", None)
-                line, problem = mark.line + 1 if mark else 1, getattr(error, "problem", None) or str(error)
+                line, problem = (
+                    mark.line + 1 if mark else 1,
+                    getattr(error, "problem", None) or str(error).splitlines()[0],
+                )
             raise UserError(f"{origin}, line {line}: not valid YAML: {problem}") from None
         if content is None:
             return

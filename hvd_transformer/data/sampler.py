@@ -105,7 +105,9 @@ class StepSampler:
 
     def _starts(self, remaining: Intervals | None) -> range:
         """The first item of each step."""
-        first = 0 if remaining is None else remaining[0][0] if remaining else self.num_items
+        if remaining is None:
+            return range(0, self.num_items, self.step_size)
+        first = remaining[0][0] if remaining else self.num_items
         return range(first, self.num_items, self.step_size)
 
 
