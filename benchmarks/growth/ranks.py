@@ -1,7 +1,7 @@
 """The costs of one rank by the number of ranks, over gloo on this machine: CPU-seconds, collectives, bytes.
 
 Two cores cannot show the time of eight ranks. Each rank counts what it uses itself, for the start of the job, some
-steps, a checkpoint and an evaluation; the rank that uses most counts.
+steps, a checkpoint and an evaluation; the rank that uses most counts. Writes are those to sockets and files.
 """
 
 import json
@@ -30,8 +30,7 @@ from hvd_transformer.training.session import Session
 
 _STEPS = 100
 _PHASES = ("start", f"{_STEPS} steps", "checkpoint", "evaluation")
-COUNTED = ("collectives", "bytes", "writes to sockets", "bytes to sockets")
-_COUNTS = ("CPU", *COUNTED)
+_COUNTS = ("CPU", "collectives", "bytes", "writes", "bytes written")
 
 
 def ranks(number: int) -> dict[str, Point]:
@@ -45,12 +44,17 @@ def ranks(number: int) -> dict[str, Point]:
         subprocess.run(words, check=True, env=environment, stdout=subprocess.DEVNULL, timeout=600)
         used = [json.loads(file.read_text()) for file in folder.glob("rank-*.json")]
         assert len(used) == number
-        return {
-            f"{phase}: {count}": Point(number, [max(rank[phase][index] for rank in used)])
+        found = {
+            f"{phase}: {count}": max(rank[phase][index] for rank in used)
             for phase in _PHASES
             for index, count in enumerate(_COUNTS)
             if number > 1 or index == 0
         }
+        (checkpoint,) = (folder / "run" / "checkpoints").glob("step-*")
+        files = list(checkpoint.iterdir())
+        found["checkpoint's folder: files"] = len(files)
+        found["checkpoint's folder: bytes"] = sum(file.stat().st_size for file in files)
+        return {name: Point(number, [value]) for name, value in found.items()}
 
 
 class _Counted:
