@@ -5,6 +5,7 @@
     [<role>-]tokenizer.json or vocabulary.json
     <split>-<role>.bin  <split>-<role>-ends.bin     token numbers of all samples, and where each sample ends
     <split>-label.bin                               numbers of the labels, if there are any
+    <split>-order.bin  <split>-lengths.bin          the samples by length: see length_order
     <split>.jsonl                                   the raw texts of splits that are evaluated
     index.json
 ```
