@@ -147,12 +147,13 @@ class NeighborSampler:
     """Takes `step_size` neighbouring items per step, at a random place of those that remain. The replicas take them in
     turn, one per accumulation step. If neighbours cost about the same, so do the replicas' parts of a step.
 
-    A step depends on the seed, the epoch and what remains. What remains is kept short: a step is cut out anywhere until
-    that makes more than `MOST_INTERVALS`, and from then on at the nearer end of the interval that its place is in. So an
-    epoch of up to twice as many steps has them in random order; in longer ones, at any time, the next step is one of
-    twice that number, which are spread over all items. This mixes more than visiting random blocks in order
-    (tensor2tensor, fairseq shuffle all batches, but let ranks wait; Hugging Face's `LengthGroupedSampler` sorts blocks
-    of 50 batches).
+    A step depends on the seed, the epoch and what remains, which is kept as a list of at most `MOST_INTERVALS`: while
+    it is shorter, a step is cut out anywhere; then at an end of any of the intervals. An epoch of up to twice that many
+    steps therefore has them in random order. In a longer one, the next step is always one of about that many that are
+    spread over all items, chosen at random.
+
+    tensor2tensor and fairseq shuffle all batches and let ranks wait for the longest; Hugging Face's
+    `LengthGroupedSampler` sorts each 50 batches of a random order, so that the length falls within every 50 steps.
 
     For a fixed step size, a step sees the same items for any number of replicas. All steps but the last have
     `step_size` items. Where fewer than that lie side by side, a step adds the nearest ones.

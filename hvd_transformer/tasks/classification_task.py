@@ -71,6 +71,7 @@ class ClassificationTask(ExampleTask):
 
     def describe(self) -> str:
         counts = self.data.label_counts
+        assert counts is not None
         classes = ", ".join(f"{label} {count:,}" for label, count in zip(self.labels, counts, strict=True))
         vocabulary = f"vocabulary {self.data.tokenizers[ROLE].vocab_size:,}"
         return f"{len(self.data.splits['train']):,} training texts ({classes}), {vocabulary}"
