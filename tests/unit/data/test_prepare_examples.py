@@ -63,8 +63,12 @@ def test_samples_come_back(pairs: Path, tokenizer: str, shared: bool) -> None:
     assert "pairs: left out of train: 1 empty" in reports
     assert (data.tokenizers["source"].json_text == data.tokenizers["target"].json_text) == shared
     assert data.raw_texts("valid") == [list(row) for row in VALID]
-    lengths = data.splits["train"].texts["target"].lengths
-    assert lengths.tolist() == [len(data.splits["train"].texts["target"][number]) for number in range(3)]
+    target = data.splits["train"].texts["target"]
+    assert target.lengths(0, 3).tolist() == [len(target[number]) for number in range(3)]
+    assert target.lengths(1, 3).tolist() == target.lengths(0, 3).tolist()[1:]
+    longest = [max(len(own[number]) for own in data.splits["train"].texts.values()) for number in range(3)]
+    assert data.splits["train"].lengths.samples(0, 3).tolist() == np.argsort(longest, kind="stable").tolist()
+    assert data.splits["train"].lengths.lengths.tolist() == sorted(set(longest))
     again = prepared(pairs, f"data.tokenizer={tokenizer}", shared=shared, report=lambda text: pytest.fail(text))
     assert (again.digest, again.folder) == (data.digest, data.folder)
 
@@ -127,4 +131,4 @@ def test_a_damaged_folder_is_made_again(pairs: Path) -> None:
     reports: list[str] = []
     second = prepared(pairs, report=reports.append)
     assert "is damaged: preparing it again" in reports[0]
-    assert np.array_equal(second.splits["valid"].lengths, [2, 2])
+    assert second.splits["valid"].lengths.lengths.tolist() == [2]
