@@ -233,7 +233,7 @@ class _ExampleWriter:
                 alone = f"is only in the {split} split; the training split has {', '.join(labels)}"
                 unknown = f"is none of the model's labels, which are {', '.join(labels)}"
                 raise UserError(f"{example.place}: the label {example.label} {unknown if self.learned else alone}")
-        return np.array([numbers[str(example.label)] for example in examples])
+        return np.array([numbers[str(example.label)] for example in examples], np.int64)
 
     def _keeps(self, example: RawExample, texts: Encoded, left_out: Counter[str]) -> bool:
         """Whether the sample is used; if not, its reason is counted."""

@@ -181,10 +181,10 @@ class _TextWriter:
         entry = file.close()
         return {"tokens": entry["count"], "sha256": entry["sha256"]}
 
-    def _pieces(self, span: TextSpan, phase: str, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
+    def _pieces(self, span: TextSpan, phase: str, piece_bytes: int | None = None) -> Iterator[Piece]:
         """The pieces of the span; reports the progress every ten seconds."""
         reported = time.monotonic()
-        for piece in read_pieces(span, piece_bytes):
+        for piece in read_pieces(span, piece_bytes or PIECE_BYTES):
             if self.context.should_stop():
                 raise Stopped
             if time.monotonic() - reported > REPORT_SECONDS:

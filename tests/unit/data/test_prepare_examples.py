@@ -36,7 +36,8 @@ def pairs(tmp_path: Path) -> Path:
 
 
 def prepared(folder: Path, *words: str, shared: bool = False, **tools: object) -> PreparedExamples:
-    config = load(overrides=[f"data.cache_dir={folder.parent / 'cache'}", "data.tokenizer=basic_english", *words]).data
+    common = ["task=translation", f"data.cache_dir={folder.parent / 'cache'}", "data.tokenizer=basic_english"]
+    config = load(overrides=[*common, *words]).data
     source, context = PairFiles(config).open(folder, 1), PrepareContext(**tools)
     return prepare_examples(config, source, ROLES, shared=shared, context=context)
 

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -43,7 +42,7 @@ def corpus(tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(prepare_text, "read_pieces", partial(read_pieces, piece_bytes=4096))
+    monkeypatch.setattr(prepare_text, "PIECE_BYTES", 4096)
 
 
 def configure(corpus, cache, **settings) -> DataConfig:
@@ -175,8 +174,8 @@ def test_memory_stays_bounded(corpus, tmp_path, small_pieces, monkeypatch):
     """No more pieces are taken from the text than a map asks for."""
     taken, done, most = [0], [0], [0]
 
-    def counting_pieces(span):
-        for piece in read_pieces(span, 4096):
+    def counting_pieces(span, piece_bytes):
+        for piece in read_pieces(span, piece_bytes):
             taken[0] += 1
             most[0] = max(most[0], taken[0] - done[0])
             yield piece
