@@ -1,8 +1,10 @@
 """Examples become token files: every sample once, left-out ones counted, the same files for any number of workers."""
 
 import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from hvd_transformer.data.parallel_text import PairFiles
 from hvd_transformer.data.prepare_examples import prepare_examples
 from hvd_transformer.data.prepared import PreparedExamples
 from hvd_transformer.data.tables import TableFiles
+from hvd_transformer.data.tokenizers import BPETokenizer
 from hvd_transformer.errors import UserError
 
 TRAIN = [
@@ -133,3 +136,47 @@ def test_a_damaged_folder_is_made_again(pairs: Path) -> None:
     second = prepared(pairs, report=reports.append)
     assert "is damaged: preparing it again" in reports[0]
     assert second.splits["valid"].lengths.lengths.tolist() == [2]
+
+
+def test_a_start_with_prepared_data_reads_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even to count the rows of one file, which is split at random."""
+    file = tmp_path / "rows.csv"
+    file.write_text("text,label\n" + "".join(f"text {number},{number % 2}\n" for number in range(200)))
+    config = load(overrides=["task=classification", f"data.cache_dir={tmp_path / 'cache'}", "data.tokenizer=char"]).data
+    first = prepare_examples(config, TableFiles(config).open(file, 1), ("text",))
+    assert {split: len(examples) for split, examples in first.splits.items()} == {"train": 180, "valid": 10, "test": 10}
+    train = first.splits["train"].labels
+    assert train is not None and first.label_counts == np.bincount(train[:]).tolist()
+    monkeypatch.setattr("hvd_transformer.data.tables.read_lines", lambda path: pytest.fail(f"{path} was read"))
+    again = prepare_examples(config, TableFiles(config).open(file, 1), ("text",))
+    assert (again.digest, again.label_counts) == (first.digest, first.label_counts)
+
+
+def test_byte_pairs_of_sentences_are_learned_from_a_sample(pairs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for column, language in enumerate(("de", "en")):
+        lines = [f"{TRAIN[number % 2][column]} {number:04d}" for number in range(3000)]
+        (pairs / f"train.{language}").write_text("".join(f"{line}\n" for line in lines))
+    learned, train = [], BPETokenizer.train
+
+    def recording(texts: Iterator[str], *args: Any, **kwargs: Any) -> BPETokenizer:
+        learned.append(list(texts))
+        return train(learned[-1], *args, **kwargs)
+
+    monkeypatch.setattr(BPETokenizer, "train", recording)
+    bpe = ("data.tokenizer=bpe", "data.vocab_size=270")
+    whole = prepared(pairs, *bpe)
+    assert [len(texts) for texts in learned] == [3000, 3000]
+    assert prepared(pairs, *bpe, "data.tokenizer_sample_mb=0.5").folder == whole.folder
+    messages: list[str] = []
+    assert prepared(pairs, *bpe, "data.tokenizer_sample_mb=0.01", report=messages.append).folder != whole.folder
+    assert sum("byte pairs are learned from 0.0 of" in text for text in messages) == 2
+    for texts in learned[2:]:
+        assert 10_000 < sum(map(len, texts)) < 10_600
+        numbers = [int(text.split()[-1]) for text in texts]
+        assert max(np.diff([0, *numbers, 3000])) < 3 * 3000 / len(texts)
+
+
+def test_folders_of_the_format_before_are_not_read(pairs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = prepared(pairs)
+    monkeypatch.setattr("hvd_transformer.data.prepare_examples.FORMAT", 1)
+    assert prepared(pairs).folder != now.folder
