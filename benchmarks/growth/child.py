@@ -30,7 +30,7 @@ PARTS = {
     "vocabulary": Part(model.vocabulary, "words", (1000, 4000, 8000, 16_000, 32_000, 64_000)),
     "ranks": Part(ranks.ranks, "ranks", (1, 2, 3, 4, 5, 6, 8), 2),
     "steps": Part(steps.steps, "steps", (100, 316, 1000, 3162, 10_000, 31_623, 100_000)),
-    "corpus": Part(corpus.characters, "MB", (1, 3, 10, 30, 100, 300), 2),
+    "corpus": Part(corpus.characters, "MB", (1, 3, 10, 30, 100, 300, 1000), 2),
     "words": Part(corpus.words, "MB", (1, 3, 10, 30, 100), 2),
     "pairs": Part(pairs.pairs, "pairs", (10**4, 10**5, 10**6, 10**7, 10**8)),
     "byte-pairs": Part(corpus.byte_pairs, "MB", (1, 2, 4, 8, 16, 32), 2),
