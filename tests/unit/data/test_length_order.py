@@ -123,18 +123,21 @@ def test_over_the_epochs_a_sample_meets_all_of_its_length() -> None:
     assert met == set(range(50))
 
 
-def test_labels_that_are_sorted_in_the_file_are_mixed() -> None:
+def test_labels_that_are_sorted_in_the_file_are_mixed_and_so_are_lengths() -> None:
     """The first half of the samples has one label, the second half the other; their lengths are alike."""
     values = np.random.default_rng(0).integers(5, 60, 4000)
     batches = LengthBuckets(LengthOrder.of(values), 16, None, seed=3)
-    shares = []
+    shares, mean_lengths = [], []
     for plan in batches.sampler(4, Replica()).epoch():
         step = np.concatenate([batches.item(0, item) for part in plan.accumulation for item in part])
         shares.append((step < 2000).mean())
+        mean_lengths.append(values[step].mean())
     # 64 samples per step: the standard deviation of a fair draw is 0.0625.
     assert np.std(shares) < 1.5 * 0.0625 and abs(np.mean(shares) - 0.5) < 0.02
     halves = np.mean(shares[: len(shares) // 2]), np.mean(shares[len(shares) // 2 :])
     assert abs(halves[0] - halves[1]) < 0.05
+    halves = np.mean(mean_lengths[: len(shares) // 2]), np.mean(mean_lengths[len(shares) // 2 :])
+    assert abs(halves[0] - halves[1]) < 10  # in the order by length, 27
 
 
 def pairs_of_sentences(kind: str, count: int) -> Lengths:
