@@ -79,6 +79,11 @@ def write_folder(folder: Path, **texts: str | bytes) -> Path:
             ["training.accumulation=2", "training.global_batch_size=16"],
             "training.accumulation=2: not with training.global_batch_size=16",
         ),
+        (
+            ["data.batch_tokens=1000"],
+            "data.batch_tokens=1000: not with task=language_model, only with task=translation or",
+        ),
+        (["data.train=part1"], "data.train=part1: only if data.source is a folder; python-docs is no folder"),
         (["training.global_batch_size=0"], "training.global_batch_size=0 (command line): must be greater than or"),
         (["training.max_steps"], "not of the form KEY=VALUE"),
         (["--preset", "tutorial-2b"], "no such preset, did you mean tutorial-1b?"),

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.growth import corpus, model, ranks, steps
+from benchmarks.growth import corpus, model, pairs, ranks, steps
 from benchmarks.growth.fit import Point
 
 
@@ -32,6 +32,7 @@ PARTS = {
     "steps": Part(steps.steps, "steps", (100, 316, 1000, 3162, 10_000, 31_623, 100_000)),
     "corpus": Part(corpus.characters, "MB", (1, 3, 10, 30, 100, 300, 1000), 2),
     "words": Part(corpus.words, "MB", (1, 3, 10, 30, 100, 300, 1000), 2),
+    "pairs": Part(pairs.pairs, "pairs", (10**4, 10**5, 10**6, 10**7, 10**8)),
     "byte-pairs": Part(corpus.byte_pairs, "MB", (1, 2, 4, 8, 16, 32), 2),
 }
 

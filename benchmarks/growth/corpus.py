@@ -2,16 +2,15 @@
 evaluation of its validation split."""
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from benchmarks.growth.fit import Point
+from benchmarks.growth.memory import added_at_most
 from benchmarks.growth.model import SETTINGS, first_step
-from benchmarks.growth.stopwatch import seconds
-from benchmarks.peak_memory import PeakMemory
+from benchmarks.growth.stopwatch import Stopwatch, seconds
 from hvd_transformer.config import Config, load
 from hvd_transformer.data.build_once import ALONE
 from hvd_transformer.data.prepared import PreparedData
@@ -26,7 +25,7 @@ def characters(megabytes: int) -> dict[str, Point]:
     with tempfile.TemporaryDirectory(prefix="growth-") as name:
         folder = Path(name)
         write_text(folder / "text.txt", megabytes)
-        found = _costs("characters", lambda: _prepared(folder, "prepared", "char"))
+        found = _preparation(folder, "char", "characters")
 
         def evaluate(session: Session) -> None:
             found["evaluation"] = seconds(lambda: session.trainer.evaluate("valid"))
@@ -51,15 +50,15 @@ def byte_pairs(megabytes: int) -> dict[str, Point]:
 def _prepare(megabytes: int, tokenizer: str, name: str) -> dict[str, Point]:
     with tempfile.TemporaryDirectory(prefix="growth-") as folder:
         write_text(Path(folder) / "text.txt", megabytes)
-        found = _costs(name, lambda: _prepared(Path(folder), "run", tokenizer))
-        return {cost: Point(megabytes, [value]) for cost, value in found.items()}
+        found = _preparation(Path(folder), tokenizer, name)
+        return {name: Point(megabytes, [value]) for name, value in found.items()}
 
 
-def _costs(name: str, prepare: Callable[[], object]) -> dict[str, float]:
-    """The time and the memory of one preparation."""
-    with PeakMemory() as memory:
-        took = seconds(prepare)
-    return {f"prepare {name}": took, f"prepare {name}: memory, bytes": memory.bytes}
+def _preparation(folder: Path, tokenizer: str, name: str) -> dict[str, float]:
+    """Seconds, and the most anonymous memory."""
+    watch = Stopwatch()
+    most = added_at_most(lambda: _prepared(folder, "prepared", tokenizer))
+    return {f"prepare {name}": watch.seconds(), f"prepare {name}, bytes": float(most)}
 
 
 def _prepared(folder: Path, run: str, tokenizer: str) -> PreparedData:

@@ -24,8 +24,7 @@ def check(config: Config) -> None:
             f"data.sequence_length={data.sequence_length}: longer than the model's positions, "
             f"model.max_length={model.max_length}" + (" minus one for the target's start token" if ends else "")
         )
-    if data.batching == "columns" and config.task in ("translation", "classification"):
-        raise UserError(f"data.batching=columns: not with task={config.task}, whose samples are sentences")
+    _check_data_keys(config)
     if sum(data.split) > 1 + 1e-9 or data.split[0] <= 0:
         raise UserError(f"data.split={data.split}: the fractions must add up to at most 1, and train's must be above 0")
     least = 256 + (1 if config.task == "language_model" else 4)  # running text has only <unk> besides the bytes
@@ -59,12 +58,46 @@ def check(config: Config) -> None:
         raise UserError("communication.compression=fp16: not with training.precision=fp64")
 
 
+# The keys of `data` that only some of the built-in tasks use.
+_BUILT_IN = ("language_model", "translation", "classification")
+_TASKS_OF_KEY = {
+    "batching": ("language_model",),
+    "too_long": ("translation", "classification"),
+    "batch_tokens": ("translation", "classification"),
+    "source_language": ("translation",),
+    "target_language": ("translation",),
+    "text_column": ("classification",),
+    "label_column": ("classification",),
+    "positive_label": ("classification",),
+    "class_weights": ("classification",),
+}
+
+
+def _check_data_keys(config: Config) -> None:
+    """Refuse values without effect. A task of one's own may use every key."""
+    data = config.data
+    for key, tasks in _TASKS_OF_KEY.items():
+        value, default = getattr(data, key), type(data).model_fields[key].default
+        if value != default and config.task in _BUILT_IN and config.task not in tasks:
+            allowed_tasks = " or ".join(f"task={task}" for task in tasks)
+            raise UserError(
+                f"data.{key}={value}: not with task={config.task}, only with {allowed_tasks}; leave it at "
+                f"{'none' if default is None else default}"
+            )
+    sample, default = data.tokenizer_sample_mb, type(data).model_fields["tokenizer_sample_mb"].default
+    if sample != default and data.tokenizer != "bpe" and config.task in _BUILT_IN:
+        raise UserError(
+            f"data.tokenizer_sample_mb={'none' if sample is None else sample}: only with data.tokenizer=bpe; "
+            f"data.tokenizer={data.tokenizer} counts the whole training split"
+        )
+
+
 def _check_pretrained(config: Config) -> None:
     origin = f"model.pretrained={config.model.pretrained}"
     if config.task not in ("language_model", "classification"):
         raise UserError(f"{origin}: with task=classification or task=language_model, not task={config.task}")
     own = [("model", key) for key in type(config.model).model_fields if key != "pretrained"]
-    own += [("data", key) for key in ("tokenizer", "vocab_size", "min_frequency")]
+    own += [("data", key) for key in ("tokenizer", "vocab_size", "min_frequency", "tokenizer_sample_mb")]
     alone = [("parallel", key) for key in ("pipeline", "tensor", "partition", "recompute")] + [("training", "compile")]
     for section, key in own + alone:
         values = getattr(config, section)

@@ -95,6 +95,11 @@ class DataConfig(Section):
     )
     vocab_size: OptionalCount = fixed(None, "maximum vocabulary size, including <unk>; none: all tokens (bpe: 4096)")
     min_frequency: int = fixed(1, "tokens that are rarer than this in the training split become <unk>", ge=1)
+    tokenizer_sample_mb: OptionalPositive = fixed(
+        1024.0,
+        "bpe: learn from at most this many MiB of the training split, spread evenly over it; more brings nothing but "
+        "time and memory; none: all of it",
+    )
     batching: Literal["windows", "columns"] = fixed(
         "windows",
         "windows: fixed-length samples, shuffled by seed and epoch; columns: the text in batch_size columns, with "
@@ -104,7 +109,9 @@ class DataConfig(Section):
         128, "tokens per sample; if samples differ in length: of the longest sample, on either side", ge=1
     )
     too_long: Literal["drop", "cut", "error"] = fixed(
-        "drop", "samples of more than sequence_length tokens: drop and count them, truncate them, or stop with an error"
+        "drop",
+        "if samples differ in length: drop and count those of more than sequence_length tokens, truncate them, or stop "
+        "with an error",
     )
     batch_tokens: OptionalCount = changeable(
         None,
@@ -117,9 +124,15 @@ class DataConfig(Section):
     target_language: str = fixed(
         "en", "translation: target language, the extension of its files (train.en)", min_length=1
     )
-    train: OptionalName = fixed(None, "file name of the training split in source; none: train")
-    valid: OptionalName = fixed(None, "file name of the validation split; none: valid, val, validation or dev")
-    test: OptionalName = fixed(None, "file name of the test split; none: test, or the only name that starts with it")
+    train: OptionalName = fixed(
+        None, "file name of the training split if source is a folder, without the ending (.txt, .csv, …); none: train"
+    )
+    valid: OptionalName = fixed(
+        None, "file name of the validation split, as for train; none: valid, val, validation or, of samples, dev"
+    )
+    test: OptionalName = fixed(
+        None, "file name of the test split, as for train; none: test or, of pairs, the only name that starts with it"
+    )
     text_column: str = fixed("text", "classification: column with the text", min_length=1)
     label_column: str = fixed("label", "classification: column with the label", min_length=1)
     positive_label: OptionalName = fixed(

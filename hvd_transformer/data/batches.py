@@ -1,5 +1,6 @@
 """Batches of windows, of columns, and of examples of similar length (length bucketing)."""
 
+import heapq
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -8,8 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hvd_transformer.data.length_order import Cut, LengthOrder
 from hvd_transformer.data.prepared import TokenFile
-from hvd_transformer.data.sampler import Permutation, Replica, share
+from hvd_transformer.data.sampler import NeighborSampler, Permutation, Replica, StepSampler, share
 
 
 class Batch(NamedTuple):
@@ -80,49 +82,54 @@ def _batch(rows: list[NDArray[np.unsignedinteger]]) -> Batch:
 
 
 class LengthBuckets:
-    """Training batches of samples of similar length, in random order.
+    """Training batches of samples of similar length.
 
-    `lengths` (N,) are in tokens. A batch has at most `batch_size` samples or, if `batch_tokens` is given, at most that
-    many tokens including padding: the number of its samples times the longest of them.
+    A batch has at most `batch_size` samples or, if `batch_tokens` is given, at most that many tokens including padding
+    (see `Cut`). Batches of `batch_tokens` cost about the same whatever their length, so an epoch has them in random
+    order. Batches of `batch_size` samples cost as much as they are long, so they stay ordered by length, and
+    `NeighborSampler` makes each step of neighbours. In both cases samples of equal length are in random order, so that
+    a sample meets others in every epoch, and samples that lie side by side in the data are spread over the epoch.
     """
 
-    def __init__(self, lengths: NDArray[np.int64], batch_size: int, batch_tokens: int | None, seed: int) -> None:
-        self.lengths, self.seed = lengths, seed
-        self.bounds = _cut(np.sort(lengths), batch_size, batch_tokens)
-        self.num_items = len(self.bounds) - 1  # batches per epoch
-        self._order: tuple[int, NDArray[np.int64]] | None = None
+    def __init__(self, order: LengthOrder, batch_size: int, batch_tokens: int | None, seed: int) -> None:
+        self.order, self.seed = order, seed
+        self.cut = Cut(order, batch_size, batch_tokens)
+        self.num_items = len(self.cut)  # batches per epoch
+        self.is_even = batch_tokens is not None  # all batches cost about the same
+
+    def sampler(self, step_size: int, replica: Replica) -> StepSampler | NeighborSampler:
+        """Steps of so many batches over all replicas, in which every replica has about the same work."""
+        if self.is_even:
+            return StepSampler(self.num_items, step_size, 1, replica)
+        return NeighborSampler(self.num_items, step_size, self.seed, replica)
 
     def item(self, epoch: int, number: int) -> NDArray[np.int64]:
-        """The numbers of the samples in the batch at this position of the epoch (B,)."""
-        place = int(Permutation(self.num_items, (self.seed, epoch, 2))[np.array([number])][0])
-        return self._sorted(epoch)[self.bounds[place] : self.bounds[place + 1]]
-
-    def _sorted(self, epoch: int) -> NDArray[np.int64]:
-        """All samples ordered by length; samples of equal length are in random order."""
-        if self._order is None or self._order[0] != epoch:
-            shuffled = Permutation(len(self.lengths), (self.seed, epoch))[np.arange(len(self.lengths))]
-            self._order = epoch, shuffled[np.argsort(self.lengths[shuffled], kind="stable")]
-        return self._order[1]
+        """The numbers of the samples in this batch of the epoch (B,)."""
+        if self.is_even:
+            number = int(Permutation(self.num_items, (self.seed, epoch, 2))[np.array([number])][0])
+        places = self.cut[number]
+        return self.order.shuffled(places.start, places.stop, (self.seed, epoch))
 
 
-def in_order(
-    lengths: NDArray[np.int64], batch_size: int, batch_tokens: int | None, replica: Replica
+# Evaluation is cut into at least this many batches per replica, which deals them evenly.
+_LEAST_BATCHES = 8
+
+
+def dealt_batches(
+    order: LengthOrder, batch_size: int, batch_tokens: int | None, replica: Replica
 ) -> Iterator[NDArray[np.int64]]:
-    """A replica's evaluation batches, ordered by length. Together, the replicas see every sample exactly once."""
-    order = np.argsort(lengths, kind="stable")
-    bounds = _cut(lengths[order], batch_size, batch_tokens)
-    for number in share(range(len(bounds) - 1), replica):
-        yield order[bounds[number] : bounds[number + 1]]
+    """A replica's evaluation batches, the longest first. Together, the replicas see every sample exactly once.
 
-
-def _cut(lengths: NDArray[np.int64], batch_size: int, batch_tokens: int | None) -> list[int]:
-    """The start of each batch of samples with these increasing lengths, and the end of the last one."""
-    if batch_tokens is None:
-        return [*range(0, len(lengths), batch_size), len(lengths)]
-    bounds = [0]
-    while (start := bounds[-1]) < len(lengths):
-        # Padded to the longest, samples start … stop - 1 have (stop - start) × lengths[stop - 1] tokens.
-        most = lengths[start : start + batch_tokens // max(1, int(lengths[start])) + 1]
-        fitting = int(np.searchsorted(most * np.arange(1, len(most) + 1), batch_tokens, side="right"))
-        bounds.append(start + max(1, fitting))
-    return bounds
+    Each batch goes to the replica that has the fewest tokens so far, padding included (longest processing time first,
+    Graham 1969). If there are few samples per replica, batches are smaller.
+    """
+    if replica.size > 1:
+        parts = _LEAST_BATCHES * replica.size
+        batch_size = max(1, min(batch_size, len(order) // parts))
+        batch_tokens = None if batch_tokens is None else max(1, min(batch_tokens, order.num_tokens // parts))
+    loads = [(0, rank) for rank in range(replica.size)]  # a heap
+    for places, tokens in Cut(order, batch_size, batch_tokens).longest_first():
+        load, rank = loads[0]
+        heapq.heapreplace(loads, (load + tokens, rank))
+        if rank == replica.rank:
+            yield order.samples(places.start, places.stop)

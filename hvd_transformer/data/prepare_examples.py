@@ -5,6 +5,7 @@
     [<role>-]tokenizer.json or vocabulary.json
     <split>-<role>.bin  <split>-<role>-ends.bin     token numbers of all samples, and where each sample ends
     <split>-label.bin                               numbers of the labels, if there are any
+    <split>-order.bin  <split>-lengths.bin          the samples by length: see length_order
     <split>.jsonl                                   the raw texts of splits that are evaluated
     index.json
 ```
@@ -25,12 +26,30 @@ from numpy.typing import NDArray
 
 from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data.build_once import ALONE, PrepareContext, Stopped
-from hvd_transformer.data.prepare_text import prepare_folder, tokenizer_settings, total
-from hvd_transformer.data.prepared import PreparedExamples, TokenWriter, read_examples, token_dtype, tokenizer_prefix
+from hvd_transformer.data.length_order import order_dtype, write_length_order
+from hvd_transformer.data.prepare_text import (
+    evenly,
+    prepare_folder,
+    report_sample,
+    sample_bytes,
+    tokenizer_settings,
+    total,
+)
+from hvd_transformer.data.prepared import (
+    PreparedExamples,
+    TokenFile,
+    TokenSequences,
+    TokenWriter,
+    file_entry,
+    read_examples,
+    token_dtype,
+    tokenizer_prefix,
+)
 from hvd_transformer.data.splits import ExampleSource, RawExample
 from hvd_transformer.data.tokenizers import SPECIALS, VOCABULARY_KINDS, BPETokenizer, Tokenizer, build_vocabulary
 from hvd_transformer.errors import UserError
 
+FORMAT = 2  # of prepared examples; another number prepares all of them anew
 _CHUNK = 2000  # samples encoded at a time
 Encoded = list[NDArray[Any]]  # the token numbers (T,) of each text of a sample
 
@@ -59,10 +78,11 @@ def prepare_examples(
     the others wait. Raises `UserError` if the data cannot be used, `Stopped` on request.
     """
     if learned is None:
-        own = tokenizer_settings(config)
+        own = tokenizer_settings(config, source.train_bytes)
     else:
         own = {"tokenizers": [tokenizer.digest for tokenizer in learned.tokenizers.values()], "labels": learned.labels}
     settings = {
+        "format": FORMAT,
         "rows": source.identity,
         "roles": list(roles),
         "shared": shared,
@@ -72,6 +92,15 @@ def prepare_examples(
     }
     write = _ExampleWriter(config, source, roles, shared, learned, context).write
     return prepare_folder(config, source.name, settings, write, read_examples, context)
+
+
+class _Written(NamedTuple):
+    """A split that was written: the index entries of its files, the number of samples left out for each reason, and of
+    samples of each label."""
+
+    files: dict[str, Any]
+    left_out: dict[str, int]
+    label_counts: list[int]
 
 
 @dataclass(frozen=True)
@@ -92,19 +121,18 @@ class _ExampleWriter:
         tokenizers = tokenizers or self._learn_tokenizers()
         for role, tokenizer in tokenizers.items():
             tokenizer.save(folder, tokenizer_prefix(role, self.roles, self.shared))
-        files: dict[str, Any] = {}
-        left_out: dict[str, dict[str, int]] = {}
+        written: dict[str, _Written] = {}
         for split in self.source.splits:
-            entries, left_out[split] = self._write_split(split, folder, tokenizers, labels)
-            files |= entries
-            if left_out[split]:
-                reasons = ", ".join(f"{number:,} {reason}" for reason, number in left_out[split].items())
+            written[split] = self._write_split(split, folder, tokenizers, labels)
+            if left_out := written[split].left_out:
+                reasons = ", ".join(f"{number:,} {reason}" for reason, number in left_out.items())
                 self.context.report(f"{self.source.name}: left out of {split}: {reasons}")
         return {
             "tokenizers": {role: tokenizer.digest for role, tokenizer in tokenizers.items()},
-            "files": files,
+            "files": {name: entry for own in written.values() for name, entry in own.files.items()},
             "labels": labels,
-            "left_out": left_out,
+            "label_counts": written["train"].label_counts if "train" in written else None,
+            "left_out": {split: own.left_out for split, own in written.items()},
         }
 
     def _learn_labels(self) -> list[str]:
@@ -126,18 +154,27 @@ class _ExampleWriter:
         return {role: self._learn_tokenizer([number]) for number, role in enumerate(self.roles)}
 
     def _learn_tokenizer(self, columns: Sequence[int]) -> Tokenizer:
-        """Learn from these texts of every training example."""
+        """Learn from these texts of every training example, byte pairs from a sample of them."""
         config = self.config
-        texts = (example.texts[column] for example in self._read("train") for column in columns)
         if config.tokenizer == BPETokenizer.kind:
-            return BPETokenizer.train(texts, config.vocab_size, config.min_frequency, sentences=True)
-        counts = total(self.context.map(partial(_count, config.tokenizer), _chunks(texts)))
+            return BPETokenizer.train(self._sample(columns), config.vocab_size, config.min_frequency, sentences=True)
+        counts = total(self.context.map(partial(_count, config.tokenizer), _chunks(self._texts(columns))))
         return build_vocabulary(config.tokenizer, counts, config.vocab_size, config.min_frequency, SPECIALS)
 
-    def _write_split(
-        self, split: str, folder: Path, tokenizers: dict[str, Tokenizer], labels: list[str]
-    ) -> tuple[dict[str, Any], dict[str, int]]:
-        """Write the samples of a split chunk by chunk; return the index entries of its files, and what was left out."""
+    def _sample(self, columns: Sequence[int]) -> Iterator[str]:
+        """What byte pairs are learned from: all texts, or some from everywhere in the training split."""
+        if sample_bytes(self.config, self.source.train_bytes) is not None:  # there may be more than the sample
+            size = sum(len(text.encode()) for text in self._texts(columns))
+            if (sample := sample_bytes(self.config, size)) is not None:
+                report_sample(self.context, self.source.name, sample, size)
+                return evenly(self._texts(columns), lambda text: len(text.encode()), sample / size)
+        return self._texts(columns)
+
+    def _texts(self, columns: Sequence[int]) -> Iterator[str]:
+        return (example.texts[column] for example in self._read("train") for column in columns)
+
+    def _write_split(self, split: str, folder: Path, tokenizers: dict[str, Tokenizer], labels: list[str]) -> _Written:
+        """Write the samples of a split chunk by chunk, then their order by length."""
         files = {}
         for role, tokenizer in tokenizers.items():
             files[role] = TokenWriter(folder, f"{split}-{role}", token_dtype(tokenizer.vocab_size))
@@ -145,6 +182,7 @@ class _ExampleWriter:
         if labels:
             files["label"] = TokenWriter(folder, f"{split}-label", "<i4")
         left_out: Counter[str] = Counter()
+        label_counts = np.zeros(len(labels), np.int64)
         encode = partial(_encode, list(tokenizers.values()))
         # The raw texts of the training split are needed only where it is evaluated.
         keep_raw = split != "train" or len(self.source.splits) == 1
@@ -160,12 +198,33 @@ class _ExampleWriter:
                 files[f"{role}-ends"].add(ends)
                 files[role].add(np.concatenate(short) if short else np.empty(0, np.uint32))
             if labels:
-                files["label"].add(self._label_numbers(split, labels, [example for example, _ in kept]))
+                numbers = self._label_numbers(split, labels, [example for example, _ in kept])
+                files["label"].add(numbers)
+                label_counts += np.bincount(numbers, minlength=len(labels))
         if raw is not None:
             raw.close()
         if not files[f"{self.roles[0]}-ends"].count:
             raise UserError(f"data.source={self.config.source}: the {split} split has no usable sample")
-        return {f"{split}-{name}": file.close() for name, file in files.items()}, dict(left_out)
+        entries = {f"{split}-{name}": file.close() for name, file in files.items()}
+        entries |= self._write_order(split, folder, entries)
+        return _Written(entries, dict(left_out), label_counts.tolist())
+
+    def _write_order(self, split: str, folder: Path, entries: dict[str, Any]) -> dict[str, Any]:
+        """Sort the samples of a split by the length of their longest text; return the index entries."""
+        texts = []
+        for role in self.roles:
+            names = f"{split}-{role}", f"{split}-{role}-ends"
+            texts.append(TokenSequences(*(TokenFile(folder / f"{name}.bin", **entries[name]) for name in names)))
+
+        def lengths(start: int, stop: int) -> NDArray[np.int64]:
+            longest: NDArray[np.int64] = np.max([own.lengths(start, stop) for own in texts], axis=0)
+            return longest
+
+        path = folder / f"{split}-order.bin"
+        histogram = TokenWriter(folder, f"{split}-lengths", "<i8")
+        histogram.add(write_length_order(path, len(texts[0]), lengths))
+        order = file_entry(path, order_dtype(len(texts[0])), len(texts[0]))
+        return {f"{split}-order": order, f"{split}-lengths": histogram.close()}
 
     def _label_numbers(self, split: str, labels: list[str], examples: list[RawExample]) -> NDArray[np.int64]:
         numbers = {label: number for number, label in enumerate(labels)}
@@ -174,7 +233,7 @@ class _ExampleWriter:
                 alone = f"is only in the {split} split; the training split has {', '.join(labels)}"
                 unknown = f"is none of the model's labels, which are {', '.join(labels)}"
                 raise UserError(f"{example.place}: the label {example.label} {unknown if self.learned else alone}")
-        return np.array([numbers[str(example.label)] for example in examples])
+        return np.array([numbers[str(example.label)] for example in examples], np.int64)
 
     def _keeps(self, example: RawExample, texts: Encoded, left_out: Counter[str]) -> bool:
         """Whether the sample is used; if not, its reason is counted."""

@@ -25,13 +25,15 @@ from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data.build_once import PrepareContext, Stopped, build_once
 from hvd_transformer.data.prepared import INDEX, PreparedData, TokenWriter, read_corpus, token_dtype
 from hvd_transformer.data.text_corpus import Corpus
-from hvd_transformer.data.text_files import Piece, TextSpan, read_pieces
+from hvd_transformer.data.text_files import PIECE_BYTES, Piece, TextSpan, read_pieces
 from hvd_transformer.data.tokenizers import VOCABULARY_KINDS, BPETokenizer, Tokenizer, build_vocabulary, sha256
 from hvd_transformer.errors import UserError
 
-FORMAT = 1  # of prepared folders; another number prepares all data anew
+FORMAT = 1  # of a prepared corpus; another number prepares all of them anew
 REPORT_SECONDS = 10.0
+LEAST_PIECE = 2**12  # bytes of a sample's pieces, at least
 Prepared = TypeVar("Prepared")
+Item = TypeVar("Item")
 
 
 def prepare_folder(
@@ -44,10 +46,10 @@ def prepare_folder(
 ) -> Prepared:
     """Prepare the folder of these settings unless it exists, and read it.
 
-    `settings` are all that the folder depends on: another value gives another folder. `write(aside)` writes all files
+    `settings` are all that the folder depends on, with the format of its files: another value gives another folder.
+    `write(aside)` writes all files
     but the index and returns the index, which must not mention paths. Raises `UserError` and `Stopped`.
     """
-    settings = {"format": FORMAT, **settings}
     key = sha256(json.dumps(settings, sort_keys=True))[:12]
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[:60] or "text"
     folder = Path(config.cache_dir).expanduser().absolute() / "prepared" / f"{stem}-{key}"
@@ -69,9 +71,37 @@ def prepare_folder(
     return build_once(folder, load, build, context.should_stop)
 
 
-def tokenizer_settings(config: DataConfig) -> dict[str, Any]:
-    """The settings that a learned tokenizer depends on, besides the text."""
-    return {key: getattr(config, key) for key in ("tokenizer", "vocab_size", "min_frequency")}
+def tokenizer_settings(config: DataConfig, train_bytes: int) -> dict[str, Any]:
+    """The settings that a learned tokenizer depends on, besides at most so many bytes of text."""
+    found = {key: getattr(config, key) for key in ("tokenizer", "vocab_size", "min_frequency")}
+    sample = sample_bytes(config, train_bytes)
+    return found if sample is None else {**found, "tokenizer_sample_mb": config.tokenizer_sample_mb}
+
+
+def sample_bytes(config: DataConfig, train_bytes: int) -> int | None:
+    """The bytes of text to learn from, of so many; None: all."""
+    if config.tokenizer != BPETokenizer.kind or config.tokenizer_sample_mb is None:
+        return None
+    limit = int(config.tokenizer_sample_mb * 2**20)
+    return limit if limit < train_bytes else None
+
+
+def evenly(items: Iterable[Item], size: Callable[[Item], int], share: float) -> Iterator[Item]:
+    """About this share of the items by their size, spread evenly over all of them; always the same ones."""
+    seen = taken = 0
+    for item in items:
+        if taken <= share * seen:
+            taken += size(item)
+            yield item
+        seen += size(item)
+
+
+def report_sample(context: PrepareContext, name: str, sample: int, whole: int) -> None:
+    """Tell how much of the training split's text byte pairs are learned from, in bytes."""
+    context.report(
+        f"{name}: byte pairs are learned from {sample / 2**20:.1f} of {whole / 2**20:.1f} MiB, spread over the "
+        "training split (data.tokenizer_sample_mb)"
+    )
 
 
 def total(counts: Iterable[Counter[str]]) -> Counter[str]:
@@ -91,9 +121,10 @@ def prepare_corpus(
     Memory is bounded by a few pieces of text and the counts of the vocabulary. Several processes may call this at once:
     one prepares, the others wait. Raises `UserError` if the data cannot be used, `Stopped` on request.
     """
-    own = tokenizer_settings(config) if tokenizer is None else {"tokenizer": tokenizer.digest}
+    own = tokenizer_settings(config, corpus.train_bytes) if tokenizer is None else {"tokenizer": tokenizer.digest}
+    settings = {"format": FORMAT, "corpus": corpus.identity, **own}
     write = _TextWriter(config, corpus, tokenizer, context).write
-    return prepare_folder(config, corpus.name, {"corpus": corpus.identity, **own}, write, read_corpus, context)
+    return prepare_folder(config, corpus.name, settings, write, read_corpus, context)
 
 
 @dataclass(frozen=True)
@@ -122,13 +153,22 @@ class _TextWriter:
     def _learn_tokenizer(self) -> Tokenizer:
         config, train = self.config, self.corpus.splits["train"]
         if config.tokenizer == BPETokenizer.kind:
-            texts = (piece.text() for piece in self._pieces(train, "learning byte pairs"))
+            texts = (piece.text() for piece in self._sample(train))
             return BPETokenizer.train(texts, config.vocab_size, config.min_frequency)
         pieces = self._pieces(train, "counting tokens")
         counts = total(self.context.map(partial(_count, config.tokenizer), pieces))
         if not counts:
             raise UserError(f"{train.path}: the train split has no token; it must hold text")
         return build_vocabulary(config.tokenizer, counts, config.vocab_size, config.min_frequency)
+
+    def _sample(self, span: TextSpan) -> Iterator[Piece]:
+        """What byte pairs are learned from: all of the span, or small pieces from everywhere in it."""
+        phase, sample = "learning byte pairs", sample_bytes(self.config, span.size)
+        if sample is None:
+            return self._pieces(span, phase)
+        report_sample(self.context, self.corpus.name, sample, span.size)
+        pieces = self._pieces(span, phase, min(PIECE_BYTES, max(LEAST_PIECE, sample // 256)))
+        return evenly(pieces, lambda piece: len(piece.data), sample / span.size)
 
     def _write_split(self, split: str, span: TextSpan, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
         """Write the tokens of a split piece by piece; return its entry in the index."""
@@ -141,10 +181,10 @@ class _TextWriter:
         entry = file.close()
         return {"tokens": entry["count"], "sha256": entry["sha256"]}
 
-    def _pieces(self, span: TextSpan, phase: str) -> Iterator[Piece]:
+    def _pieces(self, span: TextSpan, phase: str, piece_bytes: int | None = None) -> Iterator[Piece]:
         """The pieces of the span; reports the progress every ten seconds."""
         reported = time.monotonic()
-        for piece in read_pieces(span):
+        for piece in read_pieces(span, piece_bytes or PIECE_BYTES):
             if self.context.should_stop():
                 raise Stopped
             if time.monotonic() - reported > REPORT_SECONDS:

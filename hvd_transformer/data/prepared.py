@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hvd_transformer.data.length_order import LengthOrder
 from hvd_transformer.data.load_tokenizer import load_tokenizer
 from hvd_transformer.data.tokenizers import Tokenizer, sha256
 from hvd_transformer.errors import UserError
@@ -85,6 +86,15 @@ class TokenWriter:
         return {"dtype": self.dtype, "count": self.count, "sha256": self._digest.hexdigest()}
 
 
+def file_entry(path: Path, dtype: str, count: int) -> dict[str, Any]:
+    """The entry in the index of a file that was written otherwise."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while data := file.read(2**20):
+            digest.update(data)
+    return {"dtype": dtype, "count": count, "sha256": digest.hexdigest()}
+
+
 @dataclass(frozen=True)
 class TokenSequences:
     """One text per sample of a split: `texts[i]` is an array of token numbers (T,)."""
@@ -99,18 +109,20 @@ class TokenSequences:
         start = int(self.ends[index - 1 : index][0]) if index else 0
         return self.tokens[start : int(self.ends[index : index + 1][0])]
 
-    @cached_property
-    def lengths(self) -> NDArray[np.int64]:
-        """Number of tokens of each text (N,)."""
-        return np.diff(self.ends[:], prepend=0)
+    def lengths(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Number of tokens of some texts [stop - start]."""
+        return np.diff(self.ends[start:stop], prepend=self.ends[start - 1 : start] if start else 0)
 
 
 @dataclass(frozen=True)
 class EncodedExamples:
-    """The samples of a split: their texts by role ("source", "target" or "text"), and their labels if they have any."""
+    """The samples of a split: their texts by role ("source", "target" or "text"), their labels if they have any, and
+    the files of `length_order`, by the length of a sample's longest text. All of it is mapped."""
 
     texts: dict[str, TokenSequences]
     labels: TokenFile | None
+    order: TokenFile
+    histogram: TokenFile
 
     def __len__(self) -> int:
         return len(next(iter(self.texts.values())))
@@ -122,10 +134,9 @@ class EncodedExamples:
         return sha256(" ".join(file.sha256 for file in (*files, self.labels) if file is not None))
 
     @cached_property
-    def lengths(self) -> NDArray[np.int64]:
-        """Number of tokens of the longest text of each sample (N,)."""
-        longest: NDArray[np.int64] = np.max([texts.lengths for texts in self.texts.values()], axis=0)
-        return longest
+    def lengths(self) -> LengthOrder:
+        """The samples by the number of tokens of their longest text."""
+        return LengthOrder.sorted_before(self.order[:], self.histogram[:])
 
 
 @dataclass(frozen=True)
@@ -133,7 +144,7 @@ class PreparedExamples:
     """Encoded examples: the splits "train", "valid" and possibly "test", or one split to evaluate.
 
     `labels`: the names of the classes, in the order of their numbers. `left_out`: per split, the number of samples left
-    out for each reason. `label_counts`: the training samples of each label, if the training split is not included.
+    out for each reason. `label_counts`: the training samples of each label, if known.
     `digest` depends on tokenizers and samples alone, not on paths.
     """
 
@@ -179,10 +190,14 @@ def read_examples(folder: Path, index: dict[str, Any]) -> PreparedExamples | Non
         split: EncodedExamples(
             {role: TokenSequences(files[f"{split}-{role}"], files[f"{split}-{role}-ends"]) for role in roles},
             files.get(f"{split}-label"),
+            files[f"{split}-order"],
+            files[f"{split}-lengths"],
         )
         for split in index["left_out"]
     }
-    return PreparedExamples(folder, tokenizers, splits, index["labels"], index["left_out"], index["digest"])
+    return PreparedExamples(
+        folder, tokenizers, splits, index["labels"], index["left_out"], index["digest"], index["label_counts"]
+    )
 
 
 def tokenizer_prefix(role: str, roles: Collection[str], shared: bool) -> str:

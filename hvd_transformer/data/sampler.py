@@ -7,6 +7,7 @@ divided evenly, some replicas get one fewer, or none.
 
     windows   item = position in the shuffled order     step k of 2 replicas:  | r0 r0 r0 r1 r1 r1 | next step …
     columns   item = stretch of sequence_length rows    replica 0: | k k+1 …   |   replica 1: | k k+1 …   |
+    buckets   item = batch, ordered by length           step k: … | r0 r1 r0 r1 | … step k + 1 is elsewhere
 """
 
 from collections.abc import Iterator
@@ -95,8 +96,8 @@ class StepSampler:
         """The number of steps from this position to the end of the epoch."""
         return len(self._starts(remaining))
 
-    def epoch(self, remaining: Intervals | None = None) -> Iterator[StepPlan]:
-        """The steps from this position (None: the start of the epoch)."""
+    def epoch(self, remaining: Intervals | None = None, epoch: int = 0) -> Iterator[StepPlan]:
+        """The steps from this position (None: the start of the epoch), in all epochs the same."""
         for start in self._starts(remaining):
             stop = min(start + self.step_size, self.num_items)
             own = share(range(start, stop), self.replica)
@@ -125,8 +126,8 @@ class ColumnSampler:
         """The number of steps from this position to the end of the epoch: that of the longest stretch."""
         return -(-max(map(_length, self._stretches(remaining))) // self.items)
 
-    def epoch(self, remaining: Intervals | None = None) -> Iterator[StepPlan]:
-        """The steps from this position (None: the start of the epoch)."""
+    def epoch(self, remaining: Intervals | None = None, epoch: int = 0) -> Iterator[StepPlan]:
+        """The steps from this position (None: the start of the epoch), in all epochs the same."""
         stretches = self._stretches(remaining)
         own = share(range(self.num_stretches), self.replica)
         for step in range(self.num_steps(remaining)):
@@ -140,6 +141,78 @@ class ColumnSampler:
         whole = range(_length(intervals))
         parts = [share(whole, Replica(index, self.num_stretches)) for index in range(self.num_stretches)]
         return [_cut(intervals, part.start, part.stop) for part in parts]
+
+
+class NeighborSampler:
+    """Takes `step_size` neighbouring items per step, at a random place of those that remain. The replicas take them in
+    turn, one per accumulation step. If neighbours cost about the same, so do the replicas' parts of a step.
+
+    A step depends on the seed, the epoch and what remains, which is kept as a list of at most `MOST_INTERVALS`: while
+    it is shorter, a step is cut out anywhere; then at an end of any of the intervals. An epoch of up to twice that many
+    steps therefore has them in random order. In a longer one, the next step is always one of about that many that are
+    spread over all items, chosen at random.
+
+    tensor2tensor and fairseq shuffle all batches and let ranks wait for the longest; Hugging Face's
+    `LengthGroupedSampler` sorts each 50 batches of a random order, so that the length falls within every 50 steps.
+
+    For a fixed step size, a step sees the same items for any number of replicas. All steps but the last have
+    `step_size` items. Where fewer than that lie side by side, a step adds the nearest ones.
+    """
+
+    MOST_INTERVALS = 128
+
+    def __init__(self, num_items: int, step_size: int, seed: int, replica: Replica) -> None:
+        self.num_items, self.step_size, self.seed, self.replica = num_items, step_size, seed, replica
+
+    def num_steps(self, remaining: Intervals | None = None) -> int:
+        """The number of steps from this position to the end of the epoch."""
+        return -(-(self.num_items if remaining is None else _length(remaining)) // self.step_size)
+
+    def epoch(self, remaining: Intervals | None = None, epoch: int = 0) -> Iterator[StepPlan]:
+        """The steps of this epoch from this position (None: its start)."""
+        left = [(0, self.num_items)] if remaining is None else list(remaining)
+        for _ in range(self.num_steps(remaining)):
+            taken, left = self._take(left, epoch)
+            items = [item for interval in taken for item in range(*interval)]
+            own = items[self.replica.rank :: self.replica.size]
+            yield StepPlan([range(item, item + 1) for item in own], left)
+
+    def _take(self, left: Intervals, epoch: int) -> tuple[Intervals, Intervals]:
+        """The items of a step, and what remains after it; both increasing."""
+        total = _length(left)
+        place = int(np.random.SeedSequence((self.seed, epoch, total)).generate_state(1, np.uint64)[0]) % total
+        index = 0
+        while place >= left[index][1] - left[index][0]:
+            place -= left[index][1] - left[index][0]
+            index += 1
+        start, stop = left[index]
+        size = min(self.step_size, stop - start)
+        if len(left) < self.MOST_INTERVALS:
+            first = min(start + place // size * size, stop - size)
+        else:
+            first = start if 2 * place < stop - start else stop - size
+        rest = [(start, first), (first + size, stop)]
+        taken, left = [(first, first + size)], left[:index] + rest + left[index + 1 :]
+        left = [interval for interval in left if interval[0] < interval[1]]
+        while (missing := self.step_size - _length(taken)) and left:
+            taken, left = _add_nearest(taken, left, missing)
+        return taken, left
+
+
+def _add_nearest(taken: Intervals, left: Intervals, missing: int) -> tuple[Intervals, Intervals]:
+    """Move up to `missing` items from `left` to `taken`, both increasing: those nearest to what is taken."""
+    after = next((number for number, (start, _) in enumerate(left) if start >= taken[-1][1]), len(left))
+    below = taken[0][0] - left[after - 1][1] if after else None
+    above = left[after][0] - taken[-1][1] if after < len(left) else None
+    if above is None or (below is not None and below < above):
+        start, stop = left[after - 1]
+        middle = max(start, stop - missing)
+        kept = [(start, middle)] if start < middle else []
+        return [(middle, stop), *taken], left[: after - 1] + kept + left[after:]
+    start, stop = left[after]
+    middle = min(stop, start + missing)
+    kept = [(middle, stop)] if middle < stop else []
+    return [*taken, (start, middle)], left[:after] + kept + left[after + 1 :]
 
 
 def _length(intervals: Intervals) -> int:

@@ -3,7 +3,8 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from functools import cached_property, partial
+from itertools import compress, islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -20,6 +21,8 @@ WHOLE = "data"  # the split's name when a single file is evaluated as a whole
 # File stems accepted for each split of examples, in order of preference.
 SPLIT_NAMES = {"train": ("train",), "valid": ("valid", "val", "validation", "dev"), "test": ("test",)}
 _SHUFFLE = 5  # keeps the random split independent of the order of the epochs
+_CHUNK = 2**16  # rows whose splits are worked out at a time
+_MOST_DEFLATED = 1032  # gzip makes a text no smaller than by this factor
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,18 @@ def chosen_split(wanted: str | None, present: Collection[str], origin: str) -> s
     return wanted or own[-1]
 
 
+def split_stems(config: DataConfig, usual: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """The names of each split's files: as configured, else the usual ones."""
+    return {split: (name,) if (name := getattr(config, split)) else names for split, names in usual.items()}
+
+
+def check_no_names(config: DataConfig, reason: str) -> None:
+    """Raise `UserError` if the files of splits are named although the source is no folder."""
+    for split in SPLITS:
+        if name := getattr(config, split):
+            raise UserError(f"data.{split}={name}: only if data.source is a folder; {reason}")
+
+
 def check_whole(wanted: str | None, path: Path) -> None:
     """Raise `UserError` if a split of a single file is requested."""
     if wanted is not None:
@@ -71,11 +86,15 @@ def check_whole(wanted: str | None, path: Path) -> None:
 
 @dataclass(frozen=True)
 class Source(Generic[T]):
-    """What every split is read from. `identity` distinguishes data sets: equal identities mean equal texts."""
+    """What every split is read from. `identity` distinguishes data sets: equal identities mean equal texts.
+
+    `train_bytes`: the most bytes of text that the training split can have; 0 if it is not included.
+    """
 
     name: str
     identity: dict[str, Any]
     splits: dict[str, T]
+    train_bytes: int = 0
 
     def only(self, wanted: str | None, origin: str) -> "Source[T]":
         """One split of it, chosen by `chosen_split`."""
@@ -115,10 +134,8 @@ class ExampleFiles(ABC):
 
     @property
     def stems(self) -> dict[str, tuple[str, ...]]:
-        """The names of each split's files: as configured, else `SPLIT_NAMES`."""
-        return {
-            split: (name,) if (name := getattr(self.config, split)) else names for split, names in SPLIT_NAMES.items()
-        }
+        """The names of each split's files."""
+        return split_stems(self.config, SPLIT_NAMES)
 
     def open(self, path: Path, seed: int) -> ExampleSource:
         """All splits of a folder, or of one file that is split at random.
@@ -126,9 +143,10 @@ class ExampleFiles(ABC):
         Raises `UserError` with what is missing and what is allowed.
         """
         if path.is_file():
+            check_no_names(self.config, f"{path} is one file, which data.split splits")
             splits = split_at_random(self.reader((path,)), self.config.split, seed, path)
             identity = {"file": file_identity(path), "split": self.config.split, "seed": seed}
-            return ExampleSource(_stem(path), {**identity, **self.settings}, splits)
+            return ExampleSource(_stem(path), {**identity, **self.settings}, splits, _most_bytes((path,)))
         files = self.find(path)
         for split in ("train", "valid"):
             if split not in files:
@@ -151,7 +169,7 @@ class ExampleFiles(ABC):
     def _source(self, folder: Path, files: dict[str, Files]) -> ExampleSource:
         identity = {split: self.identity(own) for split, own in files.items()}
         readers = {split: self.reader(own) for split, own in files.items()}
-        return ExampleSource(folder.name, {**identity, **self.settings}, readers)
+        return ExampleSource(folder.name, {**identity, **self.settings}, readers, _most_bytes(files.get("train", ())))
 
 
 def file_identity(path: Path) -> list[Any]:
@@ -163,24 +181,46 @@ def file_identity(path: Path) -> list[Any]:
 def split_at_random(read: Reader, shares: list[float], seed: int, path: Path) -> dict[str, Reader]:
     """Split the examples of one file by `shares`, determined by `seed` alone; each split keeps the file's order.
 
-    Raises `UserError` if a split would be empty.
+    The file is read for the first time, to count its rows, when a split is: a start with prepared data never does.
+    Reading raises `UserError` if a split is empty.
     """
-    number = sum(1 for _ in read())
-    ends = np.rint(np.cumsum(shares) * number).astype(int)
-    ends[-1] = number if sum(shares) > 1 - 1e-9 else ends[-1]
-    positions = Permutation(max(number, 1), (seed, _SHUFFLE))[np.arange(number)]
-    members = np.searchsorted(ends, positions, side="right")  # for each example the number of its split
-    for index, split in enumerate(SPLITS[: len(shares)]):
-        if not (members == index).any():
-            raise UserError(
-                f"{path}: data.split={shares} leaves the {split} split of {number} rows empty; give it a larger share, "
-                "or two shares for no test split"
-            )
-    return {split: _members(read, members == index) for index, split in enumerate(SPLITS[: len(shares)])}
+    rows = _RandomSplit(read, shares, seed, path)
+    return {split: partial(rows.of, index) for index, split in enumerate(SPLITS[: len(shares)])}
 
 
-def _members(read: Reader, chosen: NDArray[np.bool_]) -> Reader:
-    return lambda: compress(read(), chosen)
+class _RandomSplit:
+    """Which split each row is in. Memory does not grow with the number of rows."""
+
+    def __init__(self, read: Reader, shares: list[float], seed: int, path: Path) -> None:
+        self.read, self.shares, self.seed, self.path = read, shares, seed, path
+
+    def of(self, index: int) -> Iterator[RawExample]:
+        """The examples of the split of this number."""
+        number, ends = self._ends
+        order, rows = Permutation(number, (self.seed, _SHUFFLE)), self.read()
+        for start in range(0, number, _CHUNK):
+            positions = order[np.arange(start, min(start + _CHUNK, number))]
+            chosen = np.searchsorted(ends, positions, side="right") == index
+            yield from compress(islice(rows, _CHUNK), chosen)
+
+    @cached_property
+    def _ends(self) -> tuple[int, NDArray[np.int64]]:
+        """The number of rows, and where each split ends in their random order."""
+        number = sum(1 for _ in self.read())
+        ends = np.rint(np.cumsum(self.shares) * number).astype(np.int64)
+        ends[-1] = number if sum(self.shares) > 1 - 1e-9 else ends[-1]
+        for split, size in zip(SPLITS, np.diff(ends, prepend=0), strict=False):
+            if size <= 0:
+                raise UserError(
+                    f"{self.path}: data.split={self.shares} leaves the {split} split of {number} rows empty; give it a "
+                    "larger share, or two shares for no test split"
+                )
+        return number, ends
+
+
+def _most_bytes(files: Files) -> int:
+    """The most bytes of text that these files can hold."""
+    return sum(path.stat().st_size * (_MOST_DEFLATED if path.suffix == ".gz" else 1) for path in files)
 
 
 def _stem(path: Path) -> str:

@@ -12,17 +12,20 @@ from hvd_transformer.data.splits import (
     WHOLE,
     Files,
     Source,
+    check_no_names,
     check_whole,
     chosen_split,
     file_identity,
     find_splits,
     first_file,
+    split_stems,
 )
 from hvd_transformer.data.text_files import TextSpan, boundary
 from hvd_transformer.errors import UserError
 
 SOURCES = ("python-docs", *TEXTS)
-# File names accepted for each split of a folder: stems and patterns, in order of preference.
+# File names accepted for each split of a folder: stems, unless data.train and so on name others, and patterns, in order
+# of preference.
 _STEMS = {"train": ("train",), "valid": ("valid", "validation", "val"), "test": ("test",)}
 _PATTERNS = ("{}.txt", "{}.raw", "wiki.{}.tokens", "wiki.{}.raw", "ptb.{}.txt")
 Corpus = Source[TextSpan]
@@ -34,16 +37,19 @@ def open_corpus(config: DataConfig, context: PrepareContext = ALONE) -> Corpus:
     Raises `UserError` with what is missing or empty, and what is allowed.
     """
     source = config.source
+    if source in SOURCES:
+        check_no_names(config, f"{source} is no folder")
     if source == "python-docs":
         return _open_python_docs(Path(config.cache_dir).expanduser().absolute(), context)
     if source in TEXTS:
-        return _corpus(source, _folder_spans(fetch_published(config, TEXTS, context)))
+        return _corpus(source, _folder_spans(fetch_published(config, TEXTS, context), config))
     path = Path(source).expanduser()
     try:
         if path.is_dir():
             path = path.resolve()
-            return _corpus(path.name, _folder_spans(path))
+            return _corpus(path.name, _folder_spans(path, config))
         if path.is_file():
+            check_no_names(config, f"{path} is one file, which data.split splits")
             path = path.resolve()
             return _corpus(path.stem, _file_spans(path, config.split))
     except OSError as error:
@@ -51,13 +57,13 @@ def open_corpus(config: DataConfig, context: PrepareContext = ALONE) -> Corpus:
     raise unknown_source(source, SOURCES)
 
 
-def open_text(path: Path, wanted: str | None) -> Corpus:
+def open_text(config: DataConfig, path: Path, wanted: str | None) -> Corpus:
     """One text file as a whole, or one split of a folder (see `splits.chosen_split`), which needs no other splits.
 
     Raises `UserError` with what is missing or empty.
     """
     if path.is_dir():
-        files = _find(path)
+        files = _find(path, config)
         split = chosen_split(wanted, files, str(path))
         span = _whole(files[split][0])
     else:
@@ -89,20 +95,21 @@ def _open_python_docs(cache: Path, context: PrepareContext) -> Corpus:
 
     spans = build_once(folder, load, build, context.should_stop)
     sizes = {split: span.size for split, span in spans.items()}
-    return Corpus("python-docs", {"python": python_docs.version(), "bytes": sizes}, spans)
+    return Corpus("python-docs", {"python": python_docs.version(), "bytes": sizes}, spans, sizes["train"])
 
 
-def _find(folder: Path) -> dict[str, Files]:
-    return find_splits(_STEMS, lambda stem: first_file(folder, stem, _PATTERNS))
+def _find(folder: Path, config: DataConfig) -> dict[str, Files]:
+    return find_splits(split_stems(config, _STEMS), lambda stem: first_file(folder, stem, _PATTERNS))
 
 
-def _folder_spans(folder: Path) -> dict[str, TextSpan]:
+def _folder_spans(folder: Path, config: DataConfig) -> dict[str, TextSpan]:
     if not any(folder.iterdir()):
         raise UserError(f"{folder}: the folder is empty; it must hold train.txt, valid.txt and test.txt")
-    files, spans = _find(folder), {}
+    files, spans = _find(folder, config), {}
     for split in SPLITS:
         if split not in files:
-            accepted = ", ".join(pattern.format(stem) for stem in _STEMS[split] for pattern in _PATTERNS)
+            stems = split_stems(config, _STEMS)[split]
+            accepted = ", ".join(pattern.format(stem) for stem in stems for pattern in _PATTERNS)
             raise UserError(f"{folder}: no file of the {split} split; accepted names: {accepted}")
         spans[split] = _whole(files[split][0])
         if not spans[split].size:
@@ -136,4 +143,4 @@ def _whole(path: Path) -> TextSpan:
 
 def _corpus(name: str, spans: dict[str, TextSpan]) -> Corpus:
     files = {split: [*file_identity(span.path), span.start, span.end] for split, span in spans.items()}
-    return Corpus(name, {"files": files}, spans)
+    return Corpus(name, {"files": files}, spans, spans["train"].size if "train" in spans else 0)

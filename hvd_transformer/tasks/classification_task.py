@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -71,7 +70,8 @@ class ClassificationTask(ExampleTask):
         return replace(found, label_counts=counts)
 
     def describe(self) -> str:
-        counts = self._label_counts
+        counts = self.data.label_counts
+        assert counts is not None
         classes = ", ".join(f"{label} {count:,}" for label, count in zip(self.labels, counts, strict=True))
         vocabulary = f"vocabulary {self.data.tokenizers[ROLE].vocab_size:,}"
         return f"{len(self.data.splits['train']):,} training texts ({classes}), {vocabulary}"
@@ -99,7 +99,7 @@ class ClassificationTask(ExampleTask):
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        return {"labels": self.labels, "label_counts": self._label_counts}
+        return {"labels": self.labels, "label_counts": self.data.label_counts}
 
     def collate(self, split: str, numbers: NDArray[np.int64]) -> Batch:
         """Texts [B, T] and labels [B]."""
@@ -120,16 +120,6 @@ class ClassificationTask(ExampleTask):
         matrix = np.array(sums[1:]).reshape(len(self.labels), -1)
         return {"loss": sums[0] / count} | classification_metrics(matrix, self.positive)
 
-    @cached_property
-    def _label_counts(self) -> list[int]:
-        """The number of training samples of each label."""
-        if self.data.label_counts is not None:
-            return self.data.label_counts
-        labels = self.data.splits["train"].labels
-        assert labels is not None
-        found: list[int] = np.bincount(labels[:].astype(np.int64), minlength=len(self.labels)).tolist()
-        return found
-
     def class_weights(self) -> Tensor | None:
         """The configured weights [C]; "balanced" as in scikit-learn: samples / (classes × samples of the class).
 
@@ -139,7 +129,7 @@ class ClassificationTask(ExampleTask):
         if given is None:
             return None
         if given == "balanced":
-            counts = np.array(self._label_counts)
+            counts = np.array(self.data.label_counts)
             return torch.from_numpy(counts.sum() / (len(self.labels) * counts))
         assert isinstance(given, dict)
         if odd := sorted(given.keys() ^ set(self.labels)):

@@ -72,7 +72,7 @@ class LanguageModelTask(Task):
     def prepare_evaluation(cls, config: Config, context: PrepareContext, wanted: EvaluationSpec) -> PreparedData:
         data = config.data
         if wanted.path is not None:
-            corpus = open_text(wanted.path, wanted.split)
+            corpus = open_text(data, wanted.path, wanted.split)
         else:
             corpus = open_corpus(data, context).only(wanted.split, f"data.source={data.source}")
         return prepare_corpus(data, corpus, wanted.tokenizers[""], context)

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from hvd_transformer.comm.group import Group
 from hvd_transformer.config.batch_size import step_samples
 from hvd_transformer.config.schema import Config
-from hvd_transformer.data.batches import LengthBuckets, in_order
+from hvd_transformer.data.batches import LengthBuckets, dealt_batches
 from hvd_transformer.data.build_once import PrepareContext as PrepareContext
+from hvd_transformer.data.length_order import LengthOrder
 from hvd_transformer.data.sampler import Intervals, Replica, StepPlan, StepSampler
 from hvd_transformer.data.tokenizers import Tokenizer
 from hvd_transformer.errors import UserError
@@ -39,7 +40,7 @@ class Sampler(Protocol):
 
     def num_steps(self, remaining: Intervals | None = None) -> int: ...
 
-    def epoch(self, remaining: Intervals | None = None) -> Iterator[StepPlan]: ...
+    def epoch(self, remaining: Intervals | None = None, epoch: int = 0) -> Iterator[StepPlan]: ...
 
 
 class Data(Protocol):
@@ -201,8 +202,8 @@ class Samples(Protocol):
     """The samples of a split."""
 
     @property
-    def lengths(self) -> NDArray[np.int64]:
-        """The length of each sample, in tokens or whatever a batch is padded with (N,)."""
+    def lengths(self) -> NDArray[np.int64] | LengthOrder:
+        """The length of each sample, in tokens or whatever a batch is padded with (N,); or the samples sorted by it."""
         ...
 
 
@@ -217,12 +218,13 @@ class ExampleTask(Task):
     def __init__(self, config: Config, data: Any, replica: Replica) -> None:
         super().__init__(config, data, replica)
         self.splits: Mapping[str, Samples] = data.splits
-        self.sampler, self.targets_per_step = StepSampler(0, 1, 1, replica), 1  # no steps without a training split
+        self.sampler: Sampler = StepSampler(0, 1, 1, replica)
+        self.targets_per_step = 1  # no steps without a training split
         if "train" in self.splits:
-            lengths, batch_size = self.splits["train"].lengths, config.training.batch_size
-            self.batches = LengthBuckets(lengths, batch_size, config.data.batch_tokens, config.seed)
+            batch_size = config.training.batch_size
+            self.batches = LengthBuckets(self._order("train"), batch_size, config.data.batch_tokens, config.seed)
             num_batches = -(-step_samples(config.training, replica.size) // batch_size)
-            self.sampler = StepSampler(self.batches.num_items, num_batches, 1, replica)
+            self.sampler = self.batches.sampler(num_batches, replica)
             self.targets_per_step = max(1, round(self.num_training_targets * num_batches / self.batches.num_items))
 
     @abstractmethod
@@ -245,7 +247,11 @@ class ExampleTask(Task):
         """The numbers of this replica's samples of a split, one array per batch."""
         training = self.config.training
         size = training.eval_batch_size or training.batch_size
-        return in_order(self.splits[split].lengths, size, self.config.data.batch_tokens, self.replica)
+        return dealt_batches(self._order(split), size, self.config.data.batch_tokens, self.replica)
 
     def evaluation_batches(self, split: str) -> Iterator[Batch]:
         return (self.collate(split, numbers) for numbers in self.evaluation_numbers(split))
+
+    def _order(self, split: str) -> LengthOrder:
+        lengths = self.splits[split].lengths
+        return lengths if isinstance(lengths, LengthOrder) else LengthOrder.of(lengths)

@@ -120,7 +120,7 @@ class Trainer:
     def steps(self) -> Iterator[StepPlan]:
         """The steps that are left, over the epochs; `step` advances the state after each."""
         while self.state.step < self.total_steps:
-            for plan in self.task.sampler.epoch(self.state.remaining):
+            for plan in self.task.sampler.epoch(self.state.remaining, self.state.epoch):
                 yield plan
                 if self.state.step == self.total_steps:
                     return

@@ -14,7 +14,8 @@ from jobs import steps, summary, weights
 from torch import Tensor, nn
 
 from hvd_transformer.data.batches import LengthBuckets
-from hvd_transformer.data.sampler import Permutation
+from hvd_transformer.data.length_order import LengthOrder
+from hvd_transformer.data.sampler import Permutation, Replica
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.distributed
@@ -100,12 +101,12 @@ def of_reviews(folder: Path, model: nn.Module) -> Iterator[list[tuple[Tensor, in
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "bert")
     rows = [line.split(",") for line in (folder / "texts" / "train.csv").read_text().splitlines()[1:]]
     lengths = torch.tensor([len(tokenizer(text)["input_ids"]) for _, text in rows]).numpy()
-    batches = LengthBuckets(lengths, 6, None, SEED)
+    batches = LengthBuckets(LengthOrder.of(lengths), 6, None, SEED)
     epoch = 0
     while True:
-        for first in range(0, batches.num_items, 4):
+        for step in batches.sampler(4, Replica()).epoch(epoch=epoch):
             parts = []
-            for unit in range(first, min(first + 4, batches.num_items)):
+            for [unit] in step.accumulation:
                 chosen = [rows[number] for number in batches.item(epoch, unit)]
                 inputs = tokenizer([text for _, text in chosen], padding=True, return_tensors="pt")
                 labels = torch.tensor([LABELS.index(label) for label, _ in chosen])

@@ -114,11 +114,10 @@ def losses(task: ExampleTask, batch: tuple[Tensor, ...]) -> tuple[Tensor, int]:
 
 def plan(task: ExampleTask) -> Iterator[list[tuple[Tensor, ...]]]:
     """A step's batches, four at a time; an epoch's last step has what is left."""
-    epoch, units = 0, task.batches.num_items
+    epoch = 0
     while True:
-        for first in range(0, units, 4):
-            numbers = range(first, min(first + 4, units))
-            yield [task.collate("train", task.batches.item(epoch, number)) for number in numbers]
+        for step in task.batches.sampler(4, Replica()).epoch(epoch=epoch):
+            yield [task.batch(epoch, items) for items in step.accumulation]
         epoch += 1
 
 

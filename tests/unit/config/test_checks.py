@@ -101,3 +101,36 @@ def test_shares_that_add_up_to_one_but_for_rounding_are_taken() -> None:
 
 def test_a_small_bpe_vocabulary_is_only_refused_for_bpe() -> None:
     assert load(overrides=["data.vocab_size=10", "data.tokenizer=basic_english"]).data.vocab_size == 10
+
+
+USED_BY = {
+    "data.batching=columns": ["language_model"],
+    "data.too_long=cut": ["translation", "classification"],
+    "data.batch_tokens=1000": ["translation", "classification"],
+    "data.source_language=fr": ["translation"],
+    "data.target_language=fr": ["translation"],
+    "data.text_column=review": ["classification"],
+    "data.label_column=stars": ["classification"],
+    "data.positive_label=good": ["classification"],
+    "data.class_weights=balanced": ["classification"],
+}
+
+
+@pytest.mark.parametrize("word", USED_BY)
+@pytest.mark.parametrize("task", ["language_model", "translation", "classification", "own.module:Task"])
+def test_keys_of_the_data_without_effect_are_refused(word: str, task: str) -> None:
+    words = [f"task={task}", word]
+    if task in [*USED_BY[word], "own.module:Task"]:
+        load(overrides=words)
+        return
+    with pytest.raises(UserError) as caught:
+        load(overrides=words)
+    allowed = " or ".join(f"task={name}" for name in USED_BY[word])
+    assert str(caught.value).startswith(f"{word}: not with task={task}, only with {allowed}; leave it at ")
+
+
+def test_a_sample_for_the_tokenizer_is_for_byte_pairs() -> None:
+    load(overrides=["data.tokenizer=bpe", "data.tokenizer_sample_mb=none"])
+    for size in ("none", "10.0"):
+        with pytest.raises(UserError, match=f"^data.tokenizer_sample_mb={size}: only with data.tokenizer=bpe; "):
+            load(overrides=["data.tokenizer=char", f"data.tokenizer_sample_mb={size}"])

@@ -326,9 +326,16 @@ def test_yes_and_no_are_not_numbers_and_not_labels(tmp_path: Path, text: str, se
 
 
 def test_labels_and_names_may_look_like_numbers(tmp_path: Path) -> None:
-    data = load(file=written(tmp_path, "data: {positive_label: 1, class_weights: {0: 1, 1: 2.5}, source: 7}\n")).data
+    data = load(
+        file=written(
+            tmp_path, "task: classification\ndata: {positive_label: 1, class_weights: {0: 1, 1: 2.5}, source: 7}\n"
+        )
+    ).data
     assert (data.positive_label, data.class_weights, data.source) == ("1", {"0": 1.0, "1": 2.5}, "7")
-    assert load(overrides=["data.class_weights={0: 1, 1: 2.5}"]).data.class_weights == {"0": 1.0, "1": 2.5}
+    assert load(overrides=["task=classification", "data.class_weights={0: 1, 1: 2.5}"]).data.class_weights == {
+        "0": 1.0,
+        "1": 2.5,
+    }
 
 
 def test_a_rate_without_a_point_is_a_number_also_in_yaml(tmp_path: Path) -> None:

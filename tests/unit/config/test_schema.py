@@ -26,12 +26,12 @@ translation.beam translation.length_penalty training.best_metric data.text_colum
 FIXED = """
 task seed model.pretrained model.num_layers model.d_model model.num_heads model.d_feedforward model.dropout
 model.max_length model.norm model.activation model.position model.tie_embeddings data.source data.split data.tokenizer
-data.vocab_size
-data.min_frequency data.batching data.sequence_length model.num_decoder_layers model.share_embeddings data.too_long
-data.source_language data.target_language data.train data.valid data.test data.text_column data.label_column
-data.positive_label data.class_weights training.label_smoothing optimizer.name optimizer.lr optimizer.lr_scaling
-optimizer.weight_decay optimizer.momentum optimizer.betas optimizer.eps optimizer.clip_norm optimizer.schedule
-optimizer.warmup_steps optimizer.gamma training.precision
+data.vocab_size data.min_frequency data.tokenizer_sample_mb data.batching data.sequence_length
+model.num_decoder_layers model.share_embeddings data.too_long data.source_language data.target_language data.train
+data.valid data.test data.text_column data.label_column data.positive_label data.class_weights
+training.label_smoothing optimizer.name optimizer.lr optimizer.lr_scaling optimizer.weight_decay optimizer.momentum
+optimizer.betas optimizer.eps optimizer.clip_norm optimizer.schedule optimizer.warmup_steps optimizer.gamma
+training.precision
 """
 
 

@@ -23,7 +23,7 @@ def side_by_side(folder: Path, name: str, end: str = "", pairs: list[tuple[str, 
 
 
 def read(path: Path, *words: str) -> dict[str, list[tuple[str, ...]]]:
-    rows = PairFiles(load(overrides=words).data).open(path, seed=1)
+    rows = PairFiles(load(overrides=["task=translation", *words]).data).open(path, seed=1)
     return {split: [row.texts for row in rows.splits[split]()] for split in rows.splits}
 
 

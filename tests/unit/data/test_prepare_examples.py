@@ -1,8 +1,10 @@
 """Examples become token files: every sample once, left-out ones counted, the same files for any number of workers."""
 
 import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from hvd_transformer.data.parallel_text import PairFiles
 from hvd_transformer.data.prepare_examples import prepare_examples
 from hvd_transformer.data.prepared import PreparedExamples
 from hvd_transformer.data.tables import TableFiles
+from hvd_transformer.data.tokenizers import BPETokenizer
 from hvd_transformer.errors import UserError
 
 TRAIN = [
@@ -36,7 +39,8 @@ def pairs(tmp_path: Path) -> Path:
 
 
 def prepared(folder: Path, *words: str, shared: bool = False, **tools: object) -> PreparedExamples:
-    config = load(overrides=[f"data.cache_dir={folder.parent / 'cache'}", "data.tokenizer=basic_english", *words]).data
+    common = ["task=translation", f"data.cache_dir={folder.parent / 'cache'}", "data.tokenizer=basic_english"]
+    config = load(overrides=[*common, *words]).data
     source, context = PairFiles(config).open(folder, 1), PrepareContext(**tools)
     return prepare_examples(config, source, ROLES, shared=shared, context=context)
 
@@ -63,8 +67,12 @@ def test_samples_come_back(pairs: Path, tokenizer: str, shared: bool) -> None:
     assert "pairs: left out of train: 1 empty" in reports
     assert (data.tokenizers["source"].json_text == data.tokenizers["target"].json_text) == shared
     assert data.raw_texts("valid") == [list(row) for row in VALID]
-    lengths = data.splits["train"].texts["target"].lengths
-    assert lengths.tolist() == [len(data.splits["train"].texts["target"][number]) for number in range(3)]
+    target = data.splits["train"].texts["target"]
+    assert target.lengths(0, 3).tolist() == [len(target[number]) for number in range(3)]
+    assert target.lengths(1, 3).tolist() == target.lengths(0, 3).tolist()[1:]
+    longest = [max(len(own[number]) for own in data.splits["train"].texts.values()) for number in range(3)]
+    assert data.splits["train"].lengths.samples(0, 3).tolist() == np.argsort(longest, kind="stable").tolist()
+    assert data.splits["train"].lengths.lengths.tolist() == sorted(set(longest))
     again = prepared(pairs, f"data.tokenizer={tokenizer}", shared=shared, report=lambda text: pytest.fail(text))
     assert (again.digest, again.folder) == (data.digest, data.folder)
 
@@ -127,4 +135,48 @@ def test_a_damaged_folder_is_made_again(pairs: Path) -> None:
     reports: list[str] = []
     second = prepared(pairs, report=reports.append)
     assert "is damaged: preparing it again" in reports[0]
-    assert np.array_equal(second.splits["valid"].lengths, [2, 2])
+    assert second.splits["valid"].lengths.lengths.tolist() == [2]
+
+
+def test_a_start_with_prepared_data_reads_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even to count the rows of one file, which is split at random."""
+    file = tmp_path / "rows.csv"
+    file.write_text("text,label\n" + "".join(f"text {number},{number % 2}\n" for number in range(200)))
+    config = load(overrides=["task=classification", f"data.cache_dir={tmp_path / 'cache'}", "data.tokenizer=char"]).data
+    first = prepare_examples(config, TableFiles(config).open(file, 1), ("text",))
+    assert {split: len(examples) for split, examples in first.splits.items()} == {"train": 180, "valid": 10, "test": 10}
+    train = first.splits["train"].labels
+    assert train is not None and first.label_counts == np.bincount(train[:]).tolist()
+    monkeypatch.setattr("hvd_transformer.data.tables.read_lines", lambda path: pytest.fail(f"{path} was read"))
+    again = prepare_examples(config, TableFiles(config).open(file, 1), ("text",))
+    assert (again.digest, again.label_counts) == (first.digest, first.label_counts)
+
+
+def test_byte_pairs_of_sentences_are_learned_from_a_sample(pairs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for column, language in enumerate(("de", "en")):
+        lines = [f"{TRAIN[number % 2][column]} {number:04d}" for number in range(3000)]
+        (pairs / f"train.{language}").write_text("".join(f"{line}\n" for line in lines))
+    learned, train = [], BPETokenizer.train
+
+    def recording(texts: Iterator[str], *args: Any, **kwargs: Any) -> BPETokenizer:
+        learned.append(list(texts))
+        return train(learned[-1], *args, **kwargs)
+
+    monkeypatch.setattr(BPETokenizer, "train", recording)
+    bpe = ("data.tokenizer=bpe", "data.vocab_size=270")
+    whole = prepared(pairs, *bpe)
+    assert [len(texts) for texts in learned] == [3000, 3000]
+    assert prepared(pairs, *bpe, "data.tokenizer_sample_mb=0.5").folder == whole.folder
+    messages: list[str] = []
+    assert prepared(pairs, *bpe, "data.tokenizer_sample_mb=0.01", report=messages.append).folder != whole.folder
+    assert sum("byte pairs are learned from 0.0 of" in text for text in messages) == 2
+    for texts in learned[2:]:
+        assert 10_000 < sum(map(len, texts)) < 10_600
+        numbers = [int(text.split()[-1]) for text in texts]
+        assert max(np.diff([0, *numbers, 3000])) < 3 * 3000 / len(texts)
+
+
+def test_folders_of_the_format_before_are_not_read(pairs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = prepared(pairs)
+    monkeypatch.setattr("hvd_transformer.data.prepare_examples.FORMAT", 1)
+    assert prepared(pairs).folder != now.folder

@@ -9,9 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from torchtext.data.utils import get_tokenizer
 
@@ -22,6 +22,7 @@ from hvd_transformer.data.build_once import ALONE, PrepareContext, Stopped
 from hvd_transformer.data.prepared import PreparedData
 from hvd_transformer.data.text_corpus import open_corpus
 from hvd_transformer.data.text_files import read_pieces
+from hvd_transformer.data.tokenizers import BPETokenizer
 from hvd_transformer.errors import UserError
 
 COMMAND = Path(sys.executable).with_name("hvd-transformer")
@@ -43,7 +44,7 @@ def corpus(tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(prepare_text, "read_pieces", partial(read_pieces, piece_bytes=4096))
+    monkeypatch.setattr(prepare_text, "PIECE_BYTES", 4096)
 
 
 def configure(corpus, cache, **settings) -> DataConfig:
@@ -165,6 +166,46 @@ def test_damaged_files_are_prepared_again(corpus, tmp_path, damage):
     assert again.digest == first.digest
 
 
+def learned_from(monkeypatch) -> list[str]:
+    """What byte pairs are learned from, once something is prepared."""
+    texts, train = [], BPETokenizer.train
+
+    def recording(given, *args, **kwargs):
+        texts.extend(given)
+        return train(texts, *args, **kwargs)
+
+    monkeypatch.setattr(BPETokenizer, "train", recording)
+    return texts
+
+
+@pytest.mark.parametrize("kilobytes", [8, 40])
+def test_byte_pairs_are_learned_from_a_sample_of_everywhere(corpus, tmp_path, monkeypatch, kilobytes):
+    texts, messages = learned_from(monkeypatch), []
+    config = configure(corpus, tmp_path, vocab_size=300, tokenizer_sample_mb=kilobytes / 1024)
+    prepare(config, PrepareContext(report=messages.append))
+    whole = corpus["train"]
+    assert f"byte pairs are learned from 0.0 of {len(whole.encode()) / 2**20:.1f} MiB, spread over" in messages[1]
+    size = sum(len(text.encode()) for text in texts)
+    assert 0.8 * kilobytes < size / 1024 < kilobytes + 4.1  # one piece more
+    places = [whole.index(text) / len(whole) for text in texts]
+    assert places == sorted(places)
+    assert max(np.diff([0, *places, 1])) < 2 / len(texts)  # evenly, from beginning to end
+
+
+def test_a_sample_as_large_as_the_text_is_the_text(corpus, tmp_path, monkeypatch):
+    """The size of the sample is part of what a folder depends on only where it has an effect."""
+    texts, messages = learned_from(monkeypatch), []
+    first = prepare(configure(corpus, tmp_path, vocab_size=300), PrepareContext(report=messages.append))
+    assert "".join(texts) == corpus["train"] and len(messages) == 1
+    for sample in (None, 1.0):
+        again = prepare(configure(corpus, tmp_path, vocab_size=300, tokenizer_sample_mb=sample))
+        assert again.folder == first.folder
+    folders = {
+        prepare(configure(corpus, tmp_path, vocab_size=300, tokenizer_sample_mb=size)).folder for size in (0.01, 0.02)
+    }
+    assert len({*folders, first.folder}) == 3
+
+
 def test_no_one_is_left_waiting_when_asked_to_stop(corpus, tmp_path, small_pieces):
     with pytest.raises(Stopped):
         prepare(configure(corpus, tmp_path, tokenizer="char"), PrepareContext(should_stop=lambda: True))
@@ -175,8 +216,8 @@ def test_memory_stays_bounded(corpus, tmp_path, small_pieces, monkeypatch):
     """No more pieces are taken from the text than a map asks for."""
     taken, done, most = [0], [0], [0]
 
-    def counting_pieces(span):
-        for piece in read_pieces(span, 4096):
+    def counting_pieces(span, piece_bytes):
+        for piece in read_pieces(span, piece_bytes):
             taken[0] += 1
             most[0] = max(most[0], taken[0] - done[0])
             yield piece

@@ -10,9 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_transformer.data.sampler import ColumnSampler, Intervals, Permutation, Replica, StepPlan, StepSampler, share
+from hvd_transformer.data.sampler import (
+    ColumnSampler,
+    Intervals,
+    NeighborSampler,
+    Permutation,
+    Replica,
+    StepPlan,
+    StepSampler,
+    share,
+)
 
-Sampler = StepSampler | ColumnSampler
+Sampler = StepSampler | ColumnSampler | NeighborSampler
 Make = Callable[[Replica], Sampler]
 
 replicas = st.integers(1, 7)
@@ -22,9 +31,20 @@ replicas = st.integers(1, 7)
 def makers(draw: st.DrawFn, num_items: int) -> Make:
     """One kind of sampler of so many items for whichever replica; a step grows with their number, or is fixed."""
     batch_size, rounds, fixed = draw(st.integers(1, 9)), draw(st.integers(1, 4)), draw(st.none() | st.integers(1, 40))
-    if draw(st.booleans()):
+    kind = draw(st.sampled_from(Sampler.__args__))
+    if kind is StepSampler:
         return lambda replica: StepSampler(num_items, fixed or batch_size * rounds * replica.size, batch_size, replica)
-    return lambda replica: ColumnSampler(num_items, fixed or replica.size, rounds, replica)
+    if kind is ColumnSampler:
+        return lambda replica: ColumnSampler(num_items, fixed or replica.size, rounds, replica)
+    seed, most = draw(st.integers(0, 9)), draw(st.integers(1, 6))  # few intervals, so that the limit is reached
+    return lambda replica: few_intervals(
+        NeighborSampler(num_items, fixed or rounds * replica.size, seed, replica), most
+    )
+
+
+def few_intervals(sampler: NeighborSampler, most: int) -> NeighborSampler:
+    sampler.MOST_INTERVALS = most
+    return sampler
 
 
 def all_replicas(make: Make, size: int, remaining: Intervals | None = None) -> list[list[StepPlan]]:
@@ -94,7 +114,9 @@ def test_steps_of_a_fixed_size_are_the_same_samples_over_any_number_of_replicas(
         if kind is StepSampler:
             rounds = data.draw(st.integers(1, 9))
         every = all_replicas(lambda replica: kind(num_items, step_size, rounds, replica), size, remaining)  # noqa: B023
-        steps = [list(chain.from_iterable(items([step]) for step in part)) for part in zip(*every, strict=True)]
+        # Neighbours are taken in turn, so they come in another order.
+        in_order = sorted if kind is NeighborSampler else list
+        steps = [in_order(chain.from_iterable(items([step]) for step in part)) for part in zip(*every, strict=True)]
         stop = len(steps) if number == len(sizes) - 1 else data.draw(st.integers(0, len(steps)))
         found += steps[:stop]
         remaining = every[0][stop - 1].remaining if stop else remaining
@@ -242,3 +264,51 @@ def test_memory_does_not_grow_with_the_length() -> None:
     finally:
         tracemalloc.stop()
     assert peak < 500_000
+
+
+def steps_of(sampler: NeighborSampler, epoch: int = 0) -> list[list[int]]:
+    return [items([step]) for step in sampler.epoch(epoch=epoch)]
+
+
+def test_a_step_takes_neighbours_and_the_replicas_take_them_in_turn() -> None:
+    every = [list(NeighborSampler(24 * 50, 24, 1, Replica(rank, 4)).epoch()) for rank in range(4)]
+    for parts in zip(*every, strict=True):
+        own = [items([step]) for step in parts]
+        first = own[0][0]
+        assert [item - first for item in own[0]] == [0, 4, 8, 12, 16, 20]
+        assert sorted(chain.from_iterable(own)) == list(range(first, first + 24))
+        assert all(len(part) == 1 for step in parts for part in step.accumulation)
+
+
+@pytest.mark.parametrize("num_steps", [100, 5000])
+def test_steps_of_neighbours_come_in_random_order(num_steps: int) -> None:
+    """Of seed and epoch. Any stretch of an epoch has steps from everywhere, however long the epoch is."""
+    order = [step[0] // 3 for step in steps_of(NeighborSampler(3 * num_steps, 3, 1, Replica()))]
+    assert sorted(order) == list(range(num_steps))
+    if num_steps == 100:  # any of them may be the first
+        starts = {
+            steps_of(NeighborSampler(300, 3, seed, Replica()), epoch)[0][0] for seed in (1, 2) for epoch in range(99)
+        }
+        assert len(starts) > 70
+        assert len(set(order[:50]) & set(range(50))) in range(15, 36)
+    for number in range(0, num_steps, 100):
+        tenths = Counter(place * 10 // num_steps for place in order[number : number + 100])
+        assert len(tenths) == 10 and max(tenths.values()) < 35
+    later = [step[0] // 3 for step in steps_of(NeighborSampler(3 * num_steps, 3, 1, Replica()), epoch=1)]
+    assert abs(np.corrcoef(order, later)[0, 1]) < 0.3 and abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.3
+
+
+def test_what_remains_of_neighbours_stays_short() -> None:
+    sampler = NeighborSampler(10**9 + 7, 64, 5, Replica(3, 8))
+    steps = sampler.epoch()
+    assert max(len(next(steps).remaining) for _ in range(2000)) == NeighborSampler.MOST_INTERVALS
+    assert sampler.num_steps() == -(-(10**9 + 7) // 64)
+
+
+def test_a_step_is_filled_up_with_the_nearest_items() -> None:
+    """Where another step size has left fewer than a step side by side."""
+    (step,) = NeighborSampler(100, 6, 0, Replica()).epoch([(10, 12), (20, 22), (23, 25)])
+    assert sorted(items([step])) == [10, 11, 20, 21, 23, 24]
+    for seed in range(20):
+        plan = next(iter(NeighborSampler(100, 4, seed, Replica()).epoch([(10, 12), (14, 16), (25, 27), (28, 30)])))
+        assert sorted(items([plan])) in ([10, 11, 14, 15], [25, 26, 28, 29])

@@ -14,7 +14,7 @@ ROWS = [('房间很好，服务 "不错"', "1"), ("a, b\nand c", "0"), ("", "1")
 
 
 def read(path: Path, *words: str) -> dict[str, list[tuple[str, str | None]]]:
-    rows = TableFiles(load(overrides=words).data).open(path, seed=1)
+    rows = TableFiles(load(overrides=["task=classification", *words]).data).open(path, seed=1)
     return {split: [(row.texts[0], row.label) for row in rows.splits[split]()] for split in rows.splits}
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data import python_docs
-from hvd_transformer.data.text_corpus import open_corpus
+from hvd_transformer.data.text_corpus import open_corpus, open_text
 from hvd_transformer.errors import UserError
 
 
@@ -78,6 +78,25 @@ def test_folder(tmp_path, names):
     corpus = open_corpus(DataConfig(source=str(folder), cache_dir=str(tmp_path)))
     assert [read(span).decode() for span in corpus.splits.values()] == [f"text of {name}\n" for name in names]
     assert corpus.name == "corpus"
+
+
+def test_the_files_of_splits_can_be_named(tmp_path):
+    folder = fill(tmp_path / "corpus", "train.txt", "first.txt", "wiki.second.tokens", "test.txt")
+    config = DataConfig(source=str(folder), train="first", valid="second")
+    texts = [read(span).decode() for span in open_corpus(config).splits.values()]
+    assert texts == ["text of first.txt\n", "text of wiki.second.tokens\n", "text of test.txt\n"]
+    assert list(open_text(config, folder, "valid").splits) == ["valid"]
+    with pytest.raises(UserError, match="corpus: no file of the test split; accepted names: third.txt, third.raw"):
+        open_corpus(DataConfig(source=str(folder), test="third", valid="second"))
+
+
+def test_named_splits_need_a_folder(tmp_path):
+    (tmp_path / "text.txt").write_text("a\n" * 100)
+    with pytest.raises(UserError, match=r"^data.valid=x: only if data.source is a folder; .*text.txt is one file"):
+        open_corpus(DataConfig(source=str(tmp_path / "text.txt"), valid="x"))
+    for source in ("python-docs", "wikitext2"):
+        with pytest.raises(UserError, match=f"^data.train=x: only if data.source is a folder; {source} is no folder"):
+            open_corpus(DataConfig(source=source, train="x", cache_dir=str(tmp_path)))
 
 
 def test_published_folder_filled_by_hand_needs_no_network(tmp_path):
