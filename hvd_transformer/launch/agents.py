@@ -6,11 +6,11 @@ ranks' heartbeats, and ends them all when its connection ends, even if the launc
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from hvd_transformer.errors import STALLED, UserError
+from hvd_transformer.errors import UserError
 from hvd_transformer.launch.connections import HostConnections
 from hvd_transformer.launch.doctor import findings, probe
 from hvd_transformer.launch.host_connection import HostConnection, Message, NoConnection

@@ -84,9 +84,7 @@ class HostConnections:
             await connection.close()
             connection = None
         if connection is None:
-            connection = await HostConnection.open(
-                host, local, self._ssh, self._environment, seconds, self._turns
-            )
+            connection = await HostConnection.open(host, local, self._ssh, self._environment, seconds, self._turns)
             self._open[host] = connection
         return connection
 

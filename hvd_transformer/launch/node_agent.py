@@ -3,12 +3,11 @@
     python -m hvd_transformer.launch.node_agent FOLDER
 
 It creates the job's private folder on this host, whose name begins with FOLDER; the ranks put their heartbeats there.
-It talks to the launcher in JSON, one object per line (`NodeAgent.obey`, `NodeAgent.news`). Over gloo it starts the ranks
-that the launcher names; over MPI those whose `rank_runner.py`, started by MPI's own daemon, asks it to. When the
+It talks to the launcher in JSON, one object per line (`NodeAgent.obey`, `NodeAgent.news`). Over gloo it starts the
+ranks that the launcher names; over MPI those whose `rank_runner.py`, started by MPI's own daemon, asks it to. When the
 launcher exits, or is silent for a while, it ends every rank on its host.
 """
 
-import json
 import os
 import selectors
 import signal
@@ -104,9 +103,7 @@ class NodeAgent:
             "host": self._host,
             "running": self._num_running(),
             "beats": beats,
-            "ranks_ended": [
-                {"rank": rank.rank, "code": rank.code, "age": here - rank.ended} for rank in self._ended
-            ],
+            "ranks_ended": [{"rank": rank.rank, "code": rank.code, "age": here - rank.ended} for rank in self._ended],
             "output": self._output,
         }
         self._ended, self._output = [], []

@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -70,28 +69,35 @@ class RankChild:
 
     def read(self, name: str) -> list[dict[str, Any]]:
         """Whole lines of new output; an unended line is kept for later. At its end the stream is closed."""
-        try:
-            data = os.read(self.streams[name].fileno(), _READ_BYTES)
-        except BlockingIOError:
+        data = self._data(name)
+        if data is None:
             return []
         text = self._unended[name] + data
         whole = len(text) if not data or len(text) > _LINE_BYTES else text.rfind(b"\n") + 1
         self._unended[name] = text[whole:]
-        if not data:
-            self.streams.pop(name).close()
         return self._printed(name, text[:whole])
 
     def read_rest(self) -> list[dict[str, Any]]:
         """All that an ended process has printed, also without a last line end."""
         result = []
         for name in ("out", "err"):
-            while name in self.streams and select.select([self.streams[name]], [], [], 0)[0]:
-                result += self.read(name)
+            while name in self.streams and (data := self._data(name)):
+                self._unended[name] += data
             if name in self.streams:  # another process still holds the other end
                 self.streams.pop(name).close()
             result += self._printed(name, self._unended[name])
             self._unended[name] = b""
         return result
+
+    def _data(self, name: str) -> bytes | None:
+        """What can be read now, up to a limit; empty at the end of the stream, None if there is nothing."""
+        try:
+            data = os.read(self.streams[name].fileno(), _READ_BYTES)
+        except BlockingIOError:
+            return None
+        if not data:
+            self.streams.pop(name).close()
+        return data
 
     def _printed(self, name: str, data: bytes) -> list[dict[str, Any]]:
         return [{"rank": self.rank, "stream": name, "text": data.decode(errors="replace")}] if data else []
