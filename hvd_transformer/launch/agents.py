@@ -56,6 +56,7 @@ class HostAgents:
         self.beats: dict[int, Beat] = {}  # the newest heartbeat of each rank
         self.silent = False  # whether a rank's watchdog does not run
         self.num_ended = 0  # ranks
+        self._num_stopping = 0
         self._failures: dict[int, Failure] = {}
         self._printed: SimpleQueue[Printed] = SimpleQueue()
         self._connections = connections
@@ -138,7 +139,7 @@ class HostAgents:
         self._order({"do": "stop"})
         while not self._all("stopping"):
             time.sleep(_LOOK_SECONDS)
-        return self.running
+        return self._num_stopping
 
     def write_stacks(self) -> None:
         """Ask every rank to write its Python stacks to its log."""
@@ -160,6 +161,7 @@ class HostAgents:
         host = connection.host
         for answer in self._answered.keys() & message.keys():
             self._answered[answer].add(host)
+        self._num_stopping += message.get("stopping", 0)
         if "running" not in message:
             return
         self._running[host] = message["running"]

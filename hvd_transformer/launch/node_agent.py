@@ -78,8 +78,9 @@ class NodeAgent:
         elif do == "start":
             self._start_all(**order)
         elif do == "stop":
+            news = self.news()
             self._stop()
-            self._launcher.say({"stopping": True, **self.news()})
+            self._launcher.say({"stopping": news["running"], **news})
         elif do == "stacks":
             self._signal(signal.SIGUSR1)
         elif do == "end":
