@@ -44,7 +44,12 @@ _LAUNCHER = "10.78.255.254"
 _RUN_SECONDS = 10.0  # with all ranks running, before the host is killed
 _LOG = "SIMULATED_HOSTS_LOG"  # one line per ssh: host and process
 _HOST = """\
-printf 'link add eth0 type bridge\\naddress add %s/16 dev eth0\\nlink set lo up\\nlink set eth0 up\\n' "$1" | ip -batch -
+ip -batch - <<END
+link add eth0 type bridge
+address add $1/16 dev eth0
+link set lo up
+link set eth0 up
+END
 hostname "h-$1"
 export SSH_CONNECTION="- - $1 -"
 exec sh -c "exec $2"
@@ -69,7 +74,11 @@ def hosts(number: int, slots: int = 8) -> dict[str, float]:
         (folder / "host").write_text(_HOST)
         (folder / "ssh").write_text(_SSH)
         (folder / "ssh").chmod(0o755)
-        environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}:/usr/sbin:/sbin", _LOG: str(folder / "log")}
+        environment = {
+            **os.environ,
+            "PATH": f"{folder}:{os.environ['PATH']}:/usr/sbin:/sbin",
+            _LOG: str(folder / "log"),
+        }
         drive = f"{sys.executable} -c 'import benchmarks.launch_hosts as b; b.drive({number}, {slots})'"
         words = ["unshare", "--net", "--uts", "--", "sh", str(folder / "host"), _LAUNCHER, drive]
         done = subprocess.run(words, env=environment, check=True, capture_output=True, text=True, timeout=900)

@@ -52,7 +52,7 @@ class HostAgents:
     """
 
     def __init__(self, hosts: Sequence[str], connections: HostConnections) -> None:
-        self.lost: list[str] = []  # hosts that no longer answer
+        self.lost: dict[str, str] = {}  # hosts that no longer answer, and their last words
         self.beats: dict[int, Beat] = {}  # the newest heartbeat of each rank
         self.silent = False  # whether a rank's watchdog does not run
         self.num_ended = 0  # ranks
@@ -178,7 +178,7 @@ class HostAgents:
             self.num_ended += 1
 
     def was_lost(self, connection: HostConnection) -> None:
-        self.lost.append(connection.host)
+        self.lost[connection.host] = connection.last_words
 
     def _all(self, answer: str) -> bool:
         """Whether all agents that are not lost have answered."""
@@ -198,10 +198,10 @@ class HostAgents:
                 if not connection.is_agent:
                     await asyncio.wait_for(self._connections.make_agent(connection), _READY_SECONDS)
                 connection.send(message)
-            except NoConnection as error:
-                self._failed[connection.host] = error.last_words()
-            except asyncio.TimeoutError:
-                self._failed[connection.host] = f"no answer in {_READY_SECONDS:.0f} seconds"
+            except (NoConnection, asyncio.TimeoutError) as error:
+                silent = f"no answer in {_READY_SECONDS:.0f} seconds"
+                self._failed[connection.host] = error.last_words() if isinstance(error, NoConnection) else silent
+                await connection.close()
 
         await asyncio.gather(*map(begin, self._agents.values()))
 

@@ -35,7 +35,7 @@ class AttemptResult(NamedTuple):
 
     code: int  # exit code of the rank that failed first; 1 if horovodrun failed without a failed rank
     first: Failure | None
-    lost: list[str]  # hosts that no longer answered
+    lost: Mapping[str, str]  # hosts that no longer answered, and their last words
     stopped: bool  # the ranks were asked to save and exit
     beats: dict[int, Beat]  # the last heartbeat of each rank
     said: str  # output of horovodrun itself
@@ -93,7 +93,7 @@ def run_attempt(
                 agents.start(order, plan["ranks"])
             stopped = _wait(process, horovodrun.num_ranks, agents, stop, show, look)
         finally:
-            lost = list(agents.lost)
+            lost = dict(agents.lost)
             failures = agents.close()
             _show(agents, show)
             code = _end(process, terminate=bool(lost or failures))

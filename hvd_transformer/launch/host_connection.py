@@ -26,6 +26,7 @@ _SILENCE_SECONDS = 8.0  # without a word from an agent, which reports every seco
 _LINE_BYTES = 1 << 24  # more than the longest message of an agent
 _UNSENT_BYTES = 1 << 16  # above which a host is sent no more pings: it takes nothing
 _LAST_LINES = 20  # kept of what a host prints to standard error
+_LAST_WORDS_SECONDS = 0.5  # to read them
 
 Message = dict[str, Any]
 
@@ -79,20 +80,15 @@ class HostConnection:
 
         Raises `NoConnection`, and `UserError` if this host has no ssh.
         """
-        for pause in (*_PAUSES, None):
-            async with turns:
-                connection = await cls._start(host, local, ssh, environment, seconds)
-                try:
-                    await asyncio.wait_for(connection._greet(), seconds)
-                    return connection
-                except asyncio.TimeoutError:
-                    await connection.close()
-                    raise NoConnection(host, None, f"no answer in {seconds:.0f} seconds") from None
-                except NoConnection as error:
-                    if pause is None or local or not was_dropped(error.said):
-                        raise
-            await asyncio.sleep(pause * random.uniform(0.5, 1.5))
-        raise AssertionError("unreachable")
+        pauses = list(_PAUSES)
+        while True:
+            try:
+                async with turns:
+                    return await cls._start(host, local, ssh, environment, seconds)
+            except NoConnection as error:
+                if local or not pauses or not was_dropped(error.said):
+                    raise
+            await asyncio.sleep(pauses.pop(0) * random.uniform(0.5, 1.5))
 
     @classmethod
     async def _start(
@@ -115,9 +111,21 @@ class HostConnection:
             )
         except FileNotFoundError:
             raise UserError("ssh: not found on this host; install an ssh client") from None
-        assert process.stdin
-        process.stdin.write(_SOURCE)
-        return cls(host, local, process)
+        connection = cls(host, local, process)
+        try:
+            await asyncio.wait_for(connection._greet(), seconds)
+        except NoConnection:
+            await connection.close()
+            raise
+        except asyncio.TimeoutError:
+            await connection.close()
+            raise NoConnection(host, None, f"no answer in {seconds:.0f} seconds") from None
+        return connection
+
+    @property
+    def last_words(self) -> str:
+        """The last line that ssh or the program printed to standard error."""
+        return self._said[-1] if self._said else ""
 
     async def ask(self, question: str, **arguments: Any) -> Any:
         """Call a function of the probe. Raises `NoConnection`."""
@@ -173,7 +181,9 @@ class HostConnection:
         self._process.stdin.write(json.dumps(message).encode() + b"\n")  # a lost host shows as the end of its output
 
     async def _greet(self) -> None:
-        assert self._process.stdout
+        """Send the probe and wait for its first word."""
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(_SOURCE)
         async for line in self._process.stdout:
             if line.startswith(probe.MARK.encode()):
                 self.hello = json.loads(line[len(probe.MARK) :])
@@ -199,6 +209,7 @@ class HostConnection:
             self._heard = loop.time()
             if self.listener is not None and line.endswith(b"\n"):
                 self.listener.took(self, json.loads(line))
+        await asyncio.wait(self._tasks[:1], timeout=_LAST_WORDS_SECONDS)
         self._lose()
 
     def _lose(self) -> None:

@@ -181,7 +181,8 @@ class NodeAgent:
     def _turn(self, seconds: float) -> None:
         """Wait up to `seconds` for something to happen and handle it."""
         for key, _ in self._selector.select(seconds):
-            key.data()
+            if self._selector.get_map().get(key.fd) is key:  # else what happened before has closed it
+                key.data()
         reads = self._launcher.unsent < _UNSENT_BYTES  # else the ranks wait: this process's memory does not grow
         if reads != self._reads:
             self._reads = reads

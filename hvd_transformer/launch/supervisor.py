@@ -26,6 +26,7 @@ _BACK_OFF_SECONDS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)  # by consecutiv
 _WAIT_SECONDS = 600.0  # for enough hosts
 _LOOK_SECONDS = 5.0  # between two searches for new hosts
 _CONNECT_SECONDS = 30.0  # to a new host
+_NAMES = 8  # of hosts, in a message
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ class HostDiscovery:
 def _cause(ended: AttemptResult) -> str:
     """The root cause, in words."""
     if ended.lost:
-        return "; ".join(f"host {host} is lost" for host in ended.lost)
+        return "; ".join(f"host {host} is lost" + f": {why}" * bool(why) for host, why in ended.lost.items())
     if ended.first is None:
         return "horovodrun failed"
     code, how = ended.first.code, f"with exit code {ended.first.code}"
@@ -212,4 +213,6 @@ def _cause(ended: AttemptResult) -> str:
 
 
 def _names(hosts: Sequence[Host]) -> str:
-    return ", ".join(host.name for host in hosts)
+    names = [host.name for host in hosts]
+    more = len(names) - _NAMES
+    return ", ".join(names) if more <= 0 else f"{', '.join(names[:_NAMES])} and {more} more"

@@ -231,7 +231,11 @@ def _output(command: list[str]) -> str:
     if shutil.which(command[0]) is None:
         return ""
     try:
-        return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=4, text=True).stdout
+        english = {**os.environ, "LC_ALL": "C"}
+        done = subprocess.run(
+            command, env=english, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=4, text=True
+        )
+        return done.stdout
     except (OSError, subprocess.SubprocessError):
         return ""
 

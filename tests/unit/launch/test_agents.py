@@ -235,7 +235,7 @@ def test_a_killed_agent_takes_its_ranks_with_it(pool: HostConnections) -> None:
     rank = int(printed(agents))
     for pid in agents_of(pool.folder):
         os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: agents.lost == ["far.invalid"])
+    wait_until(lambda: list(agents.lost) == ["far.invalid"])
     wait_until(lambda: not group_lives(rank))
     agents.close()
     ready(pool, "far.invalid").close()  # removes the folder that the killed agent left
