@@ -10,6 +10,7 @@ root, as namespaces do.
 """
 
 import json
+import math
 import os
 import resource
 import signal
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +42,6 @@ from hvd_transformer.launch.supervisor import LaunchPlan, Supervisor
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 _LAUNCHER = "10.78.255.254"
-_RUN_SECONDS = 10.0  # with all ranks running, before the host is killed
 _LOG = "SIMULATED_HOSTS_LOG"  # one line per ssh: host and process
 _HOST = """\
 ip -batch - <<END
@@ -67,8 +67,11 @@ printf '{"rank": %d, "host": "%s", "time": %d, "step": 1, "limit_seconds": 1e6}'
 _SLEEP, _END = f"{_BEAT} exec sleep 10000", f"{_BEAT} exit 0"
 
 
-def hosts(number: int, slots: int = 8) -> dict[str, float]:
-    """Costs of the launcher of a job on so many hosts: CPU and wall seconds, connections, messages, bytes of memory."""
+def hosts(number: int, slots: int = 8, run_seconds: float = 10.0) -> dict[str, float]:
+    """Costs of the launcher of a job on so many hosts: CPU and wall seconds, connections, messages, bytes of memory.
+
+    All ranks run for `run_seconds` before a host is killed.
+    """
     with tempfile.TemporaryDirectory(prefix="launch-hosts-") as name:
         folder = Path(name)
         (folder / "host").write_text(_HOST)
@@ -79,7 +82,7 @@ def hosts(number: int, slots: int = 8) -> dict[str, float]:
             "PATH": f"{folder}:{os.environ['PATH']}:/usr/sbin:/sbin",
             _LOG: str(folder / "log"),
         }
-        drive = f"{sys.executable} -c 'import benchmarks.launch_hosts as b; b.drive({number}, {slots})'"
+        drive = f"{sys.executable} -c 'import benchmarks.launch_hosts as b; b.drive({number}, {slots}, {run_seconds})'"
         words = ["unshare", "--net", "--uts", "--", "sh", str(folder / "host"), _LAUNCHER, drive]
         done = subprocess.run(words, env=environment, check=True, capture_output=True, text=True, timeout=900)
         return dict(json.loads(done.stdout.splitlines()[-1]))
@@ -90,6 +93,7 @@ class _Watch(Screen):
     """Sees how far the job is: kills the last host when all ranks run."""
 
     ranks: int
+    run_seconds: float
     kill: Callable[[], None]
     mark: Callable[[str], None]
     starts: int = 0
@@ -98,20 +102,24 @@ class _Watch(Screen):
     def __post_init__(self) -> None:
         super().__init__(restarts=1, log=None)
 
+    def start(self, hosts: Sequence[Host], restart: int) -> None:
+        super().start(hosts, restart)
+        self.starts += 1
+
     def look(self, agents: HostAgents) -> None:
         super().look(agents)
         if self._run_since is None and agents.running == self.ranks:
             self.mark("start")
             self._run_since = time.monotonic()
-        if self.starts == 0 and self._run_since and time.monotonic() - self._run_since > _RUN_SECONDS:
-            self.starts = 1
+        if self.starts == 1 and self._run_since and time.monotonic() - self._run_since > self.run_seconds:
+            self._run_since = math.inf
             self.mark("running")
             self.kill()
 
 
-def drive(number: int, slots: int) -> None:
+def drive(number: int, slots: int, run_seconds: float) -> None:
     """The launcher's process: prints the costs."""
-    examine._HOSTS = 4  # type: ignore[attr-defined]
+    examine._HOSTS = 4  # all of them share this machine's cores, and answer as slowly
     log, messages = Path(os.environ[_LOG]), 0
     names = [f"10.78.{at // 200}.{at % 200 + 1}" for at in range(number)]
     listed = [Host(name, slots) for name in names]
@@ -148,12 +156,12 @@ def drive(number: int, slots: int) -> None:
             mark("preflight")
             spare = [] if number > 1 else [Host("localhost", slots)]
             plan = LaunchPlan(["sh", "-c", _SLEEP], ["sh", "-c", _END], {}, environment, restarts=1, min_ranks=1)
-            watch = _Watch(slots * number, kill, mark)
+            watch = _Watch(slots * number, run_seconds, kill, mark)
             found = HostPool(lambda: [*listed, *spare], slots * number)
             code = Supervisor(plan, Horovodrun(listed), found, pool, watch).run()
             mark("restart")
         mark("end")
-    costs["exit code"] = code
+    costs["exit code"], costs["starts"] = code, watch.starts
     costs["memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(json.dumps(costs))
 
@@ -176,7 +184,7 @@ def main(numbers: tuple[int, ...], slots: int) -> None:
                 f"{costs['start: CPU s']:.2f}",
                 f"{costs['start: s'] + costs['preflight: s']:.1f}",
                 f"{costs['running: CPU s']:.2f}",
-                f"{costs['running: messages'] / _RUN_SECONDS:.0f}",
+                f"{costs['running: messages'] / costs['running: s']:.0f}",
                 f"{ssh:.0f}",
                 f"{costs['restart: s']:.1f}",
                 f"{costs['memory'] / 2**20:.0f}",
