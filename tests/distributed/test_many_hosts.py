@@ -8,11 +8,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from benchmarks.launch_hosts import hosts as launch_on
 from conftest import BIN, rank_environment
 from hosts import Hosts, missing, no_space
 from jobs import steps, summary, tiny, write_corpus
 from worlds import Worlds
+
+from benchmarks.launch_hosts import hosts as launch_on
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 SMALL = {"MALLOC_ARENA_MAX": "1"}
@@ -37,10 +38,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(corpus: Path, run: Path, num_ranks: int) -> list[str]:
-    """The same global batch on any number of ranks; 192 is a multiple of 2, 8, 16, 24 and 64."""
+    """The same global batch and learning rate on any number of ranks; 192 is a multiple of 2, 8, 16, 24 and 64."""
     return [
         *tiny(corpus), f"output_dir={run}", "training.max_steps=5", "training.precision=fp64",
-        "training.global_batch_size=192", f"training.batch_size={min(8, 192 // num_ranks)}",
+        "optimizer.lr_scaling=none", "training.global_batch_size=192", f"training.batch_size={min(8, 192 // num_ranks)}",
     ]  # fmt: skip
 
 
