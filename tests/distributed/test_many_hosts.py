@@ -41,7 +41,8 @@ def settings(corpus: Path, run: Path, num_ranks: int) -> list[str]:
     """The same global batch and learning rate on any number of ranks; 192 is a multiple of 2, 8, 16, 24 and 64."""
     return [
         *tiny(corpus), f"output_dir={run}", "training.max_steps=5", "training.precision=fp64",
-        "optimizer.lr_scaling=none", "training.global_batch_size=192", f"training.batch_size={min(8, 192 // num_ranks)}",
+        "training.global_batch_size=192", f"training.batch_size={min(8, 192 // num_ranks)}",
+        "optimizer.lr_scaling=none",
     ]  # fmt: skip
 
 

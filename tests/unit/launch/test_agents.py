@@ -310,6 +310,17 @@ def test_much_output_arrives_whole_and_errors_block_nobody(pool: HostConnections
     assert all(text.endswith("\n") for _, name, text in found if name == "out")
 
 
+def test_ranks_that_print_and_end_at_once(pool: HostConnections) -> None:
+    """An end is seen together with output that has been read by then."""
+    agents = ready(pool, "localhost")
+    ranks = [{"HOROVOD_RANK": str(rank), "HOROVOD_HOSTNAME": "localhost"} for rank in range(100)]
+    script = "echo $HOROVOD_RANK; exit $((HOROVOD_RANK % 2))"
+    agents.start({"command": ["sh", "-c", script], "cwd": "/", "environment": {}}, ranks)
+    wait_until(lambda: agents.num_ended == 100 or agents.lost)
+    assert (agents.lost, len(agents.close())) == ({}, 50)
+    assert sorted(int(text) for _, _, text in agents.printed()) == list(range(100))
+
+
 def test_what_a_killed_agent_left_is_removed_by_the_next_one(ssh_log: Path) -> None:
     """As after a crash of the host: nothing else would ever remove it."""
     with (
