@@ -38,7 +38,7 @@ for last; do :; done
 case "$*" in
 *refused*) echo 'Permission denied (publickey).' >&2; exit 255;;
 *busy*) [ $(grep -c busy {log}) -gt 2 ] || {{ echo 'kex_exchange_identification: Connection closed' >&2; exit 255; }};;
-*noisy*) head -c 300000 /dev/zero | tr '\\0' x >&2; echo >&2;;
+*noisy*) head -c 40000000 /dev/zero | tr '\\0' x >&2; echo >&2;;
 *waits*) until [ -e {tmp_path}/go ]; do sleep 0.02; done;;
 esac
 exec sh -c "exec $last"
@@ -297,7 +297,7 @@ def test_only_so_many_connections_start_at_a_time(
 
 
 def test_much_output_arrives_whole_and_errors_block_nobody(pool: HostConnections) -> None:
-    """More than any pipe holds: of a rank to its agent, of ssh to the launcher."""
+    """More than any pipe or buffer holds: of a rank to its agent, of ssh to the launcher."""
     agents = ready(pool, "noisy.invalid")
     script = "import sys\nfor i in range(20000): print(i, 'x' * 100)\nsys.stderr.write('é' * 100000 + ' end')"
     Started(pool, agents, "gloo", 0, [sys.executable, "-c", script])
@@ -310,15 +310,24 @@ def test_much_output_arrives_whole_and_errors_block_nobody(pool: HostConnections
     assert all(text.endswith("\n") for _, name, text in found if name == "out")
 
 
-def test_ranks_that_print_and_end_at_once(pool: HostConnections) -> None:
-    """An end is seen together with output that has been read by then."""
-    agents = ready(pool, "localhost")
-    ranks = [{"HOROVOD_RANK": str(rank), "HOROVOD_HOSTNAME": "localhost"} for rank in range(100)]
-    script = "echo $HOROVOD_RANK; exit $((HOROVOD_RANK % 2))"
-    agents.start({"command": ["sh", "-c", script], "cwd": "/", "environment": {}}, ranks)
-    wait_until(lambda: agents.num_ended == 100 or agents.lost)
-    assert (agents.lost, len(agents.close())) == ({}, 50)
-    assert sorted(int(text) for _, _, text in agents.printed()) == list(range(100))
+def test_an_order_that_comes_with_the_end_of_a_rank(pool: HostConnections, tmp_path: Path) -> None:
+    """The agent, which sleeps meanwhile, finds the order first, then output of a rank that it knows to have ended."""
+    agents = ready(pool, "far.invalid")
+    wait = f"echo $$; until [ -e {tmp_path}/end ]; do sleep 0.01; done; echo the end; exit 3"
+    Started(pool, agents, "gloo", 0, ["sh", "-c", wait])
+    rank = Path(f"/proc/{int(printed(agents))}/stat")
+    [agent] = agents_of(pool.folder)
+    os.kill(agent, signal.SIGSTOP)
+    stopping = threading.Thread(target=agents.stop)
+    stopping.start()
+    time.sleep(0.1)  # for the order to arrive
+    (tmp_path / "end").touch()
+    wait_until(lambda: rank.read_text().split()[2] == "Z")
+    os.kill(agent, signal.SIGCONT)
+    wait_until(lambda: agents.num_ended or agents.lost)
+    stopping.join(10)
+    assert (agents.lost, [failure.code for failure in agents.close()]) == ({}, [3])
+    assert [text for _, _, text in agents.printed()] == ["the end\n"]
 
 
 def test_what_a_killed_agent_left_is_removed_by_the_next_one(ssh_log: Path) -> None:
