@@ -27,8 +27,8 @@ def doctor(
     as_json: bool,
     settings: tuple[str, ...],
 ) -> None:
-    """Check all hosts in parallel, within ten seconds: ssh access, software versions, clocks, folders, GPUs for the
-    slots, and the network, whose bandwidth is measured.
+    """Check all hosts in parallel, up to 32 within ten seconds: ssh access, software versions, clocks, folders, GPUs
+    for the slots, and the network, whose bandwidth is measured.
 
     `hvd-transformer doctor -H h1:2,h2:2 -- --preset python-docs output_dir=runs/four`
 

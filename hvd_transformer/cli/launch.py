@@ -2,10 +2,11 @@
 
 import os
 import shlex
-import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -168,7 +169,7 @@ def launch(**given: Any) -> None:
     min_ranks = resolve_min_ranks(chosen.min_ranks, chosen.num_ranks, sum(host.slots for host in hosts), tensor)
     horovodrun = Horovodrun(
         hosts,
-        mpi=takes_mpi(chosen.gloo, horovod_library()),
+        mpi=takes_mpi(chosen.gloo, horovod_library(), chosen.num_ranks or sum(host.slots for host in hosts)),
         ssh=Ssh(chosen.ssh_port, chosen.ssh_identity),
         network_interface=chosen.network_interface,
         timeline=chosen.timeline,
@@ -189,10 +190,12 @@ def _run(
     environment: dict[str, str],
 ) -> None:
     """Check what can be checked from here, then run the job and exit with its code, unless this is a dry run."""
+    from hvd_transformer.launch.connections import HostConnections
     from hvd_transformer.launch.doctor.examine import preflight
     from hvd_transformer.launch.doctor.findings import Job
     from hvd_transformer.launch.horovodrun_command import check_devices, secret_values
     from hvd_transformer.launch.launch_screen import Screen
+    from hvd_transformer.launch.limits import warn_of_gloo
     from hvd_transformer.launch.supervisor import LaunchPlan, Supervisor
     from hvd_transformer.reporting.progress import SCREEN
 
@@ -202,18 +205,19 @@ def _run(
     if chosen.dry_run:
         click.echo(shlex.join(horovodrun.words(worker.words)))
         return
-    if shutil.which("horovodrun", path=environment["PATH"]) is None:
-        raise UserError("horovodrun: not found; install Horovod, as `make install` does")
-    if not chosen.no_preflight:
-        interface = preflight(Job.of(horovodrun, worker.config, worker.trains), horovodrun.ssh, environment)
-        horovodrun = replace(horovodrun, network_interface=chosen.network_interface or interface)
+    if chosen.gloo:
+        warn_of_gloo(horovodrun.num_ranks)
+    if find_spec("horovod") is None:
+        raise UserError("Horovod: not found; install it, as `make install` does")
     screen = Screen(chosen.restarts, worker.log)
     if screen.terminal:
         values[SCREEN] = "launcher"
-    plan = LaunchPlan(
-        worker.words, worker.again, values, environment, chosen.restarts, min_ranks, chosen.network_interface
-    )
-    sys.exit(Supervisor(plan, horovodrun, pool, screen).run())
+    plan = LaunchPlan(worker.words, worker.again, values, environment, chosen.restarts, min_ranks)
+    with closing(HostConnections(horovodrun.ssh, environment)) as connections:
+        if not chosen.no_preflight:
+            preflight(Job.of(horovodrun, worker.config, worker.trains), connections, environment)
+        code = Supervisor(plan, horovodrun, pool, connections, screen).run()
+    sys.exit(code)
 
 
 def _scheduled(chosen: LaunchOptions, horovodrun: "Horovodrun", config: "Config") -> str:

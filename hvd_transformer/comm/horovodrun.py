@@ -1,27 +1,60 @@
-"""horovodrun without two of its flaws: `python -m hvd_transformer.comm.horovodrun …`.
+"""Horovod's part in a launch, without an ssh of its own: `python -m hvd_transformer.comm.horovodrun …`.
 
-The original imports torch to find out what Horovod was built with, before it starts the ranks. It also does not quote
-the path of Python in the command that finds the hosts' network interfaces.
+The arguments are those of horovodrun, with the network interfaces for jobs on several hosts. The original opens one ssh
+per rank, and more to examine the hosts, puts the environment and a secret key on their command lines, and imports torch
+to find out what Horovod was built with. Here
+
+- over MPI this process becomes Horovod's mpirun, which reaches the hosts by itself;
+- over gloo it allocates the ranks to the slots, serves their rendezvous until standard input ends, and prints a line of
+  JSON, from which the launcher's node agents start the ranks:
+  `{"environment": variables of all ranks, "ranks": [variables of each, in order]}`.
 """
 
-import shlex
+import json
+import os
 import sys
-from types import SimpleNamespace
-from typing import Any
+from argparse import Namespace
 
-from horovod.runner import launch
-from horovod.runner.driver import driver_service
-from horovod.runner.util.remote import get_remote_command
+from horovod.runner.common.util import config_parser, hosts
+from horovod.runner.common.util.settings import Settings
+from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
+from horovod.runner.http import http_server
+from horovod.runner.launch import parse_args
+from horovod.runner.mpi_run import mpi_run
+from horovod.runner.util import network
+
+_WAITING = 4096  # connections that wait to be accepted: ranks connect all at once; the kernel's own limit may be lower
 
 
-def _remote(command: str, **how: Any) -> str:
-    """Quote the command for both shells, the local one and the remote one."""
-    words: str = get_remote_command(shlex.quote(command), **how)
-    return words
+def main() -> None:
+    args = parse_args()
+    environment = dict(os.environ)
+    config_parser.set_env_from_args(environment, args)
+    # In the order of the command line, of which the parser makes a set.
+    interfaces = sorted(args.nics or network.get_local_intfs(), key=" ".join(sys.argv).find)
+    if args.use_mpi:
+        settings = Settings(
+            hosts=args.hosts,
+            num_proc=args.num_proc,
+            ssh_port=args.ssh_port,
+            ssh_identity_file=args.ssh_identity_file,
+        )
+        mpi_run(settings, interfaces, environment, args.command)
+    else:
+        _serve_gloo(args, interfaces, environment)
+
+
+def _serve_gloo(args: Namespace, interfaces: list[str], environment: dict[str, str]) -> None:
+    http_server.RendezvousHTTPServer.request_queue_size = _WAITING
+    slots = hosts.get_host_assignments(hosts.parse_hosts(args.hosts), args.num_proc)
+    rendezvous = http_server.RendezvousServer()
+    port = rendezvous.start()
+    rendezvous.init(slots)
+    environment |= create_run_env_vars(network.get_driver_ip(interfaces), interfaces, str(port))
+    ranks = [create_slot_env_vars(slot) for slot in slots]
+    print(json.dumps({"environment": environment, "ranks": ranks}), flush=True)
+    sys.stdin.read()
 
 
 if __name__ == "__main__":
-    launch.gloo_built = launch.mpi_built = lambda verbose=False: True
-    driver_service.sys = SimpleNamespace(executable=shlex.quote(sys.executable))
-    driver_service.get_remote_command = _remote
-    launch.run_commandline()
+    main()

@@ -1,32 +1,28 @@
-"""The launcher's side of the node agents: one connection per host.
+"""The launcher's side of the node agents during one start of a job: orders to them, and the news that they send.
 
-A node agent (`node_agent.py`, started through ssh on other hosts) creates the job's private folder on its host,
-readable by its user only, and removes it when the connection ends, even if the launcher was killed. Everything travels
-through standard input and output: the `--env` variables to the ranks; heartbeats, printed lines and exit codes back.
+A node agent (`node_agent.py`) starts the ranks of its host and is their parent. It creates a private folder for the
+ranks' heartbeats, and ends them all when its connection ends, even if the launcher was killed.
 """
 
-import json
-import os
-import secrets
-import subprocess
-import sys
-import threading
+import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from hvd_transformer.errors import UserError
-from hvd_transformer.launch.ssh import Ssh, is_local, ssh_command
+from hvd_transformer.launch.connections import HostConnections
+from hvd_transformer.launch.doctor import findings, probe
+from hvd_transformer.launch.host_connection import HostConnection, Message, NoConnection
+from hvd_transformer.launch.limits import require_files_for_gloo
 
 _READY_SECONDS = 30.0
-_PING_SECONDS = 1.0
-_SILENCE_SECONDS = 8.0  # without a word from an agent, which reports every second: its host or the network is lost
-_END_SECONDS = 10.0  # for the agents to exit
+_END_SECONDS = 10.0  # for the agents to end their ranks
+_LOOK_SECONDS = 0.02
+_SILENT_SECONDS = 10.0  # past a rank's own limit: its watchdog does not run, or its process was suspended
 
-Show = Callable[[int, str, str], object]  # rank, "out" or "err", printed text
 Beat = dict[str, Any]  # `Watchdog.beat` in monitoring/watchdog.py, and its "age"
+Printed = tuple[int, str, str]  # rank, "out" or "err", whole lines
 
 
 class Failure(NamedTuple):
@@ -47,179 +43,169 @@ class HostLost(UserError):
 
 
 class HostAgents:
-    """The node agents of all hosts, from construction to `close`. The folder `path` exists after `wait_ready`."""
+    """The node agents of the hosts of one start, from construction to `close`.
 
-    def __init__(
-        self,
-        hosts: Sequence[str],
-        ssh: Ssh,
-        values: Mapping[str, str],
-        environment: Mapping[str, str],
-        show: Show = lambda rank, stream, text: None,
-    ) -> None:
-        self.path = f"/tmp/hvd-transformer-{os.getpid()}-{secrets.token_hex(16)}"
-        self._agents: list[AgentConnection] = []
-        command = [sys.executable, "-m", "hvd_transformer.launch.node_agent", self.path]
-        if "PYTHONPATH" in environment:
-            command = ["env", f"PYTHONPATH={environment['PYTHONPATH']}", *command]
-        with ThreadPoolExecutor(64) as pool:
-            local = dict(zip(hosts, pool.map(is_local, hosts), strict=True))
-        # All names of this machine count as one host.
-        names = [host for host in hosts if not local[host]] + [host for host in hosts if local[host]][:1]
-        self._closed = threading.Event()
-        try:
-            for host in names:
-                words = command if local[host] else ssh_command(ssh, host, command)
-                self._agents.append(AgentConnection(host, words, environment, show))
-            for agent in self._agents:
-                agent.send({"environment": dict(values)})
-        except BaseException:
-            self.close()
-            raise
-        threading.Thread(target=self._ping, daemon=True).start()
+    What changes in it changes on the thread of the connections: each message is looked at once, when it comes, and
+    nothing here is searched while the job runs.
+
+    Raises `HostLost` for a host that cannot be reached.
+    """
+
+    def __init__(self, hosts: Sequence[str], connections: HostConnections) -> None:
+        self.lost: dict[str, str] = {}  # hosts that no longer answer, and their last words
+        self.beats: dict[int, Beat] = {}  # the newest heartbeat of each rank
+        self.silent = False  # whether a rank's watchdog does not run
+        self.num_ended = 0  # ranks
+        self._num_stopping = 0
+        self._failures: dict[int, Failure] = {}
+        self._printed: SimpleQueue[Printed] = SimpleQueue()
+        self._connections = connections
+        self._running: dict[str, int] = {}
+        self._answered: dict[str, set[str]] = {"ready": set(), "stopping": set(), "ended": set()}
+        self._failed: dict[str, str] = {}  # why a host cannot be used
+        local = connections.run(connections.local(hosts))
+        here = next((host for host in hosts if local[host]), None)
+        self._agent_of = {host: here if here is not None and local[host] else host for host in hosts}
+        opened = connections.run(connections.open(dict.fromkeys(self._agent_of.values()), _READY_SECONDS))
+        self._agents: dict[str, HostConnection] = {}
+        for host, connection in opened.items():
+            if isinstance(connection, NoConnection):
+                raise HostLost(host, connection.last_words())
+            self._agents[host] = connection
+
+    def interfaces(self, wanted: str | None) -> str | None:
+        """The network interfaces for the ranks, separated by commas; None if all of them are on this host.
+
+        `wanted`: the user's choice. Raises `UserError`, which names a host without an interface that all have.
+        """
+        found = {host: agent.hello["interfaces"] for host, agent in self._agents.items() if not agent.local}
+        if not found:
+            return None
+        reached = {host: self._agents[host].hello["reached"] for host in found}
+        here = next((host for host, agent in self._agents.items() if agent.local), "this host")
+        return findings.choose_interfaces(wanted, {**found, here: probe.interfaces()}, reached)
+
+    def begin(self, values: Mapping[str, str]) -> None:
+        """Prepare all agents for a start. `values`: environment variables for the ranks only."""
+        self._connections.run(self._begin({"do": "begin", "values": dict(values)}))
 
     def wait_ready(self) -> None:
         """Wait for all agents. Raises `HostLost`, with the reason, for the first host without a folder."""
-        for agent in self._agents:
-            agent.wait_ready()
+        deadline = time.monotonic() + _READY_SECONDS
+        while not self._all("ready") and not self._failed and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+        for host in self._agents:
+            if host in self._failed or host not in self._answered["ready"]:
+                raise HostLost(host, self._failed.get(host, f"no answer in {_READY_SECONDS:.0f} seconds"))
+
+    def start(self, order: Message, ranks: Sequence[Mapping[str, str]]) -> None:
+        """Start the ranks over gloo. `ranks`: the environment of each; `order`: what they have in common.
+
+        Raises `UserError` if a host allows too few open files.
+        """
+        by_host: dict[str, list[Mapping[str, str]]] = {}
+        for rank in ranks:
+            by_host.setdefault(self._agent_of[rank["HOROVOD_HOSTNAME"]], []).append(rank)
+        for host in by_host:
+            require_files_for_gloo(len(ranks), host, self._agents[host].hello["open_files"])
+        for host, its_ranks in by_host.items():
+            message = {"do": "start", **order, "ranks": its_ranks}
+            if not self._agents[host].local:  # which GPUs are visible here says nothing about other hosts
+                kept = {name: value for name, value in order["environment"].items() if name != "CUDA_VISIBLE_DEVICES"}
+                message["environment"] = kept
+            self._order(message, [host])
 
     @property
     def running(self) -> int:
         """Number of ranks that are running."""
-        return sum(agent.running for agent in self._agents if not agent.lost)
-
-    @property
-    def beats(self) -> dict[int, Beat]:
-        """The newest heartbeat of each rank."""
-        return {rank: beat for agent in self._agents for rank, beat in agent.beats.items()}
+        return sum(count for host, count in self._running.items() if not self._agents[host].lost)
 
     @property
     def failures(self) -> list[Failure]:
         """Failed ranks, in the order of their failures."""
-        found = sorted(failure for agent in self._agents for failure in list(agent.failures.values()))
-        # Hosts that share /tmp report a rank twice.
-        return list({failure.rank: failure for failure in reversed(found)}.values())[::-1]
+        return sorted(self._failures.copy().values())
 
-    @property
-    def lost(self) -> list[str]:
-        """Hosts that no longer answer."""
-        return [agent.host for agent in self._agents if agent.lost]
+    def printed(self) -> list[Printed]:
+        """What the ranks have printed since the last call."""
+        result = []
+        while True:
+            try:
+                result.append(self._printed.get_nowait())
+            except Empty:
+                return result
 
     def stop(self) -> int:
         """Ask every rank to save and exit; return the number of running ranks."""
-        self._order("stop")
-        return sum(agent.wait_stopping() for agent in self._agents)
+        self._order({"do": "stop"})
+        while not self._all("stopping"):
+            time.sleep(_LOOK_SECONDS)
+        return self._num_stopping
 
     def write_stacks(self) -> None:
         """Ask every rank to write its Python stacks to its log."""
-        self._order("stacks")
+        self._order({"do": "stacks"})
 
     def close(self) -> list[Failure]:
-        """Kill the remaining ranks on all hosts and remove the folder; return the failures in order."""
-        self._closed.set()
-        self._order("end")
+        """Kill the remaining ranks on all hosts; return the failures in order. The agents wait for another start."""
+        self._order({"do": "end"})
         deadline = time.monotonic() + _END_SECONDS
-        for agent in self._agents:
-            agent.wait_ended(deadline)
-        self._order("remove")
-        for agent in self._agents:
-            agent.close(deadline)
+        while not self._all("ended") and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+        for host, agent in self._agents.items():
+            agent.listener = None
+            if agent.lost or host not in self._answered["ended"]:
+                self._connections.run(agent.close())
         return self.failures
 
-    def _order(self, what: str) -> None:
-        for agent in self._agents:
-            agent.send({"do": what})
-
-    def _ping(self) -> None:
-        """Show the agents that the launcher lives: they exit when it is silent."""
-        while not self._closed.wait(_PING_SECONDS):
-            self._order("ping")
-
-
-class AgentConnection:
-    """The connection to the node agent of one host."""
-
-    def __init__(self, host: str, words: Sequence[str], environment: Mapping[str, str], show: Show) -> None:
-        self.host, self._show = host, show
-        self.running, self.beats, self.failures = 0, dict[int, Beat](), dict[int, Failure]()
-        self._heard = time.monotonic()
-        self._ready, self._stopping, self._ended = threading.Event(), threading.Event(), threading.Event()
-        self._opened, self._number_stopping = False, 0
-        self._sending = threading.Lock()
-        # In its own session: Ctrl-C reaches only the launcher, which then asks the ranks to stop.
-        self._process = subprocess.Popen(
-            words,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    @property
-    def lost(self) -> bool:
-        return not self._reader.is_alive() or time.monotonic() - self._heard > _SILENCE_SECONDS
-
-    def send(self, message: Mapping[str, Any]) -> None:
-        assert self._process.stdin
-        with suppress(OSError, ValueError), self._sending:  # a lost host shows as the end of its output
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            self._process.stdin.flush()
-
-    def wait_ready(self) -> None:
-        if not self._ready.wait(_READY_SECONDS):
-            raise HostLost(self.host, f"no answer in {_READY_SECONDS:.0f} seconds")
-        if self._opened:
+    def took(self, connection: HostConnection, message: Message) -> None:
+        host = connection.host
+        for answer in self._answered.keys() & message.keys():
+            self._answered[answer].add(host)
+        self._num_stopping += message.get("stopping", 0)
+        if "running" not in message:
             return
-        assert self._process.stderr
-        said = self._process.stderr.read().decode(errors="replace").strip().splitlines() or ["no answer"]
-        raise HostLost(self.host, said[-1].strip())
+        self._running[host] = message["running"]
+        now = time.monotonic()
+        for beat in message["beats"]:
+            self.beats[beat["rank"]] = beat
+            self.silent |= is_silent(beat)
+        for rank in message["output"]:
+            self._printed.put((rank["rank"], rank["stream"], rank["text"]))
+        for ended in message["ranks_ended"]:
+            if ended["code"]:
+                failure = Failure(now - ended["age"], ended["rank"], ended["code"], message["host"])
+                self._failures[failure.rank] = failure
+            self.num_ended += 1
 
-    def wait_stopping(self) -> int:
-        while not self._stopping.wait(0.1) and not self.lost:
-            pass
-        self._stopping.clear()
-        return self._number_stopping
+    def was_lost(self, connection: HostConnection) -> None:
+        self.lost[connection.host] = connection.last_words
 
-    def wait_ended(self, deadline: float) -> None:
-        while not self._ended.wait(0.05) and not self.lost and time.monotonic() < deadline:
-            pass
+    def _all(self, answer: str) -> bool:
+        """Whether all agents that are not lost have answered."""
+        return all(host in self._answered[answer] or agent.lost for host, agent in self._agents.items())
 
-    def close(self, deadline: float) -> None:
-        if not self.lost:
-            self._reader.join(max(0.0, deadline - time.monotonic()))
-        self._process.kill()
-        assert self._process.stdin
-        with suppress(OSError):
-            self._process.stdin.close()
-        self._process.wait()
+    def _order(self, message: Message, hosts: Sequence[str] | None = None) -> None:
+        async def send() -> None:
+            for host in self._agents if hosts is None else hosts:
+                self._agents[host].send(message)
 
-    def _read(self) -> None:
-        assert self._process.stdout
-        for line in self._process.stdout:
-            with suppress(ValueError):  # output of a login shell, which may even be JSON
-                message = json.loads(line)
-                if isinstance(message, dict):
-                    self._take(message)
-        self._ready.set()
+        self._connections.run(send())
 
-    def _take(self, message: dict[str, Any]) -> None:
-        now = self._heard = time.monotonic()
-        if "ready" in message:
-            self._opened = True
-            self._ready.set()
-        elif "stopping" in message:
-            self.running = self._number_stopping = message["stopping"]
-            self._stopping.set()
-        else:
-            self.running = message["running"]
-            self.beats = {beat["rank"]: beat for beat in message["beats"]}
-            for failed in message["failed"]:
-                failure = Failure(now - failed["age"], failed["rank"], failed["code"], failed["host"])
-                self.failures.setdefault(failure.rank, failure)
-            for output in message["output"]:
-                self._show(output["rank"], output["stream"], output["text"])
-            if message.get("ended"):
-                self._ended.set()
+    async def _begin(self, message: Message) -> None:
+        async def begin(connection: HostConnection) -> None:
+            connection.listener = self
+            try:
+                if not connection.is_agent:
+                    await asyncio.wait_for(self._connections.make_agent(connection), _READY_SECONDS)
+                connection.send(message)
+            except (NoConnection, asyncio.TimeoutError) as error:
+                silent = f"no answer in {_READY_SECONDS:.0f} seconds"
+                self._failed[connection.host] = error.last_words() if isinstance(error, NoConnection) else silent
+                await connection.close()
+
+        await asyncio.gather(*map(begin, self._agents.values()))
+
+
+def is_silent(beat: Beat) -> bool:
+    """Whether the rank's watchdog does not run; it would have ended a rank that makes no progress."""
+    return float(beat["age"]) > float(beat["limit_seconds"]) + _SILENT_SECONDS

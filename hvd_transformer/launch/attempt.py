@@ -1,30 +1,33 @@
 """One start of a job under horovodrun, to its end: forwards signals, and finds out how the ranks ended."""
 
+import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import FrameType
-from typing import NamedTuple
+from typing import IO, Any, NamedTuple
 
 from hvd_transformer.errors import STALLED
-from hvd_transformer.launch.agents import Beat, Failure, HostAgents, Show
+from hvd_transformer.launch.agents import Beat, Failure, HostAgents, is_silent
+from hvd_transformer.launch.connections import HostConnections
 from hvd_transformer.launch.horovodrun_command import Horovodrun
 
 _SAVE_SECONDS = 120.0  # for ranks that were asked to stop to save
-_SILENT_SECONDS = 10.0  # past a rank's own limit: its watchdog does not run, or its process was suspended
 _FAIL_SECONDS = 1.0  # for ranks to exit by themselves after another rank failed: their messages are more specific
 _STACK_SECONDS = 0.5  # for ranks to write their stacks
 _END_SECONDS = 10.0  # for horovodrun to exit after its ranks
 _TERMINATED_SECONDS = 2.0  # for horovodrun to exit after SIGTERM
 _LOOK_SECONDS = 0.05
+
+Show = Callable[[int, str, str], object]  # rank, "out" or "err", printed text
 
 
 class AttemptResult(NamedTuple):
@@ -32,7 +35,7 @@ class AttemptResult(NamedTuple):
 
     code: int  # exit code of the rank that failed first; 1 if horovodrun failed without a failed rank
     first: Failure | None
-    lost: list[str]  # hosts that no longer answered
+    lost: Mapping[str, str]  # hosts that no longer answered, and their last words
     stopped: bool  # the ranks were asked to save and exit
     beats: dict[int, Beat]  # the last heartbeat of each rank
     said: str  # output of horovodrun itself
@@ -65,57 +68,84 @@ def run_attempt(
     worker: Sequence[str],
     values: Mapping[str, str],
     environment: Mapping[str, str],
+    connections: HostConnections,
     stop: Stop,
     show: Show,
     look: Callable[[HostAgents], bool] = lambda agents: False,
 ) -> AttemptResult:
-    """Run `worker` on every rank until all have ended, and leave nothing of the job behind on any host.
+    """Run `worker` on every rank until all have ended, and leave no rank behind on any host.
 
     `environment` is that of horovodrun, visible to everyone on the hosts; `values` go to the ranks only. After a signal
     that `stop` counts, the ranks save and exit; a second signal kills them. They also save and exit when `look`, which
     is polled, returns true. `show` receives what the ranks print.
 
-    Raises `HostLost` for a host that cannot be used.
+    Raises `HostLost` for a host that cannot be used, and `UserError` if the hosts do not fit together.
     """
-    agents = HostAgents([host.name for host in horovodrun.hosts], horovodrun.ssh, values, environment, show)
-    with closing(agents), TemporaryFile() as said:
-        words = [sys.executable, "-m", "hvd_transformer.launch.rank_runner", agents.path, *worker]
-        # In its own session: mpirun and its ranks only exit if the whole process group is signalled.
-        process = subprocess.Popen(
-            _command(horovodrun.words(words), environment),
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    agents = HostAgents([host.name for host in horovodrun.hosts], connections)
+    with TemporaryFile() as said, closing(agents):
+        interfaces = agents.interfaces(horovodrun.network_interface)
+        process = _start(replace(horovodrun, network_interface=interfaces), worker, connections, environment, said)
         try:
-            agents.wait_ready()  # horovodrun, which starts meanwhile, takes longer
-            stopped = _wait(process, agents, stop, look)
+            agents.begin(values)
+            agents.wait_ready()
+            if not horovodrun.mpi and (plan := _plan(process)):
+                order = {"command": list(worker), "cwd": str(Path.cwd()), "environment": plan["environment"]}
+                agents.start(order, plan["ranks"])
+            stopped = _wait(process, horovodrun.num_ranks, agents, stop, show, look)
         finally:
-            lost, beats = agents.lost, agents.beats
+            lost = dict(agents.lost)
             failures = agents.close()
+            _show(agents, show)
             code = _end(process, terminate=bool(lost or failures))
         said.seek(0)
         text = said.read().decode(errors="replace")
-    failures += [Failure(0.0, beat["rank"], STALLED, beat["host"]) for beat in beats.values() if _is_silent(beat)]
+    beats, finished = dict(agents.beats), agents.num_ended == horovodrun.num_ranks
+    failures += [Failure(0.0, beat["rank"], STALLED, beat["host"]) for beat in beats.values() if is_silent(beat)]
     first = failures[0] if failures else None
-    return AttemptResult(first.code if first else int(code != 0), first, lost, stopped, beats, text)
+    return AttemptResult(first.code if first else int(code != 0 or not finished), first, lost, stopped, beats, text)
 
 
-def _command(horovodrun: list[str], environment: Mapping[str, str]) -> list[str]:
-    """Replace this Python's own horovodrun with `comm/horovodrun.py`, which saves an import of torch."""
-    program = shutil.which(horovodrun[0], path=environment["PATH"])
-    if program is None or Path(program).parent != Path(sys.executable).parent:
-        return horovodrun
-    return [sys.executable, "-m", "hvd_transformer.comm.horovodrun", *horovodrun[1:]]
+def _start(
+    horovodrun: Horovodrun,
+    worker: Sequence[str],
+    connections: HostConnections,
+    environment: Mapping[str, str],
+    said: IO[bytes],
+) -> subprocess.Popen[bytes]:
+    """Start horovodrun: over MPI with the ranks' runners, over gloo with its rendezvous alone."""
+    if horovodrun.mpi:
+        worker = [sys.executable, "-m", "hvd_transformer.launch.rank_runner", connections.folder, *worker]
+    return subprocess.Popen(
+        [sys.executable, "-m", "hvd_transformer.comm.horovodrun", *horovodrun.words(worker)[1:]],
+        env=environment,
+        stdin=subprocess.DEVNULL if horovodrun.mpi else subprocess.PIPE,
+        stdout=said if horovodrun.mpi else subprocess.PIPE,
+        stderr=said,
+        # In its own session: mpirun and its ranks only exit if the whole process group is signalled.
+        start_new_session=True,
+    )
 
 
-def _wait(process: subprocess.Popen[bytes], agents: HostAgents, stop: Stop, look: Callable[[HostAgents], bool]) -> bool:
+def _plan(process: subprocess.Popen[bytes]) -> dict[str, Any] | None:
+    """What `comm/horovodrun.py` prints over gloo; None if it has failed."""
+    assert process.stdout
+    line = process.stdout.readline()
+    return dict(json.loads(line)) if line.endswith(b"\n") else None
+
+
+def _wait(
+    process: subprocess.Popen[bytes],
+    num_ranks: int,
+    agents: HostAgents,
+    stop: Stop,
+    show: Show,
+    look: Callable[[HostAgents], bool],
+) -> bool:
     """Wait until all ranks have ended or must be killed; return whether they were asked to stop."""
     deadline, stopped = math.inf, False
-    while process.poll() is None and time.monotonic() < deadline:
-        if any(map(_is_silent, agents.beats.values())):
+    while process.poll() is None and agents.num_ended < num_ranks and time.monotonic() < deadline:
+        _show(agents, show)
+        if agents.silent:
             agents.write_stacks()
             time.sleep(_STACK_SECONDS)
             break
@@ -137,12 +167,17 @@ def _wait(process: subprocess.Popen[bytes], agents: HostAgents, stop: Stop, look
     return stopped
 
 
-def _is_silent(beat: Beat) -> bool:
-    return float(beat["age"]) > float(beat["limit_seconds"]) + _SILENT_SECONDS
+def _show(agents: HostAgents, show: Show) -> None:
+    for printed in agents.printed():
+        show(*printed)
 
 
 def _end(process: subprocess.Popen[bytes], terminate: bool) -> int:
     """Wait for horovodrun and its session, whose ranks have ended; return its exit code."""
+    if process.stdin is not None:  # the end of the rendezvous
+        process.stdin.close()
+    if process.stdout is not None:
+        process.stdout.close()
     if terminate:  # it would wait for lost hosts, or for the ssh to them
         _signal_group(process, signal.SIGTERM)
     deadline = time.monotonic() + (_TERMINATED_SECONDS if terminate else _END_SECONDS)

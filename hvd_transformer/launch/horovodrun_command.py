@@ -14,6 +14,7 @@ from pathlib import Path
 from hvd_transformer.config import Config
 from hvd_transformer.errors import UserError
 from hvd_transformer.launch.hostfile import Host
+from hvd_transformer.launch.limits import GLOO_RANKS
 from hvd_transformer.launch.ssh import PLAIN_PATH, Ssh, is_local
 
 # Paths, text encoding, the ssh agent. CUDA_VISIBLE_DEVICES is for the ranks of this host only: horovodrun does not
@@ -69,14 +70,20 @@ def check_names(named: Sequence[str]) -> None:
 _MARKS = {"gloo": b"_ZN4gloo9transport", "mpi": b"MPI_Init_thread"}
 
 
-def takes_mpi(gloo: bool | None, library: Path | None) -> bool:
-    """Whether to use MPI. `gloo=None` selects gloo if Horovod's `library` has it: it needs only ssh on the hosts.
+def takes_mpi(gloo: bool | None, library: Path | None, num_ranks: int = 1) -> bool:
+    """Whether to use MPI. `gloo=None` selects gloo if Horovod's `library` has it, since it needs only ssh on the hosts,
+    but MPI for more ranks than gloo can connect.
 
-    Raises `UserError` if the library was built without the requested one.
+    Raises `UserError` if the library was built without the requested one, or without one for so many ranks.
     """
     built = built_with(library) if library else {"gloo", "mpi"}
     if gloo is None:
-        return built == {"mpi"}
+        if num_ranks > GLOO_RANKS and "mpi" not in built:
+            raise UserError(
+                f"{num_ranks} ranks: gloo connects at most {GLOO_RANKS}, and Horovod was built without MPI here; use "
+                f"-np {GLOO_RANKS}, rebuild Horovod with MPI, or try with --gloo"
+            )
+        return built == {"mpi"} or num_ranks > GLOO_RANKS
     wanted = "gloo" if gloo else "mpi"
     if wanted not in built:
         other = f"use --{min(built)}, or rebuild it" if built else "rebuild it"

@@ -169,12 +169,16 @@ class _View:
             numbers = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}–{ranks[-1]}"
             table.add_row(f"  {host.name}", numbers, self._state(ranks))
         if len(self._hosts) > _HOST_ROWS:
-            table.add_row(f"  and {len(self._hosts) - _HOST_ROWS} more", "", self._state(range(first, 1 << 30)))
+            table.add_row(
+                f"  and {len(self._hosts) - _HOST_ROWS} more",
+                "",
+                self._state(range(first, sum(host.slots for host in self._hosts))),
+            )
         return table
 
     def _state(self, ranks: range) -> Text:
         """The phases of the ranks, or which ranks are late or silent."""
-        beats = [beat for rank, beat in self.beats.items() if rank in ranks]
+        beats = [self.beats[rank] for rank in ranks if rank in self.beats]
         late = []
         for beat in beats:
             if beat["age"] > _QUIET_BEAT_SECONDS:

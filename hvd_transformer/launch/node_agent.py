@@ -1,241 +1,267 @@
-"""The process that runs on each host next to a job's ranks, for as long as the launcher is connected.
+"""The process that runs on each host for as long as the launcher is connected, and is the parent of the ranks there.
 
     python -m hvd_transformer.launch.node_agent FOLDER
 
-FOLDER is the job's private folder, which the agent creates for its user only. The agent puts the ranks' environment
-into it; the ranks put their heartbeats, output and exit codes there. The agent talks to the launcher in JSON, one
-object per line: on standard input `{"environment": {...}}`, then `{"do": "stop" | "stacks" | "end" | "ping"}`; on
-standard output `{"ready": true}`, then the news (`NodeAgent.news`). When the launcher exits, or is silent for a while,
-the agent ends every rank on its host.
+It creates the job's private folder on this host, whose name begins with FOLDER; the ranks put their heartbeats there.
+It talks to the launcher in JSON, one object per line (`NodeAgent.obey`, `NodeAgent.news`). Over gloo it starts the
+ranks that the launcher names; over MPI those whose `rank_runner.py`, started by MPI's own daemon, asks it to. When the
+launcher exits, or is silent for a while, it ends every rank on its host.
 """
 
-import fcntl
-import json
 import os
-import select
-import shutil
+import selectors
 import signal
+import socket
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, suppress
-from pathlib import Path
-from typing import IO, Any, BinaryIO
+from contextlib import suppress
+from functools import partial
+from typing import Any
 
-_LOOK_SECONDS = 0.2  # between two reads of the folder
-_QUIET_SECONDS = 1.0  # after which news is sent even if nothing has changed, as a sign of life
+from hvd_transformer.launch.agent_folder import AgentFolder
+from hvd_transformer.launch.launcher_pipe import LauncherPipe
+from hvd_transformer.launch.limits import raise_open_files
+from hvd_transformer.launch.rank_child import RankChild
+from hvd_transformer.launch.rank_runner import Runner
+
+_NEWS_SECONDS = 1.0  # between two news if nothing happens: a sign of life, with heartbeats
+_OUTPUT_SECONDS = 0.1  # for which output is gathered into one message
 _SILENCE_SECONDS = 12.0  # without a word from the launcher: its host or the network is lost
 _SAVE_SECONDS = 5.0  # for ranks to save when the launcher is gone
-_OUTPUT_BYTES = 1 << 16  # read per rank at a time
+_END_SECONDS = 2.0  # for killed ranks, and for their runners, to end
+_OUTPUT_BYTES = 1 << 18  # after which a message is sent at once
+_UNSENT_BYTES = 1 << 20
+_LOOK_SECONDS = 0.01
 
 
 class NodeAgent:
-    """The job's folder on this host, its ranks and their state."""
+    """The ranks on this host, during one start of the job after the other."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.host = folder, os.uname().nodename
-        self._ranks: dict[int, dict[str, int]] = {}  # process ids of each running rank
-        self._failed: dict[int, dict[str, Any]] = {}
-        # Output of the ranks, kept open: a host that shares /tmp may remove the files.
-        self._files: dict[Path, BinaryIO] = {}
-        self._speaks = True
-        self._lock: IO[str] | None = None  # held while this process lives
+    def __init__(self, folder: AgentFolder) -> None:
+        """Raises `OSError` if the folder cannot be used."""
+        self._folder, self._host = folder, os.uname().nodename
+        self._values: dict[str, str] = {}
+        self._ranks: dict[int, RankChild] = {}
+        self._runners: dict[int, Runner] = {}
+        self._stopped = self._reads = True
+        self._ended: list[RankChild] = []  # since the last news
+        self._output: list[dict[str, Any]] = []  # since the last news
+        self._news_due = self._beats_due = 0.0
+        self._selector = selectors.DefaultSelector()
+        self._launcher = LauncherPipe(self._selector, self.obey)
+        self._launcher.say({"agent": True})
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(folder.socket))
+        self._listener.listen(1024)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        woken, wake = socket.socketpair()
+        for end in (woken, wake):
+            end.setblocking(False)
+        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._wakes = woken, wake
+        self._selector.register(woken, selectors.EVENT_READ, self._woken)
 
-    def open(self, environment: dict[str, str]) -> None:
-        """Create the folder. Raises `OSError`."""
-        os.umask(0o077)
-        # Hosts may share /tmp: then one of them creates it for all.
-        self.folder.mkdir(exist_ok=True)
-        if self.folder.stat().st_uid != os.geteuid():
-            raise PermissionError(f"{self.folder} belongs to another user")
-        name = f"keeper-{self.host}-{os.getpid()}"
-        self._lock = (self.folder / f".{name}").open("w", encoding="utf-8")
-        fcntl.flock(self._lock, fcntl.LOCK_SH)  # before other agents can find the file by its name
-        (self.folder / f".{name}").replace(self.folder / name)
-        _remove_leftovers(self.folder)
-        aside = self.folder / f".environment-{self.host}-{os.getpid()}"
-        aside.write_text(json.dumps(environment), encoding="utf-8")
-        aside.replace(self.folder / "environment")
-        try:
-            (self.folder / f"speaks-{self.host}").touch(exist_ok=False)
-        except FileExistsError:  # this host was listed twice
-            self._speaks = False
+    def serve(self) -> None:
+        """Send news and take orders until the launcher is gone or silent."""
+        while self._launcher.lives(_SILENCE_SECONDS):
+            self._turn(max(0.0, self._news_due - time.monotonic()))
+            if time.monotonic() >= self._news_due:
+                self._launcher.say(self.news())
+
+    def obey(self, order: dict[str, Any]) -> None:
+        """Take an order of the launcher: `do` and its arguments."""
+        do = order.pop("do")
+        if do == "begin":
+            self._begin(**order)
+            self._launcher.say({"ready": True})
+        elif do == "start":
+            self._start_all(**order)
+        elif do == "stop":
+            news = self.news()
+            self._stop()
+            self._launcher.say({"stopping": news["running"], **news})
+        elif do == "stacks":
+            self._signal(signal.SIGUSR1)
+        elif do == "end":
+            self._beats_due = 0.0
+            news = self.news()
+            self._end()
+            self._launcher.say({"ended": True, **news})
 
     def news(self) -> dict[str, Any]:
-        """The number of running ranks, their newest heartbeats, failed ranks, and output since the last news."""
-        self._look()
-        # Ages instead of times, as the hosts' clocks may differ.
-        now = time.time()
-        beats = [beat for beat in self._notes("beat-*") if beat["host"] == self.host]
-        return {
-            "running": len(self._ranks),
-            "beats": [{**beat, "age": now - beat["time"]} for beat in beats],
-            "failed": [
-                {"age": now - note["time"], "rank": note["rank"], "code": note["code"], "host": self.host}
-                for note in self._failed.values()
-            ],
-            "output": list(self._output()) if self._speaks else [],
+        """What has happened since the last news, and once a second all heartbeats.
+
+        Ages instead of times, as the hosts' clocks may differ.
+        """
+        self._reap()
+        now, here = time.time(), time.monotonic()
+        beats: list[dict[str, Any]] = []
+        if here >= self._beats_due:
+            beats = [{**beat, "age": now - beat["time"]} for beat in self._folder.beats(self._ranks)]
+            self._beats_due = here + _NEWS_SECONDS
+        news = {
+            "host": self._host,
+            "running": self._num_running(),
+            "beats": beats,
+            "ranks_ended": [{"rank": rank.rank, "code": rank.code, "age": here - rank.ended} for rank in self._ended],
+            "output": self._output,
         }
-
-    def stop(self) -> int:
-        """Ask the ranks to save and exit, including ranks that start later; return the number of running ranks."""
-        with suppress(FileNotFoundError):
-            (self.folder / "stopped").touch()
-        self._look()
-        running = len(self._ranks)
-        self.signal(signal.SIGTERM)
-        return running
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the process of every rank."""
-        for processes in self._ranks.values():
-            with suppress(ProcessLookupError):
-                os.kill(processes["child"], number)
-
-    def end(self) -> None:
-        """Kill every rank with all its children, and its parents on this host."""
-        self._look()
-        for processes in self._ranks.values():
-            with suppress(ProcessLookupError):
-                os.killpg(processes["child"], signal.SIGKILL)
-        deadline = time.monotonic() + 1
-        while time.monotonic() < deadline and any(_lives(ranks["worker"]) for ranks in self._ranks.values()):
-            time.sleep(0.01)
-        for processes in self._ranks.values():
-            for pid in (processes["worker"], processes["daemon"]):
-                if pid and _lives(pid):
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+        self._ended, self._output = [], []
+        self._news_due = here + _NEWS_SECONDS
+        return news
 
     def close(self) -> None:
         """Let running ranks save, then kill them and remove the folder."""
-        self.stop()
+        self._stop()
         deadline = time.monotonic() + _SAVE_SECONDS
-        while self._ranks and time.monotonic() < deadline:
-            time.sleep(0.05)
-            self._look()
-        self.end()
-        for _ in range(2):  # the second pass takes what ranks were still writing
-            shutil.rmtree(self.folder, ignore_errors=True)
+        while self._num_running() and time.monotonic() < deadline:
+            self._turn(0.05)
+            self._output.clear()  # nobody reads it, but a rank must not wait
+        self._end()
+        self._folder.remove()
 
-    def _look(self) -> None:
-        found = {note["rank"]: note for note in self._notes(f"running-{self.host}-*")}
-        if not self.folder.exists():  # another host that shares it has removed it
-            return
-        self._ranks = found
-        for note in self._notes(f"failed-{self.host}-*"):
-            self._failed.setdefault(note["rank"], note)
-        for rank, processes in list(self._ranks.items()):
-            if _lives(processes["worker"]):
+    def _begin(self, values: dict[str, str]) -> None:
+        """Prepare for a start of the job. `values`: environment variables for its ranks."""
+        self._end()
+        self._values, self._stopped = values, False
+        self._folder.clear()
+
+    def _start_all(
+        self, command: list[str], cwd: str, environment: dict[str, str], ranks: list[dict[str, str]]
+    ) -> None:
+        for rank in ranks:
+            self._start(int(rank["HOROVOD_RANK"]), command, cwd, {**os.environ, **environment, **rank})
+
+    def _start(self, rank: int, command: list[str], cwd: str, environment: dict[str, str]) -> None:
+        its_environment = {**environment, **self._values, "HVD_TRANSFORMER_FOLDER": str(self._folder.path)}
+        child = self._ranks[rank] = RankChild(rank, command, cwd, its_environment)
+        if self._reads:
+            self._watch(child)
+        if self._stopped:  # asked to stop while the ranks were starting
+            child.signal(signal.SIGTERM)
+        self._news_due = 0.0
+
+    def _stop(self) -> None:
+        """Ask the ranks to save and exit, also those that start later."""
+        self._stopped = True
+        self._signal(signal.SIGTERM)
+
+    def _signal(self, number: int) -> None:
+        for child in self._ranks.values():
+            child.signal(number)
+
+    def _end(self) -> None:
+        """Kill every rank with all its children, then what started them over MPI, and forget them."""
+        killed = [rank for rank, child in self._ranks.items() if not child.ended]
+        for rank in killed:
+            self._ranks[rank].kill()
+        deadline = time.monotonic() + _END_SECONDS
+        while self._num_running() and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+            self._reap()
+        for rank, runner in self._runners.items():
+            runner.release(self._ranks[rank].code)
+        left = [self._runners[rank] for rank in killed if rank in self._runners]
+        while any(map(Runner.lives, left)) and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+        for runner in left:
+            runner.kill()
+        for runner in self._runners.values():
+            self._selector.unregister(runner.connection)
+            runner.connection.close()
+        for child in self._ranks.values():
+            self._unwatch(child)
+        for forgotten in (self._ranks, self._runners, self._ended, self._output):
+            forgotten.clear()
+
+    def _num_running(self) -> int:
+        return sum(not child.ended for child in self._ranks.values())
+
+    def _turn(self, seconds: float) -> None:
+        """Wait up to `seconds` for something to happen and handle it."""
+        for key, _ in self._selector.select(seconds):
+            if self._selector.get_map().get(key.fd) is key:  # else what happened before has closed it
+                key.data()
+        reads = self._launcher.unsent < _UNSENT_BYTES  # else the ranks wait: this process's memory does not grow
+        if reads != self._reads:
+            self._reads = reads
+            for child in self._ranks.values():
+                (self._watch if reads else self._unwatch)(child)
+
+    def _woken(self) -> None:
+        """A child has ended."""
+        with suppress(BlockingIOError):
+            self._wakes[0].recv(1 << 12)
+        self._reap()
+
+    def _reap(self) -> None:
+        for rank, child in self._ranks.items():
+            if child.ended or not child.reap():
                 continue
-            del self._ranks[rank]
-            with suppress(FileNotFoundError):  # the rank has just ended in order
-                (self.folder / f"running-{self.host}-{rank}").unlink()
-                # Killed: nobody else ends its children or reports it.
-                self._failed.setdefault(rank, {"time": time.time(), "rank": rank, "code": 128 + signal.SIGKILL})
-                with suppress(ProcessLookupError):
-                    os.killpg(processes["child"], signal.SIGKILL)
+            self._unwatch(child)
+            self._output += child.read_rest()
+            self._ended.append(child)
+            self._news_due = 0.0
+            # The first exit code would make mpirun kill ranks that may still be saving.
+            if rank in self._runners and not self._stopped:
+                self._runners[rank].release(child.code)
 
-    def _notes(self, pattern: str) -> Iterator[dict[str, Any]]:
-        for file in self.folder.glob(pattern):
-            with suppress(OSError, ValueError):  # removed meanwhile, or truncated by a full disk
-                yield json.loads(file.read_bytes())
+    def _watch(self, child: RankChild) -> None:
+        for name, stream in child.streams.items():
+            self._selector.register(stream, selectors.EVENT_READ, partial(self._read, child, name))
 
-    def _output(self) -> Iterator[dict[str, Any]]:
-        """Whole lines of output, and the rest after a rank has ended."""
-        for path in self.folder.glob(f"output-{self.host}-*"):
-            if path not in self._files:
-                with suppress(OSError):
-                    self._files[path] = path.open("rb")
-        for path, file in self._files.items():
-            rank, stream = path.name.removeprefix(f"output-{self.host}-").split(".")
-            begin = file.tell()
-            data = file.read(_OUTPUT_BYTES)
-            if int(rank) in self._ranks and len(data) < _OUTPUT_BYTES:
-                data = data[: data.rfind(b"\n") + 1]
-                file.seek(begin + len(data))
-            if data:
-                yield {"rank": int(rank), "stream": stream, "text": data.decode(errors="replace")}
+    def _unwatch(self, child: RankChild) -> None:
+        for stream in child.streams.values():
+            with suppress(KeyError):
+                self._selector.unregister(stream)
 
+    def _read(self, child: RankChild, name: str) -> None:
+        stream = child.streams[name]
+        self._output += child.read(name)
+        if name not in child.streams:
+            self._selector.unregister(stream)
+        many = sum(len(said["text"]) for said in self._output) > _OUTPUT_BYTES
+        self._news_due = min(self._news_due, time.monotonic() + (0.0 if many else _OUTPUT_SECONDS))
 
-def _remove_leftovers(own: Path) -> None:
-    """Remove folders of this user's agents that were killed, as when the host crashed: they hold the environment."""
-    for folder in own.parent.glob("hvd-transformer-*"):
-        with suppress(OSError), ExitStack() as locks:  # in use: the lock is held
-            if folder.lstat().st_uid != os.geteuid():  # may contain anything, such as a pipe that blocks when opened
-                continue
-            held = list(folder.glob("keeper-*"))  # empty if an agent is only just starting
-            for file in held:
-                fcntl.flock(locks.enter_context(file.open(encoding="utf-8")), fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if held:
-                shutil.rmtree(folder, ignore_errors=True)
+    def _accept(self) -> None:
+        runner = Runner(self._listener.accept()[0])
+        self._selector.register(runner.connection, selectors.EVENT_READ, partial(self._hear, runner))
 
-
-def _lives(pid: int) -> bool:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
-    try:  # it has ended, or this is not Linux
-        os.kill(pid, 0)
-    except OSError:
-        return False
-    return True
+    def _hear(self, runner: Runner) -> None:
+        """Start the runner's rank, or end it with its runner."""
+        for message in runner.read():
+            if "command" in message:
+                runner.rank, runner.daemon, runner.pid = message["rank"], message["daemon"], message["pid"]
+                self._runners[runner.rank] = runner
+                self._start(runner.rank, message["command"], message["cwd"], message["environment"])
+            elif runner.rank in self._ranks:
+                self._ranks[runner.rank].signal(signal.SIGTERM)
+        if runner.gone:
+            self._selector.unregister(runner.connection)
+            runner.connection.close()
+            if self._runners.pop(runner.rank, None) and not self._ranks[runner.rank].ended:
+                self._ranks[runner.rank].kill()
 
 
 def main() -> int:
     """Serve the launcher; return 1 if the folder cannot be created."""
-    agent = NodeAgent(Path(sys.argv[1]))
+    raise_open_files()
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit())
     try:
-        with open(0, "rb", buffering=0, closefd=False) as orders:  # unbuffered: `select` must see the rest
-            first = json.loads(orders.readline())
-        agent.open(first["environment"])
-    except (OSError, ValueError) as error:
-        print(f"{agent.folder}: cannot be created: {error}", file=sys.stderr)
+        folder = AgentFolder(sys.argv[1])
+        agent = NodeAgent(folder)
+    except OSError as error:
+        print(f"{sys.argv[1]}: cannot be created: {error}", file=sys.stderr)
         return 1
     try:
-        _say({"ready": True})
-        _serve(agent)
-    except (BrokenPipeError, SystemExit):
+        agent.serve()
+    except SystemExit:
         pass
     finally:
         agent.close()
     return 0
-
-
-def _serve(agent: NodeAgent) -> None:
-    """Send news and take orders until the launcher ends the job, is gone or is silent."""
-    heard = said = time.monotonic()
-    before: tuple[int, int] | None = None
-    unread = b""
-    while time.monotonic() - heard < _SILENCE_SECONDS:
-        if select.select([sys.stdin], [], [], _LOOK_SECONDS)[0]:
-            data = os.read(sys.stdin.fileno(), 1 << 16)
-            if not data:
-                return
-            heard = time.monotonic()
-            *lines, unread = (unread + data).split(b"\n")
-            for order in (json.loads(line)["do"] for line in lines):
-                if order == "stop":
-                    _say({"stopping": agent.stop()})
-                elif order == "stacks":
-                    agent.signal(signal.SIGUSR1)
-                elif order == "end":
-                    news = agent.news()
-                    agent.end()
-                    _say({**news, "ended": True})
-                    # Hosts may share the folder: their agents read it once more.
-                    select.select([sys.stdin], [], [], _SAVE_SECONDS)
-                    return
-        news = agent.news()
-        ranks = news["running"], len(news["failed"])
-        if ranks != before or news["output"] or time.monotonic() - said > _QUIET_SECONDS:
-            _say(news)
-            before, said = ranks, time.monotonic()
-
-
-def _say(message: dict[str, Any]) -> None:
-    print(json.dumps(message), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,105 +1,119 @@
-"""The process that horovodrun starts on each rank: the parent of hvd-train, which records its output and exit code.
+"""What mpirun starts on each rank: it has the node agent of its host start the rank, and passes on its exit code.
 
     python -m hvd_transformer.launch.rank_runner FOLDER COMMAND...
 
-FOLDER is the job's private folder on this host (`node_agent.py`). Output, exit codes and signals go through it because
-horovodrun turns every exit code into 1, prefixes each line, and over ssh signals only the local client.
+FOLDER is how the name of the agent's private folder begins. So the agent is the parent of every rank, over gloo and
+over MPI, and sees output, exit codes and processes itself: horovodrun turns every exit code into 1 and prefixes each
+line, and over ssh a signal reaches the local client only.
 """
 
 import json
 import os
 import signal
-import subprocess
+import socket
 import sys
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-_RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-_FOLDER_SECONDS = 30.0
-_SAVE_SECONDS = 120.0  # for all ranks to save after a stop
+from hvd_transformer.launch.agent_folder import sockets
+
+_RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "HOROVOD_RANK")
+_AGENT_SECONDS = 30.0
 _DAEMONS = ("orted", "hydra_pmi_proxy")  # MPI's daemons, on each host except the launcher's
+_READ_BYTES = 1 << 16
+
+
+class Runner:
+    """The agent's end of the connection to a runner. `gone`: it has ended, or was killed."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.connection, self.gone = connection, False
+        self.rank, self.pid, self.daemon = -1, 0, 0
+        self._unread = b""
+
+    def read(self) -> list[dict[str, Any]]:
+        """The messages that have come: its rank's command, later requests to end it."""
+        try:
+            data = self.connection.recv(_READ_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        self.gone = not data
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def release(self, code: int) -> None:
+        """Let it exit with its rank's exit code."""
+        with suppress(OSError):
+            self.connection.send(json.dumps({"code": code}).encode() + b"\n")
+
+    def lives(self) -> bool:
+        """Whether its process is there."""
+        return _lives(self.pid)
+
+    def kill(self) -> None:
+        """Kill it if it is still there, and MPI's daemon, which outlives a launcher that cannot reach it."""
+        for pid in (self.pid, self.daemon):
+            if pid and _lives(pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def main() -> int:
-    """Return the command's exit code; 128 + N if signal N killed it, as in a shell."""
-    folder, command = Path(sys.argv[1]), sys.argv[2:]
+    """Return the rank's exit code; 128 + N if signal N killed it, as in a shell."""
+    base, command = sys.argv[1], sys.argv[2:]
     rank = int(next((os.environ[name] for name in _RANK if name in os.environ), "0"))
-    place = f"{os.uname().nodename}-{rank}"
-    file = folder / "environment"
-    deadline = time.monotonic() + _FOLDER_SECONDS
-    while not file.exists() and time.monotonic() < deadline:  # the node agent starts at the same time as the ranks
-        time.sleep(0.02)
-    values = json.loads(file.read_bytes())
-    environment = {**os.environ, **values, "HVD_TRANSFORMER_FOLDER": str(folder), "PYTHONUNBUFFERED": "1"}
-    with ExitStack() as stack:
-        out, err = (stack.enter_context((folder / f"output-{place}.{name}").open("wb", 0)) for name in ("out", "err"))
-        child = _Child(command, environment, out.fileno(), err.fileno())
-        note = folder / f"running-{place}"
-        with suppress(FileNotFoundError):
-            if child.pid:
-                _write(note, {"rank": rank, "child": child.pid, "worker": os.getpid(), "daemon": _daemon()})
-        if (folder / "stopped").exists() or not folder.exists():  # asked to stop while the ranks were starting
-            child.terminate()
-        code = child.wait()
-        with suppress(FileNotFoundError):  # the launcher is gone, or has stopped waiting
-            if code:
-                _write(folder / f"failed-{place}", {"rank": rank, "code": code, "time": time.time()})
-            note.unlink()
-    deadline = time.monotonic() + _SAVE_SECONDS
-    while (folder / "stopped").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)  # the first exit code makes horovodrun kill the other ranks, which may still be saving
-    return code
-
-
-class _Child:
-    """The command in its own process group. Signals that ask this process to exit are forwarded to it."""
-
-    def __init__(self, command: list[str], environment: dict[str, str], out: int, err: int) -> None:
-        self._popen: subprocess.Popen[bytes] | None = None
-        self._asked = False
+    with _agent(base) as agent:
+        # mpirun asks its processes to exit by signals.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self.terminate)
-        try:
-            self._popen = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
-            )
-        except OSError as error:
-            os.write(err, f"hvd-transformer: {command[0]}: cannot be started: {error.strerror}\n".encode())
-        self.pid = self._popen.pid if self._popen else 0
-        if self._asked:
-            self.terminate()
+            signal.signal(number, lambda *_: _send(agent, {"terminate": True}))
+        request = {"rank": rank, "command": command, "cwd": str(Path.cwd()), "environment": dict(os.environ)}
+        _send(agent, {**request, "pid": os.getpid(), "daemon": _daemon()})
+        with agent.makefile("rb") as answers:
+            line = answers.readline()
+    return int(json.loads(line)["code"]) if line else 1  # the agent is gone, and the rank with it
 
-    def terminate(self, *_: object) -> None:
-        self._asked = True
-        if self._popen is not None:
-            self._popen.terminate()
 
-    def wait(self) -> int:
-        """Return its exit code, or 127 if it could not be started; kill everything that it has started."""
-        if self._popen is None:
-            return 127
-        code = self._popen.wait()
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        return code if code >= 0 else 128 - code
+def _agent(base: str) -> socket.socket:
+    """A connection to a node agent on this host, which starts at the same time."""
+    deadline = time.monotonic() + _AGENT_SECONDS
+    while time.monotonic() < deadline:
+        for path in sockets(base):
+            agent = socket.socket(socket.AF_UNIX)
+            with suppress(OSError):
+                agent.connect(path)
+                return agent
+            agent.close()
+        time.sleep(0.02)
+    sys.exit(f"{base}: no node agent answers on host {os.uname().nodename}")
+
+
+def _send(agent: socket.socket, message: dict[str, Any]) -> None:
+    with suppress(OSError):  # the agent is gone
+        agent.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _daemon() -> int:
-    """The process of MPI's daemon on this host, or 0; it outlives a launcher that cannot reach it."""
+    """The process of MPI's daemon on this host, or 0."""
     parent = os.getppid()
-    try:
-        name = Path(f"/proc/{parent}/comm").read_text(encoding="utf-8").strip()
+    with suppress(OSError):
+        if Path(f"/proc/{parent}/comm").read_text(encoding="utf-8").strip() in _DAEMONS:
+            return parent
+    return 0
+
+
+def _lives(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
+    try:  # it has ended, or this is not Linux
+        os.kill(pid, 0)
     except OSError:
-        return 0
-    return parent if name in _DAEMONS else 0
-
-
-def _write(file: Path, note: dict[str, float]) -> None:
-    """Write the file atomically: the node agent may read it at any time."""
-    aside = file.with_name(f".{file.name}")
-    aside.write_text(json.dumps(note), encoding="utf-8")
-    aside.replace(file)
+        return False
+    return True
 
 
 if __name__ == "__main__":

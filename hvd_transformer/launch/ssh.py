@@ -28,6 +28,8 @@ _REASONS = (
         "add your public key there with `ssh-copy-id {host}`, or choose the key with --ssh-identity",
     ),
 )
+# How sshd ends connections before it asks who they are, for example those above its MaxStartups.
+_DROPPED = ("exchange_identification: ", "Not allowed at this time")
 # Paths that are safe without quotes: horovodrun does not quote them on the shell command lines that it builds.
 PLAIN_PATH = re.compile(r"[\w@%+=:,./~-]+")
 
@@ -79,6 +81,11 @@ def why_refused(host: str, said: str) -> tuple[str, str]:
             return f"cannot be reached by ssh: {meaning}", cure.format(host=host)
     last = (said.strip().splitlines() or ["no answer"])[-1].strip()
     return f"cannot be reached by ssh: {last}", f"make `ssh {host} true` work"
+
+
+def was_dropped(said: str) -> bool:
+    """Whether sshd closed the connection at once, as it does if too many start at a time: another try may succeed."""
+    return any(part in said for part in _DROPPED)
 
 
 def is_local(host: str) -> bool:

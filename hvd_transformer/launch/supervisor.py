@@ -8,22 +8,25 @@ import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from hvd_transformer.errors import STALLED, WRONG_INPUT, UserError
 from hvd_transformer.launch.agents import HostAgents, HostLost
 from hvd_transformer.launch.attempt import AttemptResult, Stop, run_attempt
+from hvd_transformer.launch.connections import HostConnections
 from hvd_transformer.launch.horovodrun_command import Horovodrun
+from hvd_transformer.launch.host_connection import NoConnection
 from hvd_transformer.launch.host_pool import HostPool
 from hvd_transformer.launch.hostfile import Host
 from hvd_transformer.launch.launch_screen import Screen
-from hvd_transformer.launch.ssh import is_local
 
 _SAME_STEP = 3  # failures at the same step, after which the job is given up
 _BACK_OFF_SECONDS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)  # by consecutive failures without a new step
 _WAIT_SECONDS = 600.0  # for enough hosts
 _LOOK_SECONDS = 5.0  # between two searches for new hosts
+_CONNECT_SECONDS = 30.0  # to a new host
+_NAMES = 8  # of hosts, in a message
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,6 @@ class LaunchPlan:
     environment: Mapping[str, str]  # of horovodrun
     restarts: int
     min_ranks: int
-    network_interface: str | None = None  # the user's choice; needed when later starts use other hosts
 
 
 class Supervisor:
@@ -45,9 +47,16 @@ class Supervisor:
     `horovodrun` holds the hosts of the first start; the pool supplies those of later starts.
     """
 
-    def __init__(self, plan: LaunchPlan, horovodrun: Horovodrun, pool: HostPool, screen: Screen) -> None:
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        horovodrun: Horovodrun,
+        pool: HostPool,
+        connections: HostConnections,
+        screen: Screen,
+    ) -> None:
         self._plan, self._horovodrun, self._pool, self._screen = plan, horovodrun, pool, screen
-        self._examined = {host.name for host in horovodrun.hosts}
+        self._connections = connections
         self._restarts = 0
         self._failed_steps: list[int | None] = []  # of the latest failures, all at the same step
         self._last_step = -1
@@ -76,8 +85,6 @@ class Supervisor:
                 hosts = self._wait_for_hosts(stop)
                 if hosts is None:
                     return code
-                if not {host.name for host in hosts} <= self._examined:
-                    self._horovodrun = replace(self._horovodrun, network_interface=self._plan.network_interface)
                 self._horovodrun = replace(self._horovodrun, hosts=hosts)
                 words, again = self._plan.again, True
         finally:
@@ -85,10 +92,7 @@ class Supervisor:
 
     def _start(self, words: Sequence[str], stop: Stop) -> AttemptResult:
         plan, horovodrun = self._plan, self._horovodrun
-        if all(is_local(host.name) for host in horovodrun.hosts):
-            # horovodrun would search for an interface with 127.0.0.1
-            horovodrun = replace(horovodrun, network_interface=None)
-        newcomers = HostDiscovery(self._pool, horovodrun, plan.environment)
+        newcomers = HostDiscovery(self._pool, horovodrun, self._connections)
         self._screen.start(horovodrun.hosts, self._restarts)
 
         def look(agents: HostAgents) -> bool:
@@ -97,7 +101,9 @@ class Supervisor:
 
         ended: AttemptResult | None = None
         try:
-            ended = run_attempt(horovodrun, words, plan.values, plan.environment, stop, self._screen.show, look)
+            ended = run_attempt(
+                horovodrun, words, plan.values, plan.environment, self._connections, stop, self._screen.show, look
+            )
         finally:
             newcomers.close()
             self._screen.end(failed=ended is not None and ended.code != 0 and not ended.stopped)
@@ -165,11 +171,11 @@ class Supervisor:
 
 
 class HostDiscovery:
-    """Searches, while a job runs, for new hosts that would give it more ranks."""
+    """Searches, while a job runs, for new hosts that would give it more ranks, and connects to them."""
 
-    def __init__(self, pool: HostPool, now: Horovodrun, environment: Mapping[str, str]) -> None:
+    def __init__(self, pool: HostPool, now: Horovodrun, connections: HostConnections) -> None:
         self.found: list[Host] | None = None
-        self._pool, self._now, self._environment = pool, now, environment
+        self._pool, self._now, self._connections = pool, now, connections
         self._closed = threading.Event()
         threading.Thread(target=self._look, daemon=True).start()
 
@@ -184,16 +190,17 @@ class HostDiscovery:
                 known = {host.name for host in self._now.hosts}
                 new = [host for host in hosts if host.name not in known]
                 if new and sum(host.slots for host in hosts) > self._now.num_ranks:
-                    names = [host.name for host in new]
-                    with closing(HostAgents(names, self._now.ssh, {}, self._environment)) as agents:
-                        agents.wait_ready()
-                    self.found = new
+                    opened = self._connections.run(
+                        self._connections.open([host.name for host in new], _CONNECT_SECONDS)
+                    )
+                    if not any(isinstance(connection, NoConnection) for connection in opened.values()):
+                        self.found = new
 
 
 def _cause(ended: AttemptResult) -> str:
     """The root cause, in words."""
     if ended.lost:
-        return "; ".join(f"host {host} is lost" for host in ended.lost)
+        return "; ".join(f"host {host} is lost" + f": {why}" * bool(why) for host, why in ended.lost.items())
     if ended.first is None:
         return "horovodrun failed"
     code, how = ended.first.code, f"with exit code {ended.first.code}"
@@ -206,4 +213,6 @@ def _cause(ended: AttemptResult) -> str:
 
 
 def _names(hosts: Sequence[Host]) -> str:
-    return ", ".join(host.name for host in hosts)
+    names = [host.name for host in hosts]
+    more = len(names) - _NAMES
+    return ", ".join(names) if more <= 0 else f"{', '.join(names[:_NAMES])} and {more} more"

@@ -5,7 +5,7 @@ import re
 import signal
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from conftest import BIN, rank_environment
 from jobs import Job, started, state, steps, summary, tiny, write_corpus
 
 from hvd_transformer.launch.attempt import AttemptResult, Stop, run_attempt
+from hvd_transformer.launch.connections import HostConnections
 from hvd_transformer.launch.horovodrun_command import Horovodrun, launcher_environment
 from hvd_transformer.launch.hostfile import Host
 
@@ -144,9 +145,10 @@ def run_shell(tmp_path):
     def run_it(backend, script) -> AttemptResult:
         horovodrun = Horovodrun([Host("localhost", 2)], mpi=backend == "mpi")
         environment = {**launcher_environment(rank_environment(), []), "HOROVOD_TEST_JOB": str(tmp_path)}
-        stop = Stop()
+        words, stop = ["sh", "-c", RANK + script], Stop()
         try:
-            return run_attempt(horovodrun, ["sh", "-c", RANK + script], {}, environment, stop, lambda *printed: None)
+            with closing(HostConnections(horovodrun.ssh, environment)) as connections:
+                return run_attempt(horovodrun, words, {}, environment, connections, stop, lambda *printed: None)
         finally:
             stop.restore()
 

@@ -32,6 +32,10 @@ def one_host(world: Worlds, corpus: Path, tmp_path_factory: pytest.TempPathFacto
     return run
 
 
+def logins_on(hosts: Hosts, host: str) -> int:
+    return (hosts.folder / f"{host}.log").read_text().count("Accepted publickey")
+
+
 ALSO = [no_space, pytest.mark.slow]
 
 
@@ -46,6 +50,7 @@ def test_two_hosts_train_as_one_does(hosts: Hosts, one_host: Path, corpus: Path,
     if how == "bare horovodrun":
         del environment["HF_TOKEN"]  # it would show it
     seen: dict[str, set[str]] = {host: set() for host in hosts.names}
+    logins = logins_on(hosts, "h2")
     with (tmp_path / "output").open("wb") as file:
         words = [*command, *settings(corpus, run)]
         process = hosts.popen("h1", words, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
@@ -59,6 +64,8 @@ def test_two_hosts_train_as_one_does(hosts: Hosts, one_host: Path, corpus: Path,
     found, wanted = steps(run, "loss"), steps(one_host, "loss")
     assert [loss for _, loss in found] == pytest.approx([loss for _, loss in wanted], rel=1e-6, abs=0)
     assert summary(run)["world"] == 2
+    if how != "bare horovodrun":  # one for preflight, agent and ranks, and MPI's own
+        assert logins_on(hosts, "h2") - logins == {"gloo": 1, "mpi": 2}[how]
     for host in hosts.names:
         assert any("hvd-train" in line for line in seen[host])
         assert not [line for line in seen[host] if SECRET in line]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvd_transformer.config import Config
+from hvd_transformer.errors import UserError
 from hvd_transformer.launch.horovodrun_command import Horovodrun
 from hvd_transformer.launch.hostfile import Host
 
@@ -91,31 +92,47 @@ def about_network(wanted: str | None, interfaces: Interfaces) -> Iterator[Findin
     """Which hosts to fix if there are no `common_interfaces`."""
     if common_interfaces(wanted, interfaces):
         return
-    if wanted is not None:
-        for host, found in interfaces.items():
-            if not set(wanted.split(",")) & found.keys():
-                message = f"no network interface {wanted}: it has {', '.join(found) or 'none'}"
-                yield Finding(host, message, "choose one that all hosts have with --network-interface")
-        return
-    usual = Counter(name for found in interfaces.values() for name in found).most_common(1)
+    allowed = None if wanted is None else set(wanted.split(","))
+    names = (name for found in interfaces.values() for name in found if allowed is None or name in allowed)
+    usual = Counter(names).most_common(1)
     apart = [host for host, found in interfaces.items() if not usual or usual[0][0] not in found]
     for host in apart or interfaces:
-        message = f"no network interface in common with the others: it has {', '.join(interfaces[host]) or 'none'}"
-        cure = "give the network interface the same name on each host: horovodrun selects interfaces by name"
-        yield Finding(host, message, cure)
+        cure = "choose one that all hosts have with --network-interface"
+        if allowed is None:
+            lacking = "no network interface in common with the others"
+            cure = "give the network interface the same name on each host: horovodrun selects interfaces by name"
+        elif allowed & interfaces[host].keys():
+            lacking = f"none of the network interfaces {wanted} in common with the others"
+        else:
+            lacking = f"no network interface {wanted}"
+        yield Finding(host, f"{lacking}: it has {', '.join(interfaces[host]) or 'none'}", cure)
 
 
 def common_interfaces(wanted: str | None, interfaces: Interfaces) -> list[str]:
-    """The interfaces that all hosts have, with a different address on each.
+    """The interfaces that all hosts have, with a different address on each; in the order of `wanted`, if given.
 
     A bridge such as docker0 has the same address everywhere and connects nothing.
     """
     result = []
-    for name in next(iter(interfaces.values())):
+    for name in wanted.split(",") if wanted is not None else next(iter(interfaces.values())):
         addresses = {found[name] for found in interfaces.values() if name in found}
-        if len(addresses) == len(interfaces) and (wanted is None or name in wanted.split(",")):
+        if len(addresses) == len(interfaces):
             result.append(name)
     return result
+
+
+def choose_interfaces(wanted: str | None, interfaces: Interfaces, reached: Mapping[str, str]) -> str:
+    """The interfaces for the ranks: those of `wanted` that all hosts have, or else the one that ssh uses.
+
+    `reached`: the address at which ssh reached each remote host. Raises `UserError`, which names a host to fix.
+    """
+    for finding in about_network(wanted, interfaces):
+        raise UserError(str(finding))
+    common = common_interfaces(wanted, interfaces)
+    if wanted is not None:
+        return ",".join(common)
+    used = (name for host, address in reached.items() for name in common if interfaces[host][name] == address)
+    return next(used, common[0])
 
 
 def about_clocks(skews: Mapping[str, tuple[float, float]]) -> Iterator[Finding]:

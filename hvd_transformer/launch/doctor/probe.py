@@ -1,8 +1,9 @@
 """Runs on every host, sent there through ssh's standard input, and answers the doctor's queries.
 
-It uses only the standard library of Python 3.8 and later, because the package may be missing or outdated there. A query
-is a line of JSON on standard input: {"ask": name of a function below, its arguments}. The answer is a line of JSON on
-standard output, prefixed with `MARK`, as a login shell may print there too. The probe ends with its input.
+It uses only the standard library of Python 3.8 and later, because the package may be missing or outdated there. Its
+first line begins with `MARK`, as a login shell may print before it: `hello()` in JSON. A query is a line of JSON on
+standard input: {"ask": name of a function below, its arguments}. The answer is a line of JSON on standard output. The
+probe ends with its input, or becomes the host's node agent over the same connection.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import mmap
 import os
 import platform
 import re
+import resource
 import shutil
 import socket
 import struct
@@ -42,6 +44,20 @@ print(next(line.split(maxsplit=5)[-1].strip() for line in open("/proc/self/maps"
 """
 
 _server = None
+
+
+def hello() -> dict[str, Any]:
+    """What every start of a job needs to know of its hosts."""
+    return {
+        "interfaces": interfaces(),
+        "reached": os.environ.get("SSH_CONNECTION", "- - - -").split()[2],  # the address that ssh used
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # hard limit per process; -1: none
+    }
+
+
+def become(command: list[str], environment: dict[str, str]) -> None:
+    """Run the command in place of this process. Standard input must hold nothing more until the command speaks."""
+    os.execvpe(command[0], command, {**os.environ, **environment})
 
 
 def facts(environment: dict[str, str], cwd: str, folders: dict[str, str], full: bool) -> dict[str, Any]:
@@ -215,7 +231,11 @@ def _output(command: list[str]) -> str:
     if shutil.which(command[0]) is None:
         return ""
     try:
-        return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=4, text=True).stdout
+        english = {**os.environ, "LC_ALL": "C"}
+        done = subprocess.run(
+            command, env=english, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=4, text=True
+        )
+        return done.stdout
     except (OSError, subprocess.SubprocessError):
         return ""
 
@@ -249,10 +269,11 @@ def _receive(server: socket.socket, seconds: float) -> float | None:
 
 
 def main() -> None:
-    functions = {function.__name__: function for function in (facts, clock, exists, listen, link)}
+    print(f"\n{MARK}{json.dumps(hello())}", flush=True)
+    functions = {function.__name__: function for function in (become, facts, clock, exists, listen, link)}
     for line in sys.stdin:
         question = json.loads(line)
-        print(MARK + json.dumps(functions[question.pop("ask")](**question)), flush=True)
+        print(json.dumps(functions[question.pop("ask")](**question)), flush=True)
 
 
 if __name__ == "__main__":

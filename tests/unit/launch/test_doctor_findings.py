@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from hvd_transformer.config import load
+from hvd_transformer.errors import UserError
 from hvd_transformer.launch.doctor.findings import (
     GIB,
     MIB,
@@ -17,6 +18,7 @@ from hvd_transformer.launch.doctor.findings import (
     about_links,
     about_network,
     about_sharing,
+    choose_interfaces,
     common_interfaces,
 )
 from hvd_transformer.launch.horovodrun_command import Horovodrun
@@ -173,6 +175,30 @@ def test_the_common_interface_has_an_address_of_its_own_on_each() -> None:
     assert common_interfaces("docker0", NETWORK) == []
     assert list(about_network(None, NETWORK)) == []
     assert list(about_network("ib0", NETWORK)) == []
+
+
+def test_hosts_that_share_none_of_the_wanted_interfaces_are_named() -> None:
+    mixed = {
+        "a": {"eth0": "10.0.0.1"}, "b": {"eth0": "10.0.0.2", "ib0": "10.1.0.2"}, "c": {"ib0": "10.1.0.3"}, "d": {},
+    }  # fmt: skip
+    assert [(finding.host, finding.message) for finding in about_network("eth0,ib0", mixed)] == [
+        ("c", "none of the network interfaces eth0,ib0 in common with the others: it has ib0"),
+        ("d", "no network interface eth0,ib0: it has none"),
+    ]
+    with pytest.raises(UserError, match="^host c: none of the network interfaces eth0,ib0 in common .* it has ib0; "):
+        choose_interfaces("eth0,ib0", mixed, {})
+    with pytest.raises(UserError, match="^host c: no network interface in common with the others: it has ib0; "):
+        choose_interfaces(None, mixed, {})
+
+
+def test_the_wanted_interfaces_or_the_one_that_ssh_uses_are_chosen() -> None:
+    both = {
+        "a": {"docker0": "172.17.0.1", "eth0": "10.0.0.1", "ib0": "10.1.0.1"},
+        "b": {"docker0": "172.17.0.1", "eth0": "10.0.0.2", "ib0": "10.1.0.2", "eth7": "10.7.0.1"},
+    }
+    assert choose_interfaces("eth7,ib0,eth0", both, {}) == "ib0,eth0"
+    assert choose_interfaces(None, both, {"b": "10.1.0.2"}) == "ib0"
+    assert choose_interfaces(None, both, {"b": "192.0.2.1"}) == "eth0"  # as behind a jump host
 
 
 def test_the_host_without_the_interface_is_named() -> None:

@@ -1,4 +1,4 @@
-"""What the launcher does when ranks or hosts fail or join: with real processes, under a stand-in for horovodrun."""
+"""What the launcher does when ranks or hosts fail or join: with real processes, under a stand-in for ssh."""
 
 import json
 import os
@@ -6,36 +6,22 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from hvd_transformer.errors import UserError
 from hvd_transformer.launch import host_pool, supervisor
+from hvd_transformer.launch.agents import HostAgents
+from hvd_transformer.launch.connections import HostConnections
 from hvd_transformer.launch.horovodrun_command import Horovodrun
 from hvd_transformer.launch.host_pool import FindHosts, HostPool, from_script
 from hvd_transformer.launch.hostfile import Host
 from hvd_transformer.launch.launch_screen import Screen
+from hvd_transformer.launch.ssh import Ssh
 from hvd_transformer.launch.supervisor import LaunchPlan, Supervisor
 
-HOROVODRUN = """#!/usr/bin/env python3
-# Starts the command in every slot, as horovodrun does; the first exit code other than 0 ends it, always with 1.
-import os, subprocess, sys, time
-words = sys.argv[1:]
-hosts = words[words.index("-H") + 1]
-command = words[next(at for at, word in enumerate(words) if word.startswith("/")):]
-size = sum(int(host.split(":")[1]) for host in hosts.split(","))
-ranks = [
-    subprocess.Popen(command, env={**os.environ, "HOROVOD_RANK": str(rank), "HOROVOD_SIZE": str(size)})
-    for rank in range(size)
-]
-while any(rank.poll() is None for rank in ranks):
-    if any(rank.poll() for rank in ranks):
-        for rank in ranks:
-            rank.terminate()
-    time.sleep(0.01)
-sys.exit(any(rank.returncode for rank in ranks))
-"""
 SSH = """#!/bin/sh
 for last; do :; done
 for word; do case "$word" in *.invalid) host=$word;; esac; done
@@ -53,12 +39,12 @@ printf '{"rank": %d, "host": "%s", "time": %d, "step": %d, "limit_seconds": 60}'
 
 @pytest.fixture
 def stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for what ranks write, and horovodrun and ssh as above."""
+    """A folder for what ranks write, and ssh as above. All hosts have this machine's addresses."""
     commands = tmp_path / "bin"
     commands.mkdir()
-    for name, text in (("horovodrun", HOROVODRUN), ("ssh", SSH)):
-        (commands / name).write_text(text)
-        (commands / name).chmod(0o755)
+    (commands / "ssh").write_text(SSH)
+    (commands / "ssh").chmod(0o755)
+    monkeypatch.setattr(HostAgents, "interfaces", lambda agents, wanted: None)
     monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
     monkeypatch.setenv("STAND", str(tmp_path))
     monkeypatch.setattr(supervisor, "_BACK_OFF_SECONDS", (0.0,))
@@ -72,7 +58,8 @@ def supervise(
     words = ["sh", "-c", WORKER + script]
     plan = LaunchPlan(words, words, {}, dict(os.environ), restarts, min_ranks)
     screen = Screen(restarts, stand / "logs" / "launch.log")
-    return Supervisor(plan, Horovodrun(hosts.hosts()), hosts, screen).run()
+    with closing(HostConnections(Ssh(), plan.environment)) as connections:
+        return Supervisor(plan, Horovodrun(hosts.hosts()), hosts, connections, screen).run()
 
 
 def given(**slots: int) -> FindHosts:

@@ -1,0 +1,230 @@
+"""The connection to a host: one ssh, which first runs the probe there (`doctor/probe.py`), then the node agent.
+
+On this host the same programs run without ssh. Everything travels through standard input and output, a line of JSON per
+message; nothing secret is on a command line.
+"""
+
+import asyncio
+import json
+import random
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from hvd_transformer.errors import UserError
+from hvd_transformer.launch.doctor import probe
+from hvd_transformer.launch.ssh import Ssh, ssh_command, was_dropped
+
+_SOURCE = Path(probe.__file__).read_bytes()
+_START = "import sys; exec(sys.stdin.buffer.read(int(sys.argv[1])))"
+_PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds before another try, if sshd dropped the connection
+_SILENCE_SECONDS = 8.0  # without a word from an agent, which reports every second: its host or the network is lost
+_LINE_BYTES = 1 << 24  # more than the longest message of an agent
+_UNSENT_BYTES = 1 << 16  # above which a host is sent no more pings: it takes nothing
+_LAST_LINES = 20  # kept of what a host prints to standard error
+_LAST_WORDS_SECONDS = 0.5  # to read them
+
+Message = dict[str, Any]
+
+
+class NoConnection(Exception):
+    """No program answers on the host. `code`: exit code of ssh or the program; None: still running, but silent."""
+
+    def __init__(self, host: str, code: int | None, said: str) -> None:
+        super().__init__(f"{host}: {said}")
+        self.host, self.code, self.said = host, code, said
+
+    def last_words(self) -> str:
+        """The last line that ssh or the program printed."""
+        return (self.said.splitlines() or ["no answer"])[-1]
+
+
+class AgentListener(Protocol):
+    """Receives the messages of node agents, on the thread of the connections."""
+
+    def took(self, connection: "HostConnection", message: Message) -> None: ...
+
+    def was_lost(self, connection: "HostConnection") -> None: ...
+
+
+class HostConnection:
+    """A program that runs on a host. `hello` is the probe's (`probe.hello`).
+
+    All methods must be called on the thread of the event loop that opened it.
+    """
+
+    def __init__(self, host: str, local: bool, process: Process) -> None:
+        self.host, self.local = host, local
+        self.hello: Message = {}
+        self.is_agent = self.lost = False
+        self.listener: AgentListener | None = None
+        self._process, self._said = process, deque[str](maxlen=_LAST_LINES)
+        self._heard = 0.0
+        self._tasks = [asyncio.create_task(self._read_errors())]
+
+    @classmethod
+    async def open(
+        cls,
+        host: str,
+        local: bool,
+        ssh: Ssh,
+        environment: Mapping[str, str],
+        seconds: float,
+        turns: asyncio.Semaphore,
+    ) -> "HostConnection":
+        """Start the probe on the host, in its turn, and wait up to `seconds` for its first word.
+
+        Raises `NoConnection`, and `UserError` if this host has no ssh.
+        """
+        pauses = list(_PAUSES)
+        while True:
+            try:
+                async with turns:
+                    return await cls._start(host, local, ssh, environment, seconds)
+            except NoConnection as error:
+                if local or not pauses or not was_dropped(error.said):
+                    raise
+            await asyncio.sleep(pauses.pop(0) * random.uniform(0.5, 1.5))
+
+    @classmethod
+    async def _start(
+        cls, host: str, local: bool, ssh: Ssh, environment: Mapping[str, str], seconds: float
+    ) -> "HostConnection":
+        command, its_environment = [sys.executable, "-u", "-c", _START, str(len(_SOURCE))], dict(environment)
+        if not local:
+            command = ssh_command(ssh, host, command, min(10, int(seconds) - 2))
+            its_environment.pop("LC_ALL", None)
+            its_environment["LC_MESSAGES"] = "C"  # `why_refused` reads English
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=PIPE,
+                limit=_LINE_BYTES,
+                env=its_environment,
+                start_new_session=True,  # Ctrl-C reaches only this process, which then asks the ranks to stop
+            )
+        except FileNotFoundError:
+            raise UserError("ssh: not found on this host; install an ssh client") from None
+        connection = cls(host, local, process)
+        try:
+            await asyncio.wait_for(connection._greet(), seconds)
+        except NoConnection:
+            await connection.close()
+            raise
+        except asyncio.TimeoutError:
+            await connection.close()
+            raise NoConnection(host, None, f"no answer in {seconds:.0f} seconds") from None
+        return connection
+
+    @property
+    def last_words(self) -> str:
+        """The last line that ssh or the program printed to standard error."""
+        return self._said[-1] if self._said else ""
+
+    async def ask(self, question: str, **arguments: Any) -> Any:
+        """Call a function of the probe. Raises `NoConnection`."""
+        self._write({"ask": question, **arguments})
+        return await self._answer()
+
+    async def become_agent(self, folder: str, environment: Mapping[str, str]) -> None:
+        """Replace the probe by the node agent, whose private folder's name begins with `folder`.
+
+        Raises `NoConnection`.
+        """
+        paths = {name: environment[name] for name in ("PYTHONPATH",) if name in environment}
+        words = [sys.executable, "-m", "hvd_transformer.launch.node_agent", folder]
+        await self.ask("become", command=words, environment=paths)
+        self.is_agent, self._heard = True, asyncio.get_running_loop().time()
+        self._tasks.append(asyncio.create_task(self._listen()))
+
+    def send(self, message: Message) -> None:
+        """Send an order to the agent, without waiting for a slow host."""
+        if not self.lost:
+            self._write(message)
+
+    def ping(self) -> None:
+        """Show the agent that the launcher lives; note whether the agent does."""
+        if asyncio.get_running_loop().time() - self._heard > _SILENCE_SECONDS:
+            self._lose()
+        assert self._process.stdin
+        if self._process.stdin.transport.get_write_buffer_size() < _UNSENT_BYTES:
+            self.send({"do": "ping"})
+
+    async def close(self) -> None:
+        """End the program, whose standard input closes with ssh."""
+        self.listener, self.lost = None, True
+        with suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()
+        for task in self._tasks:
+            task.cancel()
+        assert self._process.stdin
+        self._process.stdin.close()
+
+    async def leave(self, seconds: float) -> None:
+        """Let the program end with its standard input; kill it after `seconds`."""
+        assert self._process.stdin
+        self.listener = None
+        self._process.stdin.close()
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._process.wait(), seconds)
+        await self.close()
+
+    def _write(self, message: Message) -> None:
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps(message).encode() + b"\n")  # a lost host shows as the end of its output
+
+    async def _greet(self) -> None:
+        """Send the probe and wait for its first word."""
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(_SOURCE)
+        async for line in self._process.stdout:
+            if line.startswith(probe.MARK.encode()):
+                self.hello = json.loads(line[len(probe.MARK) :])
+                return
+        raise await self._ended()
+
+    async def _answer(self) -> Any:
+        assert self._process.stdout
+        line = await self._process.stdout.readline()
+        if not line.endswith(b"\n"):
+            raise await self._ended()
+        return json.loads(line)
+
+    async def _ended(self) -> NoConnection:
+        code = await self._process.wait()
+        await asyncio.wait(self._tasks[:1])
+        return NoConnection(self.host, code, "\n".join(self._said))
+
+    async def _listen(self) -> None:
+        assert self._process.stdout
+        loop = asyncio.get_running_loop()
+        async for line in self._process.stdout:
+            self._heard = loop.time()
+            if self.listener is not None and line.endswith(b"\n"):
+                self.listener.took(self, json.loads(line))
+        await asyncio.wait(self._tasks[:1], timeout=_LAST_WORDS_SECONDS)
+        self._lose()
+
+    def _lose(self) -> None:
+        if not self.lost:
+            self.lost = True
+            if self.listener is not None:
+                self.listener.was_lost(self)
+
+    async def _read_errors(self) -> None:
+        """Keep the last lines, and let a host that prints many go on."""
+        assert self._process.stderr
+        unended = b""
+        while data := await self._process.stderr.read(1 << 16):
+            *lines, unended = (unended + data).split(b"\n")
+            unended = unended[-_UNSENT_BYTES:]
+            self._said.extend(line.decode(errors="replace").strip() for line in lines)
+        if unended.strip():
+            self._said.append(unended.decode(errors="replace").strip())
