@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.growth import corpus, model, pairs, ranks, steps
+from benchmarks.growth import corpus, hosts, model, pairs, ranks, steps
 from benchmarks.growth.fit import Point
 
 
@@ -29,6 +29,7 @@ PARTS = {
     "parameters": Part(model.parameters, "parameters", (64, 128, 192, 256, 384, 512)),
     "vocabulary": Part(model.vocabulary, "words", (1000, 4000, 8000, 16_000, 32_000, 64_000)),
     "ranks": Part(ranks.ranks, "ranks", (1, 2, 3, 4, 6, 8, 12, 16, 24), 2),
+    "hosts": Part(hosts.hosts, "hosts", (1, 2, 4, 8, 16, 32, 64), 2),
     "steps": Part(steps.steps, "steps", (100, 316, 1000, 3162, 10_000, 31_623, 100_000)),
     "corpus": Part(corpus.characters, "MB", (1, 3, 10, 30, 100, 300, 1000), 2),
     "words": Part(corpus.words, "MB", (1, 3, 10, 30, 100, 300, 1000), 2),
