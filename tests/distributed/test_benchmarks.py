@@ -92,7 +92,7 @@ def test_growth_of_a_run(tmp_path):
 @pytest.mark.parametrize(
     ("part", "most"),
     [("layers", 24), ("parameters", 256), ("vocabulary", 16_000), ("ranks", 6), ("hosts", 8), ("corpus", 30),
-     ("words", 30), ("pairs", 10**7), "byte-pairs", 8)],
+     ("words", 30), ("pairs", 10**7), ("byte-pairs", 8)],
 )  # fmt: skip
 def test_growth_still_runs(part, most):
     """One round at the least sizes says little about the growth."""
