@@ -55,8 +55,10 @@ def check(config: Config) -> None:
             f"training.batch_size={training.batch_size} samples that they divide"
         )
     _check_global_batch_size(config)
-    if config.communication.compression == "fp16" and training.precision == "fp64":
-        raise UserError("communication.compression=fp16: not with training.precision=fp64")
+    if config.communication.compression != "none" and training.precision == "fp64":
+        raise UserError(
+            f"communication.compression={config.communication.compression}: not with training.precision=fp64"
+        )
 
 
 def _check_pretrained(config: Config) -> None:

@@ -7,6 +7,7 @@ One step of a rank: each accumulation step is cut into micro-batches, which stre
                                               sums =======    buckets ===== |           (Horovod)
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +36,8 @@ from hvd_transformer.tasks.metrics import Evaluation, evaluate
 from hvd_transformer.tasks.task import Batch, Task, split_batch
 from hvd_transformer.training.lr_schedule import learning_rate
 from hvd_transformer.training.state import StepResult, StepTotals, TrainState
+
+log = logging.getLogger(__name__)
 
 
 class Diverged(RuntimeError):
@@ -156,6 +159,8 @@ class Trainer:
             engine.update(factor * clip_factor(norm, self.config.optimizer.clip_norm), rate)
             self.loss_scaler.good()
             state.updates += 1
+        elif engine.grad_sync.wire.overflowed:
+            log.warning("step %d is skipped: a sum of gradients overflowed in transit", state.step + 1)
         elif not self.loss_scaler.overflowed():
             raise Diverged(state.step + 1, totals.loss, norm)
 
@@ -194,14 +199,17 @@ class Trainer:
             "weights_checksum": checksum,
             "position": self.state.state(),
             "loss_scaler": self.loss_scaler.state(),
+            # The ranks of a tensor group have different buckets; only rank 0's state is saved.
+            "wire": self.engine.grad_sync.wire.state() if self.mesh.tp == 1 else {},
             **task.facts,
         }
         return snapshot.capture(self.engine, self.state.step, state, {**task.files, **self.tokenizer_files}, best)
 
     def restore(self, folder: Path | None, saved: Mapping[str, Any]) -> None:
-        """Weights, optimizer and loss scale of a checkpoint, rank 0's `folder`; `saved` is its state. Collective."""
+        """Weights, optimizer and scales of a checkpoint, rank 0's `folder`; `saved` is its state. Collective."""
         snapshot.restore(self.engine, folder, self.state.updates)
         self.loss_scaler.load(saved["loss_scaler"])
+        self.engine.grad_sync.wire.load(saved.get("wire", {}))
 
     @cached_property
     def tokenizer_files(self) -> dict[str, str]:
