@@ -100,7 +100,7 @@ class Fp16Wire(Wire):
         nothing = torch.zeros(())
         peaks = torch.stack([self._peaks.get(name, nothing).to("cpu", torch.float64) for name in self.sizes])
         self._peaks.clear()
-        peaks.nan_to_num_(nan=math.inf)
+        peaks.nan_to_num_(nan=math.inf, posinf=math.inf)
         self._wait_peaks = self.group.all_reduce_async_(peaks, "wire.peaks", "max")
 
     def end_step(self) -> None:

@@ -159,7 +159,7 @@ class Trainer:
             engine.update(factor * clip_factor(norm, self.config.optimizer.clip_norm), rate)
             self.loss_scaler.good()
             state.updates += 1
-        elif engine.grad_sync.wire.overflowed:
+        elif engine.overflowed_in_transit():
             log.warning("step %d is skipped: a sum of gradients overflowed in transit", state.step + 1)
         elif not self.loss_scaler.overflowed():
             raise Diverged(state.step + 1, totals.loss, norm)
@@ -188,7 +188,7 @@ class Trainer:
         return Evaluation(metrics, count)
 
     def capture(self, data_digest: str, checksum: int, best: bool) -> Snapshot:
-        """A checkpoint of the job as it is now, with the weights' checksum; `best`: of all so far."""
+        """A checkpoint of the job as it is now, with the weights' checksum; `best`: of all so far. Collective."""
         task = self.task
         state = {
             "task": self.config.task,
@@ -199,8 +199,7 @@ class Trainer:
             "weights_checksum": checksum,
             "position": self.state.state(),
             "loss_scaler": self.loss_scaler.state(),
-            # The ranks of a tensor group have different buckets; only rank 0's state is saved.
-            "wire": self.engine.grad_sync.wire.state() if self.mesh.tp == 1 else {},
+            "wire": self.engine.wire_states(),
             **task.facts,
         }
         return snapshot.capture(self.engine, self.state.step, state, {**task.files, **self.tokenizer_files}, best)
@@ -209,7 +208,7 @@ class Trainer:
         """Weights, optimizer and scales of a checkpoint, rank 0's `folder`; `saved` is its state. Collective."""
         snapshot.restore(self.engine, folder, self.state.updates)
         self.loss_scaler.load(saved["loss_scaler"])
-        self.engine.grad_sync.wire.load(saved.get("wire", {}))
+        self.engine.load_wire_states(saved.get("wire", []))
 
     @cached_property
     def tokenizer_files(self) -> dict[str, str]:

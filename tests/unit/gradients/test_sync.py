@@ -203,7 +203,9 @@ def test_half_precision_on_the_wire_rounds_what_is_sent_from_the_second_step_on(
                 assert own.dtype == torch.float64
                 # 11 bits of each value; the smallest ones are rounded to a tiny part of the bucket's largest.
                 torch.testing.assert_close(own, 2 * grad, rtol=2**-11 if step else 0, atol=1e-8 * float(largest))
-        assert step == 0 or any(not torch.equal(reduced(buckets)[name], 2 * p.grad) for name, p in plain.named_parameters())
+        assert step == 0 or any(
+            not torch.equal(reduced(buckets)[name], 2 * p.grad) for name, p in plain.named_parameters()
+        )
 
 
 def test_a_parameter_used_twice_is_complete_when_it_is_sent() -> None:
