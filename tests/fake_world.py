@@ -23,14 +23,19 @@ class FakeWorld(World):
         self.hosts = [self.host] * size
         self.events: list[str] = []
         self.sent: dict[str, Tensor] = {}  # as they were when they were sent
+        self.bytes = 0  # of all that was sent
 
     def group(self, ranks: Sequence[int], *, prompt: bool = False) -> Group:
         return self if len(ranks) == self.size else super().group(ranks, prompt=prompt)
 
-    def all_reduce_async_(self, tensor: Tensor, name: str, operation: str = "sum") -> Callable[[], Tensor]:
-        assert tensor.is_contiguous()
+    def _note(self, tensor: Tensor, name: str) -> None:
         self.events.append(f"send {name}")
         self.sent[name] = tensor.detach().clone()
+        self.bytes += tensor.nbytes
+
+    def all_reduce_async_(self, tensor: Tensor, name: str, operation: str = "sum") -> Callable[[], Tensor]:
+        assert tensor.is_contiguous()
+        self._note(tensor, name)
 
         def wait() -> Tensor:
             self.events.append(f"wait {name}")
@@ -42,8 +47,7 @@ class FakeWorld(World):
 
     def reduce_scatter_async(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
         assert tensor.is_contiguous() and tensor.ndim == 1 and tensor.numel() % self.size == 0
-        self.events.append(f"send {name}")
-        self.sent[name] = tensor.detach().clone()
+        self._note(tensor, name)
 
         def wait() -> Tensor:
             self.events.append(f"wait {name}")
@@ -53,8 +57,7 @@ class FakeWorld(World):
 
     def all_gather_async(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
         assert tensor.is_contiguous()
-        self.events.append(f"send {name}")
-        self.sent[name] = tensor.detach().clone()
+        self._note(tensor, name)
 
         def wait() -> Tensor:
             self.events.append(f"wait {name}")
@@ -71,8 +74,7 @@ class FakeWorld(World):
         self, tensor: Tensor, name: str, splits: Sequence[int] | None = None
     ) -> Callable[[], tuple[Tensor, Sequence[int]]]:
         assert tensor.is_contiguous()
-        self.events.append(f"send {name}")
-        self.sent[name] = tensor.detach().clone()
+        self._note(tensor, name)
         sizes = list(splits or [tensor.size(0) // self.size] * self.size)
 
         def wait() -> tuple[Tensor, Sequence[int]]:

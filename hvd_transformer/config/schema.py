@@ -258,8 +258,8 @@ class CommunicationConfig(Section):
     bucket_mb: float = changeable(8.0, "size of a flat gradient bucket in MiB; each bucket is one allreduce", gt=0)
     compression: Literal["none", "fp16", "fp16_fp32_sum"] = changeable(
         "none",
-        "compression of gradients in transit; fp16: half the bytes, summed by Horovod in fp16, with rounding that grows "
-        "with the number of replicas; fp16_fp32_sum: the same bytes, summed in fp32",
+        "compression of gradients in transit; fp16: half the bytes, summed by Horovod in fp16, which rounds once per "
+        "replica; fp16_fp32_sum: the same bytes, summed in fp32",
     )
     overlap: bool = changeable(True, "send each bucket as soon as it is full, while backward continues")
     embedding_rows: Literal["auto", "always", "never"] = changeable(

@@ -123,8 +123,8 @@ class Fp16Wire(Wire):
         )
 
     def _scale(self, name: str) -> float:
-        room = math.log2(LARGEST / HEADROOM) - math.ceil(math.log2(self.group.size))
-        return 2.0 ** max(-_MAX_EXPONENT, min(_MAX_EXPONENT, room - self._exponents[name]))
+        room = int(math.log2(LARGEST / HEADROOM)) - math.ceil(math.log2(self.group.size))
+        return math.ldexp(1.0, max(-_MAX_EXPONENT, min(_MAX_EXPONENT, room - self._exponents[name])))
 
 
 class Fp16Fp32SumWire(Fp16Wire):

@@ -1,4 +1,4 @@
-"""Formats on the wire against sums in float64, at 512 replicas; scales that keep small gradients and do not overflow."""
+"""Formats on the wire against float64 sums of 512 replicas; scales keep small gradients and do not overflow."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,8 +19,7 @@ LENGTH = 16 * REPLICAS
 
 
 def gradients(seed: int, common: float = 1.0) -> Tensor:
-    """Of each replica [REPLICAS, LENGTH], divided by the targets of all replicas' step: a part that they have in `common`
-    and noise."""
+    """Of each replica [REPLICAS, LENGTH], divided by all replicas' targets: what they have in `common`, and noise."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.exp(torch.randn(LENGTH, generator=generator) / 2) * 1e-4 / REPLICAS
     mean = common * torch.randn(LENGTH, generator=generator)
