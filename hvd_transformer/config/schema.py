@@ -216,7 +216,8 @@ class TrainingConfig(Section):
         "steps as its part needs; none: batch_size x accumulation x replicas",
     )
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = fixed(
-        "fp32", "precision of the computation (mixed precision: bf16, fp16); weights and sums are at least fp32"
+        "fp32",
+        "precision of the computation (mixed precision: bf16, fp16); weights, gradients and optimizer state are at least fp32",
     )
     device: Literal["auto", "cpu", "cuda"] = changeable(
         "auto", "device; auto: GPUs if there are enough for all stages, otherwise the CPU"

@@ -48,7 +48,8 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | No
     _log_to(directory.path / "logs" / f"rank-{world.rank:03d}.log")
     try:
         data, trainer = _assemble(config, world, mesh, checkpoint, progress, stop, heartbeat)
-        agree(world, lambda: directory.begin(config, world.rank))
+        first_on_host = world.hosts.index(world.host) == world.rank
+        agree(world, lambda: directory.begin(config, world.rank, first_on_host=first_on_host))
     except BaseException:
         directory.abandon()
         raise
