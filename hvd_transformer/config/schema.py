@@ -217,7 +217,7 @@ class TrainingConfig(Section):
     )
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = fixed(
         "fp32",
-        "precision of the computation (mixed precision: bf16, fp16); weights, gradients and optimizer state are at least fp32",
+        "precision of the computation (mixed precision: bf16, fp16); weights and optimizer state are at least fp32",
     )
     device: Literal["auto", "cpu", "cuda"] = changeable(
         "auto", "device; auto: GPUs if there are enough for all stages, otherwise the CPU"

@@ -78,7 +78,7 @@ def test_the_file_says_how_the_rank_is_and_goes_in_the_end(monkeypatch, tmp_path
 
 @pytest.mark.parametrize("size", [2, 64, 1024])
 def test_many_ranks_write_seldom_to_one_folder_and_silence_is_still_seen(size, monkeypatch, tmp_path) -> None:
-    """A minute of looks without progress for 10 s at a time: writes per second of all ranks, looks for others' stalls."""
+    """A minute with progress every 10 s only: the writes per second of all ranks, and no look for others' stalls."""
     monkeypatch.delenv(FOLDER, raising=False)
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: None)
     now, written, looked_for = 0.0, [], []
