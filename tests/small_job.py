@@ -49,7 +49,8 @@ SPLITS = {"train": tokens(213), "valid": tokens(58, seed=1)}
 
 
 def settings(*overrides: str) -> Config:
-    return load(overrides=[*SMALL, *overrides])
+    without_eps = "optimizer.name=sgd" in overrides
+    return load(overrides=[*(word for word in SMALL if not (without_eps and "eps" in word)), *overrides])
 
 
 def trainer(

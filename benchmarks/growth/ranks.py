@@ -91,7 +91,7 @@ class _Counted:
 
             def wait() -> Any:
                 found = result()
-                self.bytes += found.nbytes
+                self.bytes += (found if isinstance(found, Tensor) else found[0]).nbytes
                 return found
 
             return wait
@@ -100,7 +100,7 @@ class _Counted:
 
 
 # What Horovod is called for; the others are made of these.
-_COLLECTIVES = ("all_reduce_async_", "reduce_scatter_async", "all_gather_async", "broadcast_")
+_COLLECTIVES = ("all_reduce_async_", "reduce_scatter_async", "all_gather_async", "all_to_all_async", "broadcast_")
 
 
 def main(folder: Path) -> None:

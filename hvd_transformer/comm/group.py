@@ -12,6 +12,8 @@ from torch import Tensor
 # Interval at which a pending collective is polled; `prompt` groups use the second one.
 POLL_SECONDS = 0.0005
 PROMPT_POLL_SECONDS = 0.00005
+# Bytes of one message of objects at most: Horovod and MPI count in 32 bits.
+MAX_MESSAGE = 2**30
 Operation = Literal["sum", "min", "max"]
 
 
@@ -120,26 +122,81 @@ class Group:
             self._start(hvd.broadcast_async_, tensor, name, root_rank=self.ranks[root])()
         return tensor
 
-    def all_gather_objects(self, value: Any) -> list[Any]:
-        """The values of all ranks, in rank order. They travel as JSON: nothing is unpickled."""
+    def all_to_all_async(
+        self, tensor: Tensor, name: str, splits: Sequence[int] | None = None
+    ) -> Callable[[], tuple[Tensor, Sequence[int]]]:
+        """Send `splits[rank]` rows of a contiguous tensor to each rank; None: equal parts.
+
+        The function returned waits for the rows that the ranks sent here, in rank order, and their numbers by rank.
+        """
+        hvd = self._horovod
+        if hvd is None:
+            return lambda: (tensor, [tensor.size(0)])
+        splits = splits or [tensor.size(0) // self.size] * self.size
+        wait = self._start(hvd.alltoall_async, tensor, name, splits=torch.tensor(splits, dtype=torch.int32))
+
+        def received() -> tuple[Tensor, Sequence[int]]:
+            rows, numbers = wait()
+            return rows, numbers.tolist()
+
+        return received
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """The value of rank `root`, which travels as JSON: nothing is unpickled. The others' values do not matter."""
+        if self._horovod is None:
+            return value
+        data = _to_bytes(value) if self.rank == root else torch.empty(0, dtype=torch.uint8)
+        size = int(self.broadcast_(torch.tensor([data.numel()]), "object.size", root))
+        if self.rank != root:
+            data = torch.empty(size, dtype=torch.uint8)
+        for part in data.split(MAX_MESSAGE):
+            self.broadcast_(part, "object.bytes", root)
+        return json.loads(data.numpy().tobytes())
+
+    def first_object(self, value: Any) -> tuple[int, Any] | None:
+        """The first rank whose value is not None, and that value; None if there is no such rank.
+
+        Costs one number where there is none, whatever the number of ranks.
+        """
+        own = self.size if value is None else self.rank
+        first = int(self.all_reduce_(torch.tensor([own]), "object.first", "min"))
+        return None if first == self.size else (first, self.broadcast_object(value, first))
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """The values of all ranks, in rank order, on rank 0; an empty list on the others. They travel as JSON.
+
+        Each rank sends its own value only, and Horovod tells each rank the sizes that the others send it: 4 bytes per
+        rank. Raises `ValueError` on all ranks if the values together have more than `MAX_MESSAGE` bytes.
+        """
         if self._horovod is None:
             return [value]
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        size = torch.tensor([data.numel()])
-        sizes = self.all_gather_async(size, "objects.sizes")().tolist()
+        data = _to_bytes(value)
+        total = int(self.all_reduce_(torch.tensor([data.numel()]), "objects.size"))
+        if total > MAX_MESSAGE:
+            raise ValueError(f"the objects of {self.size} ranks have {total:,} bytes, more than {MAX_MESSAGE:,}")
+        to_first = [data.numel()] + [0] * (self.size - 1)
+        joined, sizes = self.all_to_all_async(data, "objects.bytes", to_first)()
+        return [json.loads(part.numpy().tobytes()) for part in joined.split(sizes)] if self.rank == 0 else []
+
+    def all_gather_objects(self, value: Any) -> list[Any]:
+        """The values of all ranks, in rank order, on all of them: their bytes grow with the number of ranks."""
+        if self._horovod is None:
+            return [value]
+        data = _to_bytes(value)
+        sizes = self.all_gather_async(torch.tensor([data.numel()]), "objects.sizes")().tolist()
         joined = self.all_gather_async(data, "objects.bytes")()
         return [json.loads(part.numpy().tobytes()) for part in joined.split(sizes)]
-
-    def broadcast_object(self, value: Any) -> Any:
-        """The value of rank 0, which travels as JSON."""
-        return self.all_gather_objects(value if self.rank == 0 else None)[0]
 
     def barrier(self) -> None:
         """Wait until every rank of the group has called it."""
         self.all_reduce_(torch.zeros(1), "barrier")
 
-    def _start(self, collective: Callable[..., Any], tensor: Tensor, name: str, **options: Any) -> Callable[[], Tensor]:
+    def _start(self, collective: Callable[..., Any], tensor: Tensor, name: str, **options: Any) -> Callable[[], Any]:
         """Start a collective of Horovod's; the function returned waits for its result."""
         link, poll_seconds = self._link, self._poll_seconds
         handle = link.guard(lambda: collective(tensor, name=name, **options, **self._where))
         return lambda: link.wait(handle, name, poll_seconds)
+
+
+def _to_bytes(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)

@@ -3,6 +3,7 @@
 import os
 import socket
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
 from typing import Any, TypeVar, cast
 
 import torch
@@ -35,7 +36,7 @@ class World(Group):
         """Join the ranks that this process's launcher started; without a launcher, a world of one.
 
         Horovod's own time limits are set to at least `stall_seconds`. `groups` lists the process sets, each smaller
-        than the world; it must be the same on all ranks.
+        than the world; it must be the same on all ranks, because Horovod has every rank create every set.
 
         Raises `UserError` if ranks were launched but Horovod is not installed or cannot start.
         """
@@ -63,11 +64,20 @@ class World(Group):
         world.backend = "mpi" if hvd.mpi_enabled() else "gloo"
         world.link.horovod, world.link.who = hvd, f"rank {world.rank} on {world.host}"
         world.link.waits_asleep = horovod_wakes_up()
-        world.hosts = world.all_gather_objects(world.host)
+        world.hosts = world._find_hosts()
         # Over gloo Horovod's reduce-scatter takes up to twice the CPU of its allreduce; between hosts bandwidth counts.
         world.link.gloo = world.backend == "gloo"
         world.link.sums_whole = world.link.gloo and len(set(world.hosts)) == 1
         return world
+
+    def _find_hosts(self) -> list[str]:
+        """The host of each rank. All ranks get a number per rank, and each host's name once."""
+        own = int.from_bytes(blake2b(self.host.encode(), digest_size=8).digest(), "big", signed=True)
+        numbers = self.all_gather_async(torch.tensor([own]), "hosts")().tolist()
+        found = self.gather_objects(self.host if numbers.index(own) == self.rank else None)
+        names = self.broadcast_object([name for name in found if name is not None])
+        name_of = dict(zip(dict.fromkeys(numbers), names, strict=True))  # both in the order of the hosts' first ranks
+        return [name_of[number] for number in numbers]
 
     def group(self, ranks: Sequence[int], *, prompt: bool = False) -> Group:
         """A group with this rank in it: the whole world, this rank alone, or one of the `groups` of `start`."""
@@ -85,7 +95,8 @@ class World(Group):
 def agree(world: World, action: Callable[[], Result]) -> Result:
     """Run `action` on every rank and return its result. A `UserError` of any rank is raised on all of them.
 
-    `action` must not call collectives after a point where it can fail.
+    `action` must not call collectives after a point where it can fail. Costs one number where no rank fails; otherwise
+    the first such rank's message is sent to all.
     """
     result: Result | None = None
     message = None
@@ -93,7 +104,7 @@ def agree(world: World, action: Callable[[], Result]) -> Result:
         result = action()
     except UserError as error:
         message = str(error)
-    for rank, failure in enumerate(world.all_gather_objects(message)):
-        if failure is not None:
-            raise AgreedError(failure if rank == 0 else f"rank {rank}: {failure}")
+    if (failed := world.first_object(message)) is not None:
+        rank, told = failed
+        raise AgreedError(told if rank == 0 else f"rank {rank}: {told}")
     return cast(Result, result)

@@ -1,6 +1,6 @@
 """Checks across keys: settings that do not fit together."""
 
-from hvd_transformer.config.schema import Config, allowed
+from hvd_transformer.config.schema import Config, OptimizerConfig, allowed
 from hvd_transformer.errors import UserError
 
 
@@ -37,8 +37,7 @@ def check(config: Config) -> None:
         raise UserError("data.vocab_size=1: must be at least 2; with a single token there is nothing to predict")
     if optimizer.schedule == "noam" and optimizer.warmup_steps == 0:
         raise UserError("optimizer.schedule=noam: needs optimizer.warmup_steps of at least 1")
-    if optimizer.momentum and optimizer.name != "sgd":
-        raise UserError(f"optimizer.momentum={optimizer.momentum}: only with optimizer.name=sgd")
+    _check_without_effect(optimizer)
     _check_tensor(config)
     if config.parallel.optimizer_shard == "gradients" and config.parallel.schedule == "zero_bubble":
         raise UserError(
@@ -54,8 +53,10 @@ def check(config: Config) -> None:
             f"training.batch_size={training.batch_size} samples that they divide"
         )
     _check_global_batch_size(config)
-    if config.communication.compression == "fp16" and training.precision == "fp64":
-        raise UserError("communication.compression=fp16: not with training.precision=fp64")
+    if config.communication.compression != "none" and training.precision == "fp64":
+        raise UserError(
+            f"communication.compression={config.communication.compression}: not with training.precision=fp64"
+        )
 
 
 # The keys of `data` that only some of the built-in tasks use.
@@ -105,6 +106,25 @@ def _check_pretrained(config: Config) -> None:
         if value != default:
             why = "which has its own" if (section, key) in own else "which only supports data parallelism"
             raise UserError(f"{section}.{key}={value}: not with {origin}, {why}; leave it at {default}")
+
+
+def _check_without_effect(optimizer: OptimizerConfig) -> None:
+    """Refuse a key of another optimizer or schedule, unless it has its default."""
+    of_name = {"momentum": ("sgd",), "betas": ("adam", "adamw"), "eps": ("adam", "adamw")}
+    of_schedule = {"gamma": ("step", "cosine")}
+    for other, fitting in (("name", of_name), ("schedule", of_schedule)):
+        chosen = getattr(optimizer, other)
+        for key, choices in fitting.items():
+            value, default = getattr(optimizer, key), OptimizerConfig.model_fields[key].default
+            if chosen not in choices and value != default:
+                raise UserError(
+                    f"optimizer.{key}={_shown(value)}: only with optimizer.{other}={' or '.join(choices)}; with "
+                    f"{chosen} leave it at {_shown(default)}"
+                )
+
+
+def _shown(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _check_tensor(config: Config) -> None:

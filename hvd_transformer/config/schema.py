@@ -229,7 +229,8 @@ class TrainingConfig(Section):
         "steps as its part needs; none: batch_size x accumulation x replicas",
     )
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = fixed(
-        "fp32", "precision of the computation (mixed precision: bf16, fp16); weights and sums are at least fp32"
+        "fp32",
+        "precision of the computation (mixed precision: bf16, fp16); weights and optimizer state are at least fp32",
     )
     device: Literal["auto", "cpu", "cuda"] = changeable(
         "auto", "device; auto: GPUs if there are enough for all stages, otherwise the CPU"
@@ -269,8 +270,10 @@ class CommunicationConfig(Section):
     """Gradient communication over Horovod."""
 
     bucket_mb: float = changeable(8.0, "size of a flat gradient bucket in MiB; each bucket is one allreduce", gt=0)
-    compression: Literal["none", "fp16"] = changeable(
-        "none", "compression of gradients in transit; fp16 halves the bytes and rounds the sums"
+    compression: Literal["none", "fp16", "fp16_fp32_sum"] = changeable(
+        "none",
+        "compression of gradients in transit; fp16: half the bytes, summed by Horovod in fp16, which rounds once per "
+        "replica; fp16_fp32_sum: the same bytes, summed in fp32",
     )
     overlap: bool = changeable(True, "send each bucket as soon as it is full, while backward continues")
     embedding_rows: Literal["auto", "always", "never"] = changeable(

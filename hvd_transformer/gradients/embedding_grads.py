@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from hvd_transformer.comm.group import Group
+from hvd_transformer.gradients.wire import Wire
 from hvd_transformer.nn.parallel_layers import VocabParallelEmbedding
 
 
@@ -51,11 +51,11 @@ def plan_embedding_grads(
 class EmbeddingGrad:
     """The rows of one parameter [V, D] in one step: implements `EmbeddingGrads`.
 
-    Backward calls `put`; then either `add`, or `send` and `add_gathered`. `wire` is the number format sent.
+    Backward calls `put`; then either `add`, or `send` and `add_gathered`. `name` is that of the rows on the wire.
     """
 
-    def __init__(self, parameter: Tensor, name: str, group: Group, wire: torch.dtype) -> None:
-        self.parameter, self.name, self.group, self.wire = parameter, name, group, wire
+    def __init__(self, parameter: Tensor, name: str, wire: Wire) -> None:
+        self.parameter, self.name, self.wire = parameter, name, wire
         self._rows: list[tuple[Tensor, Tensor]] = []
         self._gathered: list[Callable[[], Tensor]] = []
 
@@ -74,8 +74,8 @@ class EmbeddingGrad:
         """Start to gather the rows of all ranks."""
         tokens, rows = self._take()
         self._gathered = [
-            self.group.all_gather_async(tokens, f"{self.name}.tokens"),
-            self.group.all_gather_async(rows.to(self.wire), f"{self.name}.rows"),
+            self.wire.group.all_gather_async(tokens, f"{self.name}.tokens"),
+            self.wire.group.all_gather_async(self.wire.encode(rows, self.name), f"{self.name}.rows"),
         ]
 
     def add_gathered(self, matrix: Tensor, first_row: int = 0) -> None:
@@ -84,7 +84,7 @@ class EmbeddingGrad:
         `matrix` may be a range of the parameter's rows, from `first_row`.
         """
         tokens, rows = (wait() for wait in self._gathered)
-        tokens = tokens - first_row
+        tokens, rows = tokens - first_row, self.wire.decode(rows, self.name)
         if matrix.size(0) < self.parameter.size(0):
             own = (tokens >= 0) & (tokens < matrix.size(0))
             tokens, rows = tokens[own], rows[own]

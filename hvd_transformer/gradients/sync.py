@@ -28,6 +28,7 @@ from torch import Tensor
 from hvd_transformer.comm.group import Group
 from hvd_transformer.gradients.buffers import GradBuffer, ParamSlot, add
 from hvd_transformer.gradients.embedding_grads import EmbeddingGrad, EmbeddingGradPlan
+from hvd_transformer.gradients.wire import make_wire
 from hvd_transformer.monitoring.timeline import Timeline
 
 # Bytes of one stage's buffers that `ShardedGradSync` has in flight at most.
@@ -38,7 +39,7 @@ class GradSync:
     """One step: `begin_step`, any number of backwards with `expect_last_backward` before the last, `send_rest`, `wait`.
 
     Afterwards every buffer's `own_gradients` hold the sum over all backwards and all ranks of `group`.
-    `compression="fp16"` sends half precision, which rounds the sums. `embeddings` names the parameters whose lookups
+    `compression` names the number format in transit (`gradients.wire`). `embeddings` names the parameters whose lookups
     give their gradient to `embedding_grads`; one whose rows are gathered needs a buffer alone. `stages` are the buffers
     of each pipeline stage; stages fill theirs side by side.
     """
@@ -56,9 +57,12 @@ class GradSync:
         self.buffers, self.group = list(chain.from_iterable(stages)), group
         self.timeline = timeline or Timeline(0, [])
         self.overlap = overlap and group.size > 1
-        self.wire = torch.float16 if compression == "fp16" and group.size > 1 else None
         self.embedding_grads: dict[str, EmbeddingGrad] = {}
         self._index = {buffer: index for index, buffer in enumerate(self.buffers)}
+        rows = [slot for buffer in self.buffers for slot in buffer.slots if slot.name in (embeddings or {})]
+        sizes = {_name(index): buffer.parameters.numel() for buffer, index in self._index.items()}
+        sizes |= {_rows_name(slot): slot.parameter.numel() for slot in rows}
+        self.wire = make_wire(compression, group, sizes)
         # The order in which one micro-batch's backward fills them.
         self._order = list(chain.from_iterable(reversed(stages)))
         self._num_dense = {buffer: len(buffer.slots) for buffer in self.buffers}  # gradients that are not rows alone
@@ -115,6 +119,7 @@ class GradSync:
 
     def wait(self) -> None:
         """Return when every buffer holds the sum over the ranks."""
+        self.wire.finish_sending()
         for buffer in self.buffers:
             if buffer in self._in_flight:
                 self._arrive(buffer)
@@ -122,12 +127,13 @@ class GradSync:
             own, width = buffer.own_part(slot.start, slot.stop), slot.parameter.size(1)
             matrix = buffer.own_gradients[own or slice(0)].view(-1, width)
             embedding_grad.add_gathered(matrix, first_row=buffer.own.start // width)
+        self.wire.end_step()
         for buffer in self.buffers:
             buffer.drop_grads()
 
     def _plan_rows(self, buffer: GradBuffer, slot: ParamSlot, plan: EmbeddingGradPlan) -> None:
         parameter = slot.parameter
-        grad = EmbeddingGrad(parameter, f"rows.{slot.name}", self.group, self.wire or parameter.dtype)
+        grad = EmbeddingGrad(parameter, _rows_name(slot), self.wire)
         self.embedding_grads[slot.name] = grad
         self._num_dense[buffer] -= not plan.dense
         if plan.gather:
@@ -141,21 +147,29 @@ class GradSync:
             self.count_grad(buffer)
 
     def _send(self, buffer: GradBuffer) -> None:
-        gradients, index = buffer.close(), self._index[buffer]
-        if self.wire is not None:
-            gradients = gradients.to(self.wire)
+        index = self._index[buffer]
+        message = self.wire.encode(buffer.close(), _name(index))
         if self._sharded:
-            kind, wait = "reduce-scatter", self.group.reduce_scatter_async(gradients, f"bucket.{index}")
+            kind, wait = "reduce-scatter", self.wire.reduce_scatter_async(message, _name(index))
         else:
-            kind, wait = "allreduce", self.group.all_reduce_async_(gradients, f"bucket.{index}")
-        size = f"{gradients.nbytes / 2**20:.1f} MiB"
+            kind, wait = "allreduce", self.wire.all_reduce_async(message, _name(index))
+        size = f"{message.nbytes / 2**20:.1f} MiB"
         self._in_flight[buffer] = self.timeline.watch(f"{kind} bucket {index}", size, wait)
         self._num_sent[buffer] += 1
 
     def _arrive(self, buffer: GradBuffer) -> None:
-        found, own = self._in_flight.pop(buffer)(), buffer.own_gradients
+        received, own = self._in_flight.pop(buffer)(), buffer.own_gradients
+        found = self.wire.decode(received, _name(self._index[buffer]))
         if not found.is_set_to(own):
             add(own, found, first=self._num_sent[buffer] == 1)
+
+
+def _name(index: int) -> str:
+    return f"bucket.{index}"
+
+
+def _rows_name(slot: ParamSlot) -> str:
+    return f"rows.{slot.name}"
 
 
 class _StageQueue(dict[GradBuffer, None]):

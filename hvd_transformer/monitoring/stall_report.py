@@ -92,40 +92,50 @@ _LASTING_SECONDS, _MOST_LASTING_SECONDS = 30.0, 900.0
 
 
 class Stragglers:
-    """Finds slow ranks; used by rank 0. `hosts` has the host of every rank."""
+    """Finds slow ranks. Every rank adds its own steps; when they are `due`, rank 0 judges what all ranks took.
 
-    def __init__(self, hosts: Sequence[str]) -> None:
-        self._hosts = hosts
-        self._steps: deque[Sequence[float]] = deque(maxlen=_MOST_STEPS)
+    `hosts` has the host of every rank; `rank` is this one.
+    """
+
+    def __init__(self, hosts: Sequence[str], rank: int = 0) -> None:
+        self._hosts, self._rank = hosts, rank
+        self._work: deque[float] = deque(maxlen=_MOST_STEPS)
         self._seconds = 0.0  # of the steps since the last judgement
         self._reported: int | None = None  # the slow rank named in the last report
         self._verdict: int | None = None  # the slow rank now
         self._held = self._absent = 0.0  # seconds for which the verdict has held, and for which it was not `_reported`
         self._lasting = 0.0
 
-    def add(self, work: Sequence[float]) -> None:
-        """Add one step: the seconds of work of each rank."""
-        if len(work) > 1 and all(work):
-            self._steps.append(work)
-            self._seconds += max(work)
+    def add(self, work: float, seconds: float) -> None:
+        """Add one step: this rank's seconds of work in it, and all of its seconds."""
+        self._work.append(work)
+        self._seconds += seconds
 
-    def judge(self, warn: Callable[[str], None]) -> dict[str, float]:
+    @property
+    def due(self) -> bool:
+        """Whether rank 0 asks for a judgement: only after enough steps, which took long enough."""
+        enough = len(self._work) >= _STEPS and self._seconds >= _SECONDS
+        return self._rank == 0 and len(self._hosts) > 1 and enough
+
+    def take_work(self) -> float:
+        """This rank's median work per step since the last judgement: a single long step does not count."""
+        own = median(self._work)
+        self._work.clear()
+        return own
+
+    def judge(self, work: Sequence[float], warn: Callable[[str], None]) -> dict[str, float]:
         """Report through `warn` that a rank has become slow, or is no longer slow; return values for metrics.jsonl.
 
-        It does nothing until there are enough steps. It compares medians, so a single long step does not count.
+        `work` is what `take_work` returned on each rank.
         """
-        if len(self._steps) < _STEPS or self._seconds < _SECONDS:
-            return {}
-        work = [median(seconds) for seconds in zip(*self._steps, strict=True)]
         slowest = max(range(len(work)), key=work.__getitem__)
-        others = median(work[:slowest] + work[slowest + 1 :])
+        others = median(seconds for rank, seconds in enumerate(work) if rank != slowest)
         factor = _NO_LONGER if slowest == self._reported else _SLOW
         slow = work[slowest] - others > max((factor - 1) * others, _LEAST_SECONDS)
-        verdict, seconds = slowest if slow else None, self._seconds
-        self._held = self._held + seconds if verdict == self._verdict else 0.0
-        self._absent = 0.0 if self._reported in (verdict, self._verdict) else self._absent + seconds
+        verdict, lasted = slowest if slow else None, self._seconds
+        self._held = self._held + lasted if verdict == self._verdict else 0.0
+        self._absent = 0.0 if self._reported in (verdict, self._verdict) else self._absent + lasted
         self._verdict = verdict
-        self._steps.clear()
         self._seconds = 0.0
         if slow and slowest != self._reported and self._held >= self._lasting:
             self._report(slowest)

@@ -1,8 +1,8 @@
 """The watchdog thread of every rank: it reports what the rank is doing, and ends a job that makes no progress.
 
-Twice a second it looks for a sign of progress and writes the file `beat-RANK`. If there is none within the limit of the
-current phase, every rank writes its stacks to its log, one rank prints which ranks are late, and all exit with the code
-`STALLED`, so that a launcher restarts the job.
+Twice a second it looks for a sign of progress and writes the file `beat-RANK` (every few seconds where many ranks share
+one folder). If there is no progress within the limit of the current phase, every rank writes its stacks to its log, one
+rank prints which ranks are late, and all exit with the code `STALLED`, so that a launcher restarts the job.
 
     phase                                               limit
     steps                                               `training.stall_seconds`, or ten times the longest of the
@@ -44,6 +44,13 @@ _SETTLE_SECONDS = 1.5  # for the other ranks to see `beat-late`
 _BACKSTOP_SECONDS = 2.0  # past the limit, when faulthandler dumps the stacks by itself
 _END_SECONDS = 10.0
 _LATE = "beat-late"
+# Where no launcher gave each host a folder, all ranks write to one. Together they write at most so many files a second,
+# but each often enough for its silence to be seen within 30 s.
+_WRITES_PER_SECOND = 64
+_MOST_BEAT_SECONDS = 9.0
+_SILENT_BEATS = 3  # a rank is silent after this many missing heartbeats
+# Ranks look for `beat-late` only when they have made no progress for this long, or for half their limit.
+_QUIET_SECONDS = 15.0
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +90,7 @@ class Watchdog:
         if self._thread.is_alive():
             faulthandler.register(signal.SIGUSR1, self._stacks)
         if not self._folders:  # many ranks may share this folder
-            self._beat_seconds = max(LOOK_SECONDS, len(hosts) / 64)
+            self._beat_seconds = min(max(LOOK_SECONDS, len(hosts) / _WRITES_PER_SECOND), _MOST_BEAT_SECONDS)
         self._folders.append(logs)
 
     def close(self) -> None:
@@ -147,14 +154,16 @@ class Watchdog:
         if signs != self._signs or phase != self._phase:
             self._phase_began = now
         self._signs, self._phase = signs, phase
-        left = self.limit() - self._quiet
+        limit = self.limit()
+        left = limit - self._quiet
         # If something holds the interpreter lock so that this thread cannot run, the stacks are still written, and the
         # other ranks see an old heartbeat.
         faulthandler.dump_traceback_later(max(0.0, left) + _BACKSTOP_SECONDS, file=self._stacks)
         if now - self._beaten >= self._beat_seconds:
             self._beaten = now
             self._write(self._folders[:1], self.beat())
-        if left < 0 or (self._quiet and any((folder / _LATE).exists() for folder in self._folders)):
+        quiet = self._quiet > min(_QUIET_SECONDS, limit / 2)
+        if left < 0 or (quiet and any((folder / _LATE).exists() for folder in self._folders)):
             self._stall()
 
     def _stall(self) -> None:
@@ -178,7 +187,7 @@ class Watchdog:
         time.sleep(_SETTLE_SECONDS)
         self._write(self._folders, beat)
         seen = {**self._read_heartbeats(), self.rank: PeerHeartbeat(beat, 0.0)}
-        silent_seconds = 3 * self._beat_seconds + _SETTLE_SECONDS
+        silent_seconds = _SILENT_BEATS * self._beat_seconds + _SETTLE_SECONDS
         late_beats = {
             rank: found.beat for rank, found in seen.items() if found.beat["late"] and found.age <= silent_seconds
         }

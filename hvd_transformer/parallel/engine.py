@@ -153,6 +153,23 @@ class Engine:
         for stage in self.stages:
             stage.optimizer.set_updates(number)
 
+    def overflowed_in_transit(self) -> bool:
+        """Whether the format of gradients in transit was too narrow for a sum of this step. Collective."""
+        if self.config.communication.compression == "none":
+            return False
+        overflowed = torch.tensor([int(self.grad_sync.wire.overflowed)])
+        return bool(self.mesh.tp_group.all_reduce_(overflowed, "wire.overflowed", "max").item())
+
+    def wire_states(self) -> list[dict[str, int]]:
+        """What the format of gradients in transit depends on, by `tp_rank`; empty where it has no state. Collective."""
+        if self.config.communication.compression == "none":
+            return []
+        return self.mesh.tp_group.all_gather_objects(self.grad_sync.wire.state())  # replicas have the same
+
+    def load_wire_states(self, states: Sequence[dict[str, int]]) -> None:
+        """Restore them; those of another tensor group are of other buckets."""
+        self.grad_sync.wire.load(states[self.mesh.tp_rank] if len(states) == self.mesh.tp else {})
+
     def check_replicas(self, when: str) -> int:
         """The checksum of the weights. Raises `ReplicasDiffer`. Collective."""
         self.wait_params()

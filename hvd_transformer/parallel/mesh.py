@@ -106,7 +106,7 @@ def _devices(wanted: str, num_stages: int, world: World) -> tuple[torch.device, 
             f"start at most {num_gpus // num_stages} ranks there, or set training.device=cpu"
         )
     if wanted == "auto":  # if any rank lacks a GPU, all ranks compute on the CPU
-        wanted = "cuda" if all(world.all_gather_objects(enough)) else "cpu"
+        wanted = "cuda" if world.all_reduce_(torch.tensor([int(enough)]), "devices", "min").item() else "cpu"
     if wanted == "cpu":
         return (torch.device("cpu"),) * num_stages
     devices = tuple(torch.device("cuda", first + stage) for stage in range(num_stages))

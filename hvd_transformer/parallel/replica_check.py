@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import groupby
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -58,15 +59,38 @@ def check_replicas(
             run = list(slots)
             runs[is_split].append(buffer.parameters[run[0].start : run[-1].stop])
     own = [checksum(tensors) for tensors in runs.values()]
-    sums = world.all_gather_objects(own)
+    if not _equal(own, world, tensor):
+        _raise_strangers(own, world, when, tensor)
+    return (own[0] * 31 + own[1]) % 2**64
+
+
+def _equal(own: Sequence[int], world: World, tensor: int) -> bool:
+    """Whether the first sum is equal on all ranks, and the second one on the ranks with the same shard. Collective.
+
+    The sums' maxima and the maxima of their complements travel: as many numbers for any number of ranks.
+    """
+    common, split = (torch.tensor([value, ~value]) for value in map(_signed, own))
+    highest = torch.full((1 + tensor, 2), torch.iinfo(torch.int64).min)
+    highest[0], highest[1 + world.rank % tensor] = common, split
+    world.all_reduce_(highest, "checksums", "max")
+    return bool((highest[:, 0] <= ~highest[:, 1]).all())  # the largest sum is no larger than the smallest
+
+
+def _raise_strangers(own: Sequence[int], world: World, when: str, tensor: int) -> NoReturn:
+    """Raise `ReplicasDiffer` with the ranks whose sums differ. Collective."""
+    sums = world.all_gather_async(torch.tensor([[_signed(value) for value in own]]), "checksums.all")().tolist()
     groups = [{rank: common for rank, (common, _) in enumerate(sums)}]
     groups += [{rank: sums[rank][1] for rank in range(shard, world.size, tensor)} for shard in range(tensor)]
     strangers = [_strangers(group) for group in groups]
-    if found := sorted(set().union(*strangers)):
-        tie = any(len(some) == len(group) for some, group in zip(strangers, groups, strict=True))
-        others = "each other" if tie else "those of the other ranks"
-        raise ReplicasDiffer(f"{when}: the weights of rank {', '.join(map(str, found))} differ from {others}")
-    return (own[0] * 31 + own[1]) % 2**64
+    found = sorted(set().union(*strangers))
+    tie = any(len(some) == len(group) for some, group in zip(strangers, groups, strict=True))
+    others = "each other" if tie else "those of the other ranks"
+    raise ReplicasDiffer(f"{when}: the weights of rank {', '.join(map(str, found))} differ from {others}")
+
+
+def _signed(value: int) -> int:
+    """A 64-bit number in the range of torch's int64."""
+    return value - 2**63
 
 
 def _strangers(sums: dict[int, int]) -> set[int]:

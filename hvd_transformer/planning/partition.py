@@ -170,7 +170,7 @@ def check_partition(config: Config) -> None:
 def choose_partition(config: Config, task: Task, mesh: ParallelMesh, world: World) -> list[int]:
     """Layers per stage, the same on all ranks. Collective. Raises `UserError` on all ranks if one fails."""
     own = agree(world, lambda: _own_partition(config, task, mesh, world.rank == 0))
-    chosen: list[int] = world.all_gather_objects(own)[0]
+    chosen: list[int] = world.broadcast_object(own)
     return chosen
 
 

@@ -117,7 +117,7 @@ class TranslationTask(ExampleTask):
         return [f"bleu is sacrebleu's, {signature()}; bleu_words is computed on lower-cased words"]
 
     def more_metrics(self, split: str, group: Group) -> dict[str, float]:
-        """BLEU of the translations of the split; each replica translates its part."""
+        """BLEU of the translations of the split; each replica translates its part, and the first one compares."""
         settings, examples, longest = self.config.translation, self.data.splits[split], self.config.model.max_length
         own: list[tuple[int, str]] = []
         for numbers in self.evaluation_numbers(split):
@@ -125,9 +125,12 @@ class TranslationTask(ExampleTask):
             found = translate(self.model, sources, longest, beam=settings.beam, length_penalty=settings.length_penalty)
             texts = [self.data.tokenizers["target"].decode_line(best[0].tokens) for best in found]
             own += zip(numbers.tolist(), texts, strict=True)
-        every = dict(pair for pairs in group.all_gather_objects(own) for pair in pairs)
-        hypotheses = [every[number] for number in range(len(examples))]
-        return bleu_metrics(hypotheses, [texts[-1] for texts in self.data.raw_texts(split)])
+        every = dict(pair for pairs in group.gather_objects(own) for pair in pairs)
+        metrics: dict[str, float] = {}
+        if group.rank == 0:
+            hypotheses = [every[number] for number in range(len(examples))]
+            metrics = bleu_metrics(hypotheses, [texts[-1] for texts in self.data.raw_texts(split)])
+        return dict(group.broadcast_object(metrics))
 
 
 def _open(config: Config, context: PrepareContext) -> ExampleSource:

@@ -19,13 +19,14 @@ from hvd_transformer.training.process import StopRequest
 
 def check_same_configuration(config: Config, world: World) -> None:
     """Raise `UserError` with the first key in which a rank differs from rank 0. Collective."""
-    first, *others = world.all_gather_objects(flatten(config))
-    for rank, other in enumerate(others, start=1):
-        for key, value in first.items():
-            if other[key] != value:
-                raise UserError(
-                    f"{key}: rank {rank} has {other[key]}, rank 0 has {value}; every rank needs the same configuration"
-                )
+    own = flatten(config)
+    first = world.broadcast_object(own)
+    differences = (
+        f"{key}: rank {world.rank} has {own[key]}, rank 0 has {value}; every rank needs the same configuration"
+        for key, value in first.items()
+        if own[key] != value
+    )
+    _raise_first(next(differences, None), world)
 
 
 def prepare_data(
@@ -46,10 +47,15 @@ def prepare_data(
 
 def check_same_data(data: Data, world: World) -> None:
     """Raise `UserError` if hosts have different data. Collective."""
-    (first, expected), *others = world.all_gather_objects([world.host, data.digest])
-    for host, digest in others:
-        if digest != expected:
-            raise UserError(f"data.source: host {host} has different data than host {first}; copy one to all hosts")
+    host, digest = world.broadcast_object([world.host, data.digest])
+    differs = f"data.source: host {world.host} has different data than host {host}; copy one to all hosts"
+    _raise_first(None if data.digest == digest else differs, world)
+
+
+def _raise_first(message: str | None, world: World) -> None:
+    """Raise the message of the first rank that has one, on all ranks. Collective."""
+    if (found := world.first_object(message)) is not None:
+        raise UserError(found[1])
 
 
 def make_task(config: Config, data: Data, mesh: ParallelMesh) -> Task:

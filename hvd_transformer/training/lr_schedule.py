@@ -4,6 +4,8 @@ import math
 
 from hvd_transformer.config.schema import OptimizerConfig
 
+_MANY_REPLICAS = 8
+
 
 def peak_rate(config: OptimizerConfig, replicas: float) -> float:
     """`optimizer.lr` scaled by the number of replicas (Goyal et al. 2017, arXiv 1706.02677, section 2.1).
@@ -12,6 +14,16 @@ def peak_rate(config: OptimizerConfig, replicas: float) -> float:
     """
     scale = {"linear": replicas, "sqrt": math.sqrt(replicas), "none": 1.0}[config.lr_scaling]
     return config.lr * scale
+
+
+def scaling_warning(config: OptimizerConfig, replicas: float) -> str | None:
+    """What to change if Adam starts at a rate scaled linearly by many replicas, which often diverges."""
+    if config.name == "sgd" or config.lr_scaling != "linear" or config.warmup_steps or replicas < _MANY_REPLICAS:
+        return None
+    return (
+        f"{config.name} starts with a learning rate of {peak_rate(config, replicas):g}, which is optimizer.lr x "
+        f"{replicas:g} replicas, and may diverge: set optimizer.lr_scaling=sqrt, optimizer.warmup_steps, or both"
+    )
 
 
 def learning_rate(config: OptimizerConfig, replicas: float, step: int, epoch: int, total_steps: int) -> float:

@@ -56,15 +56,19 @@ class RunDirectory:
             raise
         return checkpoint
 
-    def begin(self, config: Config, rank: int) -> None:
-        """Write what a run starts with. Every rank calls it: on another host the folder may be that host's own."""
+    def begin(self, config: Config, rank: int, *, first_on_host: bool) -> None:
+        """Write what a run starts with, and remove the heartbeats of an earlier run.
+
+        Every rank calls it; the first one on each host removes, because the folder may be that host's own.
+        """
         try:
             if rank == 0:
                 self.store.clean()
                 atomic.write_text(self.path / "config.yaml", dump(config))
             (self.path / "logs").mkdir(parents=True, exist_ok=True)
-            for heartbeat in (self.path / "logs").glob("beat-*"):  # of an earlier run
-                heartbeat.unlink(missing_ok=True)
+            if first_on_host:
+                for heartbeat in (self.path / "logs").glob("beat-*"):
+                    heartbeat.unlink(missing_ok=True)
         except OSError as error:
             raise UserError(f"output_dir={self.path}: cannot be written: {error.strerror}") from None
 

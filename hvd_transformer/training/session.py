@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from itertools import takewhile
 from typing import Any
 
+import torch
+
 from hvd_transformer import atomic
 from hvd_transformer.checkpoint import snapshot
 from hvd_transformer.checkpoint.writer import Saver
@@ -18,7 +20,7 @@ from hvd_transformer.reporting.progress import Silent
 from hvd_transformer.tasks.metrics import chosen, perplexity, show_metrics
 from hvd_transformer.training.process import StopRequest
 from hvd_transformer.training.run_directory import RunDirectory
-from hvd_transformer.training.state import StepResult
+from hvd_transformer.training.state import StepResult, Wishes
 from hvd_transformer.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -34,7 +36,7 @@ class Session:
     ) -> None:
         self.config, self.world, self.trainer, self.run = trainer.config, trainer.world, trainer, run
         self.progress, self.data_digest, self.heartbeat = progress, data_digest, heartbeat
-        self.stragglers = Stragglers(self.world.hosts)
+        self.stragglers = Stragglers(self.world.hosts, self.world.rank)
         heartbeat.step, heartbeat.total_steps = trainer.state.step, trainer.total_steps
         heartbeat.unit = trainer.task.unit
         self.saver = Saver(run.store, self.world, snapshot.saving_ranks(trainer.engine), self.warn)
@@ -55,14 +57,15 @@ class Session:
             for number, plan in enumerate(steps, start=1):
                 self.trainer.engine.timeline.recording = self.config.profile and number in PROFILED
                 self.heartbeat.phase = "step"
-                result = self.trainer.step(plan, stop=bool(stop), save=self._save_due_by_time())
+                compare = self._log_due(state.step + 1) and self.stragglers.due
+                result = self.trainer.step(plan, Wishes(bool(stop), self._save_due_by_time(), compare))
                 if number == PROFILED[-1]:
                     self._write_timeline()
                 self._record(result)
-                stopped = result.totals.stop
+                stopped = result.totals.wishes.stop
                 best = not stopped and self._evaluate_if_due()
                 every = self.config.checkpoint.every_steps
-                if best or result.totals.save or stopped or (every and state.step % every == 0):
+                if best or result.totals.wishes.save or stopped or (every and state.step % every == 0):
                     self.save(best)
                 if stopped:
                     break
@@ -128,14 +131,15 @@ class Session:
     def _record(self, result: StepResult) -> None:
         state, totals = self.trainer.state, result.totals
         self.heartbeat.stepped(state.step, totals.loss, totals.targets / result.seconds)
-        self.stragglers.add(totals.work)
+        slowest = self._compare_work() if totals.wishes.compare else {}
+        self.stragglers.add(result.work, result.seconds)
         state.seconds += result.seconds
         interval = state.interval
         interval["loss"] += totals.loss * totals.targets
         interval["count"] += totals.targets
         interval["seconds"] += result.seconds
         interval["steps"] += 1
-        due = state.step % self.config.training.log_every == 0 or state.step == self.trainer.total_steps
+        due = self._log_due(state.step)
         if not due and state.step > 1:
             return
         loss = interval["loss"] / interval["count"]
@@ -163,10 +167,19 @@ class Session:
                 tokens_per_second=speed,
                 milliseconds_per_step=milliseconds,
                 loss_scale=self.trainer.loss_scaler.scale,
-                **self.stragglers.judge(self.warn),
+                **slowest,
             )
         if due:
             state.interval = dict.fromkeys(interval, 0.0)
+
+    def _log_due(self, step: int) -> bool:
+        return step % self.config.training.log_every == 0 or step == self.trainer.total_steps
+
+    def _compare_work(self) -> dict[str, float]:
+        """Find slow ranks; on rank 0, values for metrics.jsonl. Collective."""
+        own = torch.tensor([self.stragglers.take_work()], dtype=torch.float64)
+        work: list[float] = self.world.all_gather_async(own, "step.work")().tolist()
+        return self.stragglers.judge(work, self.warn) if self.world.rank == 0 else {}
 
     def _evaluate_if_due(self) -> bool:
         """Evaluate the validation split if it is time; returns whether to keep it as the best so far."""

@@ -57,15 +57,24 @@ class TrainState:
         return position
 
 
+class Wishes(NamedTuple):
+    """What a rank asks all ranks to do after a step; of all ranks together: what any of them asks for."""
+
+    stop: bool = False
+    save: bool = False  # a checkpoint
+    compare: bool = False  # the ranks' work, to find slow ones
+
+
+NO_WISHES = Wishes()
+
+
 class StepTotals(NamedTuple):
     """One step of all ranks together."""
 
     loss: float  # the mean over the targets
     targets: int
     samples: int
-    stop: bool  # a rank was asked to stop
-    save: bool  # a rank asks for a checkpoint
-    work: list[float]  # seconds that each rank did not wait for others in the step before; 0 in the first
+    wishes: Wishes
 
 
 class StepResult(NamedTuple):
@@ -76,3 +85,4 @@ class StepResult(NamedTuple):
     grad_norm: float
     learning_rate: float
     seconds: float  # on this rank
+    work: float  # seconds of these in which this rank did not wait for others

@@ -19,6 +19,7 @@ from hvd_transformer.reporting.progress import Progress, Silent, screen
 from hvd_transformer.tasks.metrics import show_metrics
 from hvd_transformer.tasks.task import Data, Task
 from hvd_transformer.training.job_setup import check_same_data, compile_layers, make_task, prepare_data
+from hvd_transformer.training.lr_schedule import scaling_warning
 from hvd_transformer.training.process import StopRequest, keep_freed_memory
 from hvd_transformer.training.run_directory import RunDirectory
 from hvd_transformer.training.session import Session
@@ -47,7 +48,8 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | No
     _log_to(directory.path / "logs" / f"rank-{world.rank:03d}.log")
     try:
         data, trainer = _assemble(config, world, mesh, checkpoint, progress, stop, heartbeat)
-        agree(world, lambda: directory.begin(config, world.rank))
+        first_on_host = world.hosts.index(world.host) == world.rank
+        agree(world, lambda: directory.begin(config, world.rank, first_on_host=first_on_host))
     except BaseException:
         directory.abandon()
         raise
@@ -58,8 +60,9 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | No
 
     state = trainer.state
     progress.message(_headline(config, world, trainer))
-    if warning := mesh.across_hosts(config, world):
-        progress.message(f"warning: {warning}")
+    for warning in (mesh.across_hosts(config, world), scaling_warning(config.optimizer, trainer.lr_replicas)):
+        if warning is not None:
+            progress.message(f"warning: {warning}")
     if checkpoint is not None:
         progress.message(f"resuming from {checkpoint} after step {state.step} of {trainer.total_steps}")
     session = Session(trainer, directory, progress, data.digest, heartbeat)

@@ -7,6 +7,7 @@ One step of a rank: each accumulation step is cut into micro-batches, which stre
                                               sums =======    buckets ===== |           (Horovod)
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +35,9 @@ from hvd_transformer.planning.partition import choose_partition
 from hvd_transformer.tasks.metrics import Evaluation, evaluate
 from hvd_transformer.tasks.task import Batch, Task, split_batch
 from hvd_transformer.training.lr_schedule import learning_rate
-from hvd_transformer.training.state import StepResult, StepTotals, TrainState
+from hvd_transformer.training.state import NO_WISHES, StepResult, StepTotals, TrainState, Wishes
+
+log = logging.getLogger(__name__)
 
 
 class Diverged(RuntimeError):
@@ -50,8 +53,7 @@ class Diverged(RuntimeError):
 class StepStats:
     """Sums of one step that are sent with the last loss, while backward runs: losses, targets, samples, wishes.
 
-    Of a tensor group, whose ranks see the same samples, one rank counts. `counts` are this rank's targets and samples,
-    and `work` its seconds of work in the step before.
+    Of a tensor group, whose ranks see the same samples, one rank counts. `counts` are this rank's targets and samples.
     """
 
     def __init__(
@@ -60,16 +62,12 @@ class StepStats:
         mesh: ParallelMesh,
         num_losses: int,
         counts: tuple[int, int],
-        *,
-        stop: bool,
-        save: bool,
-        work: float,
+        wishes: Wishes,
     ) -> None:
         self._world, self._device, self._counts = world, mesh.devices[-1], mesh.tp_rank == 0
         self._left = num_losses
         self._loss = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._numbers = [*(counts if self._counts else (0, 0)), stop, save, *[0.0] * world.size]
-        self._numbers[4 + world.rank] = work
+        self._numbers = [*(counts if self._counts else (0, 0)), *wishes]
         if not num_losses:  # a rank without samples in this step
             self._send()
 
@@ -83,8 +81,8 @@ class StepStats:
 
     def wait(self) -> StepTotals:
         self._wait()
-        loss_sum, targets, samples, stops, saves, *work = self._sums.tolist()
-        return StepTotals(loss_sum / targets, int(targets), int(samples), stops > 0, saves > 0, work)
+        loss_sum, targets, samples, *wishes = self._sums.tolist()
+        return StepTotals(loss_sum / targets, int(targets), int(samples), Wishes(*(ranks > 0 for ranks in wishes)))
 
     def _send(self) -> None:
         numbers = torch.tensor(self._numbers, dtype=torch.float64).to(self._device, non_blocking=True)
@@ -115,7 +113,6 @@ class Trainer:
         self.loss_scaler = LossScaler(config.training.precision)
         self.lr_replicas = rate_replicas(config.training, mesh.dp)
         self.total_steps = self._count_steps()
-        self._work = 0.0  # seconds of the last step in which this rank did not wait for others
 
     def steps(self) -> Iterator[StepPlan]:
         """The steps that are left, over the epochs; `step` advances the state after each."""
@@ -125,17 +122,17 @@ class Trainer:
                 if self.state.step == self.total_steps:
                     return
 
-    def step(self, plan: StepPlan, *, stop: bool = False, save: bool = False) -> StepResult:
+    def step(self, plan: StepPlan, wishes: Wishes = NO_WISHES) -> StepResult:
         """Take one step: forward and backward, reduce, clip, update, advance.
 
-        `stop` and `save` are this rank's wishes, which the result tells of all ranks. Raises `Diverged`.
+        `wishes` are this rank's; the result has those of all ranks. Raises `Diverged`.
         """
         began, state, engine, task = time.perf_counter(), self.state, self.engine, self.task
         if not task.model.training:  # `train` visits all modules
             task.model.train()
         accumulation, counts = self._fetch(plan)
         num_micro_batches = sum(map(len, accumulation))
-        stats = StepStats(self.world, self.mesh, num_micro_batches, counts, stop=stop, save=save, work=self._work)
+        stats = StepStats(self.world, self.mesh, num_micro_batches, counts, wishes)
 
         engine.grad_sync.begin_step(num_micro_batches)
         scale = self.loss_scaler.scale / task.targets_per_step
@@ -156,12 +153,13 @@ class Trainer:
             engine.update(factor * clip_factor(norm, self.config.optimizer.clip_norm), rate)
             self.loss_scaler.good()
             state.updates += 1
+        elif engine.overflowed_in_transit():
+            log.warning("step %d is skipped: a sum of gradients overflowed in transit", state.step + 1)
         elif not self.loss_scaler.overflowed():
             raise Diverged(state.step + 1, totals.loss, norm)
 
         seconds = time.perf_counter() - began
-        self._work = seconds - waited
-        result = StepResult(state.epoch, totals, norm, rate, seconds)
+        result = StepResult(state.epoch, totals, norm, rate, seconds, seconds - waited)
         state.advance(plan.remaining, totals.samples, totals.targets)
         return result
 
@@ -183,7 +181,7 @@ class Trainer:
         return Evaluation(metrics, count)
 
     def capture(self, data_digest: str, checksum: int, best: bool) -> Snapshot:
-        """A checkpoint of the job as it is now, with the weights' checksum; `best`: of all so far."""
+        """A checkpoint of the job as it is now, with the weights' checksum; `best`: of all so far. Collective."""
         task = self.task
         state = {
             "task": self.config.task,
@@ -194,14 +192,16 @@ class Trainer:
             "weights_checksum": checksum,
             "position": self.state.state(),
             "loss_scaler": self.loss_scaler.state(),
+            "wire": self.engine.wire_states(),
             **task.facts,
         }
         return snapshot.capture(self.engine, self.state.step, state, {**task.files, **self.tokenizer_files}, best)
 
     def restore(self, folder: Path | None, saved: Mapping[str, Any]) -> None:
-        """Weights, optimizer and loss scale of a checkpoint, rank 0's `folder`; `saved` is its state. Collective."""
+        """Weights, optimizer and scales of a checkpoint, rank 0's `folder`; `saved` is its state. Collective."""
         snapshot.restore(self.engine, folder, self.state.updates)
         self.loss_scaler.load(saved["loss_scaler"])
+        self.engine.load_wire_states(saved.get("wire", []))
 
     @cached_property
     def tokenizer_files(self) -> dict[str, str]:

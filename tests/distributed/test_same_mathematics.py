@@ -245,10 +245,12 @@ def test_a_run_goes_on_with_other_shares(world, corpus, tmp_path):
 COLUMNS = 8
 COLUMN_RUNS = {f"columns-{case.name}-{rounds}": (case, rounds) for case in CASES[:2] for rounds in (1, 2)}
 
-NARROW_CASE = replace(CASES[3], num_steps=40)
+NARROW_CASE = replace(CASES[4], num_steps=40)  # SGD: an error of the gradients is one of the weights
 # Precision, compression, and the optimizer's shards; `tensor-…`: two ranks split the layers.
 NARROW_RUNS = {
     "wire": ("fp32", "fp16", "none"),
+    "wire-fp32-sum": ("fp32", "fp16_fp32_sum", "none"),
+    "shared-wire-fp32-sum": ("fp32", "fp16_fp32_sum", "gradients"),
     "bf16": ("bf16", "none", "none"),
     "fp16": ("fp16", "none", "none"),
     "bf16-wire": ("bf16", "fp16", "none"),
@@ -258,9 +260,9 @@ NARROW_RUNS = {
     "tensor-bf16": ("bf16", "none", "none"),
     "tensor-fp16": ("fp16", "none", "none"),
 }
-# By precision, how far the losses are from float32's: at most, and at least, or the format was not in use. bfloat16
-# rounds to 2^-9 of a value, float16 to 2^-12; of the wire's rounding only the updates hear.
-NEAR = {"fp32": (2e-7, 4e-5), "bf16": (1e-5, 2e-3), "fp16": (2e-6, 3e-4)}
+# By precision, how far the weights are from float32's after all steps: at least, or the format was not in use, and at
+# most. bfloat16 rounds to 2^-9 of a value, float16 to 2^-12.
+NEAR = {"fp32": (2e-5, 1.5e-3), "bf16": (1e-3, 2.5e-2), "fp16": (1e-4, 2e-3)}
 
 
 @pytest.fixture(scope="module")
@@ -310,13 +312,12 @@ def test_columns_train_like_the_tutorial(two_ranks, corpus):
 
 
 def test_lower_precision_is_as_far_from_float32_as_its_rounding(two_ranks, corpus):
-    """Half precision on the wire or in the matrix products; the loss falls."""
+    """Half precision on the wire or in the matrix products."""
     wanted = windows_reference(corpus, NARROW_CASE)
     assert wanted.losses[-1] < 0.8 * wanted.losses[0]
-    found = {name: differences(two_ranks / name, wanted) for name in NARROW_RUNS}
-    print({name: f"{values['loss']:.1e}" for name, values in found.items()})
+    found = {name: differences(two_ranks / name, wanted)["weights"] for name in NARROW_RUNS}
+    print({name: f"{difference:.1e}" for name, difference in found.items()})
     for name, (precision, _, _) in NARROW_RUNS.items():
         least, most = NEAR[precision]
-        assert least < found[name]["loss"] < most, name
-    assert found["bf16"]["loss"] > 2 * found["fp16"]["loss"]
-    assert found["wire"]["weights"] < 2e-3
+        assert least < found[name] < most, name
+    assert found["bf16"] > 2 * found["fp16"]

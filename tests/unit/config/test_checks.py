@@ -34,6 +34,21 @@ CASES = [
         ["optimizer.momentum=0.9", "optimizer.name=sgd"],
     ),
     (
+        ["optimizer.name=adam", "optimizer.betas=[0.9, 0.98]"],
+        "optimizer.name=sgd",
+        ["optimizer.betas=[0.9, 0.98]", "optimizer.name=adam or adamw", "[0.9, 0.95]"],
+    ),
+    (
+        ["optimizer.name=adamw", "optimizer.eps=1e-6"],
+        "optimizer.name=sgd",
+        ["optimizer.eps=1e-06", "optimizer.name=adam or adamw", "1e-08"],
+    ),
+    (
+        ["optimizer.gamma=0.5", "optimizer.schedule=step"],
+        "optimizer.schedule=constant",
+        ["optimizer.gamma=0.5", "optimizer.schedule=step or cosine", "0.1"],
+    ),
+    (
         ["training.batch_size=4", "parallel.micro_batches=4"],
         "parallel.micro_batches=5",
         ["parallel.micro_batches=5", "training.batch_size=4"],

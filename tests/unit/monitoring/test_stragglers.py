@@ -14,9 +14,12 @@ SLOW = (
 def judged(stragglers: Stragglers, *work: float, num_steps: int = 20) -> tuple[list[str], dict[str, float]]:
     """The warnings and the numbers after some steps with each rank's seconds of work."""
     for _ in range(num_steps):
-        stragglers.add(work)
+        stragglers.add(work[0], max(work))
     warnings: list[str] = []
-    return warnings, stragglers.judge(warnings.append)
+    if not stragglers.due:
+        return warnings, {}
+    assert stragglers.take_work() == work[0]
+    return warnings, stragglers.judge(work, warnings.append)
 
 
 def told(stragglers: Stragglers, *work: float, seconds: float) -> list[tuple[str, float]]:
@@ -100,9 +103,19 @@ def test_a_log_line_of_many_steps_is_one_verdict() -> None:
 
 def test_one_long_step_makes_no_slow_rank() -> None:
     stragglers = Stragglers(["h1", "h2"])
-    stragglers.add([0.3, 9.0])
+    stragglers.add(9.0, 9.0)
     warnings, numbers = judged(stragglers, 0.3, 0.3)
     assert warnings == [] and numbers["slowest_work_milliseconds"] == 300
+
+
+def test_only_the_first_rank_asks_for_a_judgement() -> None:
+    for rank in (0, 1):
+        stragglers = Stragglers(["h1", "h2"], rank)
+        for _ in range(20):
+            stragglers.add(0.3, 0.4)
+        assert stragglers.due == (rank == 0)
+        assert stragglers.take_work() == 0.3
+        assert not stragglers.due
 
 
 def test_few_or_short_steps_are_not_judged_yet() -> None:
@@ -118,6 +131,5 @@ def test_milliseconds_do_not_make_a_slow_rank() -> None:
     assert judged(Stragglers(["h1", "h2"]), 0.004, 0.008, num_steps=1000)[0] == []
 
 
-def test_a_first_step_and_a_world_of_one_have_no_work_to_compare() -> None:
-    assert judged(Stragglers(["h1", "h2"]), 0.0, 0.0) == ([], {})
+def test_a_world_of_one_has_no_work_to_compare() -> None:
     assert judged(Stragglers(["h1"]), 1.0) == ([], {})

@@ -1,5 +1,6 @@
 """The watchdog: limits, heartbeat file, stacks on demand, and the end of a process that makes no progress."""
 
+import faulthandler
 import json
 import os
 import re
@@ -7,12 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from hvd_transformer.errors import STALLED
-from hvd_transformer.monitoring.watchdog import FOLDER, Watchdog
+from hvd_transformer.monitoring.watchdog import FOLDER, LOOK_SECONDS, Watchdog
 
 
 @pytest.mark.parametrize(
@@ -72,6 +74,48 @@ def test_the_file_says_how_the_rank_is_and_goes_in_the_end(monkeypatch, tmp_path
         "late": False,
     }  # fmt: skip
     assert list(private.iterdir()) == [] and [path.name for path in logs.iterdir()] == ["rank-003.log"]
+
+
+@pytest.mark.parametrize("size", [2, 64, 1024])
+def test_many_ranks_write_seldom_to_one_folder_and_silence_is_still_seen(size, monkeypatch, tmp_path) -> None:
+    """A minute with progress every 10 s only: the writes per second of all ranks, and no look for others' stalls."""
+    monkeypatch.delenv(FOLDER, raising=False)
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: None)
+    now, written, looked_for = 0.0, [], []
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    watchdog = Watchdog(0, size)
+    watchdog.use(tmp_path, [f"h{rank // 8}" for rank in range(size)])
+    watchdog.heartbeat.lasted["step"].append(2.0)
+    watchdog.heartbeat.period = "step"
+    monkeypatch.setattr(watchdog, "_write", lambda *_: written.append(now))
+    monkeypatch.setattr(Path, "exists", lambda path: bool(looked_for.append(path)))
+    while now < 60:
+        now += LOOK_SECONDS
+        if now % 10 == 0:
+            watchdog.heartbeat.tick()
+        watchdog._look()
+    watchdog.close()
+    longest = max(later - earlier for earlier, later in pairwise([0.0, *written]))
+    assert size * len(written) / 60 <= 128
+    assert 3 * longest + 1.5 <= 30
+    assert not looked_for
+
+
+def test_a_rank_without_progress_ends_with_the_others(monkeypatch, tmp_path) -> None:
+    """Long before its own limit: it is in its first step, which may take ten minutes."""
+    monkeypatch.delenv(FOLDER, raising=False)
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: None)
+    now, ended = 0.0, []
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    watchdog = Watchdog(0, 2)
+    watchdog.use(tmp_path, ["h1", "h2"])
+    monkeypatch.setattr(watchdog, "_stall", lambda: ended.append(now))
+    (tmp_path / "beat-late").touch()
+    while not ended and now < 60:
+        now += LOOK_SECONDS
+        watchdog._look()
+    watchdog.close()
+    assert ended and ended[0] <= 20
 
 
 ALONE = """

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from fake_world import FakeWorld
+from thread_world import make_worlds, on_ranks
 
 from hvd_transformer.comm.group import Group
 from hvd_transformer.comm.world import World
@@ -55,8 +56,10 @@ def test_auto_takes_a_gpu_a_rank_where_every_rank_has_one(monkeypatch: pytest.Mo
 
 def test_auto_is_the_cpu_for_all_where_one_rank_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = gpus(monkeypatch, 2)
-    world = FakeWorld(0, 3, others=lambda mine: [mine, True, False])
-    assert ParallelMesh.of(load(), world).device == torch.device("cpu")
+    worlds = make_worlds(3)
+    worlds[1].local_rank = 2  # one GPU too few on its host
+    found = on_ranks(worlds, lambda world: ParallelMesh.of(load(), world).device)
+    assert found == [torch.device("cpu")] * 3
     assert chosen == []
 
 

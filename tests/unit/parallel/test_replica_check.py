@@ -5,6 +5,7 @@ import torch
 from fake_world import FakeWorld
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thread_world import make_worlds, on_ranks
 from torch import Tensor, nn
 
 from hvd_transformer.comm.world import World
@@ -76,12 +77,6 @@ def buckets() -> list[GradBuffer]:
     return make_grad_buffers({"a": nn.Parameter(numbers(9)), "b": nn.Parameter(numbers(4).double())}, set(), 1)
 
 
-def own_sums(own: list[GradBuffer], *cut: str) -> list[int]:
-    """Of what all ranks have alike, and of the shares."""
-    slots = [(slot.name, slot.view(bucket.parameters)) for bucket in own for slot in bucket.slots]
-    return [checksum([weight for name, weight in slots if (name in cut) == is_cut]) for is_cut in (False, True)]
-
-
 def test_equal_replicas_pass_with_the_same_checksum_on_all() -> None:
     found = {check_replicas(buckets(), FakeWorld(size=size), "step 1") for size in (1, 2, 4)}
     other = buckets()
@@ -89,24 +84,25 @@ def test_equal_replicas_pass_with_the_same_checksum_on_all() -> None:
     assert len(found) == 1 and check_replicas(other, World(), "alone") not in found
 
 
-@pytest.mark.parametrize("me", [0, 1, 2])
+def compared(common: str, shards: str, tensor: int, cut: set[str]) -> list[str | None]:
+    """What each rank says of weights that differ by letter: those of all ranks, and those of a shard."""
+
+    def compare(world: World) -> None:
+        own = buckets()
+        for bucket, letters in zip(sorted(own, key=lambda bucket: bucket.slots[0].name), (shards, common), strict=True):
+            bucket.parameters[0] = ord(letters[world.rank])
+        check_replicas(own, world, "step 7", tensor=tensor, cut=cut)
+
+    found = on_ranks(make_worlds(len(common)), compare)
+    assert all(error is None or isinstance(error, ReplicasDiffer) for error in found), found
+    return [error and str(error) for error in found]
+
+
 @pytest.mark.parametrize("stranger", [0, 1, 2])
-def test_the_rank_that_differs_is_named_on_every_rank(stranger: int, me: int) -> None:
-    right, own = own_sums(buckets()), buckets()
-    if me == stranger:
-        own[0].parameters[0] += 1
-    wrong = own_sums(own) if me == stranger else [right[0] + 1, right[1]]
-
-    def others(value: list[int]) -> list[list[int]]:
-        sums = [right] * 3
-        sums[stranger] = wrong
-        assert sums[me] == value
-        return sums
-
-    with pytest.raises(ReplicasDiffer) as caught:
-        check_replicas(own, FakeWorld(me, 3, others), "step 7")
-    message = str(caught.value)
-    assert message == f"step 7: the weights of rank {stranger} differ from those of the other ranks"
+def test_the_rank_that_differs_is_named_on_every_rank(stranger: int) -> None:
+    letters = "".join("x" if rank == stranger else "w" for rank in range(3))
+    wanted = f"step 7: the weights of rank {stranger} differ from those of the other ranks"
+    assert compared(letters, "www", 1, set()) == [wanted] * 3
 
 
 @pytest.mark.parametrize(
@@ -124,19 +120,17 @@ def test_the_rank_that_differs_is_named_on_every_rank(stranger: int, me: int) ->
 def test_ranks_that_share_matrices_are_compared_with_those_of_the_same_share(
     common: str, shares: str, message: str | None
 ) -> None:
-    world = FakeWorld(0, len(common), lambda value: [list(pair) for pair in zip(common, shares, strict=True)])
-    if message is None:
-        check_replicas(buckets(), world, "step 1", tensor=2, cut={"a"})
-        return
-    with pytest.raises(ReplicasDiffer) as caught:
-        check_replicas(buckets(), world, "step 1", tensor=2, cut={"a"})
-    assert str(caught.value) == f"step 1: the weights of {message}"
+    wanted = message and f"step 7: the weights of {message}"
+    assert compared(common, shares, 2, {"a"}) == [wanted] * len(common)
 
 
-def test_what_all_ranks_have_alike_is_all_but_the_cut_weights() -> None:
-    own, told = buckets(), []
-    check_replicas(own, FakeWorld(0, 2, lambda value: told.append(value) or [value] * 2), "step 1", tensor=2, cut={"a"})
-    assert told == [own_sums(own, "a")]
+def test_equal_weights_cost_the_same_for_any_number_of_ranks() -> None:
+    used = set()
+    for size in (2, 8, 32):
+        worlds = make_worlds(size)
+        assert on_ranks(worlds, lambda world: check_replicas(buckets(), world, "now"))[0] is not None
+        used |= {(world.link.horovod.messages, world.link.horovod.bytes) for world in worlds}
+    assert len(used) == 1
 
 
 def test_broadcast_gives_every_parameter_rank_zeros_value() -> None:

@@ -15,17 +15,18 @@ import pytest
 import torch
 from fake_world import FakeWorld
 from small_job import SPLITS, TOKENIZER, VOCABULARY, run, settings
+from thread_world import make_worlds, on_ranks
 
 from hvd_transformer.checkpoint import snapshot
 from hvd_transformer.checkpoint.store import CheckpointStore
-from hvd_transformer.comm.world import World
+from hvd_transformer.comm.world import World, agree
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.planning.memory_plan import make_plan
 from hvd_transformer.planning.plan_text import plan_text
 from hvd_transformer.reporting import charts
 from hvd_transformer.reporting.metrics_log import MetricsLog
 from hvd_transformer.reporting.run_report import write_report
-from hvd_transformer.training.job_setup import make_task
+from hvd_transformer.training.job_setup import check_same_configuration, check_same_data, make_task
 from hvd_transformer.training.state import TrainState
 from hvd_transformer.training.trainer import Trainer
 
@@ -116,6 +117,47 @@ def test_a_job_by_its_ranks(words: list[str], tmp_path: Path) -> None:
     found = {size: of_a_job(tmp_path / str(size), size, *words) for size in SIZES}
     assert len({costs["messages"] for costs in found.values()}) == 1
     assert_straight(lambda size: of_a_job(tmp_path / str(size), size, *words), *SIZES)
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+def test_what_a_rank_sends_is_the_same_for_any_number_of_ranks(compression: str) -> None:
+    words = [f"communication.compression={compression}", "communication.embedding_rows=never"]
+
+    def sent(size: int) -> Costs:
+        """Messages and bytes of two steps, of a checkpoint, and of comparing the replicas."""
+        with job(size, *words) as (trainer, _):
+            assert isinstance(trainer.world, FakeWorld)
+            found = {"start, messages": len(trainer.world.events), "start, bytes": trainer.world.bytes}
+            for name, action in {
+                "two steps": lambda: run(trainer, 2),
+                "checkpoint": lambda: trainer.capture("digest", 0, False),
+                "comparison": lambda: trainer.engine.check_replicas("now"),
+            }.items():
+                before = len(trainer.world.events), trainer.world.bytes
+                action()
+                found[f"{name}, messages"] = len(trainer.world.events) - before[0]
+                found[f"{name}, bytes"] = trainer.world.bytes - before[1]
+            return found
+
+    first = sent(2)
+    assert first["two steps, bytes"] > 0
+    assert all(sent(size) == first for size in (4, 8, 16, 32, 64))
+
+
+def test_the_checks_at_a_start_cost_the_same_for_any_number_of_ranks() -> None:
+    data: Any = SimpleNamespace(digest="digest")
+
+    def start(world: World) -> None:
+        check_same_configuration(settings(), world)
+        agree(world, lambda: None)
+        check_same_data(data, world)
+
+    found = set()
+    for size in (2, 4, 8, 16, 32, 64):
+        worlds = make_worlds(size, [f"h{rank:02d}" for rank in range(size)])
+        assert on_ranks(worlds, start) == [None] * size
+        found |= {(world.link.horovod.messages, world.link.horovod.bytes) for world in worlds[1:]}
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize(

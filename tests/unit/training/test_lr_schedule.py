@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from hvd_transformer.config.load import load, preset_names
 from hvd_transformer.config.schema import OptimizerConfig
-from hvd_transformer.training.lr_schedule import learning_rate, peak_rate
+from hvd_transformer.training.lr_schedule import learning_rate, peak_rate, scaling_warning
 
 
 def config(**values: object) -> OptimizerConfig:
@@ -89,3 +90,18 @@ def test_a_job_shorter_than_its_warm_up_has_rates_too(schedule: str, total: int)
     made = config(schedule=schedule, warmup_steps=5)
     rates = [learning_rate(made, 1, step, 0, total) for step in range(total)]
     assert all(math.isfinite(rate) and 0 < rate <= 0.4 for rate in rates)
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_adam_at_a_linearly_scaled_rate_from_the_first_step_is_told_what_to_change(name: str) -> None:
+    warning = scaling_warning(config(name=name), 8)
+    assert warning is not None and "\n" not in warning
+    assert all(part in warning for part in (name, "3.2", "optimizer.lr_scaling=sqrt", "optimizer.warmup_steps"))
+    assert scaling_warning(config(name=name), 7) is None
+    for other in ({"name": "sgd"}, {"lr_scaling": "sqrt"}, {"lr_scaling": "none"}, {"warmup_steps": 1}):
+        assert scaling_warning(config(**{"name": name, **other}), 64) is None
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_no_preset_starts_too_fast_on_many_replicas(preset: str) -> None:
+    assert scaling_warning(load(preset).optimizer, 64) is None

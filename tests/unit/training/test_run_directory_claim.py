@@ -25,7 +25,7 @@ def claim(made: Config) -> tuple[Path | None, list[str]]:
     warnings: list[str] = []
     directory = RunDirectory(made)
     checkpoint = directory.claim(made, warnings.append)
-    directory.begin(made, rank=0)
+    directory.begin(made, rank=0, first_on_host=True)
     return checkpoint, warnings
 
 
@@ -86,7 +86,7 @@ def test_a_new_folder_in_which_something_is_by_now_stays(tmp_path: Path) -> None
 
 def test_another_hosts_rank_makes_a_place_for_its_log_alone(tmp_path: Path) -> None:
     made = config(tmp_path / "a" / "b")
-    RunDirectory(made).begin(made, rank=1)
+    RunDirectory(made).begin(made, rank=1, first_on_host=True)
     assert contents(tmp_path / "a" / "b") == {"logs": None}
 
 
@@ -94,7 +94,10 @@ def test_heartbeats_of_an_earlier_run_are_gone_before_this_one(tmp_path: Path) -
     (tmp_path / "logs").mkdir()
     for name in ("rank-001.log", "beat-1", "beat-late", "beat-3.tmp"):
         (tmp_path / "logs" / name).touch()
-    RunDirectory(config(tmp_path)).begin(config(tmp_path), rank=1)
+    before = contents(tmp_path)
+    RunDirectory(config(tmp_path)).begin(config(tmp_path), rank=2, first_on_host=False)
+    assert contents(tmp_path) == before
+    RunDirectory(config(tmp_path)).begin(config(tmp_path), rank=1, first_on_host=True)
     assert [path.name for path in (tmp_path / "logs").iterdir()] == ["rank-001.log"]
 
 

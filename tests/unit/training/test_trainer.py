@@ -12,7 +12,7 @@ from small_job import SPLITS, VOCABULARY, run, settings, trainer, weights
 from torch import Tensor, nn
 
 from hvd_transformer.config import Config
-from hvd_transformer.training.state import TrainState
+from hvd_transformer.training.state import TrainState, Wishes
 from hvd_transformer.training.trainer import Diverged, Trainer
 
 Pair = tuple[Tensor, Tensor]
@@ -291,9 +291,8 @@ def test_the_number_of_steps_is_known_before_and_kept(batching: str) -> None:
 def test_wishes_of_a_rank_reach_the_result() -> None:
     job = trainer(settings())
     plans = job.steps()
-    for stop, save in [(False, False), (True, False), (False, True)]:
-        result = job.step(next(plans), stop=stop, save=save)
-        assert (result.totals.stop, result.totals.save) == (stop, save)
+    for wishes in (Wishes(), Wishes(stop=True), Wishes(save=True), Wishes(compare=True)):
+        assert job.step(next(plans), wishes).totals.wishes == wishes
 
 
 def test_dropout_depends_on_the_place_in_the_job_alone() -> None:
