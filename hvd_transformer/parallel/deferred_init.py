@@ -50,15 +50,18 @@ class DeferredInit(TorchDispatchMode):
     """The record of one model. Raises `CannotDefer` inside the context for what cannot be repeated later."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._bases: dict[int, Tensor] = {}  # on the meta device, by storage: what `torch.empty` returned
         self._calls: list[_Call] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler, which takes seconds
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
     ) -> Any:
         options = options or {}
-        if function is aten.empty.memory_format and torch.device(options.get("device") or "cpu").type == "cpu":
+        if function is aten.empty.memory_format and _is_usual(**options):
             base: Tensor = function(*arguments, **{**options, "device": torch.device("meta")})
             self._bases[_storage(base)] = base
             return base
@@ -112,7 +115,8 @@ class DeferredInit(TorchDispatchMode):
         for call, following in zip(self._calls, self._following(), strict=True) if draw else ():
             whole = wholes.pop(call.storage, None)
             if whole is None:
-                whole = torch.empty_like(self._bases[call.storage], device="cpu")
+                base = self._bases[call.storage]
+                whole = torch.empty(base.shape, dtype=base.dtype)
             call.function(whole.as_strided(*call.view), *call.arguments, **call.options)
             if following is not None:
                 if not following.fills:
@@ -121,7 +125,8 @@ class DeferredInit(TorchDispatchMode):
                 name, weight = deferred.pop(call.storage)
                 _fill(weight, keep(name, whole))
         for name, weight in deferred.values():
-            _fill(weight, torch.zeros_like(keep(name, weight.data), device="cpu"))
+            zeros = torch.zeros((), dtype=weight.dtype).expand(weight.shape)  # without memory for each
+            _fill(weight, keep(name, zeros).contiguous())
 
     def _following(self) -> list[_Call | None]:
         """For each call the next one on the same tensor."""
@@ -131,6 +136,11 @@ class DeferredInit(TorchDispatchMode):
             found.append(later.get(call.storage))
             later[call.storage] = call
         return found[::-1]
+
+
+def _is_usual(device: torch.device | None = None, memory_format: object = None, **_: object) -> bool:
+    """Whether `torch.empty` with these options makes a contiguous tensor on the CPU."""
+    return memory_format is None and (device is None or device.type == "cpu")
 
 
 def _storage(tensor: Tensor) -> int:
