@@ -1,24 +1,24 @@
 """Deferred initialization: a model is built without memory, and its weights are filled one after the other.
 
-While `DeferredInit` is active, `torch.empty`, from which torch.nn makes its weights, returns tensors on the meta
-device, and the in-place operations that fill them are recorded. `materialize` runs these in their order, so that
-torch's generator gives each weight the values that it would have without this:
+While `DeferredInit` is active, `torch.empty`, from which torch.nn makes its weights, returns tensors without memory,
+and the in-place operations that fill them are recorded. `materialize` runs these in their order, so that torch's
+generator gives each weight the values that it would have without this:
 
     recorded        a.uniform_()  b.uniform_()  a.normal_()  b.mul_(0.5)
     whole weights   (dropped)     b             b, a         b
     kept                                        piece of a   piece of b
 
-The idea is that of torchdistX's `deferred_init`.
+The idea is that of torchdistX's `deferred_init`. Its fake tensors would import torch's compiler, and on the meta device
+some functions of `torch.nn.init` do nothing at all.
 """
 
 import logging
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import swap_tensors
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -50,7 +50,7 @@ class DeferredInit(TorchDispatchMode):
     """The record of one model. Raises `CannotDefer` inside the context for what cannot be repeated later."""
 
     def __init__(self) -> None:
-        self._bases: dict[int, Tensor] = {}  # on the meta device, by storage: what `torch.empty` returned
+        self._bases: dict[int, Tensor] = {}  # by storage: what `torch.empty` returned
         self._calls: list[_Call] = []
 
     @classmethod
@@ -62,14 +62,20 @@ class DeferredInit(TorchDispatchMode):
     ) -> Any:
         options = options or {}
         if function is aten.empty.memory_format and _is_usual(**options):
-            base: Tensor = function(*arguments, **{**options, "device": torch.device("meta")})
+            base: Tensor = function(*arguments, **options)
+            base.untyped_storage().resize_(0)  # before any of its memory is touched
             self._bases[_storage(base)] = base
             return base
         tensors = [leaf for leaf in tree_leaves((arguments, options)) if isinstance(leaf, Tensor)]
         if any(map(self._is_deferred, tensors)):
             if not function.is_view:
                 return self._record(function, tensors, arguments, options)
-        elif torch.Tag.nondeterministic_seeded in function.tags:
+            memory = tensors[0].untyped_storage()
+            memory.resize_(self._bases[_storage(tensors[0])].nbytes)  # torch checks that a view lies within it
+            view = function(*arguments, **options)
+            memory.resize_(0)
+            return view
+        if torch.Tag.nondeterministic_seeded in function.tags:
             raise CannotDefer(f"{function} draws between the weights")
         return function(*arguments, **options)
 
@@ -80,12 +86,13 @@ class DeferredInit(TorchDispatchMode):
             raise CannotDefer(f"{function} uses the values of a weight")
         (target,) = tensors
         view = target.size(), target.stride(), int(target.storage_offset())
-        fills = function in _FILLS and target.nbytes == target.untyped_storage().nbytes()
-        self._calls.append(_Call(function, _storage(target), view, arguments[1:], options, fills))
-        return target  # without a call: torch's functions for the meta device take long to import
+        storage = _storage(target)
+        fills = function in _FILLS and target.nbytes == self._bases[storage].nbytes
+        self._calls.append(_Call(function, storage, view, arguments[1:], options, fills))
+        return target
 
     def _is_deferred(self, tensor: Tensor) -> bool:
-        return tensor.is_meta and _storage(tensor) in self._bases
+        return _storage(tensor) in self._bases
 
     def check(self, model: nn.Module) -> None:
         """Raise `CannotDefer` if the model has other tensors without values than parameters of their own."""
@@ -94,9 +101,7 @@ class DeferredInit(TorchDispatchMode):
                 if isinstance(value, Tensor) and self._is_deferred(value):
                     raise CannotDefer(f"{type(module).__name__}.{name} is not a parameter")
         for name, weight in model.named_parameters():
-            if self._is_deferred(weight) and (
-                weight.nbytes != weight.untyped_storage().nbytes() or weakref.getweakrefcount(weight)
-            ):
+            if self._is_deferred(weight) and weight.shape != self._bases[_storage(weight)].shape:
                 raise CannotDefer(f"{name} is not a tensor of its own")
 
     @torch.no_grad()
@@ -123,10 +128,10 @@ class DeferredInit(TorchDispatchMode):
                     wholes[call.storage] = whole
             elif call.storage in deferred:  # else it was replaced, as by a tied weight
                 name, weight = deferred.pop(call.storage)
-                _fill(weight, keep(name, whole))
+                weight.data = keep(name, whole)
         for name, weight in deferred.values():
             zeros = torch.zeros((), dtype=weight.dtype).expand(weight.shape)  # without memory for each
-            _fill(weight, keep(name, zeros).contiguous())
+            weight.data = keep(name, zeros).contiguous()
 
     def _following(self) -> list[_Call | None]:
         """For each call the next one on the same tensor."""
@@ -148,8 +153,15 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _fill(weight: nn.Parameter, values: Tensor) -> None:
-    swap_tensors(weight, nn.Parameter(values, weight.requires_grad))
+class _NoArrays(TorchFunctionMode):
+    """Raises where numpy would read memory that is not there."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
+    ) -> Any:
+        if function is Tensor.numpy and arguments[0].untyped_storage().nbytes() < arguments[0].nbytes:
+            raise CannotDefer("numpy uses the values of a weight")
+        return function(*arguments, **(options or {}))
 
 
 def deferred_init(make_model: Callable[[], nn.Module]) -> tuple[nn.Module, DeferredInit]:
@@ -159,7 +171,7 @@ def deferred_init(make_model: Callable[[], nn.Module]) -> tuple[nn.Module, Defer
     """
     init = DeferredInit()
     try:
-        with init:
+        with _NoArrays(), init:
             model = make_model()
         init.check(model)
         return model, init
