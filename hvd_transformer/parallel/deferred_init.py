@@ -1,30 +1,34 @@
 """Deferred initialization: a model is built without memory, and its weights are filled one after the other.
 
-While `DeferredInit` is active, `torch.empty`, from which torch.nn makes its weights, returns tensors without memory,
-and the in-place operations that fill them are recorded. `materialize` runs these in their order, so that torch's
-generator gives each weight the values that it would have without this:
+While `DeferredInit` is active, `torch.empty`, from which torch.nn makes its weights, returns tensors on the meta
+device, and the in-place operations that fill them are recorded. `materialize` runs these in their order, so that
+torch's generator gives each weight the values that it would have without this:
 
     recorded        a.uniform_()  b.uniform_()  a.normal_()  b.mul_(0.5)
     whole weights   (dropped)     b             b, a         b
     kept                                        piece of a   piece of b
 
-The idea is that of torchdistX's `deferred_init`. Its fake tensors would import torch's compiler, and on the meta device
-some functions of `torch.nn.init` do nothing at all.
+The idea is that of torchdistX's `deferred_init`.
 """
 
 import logging
+import weakref
 from collections.abc import Callable
+from inspect import getattr_static
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import swap_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 log = logging.getLogger("hvd_transformer")
 aten = torch.ops.aten
 
+# How torch calls the getters of a tensor.
+_DEVICE, _IS_META = (getattr_static(Tensor, name).__get__ for name in ("device", "is_meta"))
 # They write all values and read none, so the values before do not matter.
 _FILLS = {aten.uniform_.default, aten.normal_.default, aten.fill_.Scalar, aten.zero_.default}
 # From a weight's name and its whole tensor to what this rank keeps of it.
@@ -50,7 +54,7 @@ class DeferredInit(TorchDispatchMode):
     """The record of one model. Raises `CannotDefer` inside the context for what cannot be repeated later."""
 
     def __init__(self) -> None:
-        self._bases: dict[int, Tensor] = {}  # by storage: what `torch.empty` returned
+        self._bases: dict[int, Tensor] = {}  # on the meta device, by storage: what `torch.empty` returned
         self._calls: list[_Call] = []
 
     @classmethod
@@ -62,20 +66,14 @@ class DeferredInit(TorchDispatchMode):
     ) -> Any:
         options = options or {}
         if function is aten.empty.memory_format and _is_usual(**options):
-            base: Tensor = function(*arguments, **options)
-            base.untyped_storage().resize_(0)  # before any of its memory is touched
+            base: Tensor = function(*arguments, **{**options, "device": torch.device("meta")})
             self._bases[_storage(base)] = base
             return base
         tensors = [leaf for leaf in tree_leaves((arguments, options)) if isinstance(leaf, Tensor)]
         if any(map(self._is_deferred, tensors)):
             if not function.is_view:
                 return self._record(function, tensors, arguments, options)
-            memory = tensors[0].untyped_storage()
-            memory.resize_(self._bases[_storage(tensors[0])].nbytes)  # torch checks that a view lies within it
-            view = function(*arguments, **options)
-            memory.resize_(0)
-            return view
-        if torch.Tag.nondeterministic_seeded in function.tags:
+        elif torch.Tag.nondeterministic_seeded in function.tags:
             raise CannotDefer(f"{function} draws between the weights")
         return function(*arguments, **options)
 
@@ -89,10 +87,10 @@ class DeferredInit(TorchDispatchMode):
         storage = _storage(target)
         fills = function in _FILLS and target.nbytes == self._bases[storage].nbytes
         self._calls.append(_Call(function, storage, view, arguments[1:], options, fills))
-        return target
+        return target  # without a call: torch's functions for the meta device take long to import
 
     def _is_deferred(self, tensor: Tensor) -> bool:
-        return _storage(tensor) in self._bases
+        return tensor.is_meta and _storage(tensor) in self._bases
 
     def check(self, model: nn.Module) -> None:
         """Raise `CannotDefer` if the model has other tensors without values than parameters of their own."""
@@ -101,7 +99,9 @@ class DeferredInit(TorchDispatchMode):
                 if isinstance(value, Tensor) and self._is_deferred(value):
                     raise CannotDefer(f"{type(module).__name__}.{name} is not a parameter")
         for name, weight in model.named_parameters():
-            if self._is_deferred(weight) and weight.shape != self._bases[_storage(weight)].shape:
+            if self._is_deferred(weight) and (
+                weight.shape != self._bases[_storage(weight)].shape or weakref.getweakrefcount(weight)
+            ):
                 raise CannotDefer(f"{name} is not a tensor of its own")
 
     @torch.no_grad()
@@ -128,10 +128,10 @@ class DeferredInit(TorchDispatchMode):
                     wholes[call.storage] = whole
             elif call.storage in deferred:  # else it was replaced, as by a tied weight
                 name, weight = deferred.pop(call.storage)
-                weight.data = keep(name, whole)
+                _fill(weight, keep(name, whole))
         for name, weight in deferred.values():
             zeros = torch.zeros((), dtype=weight.dtype).expand(weight.shape)  # without memory for each
-            weight.data = keep(name, zeros).contiguous()
+            _fill(weight, keep(name, zeros).contiguous())
 
     def _following(self) -> list[_Call | None]:
         """For each call the next one on the same tensor."""
@@ -153,15 +153,20 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-class _NoArrays(TorchFunctionMode):
-    """Raises where numpy would read memory that is not there."""
+def _fill(weight: nn.Parameter, values: Tensor) -> None:
+    swap_tensors(weight, nn.Parameter(values, weight.requires_grad))
+
+
+class _SeemsOnCpu(TorchFunctionMode):
+    """Lets no one see the meta device: on it, functions of `torch.nn.init` do nothing at all."""
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
     ) -> Any:
-        if function is Tensor.numpy and arguments[0].untyped_storage().nbytes() < arguments[0].nbytes:
-            raise CannotDefer("numpy uses the values of a weight")
-        return function(*arguments, **(options or {}))
+        result = function(*arguments, **(options or {}))
+        if function == _IS_META:
+            return False
+        return torch.device("cpu") if function == _DEVICE and result.type == "meta" else result
 
 
 def deferred_init(make_model: Callable[[], nn.Module]) -> tuple[nn.Module, DeferredInit]:
@@ -171,7 +176,7 @@ def deferred_init(make_model: Callable[[], nn.Module]) -> tuple[nn.Module, Defer
     """
     init = DeferredInit()
     try:
-        with _NoArrays(), init:
+        with _SeemsOnCpu(), init:
             model = make_model()
         init.check(model)
         return model, init

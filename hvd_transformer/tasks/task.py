@@ -112,7 +112,7 @@ class Task(ABC):
     def make_model(self) -> nn.Module:
         """The whole model with its initial weights, on the CPU, in the default dtype, from torch's global generator.
 
-        It is called while weights from `torch.empty` have no memory yet (`parallel.deferred_init`), so that a rank of a
+        It is called while weights from `torch.empty` have no values yet (`parallel.deferred_init`), so that a rank of a
         tensor group never holds the whole model. A model that uses their values while it is built is built again.
         """
         raise NotImplementedError(f"{type(self).__name__} has no `make_model`")
