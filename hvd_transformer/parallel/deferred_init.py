@@ -13,6 +13,7 @@ The idea is that of torchdistX's `deferred_init`.
 
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from inspect import getattr_static
 from typing import Any, NamedTuple
@@ -98,11 +99,14 @@ class DeferredInit(TorchDispatchMode):
             for name, value in [*module._buffers.items(), *vars(module).items()]:
                 if isinstance(value, Tensor) and self._is_deferred(value):
                     raise CannotDefer(f"{type(module).__name__}.{name} is not a parameter")
-        for name, weight in model.named_parameters():
-            if self._is_deferred(weight) and (
-                weight.shape != self._bases[_storage(weight)].shape or weakref.getweakrefcount(weight)
-            ):
-                raise CannotDefer(f"{name} is not a tensor of its own")
+        deferred = {name: weight for name, weight in model.named_parameters() if self._is_deferred(weight)}
+        memories = Counter(map(_storage, deferred.values()))
+        for name, weight in deferred.items():
+            base = self._bases[_storage(weight)]
+            if weight.shape != base.shape or memories[_storage(weight)] > 1:
+                raise CannotDefer(f"{name} shares its memory")
+            if weakref.getweakrefcount(weight):
+                raise CannotDefer(f"{name} has weak references, which torch does not move")
 
     @torch.no_grad()
     def materialize(self, model: nn.Module, keep: Keep, *, draw: bool = True) -> None:
@@ -154,7 +158,9 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _fill(weight: nn.Parameter, values: Tensor) -> None:
-    swap_tensors(weight, nn.Parameter(values, weight.requires_grad))
+    filled = nn.Parameter(values, weight.requires_grad)
+    vars(filled).update(vars(weight))
+    swap_tensors(weight, filled)
 
 
 class _SeemsOnCpu(TorchFunctionMode):

@@ -127,6 +127,20 @@ def test_few_weights_are_whole_at_a_time() -> None:
         assert own < tracker.take_peak() < own + 1.5 * block
 
 
+def test_weights_that_are_filled_again_are_not_kept_until_then() -> None:
+    def refilled() -> nn.Module:
+        model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(16)))
+        for layer in model:
+            nn.init.normal_(layer.weight)
+        return model
+
+    model, init = deferred_init(refilled)
+    with AllocationTracker() as tracker:
+        init.materialize(model, lambda name, whole: whole[:2].clone())
+        own = sum(weight.nbytes for weight in model.parameters())
+        assert own < tracker.take_peak() <= own + 3 * 16 * 16 * 4
+
+
 def test_weights_that_will_be_loaded_are_not_drawn() -> None:
     model, init = deferred_init(lambda: LanguageModel(V, config()))
     state = torch.get_rng_state()
@@ -152,6 +166,7 @@ class Refilled(nn.Module):
         self.norm = nn.BatchNorm1d(8)
         self.scale = nn.Parameter(torch.ones(8))
         self.frozen = nn.Parameter(torch.empty(3).fill_(2.0), requires_grad=False)
+        self.frozen.note = "kept"
         self.register_buffer("mask", torch.ones(5, 5, device=self.embedding.weight.device).tril())
         self.table = torch.arange(5.0)
         self.output = nn.Linear(8, V)
@@ -183,7 +198,7 @@ def test_a_model_of_torchs_layers_is_deferred() -> None:
     found = everything(model)
     for name, values in everything(whole).items():
         assert torch.equal(found[name], values), name
-    assert not model.frozen.requires_grad
+    assert not model.frozen.requires_grad and model.frozen.note == "kept"
 
 
 class DrawnAtOnce(nn.Module):
@@ -256,8 +271,17 @@ class Slices(nn.Module):
         self.first, self.second = nn.Parameter(both[0]), nn.Parameter(both[1])
 
 
+class Alias(nn.Module):
+    """Two parameters with the same values, which no module ties."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.again = nn.Parameter(self.layer.weight.data)
+
+
 @pytest.mark.parametrize(
-    "kind", [DrawnAtOnce, Reader, Array, Copied, Hidden, Orthogonal, Slices, Truncated, partial(nn.LSTM, 3, 4)]
+    "kind", [Alias, DrawnAtOnce, Reader, Array, Copied, Hidden, Orthogonal, Slices, Truncated, partial(nn.LSTM, 3, 4)]
 )
 def test_a_model_that_cannot_be_deferred_is_built_as_usual(
     kind: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
