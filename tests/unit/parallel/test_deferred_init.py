@@ -220,6 +220,15 @@ class Reader(nn.Module):
         self.last.weight.data.copy_(self.first.weight * 2)
 
 
+class Filled(nn.Module):
+    """It fills a weight from another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(3, 4)
+        self.last.weight.data.copy_(self.first.weight.data)
+
+
 class Array(nn.Module):
     """It reads a weight as an array."""
 
@@ -281,7 +290,8 @@ class Alias(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "kind", [Alias, DrawnAtOnce, Reader, Array, Copied, Hidden, Orthogonal, Slices, Truncated, partial(nn.LSTM, 3, 4)]
+    "kind",
+    [Alias, DrawnAtOnce, Reader, Array, Copied, Filled, Hidden, Orthogonal, Slices, Truncated, partial(nn.LSTM, 3, 4)],
 )
 def test_a_model_that_cannot_be_deferred_is_built_as_usual(
     kind: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
