@@ -11,7 +11,6 @@ from hvd_transformer.data.sampler import Replica
 from hvd_transformer.data.tokenizers import CharTokenizer
 from hvd_transformer.gradients.buffers import WHOLE
 from hvd_transformer.parallel.mesh import ParallelMesh
-from hvd_transformer.parallel.precision import weight_dtype
 from hvd_transformer.tasks.language_model_task import LanguageModelTask
 from hvd_transformer.training.state import TrainState
 from hvd_transformer.training.trainer import Trainer
@@ -59,12 +58,7 @@ def trainer(
     """The job's trainer, its weights by the seed, on one of the world's ranks."""
     world = world or World()
     data = SimpleNamespace(tokenizer=TOKENIZER, splits=SPLITS)
-    torch.manual_seed(config.seed)
-    torch.set_default_dtype(weight_dtype(config.training.precision))
-    try:
-        task = LanguageModelTask(config, data, Replica(replica, world.size))
-    finally:
-        torch.set_default_dtype(torch.float32)
+    task = LanguageModelTask(config, data, Replica(replica, world.size))
     layout = ParallelMesh(
         dp=world.size,
         tp=1,

@@ -81,10 +81,11 @@ class GradBuffer:
         length = -(-position // (shard.count * step)) * step if shard.count > 1 else position
         self.own = slice(shard.index * length, (shard.index + 1) * length)
         self.parameters = torch.zeros(shard.count * length, dtype=first.dtype, device=first.device)
-        self.gradients = torch.zeros_like(self.own_parameters if shard.gradients else self.parameters)
         for slot in self.slots:
             slot.view(self.parameters).copy_(slot.parameter.data)
             slot.parameter.data = slot.view(self.parameters)
+        # After the copies, so that the memory of the weights that were copied can be used again.
+        self.gradients = torch.zeros_like(self.own_parameters if shard.gradients else self.parameters)
         # The state of one step.
         self.missing = 0  # gradients of the last backward, before the buffer is sent
         self._written: set[str] = set()

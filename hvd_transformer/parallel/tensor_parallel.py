@@ -14,6 +14,7 @@ from hvd_transformer.comm.group import Group
 from hvd_transformer.nn.contracts import TensorGroup, TensorSplit
 from hvd_transformer.nn.dropout import Dropout
 from hvd_transformer.nn.parallel_layers import SplitLayer, split_range
+from hvd_transformer.parallel.deferred_init import DeferredInit
 
 Splits = Mapping[str, TensorSplit]  # by parameter name
 Shapes = Mapping[str, Sequence[int]]  # of the unsplit weights, by parameter name
@@ -30,19 +31,28 @@ def piece(whole: Tensor, split: TensorSplit, index: int, count: int) -> Tensor:
     return own.flatten(dim, dim + 1)
 
 
-def shard_model(model: nn.Module, splits: Splits, index: int, count: int) -> None:
-    """Leave the model rank `index`'s pieces of the weights. Until `set_tensor_groups` layers use these only.
+def shard_model(
+    model: nn.Module, splits: Splits, index: int, count: int, init: DeferredInit | None = None, *, draw: bool = True
+) -> Shapes:
+    """Leave the model rank `index`'s pieces of the weights, of `count`. Returns the shapes of the unsplit weights.
 
-    Parameters stay the same objects, so tied ones stay tied.
+    Weights that `init` has deferred are initialized here, one after the other; without `draw` they are zero. Parameters
+    stay the same objects, so tied ones stay tied. Until `set_tensor_groups`, layers use this rank's pieces only.
     """
     shapes = {name: weight.shape for name, weight in model.named_parameters()}
-    for name, weight in model.named_parameters():
-        if name in splits:
-            weight.data = piece(weight.data, splits[name], index, count).clone(memory_format=torch.contiguous_format)
-    set_tensor_groups(model, splits, shapes, lambda _: LocalTensorGroup(index, count))
-    for module in model.modules():
-        if splits and isinstance(module, Dropout) and module.sharded:
-            module.share = index
+
+    def own(name: str, whole: Tensor) -> Tensor:
+        if count == 1 or name not in splits:
+            return whole
+        return piece(whole, splits[name], index, count).clone(memory_format=torch.contiguous_format)
+
+    (init or DeferredInit()).materialize(model, own, draw=draw)
+    if count > 1:
+        set_tensor_groups(model, splits, shapes, lambda _: LocalTensorGroup(index, count))
+        for module in model.modules():
+            if splits and isinstance(module, Dropout) and module.sharded:
+                module.share = index
+    return shapes
 
 
 class HorovodTensorGroup:

@@ -73,8 +73,7 @@ def fake_model(config: Config, vocab_size: int, num_samples: int) -> Iterator[Fa
         planned = config.model_copy(update={"model": config.model.model_copy(update={"loss_chunk": chunk})})
         model, layers, batch, splits = task_class(config).sketch(planned, vocab_size, num_samples)
         model.train()
-        if config.parallel.tensor > 1:
-            shard_model(model, splits, 0, config.parallel.tensor)
+        shard_model(model, splits, 0, config.parallel.tensor)
         store = WeightGradStore()
         context = partial(layer_context, config.training.precision, torch.device("cpu"), (0,))
         # Weight gradients are in gradient buffers, which are counted apart from activations.

@@ -44,12 +44,12 @@ class ClassificationTask(ExampleTask):
         second_of_two = 1 if len(self.labels) == 2 else None
         self.positive = second_of_two if positive is None else self.labels.index(positive)
         self.num_sums = 1 + len(self.labels) ** 2
-        self.model = self.make_model()
+        self.weights = self.class_weights()
 
     def make_model(self) -> nn.Module:
         config, tokenizer = self.config, self.data.tokenizers[ROLE]
-        smoothing, weights = config.training.label_smoothing, self.class_weights()
-        return Classifier(tokenizer.vocab_size, len(self.labels), config.model, smoothing, weights)
+        smoothing = config.training.label_smoothing
+        return Classifier(tokenizer.vocab_size, len(self.labels), config.model, smoothing, self.weights)
 
     @classmethod
     def prepare(cls, config: Config, context: PrepareContext) -> PreparedExamples:

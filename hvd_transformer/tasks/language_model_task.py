@@ -27,7 +27,6 @@ class LanguageModelTask(Task):
     def __init__(self, config: Config, data: PreparedData, replica: Replica) -> None:
         super().__init__(config, data, replica)
         self.length = config.data.sequence_length
-        self.model = self.make_model()
         self.sampler: StepSampler | ColumnSampler = StepSampler(0, 1, 1, replica)
         self.targets_per_step = 1  # no steps without a training split
         if "train" in data.splits:

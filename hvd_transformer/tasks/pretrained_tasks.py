@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -11,6 +12,7 @@ from hvd_transformer.data.prepare_examples import TrainedVocabulary, prepare_exa
 from hvd_transformer.data.prepare_text import prepare_corpus
 from hvd_transformer.data.prepared import PreparedData, PreparedExamples
 from hvd_transformer.data.pretrained_tokenizer import PretrainedTokenizer
+from hvd_transformer.data.sampler import Replica
 from hvd_transformer.data.text_corpus import open_corpus
 from hvd_transformer.errors import UserError
 from hvd_transformer.huggingface import origin
@@ -32,6 +34,10 @@ def folder_of(config: Config) -> Path:
 
 class PretrainedTask(Task):
     """Common to both kinds of fine-tuning: the model is a single layer, whose parameters keep their names."""
+
+    def __init__(self, config: Config, data: Any, replica: Replica) -> None:
+        super().__init__(config, data, replica)
+        self.model = self.make_model()  # at once: its weights come from the folder
 
     @classmethod
     def layer_names(cls, config: Config) -> list[str]:
@@ -78,7 +84,7 @@ class PretrainedClassificationTask(PretrainedTask, ClassificationTask):
         model, self.new = pretrained.load_classifier(folder, self.labels, tokenizer.pad)
         pretrained.check_fits(model, folder, tokenizer.vocab_size, self.config.data.sequence_length)
         self.logits = pretrained.ClassLogits(model)
-        self.smoothing, self.weights = self.config.training.label_smoothing, self.class_weights()
+        self.smoothing = self.config.training.label_smoothing
         return model
 
     def describe(self) -> str:

@@ -6,6 +6,7 @@ A user-defined task is a subclass of `Task`, or of `ExampleTask` for samples tha
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -74,15 +75,10 @@ class ModelSketch(NamedTuple):
 
 
 class Task(ABC):
-    """One kind of model and its data, as one replica sees it.
-
-    The model is created on the default device, in the default dtype, from torch's global generator, so that it is the
-    same on every rank.
-    """
+    """One kind of model and its data, as one replica sees it."""
 
     unit: ClassVar[str] = "tokens"  # the unit of `num_targets`
 
-    model: nn.Module
     sampler: Sampler
     targets_per_step: int
     """Targets of a full step over all replicas. Losses are divided by it before backward, which keeps the sums of
@@ -113,6 +109,19 @@ class Task(ABC):
                 f"data.source={config.data.source}: is not the data that the checkpoint was trained on; was it changed?"
             )
         return data
+
+    def make_model(self) -> nn.Module:
+        """The whole model with its initial weights, on the CPU, in the default dtype, from torch's global generator.
+
+        It is called while weights from `torch.empty` have no values yet (`parallel.deferred_init`), so that a rank of a
+        tensor group never holds the whole model. A model that uses their values while it is built is built again.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no `make_model`")
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """Made at first use. A class may also set it in `__init__`; then it is whole on every rank at first."""
+        return self.make_model()
 
     @abstractmethod
     def describe(self) -> str:

@@ -12,7 +12,6 @@ from hvd_transformer.data.parallel_text import PairFiles
 from hvd_transformer.data.prepare_examples import TrainedVocabulary, prepare_examples
 from hvd_transformer.data.prepared import PreparedExamples, tokenizer_prefix
 from hvd_transformer.data.published import PAIRS, source_path
-from hvd_transformer.data.sampler import Replica
 from hvd_transformer.data.splits import ExampleSource
 from hvd_transformer.data.tokenizers import BEGIN, END, PAD, Tokenizer
 from hvd_transformer.inference.predict import padded, translate
@@ -30,10 +29,9 @@ class TranslationTask(ExampleTask):
     model: EncoderDecoder
     data: PreparedExamples
 
-    def __init__(self, config: Config, data: PreparedExamples, replica: Replica) -> None:
-        super().__init__(config, data, replica)
-        source, target = (data.tokenizers[role].vocab_size for role in ROLES)
-        self.model = EncoderDecoder(source, target, config.model, config.training.label_smoothing)
+    def make_model(self) -> EncoderDecoder:
+        source, target = (self.data.tokenizers[role].vocab_size for role in ROLES)
+        return EncoderDecoder(source, target, self.config.model, self.config.training.label_smoothing)
 
     @classmethod
     def prepare(cls, config: Config, context: PrepareContext) -> PreparedExamples:

@@ -98,7 +98,7 @@ def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchd
     split = agree(world, lambda: _split(task, request.split, config))
     if path is None:
         agree(world, lambda: _check_unchanged(data, split, saved.state, config))
-    trainer = Trainer(config, world, mesh, task, TrainState())
+    trainer = Trainer(config, world, mesh, task, TrainState(), draw=False)
     heartbeat.timeline = trainer.engine.timeline
     snapshot.restore_weights(trainer.engine, saved.folder if world.rank == 0 else None)
     compile_layers(config, task)

@@ -1,5 +1,8 @@
 """What training and evaluation share at the start, the same on every rank: data, task, compiled layers."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from hvd_transformer.comm.process_map import process_map
@@ -9,8 +12,10 @@ from hvd_transformer.config.schema import flatten
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.errors import UserError
 from hvd_transformer.monitoring.heartbeat import Heartbeat
+from hvd_transformer.parallel.deferred_init import deferred_init
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.parallel.precision import weight_dtype
+from hvd_transformer.parallel.tensor_parallel import Shapes, shard_model
 from hvd_transformer.reporting.progress import Silent
 from hvd_transformer.tasks.registry import task_class
 from hvd_transformer.tasks.task import Data, EvaluationSpec, PrepareContext, Task
@@ -58,14 +63,31 @@ def _raise_first(message: str | None, world: World) -> None:
         raise UserError(found[1])
 
 
-def make_task(config: Config, data: Data, mesh: ParallelMesh) -> Task:
-    """The task with its model, whose weights depend on the seed only: the same on every rank."""
+@contextmanager
+def initial_weights(config: Config) -> Iterator[None]:
+    """Modules made inside get the dtype of the job, and weights that depend on the seed only."""
     torch.manual_seed(config.seed)
     torch.set_default_dtype(weight_dtype(config.training.precision))
     try:
-        return task_class(config)(config, data, Replica(mesh.dp_rank, mesh.dp))
+        yield
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def make_task(config: Config, data: Data, mesh: ParallelMesh) -> Task:
+    """The task as this rank's replica sees it, without its model unless it makes that at once."""
+    with initial_weights(config):
+        return task_class(config)(config, data, Replica(mesh.dp_rank, mesh.dp))
+
+
+def build_model(config: Config, task: Task, mesh: ParallelMesh, *, draw: bool = True) -> Shapes:
+    """Build this rank's part of the task's model. Returns the shapes of the unsplit weights.
+
+    The weights are the same on any number of ranks; without `draw` they are zero, to be loaded.
+    """
+    with initial_weights(config):
+        model, init = deferred_init(lambda: task.model)
+        return shard_model(model, task.cuts, mesh.tp_rank, mesh.tp, init, draw=draw)
 
 
 def compile_layers(config: Config, task: Task) -> None:

@@ -97,7 +97,7 @@ def _assemble(
     state = TrainState() if saved is None else TrainState.load(saved["position"])
     state.choose_best_by(config.training.best_metric)
     task = agree(world, lambda: _make_task(config, data, mesh))
-    trainer = Trainer(config, world, mesh, task, state)
+    trainer = Trainer(config, world, mesh, task, state, draw=saved is None)
     if saved is None:
         broadcast_parameters(trainer.engine.buffers, mesh.dp_group)
     else:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hvd_transformer.checkpoint import snapshot
 from hvd_transformer.checkpoint.store import Snapshot
-from hvd_transformer.comm.world import World
+from hvd_transformer.comm.world import World, agree
 from hvd_transformer.config.batch_size import rate_replicas
 from hvd_transformer.config.schema import Config, flatten
 from hvd_transformer.data.sampler import StepPlan
@@ -30,10 +30,10 @@ from hvd_transformer.nn.contracts import MicroBatch
 from hvd_transformer.parallel.engine import Engine
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.parallel.precision import LossScaler
-from hvd_transformer.parallel.tensor_parallel import shard_model
 from hvd_transformer.planning.partition import choose_partition
 from hvd_transformer.tasks.metrics import Evaluation, evaluate
 from hvd_transformer.tasks.task import Batch, Task, split_batch
+from hvd_transformer.training.job_setup import build_model
 from hvd_transformer.training.lr_schedule import learning_rate
 from hvd_transformer.training.state import NO_WISHES, StepResult, StepTotals, TrainState, Wishes
 
@@ -91,14 +91,16 @@ class StepStats:
 
 
 class Trainer:
-    """A job's model, optimizer and state, and what a step and an evaluation do to them."""
+    """A job's model, optimizer and state, and what a step and an evaluation do to them.
 
-    def __init__(self, config: Config, world: World, mesh: ParallelMesh, task: Task, state: TrainState) -> None:
+    Without `draw` the weights are zero until `restore`.
+    """
+
+    def __init__(
+        self, config: Config, world: World, mesh: ParallelMesh, task: Task, state: TrainState, *, draw: bool = True
+    ) -> None:
         self.config, self.world, self.mesh, self.task, self.state = config, world, mesh, task, state
-        shapes = {name: weight.shape for name, weight in task.model.named_parameters()}
-        splits = task.cuts
-        if mesh.tp > 1:
-            shard_model(task.model, splits, mesh.tp_rank, mesh.tp)
+        shapes = agree(world, lambda: build_model(config, task, mesh, draw=draw))
         self.engine = Engine(
             config,
             world,
@@ -106,7 +108,7 @@ class Trainer:
             task.model,
             task.layers,
             partition=choose_partition(config, task, mesh, world),
-            splits=splits,
+            splits=task.cuts,
             shapes=shapes,
             num_tokens=task.targets_per_step,
         )

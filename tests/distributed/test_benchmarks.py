@@ -57,6 +57,17 @@ def test_memory_of_a_shared_optimizer_is_what_the_plan_says(tmp_path):
     assert shared["peak"] < 0.8 * whole["peak"]
 
 
+def test_a_rank_that_builds_its_part_of_a_model_needs_little_more(tmp_path):
+    pytest.importorskip("horovod", reason="needs Horovod")
+    # More optimizer state than this would hide a model that was whole for a while.
+    words = ["parallel.tensor=4", "parallel.vocab_parallel=true", "optimizer.name=sgd", "optimizer.momentum=0.9"]
+    text = bench("model_memory", "--ranks", 4, "--json", tmp_path / "figures.json", *words)
+    assert "at most 15% above own: met" in text
+    figures = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
+    # A quarter of 201,332,736 weights, gradients and momenta of 4 bytes; norms and some biases are on every rank.
+    assert [own["own"] for own in figures] == pytest.approx([3 * 201_332_736] * 4, rel=0.01)
+
+
 def test_the_loss_in_chunks_is_the_same_and_takes_less(tmp_path):
     bench("loss_memory", "--tokens", 1024, "--vocabulary", 8000, "--width", 32, "--json", tmp_path / "figures.json")
     figures = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))

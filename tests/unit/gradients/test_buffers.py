@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hvd_transformer.gradients.buffers import make_grad_buffers
+from hvd_transformer.planning.pass_memory import AllocationTracker
 
 FORMATS = [torch.float32, torch.float64, torch.bfloat16]
 
@@ -133,3 +134,13 @@ def test_the_picture_of_the_first_line() -> None:
     parameters = {f"{kind}{i}": nn.Parameter(torch.full([1], float(i))) for i in (5, 6, 7) for kind in ("w", "b")}
     (bucket,) = make_grad_buffers(parameters, {"b5", "b6", "b7"}, 2**20)
     assert [slot.name for slot in bucket.slots] == ["w7", "w6", "w5", "b7", "b6", "b5"]
+
+
+def test_the_weights_exist_twice_only_while_there_are_no_gradients() -> None:
+    """One buffer for all: the weights and their copy, then the copy and the gradients."""
+    with AllocationTracker() as tracker:
+        parameters = {str(number): nn.Parameter(torch.ones(64, 16)) for number in range(8)}
+        weights = sum(parameter.nbytes for parameter in parameters.values())
+        (buffer,) = make_grad_buffers(parameters, set(), 2**30)
+        assert buffer.parameters.nbytes == weights
+        assert tracker.take_peak() == tracker.now == 2 * weights

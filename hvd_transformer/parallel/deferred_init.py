@@ -1,0 +1,191 @@
+"""Deferred initialization: a model is built without memory, and its weights are filled one after the other.
+
+While `DeferredInit` is active, `torch.empty`, from which torch.nn makes its weights, returns tensors on the meta
+device, and the in-place operations that fill them are recorded. `materialize` runs these in their order, so that
+torch's generator gives each weight the values that it would have without this:
+
+    recorded        a.uniform_()  b.uniform_()  a.normal_()  b.mul_(0.5)
+    whole weights   (dropped)     b             b, a         b
+    kept                                        piece of a   piece of b
+
+The idea is that of torchdistX's `deferred_init`.
+"""
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from inspect import getattr_static
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import swap_tensors
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+log = logging.getLogger("hvd_transformer")
+aten = torch.ops.aten
+
+# How torch calls the getters of a tensor.
+_DEVICE, _IS_META = (getattr_static(Tensor, name).__get__ for name in ("device", "is_meta"))
+# They write all values and read none, so the values before do not matter.
+_FILLS = {aten.uniform_.default, aten.normal_.default, aten.fill_.Scalar, aten.zero_.default}
+# From a weight's name and its whole tensor to what this rank keeps of it.
+Keep = Callable[[str, Tensor], Tensor]
+
+
+class CannotDefer(RuntimeError):
+    """The model needs values while it is built, or random numbers in an order that cannot be repeated."""
+
+
+class _Call(NamedTuple):
+    """An in-place operation on a view of a deferred tensor, which `storage` identifies."""
+
+    function: Callable[..., object]
+    storage: int
+    view: tuple[torch.Size, tuple[int, ...], int]  # the arguments of `as_strided`
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    fills: bool  # the whole tensor
+
+
+class DeferredInit(TorchDispatchMode):
+    """The record of one model. Raises `CannotDefer` inside the context for what cannot be repeated later."""
+
+    def __init__(self) -> None:
+        self._bases: dict[int, Tensor] = {}  # on the meta device, by storage: what `torch.empty` returned
+        self._calls: list[_Call] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler, which takes seconds
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
+    ) -> Any:
+        options = options or {}
+        if function is aten.empty.memory_format and _is_usual(**options):
+            base: Tensor = function(*arguments, **{**options, "device": torch.device("meta")})
+            self._bases[_storage(base)] = base
+            return base
+        tensors = [leaf for leaf in tree_leaves((arguments, options)) if isinstance(leaf, Tensor)]
+        if any(map(self._is_deferred, tensors)):
+            if not function.is_view:
+                return self._record(function, tensors, arguments, options)
+        elif torch.Tag.nondeterministic_seeded in function.tags:
+            raise CannotDefer(f"{function} draws between the weights")
+        return function(*arguments, **options)
+
+    def _record(
+        self, function: Any, tensors: list[Tensor], arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> Tensor:
+        if not function._schema.is_mutable or len(tensors) != 1 or arguments[0] is not tensors[0]:
+            raise CannotDefer(f"{function} uses the values of a weight")
+        (target,) = tensors
+        view = target.size(), target.stride(), int(target.storage_offset())
+        storage = _storage(target)
+        fills = function in _FILLS and target.nbytes == self._bases[storage].nbytes
+        self._calls.append(_Call(function, storage, view, arguments[1:], options, fills))
+        return target  # without a call: torch's functions for the meta device take long to import
+
+    def _is_deferred(self, tensor: Tensor) -> bool:
+        return tensor.is_meta and _storage(tensor) in self._bases
+
+    def check(self, model: nn.Module) -> None:
+        """Raise `CannotDefer` if the model has other tensors without values than parameters of their own."""
+        for module in model.modules():
+            for name, value in [*module._buffers.items(), *vars(module).items()]:
+                if isinstance(value, Tensor) and self._is_deferred(value):
+                    raise CannotDefer(f"{type(module).__name__}.{name} is not a parameter")
+        deferred = {name: weight for name, weight in model.named_parameters() if self._is_deferred(weight)}
+        memories = Counter(map(_storage, deferred.values()))
+        for name, weight in deferred.items():
+            base = self._bases[_storage(weight)]
+            if weight.shape != base.shape or memories[_storage(weight)] > 1:
+                raise CannotDefer(f"{name} shares its memory")
+            if weakref.getweakrefcount(weight):
+                raise CannotDefer(f"{name} has weak references, which torch does not move")
+
+    @torch.no_grad()
+    def materialize(self, model: nn.Module, keep: Keep, *, draw: bool = True) -> None:
+        """Give each parameter what `keep` returns for its name and its whole initial tensor; tied ones stay tied.
+
+        Few weights exist whole at a time. Without `draw` deferred parameters are zero.
+        """
+        deferred: dict[int, tuple[str, nn.Parameter]] = {}
+        for name, weight in model.named_parameters():
+            if self._is_deferred(weight):
+                deferred[_storage(weight)] = name, weight
+            else:
+                weight.data = keep(name, weight.data)
+        wholes: dict[int, Tensor] = {}
+        for call, following in zip(self._calls, self._following(), strict=True) if draw else ():
+            whole = wholes.pop(call.storage, None)
+            if whole is None:
+                base = self._bases[call.storage]
+                whole = torch.empty(base.shape, dtype=base.dtype)
+            call.function(whole.as_strided(*call.view), *call.arguments, **call.options)
+            if following is not None:
+                if not following.fills:
+                    wholes[call.storage] = whole
+            elif call.storage in deferred:  # else it was replaced, as by a tied weight
+                name, weight = deferred.pop(call.storage)
+                _fill(weight, keep(name, whole))
+        for name, weight in deferred.values():
+            zeros = torch.zeros((), dtype=weight.dtype).expand(weight.shape)  # without memory for each
+            _fill(weight, keep(name, zeros).contiguous())
+
+    def _following(self) -> list[_Call | None]:
+        """For each call the next one on the same tensor."""
+        later: dict[int, _Call] = {}
+        found = []
+        for call in reversed(self._calls):
+            found.append(later.get(call.storage))
+            later[call.storage] = call
+        return found[::-1]
+
+
+def _is_usual(device: torch.device | None = None, memory_format: object = None, **_: object) -> bool:
+    """Whether `torch.empty` with these options makes a contiguous tensor on the CPU."""
+    return memory_format is None and (device is None or device.type == "cpu")
+
+
+def _storage(tensor: Tensor) -> int:
+    """Equal for views of the same memory, also where there is none."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _fill(weight: nn.Parameter, values: Tensor) -> None:
+    filled = nn.Parameter(values, weight.requires_grad)
+    vars(filled).update(vars(weight))
+    swap_tensors(weight, filled)
+
+
+class _SeemsOnCpu(TorchFunctionMode):
+    """Lets no one see the meta device: on it, functions of `torch.nn.init` do nothing at all."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*arguments, **(options or {}))
+        if function == _IS_META:
+            return False
+        return torch.device("cpu") if function == _DEVICE and result.type == "meta" else result
+
+
+def deferred_init(make_model: Callable[[], nn.Module]) -> tuple[nn.Module, DeferredInit]:
+    """A model whose parameters have no values until `materialize`.
+
+    A model that cannot be built so is built as usual: nothing is deferred.
+    """
+    init = DeferredInit()
+    try:
+        with _SeemsOnCpu(), init:
+            model = make_model()
+        init.check(model)
+        return model, init
+    except Exception as error:  # a model that is wrong in itself fails again below
+        log.info("the weights are initialized whole on every rank: %s", error)
+    return make_model(), DeferredInit()
