@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,10 @@ import pytest
 import torch
 from allowed_skips import UnexpectedSkips
 from hosts import Hosts, missing
+from node_agents import folders
+
+from hvd_transformer.launch.connections import HostConnections
+from hvd_transformer.launch.ssh import Ssh
 
 if TYPE_CHECKING:
     from worlds import Worlds
@@ -55,6 +60,35 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def ssh_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands in for ssh: writes its arguments there, then runs the command here, as a server's shell would."""
+    commands, log = tmp_path / "bin", tmp_path / "ssh.log"
+    commands.mkdir()
+    script = f"""#!/bin/sh
+printf '%s ' "$@" | tr '\\n' ' ' >>{log}; echo >>{log}
+for last; do :; done
+case "$*" in
+*refused*) echo 'Permission denied (publickey).' >&2; exit 255;;
+*busy*) [ $(grep -c busy {log}) -gt 2 ] || {{ echo 'kex_exchange_identification: Connection closed' >&2; exit 255; }};;
+*noisy*) head -c 40000000 /dev/zero | tr '\\0' x >&2; echo >&2;;
+*waits*) until [ -e {tmp_path}/go ]; do sleep 0.02; done;;
+esac
+exec sh -c "exec $last"
+"""
+    (commands / "ssh").write_text(script)
+    (commands / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    return log
+
+
+@pytest.fixture
+def connections(ssh_log: Path) -> Iterator[HostConnections]:
+    with closing(HostConnections(Ssh(), dict(os.environ))) as made:
+        yield made
+    assert not folders(made)
 
 
 def rank_environment() -> dict[str, str]:

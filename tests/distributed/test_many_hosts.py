@@ -1,6 +1,6 @@
 """Jobs of many hosts and many ranks: simulated hosts with ranks that only sleep, real hosts and real ranks.
 
-MANY_RANKS=1 also trains on 64 real ranks on 16 hosts, which takes 18 GB of memory.
+MANY_RANKS=1 also trains on 64 real ranks on 16 hosts, which takes 14 GB of memory.
 """
 
 import os
@@ -73,7 +73,7 @@ def test_many_ranks_learn_as_two_do(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.environ.get("MANY_RANKS") != "1", reason="needs MANY_RANKS=1 and 18 GB of memory")
+@pytest.mark.skipif(os.environ.get("MANY_RANKS") != "1", reason="needs MANY_RANKS=1 and 14 GB of memory")
 def test_64_ranks_on_16_hosts_learn_as_two_do(two_ranks: list[float], corpus: Path, tmp_path: Path) -> None:
     if reason := missing():
         pytest.skip(reason)

@@ -1,0 +1,106 @@
+"""One ssh per host: reused, tried again, few at a time; and the folders that agents make there and leave."""
+
+import os
+import shutil
+import signal
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from node_agents import Started, agents_of, connections_opened, folders, ready, wait_until
+
+from hvd_transformer.errors import UserError
+from hvd_transformer.launch import connections as connections_module
+from hvd_transformer.launch import host_connection
+from hvd_transformer.launch.connections import HostConnections
+from hvd_transformer.launch.host_connection import NoConnection
+from hvd_transformer.launch.ssh import Ssh
+
+
+def test_a_host_that_cannot_be_reached_is_named_with_what_ssh_says(connections: HostConnections) -> None:
+    with pytest.raises(UserError, match=r"^host refused.invalid: cannot be used: Permission denied \(publickey\)\.$"):
+        ready(connections, "localhost", "far.invalid", "refused.invalid")
+
+
+def test_one_ssh_per_host_serves_all_starts_of_a_job(connections: HostConnections, ssh_log: Path) -> None:
+    hosts = ["localhost", "far.invalid", "other.invalid"]
+    opened = connections.run(connections.open(hosts, 30.0))
+    for connection in opened.values():
+        assert not isinstance(connection, NoConnection)
+        assert connections.run(connection.ask("exists", path="/tmp")) is True  # as the preflight asks
+    for code in (3, 4):
+        agents = ready(connections, *hosts)
+        assert (agents.num_ended, agents.beats, agents.failures) == (0, {}, [])
+        Started(connections, agents, "gloo", 0, ["sh", "-c", f"exit {code}"])
+        wait_until(lambda agents=agents: agents.num_ended)  # type: ignore[misc]
+        assert [failure.code for failure in agents.close()] == [code]
+    assert connections_opened(ssh_log) == 2
+    assert len(folders(connections)) == 3
+
+
+def test_a_connection_that_sshd_drops_is_tried_again(
+    connections: HostConnections, ssh_log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_connection, "_PAUSES", (0.01, 0.01))
+    ready(connections, "busy.invalid").close()
+    assert connections_opened(ssh_log) == 3
+    monkeypatch.setattr(host_connection, "_PAUSES", (0.01,))
+    ssh_log.unlink()
+    with pytest.raises(UserError, match=r"host busy2.invalid: cannot be used: kex_exchange_identification"):
+        ready(connections, "busy2.invalid")
+    assert connections_opened(ssh_log) == 2
+
+
+def test_only_so_many_connections_start_at_a_time(
+    ssh_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections_module, "_AT_A_TIME", 3)
+    with closing(HostConnections(Ssh(), dict(os.environ))) as connections:
+        hosts = [f"waits{number}.invalid" for number in range(7)]
+
+        def count() -> int:
+            return connections_opened(ssh_log)
+
+        result: list[int] = []
+        thread = threading.Thread(target=lambda: result.append(len(connections.run(connections.open(hosts, 30.0)))))
+        thread.start()
+        wait_until(lambda: count() == 3)
+        time.sleep(0.3)
+        assert count() == 3
+        (tmp_path / "go").touch()
+        thread.join(10)
+        assert (result, count()) == ([7], 7)
+
+
+def test_what_a_killed_agent_left_is_removed_by_the_next_one(ssh_log: Path) -> None:
+    """As after a crash of the host: nothing else would ever remove it."""
+    with (
+        closing(HostConnections(Ssh(), dict(os.environ))) as left,
+        closing(HostConnections(Ssh(), dict(os.environ))) as used,
+    ):
+        gone = ready(left, "far.invalid")
+        ready(used, "far.invalid", "other.invalid")
+        for pid in agents_of(left.folder):
+            os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: gone.lost)
+        assert len(folders(left)) == 1
+        with closing(HostConnections(Ssh(), dict(os.environ))) as new:
+            ready(new, "far.invalid").close()
+            assert (len(folders(left)), len(folders(used)), len(folders(new))) == (0, 2, 1)
+    assert not any(map(folders, (left, used, new)))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+def test_what_another_user_put_beside_it_is_left_alone(connections: HostConnections) -> None:
+    """Opening a named pipe would block forever."""
+    trap = Path(f"/tmp/hvd-transformer-trap-{os.getpid()}")
+    trap.mkdir(mode=0o755)
+    try:
+        os.mkfifo(trap / "agent")
+        os.chown(trap, 54321, 54321)
+        ready(connections, "far.invalid").close()
+        assert (trap / "agent").exists()
+    finally:
+        shutil.rmtree(trap)
