@@ -45,7 +45,7 @@ def double() -> Iterator[None]:
 
 
 def near(found: Tensor, wanted: Tensor) -> None:
-    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
 
 
 def join(pieces: list[Tensor], split: tuple[int, int]) -> Tensor:
