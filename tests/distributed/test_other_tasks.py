@@ -90,9 +90,10 @@ def make_task(config: Config) -> ExampleTask:
     torch.set_default_dtype(torch.float64)
     try:
         task = kind(config, data, Replica(0, 1))
+        assert isinstance(task, ExampleTask)
+        assert next(task.model.parameters()).dtype == torch.float64  # made at first use
     finally:
         torch.set_default_dtype(torch.float32)
-    assert isinstance(task, ExampleTask)
     return task
 
 
