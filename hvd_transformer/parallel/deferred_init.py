@@ -14,7 +14,7 @@ The idea is that of torchdistX's `deferred_init`.
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from inspect import getattr_static
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ aten = torch.ops.aten
 _DEVICE, _IS_META = (getattr_static(Tensor, name).__get__ for name in ("device", "is_meta"))
 # They write all values and read none, so the values before do not matter.
 _FILLS = {aten.uniform_.default, aten.normal_.default, aten.fill_.Scalar, aten.zero_.default}
-# From a weight's name and its whole tensor to what this rank keeps of it.
+# From a weight's name and its whole tensor to a view of what this rank keeps of it.
 Keep = Callable[[str, Tensor], Tensor]
 
 
@@ -49,6 +49,9 @@ class _Call(NamedTuple):
     arguments: tuple[Any, ...]
     options: dict[str, Any]
     fills: bool  # the whole tensor
+
+    def run(self, whole: Tensor) -> None:
+        self.function(whole.as_strided(*self.view), *self.arguments, **self.options)
 
 
 class DeferredInit(TorchDispatchMode):
@@ -118,24 +121,31 @@ class DeferredInit(TorchDispatchMode):
         for name, weight in model.named_parameters():
             if self._is_deferred(weight):
                 deferred[_storage(weight)] = name, weight
-            else:
-                weight.data = keep(name, weight.data)
+            elif (own := keep(name, weight.data)).shape != weight.shape:
+                weight.data = own.clone(memory_format=torch.contiguous_format)
+        # All at once, before the short-lived whole tensors: between these they would spread over the heap.
+        for name, weight in deferred.values():
+            shape = keep(name, torch.zeros(()).expand(weight.shape)).shape
+            _fill(weight, (torch.empty if draw else torch.zeros)(shape, dtype=weight.dtype))
+        if draw:
+            self._draw(deferred, keep)
+
+    def _draw(self, deferred: Mapping[int, tuple[str, nn.Parameter]], keep: Keep) -> None:
         wholes: dict[int, Tensor] = {}
-        for call, following in zip(self._calls, self._following(), strict=True) if draw else ():
+        for call, following in zip(self._calls, self._following(), strict=True):
+            base = self._bases[call.storage]
+            name, weight = deferred.get(call.storage, ("", None))  # None: replaced, as by a tied weight
+            if weight is not None and weight.shape == base.shape:
+                call.run(weight.data)
+                continue
             whole = wholes.pop(call.storage, None)
             if whole is None:
-                base = self._bases[call.storage]
                 whole = torch.empty(base.shape, dtype=base.dtype)
-            call.function(whole.as_strided(*call.view), *call.arguments, **call.options)
-            if following is not None:
-                if not following.fills:
-                    wholes[call.storage] = whole
-            elif call.storage in deferred:  # else it was replaced, as by a tied weight
-                name, weight = deferred.pop(call.storage)
-                _fill(weight, keep(name, whole))
-        for name, weight in deferred.values():
-            zeros = torch.zeros((), dtype=weight.dtype).expand(weight.shape)  # without memory for each
-            _fill(weight, keep(name, zeros).contiguous())
+            call.run(whole)
+            if following is None and weight is not None:
+                weight.copy_(keep(name, whole))
+            elif following is not None and not following.fills:
+                wholes[call.storage] = whole
 
     def _following(self) -> list[_Call | None]:
         """For each call the next one on the same tensor."""

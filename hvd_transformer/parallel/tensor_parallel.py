@@ -42,9 +42,7 @@ def shard_model(
     shapes = {name: weight.shape for name, weight in model.named_parameters()}
 
     def own(name: str, whole: Tensor) -> Tensor:
-        if count == 1 or name not in splits:
-            return whole
-        return piece(whole, splits[name], index, count).clone(memory_format=torch.contiguous_format)
+        return piece(whole, splits[name], index, count) if name in splits and count > 1 else whole
 
     (init or DeferredInit()).materialize(model, own, draw=draw)
     if count > 1:
