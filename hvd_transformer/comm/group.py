@@ -120,6 +120,28 @@ class Group:
             self._start(hvd.broadcast_async_, tensor, name, root_rank=self.ranks[root])()
         return tensor
 
+    def all_to_all(self, tensor: Tensor, counts: Sequence[int], name: str) -> Tensor:
+        """Send `counts[rank]` elements of a contiguous 1-D tensor to each rank, in rank order.
+
+        Returns what all ranks sent to this one, in rank order. Where a count is 0, nothing travels.
+        """
+        hvd = self._horovod
+        if hvd is None:
+            return tensor
+        received: Tensor = self._start(hvd.alltoall_async, tensor, name, splits=torch.tensor(counts, dtype=torch.int32))()[0]
+        return received
+
+    def send(self, tensor: Tensor, source: int, target: int, name: str) -> Tensor:
+        """Send a contiguous 1-D tensor of rank `source` to rank `target`, which returns it; the others get an empty one.
+
+        Horovod has no point-to-point messages, so all ranks call this, with a tensor of the same dtype; only `source`
+        sends its contents.
+        """
+        counts = [0] * self.size
+        if self.rank == source:
+            counts[target] = tensor.numel()
+        return self.all_to_all(tensor if self.rank == source else tensor[:0], counts, name)
+
     def all_gather_objects(self, value: Any) -> list[Any]:
         """The values of all ranks, in rank order. They travel as JSON: nothing is unpickled."""
         if self._horovod is None:
