@@ -38,15 +38,16 @@ def exchange(
     wanted: Sequence[Sequence[Span]],
     targets: Sequence[TensorShard],
 ) -> None:
-    """Fill `targets`, one for each span that this rank wants, with what the group's ranks hold. Collective.
+    """Fill `targets`, one for each span that this rank wants, with what the other ranks hold. Collective.
 
     `held` says what a rank of the group sends of a tensor (None: nothing), and `wanted` has the spans of every rank;
     both must be the same on all ranks. The spans' pieces are whole tensors.
     """
     limit = EXCHANGE_BYTES // group.size
-    chunks = [list(_chunks(spans, limit)) for spans in wanted]
-    target_of = {id(span): target for span, target in zip(wanted[group.rank], targets, strict=True)}
-    some = next(iter(own.values())).values
+    target_of = {span.piece.name: target for span, target in zip(wanted[group.rank], targets, strict=True)}
+    spread = {name for name in own if any(held(rank, name) is not None for rank in range(group.size))}
+    chunks = [list(_chunks([span for span in spans if span.piece.name in spread], limit)) for spans in wanted]
+    some = next(iter(own.values())).values if own else torch.empty(0)
     for number in range(max(map(len, chunks))):
         due = [of_rank[number] if number < len(of_rank) else [] for of_rank in chunks]
         sent = [
@@ -63,15 +64,12 @@ def exchange(
         for rank in range(group.size):
             for span, first, last in due[group.rank]:
                 has = held(rank, span.piece.name)
-                if has is None:
+                if has is None or rank == group.rank:
                     continue
-                if rank == group.rank:
-                    source = own[span.piece.name]
-                else:
-                    start, count = has.between(first, last)
-                    values, received = _take(received, count, span.piece.dtype)
-                    source = TensorShard(span.piece.shape, has.blocks, start, values)
-                copy_overlap(_part(target_of[id(span)], first, last), source)
+                start, count = has.between(first, last)
+                values, received = _take(received, count, span.piece.dtype)
+                source = TensorShard(span.piece.shape, has.blocks, start, values)
+                copy_overlap(_part(target_of[span.piece.name], first, last), source)
 
 
 def _chunks(spans: Sequence[Span], limit: int) -> Iterator[list[tuple[Span, int, int]]]:

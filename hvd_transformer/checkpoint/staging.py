@@ -17,7 +17,7 @@ from hvd_transformer.checkpoint.layout import Writers
 from hvd_transformer.checkpoint.manifest import RANGE_BYTES
 
 # The interval at which a rank looks whether another one has written, which doubles from the first to the second.
-_POLL_SECONDS = (0.005, 0.5)
+_POLL_SECONDS = (0.005, 0.25)
 # How long it waits if the job is ending because of an error: the other may be gone.
 _LAST_SECONDS = 10.0
 Checksums = dict[str, list[Range]]  # by file
@@ -82,7 +82,7 @@ def _wait(marker: Path, rank: int, ending: Event) -> None:
             limit = min(limit, time.monotonic() + _LAST_SECONDS)
         if time.monotonic() > limit:
             raise OSError(f"rank {rank} has not written its part")
-        ending.wait(pause) if not ending.is_set() else time.sleep(pause)
+        time.sleep(pause)
         pause = min(2 * pause, longest)
 
 
