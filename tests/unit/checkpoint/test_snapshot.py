@@ -147,7 +147,7 @@ def test_other_tokens_and_other_formats_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ("model.d_feedforward=16", "blocks.0.feedforward.output.weight is [8, 12], not [8, 16]"),
+        ("model.d_feedforward=16", "blocks.0.feedforward.input.weight is [12, 8], not [16, 8]"),
         ("model.num_layers=2", "blocks.1.attention.output.bias is in the model but not in the file"),
         ("model.tie_embeddings=false", "head.bias is in the model but not in the file"),
     ],
