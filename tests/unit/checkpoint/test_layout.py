@@ -166,11 +166,10 @@ def save(case: Case, ranks: Sequence[Any], folder: Path, blind: Sequence[int] = 
     sees = [rank not in blind for rank in range(len(ranks))]
     writers = Writers.of(case.hosts, sees)
     ending = Event()
+    assert all(staging.enter(staged, rank) for rank in range(1, len(ranks)) if sees[rank])
 
     def of_rank(engine: Any) -> Path | None:
         rank = current.rank = engine.world.rank
-        if rank and sees[rank]:
-            assert staging.enter(staged, rank)
         taken = capture.capture(engine, 1, {"data_digest": "d"}, {}, False, writers)
         assert rank not in blind or not taken.parts
         if rank == 0:
@@ -274,3 +273,149 @@ def test_no_two_hosts_write_the_same_page_and_every_byte_is_written_once(
     other = Case(case.shapes, case.splits, ("h",) * 2, 2 if seed % 2 else 1, bool(seed % 3), 1000)
     if all(size >= 2 for shape in case.shapes.values() for size in shape):
         load(engines(other, values), path, values)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ranks_that_see_no_folder_send_what_they_hold_and_get_what_they_need(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "EXCHANGE_BYTES", 5000)
+    monkeypatch.setattr(restore, "SEND_BYTES", 1000)
+    case = draw(seed)
+    values = values_of(case, seed)
+    ranks = engines(case, values)
+    blind = [rank for rank, host in enumerate(case.hosts) if host != case.hosts[0]]
+    path = save(case, ranks, tmp_path, blind)
+    assert {file.name for file in path.glob("*.safetensors")} == {MODEL, OPTIMIZER}
+    check(case, path, values)
+    before = [engine.world.received for engine in ranks]
+    monkeypatch.setattr("hvd_transformer.checkpoint.shared_folder.seen_by", lambda world, sees: [
+        rank not in blind for rank in range(world.size)
+    ])  # fmt: skip
+    load(ranks, path, values)
+    for engine, received in zip(ranks, before, strict=True):
+        held = sum(tensor.nbytes for _, tensor in _flats(engine))
+        if engine.world.rank == 0:  # it gets what is asked for alone
+            assert engine.world.received - received < 2000 * (len(case.shapes) + 1) * len(blind) * len(KEYS) + 1
+        else:
+            assert engine.world.received - received <= (held if engine.world.rank in blind else 0)
+
+
+BIG = {"input": (3000, 64), "output": (64, 3000), "norm": (64,), "embedding": (1001, 64)}
+CUT = {"input": (0, 1), "output": (1, 1), "embedding": (0, 1)}
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_ranks_that_hold_the_same_write_equal_parts(zero: bool, tp: int, writes: list[Write], tmp_path: Path) -> None:
+    case = Case(BIG, CUT, ("h",) * 4, tp, zero)
+    values = values_of(case, 1)
+    ranks = engines(case, values)
+    check(case, save(case, ranks, tmp_path), values)
+    sizes = [sum(stop - start for own, _, start, stop in writes if own == rank) for rank in range(4)]
+    total = sum(tensor.nbytes for tensor in values.values())
+    assert max(sizes) <= 1.02 * total / 4 + 4096
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_the_number_of_writes_does_not_grow_with_rows(
+    zero: bool, writes: list[Write], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def count(rows: int) -> int:
+        writes.clear()
+        case = Case({"output": (rows, 30)}, {"output": (1, 1)}, ("h",) * 4, 2, zero)
+        save(case, engines(case, values_of(case, 1)), tmp_path / str(rows))
+        return len(writes)
+
+    assert count(400) == count(40)
+
+
+def test_copies_hold_what_is_written_and_no_more(tmp_path: Path) -> None:
+    for zero in (False, True):
+        case = Case(BIG, CUT, ("a", "a", "b", "b"), 2, zero)
+        ranks = engines(case, values_of(case, 1))
+        total = sum(tensor.nbytes for tensor in values_of(case, 1).values())
+        taken: list[Snapshot] = together(ranks, lambda engine: capture.capture(engine, 1, {}, {}, False))
+        sizes = [sum(block.nbytes for part in own.parts.values() for _, block in part.blocks) for own in taken]
+        assert sum(sizes) == total and max(sizes) <= 0.6 * total
+
+
+def test_the_index_of_the_model_is_the_one_of_hugging_face(tmp_path: Path) -> None:
+    case = Case(BIG, {}, ("a", "b", "c"))
+    values = values_of(case, 1)
+    path = save(case, engines(case, values), tmp_path)
+    index = json.loads((path / f"{MODEL}.index.json").read_text())
+    assert index["metadata"] == {"total_size": sum(values[name].nbytes for name in BIG)}
+    assert index.keys() == {"metadata", "weight_map"} and index["weight_map"].keys() == BIG.keys()
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(path / file)[name], values[name])
+    files = sorted(file.name for file in path.glob("model*.safetensors"))
+    assert files == [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+
+
+def test_an_index_that_lies_is_damage(tmp_path: Path) -> None:
+    case = Case(BIG, CUT, ("a", "b"), 1, zero=True)
+    path = save(case, engines(case, values_of(case, 1)), tmp_path)
+    file = path / f"{OPTIMIZER}.index.json"
+    index = json.loads(file.read_text())
+    for change in ("file", "count", "tensor"):
+        broken = json.loads(json.dumps(index))
+        part = next(iter(broken["pieces"].values()))["parts"][0]
+        part[change] = 5 if change == "count" else "../x" if change == "file" else "other"
+        file.write_text(json.dumps(broken))
+        with pytest.raises(manifest.DamagedCheckpoint):
+            stored = StoredTensors(path, OPTIMIZER)
+            for name in broken["pieces"]:
+                stored.whole(name)
+    file.write_text("{")
+    with pytest.raises(manifest.DamagedCheckpoint, match="damaged"):
+        StoredTensors(path, OPTIMIZER)
+
+
+def test_the_manifest_is_made_without_reading_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(BIG, CUT, ("a", "a"))
+    opened: list[str] = []
+    real = Path.open
+    monkeypatch.setattr(Path, "open", lambda path, mode="r", *rest, **more: (
+        opened.append(path.name) if "r" in mode else None, real(path, mode, *rest, **more)
+    )[1])  # fmt: skip
+    path = save(case, engines(case, values_of(case, 1)), tmp_path)
+    assert not [name for name in opened if name.endswith(".safetensors")]
+    ranges = json.loads((path / manifest.NAME).read_text())["files"][MODEL]["crc32"]
+    assert ranges[-1][0] == (path / MODEL).stat().st_size
+
+
+def test_ranks_verify_different_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte by one of them, and damage anywhere is seen by one."""
+    monkeypatch.setattr(manifest, "RANGE_BYTES", 1000)
+    monkeypatch.setattr(staging, "RANGE_BYTES", 1000)
+    case = Case(BIG, CUT, ("a",) * 5)
+    path = save(case, engines(case, values_of(case, 1)), tmp_path)
+    read: list[Range] = []
+    blocks = manifest._blocks
+    monkeypatch.setattr(manifest, "_blocks", lambda file, start, stop: read.append((file.name, start, stop)) or blocks(
+        file, start, stop
+    ))  # fmt: skip
+    for index in range(3):
+        manifest.verify(path, index, 3)
+    alone = sorted(read)
+    read.clear()
+    manifest.verify(path)
+    assert sorted(read) == alone
+    assert sum(stop - start for _, start, stop in alone) == sum(
+        file.stat().st_size for file in path.iterdir() if file.name != manifest.NAME
+    )
+    for place in (0, 300_000, (path / MODEL).stat().st_size - 1):
+        content = bytearray((path / MODEL).read_bytes())
+        content[place] ^= 16
+        (path / MODEL).write_bytes(content)
+        seen = 0
+        for index in range(3):
+            try:
+                manifest.verify(path, index, 3)
+            except manifest.DamagedCheckpoint as error:
+                assert str(error).startswith(f"{path / MODEL}: damaged: ")
+                seen += 1
+        assert seen == 1
+        content[place] ^= 16
+        (path / MODEL).write_bytes(content)
