@@ -20,11 +20,11 @@ def tensors_of(taken: Snapshot) -> dict[str, dict[str, Tensor]]:
     """Of a snapshot that one rank took: by file and name."""
     found: dict[str, dict[str, Tensor]] = {}
     for file, part in taken.parts.items():
-        values = torch.cat([torch.empty(0, dtype=torch.uint8), *(block for _, block in part.blocks)]).split([entry.nbytes for entry in part.entries])
+        values = torch.cat([torch.empty(0, dtype=torch.uint8), *(block for _, block in part.blocks)]).split(
+            [entry.nbytes for entry in part.entries]
+        )
         found[file] = {
             entry.key: value.clone().view(entry.dtype).view(entry.shape)
             for entry, value in zip(part.entries, values, strict=True)
         }
     return found
-
-

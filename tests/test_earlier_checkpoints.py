@@ -30,7 +30,9 @@ def test_a_run_resumes_and_saves_as_now(run: Path) -> None:
     assert "resuming from run/checkpoints/step-00000006" in done.stdout + done.stderr
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in metrics if "lr" in line] == pytest.approx(LOSSES, rel=1e-6)
-    formats = {path.name: json.loads((path / "state.json").read_text())["format"] for path in run.glob("checkpoints/step-*")}
+    formats = {
+        path.name: json.loads((path / "state.json").read_text())["format"] for path in run.glob("checkpoints/step-*")
+    }
     assert formats["step-00000012"] == 3
 
 

@@ -1,17 +1,19 @@
 """Captures an engine's weights and optimizer state: each rank copies what it writes of a checkpoint."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from hvd_transformer.checkpoint import engine_state
-from hvd_transformer.checkpoint.engine_state import Shards, parameter_of
-from hvd_transformer.checkpoint.exchange import exchange
-from hvd_transformer.checkpoint.layout import Files, Piece, SharedFiles, ShardFiles, Span, Writers, index
+from hvd_transformer.checkpoint.engine_state import Shards
+from hvd_transformer.checkpoint.exchange import Held, exchange
+from hvd_transformer.checkpoint.layout import Files, Piece, ShardFiles, SharedFiles, Span, Writers, index
 from hvd_transformer.checkpoint.shards import TensorShard, copy_overlap
 from hvd_transformer.checkpoint.store import FORMAT, MODEL, OPTIMIZER, Snapshot
 from hvd_transformer.checkpoint.tensor_file import FilePart
+from hvd_transformer.comm.group import Group
+from hvd_transformer.comm.world import World
 from hvd_transformer.gradients.optimizer import state_keys
 from hvd_transformer.parallel.engine import Engine
 
@@ -28,19 +30,17 @@ def capture(
 
     `state` goes into state.json, and `texts` are text files by name. Without `writers` every rank sees the folder.
     """
-    world, mesh = engine.world, engine.mesh
+    world = engine.world
     writers = writers or Writers.of(world.hosts, [True] * world.size)
     engine.wait_params()
-    model, optimizer = engine_state.weights(engine), engine_state.optimizer_state(engine)
+    shards = {MODEL: engine_state.weights(engine), OPTIMIZER: engine_state.optimizer_state(engine)}
     files: dict[str, Files] = {
-        MODEL: SharedFiles(_whole(model), writers),
-        OPTIMIZER: _optimizer_files(engine, optimizer, writers),
+        MODEL: SharedFiles(_whole(shards[MODEL]), writers),
+        OPTIMIZER: _optimizer_files(engine, shards[OPTIMIZER], writers),
     }
-    captured = {
-        MODEL: _capture(engine, files[MODEL], model, writers),
-        OPTIMIZER: _capture(engine, files[OPTIMIZER], optimizer, writers, sharded=engine.mesh.zero_shard.count > 1),
-    }
-    host = writers.hosts[engine.world.rank]
+    exchanges = {MODEL: _weight_exchange(engine), OPTIMIZER: _optimizer_exchange(engine, files[OPTIMIZER])}
+    captured = {name: _capture(world, files[name], own, writers, exchanges[name]) for name, own in shards.items()}
+    host = writers.hosts[world.rank]
     return Snapshot(
         step=step,
         parts={writers.file(name, host): part for name, part in captured.items()} if host is not None else {},
@@ -67,25 +67,39 @@ def _optimizer_files(engine: Engine, own: Shards, writers: Writers) -> Files:
     return ShardFiles(engine_state.columns(engine), state_keys(engine.config.optimizer), writers)
 
 
-def _capture(engine: Engine, files: Files, own: Shards, writers: Writers, *, sharded: bool | None = None) -> FilePart:
-    """This rank's part of its host's file; `sharded` is None for the model. Collective."""
-    world, mesh = engine.world, engine.mesh
+class _Exchange(NamedTuple):
+    """The ranks that have to exchange what they hold, and what each holds of a tensor."""
+
+    group: Group
+    held: Callable[[int, str], Held | None]
+
+
+def _weight_exchange(engine: Engine) -> _Exchange | None:
+    mesh = engine.mesh
+    return _Exchange(mesh.tp_group, engine_state.held_by_tensor_group(engine)) if mesh.tp > 1 else None
+
+
+def _optimizer_exchange(engine: Engine, files: Files) -> _Exchange | None:
+    if isinstance(files, ShardFiles):
+        return None
+    found = _weight_exchange(engine)
+    if engine.mesh.zero_shard.count > 1:
+        found = _Exchange(engine.world, engine_state.held_by_world(engine))
+    return found and _Exchange(found.group, lambda rank, name: found.held(rank, engine_state.parameter_of(name)))
+
+
+def _capture(world: World, files: Files, own: Shards, writers: Writers, swap: _Exchange | None) -> FilePart:
+    """This rank's part of its host's file. Collective."""
     spans = files.spans(world.rank)
     part, targets = _allocate(files, spans, writers, world.rank)
     for span, target in zip(spans, targets, strict=True):
         copy_overlap(target, own[span.piece.name])
-    if isinstance(files, SharedFiles) and (sharded or mesh.tp > 1):
-        group = world if sharded else mesh.tp_group
-        held = engine_state.held_by_world(engine) if sharded else engine_state.held_by_tensor_group(engine)
-        wanted = [files.spans(rank) for rank in group.ranks]
-        name_of = (lambda name: name) if sharded is None else parameter_of
-        exchange(group, own, lambda rank, name: held(rank, name_of(name)), wanted, targets)
+    if swap is not None:
+        exchange(swap.group, own, swap.held, [files.spans(rank) for rank in swap.group.ranks], targets)
     return part
 
 
-def _allocate(
-    files: Files, spans: Sequence[Span], writers: Writers, rank: int
-) -> tuple[FilePart, list[TensorShard]]:
+def _allocate(files: Files, spans: Sequence[Span], writers: Writers, rank: int) -> tuple[FilePart, list[TensorShard]]:
     """Memory for what the rank writes: spans that are neighbours in the file are in it, too."""
     host = writers.hosts[rank]
     if host is None:

@@ -19,16 +19,16 @@ EXCHANGE_BYTES = 16 << 20
 
 
 class Held(NamedTuple):
-    """What a rank holds of a tensor: `count` elements of its piece."""
+    """What a rank holds of a tensor: `length` elements of its piece."""
 
     blocks: StridedBlocks
     start: int
-    count: int
+    length: int
 
     def between(self, first: int, last: int) -> tuple[int, int]:
         """Start and number of those in [first, last) of the whole tensor."""
         start = max(self.blocks.before(first), self.start)
-        return start, max(0, min(self.blocks.before(last), self.start + self.count) - start)
+        return start, max(0, min(self.blocks.before(last), self.start + self.length) - start)
 
 
 def exchange(

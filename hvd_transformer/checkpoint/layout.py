@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -231,7 +231,9 @@ def index(name: str, files: Files, writers: Writers) -> dict[str, str]:
 
     As Hugging Face writes it; "pieces" are ours, for tensors that no file has as a whole.
     """
-    weight_map, pieces, total = {}, {}, 0
+    weight_map: dict[str, str] = {}
+    pieces: dict[str, dict[str, Any]] = {}
+    total = 0
     for host in range(len(writers.ranks)):
         file = writers.file(name, host)
         for piece in files.pieces(host):

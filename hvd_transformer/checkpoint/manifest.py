@@ -1,6 +1,9 @@
 """MANIFEST.json: the size and checksums of every file of a checkpoint, to detect damage before loading.
 
-    {"files": {"state.json": {"size": 9, "sha256": "…"}, "model.safetensors": {"size": 70, "crc32": [[64, "…"], [70, "…"]]}}}
+    {"files": {
+        "model.safetensors": {"size": 70, "crc32": [[64, "…"], [70, "…"]]},
+        "state.json": {"size": 9, "sha256": "…"}
+    }}
 
 A file of tensors has a checksum per range, given by its end: the ranks that write it take them while they write, and
 the ranks that load it verify different ones.
@@ -11,7 +14,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from hvd_transformer.checkpoint.crc import Range, merge
 from hvd_transformer.errors import UserError
@@ -22,7 +25,6 @@ SUFFIXES = (".safetensors", ".json")
 RANGE_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
 Verify = Callable[[Path], None]
-Result = TypeVar("Result")
 
 
 class DamagedCheckpoint(UserError):
@@ -48,11 +50,14 @@ def write(folder: Path, ranges: Mapping[str, Sequence[Range]] | None = None) -> 
     """
     files: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.iterdir()):
-        files[path.name] = entry = {"size": path.stat().st_size}
+        entry: dict[str, Any] = {"size": path.stat().st_size}
+        files[path.name] = entry
         if ranges is not None and path.name in ranges:
             joined = merge(ranges[path.name], RANGE_BYTES)
             ends = [0, *(own.stop for own in joined)]
-            assert [own.start for own in joined] == ends[:-1] and ends[-1] == entry["size"], f"{path}: not written whole"
+            assert [own.start for own in joined] == ends[:-1] and ends[-1] == entry["size"], (
+                f"{path}: not written whole"
+            )
             entry["crc32"] = [[own.stop, f"{own.crc:08x}"] for own in joined]
         else:
             entry["sha256"] = _sha256(path, 0, entry["size"])
@@ -89,7 +94,7 @@ def verify(folder: Path, index: int = 0, count: int = 1) -> None:
     for check in _share([check for _, checks in expected.values() for check in checks], index, count):
         if _KINDS[check.kind](check.file, check.start, check.stop) != check.checksum:
             raise DamagedCheckpoint(
-                f"{check.file}: damaged: the checksum of its bytes {check.start} to {check.stop} is not the one in {NAME}"
+                f"{check.file}: damaged: the checksum of bytes {check.start} to {check.stop} is not the one in {NAME}"
             )
 
 

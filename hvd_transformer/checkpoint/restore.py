@@ -88,10 +88,10 @@ def _send(
 
     `shards` are each rank's own, with the same names and dtypes.
     """
-    wanted = [[[name, own.shape, astuple(own.blocks), own.start, own.stop] for name, own in chunk] for chunk in chunks]
-    data = torch.frombuffer(bytearray(json.dumps(wanted).encode()), dtype=torch.uint8)
+    asking = [[[name, own.shape, astuple(own.blocks), own.start, own.stop] for name, own in chunk] for chunk in chunks]
+    data = torch.frombuffer(bytearray(json.dumps(asking).encode()), dtype=torch.uint8)
     asked = world.send(data, rank, 0, "load.wanted")
-    wanted = json.loads(asked.numpy().tobytes()) if world.rank == 0 else []
+    wanted: list[list[Any]] = json.loads(asked.numpy().tobytes()) if world.rank == 0 else []
     for number in range(count):
         flat = torch.empty(0, dtype=torch.uint8)
         if stored is not None and wanted:

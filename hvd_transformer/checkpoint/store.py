@@ -56,7 +56,7 @@ class CheckpointStore:
         self.folder, self.keep_last = folder, keep_last
 
     def begin(self, step: int) -> Path:
-        """Create the staging folder and enter it as rank 0. Raises `OSError` and leaves nothing behind if that fails."""
+        """Create the staging folder and enter it as rank 0. If that raises `OSError`, nothing is left behind."""
         self.folder.mkdir(parents=True, exist_ok=True)
         folder = self.folder / f".saving-{_name(step)}-{uuid4().hex[:12]}"
         folder.mkdir()

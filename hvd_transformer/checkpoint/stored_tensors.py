@@ -22,7 +22,7 @@ class _Part(NamedTuple):
     key: str
     blocks: StridedBlocks | None = None
     start: int = 0
-    count: int = 0
+    length: int = 0
 
 
 class StoredTensors:
@@ -61,7 +61,9 @@ class StoredTensors:
     def whole(self, name: str) -> Tensor:
         """A whole tensor, in memory."""
         shape = self._shape(name)
-        shard = TensorShard(shape, StridedBlocks.of(shape), 0, self._stored(self._parts[name][0]).values.new_empty(prod(shape)))
+        shard = TensorShard(
+            shape, StridedBlocks.of(shape), 0, self._stored(self._parts[name][0]).values.new_empty(prod(shape))
+        )
         self.fill(name, shard)
         return shard.values.view(shape)
 
@@ -70,7 +72,7 @@ class StoredTensors:
 
     def _stored(self, part: _Part) -> StoredTensor:
         found = self._file(part.file).get(part.key)
-        if found is None or part.blocks is not None and found.values.numel() != part.count:
+        if found is None or part.blocks is not None and found.values.numel() != part.length:
             raise DamagedCheckpoint(f"{self._folder / part.file}: not what {self._index.name} says of {part.key}")
         return found
 
@@ -92,7 +94,7 @@ class StoredTensors:
                     )
                     for part in entry["parts"]
                 ]  # fmt: skip
-                if sum(part.count for part in found[name]) != prod(self._shapes[name]):
+                if sum(part.length for part in found[name]) != prod(self._shapes[name]):
                     raise ValueError(f"the parts of {name} do not add up to it")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedCheckpoint(f"{self._index}: damaged: {error}") from None

@@ -128,11 +128,13 @@ class Group:
         hvd = self._horovod
         if hvd is None:
             return tensor
-        received: Tensor = self._start(hvd.alltoall_async, tensor, name, splits=torch.tensor(counts, dtype=torch.int32))()[0]
+        received: Tensor = self._start(
+            hvd.alltoall_async, tensor, name, splits=torch.tensor(counts, dtype=torch.int32)
+        )()[0]
         return received
 
     def send(self, tensor: Tensor, source: int, target: int, name: str) -> Tensor:
-        """Send a contiguous 1-D tensor of rank `source` to rank `target`, which returns it; the others get an empty one.
+        """Send a contiguous 1-D tensor of rank `source` to rank `target`, which returns it; others get an empty one.
 
         Horovod has no point-to-point messages, so all ranks call this, with a tensor of the same dtype; only `source`
         sends its contents.

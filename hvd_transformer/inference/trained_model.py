@@ -31,7 +31,15 @@ from hvd_transformer.models.language_model import LanguageModel
 
 FORMAT = 1  # of exported folders
 
-_EXPORTED = ("model*.safetensors", f"{MODEL}.index.json", "*tokenizer.json", "*vocabulary.json", "*_config.json", "special_tokens_map.json", "*.jinja")
+_EXPORTED = (
+    "model*.safetensors",
+    f"{MODEL}.index.json",
+    "*tokenizer.json",
+    "*vocabulary.json",
+    "*_config.json",
+    "special_tokens_map.json",
+    "*.jinja",
+)
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,7 @@ class RunDirectory:
         self._release: Callable[[], object] | None = None
         self._made: list[Path] = []  # folders that `claim` created, the innermost first
 
-    def claim(
-        self, config: Config, warn: Callable[[str], None], verify: Verify = manifest.verify
-    ) -> Path | None:
+    def claim(self, config: Config, warn: Callable[[str], None], verify: Verify = manifest.verify) -> Path | None:
         """Create the folder or take an earlier run's; returns the checkpoint to resume from, if any.
 
         `begin` or `abandon` follows. Raises `UserError` and changes nothing if the folder is not a run directory,

@@ -1,4 +1,4 @@
-"""Every byte of a checkpoint is written by one rank, each host writes its own files, and any reader finds the tensors."""
+"""Each byte of a checkpoint is written by one rank, each host writes its own files, and any layout reads them."""
 
 import json
 import os
@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from hvd_transformer.checkpoint import capture, exchange, manifest, restore, staging, tensor_file
+from hvd_transformer.checkpoint import capture, exchange, manifest, restore, staging
 from hvd_transformer.checkpoint.crc import Range
 from hvd_transformer.checkpoint.layout import Writers
 from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, CheckpointStore, Snapshot
@@ -199,7 +199,7 @@ def load(ranks: Sequence[Any], folder: Path, values: Mapping[str, Tensor]) -> No
     """Every rank gets its own part of the checkpoint."""
     wanted = [_own(engine) for engine in ranks]
     for engine in ranks:
-        for name, tensor in _flats(engine):
+        for _, tensor in _flats(engine):
             tensor.fill_(torch.nan)
     together(ranks, lambda engine: restore.restore(engine, folder if engine.world.rank == 0 else None, 1))
     for engine, before in zip(ranks, wanted, strict=True):
@@ -225,7 +225,7 @@ def _own(engine: Any) -> dict[str, Tensor]:
 
 
 def draw(seed: int) -> Case:
-    """Shapes, splits, hosts and layout at random: odd sizes, a rank's tensors cut in rows, columns and stacked parts."""
+    """Shapes, splits, hosts and layout at random: odd sizes, cut in rows, columns and stacked parts."""
     rng = random.Random(seed)
     tp = rng.choice([1, 2, 3])
     size = tp * rng.choice([1, 2, 3])

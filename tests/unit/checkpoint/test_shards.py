@@ -29,7 +29,9 @@ def cut(whole: Tensor, split: tuple[int, int] | None, count: int, shards: int) -
         own = (whole if split is None else piece(whole, split, index, count)).flatten()
         length = -(-own.numel() // shards)
         blocks = StridedBlocks.of(whole.shape, split, index, count)
-        found += [TensorShard(tuple(whole.shape), blocks, k * length, own[k * length :][:length]) for k in range(shards)]
+        found += [
+            TensorShard(tuple(whole.shape), blocks, k * length, own[k * length :][:length]) for k in range(shards)
+        ]
     return found
 
 

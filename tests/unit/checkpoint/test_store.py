@@ -19,9 +19,9 @@ from fragments import whole
 from safetensors.torch import load_file
 
 from hvd_transformer.checkpoint import manifest, staging
+from hvd_transformer.checkpoint.layout import Writers
 from hvd_transformer.checkpoint.manifest import DamagedCheckpoint
 from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, CheckpointStore, Snapshot, read_state, resolve
-from hvd_transformer.checkpoint.layout import Writers
 from hvd_transformer.checkpoint.stored_tensors import StoredTensors
 from hvd_transformer.checkpoint.tensor_file import Entry, FilePart
 from hvd_transformer.errors import UserError

@@ -19,7 +19,11 @@ from hvd_transformer.checkpoint.tensor_file import FilePart
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 def test_parts_written_side_by_side_make_the_tensors(dtype: torch.dtype, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
-    wholes = {"matrix": torch.randn(60, 8).to(dtype), "none": torch.empty(0, 3, dtype=dtype), "bias": torch.ones(3).to(dtype)}
+    wholes = {
+        "matrix": torch.randn(60, 8).to(dtype),
+        "none": torch.empty(0, 3, dtype=dtype),
+        "bias": torch.ones(3).to(dtype),
+    }
     alone = whole(wholes)
     ((_, data),) = alone.blocks
     cuts = [0, 100, 101, 700, data.numel()]
