@@ -35,7 +35,7 @@ MODELS = {
             "model.d_feedforward=2112",
         ],
         60,
-        0.02,
+        0.01,
     ),
 }  # fmt: skip
 _WAITED = re.compile(r"training waited ([\d.]+) s")
@@ -47,14 +47,19 @@ class Cost(NamedTuple):
     """Of one run, in seconds."""
 
     wall: float  # from its first logged step to its last
-    waited: float  # of all ranks
-    written: float  # of all ranks' cores
+    waited: list[float]  # by rank
+    written: list[float]  # on a core, by rank
     checkpoints: int
 
     @property
     def share(self) -> float:
         """Of what the cores could have done."""
-        return (self.waited + self.written) / (RANKS * self.wall)
+        return sum(self.waited + self.written) / (RANKS * self.wall)
+
+    def milliseconds(self, rank: int) -> tuple[float, float]:
+        """That a rank waits for a checkpoint, and that its core writes."""
+        waited, written = (1000 * of_ranks[rank] / self.checkpoints for of_ranks in (self.waited, self.written))
+        return waited, written
 
 
 @click.command()
@@ -75,11 +80,13 @@ def main(names: Sequence[str], rounds: int, gloo: bool) -> None:
                 ratios.append(with_them.wall / without.wall)
         share = median(cost.share for cost in costs)
         missed |= share > limit
-        each = [1000 * median(value / cost.checkpoints for cost, value in zip(costs, values, strict=True))
-                for values in ([cost.waited / RANKS for cost in costs], [cost.written for cost in costs])]  # fmt: skip
+        each = [[median(values) for values in zip(*(cost.milliseconds(rank) for cost in costs), strict=True)]
+                for rank in range(RANKS)]  # fmt: skip
         print(
             f"{name}: {100 * share:.2f} % (at most {100 * limit:.0f} %: {'MISSED' if share > limit else 'met'}); "
-            f"a checkpoint: {each[0]:.1f} ms of waiting a rank, {each[1]:.1f} ms of CPU to write; "
+            "a checkpoint, by rank: "
+            + ", ".join(f"{waited:.1f} ms of waiting and {written:.1f} ms of CPU to write" for waited, written in each)
+            + "; "
             f"wall time over none: {median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})",
             flush=True,
         )
@@ -111,8 +118,8 @@ def _run(folder: Path, settings: Sequence[str], steps: int, gloo: bool, every: i
     ]
     return Cost(
         wall=(steps_at[-1] - steps_at[0]).total_seconds(),
-        waited=sum(float(found) for log in logs for found in _WAITED.findall(log)),
-        written=sum(float(found) for log in logs for found in _WRITTEN.findall(log)),
+        waited=[sum(map(float, _WAITED.findall(log))) for log in logs],
+        written=[sum(map(float, _WRITTEN.findall(log))) for log in logs],
         checkpoints=len(_WAITED.findall(logs[0])),
     )
 

@@ -73,13 +73,15 @@ class FakeWorld(World):
     def all_to_all_async(
         self, tensor: Tensor, name: str, splits: Sequence[int] | None = None
     ) -> Callable[[], tuple[Tensor, Sequence[int]]]:
+        """Each of the others sends as much as it gets: with unequal splits, the first rows."""
         assert tensor.is_contiguous()
         self._note(tensor, name)
         sizes = list(splits or [tensor.size(0) // self.size] * self.size)
+        own = tensor.split(sizes)[self.rank]
 
         def wait() -> tuple[Tensor, Sequence[int]]:
             self.events.append(f"wait {name}")
-            return torch.cat([tensor.split(sizes)[self.rank]] * self.size), [sizes[self.rank]] * self.size
+            return torch.cat([own if size == len(own) else tensor[:size] for size in sizes]), sizes
 
         return wait
 

@@ -30,13 +30,16 @@ class Meeting:
 
 
 class ThreadHorovod:
-    """Horovod as rank `rank` sees it. `meetings` is shared by all ranks; `bytes` and `messages` are this rank's."""
+    """Horovod as rank `rank` sees it. `meetings` is shared by all ranks.
+
+    `bytes`, `messages` and `received`, the bytes that other ranks sent in all-to-alls, are this rank's.
+    """
 
     Sum, Min, Max = torch.add, torch.minimum, torch.maximum
 
     def __init__(self, rank: int, size: int, meetings: dict[Any, Meeting], lock: threading.Lock) -> None:
         self.rank, self.size = rank, size
-        self.bytes = self.messages = 0
+        self.bytes = self.messages = self.received = 0
         self._meetings, self._lock = meetings, lock
         self._numbers: Counter[Any] = Counter()
 
@@ -71,7 +74,12 @@ class ThreadHorovod:
         meeting, place, into = handle
         assert meeting.done.wait(WAIT_SECONDS), f"rank {self.rank} waits in vain"
         result = meeting.results[place]
-        self.bytes += result.nbytes if isinstance(result, Tensor) else sum(part.nbytes for part in result)
+        if isinstance(result, Tensor):
+            self.bytes += result.nbytes
+        else:
+            rows, numbers = result
+            self.bytes += rows.nbytes + numbers.nbytes
+            self.received += rows.nbytes
         return result if into is None else into.copy_(result)
 
     def _ranks(self, process_set: Any) -> Sequence[int]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.growth.fit import Point
 from benchmarks.growth.stopwatch import Stopwatch, seconds
-from hvd_transformer.checkpoint import snapshot
+from hvd_transformer.checkpoint.restore import read_checked
 from hvd_transformer.comm.world import World
 from hvd_transformer.config import Config, load
 from hvd_transformer.models.language_model import LanguageModel
@@ -85,7 +85,7 @@ def measure(n: float | None, settings: Sequence[str], num_words: int = WORDS) ->
 
         def of_resumed(session: Session) -> None:
             folder = session.run.store.steps()[-1]
-            state = snapshot.read_checked(folder, session.data_digest, session.world)
+            state = read_checked(folder, session.data_digest, session.world)
             assert state is not None
             found["load"] = [least(lambda: session.trainer.restore(folder, state))]
 

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hvd_transformer.checkpoint import manifest
+from hvd_transformer.checkpoint.manifest import Verify
 from hvd_transformer.checkpoint.store import STATE, read_current_state, resolve
 from hvd_transformer.data.load_tokenizer import load_tokenizer
 from hvd_transformer.data.tokenizers import Tokenizer
@@ -26,14 +28,14 @@ class Checkpoint:
     tokenizers: dict[str, Tokenizer]  # by the prefix of their file names
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
+def read_checkpoint(path: Path, verify: Verify = manifest.verify) -> Checkpoint:
     """Read a checkpoint, or the best (else newest) one of a run directory. Raises `UserError` if there is none."""
     if (path / CONFIG).is_file() and not is_run(path):
         raise UserError(
             f"{path}: a model's folder, which does not say what its data was; evaluate takes the checkpoint or run "
             "directory that it was exported from"
         )
-    folder = resolve(path)
+    folder = resolve(path, verify)
     state = read_current_state(folder)
     prefixes = {
         file.name.removesuffix(name)

@@ -2,14 +2,15 @@
 
 checkpoints/step-00000200/   model.safetensors  optimizer.safetensors  state.json  tokenizer.json  MANIFEST.json
 checkpoints/latest → step-00000200      checkpoints/best → step-00000150
+
+With several hosts, each host has its own files of tensors, and an index says which tensor is where (`layout.py`).
 """
 
 import json
 import os
 import re
 import shutil
-import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
@@ -18,98 +19,85 @@ from typing import Any
 from uuid import uuid4
 
 from hvd_transformer import atomic
-from hvd_transformer.checkpoint import manifest, tensor_file
-from hvd_transformer.checkpoint.manifest import DamagedCheckpoint
-from hvd_transformer.checkpoint.tensor_file import TensorShard
+from hvd_transformer.checkpoint import manifest, staging, tensor_file
+from hvd_transformer.checkpoint.layout import Writers
+from hvd_transformer.checkpoint.manifest import DamagedCheckpoint, Verify
+from hvd_transformer.checkpoint.tensor_file import FilePart
 from hvd_transformer.errors import UserError
 
-FORMAT = 2  # of checkpoints
+# Of checkpoints; 2 has one SHA-256 per file, and one file for the model and one for the optimizer.
+FORMAT, READ_FORMATS = 3, (2, 3)
 _STEP = re.compile(r"step-(\d{8,})")
 _REPLACED = ".replaced-"
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
-# The interval at which rank 0 checks whether the other ranks have written their parts.
-_POLL_SECONDS = 0.05
-# How long rank 0 waits for them if the job is ending because of an error.
-_LAST_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """This rank's part of a checkpoint, in memory."""
+    """What this rank writes of a checkpoint, in memory. Rank 0 writes the JSON and text files."""
 
     step: int
-    tensors: Mapping[str, Mapping[str, TensorShard]]  # by file, then by name
+    parts: Mapping[str, FilePart]  # by file
     state: Mapping[str, Any]  # JSON
     best: bool = False
     texts: Mapping[str, str] = field(default_factory=dict)  # files by name, such as tokenizers
+    indexes: Callable[[], Mapping[str, str]] = dict  # makes more of them
+    writers: Writers = Writers((0,))
 
 
 class CheckpointStore:
     """The `checkpoints` folder of one run.
 
-    Rank 0 calls `begin` and `save`. Between the two, the other ranks that have a part of the tensors write it with
-    `save_part` into the staging folder that `begin` created.
+    Rank 0 calls `begin`, every rank `staging.enter`, and then rank 0 `save` and the others that see the folder
+    `save_part`.
     """
 
     def __init__(self, folder: Path, keep_last: int) -> None:
         self.folder, self.keep_last = folder, keep_last
 
-    def begin(self, snapshot: Snapshot, others: Collection[int] = ()) -> Path:
-        """Create the staging folder, with files of full size for this rank and the `others` to write into.
-
-        Raises `OSError` and leaves nothing behind if that fails.
-        """
+    def begin(self, step: int) -> Path:
+        """Create the staging folder and enter it as rank 0. If that raises `OSError`, nothing is left behind."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        staging = self.folder / f".saving-{_name(snapshot.step)}-{uuid4().hex[:12]}"
-        try:
-            staging.mkdir()
-            for name, shards in snapshot.tensors.items():
-                tensor_file.create(staging / name, shards)
-            for rank in others:
-                _missing_marker(staging, rank).touch()
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise
-        return staging
+        folder = self.folder / f".saving-{_name(step)}-{uuid4().hex[:12]}"
+        folder.mkdir()
+        if not staging.enter(folder, 0):
+            shutil.rmtree(folder, ignore_errors=True)
+            raise OSError(f"{folder}: no file can be made in it")
+        return folder
 
-    def save_part(self, parts: Iterable[Snapshot], staging: Path, rank: int) -> None:
+    def save_part(self, snapshot: Snapshot, folder: Path, rank: int, ending: Event) -> None:
         """Write the part of one of the other ranks. If that raises `OSError`, `save` fails on rank 0."""
-        missing = _missing_marker(staging, rank)
         try:
-            for part in parts:
-                _write_tensors(part, staging)
-            missing.unlink()
+            staging.report(folder, rank, _write_parts(snapshot, folder, rank, ending))
         except BaseException:
-            missing.rename(_failed_marker(staging, rank))  # works on a full disk
+            staging.fail(folder, rank)
             raise
 
-    def save(
-        self, snapshot: Snapshot, staging: Path | None = None, others: Collection[int] = (), ending: Event | None = None
-    ) -> Path:
+    def save(self, snapshot: Snapshot, folder: Path | None = None, ending: Event | None = None) -> Path:
         """Write one checkpoint, whole or not at all. If that raises `OSError`, other checkpoints are unchanged.
 
-        Waits for the parts of the `others`; for a few seconds only once `ending` is set, as they may be gone.
+        Waits for the parts of the other ranks; for a few seconds only once `ending` is set, as they may be gone.
         """
         final = self.folder / _name(snapshot.step)
-        if staging is None:
-            staging = self.begin(snapshot)
+        if folder is None:
+            folder = self.begin(snapshot.step)
         try:
-            _write_tensors(snapshot, staging)
-            _wait_for_parts(others, staging, ending)
-            for name, text in snapshot.texts.items():
-                (staging / name).write_text(text, encoding="utf-8")
-            (staging / STATE).write_text(json.dumps(snapshot.state, indent=1), encoding="utf-8")
-            manifest.write(staging)
-            for path in staging.iterdir():
-                with path.open("rb") as file:
+            checksums = _write_parts(snapshot, folder, 0, ending or Event())
+            (folder / "writing-0").unlink()
+            texts = {**snapshot.texts, **snapshot.indexes(), STATE: json.dumps(snapshot.state, indent=1)}
+            for name, text in texts.items():
+                (folder / name).write_text(text, encoding="utf-8")
+            manifest.write(folder, checksums)
+            for name in (*texts, manifest.NAME):  # each rank has synced what it wrote
+                with (folder / name).open("rb") as file:
                     os.fsync(file.fileno())
-            atomic.sync_folder(staging)
+            atomic.sync_folder(folder)
             if final.exists():  # the same step saved again, with the result of an evaluation
                 final.rename(self.folder / f"{_REPLACED}{final.name}")
-            staging.rename(final)
+            folder.rename(final)
             atomic.sync_folder(self.folder)
         except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
             self._settle_replaced()
             raise
         self._settle_replaced()
@@ -126,7 +114,7 @@ class CheckpointStore:
         found = [(int(match[1]), path) for path in self.folder.iterdir() if (match := _STEP.fullmatch(path.name))]
         return [path for _, path in sorted(found)]
 
-    def newest_whole(self, warn: Callable[[str], None]) -> Path | None:
+    def newest_whole(self, warn: Callable[[str], None], verify: Verify = manifest.verify) -> Path | None:
         """The newest whole checkpoint. Damaged ones are reported to `warn` and renamed, never deleted.
 
         Returns None if there are no checkpoints. Raises `DamagedCheckpoint` if all are damaged.
@@ -135,7 +123,7 @@ class CheckpointStore:
         last: DamagedCheckpoint | None = None
         for path in reversed(self.steps()):
             try:
-                manifest.verify(path)
+                verify(path)
                 return path
             except DamagedCheckpoint as error:
                 last = error
@@ -147,11 +135,11 @@ class CheckpointStore:
             )
         return None
 
-    def best(self) -> Path | None:
+    def best(self, verify: Verify = manifest.verify) -> Path | None:
         """The best checkpoint; None if there is none or it is damaged."""
         path = self.folder / "best"
         try:
-            manifest.verify(path)
+            verify(path)
         except DamagedCheckpoint:
             return None
         return path.resolve()
@@ -192,7 +180,7 @@ class CheckpointStore:
                 shutil.rmtree(trash, ignore_errors=True)
 
 
-def resolve(path: Path) -> Path:
+def resolve(path: Path, verify: Verify = manifest.verify) -> Path:
     """The checkpoint folder that a CHECKPOINT argument names: itself, or the best (else newest) of a run directory.
 
     Raises `UserError` if it does not exist or is damaged.
@@ -203,7 +191,7 @@ def resolve(path: Path) -> Path:
         if not steps:
             raise UserError(f"{path}: the run directory has no checkpoint")
         path = run / "best" if (run / "best").exists() else steps[-1]
-    manifest.verify(path)
+    verify(path)
     return path.resolve()
 
 
@@ -221,49 +209,21 @@ def read_state(folder: Path) -> dict[str, Any]:
 def read_current_state(folder: Path) -> dict[str, Any]:
     """Like `read_state`. Raises `UserError` if this version does not read the checkpoint's format."""
     state = read_state(folder)
-    if state.get("format") != FORMAT:
-        raise UserError(f"{folder}: format {state.get('format')}, but this version reads format {FORMAT}")
+    if state.get("format") not in READ_FORMATS:
+        formats = " and ".join(map(str, READ_FORMATS))
+        raise UserError(f"{folder}: format {state.get('format')}, but this version reads formats {formats}")
     return state
 
 
-def _write_tensors(snapshot: Snapshot, staging: Path) -> None:
-    for name, shards in snapshot.tensors.items():
-        tensor_file.write(staging / name, shards)
+def _write_parts(snapshot: Snapshot, folder: Path, rank: int, ending: Event) -> staging.Checksums:
+    """Write this rank's part; the checksums of it and of the ranks that report to this one."""
+    own = {name: tensor_file.write(folder / name, part) for name, part in snapshot.parts.items()}
+    reported = staging.collect(folder, rank, snapshot.writers, ending)
+    return {name: own.get(name, []) + reported.get(name, []) for name in own.keys() | reported.keys()}
 
 
 def _name(step: int) -> str:
     return f"step-{step:08d}"
-
-
-def _missing_marker(staging: Path, rank: int) -> Path:
-    """The marker file that exists until the rank has written its part."""
-    return staging / f"missing-{rank}"
-
-
-def _failed_marker(staging: Path, rank: int) -> Path:
-    """The marker file that exists if the rank could not write its part."""
-    return staging / f"failed-{rank}"
-
-
-def _wait_for_parts(others: Collection[int], staging: Path, ending: Event | None) -> None:
-    limit = float("inf")
-    for rank in others:
-        while _exists(_missing_marker(staging, rank)):
-            if ending is not None and ending.is_set():
-                limit = min(limit, time.monotonic() + _LAST_SECONDS)
-            if time.monotonic() > limit:
-                raise OSError(f"rank {rank} has not written its part")
-            time.sleep(_POLL_SECONDS)
-        if _exists(_failed_marker(staging, rank)):
-            raise OSError(f"rank {rank} could not write its part; its log says why")
-
-
-def _exists(path: Path) -> bool:
-    try:
-        path.open("rb").close()  # on a network file system, opening asks the server
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def _free_name(path: Path) -> Path:

@@ -1,133 +1,144 @@
-"""safetensors files: several ranks write their shards into one file, and it is read a few rows at a time.
+"""safetensors files: several ranks write their parts of one file, and it is read through a memory map.
 
 8 bytes: length of the header | header: JSON, {name: {dtype, shape, data_offsets}} | bytes of the tensors
 (github.com/huggingface/safetensors, "Format").
 """
 
 import json
+import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hvd_transformer.checkpoint.crc import Range
 from hvd_transformer.checkpoint.manifest import DamagedCheckpoint
-from hvd_transformer.errors import UserError
-from hvd_transformer.nn.parallel_layers import split_range
-
-
-@dataclass(frozen=True)
-class StridedBlocks:
-    """A rank's piece of a flattened tensor: blocks of equal length at equal distances."""
-
-    length: int
-    stride: int  # from the start of one block to that of the next
-    offset: int  # of the first block
-
-    @classmethod
-    def of(cls, shape: Sequence[int], split: tuple[int, int] | None, index: int, count: int) -> "StridedBlocks":
-        """The piece of rank `index` of `count`, for a tensor split as by a `TensorSplit`; None: the whole tensor."""
-        if split is None or count == 1:
-            return cls(prod(shape), prod(shape), 0)
-        dim, parts = split
-        inner, size = prod(shape[dim + 1 :]), shape[dim] // parts
-        places = split_range(size, index, count)
-        return cls(len(places) * inner, size * inner, places.start * inner)
-
-    def before(self, place: int) -> int:
-        """The number of elements of the piece before element `place` of the whole tensor."""
-        block, within = divmod(place, self.stride)
-        return block * self.length + min(max(within - self.offset, 0), self.length)
-
-
-@dataclass(frozen=True)
-class TensorShard:
-    """A part of a rank's piece of a tensor: its ZeRO shard, or all of the piece."""
-
-    shape: tuple[int, ...]  # of the whole tensor
-    blocks: StridedBlocks  # the piece
-    start: int  # of `values` in the piece
-    values: Tensor  # [n], on any device
-
-    def runs(self, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
-        """The shard's elements in [first, last) of the whole tensor: views of `values`, each with its place there."""
-        blocks = self.blocks
-        position = max(blocks.before(first), self.start)
-        stop = min(blocks.before(last), self.start + self.values.numel())
-        while position < stop:
-            block, within = divmod(position, blocks.length)
-            count = min(blocks.length - within, stop - position)
-            place = block * blocks.stride + blocks.offset + within
-            yield place, self.values[position - self.start :][:count]
-            position += count
-
 
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_DTYPE_OF = {name: dtype for dtype, name in _DTYPES.items()}
+# Bytes whose checksum is taken and that are written at a time: they are still in the core's cache for the second.
+_WRITE_BYTES = 1 << 20
 
 
-def create(file: Path, shards: Mapping[str, TensorShard]) -> None:
-    """Create the file at its full size, for the whole tensors; the values are zero until they are written."""
-    # Hugging Face's readers require the framework.
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for name, shard in shards.items():
-        dtype = shard.values.dtype
-        stop = position + prod(shard.shape) * dtype.itemsize
-        entries[name] = {"dtype": _DTYPES[dtype], "shape": shard.shape, "data_offsets": [position, stop]}
-        position = stop
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)  # the tensors start at a multiple of 8 bytes
-    with file.open("xb") as opened:
-        opened.write(len(header).to_bytes(8, "little") + header)
-        opened.truncate(opened.tell() + position)
+class Entry(NamedTuple):
+    """A tensor of a file."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
 
 
-def write(file: Path, shards: Mapping[str, TensorShard]) -> None:
-    """Write the shards into a file made by `create`. Other ranks may write theirs at the same time."""
-    with file.open("r+b", buffering=0) as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        entries = json.loads(opened.read(length))
-        for name, shard in shards.items():
-            values, begin = shard.values, 8 + length + entries[name]["data_offsets"][0]
-            for place, run in shard.runs(0, prod(shard.shape)):
-                _write_all(opened.fileno(), run, begin + place * values.element_size())
-        os.fsync(opened.fileno())
+@dataclass(frozen=True)
+class FilePart:
+    """What one rank writes into a file: the tensors of the file in order, and the rank's bytes of them."""
+
+    entries: Sequence[Entry]
+    blocks: Sequence[tuple[int, Tensor]]  # contiguous bytes by their place after the header
+    leads: bool = True  # this rank also writes the header; one does
+
+    @cached_property
+    def header(self) -> bytes:
+        # Hugging Face's readers require the framework.
+        found: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        position = 0
+        for entry in self.entries:
+            stop = position + entry.nbytes
+            found[entry.key] = {
+                "dtype": _DTYPES[entry.dtype],
+                "shape": entry.shape,
+                "data_offsets": [position, stop],
+            }
+            position = stop
+        header = json.dumps(found, separators=(",", ":")).encode()
+        header += b" " * (-len(header) % 8)  # the tensors start at a multiple of 8 bytes
+        return len(header).to_bytes(8, "little") + header
 
 
-def check(file: Path, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raise `UserError` if the names or shapes in the file differ from `shapes`."""
-    with _reading(file), safe_open(file, framework="pt") as opened:
-        if differing := sorted(set(opened.keys()) ^ set(shapes)):
-            where = "in the model but not in the file" if differing[0] in shapes else "in the file but not in the model"
-            raise UserError(f"{file}: of another model: {differing[0]} is {where}")
-        for name, shape in shapes.items():
-            found = opened.get_slice(name).get_shape()
-            if list(found) != list(shape):
-                raise UserError(f"{file}: of another model: {name} is {list(found)}, not {list(shape)}")
+def write(file: Path, part: FilePart) -> list[Range]:
+    """Write one rank's part and return its checksums. Other ranks of the host may write theirs at the same time.
+
+    Nothing is read, not even pages at the edges by a network file system.
+    """
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        ranges = []
+        if part.leads:
+            os.ftruncate(descriptor, len(part.header) + sum(entry.nbytes for entry in part.entries))
+            ranges.append(write_range(descriptor, 0, memoryview(part.header)))
+        ranges += [
+            write_range(descriptor, len(part.header) + place, block.numpy().data)
+            for place, block in part.blocks
+            if block.numel()
+        ]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return ranges
 
 
-def read(file: Path, rows: Iterable[tuple[str, int, int]]) -> Iterator[Tensor]:
-    """Yield rows of tensors, each given as (name, first row, last row exclusive)."""
-    with _reading(file), safe_open(file, framework="pt") as opened:
-        for name, first, last in rows:
-            yield opened.get_slice(name)[first:last]
+def write_range(descriptor: int, start: int, data: memoryview) -> Range:
+    """Write the bytes at this place of the file; returns their checksum."""
+    crc, position = 0, start
+    while data:
+        block = data[:_WRITE_BYTES]
+        crc = zlib.crc32(block, crc)
+        data = data[_WRITE_BYTES:]
+        while block:
+            written = os.pwrite(descriptor, block, position)
+            block, position = block[written:], position + written
+    return Range(start, position, crc)
 
 
-def _write_all(descriptor: int, values: Tensor, position: int) -> None:
-    view = values.contiguous().view(torch.uint8).numpy().data
-    while view:
-        written = os.pwrite(descriptor, view, position)
-        view, position = view[written:], position + written
+class StoredTensor(NamedTuple):
+    """A tensor of a file. `values` are flat and in the file: a page is read when it is used."""
+
+    shape: tuple[int, ...]
+    values: Tensor
+
+
+def read(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file by name. Raises `DamagedCheckpoint` if it is no valid safetensors file."""
+    with _reading(file):
+        with safe_open(file, framework="pt"):  # checks everything in the header
+            pass
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            entries = json.loads(opened.read(length))
+            # Private and never written: torch warns of memory that it may not write.
+            data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+        entries.pop("__metadata__", None)
+        return {
+            name: StoredTensor(tuple(entry["shape"]), _values(data, 8 + length + entry["data_offsets"][0], entry))
+            for name, entry in entries.items()
+        }
+
+
+def _values(data: mmap.mmap, offset: int, entry: dict[str, object]) -> Tensor:
+    dtype, shape = _DTYPE_OF.get(str(entry["dtype"])), entry["shape"]
+    assert isinstance(shape, list)
+    if dtype is None:
+        raise ValueError(f"dtype {entry['dtype']}")
+    if not prod(shape):
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype, count=prod(shape), offset=offset)
 
 
 @contextmanager
 def _reading(file: Path) -> Iterator[None]:
     try:
         yield
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise DamagedCheckpoint(f"{file}: no valid safetensors file: {error}") from None

@@ -141,6 +141,17 @@ class Group:
 
         return received
 
+    def send(self, tensor: Tensor, source: int, target: int, name: str) -> Tensor:
+        """Send a contiguous 1-D tensor of rank `source` to rank `target`, which returns it; others get an empty one.
+
+        Horovod has no point-to-point messages, so all ranks call this, with a tensor of the same dtype; only `source`
+        sends its contents.
+        """
+        counts = [0] * self.size
+        if self.rank == source:
+            counts[target] = tensor.numel()
+        return self.all_to_all_async(tensor if self.rank == source else tensor[:0], name, counts)()[0]
+
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """The value of rank `root`, which travels as JSON: nothing is unpickled. The others' values do not matter."""
         if self._horovod is None:

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from hvd_transformer import __version__, atomic
-from hvd_transformer.checkpoint import tensor_file
 from hvd_transformer.checkpoint.saved_run import CONFIG, is_run
 from hvd_transformer.checkpoint.store import MODEL, read_state, resolve
+from hvd_transformer.checkpoint.stored_tensors import StoredTensors
 from hvd_transformer.config.schema import ModelConfig, TranslationConfig
 from hvd_transformer.data.load_tokenizer import load_tokenizer
 from hvd_transformer.data.prepared import tokenizer_prefix
@@ -31,7 +31,15 @@ from hvd_transformer.models.language_model import LanguageModel
 
 FORMAT = 1  # of exported folders
 
-_EXPORTED = (MODEL, "*tokenizer.json", "*vocabulary.json", "*_config.json", "special_tokens_map.json", "*.jinja")
+_EXPORTED = (
+    "model*.safetensors",
+    f"{MODEL}.index.json",
+    "*tokenizer.json",
+    "*vocabulary.json",
+    "*_config.json",
+    "special_tokens_map.json",
+    "*.jinja",
+)
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,7 @@ def load_trained(path: Path, task: str, device: str = "cpu") -> Trained:
                 model = Classifier(sizes["text"], len(labels), config)
             else:
                 model = LanguageModel(sizes["text"], config)
-        _fill(model, folder / MODEL, device)
+        _fill(model, StoredTensors(folder, MODEL), device)
     elif task == "classification":
         model, new = pretrained.load_classifier(folder, labels, tokenizers["text"].pad)
         if new:
@@ -133,14 +141,12 @@ def _read(path: Path) -> tuple[Path, dict[str, Any]]:
     return folder, facts | ({"labels": state["labels"]} if "labels" in state else {})
 
 
-def _fill(model: nn.Module, file: Path, device: str) -> None:
+def _fill(model: nn.Module, stored: StoredTensors, device: str) -> None:
     """Load the weights into the model; tied weights stay tied."""
     weights = dict(model.named_parameters())
-    tensor_file.check(file, {name: weight.shape for name, weight in weights.items()})
-    values = tensor_file.read(file, [(name, 0, len(weight)) for name, weight in weights.items()])
+    stored.check({name: weight.shape for name, weight in weights.items()})
     loaded = {
-        id(weight): nn.Parameter(value.to(device), requires_grad=False)
-        for weight, value in zip(weights.values(), values, strict=True)
+        id(weight): nn.Parameter(stored.whole(name).to(device), requires_grad=False) for name, weight in weights.items()
     }
     for module in model.modules():
         for name, weight in module._parameters.items():

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_transformer.checkpoint import snapshot
+from hvd_transformer.checkpoint.restore import restore_weights
 from hvd_transformer.checkpoint.saved_run import Checkpoint, read_checkpoint
+from hvd_transformer.checkpoint.shared_folder import with_verification
 from hvd_transformer.comm.world import World, agree
 from hvd_transformer.config import Config, load_again
 from hvd_transformer.config.schema import flatten
@@ -76,7 +77,7 @@ def evaluation_config(saved: Checkpoint, request: Request) -> Config:
 
 
 def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchdog, progress: Silent) -> Result:
-    """Evaluate one split; the same result on all ranks. Collective. Only rank 0 reads the checkpoint.
+    """Evaluate one split; the same result on all ranks. Collective.
 
     Raises `UserError` on all ranks if the input is wrong, `Stopped` if a signal arrives while data is prepared.
     """
@@ -100,7 +101,7 @@ def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchd
         agree(world, lambda: _check_unchanged(data, split, saved.state, config))
     trainer = Trainer(config, world, mesh, task, TrainState(), draw=False)
     heartbeat.timeline = trainer.engine.timeline
-    snapshot.restore_weights(trainer.engine, saved.folder if world.rank == 0 else None)
+    restore_weights(trainer.engine, saved.folder if world.rank == 0 else None)
     compile_layers(config, task)
     heartbeat.enter_phase("evaluation")
     found = trainer.evaluate(split)
@@ -115,9 +116,9 @@ def _read_and_send(checkpoint: Path, world: World) -> Checkpoint:
     """Read on rank 0 alone: other hosts need not see the folder, unless `model.pretrained` is set. Collective."""
 
     def read() -> tuple[str, dict[str, Any], dict[str, tuple[str, str]]] | None:
-        if world.rank:
+        found = with_verification(world, lambda verify: read_checkpoint(checkpoint, verify))
+        if found is None:
             return None
-        found = read_checkpoint(checkpoint)
         texts = {prefix: (own.kind, own.json_text) for prefix, own in found.tokenizers.items()}
         return str(found.folder), found.state, texts
 

@@ -14,6 +14,8 @@ from pathlib import Path
 import yaml
 
 from hvd_transformer import atomic
+from hvd_transformer.checkpoint import manifest
+from hvd_transformer.checkpoint.manifest import Verify
 from hvd_transformer.checkpoint.store import CheckpointStore, read_state, resolve
 from hvd_transformer.config import Config, dump, load
 from hvd_transformer.config.schema import flatten, may_change
@@ -32,7 +34,7 @@ class RunDirectory:
         self._release: Callable[[], object] | None = None
         self._made: list[Path] = []  # folders that `claim` created, the innermost first
 
-    def claim(self, config: Config, warn: Callable[[str], None]) -> Path | None:
+    def claim(self, config: Config, warn: Callable[[str], None], verify: Verify = manifest.verify) -> Path | None:
         """Create the folder or take an earlier run's; returns the checkpoint to resume from, if any.
 
         `begin` or `abandon` follows. Raises `UserError` and changes nothing if the folder is not a run directory,
@@ -46,9 +48,9 @@ class RunDirectory:
                     f"checkpoint.resume=never: {self.path} has checkpoints, which a new run would overwrite; "
                     "choose another output_dir, or checkpoint.resume=auto to resume"
                 )
-            checkpoint = self.store.newest_whole(warn)
+            checkpoint = self.store.newest_whole(warn, verify)
             if checkpoint is None and config.checkpoint.resume not in ("auto", "never"):
-                checkpoint = resolve(Path(config.checkpoint.resume).expanduser())
+                checkpoint = resolve(Path(config.checkpoint.resume).expanduser(), verify)
             if checkpoint is not None:
                 check_agreement(config, checkpoint)
         except UserError:

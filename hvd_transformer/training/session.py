@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from hvd_transformer import atomic
-from hvd_transformer.checkpoint import snapshot
+from hvd_transformer.checkpoint.restore import restore_weights
+from hvd_transformer.checkpoint.shared_folder import with_verification
 from hvd_transformer.checkpoint.writer import Saver
 from hvd_transformer.errors import UserError
 from hvd_transformer.monitoring.heartbeat import Heartbeat
@@ -39,7 +40,7 @@ class Session:
         self.stragglers = Stragglers(self.world.hosts, self.world.rank)
         heartbeat.step, heartbeat.total_steps = trainer.state.step, trainer.total_steps
         heartbeat.unit = trainer.task.unit
-        self.saver = Saver(run.store, self.world, snapshot.saving_ranks(trainer.engine), self.warn)
+        self.saver = Saver(run.store, self.world, self.warn)
         self.metrics = MetricsLog(run.path, trainer.state.step, self.warn) if self.world.rank == 0 else None
         self.saved_step = trainer.state.step if trainer.state.step else None
         self.saved_at = time.monotonic()
@@ -113,7 +114,9 @@ class Session:
         checksum = self.trainer.engine.check_replicas(f"step {state.step}")
         self.saver.wait()  # before the copy, so that at most one exists
         began = time.perf_counter()
-        self.saver.save(self.trainer.capture(self.data_digest, checksum, best))
+        begun = self.saver.begin(state.step)
+        if begun is not None:
+            self.saver.save(self.trainer.capture(self.data_digest, checksum, best, begun.writers), begun)
         now = time.perf_counter()
         log.info(
             "step %d: checkpoint: training waited %.4f s, %.4f s of it for the copy",
@@ -242,11 +245,11 @@ class Session:
         state = self.trainer.state
         if not self.config.checkpoint.keep_best or state.best_step in (None, state.step):
             return False
-        folder = self.run.store.best() if self.world.rank == 0 else None
+        folder = with_verification(self.world, self.run.store.best)
         if not self.world.broadcast_object(folder is not None):
             self.warn("the best checkpoint is damaged; the last weights are tested instead")
             return False
-        snapshot.restore_weights(self.trainer.engine, folder)
+        restore_weights(self.trainer.engine, folder)
         return True
 
     def _summary(self, status: str) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from hvd_transformer.checkpoint import snapshot
+from hvd_transformer.checkpoint.restore import read_checked
+from hvd_transformer.checkpoint.shared_folder import with_verification
 from hvd_transformer.comm.world import World, agree
 from hvd_transformer.config import Config
 from hvd_transformer.config.batch_size import check_step_size
@@ -44,7 +45,9 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | No
     agree(world, lambda: check_partition(config))
     agree(world, lambda: check_step_size(config, mesh.dp))
     directory = RunDirectory(config)
-    checkpoint = agree(world, lambda: directory.claim(config, progress.message) if world.rank == 0 else None)
+    checkpoint = agree(
+        world, lambda: with_verification(world, lambda verify: directory.claim(config, progress.message, verify))
+    )
     _log_to(directory.path / "logs" / f"rank-{world.rank:03d}.log")
     try:
         data, trainer = _assemble(config, world, mesh, checkpoint, progress, stop, heartbeat)
@@ -93,7 +96,7 @@ def _assemble(
     """The data, and a trainer with initial or restored weights: everything that wrong input can make fail."""
     data = agree(world, lambda: prepare_data(config, progress, stop, heartbeat))
     agree(world, lambda: check_same_data(data, world))
-    saved = snapshot.read_checked(checkpoint, data.digest, world)
+    saved = read_checked(checkpoint, data.digest, world)
     state = TrainState() if saved is None else TrainState.load(saved["position"])
     state.choose_best_by(config.training.best_metric)
     task = agree(world, lambda: _make_task(config, data, mesh))

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvd_transformer.checkpoint import snapshot
+from hvd_transformer.checkpoint.capture import capture
+from hvd_transformer.checkpoint.layout import Writers
+from hvd_transformer.checkpoint.restore import restore
 from hvd_transformer.checkpoint.store import Snapshot
 from hvd_transformer.comm.world import World, agree
 from hvd_transformer.config.batch_size import rate_replicas
@@ -182,8 +184,11 @@ class Trainer:
         metrics = self.task.metrics(sums, count) | self.task.more_metrics(split, self.mesh.dp_group)
         return Evaluation(metrics, count)
 
-    def capture(self, data_digest: str, checksum: int, best: bool) -> Snapshot:
-        """A checkpoint of the job as it is now, with the weights' checksum; `best`: of all so far. Collective."""
+    def capture(self, data_digest: str, checksum: int, best: bool, writers: Writers | None = None) -> Snapshot:
+        """This rank's part of a checkpoint of the job as it is now, with the weights' checksum. Collective.
+
+        `best`: of all so far. `writers` says who writes; None: every rank sees the folder.
+        """
         task = self.task
         state = {
             "task": self.config.task,
@@ -197,11 +202,12 @@ class Trainer:
             "wire": self.engine.wire_states(),
             **task.facts,
         }
-        return snapshot.capture(self.engine, self.state.step, state, {**task.files, **self.tokenizer_files}, best)
+        texts = {**task.files, **self.tokenizer_files}
+        return capture(self.engine, self.state.step, state, texts, best, writers)
 
     def restore(self, folder: Path | None, saved: Mapping[str, Any]) -> None:
         """Weights, optimizer and scales of a checkpoint, rank 0's `folder`; `saved` is its state. Collective."""
-        snapshot.restore(self.engine, folder, self.state.updates)
+        restore(self.engine, folder, self.state.updates)
         self.loss_scaler.load(saved["loss_scaler"])
         self.engine.load_wire_states(saved.get("wire", []))
 

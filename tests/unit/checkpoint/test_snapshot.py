@@ -8,7 +8,7 @@ import torch
 from fragments import tensors_of
 from small_job import run, settings, trainer, weights
 
-from hvd_transformer.checkpoint import snapshot
+from hvd_transformer.checkpoint.restore import read_checked, restore_weights
 from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, CheckpointStore
 from hvd_transformer.comm.world import World
 from hvd_transformer.errors import UserError
@@ -34,7 +34,7 @@ def saved(job: Trainer, folder: Path) -> Path:
 
 
 def resumed(checkpoint: Path, *overrides: str) -> Trainer:
-    saved = snapshot.read_checked(checkpoint, "digest", World())
+    saved = read_checked(checkpoint, "digest", World())
     job = trainer(settings(*overrides), position=TrainState.load(saved["position"]))
     with torch.no_grad():
         for bucket in job.engine.buffers:
@@ -115,8 +115,9 @@ def test_the_files_name_every_weight_once_and_its_moments() -> None:
     run(job, 1)
     taken = job.capture("digest", 77, True)
     names = set(weights(job))
-    assert set(taken.tensors[MODEL]) == names
-    assert set(taken.tensors[OPTIMIZER]) == {f"{key}.{name}" for key in ("exp_avg", "exp_avg_sq") for name in names}
+    tensors = tensors_of(taken)
+    assert set(tensors[MODEL]) == names
+    assert set(tensors[OPTIMIZER]) == {f"{key}.{name}" for key in ("exp_avg", "exp_avg_sq") for name in names}
     assert taken.best and taken.step == 1 and taken.state["weights_checksum"] == 77
     assert json.loads(json.dumps(taken.state))["config"] == taken.state["config"]
 
@@ -128,7 +129,7 @@ def test_a_position_survives_json() -> None:
 
 
 def test_without_a_checkpoint_a_job_begins_at_the_beginning() -> None:
-    assert snapshot.read_checked(None, "digest", World()) is None
+    assert read_checked(None, "digest", World()) is None
 
 
 def test_other_tokens_and_other_formats_are_refused(tmp_path: Path) -> None:
@@ -136,17 +137,17 @@ def test_other_tokens_and_other_formats_are_refused(tmp_path: Path) -> None:
     run(job, 1)
     checkpoint = saved(job, tmp_path)
     with pytest.raises(UserError, match="trained on other data than data.source gives now"):
-        snapshot.read_checked(checkpoint, "another digest", World())
+        read_checked(checkpoint, "another digest", World())
     state = json.loads((checkpoint / "state.json").read_text())
     (checkpoint / "state.json").write_text(json.dumps(state | {"format": 99}))
-    with pytest.raises(UserError, match="format 99, but this version reads format 2"):
-        snapshot.read_checked(checkpoint, "digest", World())
+    with pytest.raises(UserError, match="format 99, but this version reads formats 2 and 3"):
+        read_checked(checkpoint, "digest", World())
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ("model.d_feedforward=16", "blocks.0.feedforward.output.weight is [8, 12], not [8, 16]"),
+        ("model.d_feedforward=16", "blocks.0.feedforward.input.weight is [12, 8], not [16, 8]"),
         ("model.num_layers=2", "blocks.1.attention.output.bias is in the model but not in the file"),
         ("model.tie_embeddings=false", "head.bias is in the model but not in the file"),
     ],
@@ -156,6 +157,6 @@ def test_a_checkpoint_of_another_model_names_the_weight(change: str, named: str,
     run(job, 1)
     checkpoint = saved(job, tmp_path)
     with pytest.raises(UserError) as caught:
-        snapshot.restore_weights(trainer(settings(change)).engine, checkpoint)
+        restore_weights(trainer(settings(change)).engine, checkpoint)
     assert str(caught.value).startswith(str(checkpoint / MODEL))
     assert f"of another model: {named}" in str(caught.value)

@@ -18,15 +18,17 @@ import torch
 from fragments import whole
 from safetensors.torch import load_file
 
-from hvd_transformer.checkpoint import manifest, tensor_file
+from hvd_transformer.checkpoint import manifest, staging
+from hvd_transformer.checkpoint.layout import Writers
 from hvd_transformer.checkpoint.manifest import DamagedCheckpoint
 from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, CheckpointStore, Snapshot, read_state, resolve
-from hvd_transformer.checkpoint.tensor_file import StridedBlocks, TensorShard
+from hvd_transformer.checkpoint.stored_tensors import StoredTensors
+from hvd_transformer.checkpoint.tensor_file import Entry, FilePart
 from hvd_transformer.errors import UserError
 
 
 def snapshot(step: int, best: bool = False) -> Snapshot:
-    tensors = {MODEL: whole({"w": torch.full([2, 3], float(step)), "b": torch.ones(2)}), OPTIMIZER: {}}
+    tensors = {MODEL: whole({"w": torch.full([2, 3], float(step)), "b": torch.ones(2)}), OPTIMIZER: whole({})}
     return Snapshot(step, tensors, {"step": step}, best)
 
 
@@ -47,11 +49,10 @@ def test_what_is_saved_can_be_read(tmp_path: Path) -> None:
     # Any safetensors reader reads it.
     saved = load_file(path / MODEL)
     assert torch.equal(saved["w"], torch.full([2, 3], 200.0)) and torch.equal(saved["b"], torch.ones(2))
-    tensor_file.check(path / MODEL, {"w": [2, 3], "b": [2]})
-    rows = [("w", 1, 2), ("b", 0, 2), ("w", 0, 2)]
-    for (name, first, last), found in zip(rows, tensor_file.read(path / MODEL, rows), strict=True):
-        assert torch.equal(found, saved[name][first:last])
-    tensor_file.check(path / OPTIMIZER, {})
+    stored = StoredTensors(path, MODEL)
+    stored.check({"w": [2, 3], "b": [2]})
+    assert all(torch.equal(stored.whole(name), tensor) for name, tensor in saved.items())
+    StoredTensors(path, OPTIMIZER).check({})
     assert names(tmp_path / "new" / "checkpoints") == ["latest", "step-00000200"]
     assert (path.parent / "latest").resolve() == path
 
@@ -205,7 +206,7 @@ def test_tensors_of_another_model_are_named(tmp_path: Path) -> None:
     }
     for message, shapes in cases.items():
         with pytest.raises(UserError, match=f"{path}: of another model: {message}"):
-            tensor_file.check(path, shapes)
+            StoredTensors(path.parent, MODEL).check(shapes)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "\xff"])
@@ -262,55 +263,88 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monke
     assert tmp_path.name in events[named:]
 
 
-def halves(step: int) -> list[Snapshot]:
-    """Two ranks' parts of a tensor."""
-    values, blocks = torch.arange(10.0), StridedBlocks(10, 10, 0)
-    return [
-        Snapshot(step, {MODEL: {"w": TensorShard((2, 5), blocks, start, values[start:][:count])}}, {"step": step})
-        for start, count in ((0, 3), (3, 7))
-    ]
+RANKS = Writers((0, 0, 1, 1, None))  # the last one does not see the folder
+
+
+def parts(step: int) -> list[Snapshot]:
+    """Four ranks' parts of two tensors, on two hosts."""
+    flat = torch.arange(10.0).view(torch.uint8)
+    places = ((0, 12), (12, 40))
+
+    def part(rank: int) -> Snapshot:
+        start, stop = places[rank % 2]
+        name = "ab"[rank // 2]
+        file = FilePart([Entry(name, torch.float32, (2, 5))], [(start, flat[start:stop])], leads=rank % 2 == 0)
+        return Snapshot(step, {RANKS.file(MODEL, rank // 2): file}, {"step": step}, writers=RANKS)
+
+    return [part(rank) for rank in range(4)]
+
+
+def begun(store: CheckpointStore, step: int) -> Path:
+    folder = store.begin(step)
+    assert all(staging.enter(folder, rank) for rank in (1, 2, 3))
+    return folder
 
 
 def test_a_checkpoint_has_its_name_when_all_ranks_have_written(tmp_path: Path) -> None:
-    store, (own, other) = CheckpointStore(tmp_path, 2), halves(4)
-    staging = store.begin(own, others=[1])
-    with ThreadPoolExecutor(1) as pool:
-        saving = pool.submit(store.save, own, staging, [1])
-        time.sleep(0.3)
-        assert store.steps() == [] and not saving.done()
-        CheckpointStore(tmp_path, 2).save_part([other], staging, rank=1)
+    store, (own, *others) = CheckpointStore(tmp_path, 2), parts(4)
+    folder = begun(store, 4)
+    with ThreadPoolExecutor(4) as pool:
+        saving = pool.submit(store.save, own, folder)
+        for rank in (3, 1, 2):  # the second host's first rank waits for its other one
+            time.sleep(0.1)
+            assert store.steps() == [] and not saving.done()
+            pool.submit(CheckpointStore(tmp_path, 2).save_part, others[rank - 1], folder, rank, Event())
         path = saving.result(10)
-    assert torch.equal(load_file(path / MODEL)["w"], torch.arange(10.0).view(2, 5))
-    assert names(path) == [manifest.NAME, MODEL, "state.json"]
+    names_of = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    assert names(path) == [manifest.NAME, *names_of.values(), "state.json"]
+    for name, file in names_of.items():
+        assert torch.equal(load_file(path / file)[name], torch.arange(10.0).view(2, 5))
     manifest.verify(path)
 
 
-def test_a_part_that_could_not_be_written_is_told_and_leaves_nothing(tmp_path: Path) -> None:
-    store, (own, other) = CheckpointStore(tmp_path, 2), halves(4)
+@pytest.mark.parametrize("culprit", [1, 2, 3])
+def test_a_part_that_could_not_be_written_is_told_and_leaves_nothing(culprit: int, tmp_path: Path) -> None:
+    store, (own, *others) = CheckpointStore(tmp_path, 2), parts(4)
     store.save(snapshot(1))
     before = names(tmp_path)
-    staging = store.begin(own, others=[1])
-
-    def parts() -> Iterator[Snapshot]:
-        yield other
-        raise OSError("no room")
-
-    with pytest.raises(OSError, match="no room"):
-        store.save_part(parts(), staging, rank=1)
-    with pytest.raises(OSError, match="rank 1 could not write its part; its log says why"):
-        store.save(own, staging, [1])
+    folder = begun(store, 4)
+    staging.fail(folder, culprit)
+    for rank in {3, 2, 1} - {culprit}:
+        if (rank, culprit) == (2, 3):
+            with pytest.raises(OSError, match="rank 3 could not write its part"):
+                store.save_part(others[rank - 1], folder, rank, Event())
+        elif rank != 2 or culprit == 3:
+            store.save_part(others[rank - 1], folder, rank, Event())
+    if culprit == 1:
+        store.save_part(others[1], folder, 2, Event())
+    with pytest.raises(OSError, match=f"rank {culprit} could not write its part; its log says why"):
+        store.save(own, folder)
     assert names(tmp_path) == before
 
 
+def test_a_full_disk_on_another_rank_is_noted_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, (_, other, *_) = CheckpointStore(tmp_path, 2), parts(4)
+    folder = begun(store, 4)
+
+    def full(descriptor: int, data: bytes, place: int) -> int:
+        raise OSError("no room")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="no room"):
+        store.save_part(other, folder, 1, Event())
+    assert {"failed-1", "writing-0"} <= set(names(folder)) and "writing-1" not in names(folder)
+
+
 def test_a_rank_that_has_gone_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvd_transformer.checkpoint.store._LAST_SECONDS", 0.2)
-    store, ending, (own, _) = CheckpointStore(tmp_path, 2), Event(), halves(4)
+    monkeypatch.setattr("hvd_transformer.checkpoint.staging._LAST_SECONDS", 0.2)
+    store, ending, (own, *_) = CheckpointStore(tmp_path, 2), Event(), parts(4)
     store.save(snapshot(1))
     before = names(tmp_path)
-    staging = store.begin(own, others=[1])
+    folder = begun(store, 4)
     ending.set()
     with pytest.raises(OSError, match="rank 1 has not written its part"):
-        store.save(own, staging, [1], ending)
+        store.save(own, folder, ending)
     assert names(tmp_path) == before
 
 
@@ -321,14 +355,14 @@ from pathlib import Path
 import torch
 from hvd_transformer.checkpoint import manifest, tensor_file
 from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, CheckpointStore, Snapshot, read_state
-from hvd_transformer.checkpoint.tensor_file import StridedBlocks, TensorShard
+from hvd_transformer.checkpoint.tensor_file import Entry, FilePart
 
 torch.set_num_threads(1)
 root, size, keep_last, again = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "again"
 
 def save(store, step):
     tensors = {"w": TensorShard((size,), StridedBlocks(size, size, 0), 0, torch.full([size], float(step)))}
-    store.save(Snapshot(step, {MODEL: tensors, OPTIMIZER: {}}, {"step": step}))
+    store.save(Snapshot(step, {MODEL: tensors, OPTIMIZER: whole({})}, {"step": step}))
 
 def child(store, steps, kill_at):
     process = os.fork()

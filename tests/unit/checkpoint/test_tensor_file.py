@@ -1,105 +1,77 @@
-"""The shards of all ranks make whole tensors, each element once, in one safetensors file that any reader reads."""
+"""The parts of all ranks make one safetensors file that any reader reads, with checksums that are of its bytes."""
 
+import os
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from fragments import whole as whole_shards
+from fragments import whole
 from safetensors.torch import load_file
 
 from hvd_transformer.checkpoint import tensor_file
+from hvd_transformer.checkpoint.crc import Range, combine, merge
 from hvd_transformer.checkpoint.manifest import DamagedCheckpoint
-from hvd_transformer.checkpoint.tensor_file import StridedBlocks, TensorShard
-from hvd_transformer.parallel.tensor_parallel import piece
-
-SPLITS = {"rows": (0, 1), "columns": (1, 1), "stacked": (0, 3), "alike": None}
+from hvd_transformer.checkpoint.tensor_file import FilePart
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-def test_pieces_written_side_by_side_make_the_tensors(dtype: torch.dtype, tmp_path: Path) -> None:
-    count, file = 2, tmp_path / "model.safetensors"
-    wholes = {name: torch.randn(6, 8).to(dtype) for name in SPLITS} | {"bias": torch.randn(3).to(dtype)}
-    parts = []
-    for rank in range(count):
-        part = {}
-        for name, whole in wholes.items():
-            split = SPLITS.get(name)
-            own = whole[:] if split is None else piece(whole, split, rank, count)
-            values = own.flatten() if split is not None or rank == 0 else own.flatten()[:0]
-            part[name] = TensorShard(tuple(whole.shape), StridedBlocks.of(whole.shape, split, rank, count), 0, values)
-        parts.append(part)
-    tensor_file.create(file, parts[0])
-    assert not any(tensor.any() for tensor in load_file(file).values())
-    with ThreadPoolExecutor(count) as pool:
-        list(pool.map(lambda part: tensor_file.write(file, part), parts))
-    found = load_file(file)
-    assert found.keys() == wholes.keys()
-    for name, whole in wholes.items():
-        assert torch.equal(found[name], whole), name
-    tensor_file.check(file, {name: whole.shape for name, whole in wholes.items()})
+def test_parts_written_side_by_side_make_the_tensors(dtype: torch.dtype, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    wholes = {
+        "matrix": torch.randn(60, 8).to(dtype),
+        "none": torch.empty(0, 3, dtype=dtype),
+        "bias": torch.ones(3).to(dtype),
+    }
+    alone = whole(wholes)
+    ((_, data),) = alone.blocks
+    cuts = [0, 100, 101, 700, data.numel()]
+    parts = [
+        FilePart(alone.entries, [(start, data[start:stop].clone())], leads=start == 700)
+        for start, stop in zip(cuts, cuts[1:], strict=False)
+    ]
+    with ThreadPoolExecutor(4) as pool:
+        ranges = [own for found in pool.map(lambda part: tensor_file.write(file, part), parts) for own in found]
+    found, stored = load_file(file), tensor_file.read(file)
+    assert found.keys() == wholes.keys() == stored.keys()
+    for name, tensor in wholes.items():
+        assert torch.equal(found[name], tensor) and torch.equal(stored[name].values.view(tensor.shape), tensor)
+    content = file.read_bytes()
+    assert all(own.crc == zlib.crc32(content[own.start : own.stop]) for own in ranges)
+    assert merge(ranges, 1 << 30) == [Range(0, len(content), zlib.crc32(content))]
 
 
-def test_a_file_that_is_there_is_not_made_again(tmp_path: Path) -> None:
-    shards = whole_shards({"w": torch.ones(2)})
-    tensor_file.create(tmp_path / "file", shards)
-    with pytest.raises(FileExistsError):
-        tensor_file.create(tmp_path / "file", shards)
+def test_nothing_of_the_file_is_read_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = []
+    opened = os.open
+    monkeypatch.setattr(os, "open", lambda *words: flags.append(words[1]) or opened(*words))
+    tensor_file.write(tmp_path / "file", whole({"w": torch.ones(1000)}))
+    (flag,) = flags
+    assert flag & os.O_ACCMODE == os.O_WRONLY
+
+
+def test_checksums_of_neighbours_combine() -> None:
+    data = os.urandom(100_000)
+    for cut in (0, 1, 7, 4096, 99_999, 100_000):
+        parts = zlib.crc32(data[:cut]), zlib.crc32(data[cut:])
+        assert combine(*parts, len(data) - cut) == zlib.crc32(data)
+    zeros = 5 * 2**30  # more than 32 bits hold
+    assert combine(zlib.crc32(b"ab"), 0, 0) == zlib.crc32(b"ab")
+    one = combine(combine(7, 9, zeros), 11, zeros)
+    assert one == combine(7, combine(9, 11, zeros), 2 * zeros)
+
+
+def test_ranges_are_joined_until_they_are_long_enough() -> None:
+    data = os.urandom(1000)
+    ranges = [Range(start, start + 100, zlib.crc32(data[start : start + 100])) for start in range(0, 1000, 100)]
+    joined = merge(reversed(ranges), 250)
+    assert [(own.start, own.stop) for own in joined] == [(0, 300), (300, 600), (600, 900), (900, 1000)]
+    assert all(own.crc == zlib.crc32(data[own.start : own.stop]) for own in joined)
+    assert merge([ranges[0], ranges[2]], 250) == [ranges[0], ranges[2]]  # no neighbours
 
 
 def test_what_is_no_such_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"something else")
     with pytest.raises(DamagedCheckpoint, match=f"{tmp_path / 'file'}: no valid safetensors file"):
-        list(tensor_file.read(tmp_path / "file", [("w", 0, 1)]))
-
-
-CASES = [
-    ((12, 5), None, 1),
-    ((12, 5), (0, 1), 3),
-    ((12, 5), (0, 3), 2),  # three stacked matrices
-    ((5, 12), (1, 1), 4),
-    ((5, 12), (1, 3), 2),
-    ((7, 3), (0, 1), 2),  # a vocabulary that the ranks do not divide
-    ((11,), (0, 1), 4),
-    ((4, 6, 5), (1, 2), 3),
-]
-
-
-@pytest.mark.parametrize(("shape", "split", "count"), CASES)
-def test_a_piece_has_the_numbers_that_cutting_the_tensor_gives(shape, split, count) -> None:
-    whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    for index in range(count):
-        own = whole if split is None else piece(whole, split, index, count)
-        blocks = StridedBlocks.of(shape, split, index, count)
-        places = [0] * own.numel()
-        for place, run in TensorShard(shape, blocks, 0, torch.arange(own.numel())).runs(0, whole.numel()):
-            for number, position in enumerate(run.tolist()):
-                places[position] = place + number
-        assert places == own.flatten().tolist()
-        for place in range(whole.numel() + 1):
-            assert blocks.before(place) == sum(number < place for number in places)
-
-
-@pytest.mark.parametrize(("shape", "split", "count"), CASES)
-@pytest.mark.parametrize("shards", [1, 2, 5])
-@pytest.mark.parametrize("step", [1, 4, 1000])
-def test_all_ranks_shards_make_the_whole_and_take_it_apart(shape, split, count, shards, step) -> None:
-    whole = torch.randn(shape)
-    flat, written, times = whole.flatten(), torch.zeros(whole.numel()), torch.zeros(whole.numel())
-    for index in range(count):
-        own = (whole if split is None else piece(whole, split, index, count)).flatten()
-        length = -(-own.numel() // shards)
-        for shard in range(shards):
-            values = own[shard * length :][:length]
-            own_shard = TensorShard(shape, StridedBlocks.of(shape, split, index, count), shard * length, values)
-            read = TensorShard(shape, own_shard.blocks, shard * length, torch.zeros(len(values)))
-            for first in range(0, whole.numel(), step):
-                last = min(first + step, whole.numel())
-                for place, run in own_shard.runs(first, last):
-                    assert first <= place and place + run.numel() <= last
-                    written[place : place + run.numel()] = run
-                    times[place : place + run.numel()] += 1
-                for place, run in read.runs(first, last):
-                    run.copy_(flat[place : place + run.numel()])
-            assert torch.equal(read.values, values)
-    assert torch.equal(written.view(shape), whole) and bool((times == 1).all())
+        tensor_file.read(tmp_path / "file")

@@ -27,7 +27,13 @@ def fail(message: str) -> None:
 
 
 def make_saver(store: CheckpointStore, warn: Callable[[str], None]) -> Saver:
-    return Saver(store, World(), [0], warn)
+    return Saver(store, World(), warn)
+
+
+def save(saver: Saver, taken: Snapshot) -> None:
+    begun = saver.begin(taken.step)
+    if begun is not None:
+        saver.save(taken, begun)
 
 
 @contextmanager
@@ -46,10 +52,10 @@ def test_save_returns_before_the_files_are_there(tmp_path: Path, monkeypatch: py
     may_write, real = threading.Event(), store.save
     monkeypatch.setattr(store, "save", lambda *words: may_write.wait(10) and real(*words))
     saver = make_saver(store, fail)
-    saver.save(snapshot(1))
+    save(saver, snapshot(1))
     assert store.steps() == []
     may_write.set()
-    saver.save(snapshot(2))  # waits for the one before
+    save(saver, snapshot(2))  # waits for the one before
     assert [path.name for path in store.steps()][0] == "step-00000001"
     saver.close()
     assert [path.name for path in store.steps()] == ["step-00000001", "step-00000002"]
@@ -66,18 +72,18 @@ def test_a_full_disk_is_told_and_training_goes_on(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, 2)
     warnings: list[str] = []
     saver = make_saver(store, warnings.append)
-    saver.save(snapshot(1))
+    save(saver, snapshot(1))
     saver.wait()
     before = sorted(path.name for path in tmp_path.iterdir())
     with small_files(20_000):
-        saver.save(snapshot(2, count=100_000))
+        save(saver, snapshot(2, count=100_000))
         saver.wait()
     (warning,) = warnings
     assert warning.startswith(f"the checkpoint of step 2 could not be written to {tmp_path}: ")
     assert "training goes on" in warning and "\n" not in warning
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     # There is room again.
-    saver.save(snapshot(3, count=100_000))
+    save(saver, snapshot(3, count=100_000))
     saver.close()
     assert store.newest_whole(fail) == tmp_path / "step-00000003" and len(warnings) == 1
 
@@ -86,14 +92,14 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file in the way")
     warnings: list[str] = []
     saver = make_saver(CheckpointStore(tmp_path / "checkpoints", 2), warnings.append)
-    saver.save(snapshot(1))
+    save(saver, snapshot(1))
     saver.close()
     assert len(warnings) == 1 and "step 1" in warnings[0]
 
 
 def test_our_own_mistakes_are_not_taken_for_a_full_disk(tmp_path: Path) -> None:
     saver = make_saver(CheckpointStore(tmp_path, 2), fail)
-    saver.save(Snapshot(1, {}, {"no JSON": object()}))
+    save(saver, Snapshot(1, {}, {"no JSON": object()}))
     with pytest.raises(TypeError):
         saver.wait()
 
@@ -102,17 +108,20 @@ FULL = """
 import sys
 from pathlib import Path
 import torch
-from hvd_transformer.checkpoint.tensor_file import StridedBlocks, TensorShard
+from hvd_transformer.checkpoint.tensor_file import Entry, FilePart
 from hvd_transformer.checkpoint.store import MODEL, CheckpointStore, Snapshot
 from hvd_transformer.checkpoint.writer import Saver
 from hvd_transformer.comm.world import World
 
 folder, warnings = Path(sys.argv[1]), []
 store = CheckpointStore(folder / "checkpoints", 3)
-saver = Saver(store, World(), [0], warnings.append)
+saver = Saver(store, World(), warnings.append)
 for step in range(1, 8):
-    shard = TensorShard((30_000,), StridedBlocks(30_000, 30_000, 0), 0, torch.full([30_000], float(step)))
-    saver.save(Snapshot(step, {MODEL: {"w": shard}}, {"step": step}))
+    values = torch.full([30_000], float(step))
+    part = FilePart([Entry("w", values.dtype, (30_000,))], [(0, values.view(torch.uint8))])
+    begun = saver.begin(step)
+    if begun is not None:
+        saver.save(Snapshot(step, {MODEL: part}, {"step": step}), begun)
     if step == 5:
         saver.wait()
         (folder / "filler").unlink()

@@ -17,7 +17,8 @@ from fake_world import FakeWorld
 from small_job import SPLITS, TOKENIZER, VOCABULARY, run, settings
 from thread_world import make_worlds, on_ranks
 
-from hvd_transformer.checkpoint import snapshot
+from hvd_transformer.checkpoint import tensor_file
+from hvd_transformer.checkpoint.restore import read_checked
 from hvd_transformer.checkpoint.store import CheckpointStore
 from hvd_transformer.comm.world import World, agree
 from hvd_transformer.parallel.mesh import ParallelMesh
@@ -32,7 +33,7 @@ from hvd_transformer.training.trainer import Trainer
 
 # When a size doubles, calls may grow by this factor: an exponent of 1.15, the limit of benchmarks.growth.
 DOUBLED = 2**1.15
-# Calls that come and go with caches and counters.
+# Calls that come and go with caches and counters, or 3 %: with where the cuts between ranks are.
 SLACK = 30
 SIZES = (4, 8, 16)
 LAYOUTS = {
@@ -66,7 +67,7 @@ def assert_straight(costs: Callable[[int], Costs], *sizes: int) -> None:
         name: counts
         for name in found[0]
         for counts in [[each[name] for each in found]]
-        if counts[2] - counts[1] > DOUBLED * max(0, counts[1] - counts[0]) + SLACK
+        if counts[2] - counts[1] > DOUBLED * max(0, counts[1] - counts[0]) + max(SLACK, 0.03 * counts[1])
     }
     assert not bent, f"calls at {sizes}: {bent}"
 
@@ -88,6 +89,7 @@ def job(num_ranks: int, *words: str) -> Iterator[tuple[Trainer, Costs]]:
 
 def of_a_job(folder: Path, num_ranks: int, *words: str) -> Costs:
     """Calls of building, stepping, saving, loading and evaluating; of the rank's messages, too."""
+    folder.mkdir(exist_ok=True)
     with job(num_ranks, *words) as (trainer, costs):
         run(trainer, 1)
         step = next(trainer.steps())
@@ -96,9 +98,14 @@ def of_a_job(folder: Path, num_ranks: int, *words: str) -> Costs:
         costs["comparison of the replicas"] = calls(lambda: trainer.engine.check_replicas("now"))
         taken = []
         costs["snapshot"] = calls(lambda: taken.append(trainer.capture("digest", 0, False)))
-        store = CheckpointStore(folder, keep_last=1)
-        costs["checkpoint"] = calls(lambda: store.save(taken[0]))
-        state = snapshot.read_checked(store.steps()[-1], "digest", World())
+        costs["checkpoint"] = calls(
+            lambda: [tensor_file.write(folder / name, part) for name, part in taken[0].parts.items()]
+        )
+        store = CheckpointStore(folder / "whole", keep_last=1)
+        with job(1, *(word for word in words if "tensor" not in word and "vocab" not in word)) as (alone, _):
+            run(alone, 1)
+            store.save(alone.capture("digest", 0, False))
+        state = read_checked(store.steps()[-1], "digest", World())
         assert state is not None
         costs["load"] = calls(lambda: trainer.restore(store.steps()[-1], state))
         if isinstance(trainer.world, FakeWorld):

@@ -37,7 +37,7 @@ def refused(made: Config) -> str:
 
 
 def save(made: Config, step: int, best: bool = False, **state: Any) -> Path:
-    tensors = {MODEL: whole({"w": torch.full([3], float(step))}), OPTIMIZER: {}}
+    tensors = {MODEL: whole({"w": torch.full([3], float(step))}), OPTIMIZER: whole({})}
     store = CheckpointStore(Path(made.output_dir) / "checkpoints", keep_last=5)
     return store.save(Snapshot(step, tensors, {"config": flatten(made), **state}, best))
 

@@ -1,0 +1,106 @@
+"""What a rank's engine holds of each tensor of a checkpoint, and what the engines of other ranks hold."""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from math import prod
+
+from torch import Tensor
+
+from hvd_transformer.checkpoint.exchange import Held
+from hvd_transformer.checkpoint.layout import BufferLayout, Column, Piece
+from hvd_transformer.checkpoint.shards import StridedBlocks, TensorShard
+from hvd_transformer.gradients.optimizer import state_keys
+from hvd_transformer.parallel.engine import Engine
+
+Shards = Mapping[str, TensorShard]  # by the name of the tensor
+
+
+def weights(engine: Engine) -> Shards:
+    """This rank's piece of each parameter: views."""
+    return _shards(engine, [buffer.parameters for buffer in engine.buffers], whole=True)
+
+
+def optimizer_state(engine: Engine) -> Shards:
+    """This rank's shard of the optimizer state: views, by names such as "exp_avg.head.weight"."""
+    return {
+        f"{key}.{name}": own
+        for key in state_keys(engine.config.optimizer)
+        for name, own in _shards(engine, [state[key] for state in engine.optimizer_state()]).items()
+    }
+
+
+def parameter_of(name: str) -> str:
+    """The parameter whose optimizer state has this name."""
+    return name.partition(".")[2]
+
+
+def columns(engine: Engine) -> list[Column]:
+    """The ranks with the same place in their tensor groups, for each place. Collective.
+
+    The first saves what is equal on all.
+    """
+    mesh = engine.mesh
+    own = [
+        [buffer.own.stop - buffer.own.start, [[slot.name, slot.start, slot.stop] for slot in buffer.slots]]
+        for buffer in engine.buffers
+    ]
+    return [
+        Column(
+            range(place, engine.world.size, mesh.tp),
+            [BufferLayout(length, [(name, start, stop) for name, start, stop in slots]) for length, slots in buffers],
+            {name: _piece(engine, name, place) for name in engine.shapes if place == 0 or name in engine.splits},
+        )
+        for place, buffers in enumerate(mesh.tp_group.all_gather_objects(own))  # those of other replicas are the same
+    ]
+
+
+def held_by_tensor_group(engine: Engine) -> Callable[[int, str], Held | None]:
+    """What a rank of the tensor group has of a parameter that the others have not: its piece."""
+
+    def held(rank: int, name: str) -> Held | None:
+        if name not in engine.splits:
+            return None
+        piece = _piece(engine, name, rank)
+        return Held(piece.blocks, 0, piece.count)
+
+    return held
+
+
+def held_by_world(engine: Engine) -> Callable[[int, str], Held | None]:
+    """What a rank of the world saves of a parameter's optimizer state: its ZeRO shard. Collective."""
+    tensor, of_places = engine.mesh.tp, columns(engine)
+
+    @cache
+    def shards(rank: int) -> dict[str, tuple[int, int]]:
+        return of_places[rank % tensor].held(rank // tensor, rank // tensor + 1)
+
+    def held(rank: int, name: str) -> Held | None:
+        found = shards(rank).get(name)
+        return found and Held(of_places[rank % tensor].pieces[name].blocks, *found)
+
+    return held
+
+
+def _shards(engine: Engine, flats: Iterable[Tensor], *, whole: bool = False) -> Shards:
+    """This rank's shard of each parameter, as views of `flats`, one per buffer.
+
+    They are laid out like the buffer's own part, or with `whole` like all of it.
+    """
+    mesh, found = engine.mesh, {}
+    for buffer, flat in zip(engine.buffers, flats, strict=True):
+        first = 0 if whole else buffer.own.start
+        last = first + flat.numel()
+        for slot in buffer.slots:
+            start, stop = max(slot.start, first), min(slot.stop, last)
+            values = flat[start - first : stop - first] if start < stop else flat[:0]
+            shape = tuple(engine.shapes[slot.name])
+            blocks = StridedBlocks.of(shape, engine.splits.get(slot.name), mesh.tp_rank, mesh.tp)
+            found[slot.name] = TensorShard(shape, blocks, max(0, start - slot.start), values)
+    return {name: found[name] for name in engine.shapes}
+
+
+def _piece(engine: Engine, name: str, tp_rank: int) -> Piece:
+    """What a rank of the tensor group holds of a parameter."""
+    shape = tuple(engine.shapes[name])
+    blocks = StridedBlocks.of(shape, engine.splits.get(name), tp_rank, engine.mesh.tp)
+    return Piece(name, engine.buffers[0].parameters.dtype, shape, blocks, 0, blocks.before(prod(shape)))

@@ -1,0 +1,129 @@
+"""Restores an engine's weights and optimizer state: each rank reads its part, where it sees the folder."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import astuple, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvd_transformer.checkpoint import engine_state
+from hvd_transformer.checkpoint.engine_state import Shards
+from hvd_transformer.checkpoint.shards import StridedBlocks, TensorShard
+from hvd_transformer.checkpoint.shared_folder import SharedFolder
+from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, read_current_state
+from hvd_transformer.checkpoint.stored_tensors import StoredTensors
+from hvd_transformer.comm.world import World, agree
+from hvd_transformer.errors import UserError
+from hvd_transformer.parallel.engine import Engine
+
+# Bytes that rank 0 reads and sends at a time to a rank that does not see the folder.
+SEND_BYTES = 32 << 20
+_Chunk = list[tuple[str, TensorShard]]  # with the names of the tensors
+
+
+def read_checked(folder: Path | None, data_digest: str, world: World) -> dict[str, Any] | None:
+    """The state of a checkpoint, read by rank 0 and sent to all. Collective.
+
+    Raises `UserError` if the checkpoint has another format or was trained on other data.
+    """
+
+    def read() -> dict[str, Any] | None:
+        if folder is None:
+            return None
+        state = read_current_state(folder)
+        if state["data_digest"] != data_digest:
+            raise UserError(
+                f"{folder}: trained on other data than data.source gives now; was it changed? Use another "
+                "output_dir for a new run"
+            )
+        return state
+
+    state: dict[str, Any] | None = world.broadcast_object(agree(world, read))
+    return state
+
+
+def restore(engine: Engine, folder: Path | None, num_updates: int) -> None:
+    """Load weights and optimizer state from rank 0's `folder` into every rank. Collective."""
+    restore_weights(engine, folder)
+    _load(engine.world, folder, OPTIMIZER, engine_state.optimizer_state(engine))
+    engine.set_updates(num_updates)
+
+
+def restore_weights(engine: Engine, folder: Path | None) -> None:
+    """Load the weights from rank 0's `folder` into every rank. Collective."""
+    engine.wait_params()
+    _load(engine.world, folder, MODEL, engine_state.weights(engine))
+
+
+def _load(world: World, folder: Path | None, name: str, shards: Shards) -> None:
+    """Fill this rank's shards. Raises `UserError` on all ranks if the tensors are of another model. Collective."""
+    shared = SharedFolder.of(world, folder)
+
+    def read() -> StoredTensors | None:
+        if not shared.sees[world.rank]:
+            return None
+        stored = StoredTensors(shared.path, name)
+        stored.check({tensor: own.shape for tensor, own in shards.items()})
+        for tensor, own in shards.items():
+            stored.fill(tensor, own)
+        return stored
+
+    stored = agree(world, read)
+    if all(shared.sees):
+        return
+    chunks = [] if shared.sees[world.rank] else list(_chunks(shards))
+    counts = world.all_gather_async(torch.tensor([len(chunks)]), "load.chunks")().tolist()
+    for rank, count in enumerate(counts):
+        if count:
+            _send(world, rank, count, chunks if rank == world.rank else [], stored, shards)
+
+
+def _send(
+    world: World, rank: int, count: int, chunks: list[_Chunk], stored: StoredTensors | None, shards: Shards
+) -> None:
+    """Fill the `count` chunks of `rank` with what rank 0 reads; the other ranks receive nothing. Collective.
+
+    `shards` are each rank's own, with the same names and dtypes.
+    """
+    asking = [[[name, own.shape, astuple(own.blocks), own.start, own.stop] for name, own in chunk] for chunk in chunks]
+    data = torch.frombuffer(bytearray(json.dumps(asking).encode()), dtype=torch.uint8)
+    asked = world.send(data, rank, 0, "load.wanted")
+    wanted: list[list[Any]] = json.loads(asked.numpy().tobytes()) if world.rank == 0 else []
+    for number in range(count):
+        flat = torch.empty(0, dtype=torch.uint8)
+        if stored is not None and wanted:
+            flat = torch.cat([_read(stored, shards[part[0]].values.dtype, *part) for part in wanted[number]])
+        received = world.send(flat, 0, rank, "load.values")
+        if chunks:
+            sizes = [own.values.nbytes for _, own in chunks[number]]
+            for (_, own), values in zip(chunks[number], received.split(sizes), strict=True):
+                own.values.view(torch.uint8).copy_(values)
+
+
+def _read(
+    stored: StoredTensors, dtype: torch.dtype, name: str, shape: list[int], blocks: list[int], start: int, stop: int
+) -> Tensor:
+    """The bytes of the elements [start, stop) of a rank's piece of a tensor."""
+    values = torch.empty(stop - start, dtype=dtype)
+    stored.fill(name, TensorShard(tuple(shape), StridedBlocks(*blocks), start, values))
+    return values.view(torch.uint8)
+
+
+def _chunks(shards: Shards) -> Iterator[_Chunk]:
+    """The shards in lists of about `SEND_BYTES`."""
+    chunk: _Chunk = []
+    room = SEND_BYTES
+    for name, own in shards.items():
+        start, values = own.start, own.values
+        while values.numel():
+            some = values[: max(1, room // values.element_size())]
+            chunk.append((name, replace(own, start=start, values=some)))
+            start, values, room = start + some.numel(), values[some.numel() :], room - some.nbytes
+            if room <= 0:
+                yield chunk
+                chunk, room = [], SEND_BYTES
+    if chunk:
+        yield chunk
