@@ -91,7 +91,9 @@ def of_rank(world: World, mesh: ParallelMesh, config: Config, folder: Path) -> d
 
     _, saved = peak(save)
     world.barrier()
-    _, loaded = peak(lambda: job.restore(store.steps()[-1] if world.rank == 0 else None, {"loss_scaler": job.loss_scaler.state()}))
+    _, loaded = peak(
+        lambda: job.restore(store.steps()[-1] if world.rank == 0 else None, {"loss_scaler": job.loss_scaler.state()})
+    )
     buffers = job.engine.buffers
     own = sum(buffer.parameters.nbytes + buffer.gradients.nbytes for buffer in buffers)
     own += sum(tensor.nbytes for state in job.engine.optimizer_state() for tensor in state.values())
