@@ -44,6 +44,7 @@ ALLOWED = [
     Skip("root may write everywhere", "of root", _ROOT),
     Skip("cannot make hosts of network namespaces: *", "a container without CAP_SYS_ADMIN", _CONTAINER),
     Skip("cannot mount a file system here: *", "a container without CAP_SYS_ADMIN", _CONTAINER),
+    Skip("needs /dev/fuse", "a container without this device", not Path("/dev/fuse").exists()),
     Skip("needs the right to mount", "a container without CAP_SYS_ADMIN", _CONTAINER),
     Skip("needs the data sets in */shared/data", "without ../shared/data beside the checkout", not _SHARED),
     Skip("no WikiText-2 at *", "without ../shared/data beside the checkout", not _SHARED),

@@ -293,7 +293,7 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_used(run,
         (folder / "model.pt").write_bytes(pickle.dumps({"weights": 1}))
     done = hvd_train(run, "data.source=text", "output_dir=run", *SMALL, real=damage == "bit")
     assert done.returncode == 0, done.stderr
-    wanted = {"truncated": "truncated: ", "bit": "its checksum is not the one in", "pickle": "never pickles"}[damage]
+    wanted = {"truncated": "truncated: ", "bit": "is not the one in MANIFEST.json", "pickle": "never pickles"}[damage]
     assert wanted in done.stdout
     assert "set aside and the checkpoint before it is used" in done.stdout
     assert "after step 2 of 4" in done.stdout

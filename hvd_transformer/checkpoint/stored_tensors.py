@@ -41,6 +41,10 @@ class StoredTensors:
         else:
             self._parts = {key: [_Part(name, key)] for key in self._file(name)}
 
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._parts)
+
     def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """Raise `UserError` if the names or shapes differ from `shapes`."""
         if differing := sorted(set(self._parts) ^ set(shapes)):
