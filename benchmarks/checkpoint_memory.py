@@ -21,6 +21,7 @@ from typing import Any
 import click
 
 from benchmarks.data_parallel import ENVIRONMENT
+from benchmarks.model_memory import MODEL, TINY, anonymous
 from benchmarks.workload import SyntheticTask, make_config
 from hvd_transformer.checkpoint.store import CheckpointStore
 from hvd_transformer.checkpoint.writer import Saver
@@ -32,21 +33,12 @@ from hvd_transformer.parallel.mesh import ParallelMesh, process_groups
 from hvd_transformer.training.state import TrainState
 from hvd_transformer.training.trainer import Trainer
 
-# 12 blocks of 12.6 million weights and a tied embedding of 49 million: 200 million.
-MODEL = ("model.num_layers=12", "model.d_model=1024", "model.num_heads=16", "model.d_feedforward=4096",
-         "data.vocab_size=48000", "data.sequence_length=16", "training.batch_size=1")  # fmt: skip
+SETTINGS = (*MODEL, "data.sequence_length=16", "training.batch_size=1")
 LAYOUT = ("parallel.tensor=2", "parallel.vocab_parallel=true", "parallel.optimizer_shard=state")
-TINY = ("model.num_layers=1", "model.d_model=64", "model.d_feedforward=64", "data.vocab_size=100")
 _MIB = 2**20
 # What building and loading may take beside the rank's own part, and saving beside that and a copy of what it writes.
 BESIDE, EXTRA = 0.15, 64 * _MIB
 _PAUSE = 0.01
-
-
-def anonymous() -> int:
-    """Bytes of this process that are in no file."""
-    lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
 
 
 def peak(action: Callable[[], Any]) -> tuple[Any, int]:
@@ -83,7 +75,7 @@ def of_rank(world: World, mesh: ParallelMesh, config: Config, folder: Path) -> d
         nonlocal written
         begun = saver.begin(1)
         assert begun is not None
-        taken = job.capture("digest", 0, False, begun.writers)
+        taken = job.capture("digest", 0, False, begun)
         written = sum(block.nbytes for part in taken.parts.values() for _, block in part.blocks)
         saver.save(taken, begun)
         del taken
@@ -112,8 +104,8 @@ def measure(folder: Path, settings: Sequence[str]) -> None:
     """One rank."""
     world = World.start(groups=process_groups(launched().size, 2))
     mesh = ParallelMesh.of(make_config(LAYOUT), world)
-    of_rank(world, mesh, make_config([*TINY, *LAYOUT]), folder / "tiny")
-    found = of_rank(world, mesh, make_config([*MODEL, *LAYOUT, *settings]), folder / "run")
+    of_rank(world, mesh, make_config([*SETTINGS, *LAYOUT, *TINY]), folder / "tiny")
+    found = of_rank(world, mesh, make_config([*SETTINGS, *LAYOUT, *settings]), folder / "run")
     (folder / f"rank-{world.rank}").write_text(json.dumps(found), encoding="utf-8")
     world.close()
 

@@ -73,6 +73,7 @@ class SyntheticTask(LanguageModelTask):
         tokens = np.random.default_rng(config.seed).integers(vocab_size, size=NUM_TOKENS, dtype=np.uint16)
         splits = {"train": tokens, "valid": tokens[:10_000]}
         torch.manual_seed(config.seed)
-        data = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=vocab_size), splits=splits)
+        tokenizer = SimpleNamespace(vocab_size=vocab_size, files=dict[str, str])
+        data = SimpleNamespace(tokenizer=tokenizer, splits=splits)
         super().__init__(config, data, replica)
         self.batch_size = config.training.batch_size

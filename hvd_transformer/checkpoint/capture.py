@@ -1,9 +1,10 @@
 """Captures an engine's weights and optimizer state: each rank copies what it writes of a checkpoint."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-import torch
+from torch import Tensor
 
 from hvd_transformer.checkpoint import engine_state
 from hvd_transformer.checkpoint.engine_state import Shards
@@ -12,6 +13,7 @@ from hvd_transformer.checkpoint.layout import Files, Piece, ShardFiles, SharedFi
 from hvd_transformer.checkpoint.shards import TensorShard, copy_overlap
 from hvd_transformer.checkpoint.store import FORMAT, MODEL, OPTIMIZER, Snapshot
 from hvd_transformer.checkpoint.tensor_file import FilePart
+from hvd_transformer.checkpoint.writer import CopyMemory
 from hvd_transformer.comm.group import Group
 from hvd_transformer.comm.world import World
 from hvd_transformer.gradients.optimizer import state_keys
@@ -25,10 +27,12 @@ def capture(
     texts: Mapping[str, str],
     best: bool,
     writers: Writers | None = None,
+    memory: CopyMemory | None = None,
 ) -> Snapshot:
     """Copy what this rank writes of a checkpoint to host memory. Training waits for no more than this. Collective.
 
-    `state` goes into state.json, and `texts` are text files by name. Without `writers` every rank sees the folder.
+    `state` goes into state.json, and `texts` are text files by name. Without `writers` every rank sees the folder. The
+    copies overwrite those of an earlier call with the same `memory`.
     """
     world = engine.world
     writers = writers or Writers.of(world.hosts, [True] * world.size)
@@ -39,7 +43,11 @@ def capture(
         OPTIMIZER: _optimizer_files(engine, shards[OPTIMIZER], writers),
     }
     exchanges = {MODEL: _weight_exchange(engine), OPTIMIZER: _optimizer_exchange(engine, files[OPTIMIZER])}
-    captured = {name: _capture(world, files[name], own, writers, exchanges[name]) for name, own in shards.items()}
+    memory = memory or CopyMemory()
+    captured = {
+        name: _capture(world, files[name], own, writers, exchanges[name], partial(memory.take, name))
+        for name, own in shards.items()
+    }
     host = writers.hosts[world.rank]
     return Snapshot(
         step=step,
@@ -88,10 +96,15 @@ def _optimizer_exchange(engine: Engine, files: Files) -> _Exchange | None:
     return found and _Exchange(found.group, lambda rank, name: found.held(rank, engine_state.parameter_of(name)))
 
 
-def _capture(world: World, files: Files, own: Shards, writers: Writers, swap: _Exchange | None) -> FilePart:
-    """This rank's part of its host's file. Collective."""
+_Take = Callable[[int], Tensor]
+
+
+def _capture(
+    world: World, files: Files, own: Shards, writers: Writers, swap: _Exchange | None, take: _Take
+) -> FilePart:
+    """This rank's part of its host's file, in memory that `take` gives. Collective."""
     spans = files.spans(world.rank)
-    part, targets = _allocate(files, spans, writers, world.rank)
+    part, targets = _allocate(files, spans, writers, world.rank, take)
     for span, target in zip(spans, targets, strict=True):
         copy_overlap(target, own[span.piece.name])
     if swap is not None:
@@ -99,7 +112,9 @@ def _capture(world: World, files: Files, own: Shards, writers: Writers, swap: _E
     return part
 
 
-def _allocate(files: Files, spans: Sequence[Span], writers: Writers, rank: int) -> tuple[FilePart, list[TensorShard]]:
+def _allocate(
+    files: Files, spans: Sequence[Span], writers: Writers, rank: int, take: _Take
+) -> tuple[FilePart, list[TensorShard]]:
     """Memory for what the rank writes: spans that are neighbours in the file are in it, too."""
     host = writers.hosts[rank]
     if host is None:
@@ -118,9 +133,9 @@ def _allocate(files: Files, spans: Sequence[Span], writers: Writers, rank: int) 
         runs[-1][1].append(span)
         stop = place + (span.last - span.first) * item
     blocks, targets = [], []
-    for place, run in runs:
-        sizes = [(span.last - span.first) * span.piece.dtype.itemsize for span in run]
-        block = torch.empty(sum(sizes), dtype=torch.uint8)
+    sizes_of = [[(span.last - span.first) * span.piece.dtype.itemsize for span in run] for _, run in runs]
+    memory = take(sum(map(sum, sizes_of))).split(list(map(sum, sizes_of)))
+    for (place, run), sizes, block in zip(runs, sizes_of, memory, strict=True):
         blocks.append((place, block))
         for span, values in zip(run, block.split(sizes), strict=True):
             piece = span.piece

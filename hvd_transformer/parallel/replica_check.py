@@ -12,8 +12,8 @@ from hvd_transformer.comm.group import Group
 from hvd_transformer.comm.world import World
 from hvd_transformer.gradients.buffers import GradBuffer
 
-# Each position has its own odd weight (modulo 2^64), so that swapped values are seen, too.
-_CHUNK = 1 << 18
+# Each position of 64 bits has its own odd weight (modulo 2^64), so that swapped values are seen, too.
+_CHUNK = 1 << 17
 _MULTIPLIER = 6364136223846793005
 
 
@@ -29,12 +29,10 @@ def broadcast_parameters(buffers: Sequence[GradBuffer], group: Group) -> None:
 
 def checksum(tensors: Sequence[Tensor]) -> int:
     """A 64-bit sum over the tensors' bits and positions, computed where the tensors are, with one wait per device."""
-    words = [tensor.detach().contiguous().flatten().view(torch.int32) for tensor in tensors]
+    words = [part for tensor in tensors for part in _words(tensor)]
     devices = {each.device for each in words}
     weights = {device: torch.arange(1, _CHUNK + 1, device=device) * _MULTIPLIER | 1 for device in devices}
-    parts = [
-        (chunk.long() * weights[each.device][: chunk.numel()]).sum() for each in words for chunk in each.split(_CHUNK)
-    ]
+    parts = [(chunk * weights[each.device][: chunk.numel()]).sum() for each in words for chunk in each.split(_CHUNK)]
     numbers = {
         device: iter(torch.stack([part for part in parts if part.device == device]).tolist()) for device in weights
     }
@@ -62,6 +60,15 @@ def check_replicas(
     if not _equal(own, world, tensor):
         _raise_strangers(own, world, when, tensor)
     return (own[0] * 31 + own[1]) % 2**64
+
+
+def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """The bits of a tensor, 64 each, and of its last element of 32 bits if that is left over."""
+    bits = tensor.detach().contiguous().flatten().view(torch.int32)
+    if bits.storage_offset() % 2:
+        bits = bits.clone()
+    even = bits.numel() // 2 * 2
+    return bits[:even].view(torch.int64), bits[even:].long()
 
 
 def _equal(own: Sequence[int], world: World, tensor: int) -> bool:

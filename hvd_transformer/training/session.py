@@ -116,7 +116,7 @@ class Session:
         began = time.perf_counter()
         begun = self.saver.begin(state.step)
         if begun is not None:
-            self.saver.save(self.trainer.capture(self.data_digest, checksum, best, begun.writers), begun)
+            self.saver.save(self.trainer.capture(self.data_digest, checksum, best, begun), begun)
         now = time.perf_counter()
         log.info(
             "step %d: checkpoint: training waited %.4f s, %.4f s of it for the copy",

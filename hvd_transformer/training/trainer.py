@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from hvd_transformer.checkpoint.capture import capture
-from hvd_transformer.checkpoint.layout import Writers
 from hvd_transformer.checkpoint.restore import restore
 from hvd_transformer.checkpoint.store import Snapshot
+from hvd_transformer.checkpoint.writer import Begun
 from hvd_transformer.comm.world import World, agree
 from hvd_transformer.config.batch_size import rate_replicas
 from hvd_transformer.config.schema import Config, flatten
@@ -184,10 +184,10 @@ class Trainer:
         metrics = self.task.metrics(sums, count) | self.task.more_metrics(split, self.mesh.dp_group)
         return Evaluation(metrics, count)
 
-    def capture(self, data_digest: str, checksum: int, best: bool, writers: Writers | None = None) -> Snapshot:
+    def capture(self, data_digest: str, checksum: int, best: bool, begun: Begun | None = None) -> Snapshot:
         """This rank's part of a checkpoint of the job as it is now, with the weights' checksum. Collective.
 
-        `best`: of all so far. `writers` says who writes; None: every rank sees the folder.
+        `best`: of all so far. `begun` says who writes; None: every rank sees the folder.
         """
         task = self.task
         state = {
@@ -203,7 +203,8 @@ class Trainer:
             **task.facts,
         }
         texts = {**task.files, **self.tokenizer_files}
-        return capture(self.engine, self.state.step, state, texts, best, writers)
+        writers, memory = (begun.writers, begun.memory) if begun else (None, None)
+        return capture(self.engine, self.state.step, state, texts, best, writers, memory)
 
     def restore(self, folder: Path | None, saved: Mapping[str, Any]) -> None:
         """Weights, optimizer and scales of a checkpoint, rank 0's `folder`; `saved` is its state. Collective."""

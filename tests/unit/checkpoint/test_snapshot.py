@@ -10,6 +10,8 @@ from small_job import run, settings, trainer, weights
 
 from hvd_transformer.checkpoint.restore import read_checked, restore_weights
 from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, CheckpointStore
+from hvd_transformer.checkpoint.stored_tensors import StoredTensors
+from hvd_transformer.checkpoint.writer import Saver
 from hvd_transformer.comm.world import World
 from hvd_transformer.errors import UserError
 from hvd_transformer.training.state import TrainState
@@ -108,6 +110,25 @@ def test_a_snapshot_is_a_copy() -> None:
         for name, tensor in tensors.items():
             assert torch.equal(tensor, before[name]), name
     assert json.dumps(taken.state) == position
+
+
+def test_a_copy_uses_the_memory_of_the_one_before(tmp_path: Path) -> None:
+    job, store = trainer(settings("optimizer.name=adamw")), CheckpointStore(tmp_path, keep_last=9)
+    saver = Saver(store, job.world, pytest.fail)
+    memory, wanted = set(), []
+    for step in (1, 2, 3):
+        run(job, step)
+        begun = saver.begin(step)
+        assert begun is not None
+        taken = job.capture("digest", 0, False, begun)
+        memory.add(tuple(block.data_ptr() for part in taken.parts.values() for _, block in part.blocks))
+        wanted.append({name: tensor.clone() for name, tensor in weights(job).items()})
+        saver.save(taken, begun)
+    saver.close()
+    assert len(memory) == 1
+    for path, tensors in zip(store.steps(), wanted, strict=True):
+        found = StoredTensors(path, MODEL)
+        assert all(torch.equal(found.whole(name), tensor) for name, tensor in tensors.items())
 
 
 def test_the_files_name_every_weight_once_and_its_moments() -> None:
