@@ -27,6 +27,9 @@ _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", tor
 _DTYPE_OF = {name: dtype for dtype, name in _DTYPES.items()}
 # Bytes whose checksum is taken and that are written at a time: they are still in the core's cache for the second.
 _WRITE_BYTES = 1 << 20
+# Bytes that are written before they are sent to the disk and dropped from the page cache. Nobody reads them soon, and
+# hundreds of megabytes of new pages cost more than writing, and push out data that training reads.
+_CACHED_BYTES = 32 << 20
 
 
 class Entry(NamedTuple):
@@ -74,16 +77,21 @@ def write(file: Path, part: FilePart) -> list[Range]:
     """
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        ranges = []
+        ranges, cached = [], 0
         if part.leads:
             os.ftruncate(descriptor, len(part.header) + sum(entry.nbytes for entry in part.entries))
             ranges.append(write_range(descriptor, 0, memoryview(part.header)))
-        ranges += [
-            write_range(descriptor, len(part.header) + place, block.numpy().data)
-            for place, block in part.blocks
-            if block.numel()
-        ]
+        for place, block in part.blocks:
+            for start in range(0, block.numel(), _CACHED_BYTES):
+                data = block[start : start + _CACHED_BYTES]
+                ranges.append(write_range(descriptor, len(part.header) + place + start, data.numpy().data))
+                cached += data.numel()
+                if cached >= _CACHED_BYTES:
+                    os.fdatasync(descriptor)
+                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                    cached = 0
         os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
     return ranges

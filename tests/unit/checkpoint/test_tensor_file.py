@@ -3,6 +3,7 @@
 import os
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,28 @@ def test_nothing_of_the_file_is_read_while_it_is_written(tmp_path: Path, monkeyp
     tensor_file.write(tmp_path / "file", whole({"w": torch.ones(1000)}))
     (flag,) = flags
     assert flag & os.O_ACCMODE == os.O_WRONLY
+
+
+def test_what_is_written_does_not_pile_up_in_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_file, "_CACHED_BYTES", 1000)
+    events: list[object] = []
+    pwrite, fdatasync, fadvise = os.pwrite, os.fdatasync, os.posix_fadvise
+    monkeypatch.setattr(os, "pwrite", lambda *words: events.append(pwrite(*words)) or events[-1])
+    monkeypatch.setattr(os, "fdatasync", lambda *words: events.append("synced") or fdatasync(*words))
+    monkeypatch.setattr(os, "posix_fadvise", lambda *words: events.append("dropped") or fadvise(*words))
+    flat = torch.arange(3000.0)
+    data = flat.view(torch.uint8)
+    sizes = [400, 400, 400, 5000, 400, 5400]
+    blocks = [(start, data[start : start + size]) for start, size in zip(accumulate([0, *sizes]), sizes, strict=False)]
+    file = tmp_path / "model.safetensors"
+    tensor_file.write(file, FilePart(whole({"w": flat}).entries, blocks))
+    assert torch.equal(load_file(file)["w"], flat)
+    cached = most = 0
+    for event in events:
+        cached = 0 if event == "dropped" else cached + (event if isinstance(event, int) else 0)
+        most = max(most, cached)
+    assert most < 2000 and events[-1] == "dropped"
+    assert all(events[number - 1] == "synced" for number, event in enumerate(events[:-1]) if event == "dropped")
 
 
 def test_checksums_of_neighbours_combine() -> None:
