@@ -73,7 +73,9 @@ class RankChild:
         if data is None:
             return []
         text = self._unended[name] + data
-        whole = len(text) if not data or len(text) > _LINE_BYTES else text.rfind(b"\n") + 1
+        whole = text.rfind(b"\n") + 1
+        if not data or (not whole and len(text) > _LINE_BYTES):
+            whole = len(text)
         self._unended[name] = text[whole:]
         return self._printed(name, text[:whole])
 
