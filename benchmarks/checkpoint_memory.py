@@ -82,7 +82,10 @@ def of_rank(world: World, mesh: ParallelMesh, config: Config, folder: Path) -> d
         saver.close()
 
     _, saved = peak(save)
+    job.engine.close()
     world.barrier()
+    del job
+    job = build()
     _, loaded = peak(
         lambda: job.restore(store.steps()[-1] if world.rank == 0 else None, {"loss_scaler": job.loss_scaler.state()})
     )

@@ -1,63 +1,68 @@
 """Captures an engine's weights and optimizer state: each rank copies what it writes of a checkpoint."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
 
 from hvd_transformer.checkpoint import engine_state
 from hvd_transformer.checkpoint.engine_state import Shards
 from hvd_transformer.checkpoint.exchange import Held, exchange
 from hvd_transformer.checkpoint.layout import Files, Piece, ShardFiles, SharedFiles, Span, Writers, index
-from hvd_transformer.checkpoint.shards import TensorShard, copy_overlap
+from hvd_transformer.checkpoint.shards import TensorShard, overlap
 from hvd_transformer.checkpoint.store import FORMAT, MODEL, OPTIMIZER, Snapshot
 from hvd_transformer.checkpoint.tensor_file import FilePart
-from hvd_transformer.checkpoint.writer import CopyMemory
 from hvd_transformer.comm.group import Group
-from hvd_transformer.comm.world import World
 from hvd_transformer.gradients.optimizer import state_keys
 from hvd_transformer.parallel.engine import Engine
 
 
-def capture(
-    engine: Engine,
-    step: int,
-    state: Mapping[str, Any],
-    texts: Mapping[str, str],
-    best: bool,
-    writers: Writers | None = None,
-    memory: CopyMemory | None = None,
-) -> Snapshot:
-    """Copy what this rank writes of a checkpoint to host memory. Training waits for no more than this. Collective.
+class Capture:
+    """Copies what this rank writes of an engine's checkpoints to host memory: worked out once, copied for each.
 
-    `state` goes into state.json, and `texts` are text files by name. Without `writers` every rank sees the folder. The
-    copies overwrite those of an earlier call with the same `memory`.
+    The memory is kept. A job must have room for it anyway, and in fresh memory a copy takes three times as long.
     """
-    world = engine.world
-    writers = writers or Writers.of(world.hosts, [True] * world.size)
-    engine.wait_params()
-    shards = {MODEL: engine_state.weights(engine), OPTIMIZER: engine_state.optimizer_state(engine)}
-    files: dict[str, Files] = {
-        MODEL: SharedFiles(_whole(shards[MODEL]), writers),
-        OPTIMIZER: _optimizer_files(engine, shards[OPTIMIZER], writers),
-    }
-    exchanges = {MODEL: _weight_exchange(engine), OPTIMIZER: _optimizer_exchange(engine, files[OPTIMIZER])}
-    memory = memory or CopyMemory()
-    captured = {
-        name: _capture(world, files[name], own, writers, exchanges[name], partial(memory.take, name))
-        for name, own in shards.items()
-    }
-    host = writers.hosts[world.rank]
-    return Snapshot(
-        step=step,
-        parts={writers.file(name, host): part for name, part in captured.items()} if host is not None else {},
-        state={"format": FORMAT, **state},
-        best=best,
-        texts=texts,
-        indexes=lambda: {file: text for name in files for file, text in index(name, files[name], writers).items()},
-        writers=writers,
-    )
+
+    def __init__(self, engine: Engine, writers: Writers | None = None) -> None:
+        """Without `writers` every rank sees the folder. Collective."""
+        world = engine.world
+        self.engine, self.writers = engine, writers or Writers.of(world.hosts, [True] * world.size)
+        shards = {MODEL: engine_state.weights(engine), OPTIMIZER: engine_state.optimizer_state(engine)}
+        files: dict[str, Files] = {
+            MODEL: SharedFiles(_whole(shards[MODEL]), self.writers),
+            OPTIMIZER: _optimizer_files(engine, shards[OPTIMIZER], self.writers),
+        }
+        exchanges = {MODEL: _weight_exchange(engine), OPTIMIZER: _optimizer_exchange(engine, files[OPTIMIZER])}
+        self._copies = {
+            name: _Copy(world.rank, files[name], own, self.writers, exchanges[name]) for name, own in shards.items()
+        }
+
+    def take(self, step: int, state: Mapping[str, Any], texts: Mapping[str, str], best: bool) -> Snapshot:
+        """A snapshot of the engine as it is now, in the memory of the last one. Collective.
+
+        Training waits for no more than this. `state` goes into state.json, and `texts` are text files by name.
+        """
+        self.engine.wait_params()
+        for copy in self._copies.values():
+            copy.run()
+        host = self.writers.hosts[self.engine.world.rank]
+        copies = {} if host is None else {self.writers.file(name, host): copy for name, copy in self._copies.items()}
+        return Snapshot(
+            step=step,
+            parts={file: copy.part for file, copy in copies.items()},
+            state={"format": FORMAT, **state},
+            best=best,
+            texts=texts,
+            indexes=self._indexes,
+            writers=self.writers,
+        )
+
+    def _indexes(self) -> dict[str, str]:
+        return {
+            file: text
+            for name, copy in self._copies.items()
+            for file, text in index(name, copy.files, self.writers).items()
+        }
 
 
 def _whole(shards: Shards) -> list[Piece]:
@@ -96,25 +101,30 @@ def _optimizer_exchange(engine: Engine, files: Files) -> _Exchange | None:
     return found and _Exchange(found.group, lambda rank, name: found.held(rank, engine_state.parameter_of(name)))
 
 
-_Take = Callable[[int], Tensor]
+class _Copy:
+    """This rank's part of its host's file, and where in the engine it comes from."""
+
+    def __init__(self, rank: int, files: Files, own: Shards, writers: Writers, swap: _Exchange | None) -> None:
+        self.files, self._own, self._swap = files, own, swap
+        spans = files.spans(rank)
+        self.part, self._targets = _allocate(files, spans, writers, rank)
+        # The engine's tensors stay where they are.
+        self._pairs = [
+            pair
+            for span, target in zip(spans, self._targets, strict=True)
+            for pair in overlap(target, own[span.piece.name])
+        ]
+        self._wanted = [files.spans(rank) for rank in swap.group.ranks] if swap else []
+
+    def run(self) -> None:
+        """Collective."""
+        for target, source in self._pairs:
+            target.copy_(source)
+        if self._swap is not None:
+            exchange(self._swap.group, self._own, self._swap.held, self._wanted, self._targets)
 
 
-def _capture(
-    world: World, files: Files, own: Shards, writers: Writers, swap: _Exchange | None, take: _Take
-) -> FilePart:
-    """This rank's part of its host's file, in memory that `take` gives. Collective."""
-    spans = files.spans(world.rank)
-    part, targets = _allocate(files, spans, writers, world.rank, take)
-    for span, target in zip(spans, targets, strict=True):
-        copy_overlap(target, own[span.piece.name])
-    if swap is not None:
-        exchange(swap.group, own, swap.held, [files.spans(rank) for rank in swap.group.ranks], targets)
-    return part
-
-
-def _allocate(
-    files: Files, spans: Sequence[Span], writers: Writers, rank: int, take: _Take
-) -> tuple[FilePart, list[TensorShard]]:
+def _allocate(files: Files, spans: Sequence[Span], writers: Writers, rank: int) -> tuple[FilePart, list[TensorShard]]:
     """Memory for what the rank writes: spans that are neighbours in the file are in it, too."""
     host = writers.hosts[rank]
     if host is None:
@@ -133,9 +143,9 @@ def _allocate(
         runs[-1][1].append(span)
         stop = place + (span.last - span.first) * item
     blocks, targets = [], []
-    sizes_of = [[(span.last - span.first) * span.piece.dtype.itemsize for span in run] for _, run in runs]
-    memory = take(sum(map(sum, sizes_of))).split(list(map(sum, sizes_of)))
-    for (place, run), sizes, block in zip(runs, sizes_of, memory, strict=True):
+    for place, run in runs:
+        sizes = [(span.last - span.first) * span.piece.dtype.itemsize for span in run]
+        block = torch.empty(sum(sizes), dtype=torch.uint8)
         blocks.append((place, block))
         for span, values in zip(run, block.split(sizes), strict=True):
             piece = span.piece

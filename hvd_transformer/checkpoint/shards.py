@@ -97,7 +97,13 @@ class TensorShard:
 
 
 def copy_overlap(target: TensorShard, source: TensorShard) -> None:
-    """Copy the numbers that both shards of a tensor have: a few strided copies, however many rows there are.
+    """Copy the numbers that both shards of a tensor have: a few strided copies, however many rows there are."""
+    for into, values in overlap(target, source):
+        into.copy_(values)
+
+
+def overlap(target: TensorShard, source: TensorShard) -> Iterator[tuple[Tensor, Tensor]]:
+    """Views of the numbers that both shards of a tensor have, in the target and in the source.
 
     Both are cut alike, but by any number of ranks, or at least one of the two is of the whole tensor.
     """
@@ -113,7 +119,7 @@ def copy_overlap(target: TensorShard, source: TensorShard) -> None:
             step = max(1, _COPY_BYTES // ((right - left) * target.values.element_size()))
             for first in range(top, bottom, step):
                 part = Rectangle(first, min(first + step, bottom), left, right)
-                _view(target, here, part).copy_(_view(source, there, part))
+                yield _view(target, here, part), _view(source, there, part)
 
 
 def _with_stride(blocks: StridedBlocks, stride: int) -> StridedBlocks:

@@ -8,9 +8,6 @@ from pathlib import Path
 from threading import Event
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from hvd_transformer.checkpoint import staging
 from hvd_transformer.checkpoint.layout import Writers
 from hvd_transformer.checkpoint.shared_folder import seen_by
@@ -20,28 +17,11 @@ from hvd_transformer.comm.world import World
 log = logging.getLogger("hvd_transformer")
 
 
-class CopyMemory:
-    """Host memory for the copies that are written, kept from one checkpoint to the next.
-
-    A job must have room for it anyway, and in fresh memory the copy takes three times as long.
-    """
-
-    def __init__(self) -> None:
-        self._blocks: dict[str, Tensor] = {}
-
-    def take(self, name: str, size: int) -> Tensor:
-        """So many bytes for what is called so. Their former contents must be written by now."""
-        if name not in self._blocks or self._blocks[name].numel() != size:
-            self._blocks[name] = torch.empty(size, dtype=torch.uint8)
-        return self._blocks[name]
-
-
 class Begun(NamedTuple):
-    """A checkpoint that is to be written: its staging folder, who writes into it, and memory for the copies."""
+    """A checkpoint that is to be written: its staging folder, and who writes into it."""
 
     folder: Path
     writers: Writers
-    memory: CopyMemory
 
 
 class Saver:
@@ -54,7 +34,7 @@ class Saver:
         self.store, self.world, self.warn = store, world, warn
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: tuple[int, Future[object]] | None = None  # the step that is written
-        self._ending, self._memory = Event(), CopyMemory()
+        self._ending = Event()
 
     def begin(self, step: int) -> Begun | None:
         """Create the staging folder, after the previous write: at most one snapshot is in memory. Collective.
@@ -73,7 +53,7 @@ class Saver:
             return None
         folder = Path(created)
         sees = seen_by(self.world, self.world.rank == 0 or staging.enter(folder, self.world.rank))
-        return Begun(folder, Writers.of(self.world.hosts, sees), self._memory)
+        return Begun(folder, Writers.of(self.world.hosts, sees))
 
     def save(self, snapshot: Snapshot, begun: Begun) -> None:
         """Start writing what this rank captured."""
@@ -96,10 +76,9 @@ class Saver:
             self._failed(step, error)
 
     def close(self) -> None:
-        """Wait for the last write, end the thread and free the memory."""
+        """Wait for the last write and end the thread."""
         self.wait()
         self._thread.shutdown()
-        self._memory = CopyMemory()
 
     def _start(self, step: int, write: Callable[..., object], *arguments: object) -> None:
         self._pending = step, self._thread.submit(_logged, step, write, *arguments)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvd_transformer.checkpoint.capture import capture
+from hvd_transformer.checkpoint.capture import Capture
 from hvd_transformer.checkpoint.restore import restore
 from hvd_transformer.checkpoint.store import Snapshot
 from hvd_transformer.checkpoint.writer import Begun
@@ -102,6 +102,7 @@ class Trainer:
         self, config: Config, world: World, mesh: ParallelMesh, task: Task, state: TrainState, *, draw: bool = True
     ) -> None:
         self.config, self.world, self.mesh, self.task, self.state = config, world, mesh, task, state
+        self._capture: Capture | None = None
         shapes = agree(world, lambda: build_model(config, task, mesh, draw=draw))
         self.engine = Engine(
             config,
@@ -187,7 +188,8 @@ class Trainer:
     def capture(self, data_digest: str, checksum: int, best: bool, begun: Begun | None = None) -> Snapshot:
         """This rank's part of a checkpoint of the job as it is now, with the weights' checksum. Collective.
 
-        `best`: of all so far. `begun` says who writes; None: every rank sees the folder.
+        `best`: of all so far. `begun` says who writes, and that the snapshot before is written: this one takes its
+        memory. None: every rank sees the folder.
         """
         task = self.task
         state = {
@@ -203,8 +205,15 @@ class Trainer:
             **task.facts,
         }
         texts = {**task.files, **self.tokenizer_files}
-        writers, memory = (begun.writers, begun.memory) if begun else (None, None)
-        return capture(self.engine, self.state.step, state, texts, best, writers, memory)
+        return self._capture_for(begun).take(self.state.step, state, texts, best)
+
+    def _capture_for(self, begun: Begun | None) -> Capture:
+        if begun is None:
+            return Capture(self.engine)
+        if self._capture is None or self._capture.writers != begun.writers:
+            self._capture = None  # frees its memory first
+            self._capture = Capture(self.engine, begun.writers)
+        return self._capture
 
     def restore(self, folder: Path | None, saved: Mapping[str, Any]) -> None:
         """Weights, optimizer and scales of a checkpoint, rank 0's `folder`; `saved` is its state. Collective."""

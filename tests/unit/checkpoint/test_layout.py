@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from thread_world import make_worlds, on_ranks
 from torch import Tensor, nn
 
-from hvd_transformer.checkpoint import capture, exchange, manifest, restore, staging
+from hvd_transformer.checkpoint import exchange, manifest, restore, staging
+from hvd_transformer.checkpoint.capture import Capture
 from hvd_transformer.checkpoint.crc import Range
 from hvd_transformer.checkpoint.layout import Writers
 from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, CheckpointStore, Snapshot
@@ -129,7 +130,7 @@ def save(case: Case, ranks: Sequence[Any], folder: Path, blind: Sequence[int] = 
 
     def of_rank(engine: Any) -> Path | None:
         rank = current.rank = engine.world.rank
-        taken = capture.capture(engine, 1, {"data_digest": "d"}, {}, False, writers)
+        taken = Capture(engine, writers).take(1, {"data_digest": "d"}, {}, False)
         assert rank not in blind or not taken.parts
         if rank == 0:
             return store.save(taken, staged, ending)
@@ -296,7 +297,7 @@ def test_copies_hold_what_is_written_and_no_more(tmp_path: Path) -> None:
         case = Case(BIG, CUT, ("a", "a", "b", "b"), 2, zero)
         ranks = engines(case, values_of(case, 1))
         total = sum(tensor.nbytes for tensor in values_of(case, 1).values())
-        taken: list[Snapshot] = together(ranks, lambda engine: capture.capture(engine, 1, {}, {}, False))
+        taken: list[Snapshot] = together(ranks, lambda engine: Capture(engine).take(1, {}, {}, False))
         sizes = [sum(block.nbytes for part in own.parts.values() for _, block in part.blocks) for own in taken]
         assert sum(sizes) == total and max(sizes) <= 0.6 * total
 
