@@ -1,6 +1,7 @@
 """Captures an engine's weights and optimizer state: each rank copies what it writes of a checkpoint."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -53,11 +54,13 @@ class Capture:
             state={"format": FORMAT, **state},
             best=best,
             texts=texts,
-            indexes=self._indexes,
+            indexes=lambda: self._indexes,
             writers=self.writers,
         )
 
+    @cached_property
     def _indexes(self) -> dict[str, str]:
+        """Made by the thread that writes, once: it lists each tensor, and with ZeRO each host's part of it."""
         return {
             file: text
             for name, copy in self._copies.items()

@@ -113,7 +113,7 @@ def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchd
 
 
 def _read_and_send(checkpoint: Path, world: World) -> Checkpoint:
-    """Read on rank 0 alone: other hosts need not see the folder, unless `model.pretrained` is set. Collective."""
+    """Read on rank 0, and verify on all ranks that see the folder; `model.pretrained` needs it on all. Collective."""
 
     def read() -> tuple[str, dict[str, Any], dict[str, tuple[str, str]]] | None:
         found = with_verification(world, lambda verify: read_checkpoint(checkpoint, verify))

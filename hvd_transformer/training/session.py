@@ -112,9 +112,8 @@ class Session:
         self.heartbeat.enter_phase("checkpoint")
         stopped = time.perf_counter()
         checksum = self.trainer.engine.check_replicas(f"step {state.step}")
-        self.saver.wait()  # before the copy, so that at most one exists
+        begun = self.saver.begin(state.step)  # waits for the write before, so that at most one copy exists
         began = time.perf_counter()
-        begun = self.saver.begin(state.step)
         if begun is not None:
             self.saver.save(self.trainer.capture(self.data_digest, checksum, best, begun), begun)
         now = time.perf_counter()
