@@ -36,6 +36,7 @@ from hvd_transformer.launch.horovodrun_command import Horovodrun, launcher_envir
 from hvd_transformer.launch.host_pool import HostPool
 from hvd_transformer.launch.hostfile import Host
 from hvd_transformer.launch.launch_screen import Screen
+from hvd_transformer.launch.restart_policy import Limits
 from hvd_transformer.launch.ssh import Ssh
 from hvd_transformer.launch.supervisor import LaunchPlan, Supervisor
 
@@ -152,10 +153,10 @@ def drive(number: int, slots: int, run_seconds: float) -> None:
         examine.examine(job, Ssh(), environment)
         mark("doctor")
         with closing(HostConnections(Ssh(), environment)) as pool:
-            examine.preflight(job, pool, environment)
+            assert not examine.Admission(job, pool, environment).refused(listed)
             mark("preflight")
             spare = [] if number > 1 else [Host("localhost", slots)]
-            plan = LaunchPlan(["sh", "-c", _SLEEP], ["sh", "-c", _END], {}, environment, restarts=1, min_ranks=1)
+            plan = LaunchPlan(["sh", "-c", _SLEEP], ["sh", "-c", _END], {}, environment, Limits(1, 600.0), min_ranks=1)
             watch = _Watch(slots * number, run_seconds, kill, mark)
             found = HostPool(lambda: [*listed, *spare], slots * number)
             code = Supervisor(plan, Horovodrun(listed), found, pool, watch).run()

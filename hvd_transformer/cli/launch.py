@@ -39,6 +39,7 @@ class LaunchOptions:
     autotune: bool
     restarts: int
     min_ranks: int | None
+    give_up_seconds: float
     host_discovery_script: Path | None
     no_preflight: bool
     dry_run: bool
@@ -119,7 +120,22 @@ def _evaluate(words: Sequence[str]) -> Worker:
 @click.option(
     "--restarts", type=int, default=0, metavar="N", help="Resume from the last checkpoint after up to N failures."
 )
-@click.option("--min-np", "min_ranks", type=int, metavar="N", help="Fewest ranks to restart with. Default: -np.")
+@click.option(
+    "--min-np",
+    "min_ranks",
+    type=int,
+    metavar="N",
+    help="Fewest ranks to run with, without hosts that fail. Default: -np.",
+)
+@click.option(
+    "--give-up-after",
+    "give_up_seconds",
+    type=options.Seconds(),
+    default="30m",
+    show_default=True,
+    metavar="TIME",
+    help="End the job if it has made no new step for so long after a failure.",
+)
 @click.option(
     "--host-discovery-script",
     type=options.PATH,
@@ -152,7 +168,8 @@ def launch(**given: Any) -> None:
     kills them. The exit code is that of the rank that failed first.
 
     With --restarts the job resumes from its newest checkpoint after a rank, a host or the network fails, without hosts
-    that are lost. It restarts with more ranks, up to -np, when hosts return or the discovery script names new ones.
+    that are lost, keep failing or cannot run it, if the others have slots for --min-np ranks. It restarts with more
+    ranks, up to -np, when hosts return or the discovery script names new ones.
     """
     from hvd_transformer.launch.horovodrun_command import Horovodrun, horovod_library, launcher_environment, takes_mpi
     from hvd_transformer.launch.host_pool import HostPool, find_hosts, resolve_min_ranks
@@ -191,11 +208,12 @@ def _run(
 ) -> None:
     """Check what can be checked from here, then run the job and exit with its code, unless this is a dry run."""
     from hvd_transformer.launch.connections import HostConnections
-    from hvd_transformer.launch.doctor.examine import preflight
+    from hvd_transformer.launch.doctor.examine import Admission
     from hvd_transformer.launch.doctor.findings import Job
     from hvd_transformer.launch.horovodrun_command import check_devices, secret_values
     from hvd_transformer.launch.launch_screen import Screen
     from hvd_transformer.launch.limits import warn_of_gloo
+    from hvd_transformer.launch.restart_policy import Limits
     from hvd_transformer.launch.supervisor import LaunchPlan, Supervisor
     from hvd_transformer.reporting.progress import SCREEN
 
@@ -212,11 +230,12 @@ def _run(
     screen = Screen(chosen.restarts, worker.log)
     if screen.terminal:
         values[SCREEN] = "launcher"
-    plan = LaunchPlan(worker.words, worker.again, values, environment, chosen.restarts, min_ranks)
+    limits = Limits(chosen.restarts, chosen.give_up_seconds)
+    plan = LaunchPlan(worker.words, worker.again, values, environment, limits, min_ranks)
+    job = Job.of(horovodrun, worker.config, worker.trains)
     with closing(HostConnections(horovodrun.ssh, environment)) as connections:
-        if not chosen.no_preflight:
-            preflight(Job.of(horovodrun, worker.config, worker.trains), connections, environment)
-        code = Supervisor(plan, horovodrun, pool, connections, screen).run()
+        examine = None if chosen.no_preflight else Admission(job, connections, environment).refused
+        code = Supervisor(plan, horovodrun, pool, connections, screen, examine).run()
     sys.exit(code)
 
 

@@ -1,6 +1,7 @@
 """Options that several commands share, and what commands that use a trained model have in common."""
 
 import math
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,19 @@ class FiniteRange(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number.", param, ctx)
         return number
+
+
+class Seconds(click.ParamType):
+    """A duration above zero: 90, 90s, 30m or 2h."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", str(value))
+        seconds = float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]] if found else 0.0
+        if not seconds:
+            self.fail(f"{value!r} is not a duration such as 90s, 30m or 2h.", param, ctx)
+        return seconds
 
 
 # The configuration of a job: hvd-train, plan, prepare.

@@ -77,6 +77,8 @@ def _run(command: str, work: "Work", rank: int, watchdog: "Watchdog", groups: Se
             show(command, error)
         if isinstance(error, AgreedError):
             world.close()  # a barrier: the message is out before a launcher kills the job at the first exit code
+            if error.rank != world.rank:
+                time.sleep(1)  # the first to exit is taken for the cause
         return WRONG_INPUT
     except (Diverged, ReplicasDiffer) as error:
         if world.rank == 0:

@@ -16,7 +16,11 @@ Result = TypeVar("Result")
 
 
 class AgreedError(UserError):
-    """A `UserError` that all ranks raise alike; only rank 0 prints it."""
+    """A `UserError` that all ranks raise alike; only rank 0 prints it. `rank` is the one that it is about."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class World(Group):
@@ -102,9 +106,11 @@ def agree(world: World, action: Callable[[], Result]) -> Result:
     message = None
     try:
         result = action()
+    except AgreedError:
+        raise
     except UserError as error:
         message = str(error)
     if (failed := world.first_object(message)) is not None:
         rank, told = failed
-        raise AgreedError(told if rank == 0 else f"rank {rank}: {told}")
+        raise AgreedError(told if rank == 0 else f"rank {rank}: {told}", rank)
     return cast(Result, result)

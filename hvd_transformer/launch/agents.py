@@ -21,7 +21,7 @@ _END_SECONDS = 10.0  # for the agents to end their ranks
 _LOOK_SECONDS = 0.02
 _SILENT_SECONDS = 10.0  # past a rank's own limit: its watchdog does not run, or its process was suspended
 
-Beat = dict[str, Any]  # `Watchdog.beat` in monitoring/watchdog.py, and its "age"
+Beat = dict[str, Any]  # `Watchdog.beat` in monitoring/watchdog.py, its "age", and the host's name on the command line
 Printed = tuple[int, str, str]  # rank, "out" or "err", whole lines
 
 
@@ -31,7 +31,8 @@ class Failure(NamedTuple):
     time: float  # on this process's monotonic clock
     rank: int
     code: int
-    host: str
+    host: str  # its own name
+    given_host: str  # its name on the command line
 
 
 class HostLost(UserError):
@@ -167,13 +168,13 @@ class HostAgents:
         self._running[host] = message["running"]
         now = time.monotonic()
         for beat in message["beats"]:
-            self.beats[beat["rank"]] = beat
+            self.beats[beat["rank"]] = {**beat, "given_host": host}
             self.silent |= is_silent(beat)
         for rank in message["output"]:
             self._printed.put((rank["rank"], rank["stream"], rank["text"]))
         for ended in message["ranks_ended"]:
             if ended["code"]:
-                failure = Failure(now - ended["age"], ended["rank"], ended["code"], message["host"])
+                failure = Failure(now - ended["age"], ended["rank"], ended["code"], message["host"], host)
                 self._failures[failure.rank] = failure
             self.num_ended += 1
 

@@ -100,7 +100,11 @@ def run_attempt(
         said.seek(0)
         text = said.read().decode(errors="replace")
     beats, finished = dict(agents.beats), agents.num_ended == horovodrun.num_ranks
-    failures += [Failure(0.0, beat["rank"], STALLED, beat["host"]) for beat in beats.values() if is_silent(beat)]
+    failures += [
+        Failure(0.0, beat["rank"], STALLED, beat["host"], beat["given_host"])
+        for beat in beats.values()
+        if is_silent(beat)
+    ]
     first = failures[0] if failures else None
     return AttemptResult(first.code if first else int(code != 0 or not finished), first, lost, stopped, beats, text)
 

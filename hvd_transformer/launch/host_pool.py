@@ -9,7 +9,6 @@ from hvd_transformer.errors import UserError
 from hvd_transformer.launch.hostfile import Host, assign, parse_hostfile, parse_hosts, read_hostfile
 
 COOL_DOWN_SECONDS = 10.0  # for which a lost host is excluded; doubled each time it is lost again
-_MAX_COOL_DOWN_SECONDS = 600.0
 _SCRIPT_SECONDS = 30.0
 
 FindHosts = Callable[[], list[Host]]
@@ -28,20 +27,21 @@ class HostPool:
         self._find, self._num_ranks, self._tensor = find, num_ranks, tensor
         self._cooling: dict[str, tuple[float, float]] = {}  # excluded until when, and for how many seconds
 
-    def hosts(self) -> list[Host]:
+    def hosts(self, without: str | None = None) -> list[Host]:
         """The hosts to use now, their slots trimmed to the number of ranks; may be empty.
 
         Raises `UserError` if the discovery script fails.
         """
         now = time.monotonic()
-        found = [host for host in self._find() if self._cooling.get(host.name, (0.0, 0.0))[0] <= now]
+        usable = (host for host in self._find() if self._cooling.get(host.name, (0.0, 0.0))[0] <= now)
+        found = [host for host in usable if host.name != without]
         slots = sum(host.slots for host in found)
         count = slots if self._num_ranks is None else min(slots, self._num_ranks)
         return assign(found, count - count % self._tensor)
 
     def cool_down(self, name: str) -> float:
         """Exclude a host for a while; return for how many seconds."""
-        seconds = min(2 * self._cooling.get(name, (0.0, COOL_DOWN_SECONDS / 2))[1], _MAX_COOL_DOWN_SECONDS)
+        seconds = 2 * self._cooling.get(name, (0.0, COOL_DOWN_SECONDS / 2))[1]
         self._cooling[name] = (time.monotonic() + seconds, seconds)
         return seconds
 

@@ -7,26 +7,28 @@ deadlock). Between two starts nothing of the job is left on any host.
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from hvd_transformer.errors import STALLED, WRONG_INPUT, UserError
+from hvd_transformer.errors import STALLED, UserError
 from hvd_transformer.launch.agents import HostAgents, HostLost
 from hvd_transformer.launch.attempt import AttemptResult, Stop, run_attempt
 from hvd_transformer.launch.connections import HostConnections
+from hvd_transformer.launch.doctor.findings import Finding
 from hvd_transformer.launch.horovodrun_command import Horovodrun
 from hvd_transformer.launch.host_connection import NoConnection
 from hvd_transformer.launch.host_pool import HostPool
 from hvd_transformer.launch.hostfile import Host
 from hvd_transformer.launch.launch_screen import Screen
+from hvd_transformer.launch.restart_policy import Limits, RestartPolicy, Verdict
 
-_SAME_STEP = 3  # failures at the same step, after which the job is given up
-_BACK_OFF_SECONDS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)  # by consecutive failures without a new step
-_WAIT_SECONDS = 600.0  # for enough hosts
 _LOOK_SECONDS = 5.0  # between two searches for new hosts
 _CONNECT_SECONDS = 30.0  # to a new host
 _NAMES = 8  # of hosts, in a message
+
+# The first problem of each host that cannot run the job (`examine.Admission.refused`).
+Examine = Callable[[Sequence[Host]], Mapping[str, Finding]]
 
 
 @dataclass(frozen=True)
@@ -37,14 +39,15 @@ class LaunchPlan:
     again: Sequence[str]  # the worker's command line at a restart
     values: Mapping[str, str]  # environment variables for the ranks only
     environment: Mapping[str, str]  # of horovodrun
-    restarts: int
+    limits: Limits
     min_ranks: int
 
 
 class Supervisor:
     """One job, from its first start to its end.
 
-    `horovodrun` holds the hosts of the first start; the pool supplies those of later starts.
+    The pool supplies the hosts of each start; `examine` says which of them cannot be used (None: nobody looks).
+    `horovodrun` has everything else that the starts have in common.
     """
 
     def __init__(
@@ -54,13 +57,12 @@ class Supervisor:
         pool: HostPool,
         connections: HostConnections,
         screen: Screen,
+        examine: Examine | None = None,
     ) -> None:
         self._plan, self._horovodrun, self._pool, self._screen = plan, horovodrun, pool, screen
-        self._connections = connections
-        self._restarts = 0
-        self._failed_steps: list[int | None] = []  # of the latest failures, all at the same step
-        self._last_step = -1
-        self._fruitless = 0  # consecutive failures without a new step
+        self._connections, self._examine = connections, examine or (lambda hosts: {})
+        self._policy = RestartPolicy(plan.limits)
+        self._begun = False  # whether a start had all of its hosts
         self._next = ""
 
     def run(self) -> int:
@@ -70,35 +72,50 @@ class Supervisor:
         """
         stop = Stop()
         try:
-            code, words, again = 1, self._plan.worker, False
-            while True:
+            code = 1
+            hosts: list[Host] | None = self._first_hosts()
+            while hosts is not None:
                 try:
-                    ended = self._start(words, stop)
+                    ended = self._start(hosts, stop)
                 except HostLost as error:
-                    if not again:
-                        raise
-                    self._cool_down(error.host, str(error))
+                    if not self._may_go_on_without(error):
+                        return code
                 else:
                     code = ended.code
                     if not self._may_restart(ended, stop):
                         return code
-                hosts = self._wait_for_hosts(stop)
-                if hosts is None:
-                    return code
-                self._horovodrun = replace(self._horovodrun, hosts=hosts)
-                words, again = self._plan.again, True
+                hosts = self._wait_for_hosts(stop) if self._begun else self._first_hosts()
+            return code
         finally:
             stop.restore()
 
-    def _start(self, words: Sequence[str], stop: Stop) -> AttemptResult:
-        plan, horovodrun = self._plan, self._horovodrun
-        newcomers = HostDiscovery(self._pool, horovodrun, self._connections)
-        self._screen.start(horovodrun.hosts, self._restarts)
+    def _first_hosts(self) -> list[Host]:
+        """The hosts of the first start, without those that cannot be used.
+
+        Raises `UserError`, which names such a host, if the others have too few slots.
+        """
+        while True:
+            hosts = self._pool.hosts()
+            refused = self._examine(hosts)
+            if not refused:
+                return hosts
+            finding = next(iter(refused.values()))
+            self._set_aside(refused)
+            if not self._enough(self._pool.hosts()):
+                raise UserError(f"{finding} (--no-preflight starts anyway)")
+
+    def _start(self, hosts: list[Host], stop: Stop) -> AttemptResult:
+        plan, policy = self._plan, self._policy
+        horovodrun = replace(self._horovodrun, hosts=hosts)
+        newcomers = HostDiscovery(self._pool, horovodrun, self._connections, self._examine)
+        self._screen.start(hosts, policy.restarts)
 
         def look(agents: HostAgents) -> bool:
+            self._begun = True
             self._screen.look(agents)
             return newcomers.found is not None
 
+        words = plan.again if self._begun else plan.worker
         ended: AttemptResult | None = None
         try:
             ended = run_attempt(
@@ -119,48 +136,62 @@ class Supervisor:
             self._next = "resuming"
             return True
         self._screen.failed(ended, _cause(ended))
-        if ended.code == WRONG_INPUT or not self._plan.restarts:
+        verdict = self._policy.judge(ended, replaceable=self._replaceable)
+        if not self._obey(verdict):
             return False
-        if self._restarts == self._plan.restarts:
-            self._screen.message(f"giving up after {self._restarts} restarts")
-            return False
-        step = max((beat["step"] for beat in ended.beats.values()), default=None)
-        if not ended.lost:
-            self._failed_steps = [*(old for old in self._failed_steps if old == step), step]
-        if len(self._failed_steps) == _SAME_STEP:
-            where = "before the first step" if step is None else f"after step {step}"
-            self._screen.message(f"giving up: failed {_SAME_STEP} times {where}")
-            return False
-        for host in ended.lost:
-            self._cool_down(host, f"host {host} is lost")
-        self._restarts += 1
-        self._next = f"restart {self._restarts} of {self._plan.restarts}"
-        self._fruitless = 0 if step is not None and step > self._last_step else self._fruitless + 1
-        self._last_step = max(self._last_step, -1 if step is None else step)
-        self._sleep(_BACK_OFF_SECONDS[min(self._fruitless, len(_BACK_OFF_SECONDS) - 1)], stop)
+        self._set_aside(verdict.at_fault)
+        self._sleep(verdict.back_off, stop)
         return True
 
-    def _cool_down(self, host: str, why: str) -> None:
-        self._screen.message(f"{why}; excluded for {self._pool.cool_down(host):.0f} s")
+    def _may_go_on_without(self, error: HostLost) -> bool:
+        """After a host was lost before its ranks ran. Raises the error if the job has never run and cannot now."""
+        self._set_aside({error.host: error})
+        if self._begun:
+            return self._obey(self._policy.judge_lost_host())
+        if not self._enough(self._pool.hosts()):
+            raise error
+        return True
+
+    def _obey(self, verdict: Verdict) -> bool:
+        """Say why the job is given up, or note that it starts again; returns whether it does."""
+        if verdict.give_up:
+            self._screen.message(verdict.give_up)
+        self._next = f"restart {self._policy.restarts} of {self._plan.limits.restarts}"
+        return verdict.give_up is None
+
+    def _replaceable(self, host: str) -> bool:
+        return self._enough(self._pool.hosts(without=host))
+
+    def _enough(self, hosts: Sequence[Host]) -> bool:
+        return sum(host.slots for host in hosts) >= self._plan.min_ranks
+
+    def _set_aside(self, hosts: Mapping[str, object]) -> None:
+        """Exclude hosts for a while; the values say why."""
+        for host, why in hosts.items():
+            self._screen.message(f"{why}; excluded for {self._pool.cool_down(host):.0f} s")
 
     def _wait_for_hosts(self, stop: Stop) -> list[Host] | None:
-        """Wait until the hosts have enough slots for the next start; None: give up."""
-        deadline, told = time.monotonic() + _WAIT_SECONDS, False
+        """Wait until usable hosts have enough slots for the next start; None: give up."""
+        told = False
         while not stop.count:
             try:
                 hosts, why = self._pool.hosts(), ""
             except UserError as error:  # a discovery script may fail occasionally
                 hosts, why = [], str(error)
-            ranks = sum(host.slots for host in hosts)
-            if ranks >= self._plan.min_ranks:
-                self._screen.message(f"{self._next}: {ranks} ranks on {_names(hosts)}")
-                return hosts
-            if time.monotonic() > deadline:
-                self._screen.message(f"giving up: no hosts for {self._plan.min_ranks} ranks in {_WAIT_SECONDS:.0f} s")
-                return None
-            if not told:
+            if self._enough(hosts):
+                refused = self._examine(hosts)
+                if not refused:
+                    ranks = sum(host.slots for host in hosts)
+                    self._screen.message(f"{self._next}: {ranks} ranks on {_names(hosts)}")
+                    return hosts
+                self._set_aside(refused)
+            elif not told:
+                ranks = sum(host.slots for host in hosts)
                 self._screen.message(why or f"waiting for hosts: {ranks} slots now, {self._plan.min_ranks} needed")
                 told = True
+            if (late := self._policy.out_of_time()) is not None:
+                self._screen.message(late)
+                return None
             self._sleep(1.0, stop)
         return None
 
@@ -171,11 +202,14 @@ class Supervisor:
 
 
 class HostDiscovery:
-    """Searches, while a job runs, for new hosts that would give it more ranks, and connects to them."""
+    """Searches, while a job runs, for new hosts that would give it more ranks, and connects to them.
 
-    def __init__(self, pool: HostPool, now: Horovodrun, connections: HostConnections) -> None:
+    Those that cannot be reached or used are excluded for a while, each alone.
+    """
+
+    def __init__(self, pool: HostPool, now: Horovodrun, connections: HostConnections, examine: Examine) -> None:
         self.found: list[Host] | None = None
-        self._pool, self._now, self._connections = pool, now, connections
+        self._pool, self._now, self._connections, self._examine = pool, now, connections, examine
         self._closed = threading.Event()
         threading.Thread(target=self._look, daemon=True).start()
 
@@ -186,15 +220,23 @@ class HostDiscovery:
     def _look(self) -> None:
         while self.found is None and not self._closed.wait(_LOOK_SECONDS):
             with suppress(UserError):  # no answer from the script or a host: try again later
-                hosts = self._pool.hosts()
-                known = {host.name for host in self._now.hosts}
-                new = [host for host in hosts if host.name not in known]
-                if new and sum(host.slots for host in hosts) > self._now.num_ranks:
-                    opened = self._connections.run(
-                        self._connections.open([host.name for host in new], _CONNECT_SECONDS)
-                    )
-                    if not any(isinstance(connection, NoConnection) for connection in opened.values()):
+                if new := self._new():
+                    unusable = self._unusable(new)
+                    for host in unusable:
+                        self._pool.cool_down(host)
+                    if not unusable:
                         self.found = new
+
+    def _unusable(self, new: Sequence[Host]) -> Collection[str]:
+        opened = self._connections.run(self._connections.open([host.name for host in new], _CONNECT_SECONDS))
+        silent = [host for host, connection in opened.items() if isinstance(connection, NoConnection)]
+        return silent or self._examine([*self._now.hosts, *new])
+
+    def _new(self) -> list[Host]:
+        """The hosts that the job does not have, if they give it more ranks."""
+        hosts, known = self._pool.hosts(), {host.name for host in self._now.hosts}
+        more = sum(host.slots for host in hosts) > self._now.num_ranks
+        return [host for host in hosts if host.name not in known] if more else []
 
 
 def _cause(ended: AttemptResult) -> str:

@@ -6,11 +6,10 @@ from contextlib import contextmanager
 import torch
 
 from hvd_transformer.comm.process_map import process_map
-from hvd_transformer.comm.world import World
+from hvd_transformer.comm.world import AgreedError, World
 from hvd_transformer.config import Config
 from hvd_transformer.config.schema import flatten
 from hvd_transformer.data.sampler import Replica
-from hvd_transformer.errors import UserError
 from hvd_transformer.monitoring.heartbeat import Heartbeat
 from hvd_transformer.parallel.deferred_init import deferred_init
 from hvd_transformer.parallel.mesh import ParallelMesh
@@ -60,7 +59,8 @@ def check_same_data(data: Data, world: World) -> None:
 def _raise_first(message: str | None, world: World) -> None:
     """Raise the message of the first rank that has one, on all ranks. Collective."""
     if (found := world.first_object(message)) is not None:
-        raise UserError(found[1])
+        rank, told = found
+        raise AgreedError(told, rank)
 
 
 @contextmanager

@@ -7,17 +7,18 @@ import asyncio
 import os
 import secrets
 import sys
+import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from hvd_transformer.errors import UserError
 from hvd_transformer.launch.connections import HostConnections
 from hvd_transformer.launch.doctor import findings, probe
 from hvd_transformer.launch.doctor.findings import Answer, Finding, Job, Link
 from hvd_transformer.launch.host_connection import HostConnection, NoConnection
+from hvd_transformer.launch.hostfile import Host
 from hvd_transformer.launch.ssh import Ssh, why_refused
 
 _T = TypeVar("_T")
@@ -109,53 +110,97 @@ class Examination(NamedTuple):
 def examine(job: Job, ssh: Ssh, environment: Mapping[str, str]) -> Examination:
     """Run the full examination. Raises `UserError` if this host has no ssh."""
     with closing(HostConnections(ssh, environment)) as connections:
-        return connections.run(_examine(job, connections, environment, full=True))
+        return connections.run(_examine(job, connections, environment))
 
 
-def preflight(job: Job, connections: HostConnections, environment: Mapping[str, str]) -> None:
-    """Check for problems that would prevent the job, with one query per host; the connections stay open.
+class Admission:
+    """Examines hosts before they are taken into a job: all of them at its start, later those with a new connection.
 
-    Raises `UserError`, which names the first host with a problem and says what to do.
+    A host whose node agent has been connected all the time is not asked again; its answer is kept to compare others.
     """
-    found = connections.run(_examine(job, connections, environment, full=False))
-    for finding in found.findings:
-        if finding.problem:
-            raise UserError(f"{finding} (--no-preflight starts anyway)")
+
+    def __init__(self, job: Job, connections: HostConnections, environment: Mapping[str, str]) -> None:
+        self._job, self._connections, self._environment = job, connections, environment
+        self._answers: dict[str, Answer] = {}
+        self._lock = threading.Lock()  # a probe answers one question at a time
+
+    def refused(self, hosts: Sequence[Host]) -> dict[str, Finding]:
+        """The first problem of each host that would prevent the job from running on these hosts.
+
+        Raises `UserError` if this host has no ssh.
+        """
+        with self._lock:
+            found = self._connections.run(self._examine(self._job._replace(hosts=hosts)))
+        problems = [finding for finding in found if finding.problem]
+        return {finding.host: finding for finding in reversed(problems)}
+
+    async def _examine(self, job: Job) -> list[Finding]:
+        until, opened = await _open(job, self._connections)
+        agents = {host for host, found in opened.items() if isinstance(found, HostConnection) and found.is_agent}
+        probes = Probes(found for host, found in opened.items() if host not in agents)
+        new = await probes.each(_facts(job, self._environment, until, full=False))
+        kept = {host: answer for host, answer in self._answers.items() if host in agents}
+        self._answers = {host: {**kept, **new}[host] for host in opened if host in kept or host in new}
+        return probes.silent + _about(job, self._answers, _local(opened))[0]
 
 
-async def _examine(job: Job, connections: HostConnections, environment: Mapping[str, str], full: bool) -> Examination:
-    start, longer = asyncio.get_running_loop().time(), max(1.0, len(job.hosts) / _HOSTS)
-    connected, asked, measured = (start + longer * seconds for seconds in (_CONNECTED, _ASKED, _MEASURED))
-    opened = await connections.open([host.name for host in job.hosts], longer * _CONNECTED)
-    local = {host for host, connection in opened.items() if isinstance(connection, HostConnection) and connection.local}
+async def _examine(job: Job, connections: HostConnections, environment: Mapping[str, str]) -> Examination:
+    start, longer = asyncio.get_running_loop().time(), _longer(job)
+    asked, measured = (start + longer * seconds for seconds in (_ASKED, _MEASURED))
+    until, opened = await _open(job, connections)
+    probes = Probes(opened.values())
+    answers = await probes.each(_facts(job, environment, until, full=True))
+    found, common = _about(job, answers, _local(opened))
+    skews = await probes.each(lambda connection: _skew(connection, asked))
+    found += findings.about_clocks(skews)
+    found += findings.about_sharing(job.folders["output_dir"], await _sees_output(job, probes, asked))
+    links = []
+    if common:
+        addresses = {host: answer["interfaces"][common[0]] for host, answer in answers.items()}
+        links = await _ring(probes, addresses, measured)
+        found += findings.about_links(common[0], links)
+    return Examination(answers, skews, common, links, probes.silent + found)
 
-    def facts(connection: HostConnection) -> Any:
+
+def _longer(job: Job) -> float:
+    """By how much everything may take longer than with a few hosts."""
+    return max(1.0, len(job.hosts) / _HOSTS)
+
+
+async def _open(job: Job, connections: HostConnections) -> tuple[float, dict[str, HostConnection | NoConnection]]:
+    """Connect to all hosts; also returns by when they must have answered the first question."""
+    seconds = _longer(job) * _CONNECTED
+    until = asyncio.get_running_loop().time() + seconds
+    return until, await connections.open([host.name for host in job.hosts], seconds)
+
+
+def _local(opened: Mapping[str, HostConnection | NoConnection]) -> set[str]:
+    return {host for host, found in opened.items() if isinstance(found, HostConnection) and found.local}
+
+
+def _facts(
+    job: Job, environment: Mapping[str, str], until: float, full: bool
+) -> Callable[[HostConnection], Awaitable[Any]]:
+    def facts(connection: HostConnection) -> Awaitable[Any]:
         given = dict(environment)
         if not connection.local:
             given.pop("CUDA_VISIBLE_DEVICES", None)  # it is not sent to other hosts
         question = {"environment": given, "cwd": job.cwd, "folders": dict(job.folders), "full": full}
-        return ask(connection, "facts", connected, **question)
+        return ask(connection, "facts", until, **question)
 
-    probes = Probes(opened.values())
-    answers = await probes.each(facts)
+    return facts
+
+
+def _about(job: Job, answers: Mapping[str, Answer], local: set[str]) -> tuple[list[Finding], list[str]]:
+    """Findings about the hosts and their network, and the interfaces that all share."""
     found = list(findings.about_hosts(job, answers))
-    here = next((host for host in answers if host in local), os.uname().nodename)
     interfaces = {host: answer["interfaces"] for host, answer in answers.items() if host not in local}
-    common: list[str] = []
-    if interfaces:
-        interfaces[here] = probe.interfaces()  # the job is started from this host, even if it runs no rank
-        found += findings.about_network(job.network_interface, interfaces)
-        common = findings.common_interfaces(job.network_interface, interfaces)
-    skews, links = {}, []
-    if full:
-        skews = await probes.each(lambda connection: _skew(connection, asked))
-        found += findings.about_clocks(skews)
-        found += findings.about_sharing(job.folders["output_dir"], await _sees_output(job, probes, asked))
-        if common:
-            addresses = {host: answer["interfaces"][common[0]] for host, answer in answers.items()}
-            links = await _ring(probes, addresses, measured)
-            found += findings.about_links(common[0], links)
-    return Examination(answers, skews, common, links, probes.silent + found)
+    if not interfaces:
+        return found, []
+    here = next((host for host in answers if host in local), os.uname().nodename)
+    interfaces[here] = probe.interfaces()  # the job is started from this host, even if it runs no rank
+    found += findings.about_network(job.network_interface, interfaces)
+    return found, findings.common_interfaces(job.network_interface, interfaces)
 
 
 async def _skew(connection: HostConnection, until: float) -> tuple[float, float]:

@@ -56,7 +56,7 @@ def test_failures_come_back_in_the_order_of_time(connections: HostConnections, w
     Started(connections, agents, way, 4, ["/no/such/command"]).exits_with(127)
     wait_until(lambda: agents.num_ended == 5)
     found = agents.close()
-    assert [failure[1:] for failure in found] == [
+    assert [failure[1:4] for failure in found] == [
         (rank, code, os.uname().nodename) for rank, code in ((2, 5), (1, 137), (3, 127), (4, 127))
     ]
     assert (4, "err", "hvd-transformer: /no/such/command: cannot be started: No such file or directory\n") in (

@@ -5,22 +5,24 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from hvd_transformer.errors import UserError
-from hvd_transformer.launch import host_pool, supervisor
+from hvd_transformer.launch import host_pool, restart_policy, supervisor
 from hvd_transformer.launch.agents import HostAgents
 from hvd_transformer.launch.connections import HostConnections
+from hvd_transformer.launch.doctor.findings import Finding
 from hvd_transformer.launch.horovodrun_command import Horovodrun
 from hvd_transformer.launch.host_pool import FindHosts, HostPool, from_script
 from hvd_transformer.launch.hostfile import Host
 from hvd_transformer.launch.launch_screen import Screen
+from hvd_transformer.launch.restart_policy import Limits
 from hvd_transformer.launch.ssh import Ssh
-from hvd_transformer.launch.supervisor import LaunchPlan, Supervisor
+from hvd_transformer.launch.supervisor import Examine, LaunchPlan, Supervisor
 
 SSH = """#!/bin/sh
 for last; do :; done
@@ -47,19 +49,26 @@ def stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(HostAgents, "interfaces", lambda agents, wanted: None)
     monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
     monkeypatch.setenv("STAND", str(tmp_path))
-    monkeypatch.setattr(supervisor, "_BACK_OFF_SECONDS", (0.0,))
+    monkeypatch.setattr(restart_policy, "_BACK_OFF_SECONDS", (0.0,))
     return tmp_path
 
 
 def supervise(
-    stand: Path, script: str, find: FindHosts, restarts: int = 0, min_ranks: int = 1, num_ranks: int | None = None
+    stand: Path,
+    script: str,
+    find: FindHosts,
+    restarts: int = 0,
+    min_ranks: int = 1,
+    num_ranks: int | None = None,
+    give_up_seconds: float = 600.0,
+    examine: Examine | None = None,
 ) -> int:
     hosts = HostPool(find, num_ranks)
     words = ["sh", "-c", WORKER + script]
-    plan = LaunchPlan(words, words, {}, dict(os.environ), restarts, min_ranks)
+    plan = LaunchPlan(words, words, {}, dict(os.environ), Limits(restarts, give_up_seconds), min_ranks)
     screen = Screen(restarts, stand / "logs" / "launch.log")
     with closing(HostConnections(Ssh(), plan.environment)) as connections:
-        return Supervisor(plan, Horovodrun(hosts.hosts()), hosts, connections, screen).run()
+        return Supervisor(plan, Horovodrun(hosts.hosts()), hosts, connections, screen, examine).run()
 
 
 def given(**slots: int) -> FindHosts:
@@ -76,6 +85,15 @@ def wait_until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def refusing(*names: str) -> Examine:
+    """Hosts that cannot run the job, as the preflight says it."""
+    return lambda hosts: {
+        host.name: Finding(host.name, "data.source=x is not there", "copy it there")
+        for host in hosts
+        if host.name in names
+    }
 
 
 def test_goes_on_after_a_failure_and_says_so(stand: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -133,14 +151,84 @@ def test_waits_for_a_host_that_is_needed(
         wait_until(lambda: len(list(stand.glob("starts-*"))) == 4)
         (stand / "down-far.invalid").touch()
         os.kill(int((stand / "ssh-far.invalid").read_text()), signal.SIGKILL)
-        wait_until(lambda: "No route" in "".join(said.append(capfd.readouterr().err) or said))
+        wait_until(lambda: "is not there" in "".join(said.append(capfd.readouterr().err) or said))
         (stand / "down-far.invalid").unlink()
 
     said: list[str] = []
     threading.Thread(target=lose_and_return, daemon=True).start()
-    assert supervise(stand, "[ $start = 2 ] || sleep 100", given(localhost=2, far=2), restarts=1, min_ranks=4) == 0
+
+    def examine(hosts: Sequence[Host]) -> Mapping[str, Finding]:
+        return refusing("far.invalid")(hosts) if (stand / "down-far.invalid").exists() else {}
+
+    script = "[ $start = 2 ] || sleep 100"
+    assert supervise(stand, script, given(localhost=2, far=2), restarts=1, min_ranks=4, examine=examine) == 0
     assert starts(stand) == [4, 4]
     assert "waiting for hosts: 2 slots now, 4 needed" in "".join(said)
+
+
+def test_a_host_that_stays_dead_does_not_keep_the_others(stand: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def lose() -> None:
+        wait_until(lambda: len(list(stand.glob("starts-*"))) == 4)
+        (stand / "down-far.invalid").touch()
+        os.kill(int((stand / "ssh-far.invalid").read_text()), signal.SIGKILL)
+
+    threading.Thread(target=lose, daemon=True).start()
+    began = time.monotonic()
+    hosts = given(localhost=2, far=2)
+    assert supervise(stand, "sleep 100", hosts, restarts=3, min_ranks=4, give_up_seconds=3) != 0
+    assert time.monotonic() - began < 20
+    assert starts(stand) == [4]
+    said = capfd.readouterr().err
+    assert "giving up: no new step for 3 s after a failure (--give-up-after)" in said
+
+
+def test_a_host_that_is_lost_at_each_start_uses_up_the_restarts(
+    stand: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(host_pool, "COOL_DOWN_SECONDS", 0.1)
+
+    def lose() -> None:
+        wait_until(lambda: len(list(stand.glob("starts-*"))) == 4)
+        (stand / "down-far.invalid").touch()
+        os.kill(int((stand / "ssh-far.invalid").read_text()), signal.SIGKILL)
+
+    threading.Thread(target=lose, daemon=True).start()
+    assert supervise(stand, "sleep 100", given(localhost=2, far=2), restarts=3, min_ranks=4) != 0
+    assert starts(stand) == [4]
+    assert "giving up after 3 restarts" in capfd.readouterr().err
+
+
+def test_a_host_that_cannot_run_the_job_is_left_out_of_its_start(
+    stand: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert supervise(stand, "exit 0", given(localhost=2, far=2), min_ranks=2, examine=refusing("far.invalid")) == 0
+    assert starts(stand) == [2]
+    said = capfd.readouterr().err
+    assert said == ("hvd-transformer: host far.invalid: data.source=x is not there; copy it there; excluded for 10 s\n")
+
+
+def test_without_enough_others_it_refuses_the_start(stand: Path) -> None:
+    with pytest.raises(UserError, match=r"^host far.invalid: data.source=x is not there; .* \(--no-preflight starts"):
+        supervise(stand, "exit 0", given(localhost=2, far=2), min_ranks=3, examine=refusing("far.invalid"))
+    assert not (stand / "starts-0").exists()
+
+
+def test_a_host_that_is_back_without_its_data_is_refused_alone(stand: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def examine(hosts: Sequence[Host]) -> Mapping[str, Finding]:
+        return refusing("far.invalid")(hosts) if (stand / "starts-0").exists() else {}
+
+    script = "[ $start = 2 ] && exit 0; [ $HOROVOD_RANK = 3 ] && exit 1; sleep 100"
+    assert supervise(stand, script, given(localhost=2, far=2), restarts=1, min_ranks=2, examine=examine) == 0
+    assert starts(stand) == [4, 2]
+    assert "data.source=x is not there; copy it there; excluded for" in capfd.readouterr().err
+
+
+def test_a_host_whose_ranks_keep_failing_first_is_set_aside(stand: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = "[ $HOROVOD_SIZE = 2 ] && exit 0; [ $HOROVOD_RANK = 3 ] && exit 1; sleep 100"
+    assert supervise(stand, script, given(localhost=2, far=2), restarts=3, min_ranks=2) == 0
+    assert starts(stand) == [4, 4, 2]
+    said = capfd.readouterr().err
+    assert "host far.invalid: its ranks failed first 2 times in a row; excluded for 10 s" in said
 
 
 def test_new_hosts_are_taken_in_after_the_ranks_have_saved(stand: Path, monkeypatch: pytest.MonkeyPatch) -> None:

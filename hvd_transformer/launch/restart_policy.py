@@ -1,0 +1,106 @@
+"""Whether a job that has failed starts again, when, and without which hosts. Decisions alone: nothing is done here."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+from hvd_transformer.errors import WRONG_INPUT
+from hvd_transformer.launch.attempt import AttemptResult
+
+_SAME_STEP = 3  # failures at the same step, after which the job is given up
+_SAME_HOST = 2  # consecutive failures in which a rank of the same host failed first, after which it is set aside
+_BACK_OFF_SECONDS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)  # by consecutive failures without a new step
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What `launch` tolerates."""
+
+    restarts: int
+    give_up_seconds: float  # from the first failure after the last new step
+
+
+class Verdict(NamedTuple):
+    """`give_up`: why the job ends; "" if the failure itself says why. None: it starts again after `back_off` seconds.
+
+    `at_fault`: the hosts to set aside, and why.
+    """
+
+    give_up: str | None
+    back_off: float = 0.0
+    at_fault: Mapping[str, str] = MappingProxyType({})
+
+
+class RestartPolicy:
+    """Judges the failures of one job, in their order."""
+
+    def __init__(self, limits: Limits, now: Callable[[], float] = time.monotonic) -> None:
+        self.restarts = 0
+        self._limits, self._now = limits, now
+        self._failing_since: float | None = None
+        self._failed_steps: list[int | None] = []  # of the latest failures, all at the same step
+        self._last_step = -1
+        self._fruitless = 0  # consecutive failures without a new step
+        self._made_steps = False
+        self._failed_first: list[str] = []  # the host of the latest failures, all the same
+
+    def judge(self, ended: AttemptResult, *, replaceable: Callable[[str], bool]) -> Verdict:
+        """Count a failure. `replaceable`: whether the job can go on without a host."""
+        step = max((beat["step"] for beat in ended.beats.values()), default=None)
+        self._note(step, made_steps=any(beat.get("loss") is not None for beat in ended.beats.values()))
+        host = None if ended.lost or ended.first is None else ended.first.given_host
+        if host is not None:
+            self._failed_first = [*(old for old in self._failed_first if old == host), host]
+        wrong_host = self._made_steps and host is not None and replaceable(host)
+        if ended.code == WRONG_INPUT and not ended.lost and not wrong_host:
+            return Verdict("")
+        if not ended.lost:
+            self._failed_steps = [*(old for old in self._failed_steps if old == step), step]
+        return self._restart(step, self._at_fault(ended, replaceable))
+
+    def judge_lost_host(self) -> Verdict:
+        """Count a start that failed because a host was lost before its ranks ran."""
+        self._note(None, made_steps=False)
+        return self._restart(None, {})
+
+    def out_of_time(self) -> str | None:
+        """Why the job is given up now, also while it waits for hosts; None: it is not."""
+        if self._failing_since is None or self._now() - self._failing_since <= self._limits.give_up_seconds:
+            return None
+        return f"giving up: no new step for {self._limits.give_up_seconds:.0f} s after a failure (--give-up-after)"
+
+    def _note(self, step: int | None, made_steps: bool) -> None:
+        self._made_steps |= made_steps
+        if step is not None and step > self._last_step:
+            self._last_step, self._fruitless, self._failing_since = step, 0, self._now()
+            return
+        self._fruitless += 1
+        if self._failing_since is None:
+            self._failing_since = self._now()
+
+    def _at_fault(self, ended: AttemptResult, replaceable: Callable[[str], bool]) -> Mapping[str, str]:
+        if ended.lost:
+            return {host: f"host {host} is lost" for host in ended.lost}
+        if ended.first is None or not replaceable(ended.first.given_host):
+            return {}
+        host = ended.first.given_host
+        if ended.code == WRONG_INPUT:
+            return {host: f"host {host} refuses what worked before"}
+        if len(self._failed_first) >= _SAME_HOST:
+            return {host: f"host {host}: its ranks failed first {len(self._failed_first)} times in a row"}
+        return {}
+
+    def _restart(self, step: int | None, at_fault: Mapping[str, str]) -> Verdict:
+        if not self._limits.restarts:
+            return Verdict("")
+        if self.restarts == self._limits.restarts:
+            return Verdict(f"giving up after {self.restarts} restarts")
+        if len(self._failed_steps) == _SAME_STEP:
+            where = "before the first step" if step is None else f"after step {step}"
+            return Verdict(f"giving up: failed {_SAME_STEP} times {where}")
+        if (late := self.out_of_time()) is not None:
+            return Verdict(late)
+        self.restarts += 1
+        return Verdict(None, _BACK_OFF_SECONDS[min(self._fruitless, len(_BACK_OFF_SECONDS) - 1)], at_fault)
