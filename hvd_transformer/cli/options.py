@@ -27,17 +27,19 @@ class FiniteRange(click.FloatRange):
         return number
 
 
-class Seconds(click.ParamType):
+class Seconds(FiniteRange):
     """A duration above zero: 90, 90s, 30m or 2h."""
 
     name = "duration"
 
+    def __init__(self) -> None:
+        super().__init__(min=0, min_open=True)
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", str(value))
-        seconds = float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]] if found else 0.0
-        if not seconds:
+        if found is None:
             self.fail(f"{value!r} is not a duration such as 90s, 30m or 2h.", param, ctx)
-        return seconds
+        return super().convert(float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]], param, ctx)
 
 
 # The configuration of a job: hvd-train, plan, prepare.
