@@ -62,7 +62,7 @@ exec unshare --net --uts -- sh "$(dirname "$0")/host" "$host" "$last"
 """
 _BEAT = """\
 printf '{"rank": %d, "host": "%s", "time": %d, "step": 1, "limit_seconds": 1e6}' \\
-    $HOROVOD_RANK $HOROVOD_HOSTNAME $(date +%s) >"$HVD_TRANSFORMER_FOLDER/beat-$HOROVOD_RANK"
+    $HOROVOD_RANK $HOROVOD_HOSTNAME $(cut -d. -f1 /proc/uptime) >"$HVD_TRANSFORMER_FOLDER/beat-$HOROVOD_RANK"
 """
 _SLEEP, _END = f"{_BEAT} exec sleep 10000", f"{_BEAT} exit 0"
 

@@ -46,8 +46,9 @@ def set_defaults(local_size: int, stall_seconds: float | None = None, *, prompt:
         # enqueued, so this is only the longest sleep of an idle rank. Published Horovod always sleeps that long, and
         # each cycle costs CPU, more so over gloo's sockets. Measured on two cores: benchmarks/RESULTS.md.
         "HOROVOD_CYCLE_TIME": "100" if horovod_wakes_up() else published_cycle,
-        # How long gloo waits for ranks that do not answer. Its 30 seconds are too short for many hosts or a slow start.
-        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(round(max(300, 1.5 * stall))),
+        # How long gloo waits for ranks that do not answer. Its 30 seconds are too short for many hosts, a slow start
+        # and storage that stands still.
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(round(max(600, 1.5 * stall))),
         # By default Horovod only warns about a stalled tensor. This limit is longer than the watchdog's, whose report
         # is more specific (`monitoring/watchdog.py`): it catches jobs whose watchdogs have all ended.
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(round(max(900, 1.5 * stall))),

@@ -95,20 +95,20 @@ class NodeAgent:
         Ages instead of times, as the hosts' clocks may differ.
         """
         self._reap()
-        now, here = time.time(), time.monotonic()
+        now = time.monotonic()
         beats: list[dict[str, Any]] = []
-        if here >= self._beats_due:
+        if now >= self._beats_due:
             beats = [{**beat, "age": now - beat["time"]} for beat in self._folder.beats(self._ranks)]
-            self._beats_due = here + _NEWS_SECONDS
+            self._beats_due = now + _NEWS_SECONDS
         news = {
             "host": self._host,
             "running": self._num_running(),
             "beats": beats,
-            "ranks_ended": [{"rank": rank.rank, "code": rank.code, "age": here - rank.ended} for rank in self._ended],
+            "ranks_ended": [{"rank": rank.rank, "code": rank.code, "age": now - rank.ended} for rank in self._ended],
             "output": self._output,
         }
         self._ended, self._output = [], []
-        self._news_due = here + _NEWS_SECONDS
+        self._news_due = now + _NEWS_SECONDS
         return news
 
     def close(self) -> None:

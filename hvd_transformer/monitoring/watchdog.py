@@ -7,12 +7,17 @@ rank prints which ranks are late, and all exit with the code `STALLED`, so that 
     phase                                               limit
     steps                                               `training.stall_seconds`, or ten times the longest of the
                                                           last 100 steps, at least 30 s
-    evaluations and checkpoints (disks may be slow),    ten times the longest so far, at least two minutes or
-      with the step after them                            `training.stall_seconds`
+      while they read data or write logs                7.5 minutes or `training.stall_seconds`
+    evaluations and checkpoints, with the step          ten times the longest so far, at least 7.5 minutes or
+      after them                                          `training.stall_seconds`
     whatever happens for the first time (start, first   ten minutes or `training.stall_seconds`, whichever is longer
       step, first evaluation); the end
+    whatever, while the storage of the run directory    7.5 minutes
+      stands still
 
-gloo itself gives up after five minutes on a rank that does not answer, Horovod after fifteen on a missing tensor.
+An NFS server may take five minutes to fail over. The ranks that wait for one that waits for the storage find out by
+themselves that it stands still. gloo itself gives up after ten minutes on a rank that does not answer, Horovod after
+fifteen on a missing tensor.
 """
 
 import faulthandler
@@ -24,21 +29,26 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from hvd_transformer.errors import STALLED
 from hvd_transformer.monitoring.heartbeat import Heartbeat
 from hvd_transformer.monitoring.stall_report import PeerHeartbeat, stall_report
+from hvd_transformer.monitoring.storage import StorageThread
 
 FOLDER = "HVD_TRANSFORMER_FOLDER"  # the launcher's private folder on this host
 LOOK_SECONDS = 0.5
 # A longer gap between two looks means that this process was suspended (Ctrl-Z, a suspended job): it does not count.
 _STOPPED_SECONDS = 5 * LOOK_SECONDS
 _FACTOR = 10.0
-_SHORTEST = {"step": 30.0, "evaluation": 120.0, "checkpoint": 120.0}  # seconds
+_STORAGE_SECONDS = 450.0
+_SHORTEST = {"step": 30.0, "evaluation": _STORAGE_SECONDS, "checkpoint": _STORAGE_SECONDS}  # seconds
+_STORAGE_PHASES = ("data", "log")  # of a step
+_ANSWER_SECONDS = 3.0  # in which a storage that does not stand still makes an empty file
 _UNKNOWN_SECONDS = 600.0
 _SETTLE_SECONDS = 1.5  # for the other ranks to see `beat-late`
 _BACKSTOP_SECONDS = 2.0  # past the limit, when faulthandler dumps the stacks by itself
@@ -68,7 +78,10 @@ class Watchdog:
         self._stacks: IO[Any] = sys.stderr
         self._logs = "no log yet: above"
         folder = os.environ.get(FOLDER)
-        self._folders = [Path(folder)] if folder else []
+        self._private = Path(folder) if folder else None
+        self._shared: Path | None = None  # the run directory's `logs/`: only the storage thread touches it
+        self._storage = StorageThread()
+        self._stands_still = self._others_late = False
         self._beat_seconds = LOOK_SECONDS  # between two files
         self._looked = self._beaten = self._phase_began = time.monotonic()
         self._quiet, self._signs, self._phase = 0.0, -1, ""
@@ -89,9 +102,9 @@ class Watchdog:
             self._stacks = (logs / f"rank-{self.rank:03d}.log").open("ab", buffering=0)
         if self._thread.is_alive():
             faulthandler.register(signal.SIGUSR1, self._stacks)
-        if not self._folders:  # many ranks may share this folder
+        if self._private is None:  # many ranks may share this folder
             self._beat_seconds = min(max(LOOK_SECONDS, len(hosts) / _WRITES_PER_SECOND), _MOST_BEAT_SECONDS)
-        self._folders.append(logs)
+        self._shared = logs
 
     def close(self) -> None:
         """End the thread and remove the heartbeat files."""
@@ -99,9 +112,8 @@ class Watchdog:
         if self._thread.is_alive():
             self._thread.join()
             faulthandler.unregister(signal.SIGUSR1)
-        for folder in self._folders:
-            with suppress(OSError):
-                (folder / f"beat-{self.rank}").unlink(missing_ok=True)
+        for folder in self._folders():
+            self._in(folder, partial((folder / f"beat-{self.rank}").unlink, missing_ok=True))
         if self._stacks is not sys.stderr:
             self._stacks.close()
 
@@ -113,16 +125,17 @@ class Watchdog:
         lasted = list(self.heartbeat.lasted.get(period, ()))
         if not lasted:
             return max(stall or 0.0, _UNKNOWN_SECONDS)
-        return max(stall or _SHORTEST[period], _FACTOR * max(lasted))
+        shortest = _STORAGE_SECONDS if self.heartbeat.place()[0] in _STORAGE_PHASES else _SHORTEST[period]
+        return max(stall or shortest, _FACTOR * max(lasted))
 
     def beat(self, late: bool = False) -> dict[str, Any]:
-        """The heartbeat file's content. Times are in seconds, `time` since the epoch; `step` counts completed steps."""
+        """The heartbeat file's content. Times are in seconds, `time` on the host's monotonic clock."""
         heartbeat, (phase, waits_for) = self.heartbeat, self.heartbeat.place()
         return {
             "rank": self.rank,
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "time": time.time(),
+            "time": time.monotonic(),
             "step": heartbeat.step,
             "total_steps": heartbeat.total_steps,
             "phase": phase,
@@ -159,20 +172,54 @@ class Watchdog:
         # If something holds the interpreter lock so that this thread cannot run, the stacks are still written, and the
         # other ranks see an old heartbeat.
         faulthandler.dump_traceback_later(max(0.0, left) + _BACKSTOP_SECONDS, file=self._stacks)
-        if now - self._beaten >= self._beat_seconds:
-            self._beaten = now
-            self._write(self._folders[:1], self.beat())
         quiet = self._quiet > min(_QUIET_SECONDS, limit / 2)
-        if left < 0 or (quiet and any((folder / _LATE).exists() for folder in self._folders)):
+        due = now - self._beaten >= self._beat_seconds
+        if due:
+            self._beaten = now
+        if due and self._private is not None:
+            self._write(self._private, self.beat())
+        share_beat = due and self._private is None
+        if self._shared is not None and (share_beat or quiet):
+            self._storage.start(partial(self._share, self._shared, self.beat() if share_beat else None, quiet))
+        if (left < 0 and not self._waits_for_storage(limit)) or (quiet and self._sees_late()):
             self._stall()
 
+    def _share(self, folder: Path, beat: dict[str, Any] | None, look_for_late: bool) -> None:
+        """On the storage thread."""
+        if beat is not None:
+            self._write(folder, beat)
+        if look_for_late:
+            self._others_late = (folder / _LATE).exists()
+
+    def _waits_for_storage(self, limit: float) -> bool:
+        """Whether the storage stands still, or did so until now; then the time before does not count."""
+        shared = self._shared
+        if shared is None or self._quiet > max(limit, _STORAGE_SECONDS):
+            return False
+        probe = shared / f"beat-{self.rank}.probe"
+
+        def make() -> None:
+            probe.touch()
+            probe.unlink()
+
+        stood_still, self._stands_still = self._stands_still, not self._storage.answers(make, _ANSWER_SECONDS)
+        if stood_still and not self._stands_still:
+            self.heartbeat.forgive(self._quiet)
+            self._quiet = 0.0
+        return stood_still or self._stands_still
+
+    def _sees_late(self) -> bool:
+        """Whether another rank has said that it ends."""
+        return self._others_late or (self._private is not None and (self._private / _LATE).exists())
+
     def _stall(self) -> None:
-        # Exits even if a disk or the screen blocks.
-        faulthandler.dump_traceback_later(_END_SECONDS, exit=True, file=self._stacks)
-        try:
-            self._report_stall()
-        finally:
-            os._exit(STALLED)
+        # Exits even if a disk or the screen blocks, and if that holds the interpreter lock.
+        with Path(os.devnull).open("wb") as nowhere:
+            faulthandler.dump_traceback_later(_END_SECONDS, exit=True, file=nowhere)
+            try:
+                self._report_stall()
+            finally:
+                os._exit(STALLED)
 
     def _report_stall(self) -> None:
         """Write the stacks to the log; one rank prints which ranks are late."""
@@ -180,12 +227,12 @@ class Watchdog:
         what = "step" if self.heartbeat.period == "step" else "progress"
         log.error("no %s for %.0f s here; the stacks of all threads:", what, self._quiet)
         faulthandler.dump_traceback(self._stacks)
-        self._write(self._folders, beat)
-        for folder in self._folders:
-            with suppress(OSError):
-                (folder / _LATE).touch()
+        for folder in self._folders():
+            self._in(folder, partial(self._write, folder, beat))
+            self._in(folder, (folder / _LATE).touch)
         time.sleep(_SETTLE_SECONDS)
-        self._write(self._folders, beat)
+        for folder in self._folders():
+            self._in(folder, partial(self._write, folder, beat))
         seen = {**self._read_heartbeats(), self.rank: PeerHeartbeat(beat, 0.0)}
         silent_seconds = _SILENT_BEATS * self._beat_seconds + _SETTLE_SECONDS
         late_beats = {
@@ -199,12 +246,23 @@ class Watchdog:
         else:
             time.sleep(_SETTLE_SECONDS)  # a launcher may kill the others at the first exit
 
-    def _write(self, folders: Sequence[Path], beat: dict[str, Any]) -> None:
-        for folder in folders:
-            with suppress(OSError):  # a full disk does not end the training
-                aside = folder / f"beat-{self.rank}.tmp"
-                aside.write_text(json.dumps(beat), encoding="utf-8")
-                aside.replace(folder / f"beat-{self.rank}")
+    def _folders(self) -> list[Path]:
+        """Those for heartbeats: the launcher's, which is of this host, then the run directory's."""
+        return [folder for folder in (self._private, self._shared) if folder is not None]
+
+    def _in(self, folder: Path, action: Callable[[], object]) -> None:
+        """Do something in a folder, but do not wait long for shared storage. A full disk does not end the training."""
+        with suppress(OSError):
+            if folder == self._shared:
+                self._storage.answers(action, _ANSWER_SECONDS)
+            else:
+                action()
+
+    def _write(self, folder: Path, beat: dict[str, Any]) -> None:
+        with suppress(OSError):
+            aside = folder / f"beat-{self.rank}.tmp"
+            aside.write_text(json.dumps(beat), encoding="utf-8")
+            aside.replace(folder / f"beat-{self.rank}")
 
     def _read_heartbeats(self) -> dict[int, PeerHeartbeat]:
         """The newest visible heartbeat of each rank.
@@ -212,7 +270,7 @@ class Watchdog:
         Ages compare file times with that of this rank's own file, because the hosts' clocks may differ.
         """
         newest: dict[int, PeerHeartbeat] = {}
-        for folder in self._folders:
+        for folder in self._folders():
             with suppress(OSError):
                 now = (folder / f"beat-{self.rank}").stat().st_mtime
                 for rank in range(len(self._hosts)):

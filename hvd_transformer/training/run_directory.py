@@ -3,10 +3,7 @@
 Nothing is written before all input has been checked: a refused start leaves the folder as it was.
 """
 
-import fcntl
 import os
-import time
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,9 +17,7 @@ from hvd_transformer.checkpoint.store import CheckpointStore, read_state, resolv
 from hvd_transformer.config import Config, dump, load
 from hvd_transformer.config.schema import flatten, may_change
 from hvd_transformer.errors import UserError
-
-# A job that was just killed may need a moment to exit.
-LOCK_SECONDS = 5.0
+from hvd_transformer.folder_lock import FolderLock
 
 
 class RunDirectory:
@@ -31,7 +26,7 @@ class RunDirectory:
     def __init__(self, config: Config) -> None:
         self.path = Path(config.output_dir).expanduser()
         self.store = CheckpointStore(self.path / "checkpoints", config.checkpoint.keep_last)
-        self._release: Callable[[], object] | None = None
+        self._lock = FolderLock(self.path / ".lock", "hvd-train")
         self._made: list[Path] = []  # folders that `claim` created, the innermost first
 
     def claim(self, config: Config, warn: Callable[[str], None], verify: Verify = manifest.verify) -> Path | None:
@@ -41,8 +36,8 @@ class RunDirectory:
         cannot be written, or holds a run with a different configuration.
         """
         self._check_folder()
-        self._lock()
         try:
+            self._take(warn)
             if config.checkpoint.resume == "never" and self.store.steps():
                 raise UserError(
                     f"checkpoint.resume=never: {self.path} has checkpoints, which a new run would overwrite; "
@@ -76,10 +71,25 @@ class RunDirectory:
 
     def abandon(self) -> None:
         """Restore the folder to what it was before `claim`."""
+        self.release()
         for folder in self._made:
             with suppress(OSError):  # not empty any more
                 folder.rmdir()
-        self.release()
+
+    def check(self) -> None:
+        """Raise `UserError` if another job has taken the folder, as after this one was suspended for long."""
+        if self._lock.lost:
+            taken = self._lock.owner() or "another job, which has ended"
+            raise UserError(f"output_dir={self.path}: taken over by {taken}; this job ends")
+
+    def _take(self, warn: Callable[[str], None]) -> None:
+        """Keep other jobs out: they would remove each other's files."""
+        try:
+            self._lock.take(warn)
+        except UserError as error:
+            raise UserError(f"output_dir={error}") from None
+        except OSError as error:
+            raise UserError(f"output_dir={self.path}: cannot be written: {error.strerror}") from None
 
     def _check_folder(self) -> None:
         try:
@@ -100,30 +110,9 @@ class RunDirectory:
                 "choose a new or empty folder"
             )
 
-    def _lock(self) -> None:
-        """Keep other jobs out: they would remove each other's files. The lock ends with this process."""
-        folder = os.open(self.path, os.O_RDONLY)
-        self._release = weakref.finalize(self, os.close, folder)
-        limit = time.monotonic() + LOCK_SECONDS
-        while True:
-            try:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() > limit:
-                    self.release()
-                    raise UserError(
-                        f"output_dir={self.path}: another job is writing to it; wait for it, end it, or choose "
-                        "another folder"
-                    ) from None
-                time.sleep(0.1)
-            except OSError:  # a file system without locks
-                return
-
     def release(self) -> None:
-        """Release the lock, as the end of this process does."""
-        if self._release is not None:
-            self._release()
+        """Let other jobs in."""
+        self._lock.release()
 
     def _is_ours(self) -> bool:
         """Whether the folder has a configuration of hvd-train."""

@@ -109,6 +109,7 @@ class Session:
         state = self.trainer.state
         if self.saved_step == state.step and not best:
             return
+        self.run.check()
         self.heartbeat.enter_phase("checkpoint")
         stopped = time.perf_counter()
         checksum = self.trainer.engine.check_replicas(f"step {state.step}")
@@ -158,6 +159,7 @@ class Session:
             result.grad_norm,
         )  # fmt: skip
         if self.metrics is not None:
+            self.run.check()
             self.metrics.write(
                 state.step,
                 epoch=result.epoch + 1,

@@ -56,6 +56,25 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | No
     except BaseException:
         directory.abandon()
         raise
+    try:
+        return _train(config, world, directory, data, trainer, checkpoint, progress, stop, watchdog)
+    finally:
+        directory.release()
+
+
+def _train(
+    config: Config,
+    world: World,
+    directory: RunDirectory,
+    data: Data,
+    trainer: Trainer,
+    checkpoint: Path | None,
+    progress: Silent,
+    stop: StopRequest,
+    watchdog: Watchdog,
+) -> dict[str, Any]:
+    """Everything from the first thing that is written to the summary."""
+    mesh, heartbeat = trainer.mesh, watchdog.heartbeat
     watchdog.use(directory.path / "logs", world.hosts)
     heartbeat.timeline = trainer.engine.timeline
     log.info("rank %d of %d (%s) on %s, %s", world.rank, world.size, world.backend, world.host, mesh.device)

@@ -35,7 +35,7 @@ exec sh -c "exec $last"
 WORKER = 'cd "$STAND"; echo $HOROVOD_SIZE >>starts-$HOROVOD_RANK; start=$(wc -l <starts-$HOROVOD_RANK); '
 BEAT = """
 printf '{"rank": %d, "host": "%s", "time": %d, "step": %d, "limit_seconds": 60}' $HOROVOD_RANK \\
-    $(uname -n) $(date +%s) STEP >"$HVD_TRANSFORMER_FOLDER/beat-$HOROVOD_RANK"; sleep 1.5
+    $(uname -n) $(cut -d. -f1 /proc/uptime) STEP >"$HVD_TRANSFORMER_FOLDER/beat-$HOROVOD_RANK"; sleep 1.5
 """
 
 

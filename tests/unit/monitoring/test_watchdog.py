@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -25,8 +26,9 @@ from hvd_transformer.monitoring.watchdog import FOLDER, LOOK_SECONDS, Watchdog
         (None, "step", [8.0, 20.0, 9.0], 200),
         (None, "step", [20.0] + [1.0] * 100, 30),  # the last hundred
         (None, "checkpoint", [], 600),
-        (None, "checkpoint", [1.0], 120),
-        (None, "evaluation", [40.0], 400),
+        (None, "checkpoint", [1.0], 450),
+        (None, "evaluation", [40.0], 450),
+        (None, "evaluation", [50.0], 500),
         (5.0, "step", [], 5),
         (5.0, "step", [100.0], 5),
         (5.0, "evaluation", [1.0], 10),
@@ -41,6 +43,16 @@ def test_limits(stall_seconds: float | None, period: str, lasted: list[float], l
     watchdog.heartbeat.period = period
     watchdog.heartbeat.lasted.get(period, []).extend(lasted)
     assert watchdog.limit() == limit
+
+
+@pytest.mark.parametrize(("phase", "limit"), [("data", 450), ("log", 450), ("forward", 30)])
+def test_a_step_that_reads_or_writes_files_may_wait_for_them(phase: str, limit: float) -> None:
+    watchdog = Watchdog(0, 2)
+    watchdog.heartbeat.period, watchdog.heartbeat.phase = "step", phase
+    watchdog.heartbeat.lasted["step"].append(1.0)
+    assert watchdog.limit() == limit
+    watchdog.stall_seconds = 5.0
+    assert watchdog.limit() == 5
 
 
 def read(file: Path, until: float) -> dict:
@@ -66,7 +78,7 @@ def test_the_file_says_how_the_rank_is_and_goes_in_the_end(monkeypatch, tmp_path
         assert "in test_the_file_says_how_the_rank_is" in (logs / "rank-003.log").read_text()
     finally:
         watchdog.close()
-    assert abs(beat.pop("time") - time.time()) < 30
+    assert abs(beat.pop("time") - time.monotonic()) < 30
     assert beat.pop("phase_seconds") < 30 and beat.pop("progress_seconds") < 30
     assert beat == {
         "rank": 3, "host": os.uname().nodename, "pid": os.getpid(), "step": 7, "total_steps": 9, "phase": "log",
@@ -89,6 +101,7 @@ def test_many_ranks_write_seldom_to_one_folder_and_silence_is_still_seen(size, m
     watchdog.heartbeat.period = "step"
     monkeypatch.setattr(watchdog, "_write", lambda *_: written.append(now))
     monkeypatch.setattr(Path, "exists", lambda path: bool(looked_for.append(path)))
+    monkeypatch.setattr(watchdog._storage, "start", lambda action: action())
     while now < 60:
         now += LOOK_SECONDS
         if now % 10 == 0:
@@ -114,8 +127,49 @@ def test_a_rank_without_progress_ends_with_the_others(monkeypatch, tmp_path) -> 
     while not ended and now < 60:
         now += LOOK_SECONDS
         watchdog._look()
+        time.sleep(0.01)  # for the storage's thread
     watchdog.close()
     assert ended and ended[0] <= 20
+
+
+def test_while_the_storage_stands_still_nobody_is_late(monkeypatch, tmp_path) -> None:
+    """The rank waits for another one, whose log cannot be written: for a minute, then for ever."""
+    monkeypatch.delenv(FOLDER, raising=False)
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: None)
+    monkeypatch.setattr("hvd_transformer.monitoring.watchdog._ANSWER_SECONDS", 0.01)
+    now, ended, moves = 0.0, [], threading.Event()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    watchdog = Watchdog(0, 2, stall_seconds=5)
+    watchdog.use(tmp_path, ["h1", "h2"])
+    watchdog.heartbeat.period = "step"
+    monkeypatch.setattr(watchdog, "_stall", lambda: ended.append(now))
+    monkeypatch.setattr(Path, "touch", lambda path: moves.wait() and path.write_bytes(b""))
+
+    def look(seconds: float) -> None:
+        nonlocal now
+        until = now + seconds
+        while now < until and not ended:
+            now += LOOK_SECONDS
+            watchdog._look()
+
+    look(60)
+    assert not ended
+    moves.set()
+    time.sleep(0.1)
+    look(4)  # the others need a moment, too
+    assert not ended
+    look(4)
+    assert ended  # it was not the storage
+
+    ended.clear()
+    moves.clear()
+    watchdog.heartbeat.tick()
+    look(440)
+    assert not ended
+    look(20)
+    assert ended
+    moves.set()
+    watchdog.close()
 
 
 ALONE = """

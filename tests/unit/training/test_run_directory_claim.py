@@ -9,6 +9,7 @@ import pytest
 import torch
 from fragments import whole
 
+from hvd_transformer import folder_lock
 from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, CheckpointStore, Snapshot
 from hvd_transformer.config import Config, load
 from hvd_transformer.config.schema import flatten
@@ -26,6 +27,7 @@ def claim(made: Config) -> tuple[Path | None, list[str]]:
     directory = RunDirectory(made)
     checkpoint = directory.claim(made, warnings.append)
     directory.begin(made, rank=0, first_on_host=True)
+    directory.release()
     return checkpoint, warnings
 
 
@@ -260,10 +262,26 @@ def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
 
 
 def test_two_jobs_cannot_write_to_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvd_transformer.training.run_directory.LOCK_SECONDS", 0.2)
+    monkeypatch.setattr(folder_lock, "END_SECONDS", 0.2)
     made = config(tmp_path)
     first = RunDirectory(made)
     assert first.claim(made, print) is None
-    assert "another job is writing to it" in refused(made)
+    host = os.uname().nodename
+    assert f"in use by hvd-train on host {host} (process {os.getpid()}, since " in refused(made)
     first.release()
     assert claim(made) == (None, [])
+
+
+def test_a_job_whose_folder_was_taken_over_writes_no_more(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    first = RunDirectory(made)
+    first.claim(made, print)
+    first.check()
+    (tmp_path / ".lock").unlink()  # as after a long suspension
+    second = RunDirectory(made)
+    second.claim(made, print)
+    with pytest.raises(UserError, match=r"^output_dir=.*: taken over by hvd-train on host .*; this job ends$"):
+        first.check()
+    first.release()
+    second.check()
+    second.release()
