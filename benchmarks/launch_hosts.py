@@ -35,6 +35,7 @@ from hvd_transformer.launch.doctor.findings import Job
 from hvd_transformer.launch.horovodrun_command import Horovodrun, launcher_environment
 from hvd_transformer.launch.host_pool import HostPool
 from hvd_transformer.launch.hostfile import Host
+from hvd_transformer.launch.launch_output import LaunchOutput
 from hvd_transformer.launch.launch_screen import Screen
 from hvd_transformer.launch.restart_policy import Limits
 from hvd_transformer.launch.ssh import Ssh
@@ -90,7 +91,7 @@ def hosts(number: int, slots: int = 8, run_seconds: float = 10.0) -> dict[str, f
 
 
 @dataclass
-class _Watch(Screen):
+class _Watch(LaunchOutput):
     """Sees how far the job is: kills the last host when all ranks run."""
 
     ranks: int
@@ -101,7 +102,7 @@ class _Watch(Screen):
     _run_since: float | None = field(default=None)
 
     def __post_init__(self) -> None:
-        super().__init__(restarts=1, log=None)
+        super().__init__(Screen(), None)
 
     def start(self, hosts: Sequence[Host], restart: int) -> None:
         super().start(hosts, restart)

@@ -10,10 +10,10 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from hvd_transformer.errors import UserError
@@ -30,11 +30,15 @@ START, ENDED_STARTS = "HVD_TRANSFORMER_START", "HVD_TRANSFORMER_ENDED_STARTS"
 
 
 class FolderLock:
-    """The lock of the folder of `path`, from `take` to `release`. `what`: the owner in words, such as "hvd-train"."""
+    """The lock of the folder of `path`, from `take` to `release`.
 
-    def __init__(self, path: Path, what: str) -> None:
+    `what`: the owner in words, such as "hvd-train"; `more`: what else the file tells of it.
+    """
+
+    def __init__(self, path: Path, what: str, **more: str) -> None:
         self._path = path
         self._owner = {
+            **more,
             "what": what,
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -144,6 +148,21 @@ class FolderLock:
             return False
 
 
+class Owner(NamedTuple):
+    """Who has a folder. `here`: whether this host can see its process."""
+
+    words: str
+    host: str
+    here: bool
+    more: Mapping[str, Any]
+
+
+def owner_of(path: Path) -> Owner | None:
+    """The owner of a lock, unless its process is known to be gone."""
+    watch = _Watch.of(path, None)
+    return None if watch is None or watch.left_over() else watch.owner()
+
+
 class _Watch:
     """What has been seen of a lock's file since it was first seen with this owner."""
 
@@ -183,6 +202,10 @@ class _Watch:
         if self._owner.get("start") in os.environ.get(ENDED_STARTS, "").split():
             return True
         return self._process_lives() is False or time.monotonic() - self._changed > LEFT_OVER_SECONDS
+
+    def owner(self) -> Owner:
+        """All that the file tells."""
+        return Owner(self.who(), str(self._owner.get("host")), self._process_lives() is not None, self._owner)
 
     def who(self) -> str:
         """The owner in words."""

@@ -4,7 +4,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,6 +42,7 @@ class LaunchOptions:
     give_up_seconds: float
     host_discovery_script: Path | None
     no_preflight: bool
+    detach: bool
     dry_run: bool
     scheduler: str | None
     output: Path | None
@@ -70,9 +71,9 @@ class Worker:
     trains: bool
 
     @property
-    def log(self) -> Path | None:
-        """The log of everything that the ranks print."""
-        return Path(self.config.output_dir).expanduser() / "logs" / "launch.log" if self.trains else None
+    def run(self) -> Path | None:
+        """The run directory, if it writes one."""
+        return Path(self.config.output_dir).expanduser() if self.trains else None
 
 
 def worker_of(words: Sequence[str]) -> Worker:
@@ -143,6 +144,7 @@ def _evaluate(words: Sequence[str]) -> Worker:
     help="Script that prints the available hosts, one per line; it is called repeatedly.",
 )
 @click.option("--no-preflight", is_flag=True, help="Do not check the hosts first (see `hvd-transformer doctor`).")
+@click.option("--detach", is_flag=True, help="Let the job run on without this terminal once its ranks run: see `attach`.")
 @click.option("--dry-run", is_flag=True, help="Print the horovodrun command without starting it.")
 @click.option(
     "--scheduler",
@@ -208,10 +210,13 @@ def _run(
 ) -> None:
     """Check what can be checked from here, then run the job and exit with its code, unless this is a dry run."""
     from hvd_transformer.launch.connections import HostConnections
+    from hvd_transformer.launch.detach import is_detached
     from hvd_transformer.launch.doctor.examine import Admission
     from hvd_transformer.launch.doctor.findings import Job
     from hvd_transformer.launch.horovodrun_command import check_devices, secret_values
+    from hvd_transformer.launch.launch_output import LaunchOutput
     from hvd_transformer.launch.launch_screen import Screen
+    from hvd_transformer.launch.launched_job import LaunchedJob
     from hvd_transformer.launch.limits import warn_of_gloo
     from hvd_transformer.launch.restart_policy import Limits
     from hvd_transformer.launch.supervisor import LaunchPlan, Supervisor
@@ -227,16 +232,42 @@ def _run(
         warn_of_gloo(horovodrun.num_ranks)
     if find_spec("horovod") is None:
         raise UserError("Horovod: not found; install it, as `make install` does")
-    screen = Screen(chosen.restarts, worker.log)
+    if chosen.detach and not is_detached():
+        _detach(worker)
+    screen = Screen(False if is_detached() else None)
     if screen.terminal:
         values[SCREEN] = "launcher"
-    limits = Limits(chosen.restarts, chosen.give_up_seconds)
-    plan = LaunchPlan(worker.words, worker.again, values, environment, limits, min_ranks)
-    job = Job.of(horovodrun, worker.config, worker.trains)
-    with closing(HostConnections(horovodrun.ssh, environment)) as connections:
-        examine = None if chosen.no_preflight else Admission(job, connections, environment).refused
-        code = Supervisor(plan, horovodrun, pool, connections, screen, examine).run()
+    plan = LaunchPlan(
+        worker.words, worker.again, values, environment, Limits(chosen.restarts, chosen.give_up_seconds), min_ranks
+    )
+    with ExitStack() as stack:
+        job = None if worker.run is None else stack.enter_context(LaunchedJob(worker.run))
+        output = LaunchOutput(screen, job)
+        stack.enter_context(closing(output))
+        connections = stack.enter_context(closing(HostConnections(horovodrun.ssh, environment)))
+        asked = Job.of(horovodrun, worker.config, worker.trains)
+        examine = None if chosen.no_preflight else Admission(asked, connections, environment).refused
+        supervisor = Supervisor(plan, horovodrun, pool, connections, output, examine)
+        if job is None:
+            code = supervisor.run()
+        else:
+            job.watch(supervisor)
+            code = job.code = supervisor.run()
     sys.exit(code)
+
+
+def _detach(worker: Worker) -> None:
+    """Start the same command without a terminal and exit. Raises `UserError` if there is nothing to attach to."""
+    from hvd_transformer.launch.detach import detach
+
+    if worker.run is None:
+        raise UserError("--detach: only for training, which has a run directory to attach to")
+    code = detach(sys.argv[1:])
+    if code is None:
+        run = shlex.quote(str(worker.run))
+        click.echo(f"{worker.run}: the job runs on without this terminal")
+        click.echo(f"  see it:   hvd-transformer attach {run}\n  stop it:  hvd-transformer stop {run}")
+    sys.exit(code or 0)
 
 
 def _scheduled(chosen: LaunchOptions, horovodrun: "Horovodrun", config: "Config") -> str:

@@ -34,6 +34,7 @@ def show(name: str, error: Exception | str) -> None:
 
 # Name → one line of help. Each command is the function of that name in cli/<name>.py.
 COMMANDS = {
+    "attach": "Show a job that runs under a launcher.",
     "classify": "Classify lines of text with a trained model.",
     "doctor": "Check the hosts of a job and say how to fix their problems.",
     "evaluate": "Compute a trained model's metrics on a split or a file, on any number of ranks.",
@@ -43,6 +44,7 @@ COMMANDS = {
     "plan": "Estimate a job's memory per pipeline stage and its bubbles, before it is started.",
     "prepare": "Tokenize a data source ahead of training.",
     "report": "Redraw the charts of a run: report.html and PNG files.",
+    "stop": "End a job that runs under a launcher, after it has saved.",
     "translate": "Translate lines of text with a trained encoder-decoder.",
 }
 

@@ -71,13 +71,14 @@ def run_attempt(
     connections: HostConnections,
     stop: Stop,
     show: Show,
+    say: Callable[[str], object],
     look: Callable[[HostAgents], bool] = lambda agents: False,
 ) -> AttemptResult:
     """Run `worker` on every rank until all have ended, and leave no rank behind on any host.
 
     `environment` is that of horovodrun, visible to everyone on the hosts; `values` go to the ranks only. After a signal
     that `stop` counts, the ranks save and exit; a second signal kills them. They also save and exit when `look`, which
-    is polled, returns true. `show` receives what the ranks print.
+    is polled, returns true. `show` receives what the ranks print, and `say` what the launcher has to say.
 
     Raises `HostLost` for a host that cannot be used, and `UserError` if the hosts do not fit together.
     """
@@ -91,7 +92,7 @@ def run_attempt(
             if not horovodrun.mpi and (plan := _plan(process)):
                 order = {"command": list(worker), "cwd": str(Path.cwd()), "environment": plan["environment"]}
                 agents.start(order, plan["ranks"])
-            stopped = _wait(process, horovodrun.num_ranks, agents, stop, show, look)
+            stopped = _wait(process, horovodrun.num_ranks, agents, stop, show, say, look)
         finally:
             lost = dict(agents.lost)
             failures = agents.close()
@@ -143,6 +144,7 @@ def _wait(
     agents: HostAgents,
     stop: Stop,
     show: Show,
+    say: Callable[[str], object],
     look: Callable[[HostAgents], bool],
 ) -> bool:
     """Wait until all ranks have ended or must be killed; return whether they were asked to stop."""
@@ -159,7 +161,7 @@ def _wait(
             stopped = True
             ranks = agents.stop()
             if stop.count:
-                print(f"{ranks} ranks are saving; a second signal kills them", file=sys.stderr, flush=True)
+                say(f"{ranks} ranks are saving; a second signal kills them")
             deadline = time.monotonic() + _SAVE_SECONDS
         if stopped and not agents.running:  # the last rank has saved
             break

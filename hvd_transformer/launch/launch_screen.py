@@ -1,11 +1,10 @@
-"""What a launched job shows: a live view on a terminal, plain lines elsewhere; all output of the ranks in a log."""
+"""What a launched job shows: a live view on a terminal, plain lines elsewhere."""
 
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TextIO
 
 from rich.console import Group
@@ -15,7 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from hvd_transformer.errors import WRONG_INPUT
-from hvd_transformer.launch.agents import Beat, HostAgents
+from hvd_transformer.launch.agents import Beat
 from hvd_transformer.launch.attempt import AttemptResult
 from hvd_transformer.launch.hostfile import Host
 from hvd_transformer.reporting.progress import duration
@@ -27,39 +26,35 @@ _QUIET_BEAT_SECONDS = 5.0  # without a heartbeat, after which a rank is shown as
 
 
 class Screen:
-    """Shows one job across its restarts: rank 0's output as it comes, another rank's if that rank fails first.
+    """Shows one job across its restarts: rank 0's output as it comes, another rank's if that rank fails first."""
 
-    `log` also receives all output, once its folder exists (a refused start creates none); None: no log.
-    """
-
-    def __init__(self, restarts: int, log: Path | None) -> None:
-        self._restarts, self._log, self._not_logged = restarts, log, ""
+    def __init__(self, terminal: bool | None = None) -> None:
+        """`terminal`: whether to draw the live view. Default: if standard output is a terminal."""
         self._last: dict[int, deque[str]] = {}
         self._held: list[tuple[float, str]] = []
         self._live: Live | None = None
         self._view: _View | None = None
-        self.terminal = sys.stdout.isatty()
+        self.terminal = sys.stdout.isatty() if terminal is None else terminal
 
-    def start(self, hosts: Sequence[Host], restart: int) -> None:
-        """Begin the view of one start of the job."""
+    def start(self, hosts: Sequence[Host], restart: str) -> None:
+        """Begin the view of one start of the job. `restart`: the which, in words."""
         self._last.clear()
         if self.terminal:
-            self._view = _View(hosts, f"restart {restart} of {self._restarts}" if restart else "")
+            self._view = _View(hosts, restart)
             self._live = Live(self._view, refresh_per_second=4, redirect_stderr=sys.stderr.isatty())
             self._live.start()
 
-    def look(self, agents: HostAgents) -> None:
+    def look(self, beats: Mapping[int, Beat]) -> None:
         """Update the view; called often."""
         if self._held and time.monotonic() - self._held[0][0] > _HELD_SECONDS:
             self._release()
         if self._view is not None:
-            self._view.beats = agents.beats
+            self._view.beats = beats
 
     def show(self, rank: int, stream: str, text: str) -> None:
         """Take whole lines that a rank has printed."""
         lines = text.splitlines()
         self._last.setdefault(rank, deque(maxlen=_LAST_LINES)).extend(lines)
-        self._write_log("".join(f"rank {rank}: {line}\n" for line in lines))
         if rank == 0 and stream == "err":
             self._held.append((time.monotonic(), text))
         elif rank == 0:
@@ -67,7 +62,6 @@ class Screen:
 
     def message(self, text: str) -> None:
         """Print a line of the launcher's own."""
-        self._write_log(f"{text}\n")
         _write(sys.stderr, f"hvd-transformer: {text}")
 
     def failed(self, ended: AttemptResult, cause: str) -> None:
@@ -103,15 +97,6 @@ class Screen:
             _write(sys.stderr, text)
         self._held.clear()
 
-    def _write_log(self, text: str) -> None:
-        if self._log is None:
-            return
-        self._not_logged += text
-        if self._log.parent.is_dir():
-            with suppress(OSError), self._log.open("a", encoding="utf-8") as file:
-                file.write(self._not_logged)
-            self._not_logged = ""
-
 
 def _write(file: TextIO, text: str) -> None:
     with suppress(OSError):  # a closed terminal does not end the job
@@ -123,7 +108,7 @@ class _View:
     """The state of the job at the bottom of a terminal: progress, numbers, a row per host."""
 
     def __init__(self, hosts: Sequence[Host], restart: str) -> None:
-        self.beats: dict[int, Beat] = {}
+        self.beats: Mapping[int, Beat] = {}
         self._hosts, self._restart, self._began = hosts, restart, time.monotonic()
         self._first: tuple[float, int] | None = None  # time and number of the first step seen
 

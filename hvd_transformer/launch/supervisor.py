@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hvd_transformer.errors import STALLED, UserError
 from hvd_transformer.launch.agents import HostAgents, HostLost
@@ -20,7 +21,7 @@ from hvd_transformer.launch.horovodrun_command import Horovodrun
 from hvd_transformer.launch.host_connection import NoConnection
 from hvd_transformer.launch.host_pool import HostPool
 from hvd_transformer.launch.hostfile import Host
-from hvd_transformer.launch.launch_screen import Screen
+from hvd_transformer.launch.launch_output import LaunchOutput
 from hvd_transformer.launch.restart_policy import Limits, RestartPolicy, Verdict
 
 _LOOK_SECONDS = 5.0  # between two searches for new hosts
@@ -56,12 +57,16 @@ class Supervisor:
         horovodrun: Horovodrun,
         pool: HostPool,
         connections: HostConnections,
-        screen: Screen,
+        output: LaunchOutput,
         examine: Examine | None = None,
     ) -> None:
-        self._plan, self._horovodrun, self._pool, self._screen = plan, horovodrun, pool, screen
+        self._plan, self._horovodrun, self._pool, self._output = plan, horovodrun, pool, output
         self._connections, self._examine = connections, examine or (lambda hosts: {})
         self._policy = RestartPolicy(plan.limits)
+        self._stop: Stop | None = None
+        self._cause = ""  # of the last failure
+        self._hosts: Sequence[Host] = ()  # of the last start
+        self._last_step: int | None = None  # that a rank has told
         self._begun = False  # whether a start had all of its hosts
         self._next = ""
 
@@ -70,7 +75,7 @@ class Supervisor:
 
         Raises `UserError` if the job cannot be started.
         """
-        stop = Stop()
+        stop = self._stop = Stop()
         try:
             code = 1
             hosts: list[Host] | None = self._first_hosts()
@@ -89,6 +94,21 @@ class Supervisor:
         finally:
             stop.restore()
 
+    def ask_to_stop(self, now: bool) -> None:
+        """Do what a signal does: let the ranks save and exit, or with `now` kill them. From any thread."""
+        if self._stop is not None:
+            self._stop.count += 2 if now else 1
+
+    def how(self) -> dict[str, Any]:
+        """What is known of the end of the job, for exit.json."""
+        stopped = self._stop is not None and self._stop.count > 0
+        return {
+            "cause": "it was asked to stop" if stopped else self._cause,
+            "restarts": self._policy.restarts,
+            "step": self._last_step,
+            "hosts": [host.name for host in self._hosts],
+        }
+
     def _first_hosts(self) -> list[Host]:
         """The hosts of the first start, without those that cannot be used.
 
@@ -106,36 +126,47 @@ class Supervisor:
 
     def _start(self, hosts: list[Host], stop: Stop) -> AttemptResult:
         plan, policy = self._plan, self._policy
-        horovodrun = replace(self._horovodrun, hosts=hosts)
+        horovodrun, self._hosts = replace(self._horovodrun, hosts=hosts), hosts
         newcomers = HostDiscovery(self._pool, horovodrun, self._connections, self._examine)
-        self._screen.start(hosts, policy.restarts)
+        self._output.start(hosts, f"restart {policy.restarts} of {plan.limits.restarts}" if policy.restarts else "")
 
         def look(agents: HostAgents) -> bool:
             self._begun = True
-            self._screen.look(agents)
+            self._output.look(agents)
             return newcomers.found is not None
 
         words = plan.again if self._begun else plan.worker
         ended: AttemptResult | None = None
         try:
             ended = run_attempt(
-                horovodrun, words, plan.values, plan.environment, self._connections, stop, self._screen.show, look
+                horovodrun,
+                words,
+                plan.values,
+                plan.environment,
+                self._connections,
+                stop,
+                self._output.show,
+                self._output.message,
+                look,
             )
         finally:
             newcomers.close()
-            self._screen.end(failed=ended is not None and ended.code != 0 and not ended.stopped)
+            self._output.end(failed=ended is not None and ended.code != 0 and not ended.stopped)
         if newcomers.found is not None and ended.stopped and not stop.count:
-            self._screen.message(f"the ranks have saved; new hosts: {_names(newcomers.found)}")
+            self._output.message(f"the ranks have saved; new hosts: {_names(newcomers.found)}")
         return ended
 
     def _may_restart(self, ended: AttemptResult, stop: Stop) -> bool:
         """Report a failure; return, after a back-off, whether to start again."""
+        self._last_step = max((beat["step"] for beat in ended.beats.values()), default=self._last_step)
         if ended.code == 0 or stop.count:
+            self._cause = ""
             return False
         if ended.stopped and not ended.lost:  # to add hosts: a rank that was asked to stop exits with 1
             self._next = "resuming"
             return True
-        self._screen.failed(ended, _cause(ended))
+        self._cause = _cause(ended)
+        self._output.failed(ended, self._cause)
         verdict = self._policy.judge(ended, replaceable=self._replaceable)
         if not self._obey(verdict):
             return False
@@ -146,6 +177,7 @@ class Supervisor:
     def _may_go_on_without(self, error: HostLost) -> bool:
         """After a host was lost before its ranks ran. Raises the error if the job has never run and cannot now."""
         self._set_aside({error.host: error})
+        self._cause = str(error)
         if self._begun:
             return self._obey(self._policy.judge_lost_host())
         if not self._enough(self._pool.hosts()):
@@ -155,7 +187,8 @@ class Supervisor:
     def _obey(self, verdict: Verdict) -> bool:
         """Say why the job is given up, or note that it starts again; returns whether it does."""
         if verdict.give_up:
-            self._screen.message(verdict.give_up)
+            self._cause = f"{self._cause}; {verdict.give_up}" if self._cause else verdict.give_up
+            self._output.message(verdict.give_up)
         self._next = f"restart {self._policy.restarts} of {self._plan.limits.restarts}"
         return verdict.give_up is None
 
@@ -168,7 +201,7 @@ class Supervisor:
     def _set_aside(self, hosts: Mapping[str, object]) -> None:
         """Exclude hosts for a while; the values say why."""
         for host, why in hosts.items():
-            self._screen.message(f"{why}; excluded for {self._pool.cool_down(host):.0f} s")
+            self._output.message(f"{why}; excluded for {self._pool.cool_down(host):.0f} s")
 
     def _wait_for_hosts(self, stop: Stop) -> list[Host] | None:
         """Wait until usable hosts have enough slots for the next start; None: give up."""
@@ -182,15 +215,16 @@ class Supervisor:
                 refused = self._examine(hosts)
                 if not refused:
                     ranks = sum(host.slots for host in hosts)
-                    self._screen.message(f"{self._next}: {ranks} ranks on {_names(hosts)}")
+                    self._output.message(f"{self._next}: {ranks} ranks on {_names(hosts)}")
                     return hosts
                 self._set_aside(refused)
             elif not told:
                 ranks = sum(host.slots for host in hosts)
-                self._screen.message(why or f"waiting for hosts: {ranks} slots now, {self._plan.min_ranks} needed")
+                self._output.message(why or f"waiting for hosts: {ranks} slots now, {self._plan.min_ranks} needed")
                 told = True
             if (late := self._policy.out_of_time()) is not None:
-                self._screen.message(late)
+                self._cause = f"{self._cause}; {late}"
+                self._output.message(late)
                 return None
             self._sleep(1.0, stop)
         return None

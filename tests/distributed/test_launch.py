@@ -148,7 +148,7 @@ def run_shell(tmp_path):
         words, stop = ["sh", "-c", RANK + script], Stop()
         try:
             with closing(HostConnections(horovodrun.ssh, environment)) as connections:
-                return run_attempt(horovodrun, words, {}, environment, connections, stop, lambda *printed: None)
+                return run_attempt(horovodrun, words, {}, environment, connections, stop, lambda *printed: None, print)
         finally:
             stop.restore()
 

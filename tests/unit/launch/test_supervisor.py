@@ -19,7 +19,9 @@ from hvd_transformer.launch.doctor.findings import Finding
 from hvd_transformer.launch.horovodrun_command import Horovodrun
 from hvd_transformer.launch.host_pool import FindHosts, HostPool, from_script
 from hvd_transformer.launch.hostfile import Host
+from hvd_transformer.launch.launch_output import LaunchOutput
 from hvd_transformer.launch.launch_screen import Screen
+from hvd_transformer.launch.launched_job import LaunchedJob
 from hvd_transformer.launch.restart_policy import Limits
 from hvd_transformer.launch.ssh import Ssh
 from hvd_transformer.launch.supervisor import Examine, LaunchPlan, Supervisor
@@ -66,9 +68,8 @@ def supervise(
     hosts = HostPool(find, num_ranks)
     words = ["sh", "-c", WORKER + script]
     plan = LaunchPlan(words, words, {}, dict(os.environ), Limits(restarts, give_up_seconds), min_ranks)
-    screen = Screen(restarts, stand / "logs" / "launch.log")
-    with closing(HostConnections(Ssh(), plan.environment)) as connections:
-        return Supervisor(plan, Horovodrun(hosts.hosts()), hosts, connections, screen, examine).run()
+    with LaunchedJob(stand / "run") as job, closing(LaunchOutput(Screen(), job)) as output, closing(HostConnections(Ssh(), plan.environment)) as connections:
+        return Supervisor(plan, Horovodrun(hosts.hosts()), hosts, connections, output, examine).run()
 
 
 def given(**slots: int) -> FindHosts:
@@ -99,7 +100,7 @@ def refusing(*names: str) -> Examine:
 def test_goes_on_after_a_failure_and_says_so(stand: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = "[ $start = 2 ] && exit 0; [ $HOROVOD_RANK = 0 ] && exec sleep 100"
     script += "; until [ -e starts-0 ]; do sleep 0.01; done; echo the cause >&2; kill -9 $$"
-    (stand / "logs").mkdir()
+    (stand / "run" / "logs").mkdir(parents=True)
     assert supervise(stand, script, given(localhost=2), restarts=1, min_ranks=2) == 0
     assert starts(stand) == [2, 2]
     said = capfd.readouterr().err.splitlines()
@@ -109,7 +110,7 @@ def test_goes_on_after_a_failure_and_says_so(stand: Path, capfd: pytest.CaptureF
         "  the cause",
         "hvd-transformer: restart 1 of 1: 2 ranks on localhost",
     ]
-    log = (stand / "logs" / "launch.log").read_text().splitlines()
+    log = (stand / "run" / "logs" / "launch.log").read_text().splitlines()
     assert {"rank 1: the cause", "restart 1 of 1: 2 ranks on localhost"} <= set(log)
 
 

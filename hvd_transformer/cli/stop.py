@@ -1,0 +1,23 @@
+"""`hvd-transformer stop`: ends a job that runs under a launcher."""
+
+from contextlib import closing
+from pathlib import Path
+
+import click
+
+from hvd_transformer.cli import options
+
+
+@click.command()
+@click.argument("run", type=options.PATH)
+@click.option("--now", is_flag=True, help="Kill the ranks. Default: let them save first.")
+def stop(run: Path, now: bool) -> None:
+    """Ask the launcher of the run directory RUN to end its job, and wait for the end. The ranks save before.
+
+    The same `launch` command resumes the job later.
+    """
+    from hvd_transformer.launch.launch_client import LaunchClient
+
+    with closing(LaunchClient(run.expanduser())) as client:
+        client.ask("kill" if now else "stop")
+        client.show()

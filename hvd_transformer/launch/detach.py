@@ -1,0 +1,49 @@
+"""A launcher that goes on without its terminal: `launch --detach` starts it in a session of its own.
+
+Until the ranks run it keeps the terminal, so that whatever is wrong is seen there.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+_BEGUN = "HVD_TRANSFORMER_BEGUN"  # the pipe's end on which the launcher tells that the ranks run
+
+
+def is_detached() -> bool:
+    """Whether this process is such a launcher."""
+    return _BEGUN in os.environ
+
+
+def detach(words: Sequence[str]) -> int | None:
+    """Start `hvd-transformer` with these arguments; returns its exit code, or None as soon as its ranks run."""
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb") as told:
+        launcher = subprocess.Popen(
+            [sys.executable, "-m", "hvd_transformer.cli.main", *words],
+            env={**os.environ, _BEGUN: str(writing)},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=[writing],
+        )
+        os.close(writing)
+        try:
+            return None if told.read(1) else launcher.wait()
+        except KeyboardInterrupt:  # which does not reach another session
+            launcher.terminate()
+            return launcher.wait()
+
+
+def leave_terminal() -> None:
+    """Tell the process that started this one that the ranks run, and print nothing more."""
+    if (pipe := os.environ.pop(_BEGUN, None)) is None:
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in (1, 2):
+        os.dup2(nowhere, number)
+    os.close(nowhere)
+    os.write(int(pipe), b"!")
+    os.close(int(pipe))

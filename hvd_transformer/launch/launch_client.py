@@ -1,0 +1,73 @@
+"""Sees a launched job from another process and stops it: the other side of `launch_server`."""
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hvd_transformer.errors import UserError
+from hvd_transformer.launch.agents import Failure
+from hvd_transformer.launch.attempt import AttemptResult
+from hvd_transformer.launch.hostfile import Host
+from hvd_transformer.launch.launch_record import launcher_of
+from hvd_transformer.launch.launch_screen import Screen
+from hvd_transformer.launch.launch_server import Event
+
+
+class LaunchClient:
+    """A connection to the launcher of a run directory. Raises `UserError` if there is none that this host reaches."""
+
+    def __init__(self, folder: Path) -> None:
+        launcher = launcher_of(folder)
+        if not launcher.here:
+            raise UserError(f"{folder}: its launcher is on host {launcher.host}; run this command there")
+        self._socket = socket.socket(socket.AF_UNIX)
+        try:
+            self._socket.connect(f"\0{launcher.more['socket']}")
+        except OSError as error:
+            self._socket.close()
+            reason = error.strerror or str(error)
+            raise UserError(f"{folder}: {launcher.words} does not answer: {reason}") from None
+
+    def ask(self, what: str) -> None:
+        """Ask the launcher to "stop" the job, whose ranks then save, or to "kill" it."""
+        self._socket.sendall(json.dumps({"do": what}).encode() + b"\n")
+
+    def show(self) -> int | None:
+        """Show the job until it ends; returns its exit code, or None if its launcher was killed."""
+        screen = Screen()
+        try:
+            for event in self._events():
+                if event["event"] == "exit":
+                    return int(event["code"])
+                _show(screen, **event)
+        finally:
+            screen.end()
+        return None
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _events(self) -> Iterator[Event]:
+        with self._socket.makefile("rb") as lines:
+            for line in lines:
+                if line.endswith(b"\n"):
+                    yield json.loads(line)
+
+
+def _show(screen: Screen, event: str, **values: Any) -> None:
+    if event == "start":
+        screen.start([Host(*host) for host in values["hosts"]], values["restart"])
+    elif event == "look":
+        screen.look({beat["rank"]: beat for beat in values["beats"]})
+    elif event == "show":
+        screen.show(**values)
+    elif event == "message":
+        screen.message(**values)
+    elif event == "failed":
+        first = None if values["first"] is None else Failure(*values["first"])
+        ended = AttemptResult(values["code"], first, values["lost"], False, {}, values["said"])
+        screen.failed(ended, values["cause"])
+    elif event == "end":
+        screen.end(**values)

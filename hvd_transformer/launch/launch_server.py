@@ -1,0 +1,96 @@
+"""Lets other processes of this user see a launched job and stop it: the launcher's side of `attach` and `stop`.
+
+A Linux socket without a file, so that nothing is left behind. A message is a line of JSON: to the clients what
+`LaunchOutput` is told (`event` and its arguments), from them `{"do": "stop"}` or `{"do": "kill"}`.
+"""
+
+import json
+import os
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+from hvd_transformer.launch.outlet import Outlet
+
+_RECENT = 40  # events that a new client is told first
+_END_SECONDS = 5.0
+
+Event = dict[str, Any]
+
+
+class LaunchServer:
+    """Serves from construction to `close`. `ask` is called with what a client wants: "stop" or "kill"."""
+
+    def __init__(self, ask: Callable[[str], object]) -> None:
+        self.name = f"hvd-transformer-{uuid4().hex}"
+        self._ask = ask
+        self._lock = threading.Lock()
+        self._clients: dict[socket.socket, Outlet] = {}
+        self._start: Event | None = None  # of the ranks that run now
+        self._recent: deque[Event] = deque(maxlen=_RECENT)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(f"\0{self.name}")
+        self._listener.listen()
+        threading.Thread(target=self._accept, name="launch server", daemon=True).start()
+
+    def publish(self, event: str, **values: Any) -> None:
+        """Tell all clients. One that takes too little is left."""
+        message = {"event": event, **values}
+        with self._lock:
+            if event == "start":
+                self._start = message
+            elif event != "look":
+                self._recent.append(message)
+            for client in list(self._clients):
+                self._send(client, message)
+
+    def close(self, code: int) -> None:
+        """Tell the clients the job's exit code and end."""
+        self.publish("exit", code=code)
+        self._listener.close()
+        with self._lock:
+            for client, outlet in self._clients.items():
+                outlet.close(_END_SECONDS)
+                client.close()
+            self._clients.clear()
+
+    def _send(self, client: socket.socket, message: Event) -> None:
+        data = json.dumps(message).encode() + b"\n"
+        if not self._clients[client].put(partial(client.sendall, data), size=len(data)):
+            del self._clients[client]
+            client.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                client = self._listener.accept()[0]
+                if not _may_use(client):
+                    client.close()
+                    continue
+                with self._lock:
+                    self._clients[client] = Outlet("client")
+                    for message in ([self._start] if self._start else []) + list(self._recent):
+                        self._send(client, message)
+                threading.Thread(target=self._serve, args=(client,), name="client", daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        with suppress(OSError, ValueError), client.makefile("rb") as lines:
+            for line in lines:
+                self._ask(json.loads(line)["do"])
+        with self._lock:
+            if (outlet := self._clients.pop(client, None)) is not None:
+                outlet.close(0)
+                client.close()
+
+
+def _may_use(client: socket.socket) -> bool:
+    """Whether the process at the other end is of this user, or root's."""
+    credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", credentials)
+    return user in (os.geteuid(), 0)

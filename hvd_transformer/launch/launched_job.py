@@ -1,0 +1,56 @@
+"""One launch of a job as others see it: the launcher's lock, socket, log and exit.json, from its start to its end."""
+
+import sys
+from pathlib import Path
+from types import TracebackType
+
+from hvd_transformer.launch.detach import leave_terminal
+from hvd_transformer.launch.launch_log import LaunchLog
+from hvd_transformer.launch.launch_record import LaunchRecord
+from hvd_transformer.launch.launch_server import LaunchServer
+from hvd_transformer.launch.supervisor import Supervisor
+
+
+class LaunchedJob:
+    """A context manager; raises `UserError` if another launcher is at work on the run directory.
+
+    `code` is the exit code to tell in the end.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self.code = 1
+        self.log = LaunchLog(run / "logs" / "launch.log")
+        self.server = LaunchServer(self._ask)
+        self._record = LaunchRecord(run, self.server.name)
+        self._supervisor: Supervisor | None = None
+        self._begun = False
+
+    def __enter__(self) -> "LaunchedJob":
+        try:
+            self._record.claim(lambda line: print(f"hvd-transformer: {line}", file=sys.stderr, flush=True))
+        except BaseException:
+            self.server.close(self.code)
+            raise
+        return self
+
+    def begun(self) -> None:
+        """The ranks run."""
+        self._begun = True
+        self._record.begun()
+        leave_terminal()
+
+    def watch(self, supervisor: Supervisor) -> None:
+        """Let others stop the job; its `how` is told in the end."""
+        self._supervisor = supervisor
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._begun and self._supervisor is not None:
+            self._record.ended({"code": self.code, **self._supervisor.how()})
+        self.server.close(self.code)
+        self._record.close()
+
+    def _ask(self, what: str) -> None:
+        if self._supervisor is not None:
+            self._supervisor.ask_to_stop(now=what == "kill")

@@ -1,0 +1,165 @@
+"""A launcher seen and stopped by other processes: its lock, its socket, and how it ended."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from hvd_transformer.errors import UserError
+from hvd_transformer.launch.agents import Failure, HostAgents
+from hvd_transformer.launch.attempt import AttemptResult
+from hvd_transformer.launch.hostfile import Host
+from hvd_transformer.launch.launch_client import LaunchClient
+from hvd_transformer.launch.launch_output import LaunchOutput
+from hvd_transformer.launch.launch_screen import Screen
+from hvd_transformer.launch.launched_job import LaunchedJob
+from hvd_transformer.launch.supervisor import Supervisor
+
+HOW = {"cause": "rank 1 on host h1 failed first", "restarts": 2, "step": 70, "hosts": ["h1"]}
+AGENTS = cast(HostAgents, SimpleNamespace(beats={}))
+
+
+class Stopped:
+    """Stands for a supervisor: notes how it was asked to stop."""
+
+    def __init__(self) -> None:
+        self.asked: list[bool] = []
+        self.event = threading.Event()
+
+    def ask_to_stop(self, now: bool) -> None:
+        self.asked.append(now)
+        self.event.set()
+
+    def how(self) -> Mapping[str, Any]:
+        return HOW
+
+
+@contextmanager
+def running(run: Path, code: int = 1) -> Iterator[tuple[LaunchOutput, Stopped]]:
+    """A launched job whose ranks run; it ends with `code`."""
+    supervisor = Stopped()
+    with LaunchedJob(run) as job, closing(LaunchOutput(Screen(False), job)) as output:
+        job.watch(cast(Supervisor, supervisor))
+        output.start([Host("h1", 2)], "")
+        output.look(AGENTS)
+        (run / "logs").mkdir(exist_ok=True)
+        yield output, supervisor
+        job.code = code
+
+
+def test_it_shows_what_the_launcher_shows_and_ends_with_its_exit_code(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, codes = tmp_path / "run", list[int | None]()
+    with running(run, code=7) as (output, _):
+        output.show(0, "out", "step 1\n")
+        with closing(LaunchClient(run)) as client:
+            showing = threading.Thread(target=lambda: codes.append(client.show()))
+            showing.start()
+            time.sleep(0.2)
+            capfd.readouterr()
+            output.show(0, "out", "step 2\n")
+            output.show(1, "err", "the cause\n")
+            failure = Failure(1.0, 1, 7, "h1", "h1")
+            output.failed(AttemptResult(7, failure, {}, False, {}, ""), "rank 1 on host h1 failed first")
+            output.close()
+            alone = capfd.readouterr()
+            output._job.server.close(7)  # type: ignore[union-attr]
+            showing.join(10)
+    assert codes == [7]
+    assert "step 2" in alone.out
+
+
+def test_a_client_is_told_the_last_lines_first(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with running(run) as (output, _):
+        for number in range(100):
+            output.show(0, "out", f"step {number}\n")
+        with closing(LaunchClient(run)) as client:
+            events = client._events()
+            assert next(events) == {"event": "start", "hosts": [["h1", 2]], "restart": ""}
+            assert [next(events)["text"] for _ in range(40)] == [f"step {number}\n" for number in range(60, 100)]
+
+
+@pytest.mark.parametrize(("what", "now"), [("stop", False), ("kill", True)])
+def test_it_is_asked_to_stop(tmp_path: Path, what: str, now: bool) -> None:
+    with running(tmp_path / "run") as (_, supervisor), closing(LaunchClient(tmp_path / "run")) as client:
+        client.ask(what)
+        assert supervisor.event.wait(10)
+    assert supervisor.asked == [now]
+
+
+def test_a_second_launcher_is_refused(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = [sys.executable, "-c", SECOND, run]
+    with running(run):
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    host = os.uname().nodename
+    assert f"output_dir={run}: in use by a launcher on host {host} (process {os.getpid()}, since " in done.stderr
+    assert f"or see it with hvd-transformer attach {run}" in done.stderr
+
+
+SECOND = """
+import sys
+from pathlib import Path
+from hvd_transformer import folder_lock
+from hvd_transformer.launch.launched_job import LaunchedJob
+folder_lock.END_SECONDS = 0.2
+with LaunchedJob(Path(sys.argv[1])):
+    pass
+"""
+
+
+def test_how_it_ended_is_in_the_run_directory(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with running(run, code=75):
+        assert not (run / "exit.json").exists()
+    found = json.loads((run / "exit.json").read_text())
+    assert found.pop("began") <= found.pop("ended")
+    assert found == {"code": 75, **HOW}
+    with pytest.raises(UserError) as raised:
+        LaunchClient(run)
+    assert str(raised.value).startswith(f"{run}: no launcher is at work here; the last one ended at 2")
+    assert str(raised.value).endswith("with exit code 75: rank 1 on host h1 failed first")
+    assert sorted(path.name for path in run.iterdir()) == ["exit.json", "logs"]
+
+
+def test_a_refused_start_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UserError), LaunchedJob(tmp_path / "a" / "run"):
+        raise UserError("host h1: cannot be reached")
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_run_directory_there_is_no_launcher(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"run: no such run directory$"):
+        LaunchClient(tmp_path / "run")
+    with pytest.raises(UserError, match=r": no launcher is at work here$"):
+        LaunchClient(tmp_path)
+
+
+def test_the_launcher_of_another_host_is_named(tmp_path: Path) -> None:
+    with running(tmp_path):
+        lock = tmp_path / ".launcher"
+        owner = json.loads(lock.read_bytes())
+        lock.unlink()
+        lock.write_text(json.dumps({**owner, "host": "h9", "processes": "another kernel"}))
+        with pytest.raises(UserError, match=r"its launcher is on host h9; run this command there$"):
+            LaunchClient(tmp_path)
+
+
+def test_a_client_that_takes_nothing_delays_nobody(tmp_path: Path) -> None:
+    with running(tmp_path / "run") as (output, _), closing(LaunchClient(tmp_path / "run")):
+        began = time.monotonic()
+        for _ in range(100):
+            output.show(0, "out", "x" * 100_000 + "\n")
+        assert time.monotonic() - began < 5

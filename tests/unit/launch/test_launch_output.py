@@ -1,0 +1,98 @@
+"""What a launched job prints, where the terminal or the disk of the log takes nothing for a while."""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+
+from hvd_transformer.launch import launch_output, outlet
+from hvd_transformer.launch.launch_log import LaunchLog
+from hvd_transformer.launch.launch_output import LaunchOutput
+from hvd_transformer.launch.launch_screen import Screen
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """A pipe in place of standard output, which nobody reads yet; its other end."""
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as stream:
+        monkeypatch.setattr("sys.stdout", stream)
+        yield reading
+        os.set_blocking(reading, False)
+        monkeypatch.undo()
+    os.close(reading)
+
+
+def lines(number: int) -> str:
+    return "".join(f"line {at} {'x' * 100}\n" for at in range(number))
+
+
+def test_a_terminal_that_takes_nothing_stops_nobody(terminal: int, tmp_path: Path) -> None:
+    log = LaunchLog(tmp_path / "launch.log")
+    output = LaunchOutput(Screen(), SimpleNamespace(log=log, server=MagicMock(), begun=lambda: None))
+    began = time.monotonic()
+    for _ in range(20):
+        output.show(0, "out", lines(1000))  # a pipe holds 64 KiB
+    output.message("the end")
+    assert time.monotonic() - began < 2
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "launch.log").exists() or "the end" not in (tmp_path / "launch.log").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    read = list[bytes]()
+
+    def drain() -> None:
+        while sum(map(len, read)) < 20 * len(lines(1000)):
+            read.append(os.read(terminal, 1 << 16))
+
+    draining = threading.Thread(target=drain, daemon=True)
+    draining.start()
+    output.close()
+    draining.join(20)
+    assert b"".join(read).decode() == 20 * lines(1000)
+
+
+def test_what_waits_for_too_long_is_left_out_of_the_screen_and_told(
+    terminal: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(outlet, "_MOST_BYTES", 1 << 20)
+    output = LaunchOutput(Screen(), None)
+    for _ in range(20):
+        output.show(0, "out", lines(1000))
+    threading.Thread(target=lambda: [os.read(terminal, 1 << 16) for _ in range(10**6)], daemon=True).start()
+    deadline = time.monotonic() + 20
+    while output._outlet._waiting:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    with closing(output):
+        output.show(0, "out", "more\n")
+    said = capfd.readouterr().err
+    assert said.startswith("hvd-transformer: ") and said.endswith(" lines were not shown: the terminal took nothing\n")
+
+
+def test_the_end_does_not_wait_for_ever(terminal: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_output, "_END_SECONDS", 0.2)
+    output = LaunchOutput(Screen(), None)
+    output.show(0, "out", lines(10_000))
+    began = time.monotonic()
+    output.close()
+    assert time.monotonic() - began < 2
+    threading.Thread(target=lambda: [os.read(terminal, 1 << 16) for _ in range(10**6)], daemon=True).start()
+
+
+def test_a_log_whose_folder_comes_later_has_everything(tmp_path: Path) -> None:
+    log = LaunchLog(tmp_path / "run" / "launch.log")
+    log.write("before\n")
+    log.write("the folder\n")
+    time.sleep(0.2)
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    log.write("after\n")
+    log.close()
+    assert (tmp_path / "run" / "launch.log").read_text() == "before\nthe folder\nafter\n"
