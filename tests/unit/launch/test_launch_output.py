@@ -17,23 +17,44 @@ from hvd_transformer.launch.launch_output import LaunchOutput
 from hvd_transformer.launch.launch_screen import Screen
 
 
+class Terminal:
+    """A pipe in place of standard output, which nobody reads until `drain`."""
+
+    def __init__(self) -> None:
+        self._reading, writing = os.pipe()
+        self.stream = os.fdopen(writing, "w")
+        self.read = b""
+        self._thread = threading.Thread(target=self._drain, daemon=True)
+
+    def drain(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        if not self._thread.is_alive():
+            self.drain()
+        time.sleep(0.1)  # for a writer that waits
+        self.stream.close()
+        self._thread.join(20)
+        os.close(self._reading)
+
+    def _drain(self) -> None:
+        while data := os.read(self._reading, 1 << 16):
+            self.read += data
+
+
 @pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """A pipe in place of standard output, which nobody reads yet; its other end."""
-    reading, writing = os.pipe()
-    with os.fdopen(writing, "w") as stream:
-        monkeypatch.setattr("sys.stdout", stream)
-        yield reading
-        os.set_blocking(reading, False)
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    with closing(Terminal()) as made:
+        monkeypatch.setattr("sys.stdout", made.stream)
+        yield made
         monkeypatch.undo()
-    os.close(reading)
 
 
 def lines(number: int) -> str:
     return "".join(f"line {at} {'x' * 100}\n" for at in range(number))
 
 
-def test_a_terminal_that_takes_nothing_stops_nobody(terminal: int, tmp_path: Path) -> None:
+def test_a_terminal_that_takes_nothing_stops_nobody(terminal: Terminal, tmp_path: Path) -> None:
     log = LaunchLog(tmp_path / "launch.log")
     output = LaunchOutput(Screen(), SimpleNamespace(log=log, server=MagicMock(), begun=lambda: None))
     began = time.monotonic()
@@ -45,27 +66,22 @@ def test_a_terminal_that_takes_nothing_stops_nobody(terminal: int, tmp_path: Pat
     while not (tmp_path / "launch.log").exists() or "the end" not in (tmp_path / "launch.log").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    read = list[bytes]()
-
-    def drain() -> None:
-        while sum(map(len, read)) < 20 * len(lines(1000)):
-            read.append(os.read(terminal, 1 << 16))
-
-    draining = threading.Thread(target=drain, daemon=True)
-    draining.start()
+    terminal.drain()
     output.close()
-    draining.join(20)
-    assert b"".join(read).decode() == 20 * lines(1000)
+    while len(terminal.read) < 20 * len(lines(1000)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert terminal.read.decode() == 20 * lines(1000)
 
 
 def test_what_waits_for_too_long_is_left_out_of_the_screen_and_told(
-    terminal: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(outlet, "_MOST_BYTES", 1 << 20)
     output = LaunchOutput(Screen(), None)
     for _ in range(20):
         output.show(0, "out", lines(1000))
-    threading.Thread(target=lambda: [os.read(terminal, 1 << 16) for _ in range(10**6)], daemon=True).start()
+    terminal.drain()
     deadline = time.monotonic() + 20
     while output._outlet._waiting:
         assert time.monotonic() < deadline
@@ -76,14 +92,13 @@ def test_what_waits_for_too_long_is_left_out_of_the_screen_and_told(
     assert said.startswith("hvd-transformer: ") and said.endswith(" lines were not shown: the terminal took nothing\n")
 
 
-def test_the_end_does_not_wait_for_ever(terminal: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_does_not_wait_for_ever(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_output, "_END_SECONDS", 0.2)
     output = LaunchOutput(Screen(), None)
     output.show(0, "out", lines(10_000))
     began = time.monotonic()
     output.close()
     assert time.monotonic() - began < 2
-    threading.Thread(target=lambda: [os.read(terminal, 1 << 16) for _ in range(10**6)], daemon=True).start()
 
 
 def test_a_log_whose_folder_comes_later_has_everything(tmp_path: Path) -> None:
