@@ -75,7 +75,8 @@ def _by_name(buffers: Sequence[GradBuffer], split: Collection[str]) -> list[Tens
     Not by their buffers: shards of different sizes (a vocabulary of 99 on two ranks) may fill those differently.
     """
     slots = ((slot, buffer) for buffer in buffers for slot in buffer.slots if slot.name not in split)
-    large, small = [], defaultdict[tuple[torch.dtype, torch.device], list[Tensor]](list)
+    large: list[Tensor] = []
+    small = defaultdict[tuple[torch.dtype, torch.device], list[Tensor]](list)
     for slot, buffer in sorted(slots, key=lambda found: found[0].name):
         weight = buffer.parameters[slot.start : slot.stop]
         (large if weight.numel() > _SMALL else small[weight.dtype, weight.device]).append(weight)
