@@ -27,9 +27,17 @@ if TYPE_CHECKING:
 @click.option(
     "--data", type=options.PATH, metavar="PATH", help="Evaluate on other data: a file, or a folder with the split."
 )
+@click.option("--trust-task", is_flag=True, help="Import the task class that the checkpoint names, which runs its code.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @options.settings
-def evaluate(checkpoint: Path, split: str | None, data: Path | None, as_json: bool, settings: tuple[str, ...]) -> None:
+def evaluate(
+    checkpoint: Path,
+    split: str | None,
+    data: Path | None,
+    trust_task: bool,
+    as_json: bool,
+    settings: tuple[str, ...],
+) -> None:
     """Evaluate CHECKPOINT, a checkpoint or a run directory (its best checkpoint), on a split of its training data.
 
     Runs in one process or on any number of ranks: `horovodrun -np 2 hvd-transformer evaluate …`, or
@@ -49,7 +57,7 @@ def evaluate(checkpoint: Path, split: str | None, data: Path | None, as_json: bo
 
         screen = sys.stderr if as_json else sys.stdout
         progress = Progress(screen, terminal=False) if world.rank == 0 else Silent()
-        request = Request(checkpoint, settings, split, data)
+        request = Request(checkpoint, settings, split, data, trust_task)
         result = evaluate_checkpoint(request, world, stop, watchdog, progress)
         if world.rank == 0:
             click.echo(_as_json(result, world.size) if as_json else _as_text(result, world.size))

@@ -1,32 +1,49 @@
 """This rank's place from the launcher's environment variables, and defaults for Horovod's variables."""
 
 import os
+import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
-# By launcher: horovodrun with gloo; Open MPI's mpirun, also under horovodrun --mpi; MPICH and Intel MPI.
-_FAMILIES = (
-    ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
-)
+# The variables of rank, world size and ranks on this host. srun's step alone: a batch script has the variables of its job.
+_LAUNCHERS = {
+    "horovodrun": ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE"),  # with gloo
+    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),  # Open MPI's
+    "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),  # MPICH's and Intel MPI's
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+}
+_TORCHRUN = "TORCHELASTIC_RUN_ID"  # others set RANK, too
 
 
 class Launched(NamedTuple):
-    """The place of this process in the job, as told by its launcher."""
+    """The place of this process in the job, as told by its launcher ("": it has none)."""
 
     rank: int
     size: int
     local_size: int
+    launcher: str = ""
 
 
 def launched() -> Launched:
     """Rank, world size and number of ranks on this host; (0, 1, 1) if no launcher started this process."""
-    for rank, size, local_size in _FAMILIES:
-        if rank in os.environ and size in os.environ:
+    for launcher, (rank, size, local_size) in _LAUNCHERS.items():
+        if rank in os.environ and size in os.environ and (launcher != "torchrun" or _TORCHRUN in os.environ):
             world = os.environ[size]
-            return Launched(int(os.environ[rank]), int(world), int(os.environ.get(local_size, world)))
+            # Slurm's is such as 4(x2),3: four on each of two hosts and three on another one.
+            here = max(map(int, re.findall(r"(?:^|,)(\d+)", os.environ.get(local_size, world))))
+            return Launched(int(os.environ[rank]), int(world), here, launcher)
     return Launched(0, 1, 1)
+
+
+def cannot_join(place: Launched) -> str | None:
+    """Why Horovod cannot find the other ranks that the launcher started; None if it can."""
+    otherwise = f"hvd-transformer launch -np {place.size} or horovodrun -np {place.size}"
+    if place.launcher == "torchrun":
+        return f"started by torchrun, which Horovod does not work with; use {otherwise}"
+    if place.launcher == "srun" and "PMIX_RANK" not in os.environ:
+        return f"started by srun without PMIx, through which MPI finds the ranks; use srun --mpi=pmix, or {otherwise}"
+    return None
 
 
 def set_defaults(local_size: int, stall_seconds: float | None = None, *, prompt: bool = False) -> None:

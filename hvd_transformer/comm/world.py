@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from hvd_transformer.comm.group import Group, Link
-from hvd_transformer.comm.horovod_env import horovod_wakes_up, launched, set_defaults, usable_cores
+from hvd_transformer.comm.horovod_env import cannot_join, horovod_wakes_up, launched, set_defaults, usable_cores
 from hvd_transformer.errors import UserError
 
 Result = TypeVar("Result")
@@ -50,6 +50,8 @@ class World(Group):
             torch.set_num_threads(max(1, usable_cores() // place.local_size))
         if place.size == 1:
             return world
+        if (why := cannot_join(place)) is not None:
+            raise UserError(why)
         set_defaults(place.local_size, stall_seconds, prompt=bool(groups))
         try:
             import horovod.torch as hvd
@@ -63,6 +65,13 @@ class World(Group):
             hvd.init(process_sets=list(world._process_sets.values()))
         except ValueError as error:  # for example different groups on another rank; the message says which
             raise UserError(f"{error} Every rank needs the same parallel.tensor") from None
+        if hvd.size() != place.size:  # each process would train alone, and all would write the same run directory
+            found = hvd.size()
+            hvd.shutdown()
+            raise UserError(
+                f"{place.launcher} started {place.size} ranks, but MPI finds {found}: it is not the MPI that Horovod was "
+                "built with"
+            )
         world.rank, world.ranks, world.size = hvd.rank(), list(range(hvd.size())), hvd.size()
         world.local_rank, world.local_size = hvd.local_rank(), hvd.local_size()
         world.backend = "mpi" if hvd.mpi_enabled() else "gloo"

@@ -22,9 +22,14 @@ from hvd_transformer.launch.ssh import PLAIN_PATH, Ssh, is_local
 _NAMES = {
     "PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "HOME", "USER", "TMPDIR",
     "LANG", "TERM", "TZ", "PYTHONUNBUFFERED", "SSH_AUTH_SOCK", "CUDA_VISIBLE_DEVICES",
+    "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "no_proxy", "NO_PROXY",
 }  # fmt: skip
-# Locale, threads per rank, and the tuning variables of Horovod, gloo, NCCL and Open MPI.
-_PREFIXES = ("LC_", "OMP_", "MKL_", "HOROVOD_", "NCCL_", "OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_")
+# Locale, threads per rank, and the tuning variables of torch, Horovod, gloo, NCCL, Open MPI, UCX and libfabric.
+_PREFIXES = (
+    "LC_", "OMP_", "MKL_", "PYTORCH_", "HOROVOD_", "NCCL_", "OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_", "UCX_", "FI_",
+)  # fmt: skip
+# They may hold a password, so they go to the ranks as the variables of --env do.
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
 
 def launcher_environment(environment: Mapping[str, str], named: Sequence[str]) -> dict[str, str]:
@@ -45,7 +50,7 @@ def launcher_environment(environment: Mapping[str, str], named: Sequence[str]) -
 
 
 def secret_values(environment: Mapping[str, str], named: Sequence[str]) -> dict[str, str]:
-    """The values of the `--env` variables.
+    """The values of the `--env` variables and of proxies, which only the ranks may see.
 
     Raises `UserError` for an invalid name or a variable that is not set.
     """
@@ -53,7 +58,8 @@ def secret_values(environment: Mapping[str, str], named: Sequence[str]) -> dict[
     for name in named:
         if name not in environment:
             raise UserError(f"--env {name}: not set in this environment")
-    return {name: environment[name] for name in named}
+    proxies = (name for name in _PROXIES if name in environment)
+    return {name: environment[name] for name in [*proxies, *named]}
 
 
 def check_names(named: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """Keeps replicas equal: broadcasts the weights at the start, and names the ranks whose checksum differs later."""
 
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 from typing import NoReturn
 
@@ -10,10 +10,11 @@ from torch import Tensor
 
 from hvd_transformer.comm.group import Group
 from hvd_transformer.comm.world import World
-from hvd_transformer.gradients.buffers import GradBuffer
+from hvd_transformer.gradients.buffers import GradBuffer, ParamSlot
 
 # Each position of 64 bits has its own odd weight (modulo 2^64), so that swapped values are seen, too.
 _CHUNK = 1 << 17
+_SMALL = 1 << 16  # elements of a weight that is copied rather than summed alone
 _MULTIPLIER = 6364136223846793005
 
 
@@ -50,16 +51,36 @@ def check_replicas(
     Groups of `tensor` neighbouring ranks split the weights named in `cut`; all other weights are equal on all ranks.
     """
     split = set(cut) if tensor > 1 else set()
-    # Neighbouring weights as one tensor: the padding between two is zero on every rank.
-    runs: dict[bool, list[Tensor]] = {False: [], True: []}
-    for buffer in buffers:
-        for is_split, slots in groupby(buffer.slots, lambda slot: slot.name in split):
-            run = list(slots)
-            runs[is_split].append(buffer.parameters[run[0].start : run[-1].stop])
-    own = [checksum(tensors) for tensors in runs.values()]
+    common = _by_name(buffers, split) if split else _runs(buffers, lambda slot: True)
+    own = [checksum(common), checksum(_runs(buffers, lambda slot: slot.name in split))]
     if not _equal(own, world, tensor):
         _raise_strangers(own, world, when, tensor)
     return (own[0] * 31 + own[1]) % 2**64
+
+
+def _runs(buffers: Sequence[GradBuffer], chosen: Callable[[ParamSlot], bool]) -> list[Tensor]:
+    """Neighbouring weights as one tensor: the padding between two is zero on every rank."""
+    found = []
+    for buffer in buffers:
+        for is_chosen, slots in groupby(buffer.slots, chosen):
+            if is_chosen:
+                run = list(slots)
+                found.append(buffer.parameters[run[0].start : run[-1].stop])
+    return found
+
+
+def _by_name(buffers: Sequence[GradBuffer], split: Collection[str]) -> list[Tensor]:
+    """The weights that are not split, small ones together.
+
+    Not by their buffers: shards of different sizes (a vocabulary of 99 on two ranks) may fill those differently.
+    """
+    slots = ((slot, buffer) for buffer in buffers for slot in buffer.slots if slot.name not in split)
+    large: list[Tensor] = []
+    small = defaultdict[tuple[torch.dtype, torch.device], list[Tensor]](list)
+    for slot, buffer in sorted(slots, key=lambda found: found[0].name):
+        weight = buffer.parameters[slot.start : slot.stop]
+        (large if weight.numel() > _SMALL else small[weight.dtype, weight.device]).append(weight)
+    return [*large, *map(torch.cat, small.values())]
 
 
 def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:

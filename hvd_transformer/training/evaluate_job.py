@@ -37,12 +37,16 @@ _NO_OPTIMIZER = {"optimizer.name": "sgd", "optimizer.momentum": 0.0}
 
 @dataclass(frozen=True)
 class Request:
-    """What to evaluate. `data` is a file, or a folder with the split; None: what the checkpoint was trained on."""
+    """What to evaluate. `data` is a file, or a folder with the split; None: what the checkpoint was trained on.
+
+    `trust_task`: whether a task that the checkpoint names may be imported, which runs its code.
+    """
 
     checkpoint: Path
     settings: Sequence[str] = ()
     split: str | None = None
     data: Path | None = None
+    trust_task: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,8 @@ def evaluation_config(saved: Checkpoint, request: Request) -> Config:
     if values.get("model.pretrained") is not None:
         values["model.pretrained"] = str(saved.folder)  # a checkpoint is a Hugging Face folder, too
     config = load_again(values, str(request.checkpoint), request.settings)
+    if ":" in config.task and not request.trust_task:
+        raise UserError(f"task={config.task}: the checkpoint names this class; --trust-task imports it, which runs its code")
     if request.data is None:
         return config
     if not request.data.exists():

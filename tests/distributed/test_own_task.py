@@ -41,6 +41,8 @@ def test_the_page_s_task_learns_on_one_rank_and_on_two(ranks, tmp_path):
     assert other["valid_loss"] == pytest.approx(one["valid_loss"], rel=1e-9)  # whatever the ranks and stages
     # What it was trained on can be evaluated, and nothing else.
     evaluate = ["hvd-transformer", "evaluate", "runs/one"]
+    assert "the checkpoint names this class; --trust-task imports it" in said(tmp_path, evaluate, 2)
+    evaluate.append("--trust-task")
     assert f"valid loss {one['valid_loss']:.4f}, accuracy {one['valid_accuracy']:.4f}" in said(tmp_path, evaluate, 0)
     assert "does not implement `prepare_evaluation`" in said(tmp_path, [*evaluate, "--data", "words.txt"], 2)
     assert "no test split; there is valid" in said(tmp_path, [*evaluate, "--split", "test"], 2)

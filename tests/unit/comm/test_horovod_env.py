@@ -5,21 +5,23 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from hvd_transformer.comm.horovod_env import Launched, launched, set_defaults, usable_cores
+from hvd_transformer.comm.horovod_env import Launched, cannot_join, launched, set_defaults, usable_cores
 
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if no launcher had started this process."""
     for name in os.environ:
-        if name.startswith(("HOROVOD_", "OMPI_", "PMI_", "MPI_", "PMIX_")):
+        if name.startswith(("HOROVOD_", "OMPI_", "PMI_", "MPI_", "PMIX_", "SLURM_", "TORCHELASTIC_")):
             monkeypatch.delenv(name)
 
 
-FAMILIES = {
-    "horovodrun with gloo": ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE"),
-    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    "MPICH and Intel MPI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+LAUNCHERS = {
+    "horovodrun": ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE"),
+    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
 }
 
 
@@ -27,18 +29,42 @@ def test_alone_is_a_world_of_one() -> None:
     assert launched() == Launched(rank=0, size=1, local_size=1)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_each_launcher_is_understood(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in zip(FAMILIES[family], ("5", "8", "4"), strict=True):
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_each_launcher_is_understood(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in zip(LAUNCHERS[launcher], ("5", "8", "4"), strict=True):
         monkeypatch.setenv(name, value)
-    assert launched() == Launched(rank=5, size=8, local_size=4)
+    if launcher == "torchrun":
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert launched() == Launched(rank=5, size=8, local_size=4, launcher=launcher)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_without_the_local_size_all_ranks_may_be_here(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in zip(FAMILIES[family][:2], ("1", "3"), strict=True):
+@pytest.mark.parametrize("launcher", list(LAUNCHERS)[:4])
+def test_without_the_local_size_all_ranks_may_be_here(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in zip(LAUNCHERS[launcher][:2], ("1", "3"), strict=True):
         monkeypatch.setenv(name, value)
-    assert launched() == Launched(rank=1, size=3, local_size=3)
+    assert launched() == Launched(rank=1, size=3, local_size=3, launcher=launcher)
+
+
+@pytest.mark.parametrize(("per_node", "most"), [("4", 4), ("4(x2)", 4), ("2(x12),13", 13), ("16(x2),3", 16)])
+def test_slurm_counts_tasks_by_node(per_node: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in zip(LAUNCHERS["srun"], ("1", "32", per_node), strict=True):
+        monkeypatch.setenv(name, value)
+    assert launched().local_size == most
+
+
+def test_a_batch_script_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs once, and has the variables of its whole job."""
+    for name, value in [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "8"), ("SLURM_LOCALID", "0")]:
+        monkeypatch.setenv(name, value)
+    assert launched() == Launched(0, 1, 1)
+
+
+def test_who_cannot_join_the_others_is_told_what_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cannot_join(Launched(0, 8, 4, "mpirun")) is None
+    assert "use hvd-transformer launch -np 8 or horovodrun -np 8" in str(cannot_join(Launched(1, 8, 4, "torchrun")))
+    assert "use srun --mpi=pmix, or hvd-transformer launch" in str(cannot_join(Launched(1, 8, 4, "srun")))
+    monkeypatch.setenv("PMIX_RANK", "1")
+    assert cannot_join(Launched(1, 8, 4, "srun")) is None
 
 
 @pytest.mark.parametrize("name", ["HOROVOD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK"])

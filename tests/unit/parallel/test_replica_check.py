@@ -124,6 +124,29 @@ def test_ranks_that_share_matrices_are_compared_with_those_of_the_same_share(
     assert compared(common, shares, 2, {"a"}) == [wanted] * len(common)
 
 
+@pytest.mark.parametrize("large", [False, True])
+def test_shards_of_different_sizes_may_fill_the_buffers_differently(large: bool, monkeypatch) -> None:
+    """The odd ranks' shard is smaller, so that what all ranks have alike lies in other buffers there."""
+    monkeypatch.setattr("hvd_transformer.parallel.replica_check._SMALL", 3 if large else 1 << 16)
+
+    def uneven(rank: int) -> list[GradBuffer]:
+        weights = {"b": numbers(5), "a": torch.full((40 - 30 * (rank % 2),), float(rank % 2)), "c": numbers(7)}
+        weights |= {"d": numbers(3), "e": numbers(2)}
+        return make_grad_buffers({name: nn.Parameter(each) for name, each in weights.items()}, {"c", "e"}, 100)
+
+    def compare(world: World, changed: int | None) -> int:
+        own = uneven(world.rank)
+        if world.rank == changed:
+            next(slot for buffer in own for slot in buffer.slots if slot.name == "d").parameter.data[1] += 1
+        return check_replicas(own, world, "now", tensor=2, cut={"a"})
+
+    assert [slot.name for slot in uneven(0)[0].slots] != [slot.name for slot in uneven(1)[0].slots]
+    equal = on_ranks(make_worlds(6), lambda world: compare(world, None))
+    assert all(isinstance(found, int) for found in equal), equal
+    found = on_ranks(make_worlds(6), lambda world: compare(world, 3))
+    assert {str(error) for error in found} == {"now: the weights of rank 3 differ from those of the other ranks"}
+
+
 def test_equal_weights_cost_the_same_for_any_number_of_ranks() -> None:
     used = set()
     for size in (2, 8, 32):
