@@ -9,12 +9,11 @@
 # Private keys stay in their containers. /keys/launcher holds the public key that workers let in, /keys/workers the
 # workers' public host keys: a launcher and its workers share them as volumes.
 set -euo pipefail
-umask 077
 
 readonly wait_seconds=60
 
 # Makes the key pair $1 unless it is there: a container that starts again, or a mounted key.
-make_key() { [ -e "$1" ] || ssh-keygen -q -t ed25519 -N '' -f "$1"; }
+make_key() { [ -e "$1" ] || (umask 077 && ssh-keygen -q -t ed25519 -N '' -f "$1"); }
 
 # Writes a public file whole or not at all.
 publish() {

@@ -19,7 +19,6 @@ class AgentFolder:
     """A new folder whose name begins with `base` and tells the hosts of a shared /tmp apart. Raises `OSError`."""
 
     def __init__(self, base: str) -> None:
-        os.umask(0o077)
         self.path = Path(tempfile.mkdtemp(prefix=f"{Path(base).name}-{_host_mark()}-", dir=Path(base).parent))
         self.socket = self.path / _SOCKET
         # Held while this process lives, and taken before other agents can find the file by its name.

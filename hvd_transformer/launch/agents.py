@@ -5,6 +5,7 @@ ranks' heartbeats, and ends them all when its connection ends, even if the launc
 """
 
 import asyncio
+import os
 import time
 from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
@@ -87,8 +88,12 @@ class HostAgents:
         return findings.choose_interfaces(wanted, {**found, here: probe.interfaces()}, reached)
 
     def begin(self, values: Mapping[str, str]) -> None:
-        """Prepare all agents for a start. `values`: environment variables for the ranks only."""
-        self._connections.run(self._begin({"do": "begin", "values": dict(values)}))
+        """Prepare all agents for a start, whose ranks get this process's umask.
+
+        `values`: environment variables for the ranks only.
+        """
+        os.umask(umask := os.umask(0o077))
+        self._connections.run(self._begin({"do": "begin", "values": dict(values), "umask": umask}))
 
     def wait_ready(self) -> None:
         """Wait for all agents. Raises `HostLost`, with the reason, for the first host without a folder."""

@@ -41,6 +41,7 @@ class NodeAgent:
         """Raises `OSError` if the folder cannot be used."""
         self._folder, self._host = folder, os.uname().nodename
         self._values: dict[str, str] = {}
+        self._umask = -1  # this process's
         self._ranks: dict[int, RankChild] = {}
         self._runners: dict[int, Runner] = {}
         self._stopped = self._reads = True
@@ -121,10 +122,10 @@ class NodeAgent:
         self._end()
         self._folder.remove()
 
-    def _begin(self, values: dict[str, str]) -> None:
+    def _begin(self, values: dict[str, str], umask: int) -> None:
         """Prepare for a start of the job. `values`: environment variables for its ranks."""
         self._end()
-        self._values, self._stopped = values, False
+        self._values, self._umask, self._stopped = values, umask, False
         self._folder.clear()
 
     def _start_all(
@@ -135,7 +136,7 @@ class NodeAgent:
 
     def _start(self, rank: int, command: list[str], cwd: str, environment: dict[str, str]) -> None:
         its_environment = {**environment, **self._values, "HVD_TRANSFORMER_FOLDER": str(self._folder.path)}
-        child = self._ranks[rank] = RankChild(rank, command, cwd, its_environment)
+        child = self._ranks[rank] = RankChild(rank, command, cwd, its_environment, self._umask)
         if self._reads:
             self._watch(child)
         if self._stopped:  # asked to stop while the ranks were starting

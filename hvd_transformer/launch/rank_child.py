@@ -23,7 +23,9 @@ class RankChild:
     shell, and 127 if it could not be started.
     """
 
-    def __init__(self, rank: int, command: Sequence[str], cwd: str, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, rank: int, command: Sequence[str], cwd: str, environment: Mapping[str, str], umask: int = -1
+    ) -> None:
         self.rank, self.code, self.ended = rank, 0, 0.0
         self._unended = {"out": b"", "err": b""}
         self._popen: subprocess.Popen[bytes] | None = None
@@ -37,6 +39,7 @@ class RankChild:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
+                umask=umask,  # -1: that of this process
                 preexec_fn=_end_with_parent,
             )
         except OSError as error:

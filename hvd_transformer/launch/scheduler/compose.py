@@ -53,7 +53,7 @@ def _service(job: ScheduledJob, name: str, words: Sequence[str]) -> dict[str, An
         "image": job.container,
         "hostname": name,
         "command": list(words),
-        "working_dir": folder,
+        "working_dir": FOLDER,
         "volumes": [f"launcher-key:{LAUNCHER_KEY}", f"worker-keys:{WORKER_KEYS}", f"{output}:{folder}"],
         "shm_size": "1gb",  # NCCL and MPI need more than the default of 64 MB
         "cap_drop": ["ALL"],

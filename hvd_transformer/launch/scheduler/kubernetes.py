@@ -8,10 +8,12 @@ and the script prints no slots.
 from typing import Any
 
 from hvd_transformer.launch.scheduler.scheduled_job import (
+    FOLDER,
     GROUP_ID,
     LAUNCHER_KEY,
     SAVE_SECONDS,
     SSH_PORT,
+    USER_ID,
     ScheduledJob,
     command,
     output_folder,
@@ -78,10 +80,23 @@ def _replica(job: ScheduledJob, role: str, replicas: int, container: dict[str, A
     folder = output_folder(job.config.output_dir)
     mounts = [{"name": "output", "mountPath": folder}, {"name": "shared-memory", "mountPath": "/dev/shm"}]
     pod = {
-        "securityContext": {"fsGroup": GROUP_ID},
+        # As PodSecurity's "restricted" wants it.
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER_ID,
+            "fsGroup": GROUP_ID,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
         "terminationGracePeriodSeconds": SAVE_SECONDS,
         "containers": [
-            {"name": role, "image": job.container, "workingDir": folder, "volumeMounts": mounts, **container}
+            {
+                "name": role,
+                "image": job.container,
+                "workingDir": FOLDER,
+                "volumeMounts": mounts,
+                "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+                **container,
+            }
         ],
         "volumes": [
             {"name": "output", "persistentVolumeClaim": {"claimName": _claim(job)}},

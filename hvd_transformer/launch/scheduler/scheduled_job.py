@@ -1,5 +1,6 @@
 """A job that a scheduler starts later, and what all formats of job files share."""
 
+import posixpath
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from hvd_transformer.errors import UserError
 from hvd_transformer.launch.hostfile import Host
 
 # The containers that docker/ builds:
-GROUP_ID = 1000  # group of their user
+USER_ID = GROUP_ID = 1000  # their user and its group
 SSH_PORT = 2222  # port of their sshd
 FOLDER = "/work"  # their working directory, writable
 LAUNCHER_KEY = "/keys/launcher"  # workers accept the keys in its authorized_keys
@@ -22,12 +23,21 @@ WORKER_KEYS = "/keys/workers"  # workers put their host keys there for the launc
 SAVE_SECONDS = 120  # that `launch` gives the ranks to save, from the signal to the end
 
 
+# What containers need as it is in their image: neither these nor anything below can be a volume …
+_SYSTEM = ("bin", "boot", "dev", "etc", "keys", "lib", "lib64", "proc", "root", "run", "sbin", "sys", "usr")
+# … and these cannot themselves.
+_TOP = {"/", "/home", "/home/trainer", "/opt", "/opt/venv", "/tmp", "/var"}
+
+
 def output_folder(output_dir: str) -> str:
-    """The mount point of the output volume: it contains an absolute output_dir; a relative one starts from it."""
-    output = PurePosixPath(output_dir)
-    if not output.is_absolute():
-        return FOLDER
-    return str(output.parent if output.parent.name else output)
+    """The mount point of the output volume: an absolute output_dir itself; a relative one is in the working folder.
+
+    Raises `UserError` for a folder of the containers' system.
+    """
+    folder = posixpath.normpath(posixpath.join(FOLDER, output_dir))
+    if folder in _TOP or folder.split("/")[1] in _SYSTEM:
+        raise UserError(f"output_dir={output_dir}: a system folder of the containers; choose another one, such as /data/x")
+    return FOLDER if PurePosixPath(folder).is_relative_to(FOLDER) else folder
 
 
 class Word(str):

@@ -12,6 +12,8 @@ from hvd_transformer.launch.scheduler.scheduled_job import SAVE_SECONDS, Schedul
 
 NAME = "job.sbatch"
 _TEMPLATE = resources.files("hvd_transformer.launch.scheduler") / NAME
+_END_SECONDS = 60  # after the save: for the launcher to end and the job to be queued again
+_REQUEUES = 3  # in a row without a new checkpoint
 _HOSTS = "\0"  # stands for the hosts; no real argument can be this
 
 
@@ -26,7 +28,7 @@ def script(job: ScheduledJob) -> str:
         "--output=%x-%j.log",
         "--open-mode=append",
         "--requeue",
-        f"--signal=B:USR1@{SAVE_SECONDS}",
+        f"--signal=B:USR1@{SAVE_SECONDS + _END_SECONDS}",
         "--export=ALL",
     ]
     # The hosts are known when the job runs: the shell expands them; everything else is quoted.
@@ -36,5 +38,7 @@ def script(job: ScheduledJob) -> str:
         options="\n".join(f"#SBATCH {option}" for option in options),
         commands=shlex.quote(str(Path(sys.executable).parent)),
         slots=job.slots,
+        run=shlex.quote(str(Path(job.config.output_dir).expanduser())),
+        requeues=_REQUEUES,
         launch=f'{shlex.join(words[:at])} "$hosts" {shlex.join(words[at + 1 :])}'.rstrip(),
     )

@@ -46,6 +46,21 @@ def has(file: Path, part: bytes) -> bool:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("umask", [0o002, 0o027])
+def test_what_ranks_make_has_the_rights_that_the_launchers_umask_leaves(
+    connections: HostConnections, way: str, umask: int, tmp_path: Path
+) -> None:
+    before = os.umask(umask)
+    try:
+        agents = ready(connections, "far.invalid")
+    finally:
+        assert os.umask(before) == umask
+    Started(connections, agents, way, 0, ["touch", str(tmp_path / "made")])
+    wait_until(lambda: agents.num_ended)
+    assert (tmp_path / "made").stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_failures_come_back_in_the_order_of_time(connections: HostConnections, way: str) -> None:
     agents = ready(connections, "far.invalid", "other.invalid")
     for rank, end, code in ((2, "exit 5", 5), (0, "exit 0", 0), (1, "kill -9 $$", 137), (3, "exec /no/such", 127)):

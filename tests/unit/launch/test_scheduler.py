@@ -203,12 +203,36 @@ def test_the_batch_script_is_one(tmp_path: Path, words: list[str]) -> None:
 def test_the_ranks_save_and_the_job_goes_on_unless_it_is_cancelled(
     tmp_path: Path, number: signal.Signals, again: bool
 ) -> None:
-    script = start_script(slurm.script(job()), tmp_path, WAITS)
+    assert interrupted(tmp_path, number) == again
+
+
+def interrupted(folder: Path, number: signal.Signals) -> bool:
+    """Whether a job that gets this signal queues itself again."""
+    script = start_script(slurm.script(job(output_dir=str(folder / "a run"))), folder, WAITS)
     assert script.stdout
     assert script.stdout.readline() == "ready\n"
     script.send_signal(number)
     assert script.wait(10) == 1
-    assert call(tmp_path, "scontrol-requeue") == (["scontrol", "requeue", "77"] if again else [])
+    called = call(folder, "scontrol-requeue")
+    assert called in ([], ["scontrol", "requeue", "77"])
+    return bool(called)
+
+
+def test_a_job_that_saves_nothing_is_not_queued_for_ever(tmp_path: Path) -> None:
+    latest = tmp_path / "a run" / "checkpoints" / "latest"
+    assert [interrupted(tmp_path, signal.SIGUSR1) for _ in range(5)] == [True, True, True, False, False]
+    latest.parent.mkdir(parents=True)
+    latest.symlink_to("step-00000010")
+    assert [interrupted(tmp_path, signal.SIGUSR1) for _ in range(4)] == [True, True, True, False]
+    latest.unlink()
+    latest.symlink_to("step-00000020")
+    assert interrupted(tmp_path, signal.SIGUSR1)
+
+
+def test_there_is_time_to_save_before_the_time_limit() -> None:
+    name, seconds = sbatch_options(slurm.script(job()))["signal"].split("@")
+    assert name == "B:USR1"
+    assert int(seconds) >= scheduled_job.SAVE_SECONDS + 60
 
 
 def test_a_finished_job_is_not_queued_again_and_a_failed_one_keeps_its_code(tmp_path: Path) -> None:
@@ -238,9 +262,32 @@ def test_the_manifest_is_valid_and_asks_for_what_the_job_needs(words: list[str])
         assert claim["metadata"]["name"] in [
             volume.get("persistentVolumeClaim", {}).get("claimName") for volume in pod["volumes"]
         ]
-        assert pod["containers"][0]["workingDir"] in [
-            mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]
-        ]
+        assert restricted(pod) == []
+
+
+def restricted(pod: dict) -> list[str]:
+    """What PodSecurity's level "restricted" refuses (Kubernetes: Pod Security Standards, v1.31), by its rules' names."""
+    refused = []
+    own = pod.get("securityContext", {})
+    for key in ("hostNetwork", "hostPID", "hostIPC"):
+        if pod.get(key):
+            refused.append(key)
+    allowed = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
+    refused += [f"volume {volume['name']}" for volume in pod["volumes"] if not allowed & volume.keys()]
+    for container in [*pod["containers"], *pod.get("initContainers", [])]:
+        context = {**own, **container.get("securityContext", {})}
+        capabilities = context.get("capabilities", {})
+        if context.get("privileged") or any("hostPort" in port for port in container.get("ports", [])):
+            refused.append("privileged or hostPort")
+        if context.get("allowPrivilegeEscalation") is not False:
+            refused.append("allowPrivilegeEscalation")
+        if context.get("runAsNonRoot") is not True or context.get("runAsUser") == 0:
+            refused.append("runAsNonRoot")
+        if context.get("seccompProfile", {}).get("type") not in ("RuntimeDefault", "Localhost"):
+            refused.append("seccompProfile")
+        if capabilities.get("drop") != ["ALL"] or set(capabilities.get("add", [])) - {"NET_BIND_SERVICE"}:
+            refused.append("capabilities")
+    return refused
 
 
 @pytest.mark.parametrize("output", ["runs/x", "/data/runs/x", "/runs"])
@@ -248,8 +295,14 @@ def test_the_output_lies_in_the_volume(output: str) -> None:
     for spec in documents(kubernetes.manifest(job(output_dir=output)))[1]["spec"]["mpiReplicaSpecs"].values():
         container = spec["template"]["spec"]["containers"][0]
         mount = next(mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "output")
-        assert Path(container["workingDir"], output).is_relative_to(mount)
-        assert mount != "/"
+        assert mount == (output if output.startswith("/") else container["workingDir"])
+
+
+@pytest.mark.parametrize("output", ["/", "/etc/x", "/usr/local/x", "/home", "/home/", "//var", "../..", "runs/../../etc"])
+@pytest.mark.parametrize("scheduler", ["kubernetes", "compose"])
+def test_no_volume_hides_the_containers_system(scheduler: str, output: str) -> None:
+    with pytest.raises(UserError, match=r"^output_dir=.*: a system folder of the containers; choose another one"):
+        MAKE[scheduler](job(output_dir=output))
 
 
 @pytest.mark.parametrize("name", ["runs/Four ranks_ü!", "runs/7", "-", "a" * 200, "runs/..."])

@@ -77,6 +77,11 @@ def test_a_start_that_is_refused_later_leaves_what_it_found(found: str, tmp_path
     claim(other)  # it is free again
 
 
+def test_the_root_of_a_mounted_file_system_is_empty(tmp_path: Path) -> None:
+    (tmp_path / "lost+found").mkdir()
+    assert claim(config(tmp_path)) == (None, [])
+
+
 def test_a_new_folder_in_which_something_is_by_now_stays(tmp_path: Path) -> None:
     made = config(tmp_path / "a" / "b")
     directory = RunDirectory(made)
