@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What a container does:
 #
-#   worker               lets launchers in through sshd, whose key is made here
+#   worker               lets launchers in through sshd, whose key is made here; SIGTERM lets its ranks save first
 #   launcher COMMAND...  makes a key, waits until all hosts of $HOSTS (h1:2,h2:2) let it in, and runs the command
 #   health               whether this worker's sshd answers
 #   COMMAND...           runs the command
@@ -32,11 +32,30 @@ wait_for() {
     done
 }
 
+# The launchers' programs on this worker.
+agents() { grep -l '[h]vd_transformer.launch.node_agent' /proc/[0-9]*/cmdline 2>/dev/null | cut -d / -f 3; }
+
+# The ranks save, then the container ends.
+leave() {
+    agents | xargs -r kill -TERM 2>/dev/null || true
+    while [ -n "$(agents)" ]; do sleep 0.2; done
+    kill -TERM "$sshd"
+}
+
 case ${1:-} in
     worker)
+        if [ -e /keys/launcher/id_rsa ]; then # the key that the pods of an MPIJob share: a new pod is known, too
+            install -m 600 /keys/launcher/id_rsa ~/.ssh/host_key
+            ssh-keygen -y -f ~/.ssh/host_key >~/.ssh/host_key.pub
+        fi
         make_key ~/.ssh/host_key
         (cut -d ' ' -f 1,2 ~/.ssh/host_key.pub | sed 's/^/* /') | publish "/keys/workers/$HOSTNAME"
-        exec /usr/sbin/sshd -D -e -f /etc/ssh/hvd-transformer_sshd_config
+        /usr/sbin/sshd -D -e -f /etc/ssh/hvd-transformer_sshd_config &
+        sshd=$!
+        trap leave TERM
+        while kill -0 "$sshd" 2>/dev/null; do
+            wait "$sshd" || true # a signal also ends the wait
+        done
         ;;
     launcher)
         make_key ~/.ssh/id_ed25519
@@ -51,6 +70,9 @@ case ${1:-} in
         [ -n "$(ssh-keyscan -T 4 -p 2222 localhost 2>/dev/null)" ]
         ;;
     *)
+        if [ -e /keys/launcher/id_rsa.pub ]; then # of an MPIJob
+            cut -d ' ' -f 1,2 /keys/launcher/id_rsa.pub | sed 's/^/* /' >~/.ssh/known_hosts
+        fi
         exec "$@"
         ;;
 esac

@@ -56,6 +56,7 @@ class HostAgents:
     def __init__(self, hosts: Sequence[str], connections: HostConnections) -> None:
         self.lost: dict[str, str] = {}  # hosts that no longer answer, and their last words
         self.beats: dict[int, Beat] = {}  # the newest heartbeat of each rank
+        self.leaving: dict[str, str] = {}  # hosts that are about to end, and why they are excluded
         self.silent = False  # whether a rank's watchdog does not run
         self.num_ended = 0  # ranks
         self._num_stopping = 0
@@ -168,6 +169,8 @@ class HostAgents:
         for answer in self._answered.keys() & message.keys():
             self._answered[answer].add(host)
         self._num_stopping += message.get("stopping", 0)
+        if "leaving" in message:
+            self.leaving[host] = f"host {host} is about to end"
         if "running" not in message:
             return
         self._running[host] = message["running"]

@@ -12,7 +12,7 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import IO, Any, NamedTuple
 
 from hvd_transformer.errors import STALLED
@@ -39,6 +39,7 @@ class AttemptResult(NamedTuple):
     stopped: bool  # the ranks were asked to save and exit
     beats: dict[int, Beat]  # the last heartbeat of each rank
     said: str  # output of horovodrun itself
+    leaving: Mapping[str, str] = MappingProxyType({})  # hosts that are about to end, and that in words
 
 
 class Stop:
@@ -94,7 +95,8 @@ def run_attempt(
                 agents.start(order, plan["ranks"])
             stopped = _wait(process, horovodrun.num_ranks, agents, stop, show, say, look)
         finally:
-            lost = dict(agents.lost)
+            leaving = dict(agents.leaving)
+            lost = {host: why for host, why in agents.lost.items() if host not in leaving}
             failures = agents.close()
             _show(agents, show)
             code = _end(process, terminate=bool(lost or failures))
@@ -107,7 +109,7 @@ def run_attempt(
         if is_silent(beat)
     ]
     first = failures[0] if failures else None
-    return AttemptResult(first.code if first else int(code != 0 or not finished), first, lost, stopped, beats, text)
+    return AttemptResult(first.code if first else int(code != 0 or not finished), first, lost, stopped, beats, text, leaving)
 
 
 def _start(
@@ -155,9 +157,9 @@ def _wait(
             agents.write_stacks()
             time.sleep(_STACK_SECONDS)
             break
-        if agents.lost or stop.count > 1:
+        if agents.lost.keys() - agents.leaving.keys() or stop.count > 1:
             break
-        if (look(agents) or stop.count) and not stopped:
+        if (look(agents) or stop.count or agents.leaving) and not stopped:
             stopped = True
             ranks = agents.stop()
             if stop.count:

@@ -28,6 +28,7 @@ _NEWS_SECONDS = 1.0  # between two news if nothing happens: a sign of life, with
 _OUTPUT_SECONDS = 0.1  # for which output is gathered into one message
 _SILENCE_SECONDS = 12.0  # without a word from the launcher: its host or the network is lost
 _SAVE_SECONDS = 5.0  # for ranks to save when the launcher is gone
+_LEAVE_SECONDS = 120.0  # for ranks to save when this host is about to end
 _END_SECONDS = 2.0  # for killed ranks, and for their runners, to end
 _OUTPUT_BYTES = 1 << 18  # after which a message is sent at once
 _UNSENT_BYTES = 1 << 20
@@ -45,6 +46,8 @@ class NodeAgent:
         self._ranks: dict[int, RankChild] = {}
         self._runners: dict[int, Runner] = {}
         self._stopped = self._reads = True
+        self._asked_to_leave = False
+        self._leaves_until: float | None = None
         self._ended: list[RankChild] = []  # since the last news
         self._output: list[dict[str, Any]] = []  # since the last news
         self._news_due = self._beats_due = 0.0
@@ -64,11 +67,17 @@ class NodeAgent:
         self._selector.register(woken, selectors.EVENT_READ, self._woken)
 
     def serve(self) -> None:
-        """Send news and take orders until the launcher is gone or silent."""
-        while self._launcher.lives(_SILENCE_SECONDS):
+        """Send news and take orders until the launcher is gone or silent, or this host has been left."""
+        while self._launcher.lives(_SILENCE_SECONDS) and not self._has_left():
             self._turn(max(0.0, self._news_due - time.monotonic()))
+            if self._asked_to_leave and self._leaves_until is None:
+                self._leave()
             if time.monotonic() >= self._news_due:
                 self._launcher.say(self.news())
+
+    def ask_to_leave(self) -> None:
+        """This host is about to end: let the ranks save, tell the launcher, and end with the last rank."""
+        self._asked_to_leave = True
 
     def obey(self, order: dict[str, Any]) -> None:
         """Take an order of the launcher: `do` and its arguments."""
@@ -176,6 +185,19 @@ class NodeAgent:
         for forgotten in (self._ranks, self._runners, self._ended, self._output):
             forgotten.clear()
 
+    def _leave(self) -> None:
+        self._leaves_until = time.monotonic() + _LEAVE_SECONDS
+        self._stop()
+        self._launcher.say({"leaving": True, **self.news()})
+
+    def _has_left(self) -> bool:
+        if self._leaves_until is None:
+            return False
+        if self._num_running() and time.monotonic() < self._leaves_until:
+            return False
+        self._launcher.say(self.news())  # how they ended
+        return True
+
     def _num_running(self) -> int:
         return sum(not child.ended for child in self._ranks.values())
 
@@ -249,13 +271,14 @@ def main() -> int:
     """Serve the launcher; return 1 if the folder cannot be created."""
     raise_open_files()
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: sys.exit())
+        signal.signal(number, lambda *_: sys.exit())  # until there may be ranks
     try:
         folder = AgentFolder(sys.argv[1])
         agent = NodeAgent(folder)
     except OSError as error:
         print(f"{sys.argv[1]}: cannot be created: {error}", file=sys.stderr)
         return 1
+    signal.signal(signal.SIGTERM, lambda *_: agent.ask_to_leave())  # the host or its container is about to end
     try:
         agent.serve()
     except SystemExit:

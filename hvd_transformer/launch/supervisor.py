@@ -162,9 +162,11 @@ class Supervisor:
         if ended.code == 0 or stop.count:
             self._cause = ""
             return False
-        if ended.stopped and not ended.lost:  # to add hosts: a rank that was asked to stop exits with 1
+        if ended.stopped and not ended.lost:  # to add or leave hosts: a rank that was asked to stop exits with 1
+            self._set_aside(ended.leaving)
+            self._cause = "; ".join(ended.leaving.values())
             self._next = "resuming"
-            return True
+            return not ended.leaving or self._plan.limits.restarts > 0
         self._cause = _cause(ended)
         self._output.failed(ended, self._cause)
         verdict = self._policy.judge(ended, replaceable=self._replaceable)
