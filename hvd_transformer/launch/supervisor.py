@@ -11,8 +11,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
+from uuid import uuid4
 
 from hvd_transformer.errors import STALLED, UserError
+from hvd_transformer.folder_lock import ENDED_STARTS, START
 from hvd_transformer.launch.agents import HostAgents, HostLost
 from hvd_transformer.launch.attempt import AttemptResult, Stop, run_attempt
 from hvd_transformer.launch.connections import HostConnections
@@ -68,6 +70,7 @@ class Supervisor:
         self._hosts: Sequence[Host] = ()  # of the last start
         self._last_step: int | None = None  # that a rank has told
         self._begun = False  # whether a start had all of its hosts
+        self._ended_starts: list[str] = []  # of which no rank can be left
         self._next = ""
 
     def run(self) -> int:
@@ -136,12 +139,14 @@ class Supervisor:
             return newcomers.found is not None
 
         words = plan.again if self._begun else plan.worker
+        name = uuid4().hex
+        values = {**plan.values, START: name, ENDED_STARTS: " ".join(self._ended_starts)}
         ended: AttemptResult | None = None
         try:
             ended = run_attempt(
                 horovodrun,
                 words,
-                plan.values,
+                values,
                 plan.environment,
                 self._connections,
                 stop,
@@ -152,6 +157,8 @@ class Supervisor:
         finally:
             newcomers.close()
             self._output.end(failed=ended is not None and ended.code != 0 and not ended.stopped)
+        if not ended.lost:
+            self._ended_starts.append(name)
         if newcomers.found is not None and ended.stopped and not stop.count:
             self._output.message(f"the ranks have saved; new hosts: {_names(newcomers.found)}")
         return ended

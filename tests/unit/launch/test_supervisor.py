@@ -232,6 +232,32 @@ def test_a_host_whose_ranks_keep_failing_first_is_set_aside(stand: Path, capfd: 
     assert "host far.invalid: its ranks failed first 2 times in a row; excluded for 10 s" in said
 
 
+def test_a_host_that_is_about_to_end_is_left_after_all_ranks_have_saved(
+    stand: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def end() -> None:
+        wait_until(lambda: len(list(stand.glob("starts-*"))) == 4)
+        os.kill(int((stand / "ssh-far.invalid").read_text()), signal.SIGTERM)
+
+    threading.Thread(target=end, daemon=True).start()
+    script = "[ $start = 2 ] && exit 0; "
+    script += 'trap "sleep 0.5; touch saved-$HOROVOD_RANK; exit 1" TERM; while :; do sleep 0.05; done'
+    assert supervise(stand, script, given(localhost=2, far=2), restarts=1, min_ranks=2) == 0
+    assert starts(stand) == [4, 2]
+    assert len(list(stand.glob("saved-*"))) == 4
+    said = capfd.readouterr().err
+    assert "hvd-transformer: host far.invalid is about to end; excluded for 10 s" in said
+    assert "failed first" not in said
+
+
+def test_a_start_tells_which_earlier_ones_have_ended(stand: Path) -> None:
+    script = 'echo "$HVD_TRANSFORMER_START,$HVD_TRANSFORMER_ENDED_STARTS" >>told-$HOROVOD_RANK; [ $start = 3 ]'
+    assert supervise(stand, script, given(localhost=1), restarts=2) == 0
+    names, ended = zip(*(line.split(",") for line in (stand / "told-0").read_text().splitlines()), strict=True)
+    assert ended == ("", names[0], f"{names[0]} {names[1]}")
+    assert len(set(names)) == 3
+
+
 def test_new_hosts_are_taken_in_after_the_ranks_have_saved(stand: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_LOOK_SECONDS", 0.2)
     script = 'trap "touch saved; exit 1" TERM; [ $HOROVOD_SIZE = 3 ] && exit 0; while :; do sleep 0.05; done'
