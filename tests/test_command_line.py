@@ -148,7 +148,10 @@ def test_a_vocabulary_that_cannot_be(folder: Path, words: list[str]) -> None:
 # Each command once, with something that it finds without torch.
 COMMANDS = {
     "hvd-train": "lr=1",
-    **{f"hvd-transformer {name}": "absent" for name in ("translate", "classify", "generate", "evaluate", "report")},
+    **{
+        f"hvd-transformer {name}": "absent"
+        for name in ("translate", "classify", "generate", "evaluate", "report", "attach", "stop")
+    },
     "hvd-transformer export": "absent new",
     **{f"hvd-transformer {name}": "lr=1" for name in ("plan", "prepare")},
     **{f"hvd-transformer {name}": "-- lr=1" for name in ("launch", "doctor")},

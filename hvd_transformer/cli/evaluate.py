@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 @click.option(
     "--data", type=options.PATH, metavar="PATH", help="Evaluate on other data: a file, or a folder with the split."
 )
-@click.option("--trust-task", is_flag=True, help="Import the task class that the checkpoint names, which runs its code.")
+@click.option(
+    "--trust-task", is_flag=True, help="Import the task class that the checkpoint names, which runs its code."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @options.settings
 def evaluate(

@@ -144,7 +144,9 @@ def _evaluate(words: Sequence[str]) -> Worker:
     help="Script that prints the available hosts, one per line; it is called repeatedly.",
 )
 @click.option("--no-preflight", is_flag=True, help="Do not check the hosts first (see `hvd-transformer doctor`).")
-@click.option("--detach", is_flag=True, help="Let the job run on without this terminal once its ranks run: see `attach`.")
+@click.option(
+    "--detach", is_flag=True, help="Let the job run on without this terminal once its ranks run: see `attach`."
+)
 @click.option("--dry-run", is_flag=True, help="Print the horovodrun command without starting it.")
 @click.option(
     "--scheduler",

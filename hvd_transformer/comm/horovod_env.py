@@ -5,7 +5,7 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
-# The variables of rank, world size and ranks on this host. srun's step alone: a batch script has the variables of its job.
+# The variables of rank, world size and ranks on this host. Of srun those of a step: a batch script has its job's.
 _LAUNCHERS = {
     "horovodrun": ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE"),  # with gloo
     "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),  # Open MPI's

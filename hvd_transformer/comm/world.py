@@ -69,8 +69,8 @@ class World(Group):
             found = hvd.size()
             hvd.shutdown()
             raise UserError(
-                f"{place.launcher} started {place.size} ranks, but MPI finds {found}: it is not the MPI that Horovod was "
-                "built with"
+                f"{place.launcher} started {place.size} ranks, but MPI finds {found}: it is not the MPI that Horovod "
+                "was built with"
             )
         world.rank, world.ranks, world.size = hvd.rank(), list(range(hvd.size())), hvd.size()
         world.local_rank, world.local_size = hvd.local_rank(), hvd.local_size()

@@ -109,7 +109,9 @@ def run_attempt(
         if is_silent(beat)
     ]
     first = failures[0] if failures else None
-    return AttemptResult(first.code if first else int(code != 0 or not finished), first, lost, stopped, beats, text, leaving)
+    return AttemptResult(
+        first.code if first else int(code != 0 or not finished), first, lost, stopped, beats, text, leaving
+    )
 
 
 def _start(

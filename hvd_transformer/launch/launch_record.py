@@ -1,7 +1,7 @@
 """What a launcher leaves in a run directory: that it is at work, and how its job ended.
 
-    .launcher    the lock that keeps other launchers out, with the socket that `attach` and `stop` use
-    exit.json    how the last launch ended: exit code, cause, restarts, last step, times
+.launcher    the lock that keeps other launchers out, with the socket that `attach` and `stop` use
+exit.json    how the last launch ended: exit code, cause, restarts, last step, times
 """
 
 import json

@@ -73,7 +73,9 @@ def evaluation_config(saved: Checkpoint, request: Request) -> Config:
         values["model.pretrained"] = str(saved.folder)  # a checkpoint is a Hugging Face folder, too
     config = load_again(values, str(request.checkpoint), request.settings)
     if ":" in config.task and not request.trust_task:
-        raise UserError(f"task={config.task}: the checkpoint names this class; --trust-task imports it, which runs its code")
+        raise UserError(
+            f"task={config.task}: the checkpoint names this class; --trust-task imports it, which runs its code"
+        )
     if request.data is None:
         return config
     if not request.data.exists():

@@ -100,8 +100,8 @@ class RunDirectory:
             raise UserError(f"output_dir={self.path}: cannot be made: {error.strerror}") from None
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise UserError(f"output_dir={self.path}: cannot be written")
-        # A start that was killed early leaves dot files; a rank on another host than rank 0's leaves its log. The root of
-        # a mounted file system has lost+found.
+        # A start that was killed early leaves dot files; a rank on another host than rank 0's leaves its log. A mounted
+        # file system has lost+found.
         others = [name for name in present if not name.startswith(".") and name != "lost+found"]
         logs = (self.path / "logs").glob("*")
         logs_alone = others == ["logs"] and all(log.match("rank-*.log") or log.match("beat-*") for log in logs)

@@ -34,9 +34,11 @@ def output_folder(output_dir: str) -> str:
 
     Raises `UserError` for a folder of the containers' system.
     """
-    folder = posixpath.normpath(posixpath.join(FOLDER, output_dir))
+    folder = posixpath.normpath(posixpath.join(FOLDER, output_dir)).replace("//", "/")
     if folder in _TOP or folder.split("/")[1] in _SYSTEM:
-        raise UserError(f"output_dir={output_dir}: a system folder of the containers; choose another one, such as /data/x")
+        raise UserError(
+            f"output_dir={output_dir}: a system folder of the containers; choose another one, such as /data/x"
+        )
     return FOLDER if PurePosixPath(folder).is_relative_to(FOLDER) else folder
 
 

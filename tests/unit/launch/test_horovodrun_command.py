@@ -85,6 +85,10 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "HOROVOD_CYCLE_TIME": "3",
     "NCCL_DEBUG": "INFO",
+    "UCX_TLS": "tcp",
+    "FI_PROVIDER": "tcp",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "SSL_CERT_FILE": "/etc/ca.pem",
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_MCA_btl": "tcp",
     "OMPI_COMM_WORLD_RANK": "0",  # of an mpirun around this one
@@ -99,11 +103,13 @@ def test_nothing_travels_but_the_allowed_and_the_named() -> None:
     named = ["WANDB_API_KEY", "NCCL_TOKEN"]
     given = launcher_environment(ENVIRONMENT, named)
     assert given.pop("PATH") == f"{Path(sys.executable).parent}:/usr/bin"
-    allowed = {"HOME", "LC_ALL", "OMP_NUM_THREADS", "HOROVOD_CYCLE_TIME", "NCCL_DEBUG"}
+    allowed = {"HOME", "LC_ALL", "OMP_NUM_THREADS", "HOROVOD_CYCLE_TIME", "NCCL_DEBUG", "UCX_TLS"}
+    allowed |= {"FI_PROVIDER", "PYTORCH_CUDA_ALLOC_CONF", "SSL_CERT_FILE"}
     for name in ("OMPI_MCA_orte_launch_agent", "OPAL_PREFIX"):  # where Open MPI is a Python package
         given.pop(name, None)
     assert given.keys() == allowed | {"OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_btl"}
-    assert secret_values(ENVIRONMENT, named) == {"WANDB_API_KEY": "secret", "NCCL_TOKEN": "secret"}
+    secrets = {"WANDB_API_KEY": "secret", "NCCL_TOKEN": "secret", "https_proxy": "http://me:secret@proxy"}
+    assert secret_values(ENVIRONMENT, named) == secrets
 
 
 @pytest.mark.parametrize("name", ["TOKEN=hush", "MISSING", "A B", "", "1A"])

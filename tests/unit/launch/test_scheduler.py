@@ -266,13 +266,22 @@ def test_the_manifest_is_valid_and_asks_for_what_the_job_needs(words: list[str])
 
 
 def restricted(pod: dict) -> list[str]:
-    """What PodSecurity's level "restricted" refuses (Kubernetes: Pod Security Standards, v1.31), by its rules' names."""
+    """What PodSecurity's level "restricted" refuses (Kubernetes 1.31, Pod Security Standards), by its rules' names."""
     refused = []
     own = pod.get("securityContext", {})
     for key in ("hostNetwork", "hostPID", "hostIPC"):
         if pod.get(key):
             refused.append(key)
-    allowed = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
+    allowed = {
+        "configMap",
+        "csi",
+        "downwardAPI",
+        "emptyDir",
+        "ephemeral",
+        "persistentVolumeClaim",
+        "projected",
+        "secret",
+    }
     refused += [f"volume {volume['name']}" for volume in pod["volumes"] if not allowed & volume.keys()]
     for container in [*pod["containers"], *pod.get("initContainers", [])]:
         context = {**own, **container.get("securityContext", {})}
@@ -298,7 +307,9 @@ def test_the_output_lies_in_the_volume(output: str) -> None:
         assert mount == (output if output.startswith("/") else container["workingDir"])
 
 
-@pytest.mark.parametrize("output", ["/", "/etc/x", "/usr/local/x", "/home", "/home/", "//var", "../..", "runs/../../etc"])
+@pytest.mark.parametrize(
+    "output", ["/", "/etc/x", "/usr/local/x", "/home", "/home/", "//var", "../..", "runs/../../etc"]
+)
 @pytest.mark.parametrize("scheduler", ["kubernetes", "compose"])
 def test_no_volume_hides_the_containers_system(scheduler: str, output: str) -> None:
     with pytest.raises(UserError, match=r"^output_dir=.*: a system folder of the containers; choose another one"):

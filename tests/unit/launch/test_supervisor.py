@@ -68,7 +68,11 @@ def supervise(
     hosts = HostPool(find, num_ranks)
     words = ["sh", "-c", WORKER + script]
     plan = LaunchPlan(words, words, {}, dict(os.environ), Limits(restarts, give_up_seconds), min_ranks)
-    with LaunchedJob(stand / "run") as job, closing(LaunchOutput(Screen(), job)) as output, closing(HostConnections(Ssh(), plan.environment)) as connections:
+    with (
+        LaunchedJob(stand / "run") as job,
+        closing(LaunchOutput(Screen(), job)) as output,
+        closing(HostConnections(Ssh(), plan.environment)) as connections,
+    ):
         return Supervisor(plan, Horovodrun(hosts.hosts()), hosts, connections, output, examine).run()
 
 
