@@ -1,6 +1,9 @@
 """What a launched job prints, where the terminal or the disk of the log takes nothing for a while."""
 
+import io
 import os
+import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +14,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from hvd_transformer.launch import launch_output, outlet
+from hvd_transformer.launch import launch_output, launch_screen, outlet
 from hvd_transformer.launch.launch_log import LaunchLog
 from hvd_transformer.launch.launch_output import LaunchOutput
 from hvd_transformer.launch.launch_screen import Screen
@@ -44,10 +47,10 @@ class Terminal:
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    """Where what is shown goes. Not by sys.stdout, which pytest sets again before the test."""
     with closing(Terminal()) as made:
-        monkeypatch.setattr("sys.stdout", made.stream)
+        monkeypatch.setattr(launch_screen, "sys", SimpleNamespace(stdout=made.stream, stderr=sys.stderr))
         yield made
-        monkeypatch.undo()
 
 
 def lines(number: int) -> str:
@@ -75,9 +78,11 @@ def test_a_terminal_that_takes_nothing_stops_nobody(terminal: Terminal, tmp_path
 
 
 def test_what_waits_for_too_long_is_left_out_of_the_screen_and_told(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outlet, "_MOST_BYTES", 1 << 20)
+    shown = io.StringIO()
+    monkeypatch.setattr(launch_screen.sys, "stderr", shown)
     output = LaunchOutput(Screen(), None)
     for _ in range(20):
         output.show(0, "out", lines(1000))
@@ -88,8 +93,7 @@ def test_what_waits_for_too_long_is_left_out_of_the_screen_and_told(
         time.sleep(0.02)
     with closing(output):
         output.show(0, "out", "more\n")
-    said = capfd.readouterr().err
-    assert said.startswith("hvd-transformer: ") and said.endswith(" lines were not shown: the terminal took nothing\n")
+    assert re.fullmatch(r"hvd-transformer: \d+ lines were not shown: the terminal took nothing\n", shown.getvalue())
 
 
 def test_the_end_does_not_wait_for_ever(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
