@@ -122,10 +122,8 @@ class Supervisor:
             refused = self._examine(hosts)
             if not refused:
                 return hosts
-            finding = next(iter(refused.values()))
-            self._set_aside(refused)
-            if not self._enough(self._pool.hosts()):
-                raise UserError(f"{finding} (--no-preflight starts anyway)")
+            first = next(iter(refused.values()))
+            self._set_aside(refused, otherwise=UserError(f"{first} (--no-preflight starts anyway)"))
 
     def _start(self, hosts: list[Host], stop: Stop) -> AttemptResult:
         plan, policy = self._plan, self._policy
@@ -185,13 +183,9 @@ class Supervisor:
 
     def _may_go_on_without(self, error: HostLost) -> bool:
         """After a host was lost before its ranks ran. Raises the error if the job has never run and cannot now."""
-        self._set_aside({error.host: error})
         self._cause = str(error)
-        if self._begun:
-            return self._obey(self._policy.judge_lost_host())
-        if not self._enough(self._pool.hosts()):
-            raise error
-        return True
+        self._set_aside({error.host: error}, otherwise=None if self._begun else error)
+        return not self._begun or self._obey(self._policy.judge_lost_host())
 
     def _obey(self, verdict: Verdict) -> bool:
         """Say why the job is given up, or note that it starts again; returns whether it does."""
@@ -207,10 +201,13 @@ class Supervisor:
     def _enough(self, hosts: Sequence[Host]) -> bool:
         return sum(host.slots for host in hosts) >= self._plan.min_ranks
 
-    def _set_aside(self, hosts: Mapping[str, object]) -> None:
-        """Exclude hosts for a while; the values say why."""
+    def _set_aside(self, hosts: Mapping[str, object], otherwise: UserError | None = None) -> None:
+        """Exclude hosts for a while; the values say why. Raises `otherwise`, if given, where too few are left."""
+        seconds = {host: self._pool.cool_down(host) for host in hosts}
+        if otherwise is not None and not self._enough(self._pool.hosts()):
+            raise otherwise
         for host, why in hosts.items():
-            self._output.message(f"{why}; excluded for {self._pool.cool_down(host):.0f} s")
+            self._output.message(f"{why}; excluded for {seconds[host]:.0f} s")
 
     def _wait_for_hosts(self, stop: Stop) -> list[Host] | None:
         """Wait until usable hosts have enough slots for the next start; None: give up."""
