@@ -5,9 +5,8 @@ deadlock). Between two starts nothing of the job is left on any host.
 """
 
 import signal
-import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,20 +17,14 @@ from hvd_transformer.folder_lock import ENDED_STARTS, START
 from hvd_transformer.launch.agents import HostAgents, HostLost
 from hvd_transformer.launch.attempt import AttemptResult, Stop, run_attempt
 from hvd_transformer.launch.connections import HostConnections
-from hvd_transformer.launch.doctor.findings import Finding
 from hvd_transformer.launch.horovodrun_command import Horovodrun
-from hvd_transformer.launch.host_connection import NoConnection
+from hvd_transformer.launch.host_discovery import Examine, HostDiscovery
 from hvd_transformer.launch.host_pool import HostPool
 from hvd_transformer.launch.hostfile import Host
 from hvd_transformer.launch.launch_output import LaunchOutput
 from hvd_transformer.launch.restart_policy import Limits, RestartPolicy, Verdict
 
-_LOOK_SECONDS = 5.0  # between two searches for new hosts
-_CONNECT_SECONDS = 30.0  # to a new host
 _NAMES = 8  # of hosts, in a message
-
-# The first problem of each host that cannot run the job (`examine.Admission.refused`).
-Examine = Callable[[Sequence[Host]], Mapping[str, Finding]]
 
 
 @dataclass(frozen=True)
@@ -239,44 +232,6 @@ class Supervisor:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not stop.count:
             time.sleep(0.05)
-
-
-class HostDiscovery:
-    """Searches, while a job runs, for new hosts that would give it more ranks, and connects to them.
-
-    Those that cannot be reached or used are excluded for a while, each alone.
-    """
-
-    def __init__(self, pool: HostPool, now: Horovodrun, connections: HostConnections, examine: Examine) -> None:
-        self.found: list[Host] | None = None
-        self._pool, self._now, self._connections, self._examine = pool, now, connections, examine
-        self._closed = threading.Event()
-        threading.Thread(target=self._look, daemon=True).start()
-
-    def close(self) -> None:
-        """End the search."""
-        self._closed.set()
-
-    def _look(self) -> None:
-        while self.found is None and not self._closed.wait(_LOOK_SECONDS):
-            with suppress(UserError):  # no answer from the script or a host: try again later
-                if new := self._new():
-                    unusable = self._unusable(new)
-                    for host in unusable:
-                        self._pool.cool_down(host)
-                    if not unusable:
-                        self.found = new
-
-    def _unusable(self, new: Sequence[Host]) -> Collection[str]:
-        opened = self._connections.run(self._connections.open([host.name for host in new], _CONNECT_SECONDS))
-        silent = [host for host, connection in opened.items() if isinstance(connection, NoConnection)]
-        return silent or self._examine([*self._now.hosts, *new])
-
-    def _new(self) -> list[Host]:
-        """The hosts that the job does not have, if they give it more ranks."""
-        hosts, known = self._pool.hosts(), {host.name for host in self._now.hosts}
-        more = sum(host.slots for host in hosts) > self._now.num_ranks
-        return [host for host in hosts if host.name not in known] if more else []
 
 
 def _cause(ended: AttemptResult) -> str:

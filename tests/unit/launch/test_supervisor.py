@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from hvd_transformer.errors import UserError
-from hvd_transformer.launch import host_pool, restart_policy, supervisor
+from hvd_transformer.launch import host_discovery, host_pool, restart_policy
 from hvd_transformer.launch.agents import HostAgents
 from hvd_transformer.launch.connections import HostConnections
 from hvd_transformer.launch.doctor.findings import Finding
 from hvd_transformer.launch.horovodrun_command import Horovodrun
+from hvd_transformer.launch.host_discovery import Examine
 from hvd_transformer.launch.host_pool import FindHosts, HostPool, from_script
 from hvd_transformer.launch.hostfile import Host
 from hvd_transformer.launch.launch_output import LaunchOutput
@@ -24,7 +25,7 @@ from hvd_transformer.launch.launch_screen import Screen
 from hvd_transformer.launch.launched_job import LaunchedJob
 from hvd_transformer.launch.restart_policy import Limits
 from hvd_transformer.launch.ssh import Ssh
-from hvd_transformer.launch.supervisor import Examine, LaunchPlan, Supervisor
+from hvd_transformer.launch.supervisor import LaunchPlan, Supervisor
 
 SSH = """#!/bin/sh
 for last; do :; done
@@ -263,7 +264,7 @@ def test_a_start_tells_which_earlier_ones_have_ended(stand: Path) -> None:
 
 
 def test_new_hosts_are_taken_in_after_the_ranks_have_saved(stand: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(host_discovery, "_LOOK_SECONDS", 0.2)
     script = 'trap "touch saved; exit 1" TERM; [ $HOROVOD_SIZE = 3 ] && exit 0; while :; do sleep 0.05; done'
 
     def find() -> list[Host]:
