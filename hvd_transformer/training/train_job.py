@@ -113,7 +113,7 @@ def _assemble(
     heartbeat: Heartbeat,
 ) -> tuple[Data, Trainer]:
     """The data, and a trainer with initial or restored weights: everything that wrong input can make fail."""
-    data = agree(world, lambda: prepare_data(config, progress, stop, heartbeat))
+    data = prepare_data(config, world, progress, stop, heartbeat)
     agree(world, lambda: check_same_data(data, world))
     saved = read_checked(checkpoint, data.digest, world)
     state = TrainState() if saved is None else TrainState.load(saved["position"])
