@@ -3,17 +3,19 @@
 import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from hvd_transformer.errors import UserError
+from hvd_transformer.launch.time_limits import MANY_HOSTS
 
 if TYPE_CHECKING:
     from hvd_transformer.inference.trained_model import Trained
 
+F = TypeVar("F", bound=Callable[..., Any])
 PATH = click.Path(path_type=Path)
 
 
@@ -59,6 +61,12 @@ ssh_identity = click.option("--ssh-identity", type=PATH, metavar="FILE", help="P
 network_interface = click.option(
     "--network-interface", metavar="NAME", help="Interface to use, such as eth0. Default: one that all hosts share."
 )
+
+
+def timeout(name: str, help_text: str) -> Callable[[F], F]:
+    """An option for a limit of `launch` (`TimeLimits`), which grows with the number of hosts unless it is given."""
+    return click.option(name, type=Seconds(), metavar="TIME", help=f"{help_text}, and longer above {MANY_HOSTS} hosts.")
+
 
 # A trained model: classify, evaluate, export, generate, translate.
 checkpoint = click.argument("checkpoint", type=PATH)

@@ -20,7 +20,6 @@ from hvd_transformer.launch.agents import Beat, Failure, HostAgents, is_silent
 from hvd_transformer.launch.connections import HostConnections
 from hvd_transformer.launch.horovodrun_command import Horovodrun
 
-_SAVE_SECONDS = 120.0  # for ranks that were asked to stop to save
 _FAIL_SECONDS = 1.0  # for ranks to exit by themselves after another rank failed: their messages are more specific
 _STACK_SECONDS = 0.5  # for ranks to write their stacks
 _END_SECONDS = 10.0  # for horovodrun to exit after its ranks
@@ -93,7 +92,7 @@ def run_attempt(
             if not horovodrun.mpi and (plan := _plan(process)):
                 order = {"command": list(worker), "cwd": str(Path.cwd()), "environment": plan["environment"]}
                 agents.start(order, plan["ranks"])
-            stopped = _wait(process, horovodrun.num_ranks, agents, stop, show, say, look)
+            stopped = _wait(process, horovodrun.num_ranks, agents, stop, show, say, look, connections.limits.save)
         finally:
             leaving = dict(agents.leaving)
             lost = {host: why for host, why in agents.lost.items() if host not in leaving}
@@ -150,6 +149,7 @@ def _wait(
     show: Show,
     say: Callable[[str], object],
     look: Callable[[HostAgents], bool],
+    save_seconds: float,
 ) -> bool:
     """Wait until all ranks have ended or must be killed; return whether they were asked to stop."""
     deadline, stopped = math.inf, False
@@ -166,7 +166,7 @@ def _wait(
             ranks = agents.stop()
             if stop.count:
                 say(f"{ranks} ranks are saving; a second signal kills them")
-            deadline = time.monotonic() + _SAVE_SECONDS
+            deadline = time.monotonic() + save_seconds
         if stopped and not agents.running:  # the last rank has saved
             break
         if deadline == math.inf and agents.failures:

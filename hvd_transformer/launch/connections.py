@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from hvd_transformer.launch.host_connection import HostConnection, NoConnection
 from hvd_transformer.launch.limits import raise_open_files, require_files_for_hosts
 from hvd_transformer.launch.ssh import Ssh, is_local
+from hvd_transformer.launch.time_limits import TimeLimits
 
 _AT_A_TIME = 32  # connections that are being opened
 _PING_SECONDS = 1.0
@@ -24,8 +25,9 @@ class HostConnections:
     One thread serves all hosts; coroutines run there through `run`. `environment` is that of ssh and of local programs.
     """
 
-    def __init__(self, ssh: Ssh, environment: Mapping[str, str]) -> None:
+    def __init__(self, ssh: Ssh, environment: Mapping[str, str], limits: TimeLimits | None = None) -> None:
         raise_open_files()
+        self.limits = limits or TimeLimits()
         # The folder that each agent creates on its host has this name and an ending of its own.
         self.folder = f"/tmp/hvd-transformer-{os.getpid()}-{secrets.token_hex(4)}"
         self._ssh, self._environment = ssh, environment
@@ -93,7 +95,7 @@ class HostConnections:
             await asyncio.sleep(_PING_SECONDS)
             for connection in self._open.values():
                 if connection.is_agent and not connection.lost:
-                    connection.ping()
+                    connection.ping(self.limits.silence)
 
     async def _close(self) -> None:
         await asyncio.gather(*(connection.leave(_END_SECONDS) for connection in self._open.values()))

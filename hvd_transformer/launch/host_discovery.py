@@ -13,7 +13,6 @@ from hvd_transformer.launch.host_pool import HostPool
 from hvd_transformer.launch.hostfile import Host
 
 _LOOK_SECONDS = 5.0  # between two searches for new hosts
-_CONNECT_SECONDS = 30.0  # to a new host
 
 # The first problem of each host that cannot run the job (`examine.Admission.refused`).
 Examine = Callable[[Sequence[Host]], Mapping[str, Finding]]
@@ -46,7 +45,9 @@ class HostDiscovery:
                         self.found = new
 
     def _unusable(self, new: Sequence[Host]) -> Collection[str]:
-        opened = self._connections.run(self._connections.open([host.name for host in new], _CONNECT_SECONDS))
+        opened = self._connections.run(
+            self._connections.open([host.name for host in new], self._connections.limits.start)
+        )
         silent = [host for host, connection in opened.items() if isinstance(connection, NoConnection)]
         return silent or self._examine([*self._now.hosts, *new])
 

@@ -113,7 +113,7 @@ def test_of_an_owner_on_another_host_only_its_renewals_tell(tmp_path: Path) -> N
     assert time.monotonic() - began > 1.0
     assert said == [
         f"{tmp_path}: was in use by a job on host h7 (process {os.getpid()}, since {gone._owner['since']}); "
-        "waiting up to 1 s for its end"
+        "waiting for its end"
     ]
     assert gone.lost
     assert not lock.lost
@@ -143,6 +143,30 @@ def test_an_earlier_start_of_the_same_job_has_ended(tmp_path: Path, monkeypatch:
     monkeypatch.setenv(folder_lock.START, "third")
     monkeypatch.setenv(folder_lock.ENDED_STARTS, "first second")
     FolderLock(file, "a job").take(pytest.fail)
+
+
+def test_a_rank_of_the_same_job_that_is_cut_off_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host ends it later than the job starts again, and it renews its lock until then."""
+    file = tmp_path / ".lock"
+    monkeypatch.setenv(folder_lock.START, "job.1")
+    FolderLock(file, "a job").take()
+    on_another_host(file)
+    monkeypatch.setenv(folder_lock.START, "job.2")
+    lasting = 5 * folder_lock.END_SECONDS
+    end = time.monotonic() + lasting
+
+    def renew() -> None:
+        count = 0
+        while time.monotonic() < end:
+            time.sleep(0.02)
+            count += 1
+            file.write_text(json.dumps({**json.loads(file.read_bytes()), "renewals": count}))
+
+    renewing = threading.Thread(target=renew)
+    renewing.start()
+    FolderLock(file, "a job").take()
+    assert time.monotonic() > end
+    renewing.join()
 
 
 def test_who_was_stopped_for_long_has_lost_the_folder_and_leaves_it_alone(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 from hvd_transformer.launch.scheduler.scheduled_job import (
     FOLDER,
     LAUNCHER_KEY,
-    SAVE_SECONDS,
     WORKER_KEYS,
     ScheduledJob,
     command,
@@ -28,7 +27,7 @@ def services(job: ScheduledJob) -> str:
         **_service(job, "launcher", command(["launcher", *job.launch("-H", hosts)])),
         "environment": [f"HOSTS={hosts}", *job.named],
         "depends_on": list(workers),
-        "stop_grace_period": f"{SAVE_SECONDS}s",
+        "stop_grace_period": f"{job.save_seconds}s",
         "healthcheck": {"disable": True},  # it runs no sshd
     }
     described = {"launcher": launcher}

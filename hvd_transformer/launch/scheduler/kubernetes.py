@@ -11,7 +11,6 @@ from hvd_transformer.launch.scheduler.scheduled_job import (
     FOLDER,
     GROUP_ID,
     LAUNCHER_KEY,
-    SAVE_SECONDS,
     SSH_PORT,
     USER_ID,
     ScheduledJob,
@@ -87,7 +86,7 @@ def _replica(job: ScheduledJob, role: str, replicas: int, container: dict[str, A
             "fsGroup": GROUP_ID,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
-        "terminationGracePeriodSeconds": SAVE_SECONDS,
+        "terminationGracePeriodSeconds": job.save_seconds,
         "containers": [
             {
                 "name": role,

@@ -20,8 +20,6 @@ FOLDER = "/work"  # their working directory, writable
 LAUNCHER_KEY = "/keys/launcher"  # workers accept the keys in its authorized_keys
 WORKER_KEYS = "/keys/workers"  # workers put their host keys there for the launcher
 
-SAVE_SECONDS = 120  # that `launch` gives the ranks to save, from the signal to the end
-
 
 # What containers need as it is in their image: neither these nor anything below can be a volume …
 _SYSTEM = ("bin", "boot", "dev", "etc", "keys", "lib", "lib64", "proc", "root", "run", "sbin", "sys", "usr")
@@ -76,6 +74,7 @@ class ScheduledJob:
     named: Sequence[str]  # environment variables whose values stay out of the file
     settings: Sequence[str]  # arguments of hvd-train
     config: Config  # the configuration that they give
+    save_seconds: int  # that `launch` gives the ranks, from the signal to the end
     image: str | None = None
 
     @property

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from node_agents import VALUES, Started, agents_of, connections_opened, folders,
 
 from hvd_transformer.launch.agents import HostAgents
 from hvd_transformer.launch.connections import HostConnections
+from hvd_transformer.launch.ssh import Ssh
+from hvd_transformer.launch.time_limits import TimeLimits
 
 SLEEP = ["sh", "-c", "sleep 100"]
 WAYS = ["gloo", "mpi"]
@@ -176,6 +179,20 @@ def test_a_killed_agent_takes_its_ranks_with_it(connections: HostConnections) ->
     wait_until(lambda: not group_lives(rank))
     agents.close()
     ready(connections, "far.invalid").close()  # removes the folder that the killed agent left
+
+
+def test_a_host_is_lost_after_the_time_that_was_asked_for(ssh_log: Path) -> None:
+    limits = TimeLimits(silence=1.5)
+    with closing(HostConnections(Ssh(), dict(os.environ), limits)) as connections:
+        agents = ready(connections, "far.invalid")
+        (pid,) = agents_of(connections.folder)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            wait_until(lambda: agents.lost)
+            assert 0.5 < time.monotonic() - began < 5
+        finally:
+            os.kill(pid, signal.SIGCONT)
 
 
 def test_much_output_arrives_whole_and_errors_block_nobody(connections: HostConnections) -> None:

@@ -28,7 +28,7 @@ SECRET = "the-token-nobody-sees"
 
 
 def job(*words: str, hosts: tuple[Host, ...] = (Host("h1", 2), Host("h2", 2)), **config: object) -> ScheduledJob:
-    return ScheduledJob(hosts, ["--gloo"], [], words, Config.model_validate(config))
+    return ScheduledJob(hosts, ["--gloo"], [], words, Config.model_validate(config), 120)
 
 
 def written(scheduler: str, *words: str) -> str:
@@ -229,10 +229,13 @@ def test_a_job_that_saves_nothing_is_not_queued_for_ever(tmp_path: Path) -> None
     assert interrupted(tmp_path, signal.SIGUSR1)
 
 
-def test_there_is_time_to_save_before_the_time_limit() -> None:
-    name, seconds = sbatch_options(slurm.script(job()))["signal"].split("@")
+@pytest.mark.parametrize(("words", "save"), [([], 120), (["--save-timeout", "5m"], 300)])
+def test_there_is_time_to_save_before_the_end(words: list[str], save: int) -> None:
+    name, seconds = sbatch_options(written("slurm", *TWO_HOSTS, *words))["signal"].split("@")
     assert name == "B:USR1"
-    assert int(seconds) >= scheduled_job.SAVE_SECONDS + 60
+    assert int(seconds) >= save + 60
+    assert f"stop_grace_period: {save}s" in written("compose", *TWO_HOSTS, *words)
+    assert f"terminationGracePeriodSeconds: {save}" in written("kubernetes", *TWO_HOSTS, *words)
 
 
 def test_a_finished_job_is_not_queued_again_and_a_failed_one_keeps_its_code(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from hvd_transformer.launch.launched_job import LaunchedJob
 from hvd_transformer.launch.restart_policy import Limits
 from hvd_transformer.launch.ssh import Ssh
 from hvd_transformer.launch.supervisor import LaunchPlan, Supervisor
+from hvd_transformer.launch.time_limits import TimeLimits
 
 SSH = """#!/bin/sh
 for last; do :; done
@@ -65,6 +66,7 @@ def supervise(
     num_ranks: int | None = None,
     give_up_seconds: float = 600.0,
     examine: Examine | None = None,
+    limits: TimeLimits | None = None,
 ) -> int:
     hosts = HostPool(find, num_ranks)
     words = ["sh", "-c", WORKER + script]
@@ -72,7 +74,7 @@ def supervise(
     with (
         LaunchedJob(stand / "run") as job,
         closing(LaunchOutput(Screen(), job)) as output,
-        closing(HostConnections(Ssh(), plan.environment)) as connections,
+        closing(HostConnections(Ssh(), plan.environment, limits)) as connections,
     ):
         return Supervisor(plan, Horovodrun(hosts.hosts()), hosts, connections, output, examine).run()
 
@@ -241,12 +243,13 @@ def test_a_host_that_is_about_to_end_is_left_after_all_ranks_have_saved(
     stand: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def end() -> None:
-        wait_until(lambda: len(list(stand.glob("starts-*"))) == 4)
+        wait_until(lambda: len(list(stand.glob("ready-*"))) == 4)
         os.kill(int((stand / "ssh-far.invalid").read_text()), signal.SIGTERM)
 
     threading.Thread(target=end, daemon=True).start()
     script = "[ $start = 2 ] && exit 0; "
-    script += 'trap "sleep 0.5; touch saved-$HOROVOD_RANK; exit 1" TERM; while :; do sleep 0.05; done'
+    script += 'trap "sleep 0.5; touch saved-$HOROVOD_RANK; exit 1" TERM; touch ready-$HOROVOD_RANK; '
+    script += "while :; do sleep 0.05; done"
     assert supervise(stand, script, given(localhost=2, far=2), restarts=1, min_ranks=2) == 0
     assert starts(stand) == [4, 2]
     assert len(list(stand.glob("saved-*"))) == 4
@@ -291,6 +294,14 @@ def write_script(folder: Path, text: str) -> Path:
     file.write_text(f"#!/bin/sh\n{text}\n")
     file.chmod(0o755)
     return file
+
+
+def test_ranks_that_save_for_longer_than_asked_for_are_killed(stand: Path) -> None:
+    threading.Timer(4, os.kill, [os.getpid(), signal.SIGTERM]).start()
+    began = time.monotonic()
+    limits = TimeLimits(save=1.0)
+    assert supervise(stand, "trap '' TERM; while :; do sleep 0.1; done", given(localhost=1), limits=limits) != 0
+    assert time.monotonic() - began < 15
 
 
 def test_a_discovery_script_names_the_hosts_of_now(tmp_path: Path) -> None:

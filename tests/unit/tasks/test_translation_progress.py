@@ -24,7 +24,7 @@ def test_each_batch_that_is_translated_is_progress(tmp_path: Path, monkeypatch: 
         for language in ("de", "en"):
             text = "".join(f"{language} sentence {number % 3}\n" for number in range(SENTENCES))
             (tmp_path / f"{split}.{language}").write_text(text)
-    small = "num_layers=1 num_decoder_layers=1 d_model=8 num_heads=2 d_feedforward=12 max_length=16".split()
+    small = ["num_layers=1", "num_decoder_layers=1", "d_model=8", "num_heads=2", "d_feedforward=12", "max_length=16"]
     config = load(
         overrides=[
             "task=translation",
