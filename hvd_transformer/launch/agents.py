@@ -19,7 +19,6 @@ from hvd_transformer.launch.limits import require_files_for_gloo
 
 _END_SECONDS = 10.0  # for the agents to end their ranks
 _LOOK_SECONDS = 0.02
-_SILENT_SECONDS = 10.0  # past a rank's own limit: its watchdog does not run, or its process was suspended
 
 Beat = dict[str, Any]  # `Watchdog.beat` in monitoring/watchdog.py, its "age", and the host's name on the command line
 Printed = tuple[int, str, str]  # rank, "out" or "err", whole lines
@@ -123,6 +122,10 @@ class HostAgents:
                 message["environment"] = kept
             self._order(message, [host])
 
+    def is_silent(self, beat: Beat) -> bool:
+        """Whether the rank's watchdog does not run; it would have ended a rank that makes no progress."""
+        return float(beat["age"]) > self._limits.rank_silence(beat["phase"])
+
     @property
     def running(self) -> int:
         """Number of ranks that are running."""
@@ -178,7 +181,7 @@ class HostAgents:
         now = time.monotonic()
         for beat in message["beats"]:
             self.beats[beat["rank"]] = {**beat, "given_host": host}
-            self.silent |= is_silent(beat)
+            self.silent |= self.is_silent(beat)
         for rank in message["output"]:
             self._printed.put((rank["rank"], rank["stream"], rank["text"]))
         for ended in message["ranks_ended"]:
@@ -217,8 +220,3 @@ class HostAgents:
                 await connection.close()
 
         await asyncio.gather(*map(begin, self._agents.values()))
-
-
-def is_silent(beat: Beat) -> bool:
-    """Whether the rank's watchdog does not run; it would have ended a rank that makes no progress."""
-    return float(beat["age"]) > float(beat["limit_seconds"]) + _SILENT_SECONDS

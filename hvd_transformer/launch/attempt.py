@@ -16,7 +16,7 @@ from types import FrameType, MappingProxyType
 from typing import IO, Any, NamedTuple
 
 from hvd_transformer.errors import STALLED
-from hvd_transformer.launch.agents import Beat, Failure, HostAgents, is_silent
+from hvd_transformer.launch.agents import Beat, Failure, HostAgents
 from hvd_transformer.launch.connections import HostConnections
 from hvd_transformer.launch.horovodrun_command import Horovodrun
 
@@ -105,7 +105,7 @@ def run_attempt(
     failures += [
         Failure(0.0, beat["rank"], STALLED, beat["host"], beat["given_host"])
         for beat in beats.values()
-        if is_silent(beat)
+        if agents.is_silent(beat)
     ]
     first = failures[0] if failures else None
     return AttemptResult(

@@ -108,7 +108,10 @@ class NodeAgent:
         now = time.monotonic()
         beats: list[dict[str, Any]] = []
         if now >= self._beats_due:
-            beats = [{**beat, "age": now - beat["time"]} for beat in self._folder.beats(self._ranks)]
+            beats = [
+                {**beat, "age": (self._ranks[beat["rank"]].ended or now) - beat["time"]}
+                for beat in self._folder.beats(self._ranks)
+            ]
             self._beats_due = now + _NEWS_SECONDS
         news = {
             "host": self._host,

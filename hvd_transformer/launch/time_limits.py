@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 MANY_HOSTS = 64  # above, all limits grow with the number of hosts
+_RANK_SILENCE = 12.0  # more than of a host: so that a host that is lost is told as such
+_START_SILENCE = 60.0
 _LONGEST_SILENCE = 20.0  # that no user asked for: a job with a dead host is to end within half a minute
 
 
@@ -29,6 +31,13 @@ class TimeLimits:
             min(few.silence * longer, _LONGEST_SILENCE) if silence is None else silence,
             few.save * longer if save is None else save,
         )
+
+    def rank_silence(self, phase: str) -> float:
+        """Without a heartbeat, after which a rank hangs: its process was stopped, or nothing in it can run.
+
+        It tells nobody else, as its watchdog does not run. At the start libraries may keep all threads waiting.
+        """
+        return _START_SILENCE if phase == "start" else self.silence + _RANK_SILENCE
 
     @property
     def launcher_silence(self) -> float:

@@ -38,7 +38,7 @@ exec sh -c "exec $last"
 # Each rank records the number of ranks at each start; what it does then is up to the test.
 WORKER = 'cd "$STAND"; echo $HOROVOD_SIZE >>starts-$HOROVOD_RANK; start=$(wc -l <starts-$HOROVOD_RANK); '
 BEAT = """
-printf '{"rank": %d, "host": "%s", "time": %d, "step": %d, "limit_seconds": 60}' $HOROVOD_RANK \\
+printf '{"rank": %d, "host": "%s", "time": %d, "step": %d, "phase": "step"}' $HOROVOD_RANK \\
     $(uname -n) $(cut -d. -f1 /proc/uptime) STEP >"$HVD_TRANSFORMER_FOLDER/beat-$HOROVOD_RANK"; sleep 1.5
 """
 
