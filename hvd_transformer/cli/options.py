@@ -29,19 +29,16 @@ class FiniteRange(click.FloatRange):
         return number
 
 
-class Seconds(FiniteRange):
+class Seconds(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
     """A duration above zero: 90, 90s, 30m or 2h."""
 
     name = "duration"
 
-    def __init__(self) -> None:
-        super().__init__(min=0, min_open=True)
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", str(value))
-        if found is None:
-            self.fail(f"{value!r} is not a duration such as 90s, 30m or 2h.", param, ctx)
-        return super().convert(float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]], param, ctx)
+        if found is None or not float(found[1]):
+            self.fail(f"{value!r} is not a duration above zero, such as 90s, 30m or 2h.", param, ctx)
+        return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
 
 
 # The configuration of a job: hvd-train, plan, prepare.
