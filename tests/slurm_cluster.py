@@ -10,7 +10,7 @@ import secrets
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hosts import Hosts
@@ -41,7 +41,7 @@ SchedulerParameters=sched_interval=1,batch_sched_delay=0
 MpiDefault=none
 # Whatever the machine has.
 SlurmdParameters=config_overrides
-KillWait={kill_wait}
+SlurmdTimeout={slurmd_timeout}
 InactiveLimit=0
 ReturnToService=2
 {nodes}
@@ -58,13 +58,16 @@ def missing() -> str | None:
 
 
 class SlurmCluster:
-    """From construction, when all nodes are idle, to `close`. `kill_wait`: seconds from SIGTERM to SIGKILL."""
+    """From construction, when all nodes are idle, to `close`.
 
-    def __init__(self, hosts: Hosts, cores: int = 2, kill_wait: int = 30) -> None:
+    `slurmd_timeout`: seconds after which a node that does not answer is down.
+    """
+
+    def __init__(self, hosts: Hosts, cores: int = 2, slurmd_timeout: int = 300) -> None:
         self.hosts, self.head, self.nodes = hosts, hosts.names[-1], hosts.names[:-1]
         self.folder = hosts.folder / "slurm"
         self._servers: list[subprocess.Popen[bytes]] = []
-        self._write_files(cores, kill_wait)
+        self._write_files(cores, slurmd_timeout)
         try:
             for host in hosts.names:
                 self._start_munged(host)
@@ -86,7 +89,7 @@ class SlurmCluster:
         self, *words: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = 60
     ) -> subprocess.CompletedProcess[str]:
         """Runs a command of Slurm on the controller's host, where users would log in."""
-        environment = {**(os.environ if env is None else env), "SLURM_CONF": str(self.folder / "slurm.conf")}
+        environment = {**(os.environ if env is None else env), **self._conf(self.head)}
         return self.hosts.run(self.head, words, cwd=cwd or self.folder, env=environment, timeout=timeout)
 
     def said(self, *words: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> str:
@@ -94,6 +97,11 @@ class SlurmCluster:
         result = self.run(*words, cwd=cwd, env=env)
         assert result.returncode == 0, f"{words}: {result.stdout}{result.stderr}\n{self.logs()}"
         return result.stdout.strip()
+
+    def no_pmix(self) -> str | None:
+        """Why `srun --mpi=pmix` does not work here."""
+        trial = self.run("srun", "--mpi=pmix", "true")
+        return "needs libpmix.so, of libpmix-dev" if "can not load PMIx library" in trial.stderr else None
 
     def job(self, number: str) -> dict[str, str]:
         """The job as `scontrol show job` tells it, by key."""
@@ -103,8 +111,6 @@ class SlurmCluster:
     def wait(self, condition: Callable[[], object], seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
-            for server in self._servers:
-                assert server.poll() is None, f"{server.args!r} has ended\n{self.logs()}"
             assert time.monotonic() < deadline, self.logs()
             time.sleep(0.1)
 
@@ -133,45 +139,53 @@ class SlurmCluster:
                 server.wait()
         self._servers.clear()
 
-    def _write_files(self, cores: int, kill_wait: int) -> None:
+    def _write_files(self, cores: int, slurmd_timeout: int) -> None:
         self.folder.mkdir()
+        (self.folder / "state").mkdir()
         key = self.folder / "munge.key"
         key.touch(mode=0o600)
         key.write_bytes(secrets.token_bytes(64))
         nodes = [f"NodeName={name} NodeAddr={self.hosts.address(name)} CPUs={cores}" for name in self.nodes]
-        (self.folder / "slurm.conf").write_text(
-            _CONFIG.format(
-                head=self.head,
-                head_address=self.hosts.address(self.head),
-                folder=self.folder,
-                kill_wait=kill_wait,
-                nodes="\n".join(nodes),
-            )
+        config = _CONFIG.format(
+            head=self.head,
+            head_address=self.hosts.address(self.head),
+            folder=self.folder,
+            slurmd_timeout=slurmd_timeout,
+            nodes="\n".join(nodes),
         )
-        # No control groups are used, but slurmd looks for them, and these hosts' /sys has none.
-        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-        for name in ("state", *(f"spool-{node}" for node in self.nodes)):
-            (self.folder / name).mkdir()
+        for host in self.hosts.names:
+            self._etc(host).mkdir()
+            (self._etc(host) / "slurm.conf").write_text(config)
+            # No control groups are used, but slurmd looks for them, and these hosts' /sys has none.
+            (self._etc(host) / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+            # The hosts share /tmp, where each has folders of the same names.
+            (self._etc(host) / "mpi.conf").write_text(f"PMIxCliTmpDirBase={self._etc(host)}\n")
+            (self.folder / f"spool-{host}").mkdir()
 
     def _start_munged(self, host: str) -> None:
-        socket = "/run/munge/munge.socket.2"
         self.hosts.run(host, ["mkdir", "/run/munge"])
         self._start(
             host, "munged", "--foreground", "--force", f"--key-file={self.folder / 'munge.key'}",
             f"--seed-file={self.folder / f'{host}.seed'}", "--num-threads=2",
         )  # fmt: skip
-        self.wait(lambda: self.hosts.run(host, ["test", "-S", socket]).returncode == 0, 10)
+        self.wait(lambda: self.hosts.run(host, ["test", "-S", "/run/munge/munge.socket.2"]).returncode == 0, 10)
 
     def _start(self, host: str, *words: str) -> None:
         with (self.folder / f"{words[0]}-{host}.out.log").open("wb") as log:
             program = shutil.which(words[0], path=_PATH) or words[0]
-            environment = {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf")}
-            command: Sequence[str] = [program, *words[1:]]
+            environment = {**os.environ, **self._conf(host)}
+            command = [program, *words[1:]]
             self._servers.append(
                 self.hosts.popen(
                     host, command, cwd="/", env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
                 )
             )
+
+    def _etc(self, host: str) -> Path:
+        return self.folder / f"etc-{host}"
+
+    def _conf(self, host: str) -> dict[str, str]:
+        return {"SLURM_CONF": str(self._etc(host) / "slurm.conf")}
 
     def _states(self) -> list[str]:
         return self.run("sinfo", "--noheader", "--Node", "--format=%T").stdout.split()

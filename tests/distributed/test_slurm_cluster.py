@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from slurm_cluster import SlurmCluster
 
 pytestmark = pytest.mark.distributed
 
-NUM_HOSTS = 3  # the last one is where users log in
+NUM_HOSTS = 4  # the last one is where users log in
 STEPS = 90
 # Takes its time while there is a file `slow`, and never begins while there is one `stuck`.
 TASK = """
@@ -69,14 +69,22 @@ def unbroken(hosts: Hosts, corpus: Path, tmp_path_factory: pytest.TempPathFactor
 class BatchJob:
     """A job submitted with the script that `launch --scheduler slurm` writes, in a folder of its own."""
 
-    def __init__(self, cluster: SlurmCluster, folder: Path, words: list[str], *options: str, slow: bool = True) -> None:
+    def __init__(
+        self,
+        cluster: SlurmCluster,
+        folder: Path,
+        words: list[str],
+        *options: str,
+        launch: Sequence[str] = (),
+        slow: bool = True,
+    ) -> None:
         self.cluster, self.folder, self.run = cluster, folder, folder / "run"
         (folder / "paced.py").write_text(TASK)
         if slow:
             self.mark("slow")
         environment = rank_environment()
         write = [BIN / "hvd-transformer", "launch", "-np", "2", "-H", "any:1,other:1", "--scheduler", "slurm"]
-        cluster.said(*write, "--output", folder, "--", *words, cwd=folder, env=environment)
+        cluster.said(*write, *launch, "--output", folder, "--", *words, cwd=folder, env=environment)
         submit = ["sbatch", "--parsable", "--cpus-per-task=1", *options, "job.sbatch"]
         self.number = cluster.said(*submit, cwd=folder, env=environment)
 
@@ -121,11 +129,18 @@ def test_a_job_runs_to_its_end(cluster: SlurmCluster, corpus: Path, unbroken: Pa
 
 
 @pytest.mark.slow
-def test_a_cancelled_job_saves_and_is_not_queued_again(cluster: SlurmCluster, corpus: Path, tmp_path: Path) -> None:
-    job = BatchJob(cluster, tmp_path, settings(corpus))
+@pytest.mark.parametrize(
+    ("library", "options", "end"),
+    [("--gloo", [], "CANCELLED"), ("--mpi", ["--batch", "--signal=TERM"], "FAILED")],
+    ids=["every process is told", "the script is told"],
+)
+def test_a_cancelled_job_saves_and_is_not_queued_again(
+    cluster: SlurmCluster, corpus: Path, tmp_path: Path, library: str, options: list[str], end: str
+) -> None:
+    job = BatchJob(cluster, tmp_path, settings(corpus), launch=[library])
     job.wait_step(3)
-    cluster.said("scancel", job.number)
-    told = job.wait(30, JobState="CANCELLED")
+    cluster.said("scancel", *options, job.number)
+    told = job.wait(60, JobState=end)
     assert told["Restarts"] == "0"
     assert "are saving" in job.text()
     assert summary(job.run)["status"] == "stopped", job.text()
@@ -164,10 +179,24 @@ def check_resumed(job: BatchJob, unbroken: Path) -> None:
     """It has ended in its second turn, with no step lost or done twice, and the losses of the unbroken run."""
     told = job.tell()
     assert (told["JobState"], told["ExitCode"], told["Restarts"]) == ("COMPLETED", "0:0", "1"), job.text()
-    assert "resum" in job.text()
+    assert "resuming from run/checkpoints/step-" in job.text()
     assert steps(job.run, "loss", "lr") == steps(unbroken, "loss", "lr")
     assert summary(job.run)["status"] == "finished"
     job.assert_free()
+
+
+@pytest.mark.slow
+def test_another_node_takes_over_from_one_that_fails(corpus: Path, unbroken: Path, tmp_path: Path) -> None:
+    with Hosts(NUM_HOSTS) as hosts, SlurmCluster(hosts, slurmd_timeout=10) as cluster:
+        words = [*settings(corpus), "checkpoint.every_steps=1"]
+        job = BatchJob(cluster, tmp_path, words, launch=["--restarts", "1"])
+        job.wait_step(3)
+        hosts.kill_host("h2")
+        job.wait(60, Restarts="1")
+        job.mark("slow", there=False)
+        job.wait(90, JobState="COMPLETED|FAILED")
+        assert job.tell()["NodeList"] == "h[1,3]"
+        check_resumed(job, unbroken)
 
 
 @pytest.mark.slow
@@ -204,3 +233,16 @@ def test_srun_without_pmix_is_refused_in_one_line(cluster: SlurmCluster, corpus:
     said = [line for line in result.stderr.splitlines() if not line.startswith("srun: ")]
     assert len(said) == 1 and "use srun --mpi=pmix" in said[0], result.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_srun_with_pmix_trains(cluster: SlurmCluster, corpus: Path, unbroken: Path, tmp_path: Path) -> None:
+    if reason := cluster.no_pmix():
+        pytest.skip(reason)
+    (tmp_path / "paced.py").write_text(TASK)
+    words = ["srun", "--mpi=pmix", "--nodes=2", "--ntasks=2", BIN / "hvd-train", *settings(corpus)]
+    result = cluster.run(*words, cwd=tmp_path, env=rank_environment(), timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert [summary(tmp_path / "run")[key] for key in ("status", "world", "backend")] == ["finished", 2, "mpi"]
+    found, wanted = steps(tmp_path / "run", "loss"), steps(unbroken, "loss")
+    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in wanted], rel=1e-6, abs=0)
