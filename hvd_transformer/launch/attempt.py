@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -19,11 +19,13 @@ from hvd_transformer.errors import STALLED
 from hvd_transformer.launch.agents import Beat, Failure, HostAgents
 from hvd_transformer.launch.connections import HostConnections
 from hvd_transformer.launch.horovodrun_command import Horovodrun
+from hvd_transformer.launch.sigterm import sigterm_blocked
 
 _FAIL_SECONDS = 1.0  # for ranks to exit by themselves after another rank failed: their messages are more specific
 _STACK_SECONDS = 0.5  # for ranks to write their stacks
 _END_SECONDS = 10.0  # for horovodrun to exit after its ranks
 _TERMINATED_SECONDS = 2.0  # for horovodrun to exit after SIGTERM
+_SAME_SECONDS = 5.0  # in which several SIGTERM are one: of a scheduler, and of its script
 _LOOK_SECONDS = 0.05
 
 Show = Callable[[int, str, str], object]  # rank, "out" or "err", printed text
@@ -46,6 +48,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.count = 0
+        self._terminated = -math.inf  # when the last SIGTERM came
         self._previous = {
             number: signal.signal(number, self._note)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -55,7 +58,11 @@ class Stop:
         self._previous[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
+        now = time.monotonic()
+        if number != signal.SIGTERM or now - self._terminated > _SAME_SECONDS:
+            self.count += 1
+        if number == signal.SIGTERM:
+            self._terminated = now
 
     def restore(self) -> None:
         """Restore the previous signal handlers."""
@@ -123,15 +130,17 @@ def _start(
     """Start horovodrun: over MPI with the ranks' runners, over gloo with its rendezvous alone."""
     if horovodrun.mpi:
         worker = [sys.executable, "-m", "hvd_transformer.launch.rank_runner", connections.folder, *worker]
-    return subprocess.Popen(
-        [sys.executable, "-m", "hvd_transformer.comm.horovodrun", *horovodrun.words(worker)[1:]],
-        env=environment,
-        stdin=subprocess.DEVNULL if horovodrun.mpi else subprocess.PIPE,
-        stdout=said if horovodrun.mpi else subprocess.PIPE,
-        stderr=said,
-        # In its own session: mpirun and its ranks only exit if the whole process group is signalled.
-        start_new_session=True,
-    )
+    # mpirun passes SIGTERM on to its ranks; the rendezvous ends with its standard input.
+    with nullcontext() if horovodrun.mpi else sigterm_blocked():
+        return subprocess.Popen(
+            [sys.executable, "-m", "hvd_transformer.comm.horovodrun", *horovodrun.words(worker)[1:]],
+            env=environment,
+            stdin=subprocess.DEVNULL if horovodrun.mpi else subprocess.PIPE,
+            stdout=said if horovodrun.mpi else subprocess.PIPE,
+            stderr=said,
+            # In its own session: mpirun and its ranks only exit if the whole process group is signalled.
+            start_new_session=True,
+        )
 
 
 def _plan(process: subprocess.Popen[bytes]) -> dict[str, Any] | None:

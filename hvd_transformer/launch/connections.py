@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from hvd_transformer.launch.host_connection import HostConnection, NoConnection
 from hvd_transformer.launch.limits import raise_open_files, require_files_for_hosts
+from hvd_transformer.launch.sigterm import sigterm_blocked
 from hvd_transformer.launch.ssh import Ssh, is_local
 from hvd_transformer.launch.time_limits import TimeLimits
 
@@ -36,7 +37,7 @@ class HostConnections:
         self._names = ThreadPoolExecutor(_AT_A_TIME)
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(self._names)
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
         self._pinging = asyncio.run_coroutine_threadsafe(self._ping(), self._loop)
 
@@ -79,6 +80,10 @@ class HostConnections:
     async def make_agent(self, connection: HostConnection) -> None:
         """Replace the probe of a host by its node agent. Raises `NoConnection`."""
         await connection.become_agent(self.folder, self._environment)
+
+    def _serve(self) -> None:
+        with sigterm_blocked():  # for ssh
+            self._loop.run_forever()
 
     async def _one(self, host: str, local: bool, seconds: float) -> HostConnection:
         connection = self._open.get(host)

@@ -23,6 +23,7 @@ from hvd_transformer.launch.launcher_pipe import LauncherPipe
 from hvd_transformer.launch.limits import raise_open_files
 from hvd_transformer.launch.rank_child import RankChild
 from hvd_transformer.launch.rank_runner import Runner
+from hvd_transformer.launch.sigterm import unblock_sigterm
 
 _NEWS_SECONDS = 1.0  # between two news if nothing happens: a sign of life, with heartbeats
 _OUTPUT_SECONDS = 0.1  # for which output is gathered into one message
@@ -280,6 +281,7 @@ def main() -> int:
     raise_open_files()
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit())  # until there may be ranks
+    unblock_sigterm()
     try:
         folder = AgentFolder(sys.argv[1])
         agent = NodeAgent(folder)

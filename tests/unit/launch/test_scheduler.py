@@ -76,9 +76,10 @@ def launched_words(scheduler: str, text: str, tmp_path: Path) -> list[str]:
 STUB = """#!/bin/sh
 printf '%s\\0' "${0##*/}" "$@" >"$STUB_FOLDER/${0##*/}-$1"
 """
-SCONTROL = STUB + '[ "$1" = show ] && printf "h1\\nh2\\n"\n'
-# As `launch` does: what asks it to end is passed on, and the exit code is then 1.
-WAITS = STUB + "sleep 20 & trap 'kill $!; exit 1' TERM\necho ready; wait\n"
+# To requeue a job, Slurm ends it first.
+SCONTROL = STUB + '[ "$1" = show ] && printf "h1\\nh2\\n"\n[ "$1" != requeue ] || kill -TERM "$PPID"\n'
+# As `launch` does: what asks it to end is passed on.
+WAITS = STUB + "sleep 20 & trap 'kill $!; exit 3' TERM\necho ready; wait\n"
 
 
 def start_script(text: str, folder: Path, launcher: str = STUB) -> subprocess.Popen[str]:
@@ -93,7 +94,11 @@ def start_script(text: str, folder: Path, launcher: str = STUB) -> subprocess.Po
     (folder / "script").write_text(re.sub(r"^PATH=.*", f"PATH={commands}:$PATH", text, flags=re.MULTILINE))
     values = {"SLURM_JOB_NODELIST": "h[1-2]", "SLURM_JOB_ID": "77", "STUB_FOLDER": str(called)}
     return subprocess.Popen(
-        ["bash", folder / "script"], env={**os.environ, **values}, stdout=subprocess.PIPE, text=True
+        ["bash", folder / "script"],
+        env={**os.environ, **values},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
@@ -212,7 +217,8 @@ def interrupted(folder: Path, number: signal.Signals) -> bool:
     assert script.stdout
     assert script.stdout.readline() == "ready\n"
     script.send_signal(number)
-    assert script.wait(10) == 1
+    assert script.wait(10) == 3
+    assert "No such process" not in script.stdout.read()
     called = call(folder, "scontrol-requeue")
     assert called in ([], ["scontrol", "requeue", "77"])
     return bool(called)
