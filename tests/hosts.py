@@ -1,7 +1,7 @@
 """Real hosts on one Linux machine, for tests that need ssh, different addresses and links that can be cut.
 
-A host is a network, a UTS and a mount namespace, kept by one idle process: an own address on `eth0`, an own name, an
-own sshd with an own host key. A further network namespace holds the bridge between them. Nothing of it is seen outside,
+A host is a network, a UTS and a mount namespace, kept by one idle process: an own address on `eth0` (`eth1`, …), an own
+name, an own sshd with an own host key. A further network namespace holds the bridges between them, one per interface. Nothing of it is seen outside,
 so several sets of hosts may exist at once. The file system is shared, but for what ssh reads of the machine's own
 configuration: a changed passwd file gives root another home folder, as ssh looks for keys there and not in $HOME.
 """
@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-_COMMANDS = ("ip", "nsenter", "ssh", "ssh-keygen", "sshd", "unshare")
+_COMMANDS = ("ip", "nsenter", "ss", "ssh", "ssh-keygen", "sshd", "unshare")
 _PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 _UNSHARE = ("unshare", "--net", "--uts", "--mount")
 # Both write the paths of their programs unquoted into what ssh gives to a shell.
@@ -45,10 +45,12 @@ class Hosts:
     """Hosts h1, h2, … from construction to `close`; h1 is where launchers run.
 
     `private_tmp` gives each host a /tmp of its own: of the machine's /tmp it shows the checkout and its Python alone.
+    With several networks each host has an interface on each; its name stands for its address on eth0.
     """
 
-    def __init__(self, num_hosts: int = 2, private_tmp: bool = False) -> None:
+    def __init__(self, num_hosts: int = 2, private_tmp: bool = False, num_networks: int = 1) -> None:
         self.names = [f"h{number}" for number in range(1, num_hosts + 1)]
+        self._num_networks = num_networks
         self.folder = Path(tempfile.mkdtemp(prefix="hvd-transformer-hosts-", dir="/var/tmp"))
         self.home = self.folder / "home"
         self._keepers: dict[str, subprocess.Popen[bytes]] = {}
@@ -56,7 +58,8 @@ class Hosts:
         try:
             self._write_files()
             self._keep("bridge")
-            self._ip("bridge", "link add br0 type bridge", "link set br0 up")
+            for network in range(num_networks):
+                self._ip("bridge", f"link add br{network} type bridge", f"link set br{network} up")
             for host in self.names:
                 self._keep(host)
                 self._mount(host, private_tmp)
@@ -74,8 +77,8 @@ class Hosts:
     ) -> None:
         self.close()
 
-    def address(self, host: str) -> str:
-        return f"10.77.0.{self.names.index(host) + 1}"
+    def address(self, host: str, network: int = 0) -> str:
+        return f"10.77.{network}.{self.names.index(host) + 1}"
 
     def popen(self, host: str, command: Sequence[str | Path], **options: Any) -> subprocess.Popen[Any]:
         """Starts a command on a host; its pid is that of the command. Options are those of `subprocess.Popen`."""
@@ -105,6 +108,14 @@ class Hosts:
                 if folder.name != str(keeper) and (folder / "ns/net").readlink() == network:
                     line = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
                     found[int(folder.name)] = line.decode(errors="replace").strip()
+        return found
+
+    def listeners(self, host: str) -> set[tuple[str, int, str]]:
+        """Address, port and process name ("": just ended) of every TCP socket that listens on the host."""
+        found = set()
+        for line in self.run(host, ["ss", "-H", "-l", "-t", "-n", "-p"]).stdout.splitlines():
+            address, _, port = line.split()[3].rpartition(":")
+            found.add((address, int(port), line.partition('"')[2].partition('"')[0]))
         return found
 
     def kill_host(self, host: str) -> None:
@@ -137,12 +148,12 @@ class Hosts:
         _checked("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self._host_key(host))
 
     def cut(self, host: str) -> None:
-        """Takes the link of the host away: nobody answers, nobody is told."""
-        self._ip("bridge", f"link set {host} down")
+        """Takes the links of the host away: nobody answers, nobody is told."""
+        self._ip("bridge", *(f"link set {host}-{network} down" for network in range(self._num_networks)))
 
     def join(self, host: str) -> None:
-        """Gives a host that was cut off its link back."""
-        self._ip("bridge", f"link set {host} up")
+        """Gives a host that was cut off its links back."""
+        self._ip("bridge", *(f"link set {host}-{network} up" for network in range(self._num_networks)))
 
     def close(self) -> None:
         """Ends everything on all hosts and removes them."""
@@ -203,9 +214,12 @@ class Hosts:
         return [*aside, "mount -t tmpfs -o mode=1777 none /tmp", *back]
 
     def _connect(self, host: str) -> None:
-        cable = f"link add {host} type veth peer name eth0 netns {self._keepers[host].pid}"
-        self._ip("bridge", cable, f"link set {host} master br0 up")
-        self._ip(host, "link set lo up", f"address add {self.address(host)}/24 dev eth0", "link set eth0 up")
+        self._ip(host, "link set lo up")
+        for network in range(self._num_networks):
+            ours, its = f"{host}-{network}", f"eth{network}"
+            self._ip("bridge", f"link add {ours} type veth peer name {its} netns {self._keepers[host].pid}")
+            self._ip("bridge", f"link set {ours} master br{network} up")
+            self._ip(host, f"address add {self.address(host, network)}/24 dev {its}", f"link set {its} up")
 
     def _ip(self, host: str, *commands: str) -> None:
         for command in commands:

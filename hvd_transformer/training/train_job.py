@@ -13,6 +13,7 @@ from hvd_transformer.config.batch_size import check_step_size
 from hvd_transformer.errors import UserError
 from hvd_transformer.monitoring.heartbeat import Heartbeat
 from hvd_transformer.monitoring.watchdog import Watchdog
+from hvd_transformer.own_folder import make_own_folder
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.parallel.replica_check import broadcast_parameters
 from hvd_transformer.planning.partition import check_partition
@@ -132,7 +133,7 @@ class _LogFile(logging.FileHandler):
     """Creates its folder with the first line, so that a refused start leaves none."""
 
     def _open(self) -> TextIOWrapper:
-        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        make_own_folder(Path(self.baseFilename).parent)
         return super()._open()
 
 
