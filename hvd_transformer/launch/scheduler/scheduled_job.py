@@ -21,6 +21,7 @@ LAUNCHER_KEY = "/keys/launcher"  # workers accept the keys in its authorized_key
 WORKER_KEYS = "/keys/workers"  # workers put their host keys there for the launcher
 
 SAVE_SECONDS = 120  # that `launch` gives the ranks to save, from the signal to the end
+GRACE_SECONDS = SAVE_SECONDS + 30  # until a container is killed: after the ranks their agents and sshd end, too
 
 
 # What containers need as it is in their image: neither these nor anything below can be a volume …
@@ -77,6 +78,7 @@ class ScheduledJob:
     settings: Sequence[str]  # arguments of hvd-train
     config: Config  # the configuration that they give
     image: str | None = None
+    worker_bytes: int = 0  # memory of a worker, without what it puts into /dev/shm
 
     @property
     def name(self) -> str:
