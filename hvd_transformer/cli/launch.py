@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hvd_transformer.config import Config
     from hvd_transformer.launch.horovodrun_command import Horovodrun
     from hvd_transformer.launch.host_pool import HostPool
+    from hvd_transformer.launch.scheduler.scheduled_job import ScheduledJob
     from hvd_transformer.launch.time_limits import TimeLimits
 
 
@@ -55,6 +56,7 @@ class LaunchOptions:
     scheduler: str | None
     output: Path | None
     image: str | None
+    memory_gib: float | None
     settings: tuple[str, ...]
 
     def __post_init__(self) -> None:
@@ -66,6 +68,11 @@ class LaunchOptions:
             raise UserError(
                 f"--silence-timeout: must be at least {_LEAST_SILENCE} seconds, as hosts report every second"
             )
+        if self.memory_gib is not None:
+            if self.scheduler != "kubernetes":
+                raise UserError("--memory-gib: only with --scheduler kubernetes")
+            if not 0 < self.memory_gib < math.inf:
+                raise UserError(f"--memory-gib {self.memory_gib:g}: must be above 0")
 
     def limits(self, num_hosts: int) -> "TimeLimits":
         """How long to wait for so many hosts."""
@@ -179,6 +186,12 @@ def _evaluate(words: Sequence[str]) -> Worker:
     "--image",
     metavar="NAME",
     help="Container image for --scheduler. Default: hvd-transformer:cpu, or hvd-transformer:gpu for CUDA.",
+)
+@click.option(
+    "--memory-gib",
+    type=float,
+    metavar="N",
+    help="Memory per worker to request with --scheduler kubernetes. Default: what `plan` estimates.",
 )
 @click.argument("settings", nargs=-1, type=click.UNPROCESSED, metavar="[-- [evaluate] ARGUMENTS...]")
 def launch(**given: Any) -> None:
@@ -310,6 +323,8 @@ def _scheduled(chosen: LaunchOptions, horovodrun: "Horovodrun", config: "Config"
     words = _passed_on(click.get_current_context())
     save_seconds = math.ceil(chosen.limits(len(horovodrun.hosts)).save)
     job = ScheduledJob(horovodrun.hosts, words, chosen.named, chosen.settings, config, save_seconds, chosen.image)
+    if chosen.scheduler == "kubernetes":
+        job = replace(job, worker_bytes=_worker_bytes(chosen.memory_gib, job))
     name, make, submit = {
         "slurm": (slurm.NAME, slurm.script, "sbatch {}"),
         "kubernetes": (kubernetes.NAME, kubernetes.manifest, "kubectl apply -f {}"),
@@ -331,9 +346,19 @@ def _scheduled(chosen: LaunchOptions, horovodrun: "Horovodrun", config: "Config"
     return f"{file}: written; submit it with: {submit.format(shlex.quote(str(file)))}"
 
 
+def _worker_bytes(memory_gib: float | None, job: "ScheduledJob") -> int:
+    """The memory of each worker, without /dev/shm: as given, or as the plan has it."""
+    if memory_gib is not None:
+        return int(memory_gib * 2**30)
+    from hvd_transformer.planning.host_memory import host_memory
+
+    return job.slots * host_memory(job.config, sum(host.slots for host in job.hosts))
+
+
 # The scheduler chooses the hosts; all other options go into its job file.
 _NOT_PASSED_ON = {
-    "num_ranks", "hosts", "hostfile", "host_discovery_script", "dry_run", "scheduler", "output", "image", "settings",
+    "num_ranks", "hosts", "hostfile", "host_discovery_script", "dry_run", "scheduler", "output", "image",
+    "memory_gib", "settings",
 }  # fmt: skip
 
 

@@ -280,11 +280,11 @@ def test_new_hosts_are_taken_in_after_the_ranks_have_saved(stand: Path, monkeypa
 
 def test_a_signal_ends_the_job_without_a_restart(stand: Path) -> None:
     def interrupt() -> None:
-        wait_until(lambda: len(list(stand.glob("starts-*"))) == 2)
+        wait_until(lambda: len(list(stand.glob("ready-*"))) == 2)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=interrupt, daemon=True).start()
-    script = 'trap "exit 1" TERM; while :; do sleep 0.05; done'
+    script = 'trap "exit 1" TERM; touch ready-$HOROVOD_RANK; while :; do sleep 0.05; done'
     assert supervise(stand, script, given(localhost=2), restarts=3, min_ranks=2) == 1
     assert starts(stand) == [2]
 
