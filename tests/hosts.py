@@ -13,8 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from shlex import quote
 from types import TracebackType
@@ -76,6 +76,10 @@ class Hosts:
 
     def address(self, host: str) -> str:
         return f"10.77.0.{self.names.index(host) + 1}"
+
+    def keeper(self, host: str) -> int:
+        """A process with the host's namespaces; /proc has its view of the file system."""
+        return self._keepers[host].pid
 
     def popen(self, host: str, command: Sequence[str | Path], **options: Any) -> subprocess.Popen[Any]:
         """Starts a command on a host; its pid is that of the command. Options are those of `subprocess.Popen`."""
@@ -144,6 +148,15 @@ class Hosts:
         """Gives a host that was cut off its link back."""
         self._ip("bridge", f"link set {host} up")
 
+    @contextmanager
+    def own_tmp(self, host: str, options: str) -> Iterator[None]:
+        """Gives a host a /tmp of its own, as `private_tmp` does, with these options of tmpfs."""
+        _checked(*self._enter(host), "sh", "-ec", "\n".join(self._hide_tmp(f",{options}")))
+        try:
+            yield
+        finally:
+            _checked(*self._enter(host), "umount", "--recursive", "--lazy", "/tmp")
+
     def close(self) -> None:
         """Ends everything on all hosts and removes them."""
         for host in self._keepers:
@@ -191,7 +204,7 @@ class Hosts:
         lines += self._hide_tmp() if private_tmp else []
         _checked(*self._enter(host), "sh", "-ec", "\n".join(lines))
 
-    def _hide_tmp(self) -> list[str]:
+    def _hide_tmp(self, options: str = "") -> list[str]:
         """Shell commands: mounts what the tests run from aside, an empty /tmp over the other, and that back into it."""
         needed = (Path(__file__).parents[1], sys.prefix, sys.base_prefix, Path.cwd())
         aside, back = [], []
@@ -200,7 +213,7 @@ class Hosts:
                 here, there = quote(str(path)), self.folder / f"kept-{place}"
                 aside.append(f"mkdir -p {there} && mount --bind {here} {there}")
                 back.append(f"mkdir -p {here} && mount --bind {there} {here}")
-        return [*aside, "mount -t tmpfs -o mode=1777 none /tmp", *back]
+        return [*aside, f"mount -t tmpfs -o mode=1777{options} none /tmp", *back]
 
     def _connect(self, host: str) -> None:
         cable = f"link add {host} type veth peer name eth0 netns {self._keepers[host].pid}"
