@@ -218,8 +218,9 @@ class KillDetachedLauncher(Fault):
         """After it has shown a step."""
         words = [PROGRAM, "attach", job.place.run]
         attached = job.hosts.popen(
-            "h1", words, env=rank_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+            "h1", words, env=rank_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+        )  # fmt: skip
         assert any("step" in attached.stdout.readline() for _ in range(100))
         return attached
 

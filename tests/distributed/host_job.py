@@ -124,6 +124,11 @@ class HostJob:
         file = self.output if self.how != "detached" else self.place.seen / "logs" / "launch.log"
         return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
 
+    def evidence(self) -> str:
+        """What it has said, and the end of each rank's log."""
+        logs = sorted((self.place.seen / "logs").glob("rank-*.log"))
+        return "\n".join([self.text()[-5000:], *(f"{log.name}:\n{log.read_text()[-5000:]}" for log in logs)])
+
     def log(self) -> list[str]:
         """Rank 0's lines that say which step it made, and where it began."""
         with suppress(OSError), (self.place.seen / "logs" / "rank-000.log").open("rb") as file:

@@ -86,6 +86,9 @@ def started(
         )
         try:
             yield job
+        except BaseException:
+            print(job.evidence())
+            raise
         finally:
             for host in hosts.names:
                 hosts.join(host)
