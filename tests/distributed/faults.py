@@ -82,7 +82,7 @@ class LoseHost(Fault):
         self.host = ""
 
     def inject(self, job: HostJob) -> None:
-        self.host = job.rng.choice(job.names[:-1])
+        self.host = _other_host(job)
         job.hosts.kill_host(self.host)
 
     def heal(self, job: HostJob) -> None:
@@ -93,7 +93,7 @@ class CutLink(LoseHost):
     """Nobody is told, and what runs on the host goes on."""
 
     def inject(self, job: HostJob) -> None:
-        self.host = job.rng.choice(job.names[:-1])
+        self.host = _other_host(job)
         job.hosts.cut(self.host)
 
     def heal(self, job: HostJob) -> None:
@@ -110,13 +110,13 @@ class ReturnBroken(LoseHost):
     def inject(self, job: HostJob) -> None:
         super().inject(job)
         python = Path(sys.prefix)
-        self._missing, options, self._said = [
-            (job.corpus, "rw", f"data.source={job.corpus}"),
-            (job.place.run.parent, "ro", f"output_dir={job.place.run}"),
-            (python, "rw", str(python)),
+        self._missing, self._said = [
+            (job.corpus, f"data.source={job.corpus} is not there"),
+            (job.place.run.parent, f"output_dir={job.place.run} is another folder there"),
+            (python, str(python)),
         ][self._times % 3]
         self._times += 1
-        self._on_host(job, ["mount", "-t", "tmpfs", "-o", options, "none", self._missing])
+        self._on_host(job, ["mount", "-t", "tmpfs", "none", self._missing])
         job.hosts.start_host(self.host)
 
     def heal(self, job: HostJob) -> None:
@@ -306,6 +306,11 @@ FAULTS = [
     KillRank, KillRanksOfHost, StopRank, KillLauncher, LoseHost, CutLink, ReturnBroken, BlockTerminal, FreezeStorage,
     KillDetachedLauncher, FillDisk, StepClock,
 ]  # fmt: skip
+
+
+def _other_host(job: HostJob) -> str:
+    """One with ranks that is not the launcher's."""
+    return job.rng.choice([host for host in job.names[:-1] if job.ranks(host)])
 
 
 def _some_rank(job: HostJob) -> int:

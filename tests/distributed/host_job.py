@@ -11,7 +11,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -117,7 +116,9 @@ class HostJob:
 
     def lives(self) -> bool:
         """Whether its launcher runs."""
-        return self.popen.poll() is None if self.how != "detached" else self._launchers[-1] in self.hosts.processes("h1")
+        return (
+            self.popen.poll() is None if self.how != "detached" else self._launchers[-1] in self.hosts.processes("h1")
+        )
 
     def text(self) -> str:
         """What the launcher has said, the log of its run directory where it has no screen."""
@@ -158,7 +159,9 @@ class HostJob:
         train = re.compile(rf"({re.escape(str(BIN))}/python\S* )?{re.escape(str(BIN))}/hvd-train ")
         return [pid for pid, line in self.hosts.processes(host).items() if train.match(line)]
 
-    def wait(self, condition: Callable[[], object], seconds: float = 120) -> None:
+    def wait(self, condition: Callable[[], object], seconds: float | None = None) -> None:
+        """Until the condition is true, while its launcher runs."""
+        seconds = seconds or 120 + 10 * self.num_ranks
         deadline = time.monotonic() + seconds
         while not condition():
             assert self.lives(), self.text()
@@ -177,7 +180,7 @@ class HostJob:
         self.wait_gone()
         last = self.checkpoint() + LAST_STEPS
         self.how = "plain"
-        assert self.launch(last).wait(300) == 0, self.text()
+        assert self.launch(last).wait(300 + 10 * self.num_ranks) == 0, self.text()
         self.wait_gone()
         return last
 

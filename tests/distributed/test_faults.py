@@ -1,10 +1,12 @@
 """Jobs on real hosts that lose ranks, hosts, links, disks and their launcher, and end as if nothing had happened.
 
 The tests marked `slow` let every fault happen FAULT_REPEATS times (5) at random moments (FAULT_SEED=19), on two hosts
-and on four, and show how long it stopped the job. FAULT_SLOTS=2 starts two ranks on each host; FAULT_SETTINGS="KEY=VALUE
-..." sets more. MANY_RANKS=1 also lets six of them happen to 64 ranks on 16 hosts, which takes 16 GB of memory.
+and on four, and show how long it stopped the job. FAULT_SLOTS=2 starts two ranks on each host, and
+FAULT_SETTINGS="KEY=VALUE ..." sets more. MANY_RANKS=1 also lets six of them happen to 64 ranks on 16 hosts, which takes
+16 GB of memory.
 """
 
+import json
 import os
 import random
 import time
@@ -12,10 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
-from faults import FAULTS, BlockTerminal, CutLink, Fault, KillLauncher, KillRank, LoseHost, StepClock, StopRank
-from host_job import LAST_STEPS, PACE_SECONDS, HostJob, assert_unbroken, settings
+from faults import FAULTS, CutLink, Fault, KillLauncher, KillRank, KillRanksOfHost, LoseHost, StepClock, StopRank
+from host_job import PACE_SECONDS, HostJob, assert_unbroken, settings
 from hosts import Hosts, missing, no_space
 from jobs import WORKERS, write_corpus
 from worlds import Worlds
@@ -74,15 +77,15 @@ def unbroken(world: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Unbroke
 
 @contextmanager
 def started(
-    hosts: Hosts, fault: Fault, name: str, rng: random.Random, backend: str = "gloo", slots: int = SLOTS,
-    more: Sequence[str] = (),
+    hosts: Hosts, fault: Fault, name: str, rng: random.Random, slots: int = SLOTS, more: Sequence[str] = (),
+    **others: Any,
 ) -> Iterator[HostJob]:  # fmt: skip
     """A job to which the fault will happen; nothing of it is left afterwards on hosts that are as they were."""
     folder = hosts.folder / "runs" / name
     folder.mkdir()
     with fault.place(hosts, folder) as place:
         job = HostJob(
-            hosts, hosts.folder / "text", place, folder / "output", rng, fault.how, slots, backend, [*MORE, *more]
+            hosts, hosts.folder / "text", place, folder / "output", rng, fault.how, slots, more=[*MORE, *more], **others
         )
         try:
             yield job
@@ -131,10 +134,8 @@ def come_back(job: HostJob, fault: Fault) -> None:
 
 
 def report(fault: Fault, hosts: Hosts, seconds: Sequence[float], what: str = "") -> None:
-    print(
-        f"\n{fault}{what}, {len(hosts.names)} hosts: median {median(seconds):.1f} s, at most {max(seconds):.1f} s to the "
-        f"next step, {len(seconds)} times (FAULT_SEED={SEED})"
-    )
+    times = f"median {median(seconds):.1f} s, at most {max(seconds):.1f} s, {len(seconds)} times (FAULT_SEED={SEED})"
+    print(f"\n{fault}{what}, {len(hosts.names)} hosts: to the next step {times}")
 
 
 def test_faults_change_nothing(two_hosts: Hosts, unbroken: Unbroken) -> None:
@@ -147,6 +148,40 @@ def test_faults_change_nothing(two_hosts: Hosts, unbroken: Unbroken) -> None:
         cut.heal(job)
         last = job.finish()
         assert_unbroken(job, last, unbroken(job.num_ranks, last), same_world=False)
+
+
+def test_a_dead_host_does_not_keep_the_others(two_hosts: Hosts) -> None:
+    """Which cannot go on without it. The limit counts from the failure."""
+    fault, limits = LoseHost(), ["--restarts", 3, "--min-np", 2, "--give-up-after", "10s"]
+    with started(two_hosts, fault, "dead", random.Random(SEED), slots=1, options=limits) as job:
+        job.wait(lambda: job.step() > 5)
+        began = time.monotonic()
+        fault.inject(job)
+        code = job.popen.wait(60)
+        print(f"ended {time.monotonic() - began:.1f} s after the loss, exit code {code}")
+        assert time.monotonic() - began < 10 + 20  # a search for the host may take six, and a restart
+        assert code != 0
+        job.wait_gone(5)
+        assert "giving up: no new step for 10 s after a failure (--give-up-after)" in job.text()
+        ended = json.loads((job.place.seen / "exit.json").read_text())
+        assert ended["code"] == code and "host h2 is lost" in ended["cause"]
+
+
+@pytest.mark.slow
+def test_a_host_that_is_lost_again_and_again_uses_up_the_restarts(two_hosts: Hosts) -> None:
+    fault = LoseHost()
+    limits = ["--restarts", 3, "--min-np", 1]
+    with started(two_hosts, fault, "again", random.Random(SEED), slots=1, options=limits) as job:
+        for number in range(4):
+            job.wait(lambda: job.starts()[-1:] == [2] and len(job.steps_since_start()) > 5, 180)
+            fault.inject(job)
+            if number < 3:
+                job.wait(lambda: job.starts()[-1] == 1 and job.steps_since_start())
+                fault.heal(job)
+        assert job.popen.wait(60) != 0
+        job.wait_gone(5)
+        assert "giving up after 3 restarts" in job.text()
+        assert job.starts() == [2, 1, 2, 1, 2, 1, 2]
 
 
 @pytest.mark.slow
@@ -164,3 +199,33 @@ def test_a_fault_many_times(several_hosts: Hosts, unbroken: Unbroken, kind: type
             last = job.finish()
             assert_unbroken(job, last, unbroken(job.num_ranks, last), same_world=not fault.shrinks)
     report(fault, hosts, seconds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [KillRank, KillRanksOfHost, StopRank, KillLauncher, LoseHost, CutLink])
+@no_space
+def test_a_fault_over_mpi(two_hosts: Hosts, unbroken: Unbroken, kind: type[Fault]) -> None:
+    rng, fault = random.Random(f"{SEED} {kind.__name__}"), kind()
+    with started(two_hosts, fault, f"mpi-{fault}", rng, backend="mpi") as job:
+        seconds = suffer(job, fault, rng.randrange(3, STEPS_BETWEEN))
+        if fault.shrinks:
+            come_back(job, fault)
+        last = job.finish()
+        assert_unbroken(job, last, unbroken(job.num_ranks, last), same_world=False)
+    report(fault, two_hosts, [seconds], " over MPI")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.environ.get("MANY_RANKS") != "1", reason="needs MANY_RANKS=1 and 16 GB of memory")
+def test_faults_of_64_ranks(unbroken: Unbroken) -> None:
+    """On 16 hosts: two cores take minutes for each start."""
+    rng = random.Random(SEED)
+    with made(16) as hosts:
+        more = ["training.stall_seconds=60", "checkpoint.every_steps=1"]
+        with started(hosts, KillRank(), "many", rng, slots=4, more=more) as job:
+            for fault in (KillRank(), KillRanksOfHost(), StopRank(), KillLauncher(), LoseHost(), CutLink()):
+                report(fault, hosts, [suffer(job, fault, rng.randrange(1, 3))], " of 64 ranks")
+                if fault.shrinks:
+                    fault.heal(job)
+            last = job.finish()
+            assert_unbroken(job, last, unbroken(job.num_ranks, last), same_world=False)
