@@ -186,7 +186,7 @@ def test_a_host_that_is_lost_again_and_again_uses_up_the_restarts(two_hosts: Hos
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FAULTS, ids=lambda kind: kind.__name__)
-def test_a_fault_many_times(several_hosts: Hosts, unbroken: Unbroken, kind: type[Fault]) -> None:
+def test_a_fault_many_times_over_gloo(several_hosts: Hosts, unbroken: Unbroken, kind: type[Fault]) -> None:
     """In one job; each loss of a host in a job of its own, as a host that is lost again is left alone for longer."""
     hosts, fault = several_hosts, kind()
     rng, seconds = random.Random(f"{SEED} {fault} {len(hosts.names)}"), list[float]()

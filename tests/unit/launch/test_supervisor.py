@@ -298,7 +298,7 @@ def test_a_new_host_that_cannot_be_used_is_named_and_the_job_goes_on(
     said: list[str] = []
     answering = threading.Thread(target=answer)
     answering.start()
-    script = "trap 'exit 1' TERM; [ $HOROVOD_SIZE = 2 ] && exit 0; while :; do sleep 0.05; done"
+    script = "trap 'exit 1' TERM; [ $HOROVOD_SIZE = 2 ] && exit 0; for _ in $(seq 600); do sleep 0.05; done"
     assert supervise(stand, script, find, num_ranks=2, examine=examine) == 0
     answering.join()
     text = "".join(said) + capfd.readouterr().err
