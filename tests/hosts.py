@@ -1,9 +1,9 @@
 """Real hosts on one Linux machine, for tests that need ssh, different addresses and links that can be cut.
 
 A host is a network, a UTS and a mount namespace, kept by one idle process: an own address on `eth0` (`eth1`, …), an own
-name, an own sshd with an own host key. A further network namespace holds the bridges between them, one per interface. Nothing of it is seen outside,
-so several sets of hosts may exist at once. The file system is shared, but for what ssh reads of the machine's own
-configuration: a changed passwd file gives root another home folder, as ssh looks for keys there and not in $HOME.
+name, an own sshd with an own host key. A further network namespace holds the bridges between them, one per interface.
+Nothing of it is seen outside, so several sets of hosts may exist at once. The file system is shared, but for what ssh
+reads of the machine's own configuration: a changed passwd file gives root another home folder, as ssh looks for keys there and not in $HOME.
 """
 
 import os
@@ -13,8 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from shlex import quote
 from types import TracebackType
@@ -79,6 +79,10 @@ class Hosts:
 
     def address(self, host: str, network: int = 0) -> str:
         return f"10.77.{network}.{self.names.index(host) + 1}"
+
+    def keeper(self, host: str) -> int:
+        """A process with the host's namespaces; /proc has its view of the file system."""
+        return self._keepers[host].pid
 
     def popen(self, host: str, command: Sequence[str | Path], **options: Any) -> subprocess.Popen[Any]:
         """Starts a command on a host; its pid is that of the command. Options are those of `subprocess.Popen`."""
@@ -155,6 +159,15 @@ class Hosts:
         """Gives a host that was cut off its links back."""
         self._ip("bridge", *(f"link set {host}-{network} up" for network in range(self._num_networks)))
 
+    @contextmanager
+    def own_tmp(self, host: str, options: str) -> Iterator[None]:
+        """Gives a host a /tmp of its own, as `private_tmp` does, with these options of tmpfs."""
+        _checked(*self._enter(host), "sh", "-ec", "\n".join(self._hide_tmp(f",{options}")))
+        try:
+            yield
+        finally:
+            _checked(*self._enter(host), "umount", "--recursive", "--lazy", "/tmp")
+
     def close(self) -> None:
         """Ends everything on all hosts and removes them."""
         for host in self._keepers:
@@ -202,7 +215,7 @@ class Hosts:
         lines += self._hide_tmp() if private_tmp else []
         _checked(*self._enter(host), "sh", "-ec", "\n".join(lines))
 
-    def _hide_tmp(self) -> list[str]:
+    def _hide_tmp(self, options: str = "") -> list[str]:
         """Shell commands: mounts what the tests run from aside, an empty /tmp over the other, and that back into it."""
         needed = (Path(__file__).parents[1], sys.prefix, sys.base_prefix, Path.cwd())
         aside, back = [], []
@@ -211,7 +224,7 @@ class Hosts:
                 here, there = quote(str(path)), self.folder / f"kept-{place}"
                 aside.append(f"mkdir -p {there} && mount --bind {here} {there}")
                 back.append(f"mkdir -p {here} && mount --bind {there} {here}")
-        return [*aside, "mount -t tmpfs -o mode=1777 none /tmp", *back]
+        return [*aside, f"mount -t tmpfs -o mode=1777{options} none /tmp", *back]
 
     def _connect(self, host: str) -> None:
         self._ip(host, "link set lo up")

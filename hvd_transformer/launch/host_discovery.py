@@ -1,10 +1,11 @@
 """Finds hosts that come back or are new while a job runs."""
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from hvd_transformer.errors import UserError
+from hvd_transformer.launch.agents import HostLost
 from hvd_transformer.launch.connections import HostConnections
 from hvd_transformer.launch.doctor.findings import Finding
 from hvd_transformer.launch.horovodrun_command import Horovodrun
@@ -21,12 +22,20 @@ Examine = Callable[[Sequence[Host]], Mapping[str, Finding]]
 class HostDiscovery:
     """Searches, while a job runs, for new hosts that would give it more ranks, and connects to them.
 
-    Those that cannot be reached or used are excluded for a while, each alone.
+    Those that cannot be reached or used go, each with the reason, to `set_aside`, which excludes them for a while.
     """
 
-    def __init__(self, pool: HostPool, now: Horovodrun, connections: HostConnections, examine: Examine) -> None:
+    def __init__(
+        self,
+        pool: HostPool,
+        now: Horovodrun,
+        connections: HostConnections,
+        examine: Examine,
+        set_aside: Callable[[Mapping[str, object]], object],
+    ) -> None:
         self.found: list[Host] | None = None
         self._pool, self._now, self._connections, self._examine = pool, now, connections, examine
+        self._set_aside = set_aside
         self._closed = threading.Event()
         threading.Thread(target=self._look, daemon=True).start()
 
@@ -38,17 +47,19 @@ class HostDiscovery:
         while self.found is None and not self._closed.wait(_LOOK_SECONDS):
             with suppress(UserError):  # no answer from the script or a host: try again later
                 if new := self._new():
-                    unusable = self._unusable(new)
-                    for host in unusable:
-                        self._pool.cool_down(host)
-                    if not unusable:
+                    if unusable := self._unusable(new):
+                        self._set_aside(unusable)
+                    else:
                         self.found = new
 
-    def _unusable(self, new: Sequence[Host]) -> Collection[str]:
-        opened = self._connections.run(
-            self._connections.open([host.name for host in new], self._connections.limits.start)
-        )
-        silent = [host for host, connection in opened.items() if isinstance(connection, NoConnection)]
+    def _unusable(self, new: Sequence[Host]) -> Mapping[str, object]:
+        names, connections = [host.name for host in new], self._connections
+        opened = connections.run(connections.open(names, connections.limits.start))
+        silent = {
+            host: HostLost(host, connection.last_words())
+            for host, connection in opened.items()
+            if isinstance(connection, NoConnection)
+        }
         return silent or self._examine([*self._now.hosts, *new])
 
     def _new(self) -> list[Host]:

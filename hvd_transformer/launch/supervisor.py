@@ -122,7 +122,7 @@ class Supervisor:
     def _start(self, hosts: list[Host], stop: Stop) -> AttemptResult:
         plan, policy = self._plan, self._policy
         horovodrun, self._hosts = replace(self._horovodrun, hosts=hosts), hosts
-        newcomers = HostDiscovery(self._pool, horovodrun, self._connections, self._examine)
+        newcomers = HostDiscovery(self._pool, horovodrun, self._connections, self._examine, self._set_aside)
         self._output.start(hosts, f"restart {policy.restarts} of {plan.limits.restarts}" if policy.restarts else "")
 
         def look(agents: HostAgents) -> bool:

@@ -170,8 +170,12 @@ class Watchdog:
         limit = self.limit()
         left = limit - self._quiet
         # If something holds the interpreter lock so that this thread cannot run, the stacks are still written, and the
-        # other ranks see an old heartbeat.
-        faulthandler.dump_traceback_later(max(0.0, left) + _BACKSTOP_SECONDS, file=self._stacks)
+        # other ranks see an old heartbeat. Past the limit this thread runs, and the storage may stand still: with a
+        # dump that cannot be written, the next call would stop the whole process.
+        if left >= 0:
+            faulthandler.dump_traceback_later(left + _BACKSTOP_SECONDS, file=self._stacks)
+        else:
+            faulthandler.cancel_dump_traceback_later()
         quiet = self._quiet > min(_QUIET_SECONDS, limit / 2)
         due = now - self._beaten >= self._beat_seconds
         if due:
@@ -259,10 +263,14 @@ class Watchdog:
                 action()
 
     def _write(self, folder: Path, beat: dict[str, Any]) -> None:
-        with suppress(OSError):
-            aside = folder / f"beat-{self.rank}.tmp"
-            aside.write_text(json.dumps(beat), encoding="utf-8")
-            aside.replace(folder / f"beat-{self.rank}")
+        file, data = folder / f"beat-{self.rank}", json.dumps(beat).encode()
+        aside = file.with_suffix(".tmp")
+        try:
+            aside.write_bytes(data)
+            aside.replace(file)
+        except OSError:  # on a full disk there is still room for what is there; readers skip a torn heartbeat
+            with suppress(OSError), file.open("r+b") as there:
+                there.write(data.ljust(os.fstat(there.fileno()).st_size))
 
     def _read_heartbeats(self) -> dict[int, PeerHeartbeat]:
         """The newest visible heartbeat of each rank.

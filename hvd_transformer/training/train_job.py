@@ -1,6 +1,7 @@
 """Assembles a training job from its configuration on every rank, and runs it."""
 
 import logging
+import sys
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -130,11 +131,15 @@ def _assemble(
 
 
 class _LogFile(logging.FileHandler):
-    """Creates its folder with the first line, so that a refused start leaves none."""
+    """Creates its folder with the first line, so that a refused start leaves none. A full disk is not told here."""
 
     def _open(self) -> TextIOWrapper:
         make_own_folder(Path(self.baseFilename).parent)
         return super()._open()
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
 
 
 def _log_to(file: Path) -> None:

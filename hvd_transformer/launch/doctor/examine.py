@@ -94,6 +94,7 @@ class Probes:
 _CONNECTED, _ASKED, _MEASURED = 6.0, 6.7, 8.8
 _HOSTS = 32
 _LINK_SECONDS = 0.5
+_SHARING_SECONDS = 3.0
 _CLOCK_ROUNDS = 3
 
 
@@ -117,11 +118,13 @@ class Admission:
     """Examines hosts before they are taken into a job: all of them at its start, later those with a new connection.
 
     A host whose node agent has been connected all the time is not asked again; its answer is kept to compare others.
+    A host may have an output folder of its own, but not after it has seen this host's: then its mount is missing.
     """
 
     def __init__(self, job: Job, connections: HostConnections, environment: Mapping[str, str]) -> None:
         self._job, self._connections, self._environment = job, connections, environment
         self._answers: dict[str, Answer] = {}
+        self._sharing: set[str] = set()  # hosts that have seen this host's output folder
         self._lock = threading.Lock()  # a probe answers one question at a time
 
     def refused(self, hosts: Sequence[Host]) -> dict[str, Finding]:
@@ -141,7 +144,17 @@ class Admission:
         new = await probes.each(_facts(job, self._environment, until, full=False))
         kept = {host: answer for host, answer in self._answers.items() if host in agents}
         self._answers = {host: {**kept, **new}[host] for host in opened if host in kept or host in new}
-        return probes.silent + _about(job, self._answers, _local(opened))[0]
+        found = _about(job, self._answers, _local(opened))[0]
+        if new and "output_dir" in job.folders:
+            found += await self._about_sharing(job, probes)
+        return probes.silent + found
+
+    async def _about_sharing(self, job: Job, probes: Probes) -> list[Finding]:
+        until = asyncio.get_running_loop().time() + _longer(job) * _SHARING_SECONDS
+        seen = await _sees_output(job, probes, until)
+        before, self._sharing = self._sharing, self._sharing | {host for host, sees in seen.items() if sees}
+        seen = {host: sees for host, sees in seen.items() if host in before}
+        return list(findings.about_sharing(job.folders["output_dir"], seen))
 
 
 async def _examine(job: Job, connections: HostConnections, environment: Mapping[str, str]) -> Examination:
@@ -216,20 +229,34 @@ async def _skew(connection: HostConnection, until: float) -> tuple[float, float]
 
 
 async def _sees_output(job: Job, probes: Probes, until: float) -> dict[str, bool]:
-    """Whether each host sees a file that this host creates in the output folder, or in its nearest existing parent."""
-    folder = Path(job.folders["output_dir"]).expanduser().absolute()
+    """Whether each host sees a file that this host creates in the output folder, or in its nearest existing parent.
+
+    Empty if this host cannot create one, or not in time: its storage may stand still, and nobody here waits for that.
+    """
+    loop = asyncio.get_running_loop()
+    making = loop.run_in_executor(None, _mark, job.folders["output_dir"])
+    try:
+        await asyncio.wait([making], timeout=until - loop.time())
+        if not making.done() or making.exception() is not None:
+            return {}
+        marker = str(making.result())
+        return await probes.each(lambda connection: ask(connection, "exists", until, path=marker))
+    finally:
+        making.add_done_callback(lambda made: made.exception() or loop.run_in_executor(None, _unmark, made.result()))
+
+
+def _mark(output: str) -> Path:
+    folder = Path(output).expanduser().absolute()
     while not folder.exists():
         folder = folder.parent
     marker = folder / f".hvd-transformer-{secrets.token_hex(8)}"
-    try:
-        marker.touch(exist_ok=False)
-    except OSError:  # reported by this host's own answer
-        return {}
-    try:
-        return await probes.each(lambda connection: ask(connection, "exists", until, path=str(marker)))
-    finally:
-        with suppress(OSError):
-            marker.unlink()
+    marker.touch(exist_ok=False)
+    return marker
+
+
+def _unmark(marker: Path) -> None:
+    with suppress(OSError):
+        marker.unlink()
 
 
 async def _ring(probes: Probes, addresses: Mapping[str, str], until: float) -> list[Link]:

@@ -191,17 +191,27 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _folder(path: Path) -> dict[str, Any]:
-    """Whether the path exists, is writable, and the free space; of its nearest existing parent if it does not exist."""
+    """Whether the path exists, is writable, and the free space; of its nearest existing parent if it does not exist.
+
+    A folder that is empty does not count as existing: it may be a mount point without its file system.
+    """
     here = path.absolute()
     while not here.exists() and here != here.parent:
         here = here.parent
     disk = os.statvfs(here)
     full = disk.f_files > 0 and disk.f_favail == 0  # no inodes left
     return {
-        "exists": path.exists(),
+        "exists": path.exists() and not _is_empty(path),
         "writable": os.access(here, os.W_OK),
         "free": 0 if full else disk.f_bavail * disk.f_frsize,
     }
+
+
+def _is_empty(path: Path) -> bool:
+    try:
+        return not any(path.iterdir())
+    except OSError:  # a file, or a folder of somebody else
+        return False
 
 
 def _horovod() -> dict[str, Any] | None:

@@ -278,6 +278,39 @@ def test_new_hosts_are_taken_in_after_the_ranks_have_saved(stand: Path, monkeypa
     assert (stand / "saved").exists()
 
 
+def test_a_new_host_that_cannot_be_used_is_named_and_the_job_goes_on(
+    stand: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One that does not answer, then without the data, then with it."""
+    monkeypatch.setattr(host_discovery, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(host_pool, "COOL_DOWN_SECONDS", 0.1)
+    (stand / "down-far.invalid").touch()
+    examined = []
+
+    def find() -> list[Host]:
+        return given(localhost=1, far=1)() if (stand / "starts-0").exists() else given(localhost=1)()
+
+    def examine(hosts: Sequence[Host]) -> Mapping[str, Finding]:
+        examined.append(hosts)
+        return refusing("far.invalid")(hosts) if len(examined) < 3 else {}  # the first one is the start's
+
+    def answer() -> None:
+        wait_until(lambda: "No route to host" in "".join(said.append(capfd.readouterr().err) or said))
+        (stand / "down-far.invalid").unlink()
+
+    said: list[str] = []
+    answering = threading.Thread(target=answer)
+    answering.start()
+    script = "trap 'exit 1' TERM; [ $HOROVOD_SIZE = 2 ] && exit 0; for _ in $(seq 600); do sleep 0.05; done"
+    assert supervise(stand, script, find, num_ranks=2, examine=examine) == 0
+    answering.join()
+    text = "".join(said) + capfd.readouterr().err
+    lost, refused = "host far.invalid: cannot be used: ssh: connect to host", "host far.invalid: data.source=x is not"
+    assert 0 <= text.index(lost) < text.index(refused) < text.index("new hosts: far.invalid")
+    assert "excluded for 0 s" in text
+    assert starts(stand) == [1, 2]
+
+
 def test_a_signal_ends_the_job_without_a_restart(stand: Path) -> None:
     def interrupt() -> None:
         wait_until(lambda: len(list(stand.glob("ready-*"))) == 2)

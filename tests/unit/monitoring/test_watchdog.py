@@ -1,7 +1,9 @@
 """The watchdog: limits, heartbeat file, stacks on demand, and the end of a process that makes no progress."""
 
+import errno
 import faulthandler
 import json
+import math
 import os
 import re
 import signal
@@ -88,6 +90,23 @@ def test_the_file_says_how_the_rank_is_and_goes_in_the_end(monkeypatch, tmp_path
     assert list(private.iterdir()) == [] and [path.name for path in logs.iterdir()] == ["rank-003.log"]
 
 
+def test_a_full_disk_leaves_room_for_the_newest_heartbeat(monkeypatch, tmp_path) -> None:
+    """The launcher would take a rank without heartbeats for one that does not run."""
+
+    def no_space(path: Path, target: Path) -> Path:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    watchdog = Watchdog(0, 1)
+    for step in (7, 1234567, 8):
+        watchdog.heartbeat.step, watchdog._beaten = step, -math.inf
+        watchdog._look()
+        monkeypatch.setattr(Path, "replace", no_space)  # from now on
+        assert json.loads((tmp_path / "beat-0").read_text())["step"] == step
+    watchdog.close()
+    faulthandler.cancel_dump_traceback_later()
+
+
 @pytest.mark.parametrize("size", [2, 64, 1024])
 def test_many_ranks_write_seldom_to_one_folder_and_silence_is_still_seen(size, monkeypatch, tmp_path) -> None:
     """A minute with progress every 10 s only: the writes per second of all ranks, and no look for others' stalls."""
@@ -170,6 +189,41 @@ def test_while_the_storage_stands_still_nobody_is_late(monkeypatch, tmp_path) ->
     assert ended
     moves.set()
     watchdog.close()
+
+
+STANDS_STILL = """
+import os, sys, threading, time
+from pathlib import Path
+from hvd_transformer.monitoring.watchdog import Watchdog
+log, moves, touch = Path(sys.argv[1], "rank-000.log"), threading.Event(), Path.touch
+os.mkfifo(log)
+reading = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+watchdog = Watchdog(0, 1, stall_seconds=0.5)
+watchdog.start()
+watchdog.use(log.parent, ["h1"])
+writing = os.open(log, os.O_WRONLY | os.O_NONBLOCK)
+try:
+    while os.write(writing, bytes(4096)):
+        pass
+except BlockingIOError:  # whoever writes now must wait
+    pass
+Path.touch = lambda path: moves.wait() and touch(path)
+watchdog.heartbeat.stepped(1, 0.0, 0.0)
+time.sleep(5)
+moves.set()
+os.read(reading, 1 << 20)
+for _ in range(20):
+    watchdog.heartbeat.tick()
+    time.sleep(0.1)
+watchdog.close()
+"""
+
+
+def test_while_its_log_cannot_be_written_a_rank_lives(tmp_path) -> None:
+    """Its stacks, which would go there, must not stop it."""
+    environment = {name: value for name, value in os.environ.items() if name != FOLDER}
+    words = [sys.executable, "-c", STANDS_STILL, tmp_path]
+    assert subprocess.run(words, env=environment, timeout=60).returncode == 0
 
 
 ALONE = """

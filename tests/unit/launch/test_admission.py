@@ -1,0 +1,61 @@
+"""Which hosts are taken into a job: with real probes, under a stand-in for ssh."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hvd_transformer.launch.connections import HostConnections
+from hvd_transformer.launch.doctor import examine, probe
+from hvd_transformer.launch.doctor.examine import Admission
+from hvd_transformer.launch.doctor.findings import Job
+from hvd_transformer.launch.hostfile import Host
+
+HOSTS = [Host("one.invalid", 1), Host("two.invalid", 1)]
+
+
+@pytest.fixture
+def admission(connections: HostConnections, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Admission:
+    monkeypatch.setattr(examine.findings, "about_network", lambda *_: [])  # all have this machine's addresses
+    folders = {"output_dir": str(tmp_path / "runs" / "x"), "data.source": str(tmp_path / "text")}
+    return Admission(Job(HOSTS, 1, "cpu", str(Path.cwd()), folders, None), connections, dict(os.environ))
+
+
+def test_a_host_that_no_longer_sees_the_output_folder_is_refused(
+    admission: Admission, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert admission.refused(HOSTS) == {}
+    assert list(admission._sharing) and not list(tmp_path.glob(".hvd-transformer-*"))
+    monkeypatch.setattr(examine, "_mark", lambda output: Path("/nowhere/else"))
+    refused = admission.refused(HOSTS)
+    assert refused.keys() == {"one.invalid", "two.invalid"}
+    assert f"output_dir={tmp_path}/runs/x is another folder there than here" in str(refused["two.invalid"])
+
+
+def test_a_host_may_have_an_output_folder_of_its_own(admission: Admission, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examine, "_mark", lambda output: Path("/nowhere/else"))
+    assert admission.refused(HOSTS) == {}
+    assert admission.refused(HOSTS) == {}
+
+
+def test_an_output_folder_that_stands_still_keeps_nobody(
+    admission: Admission, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file that tells is made later, and removed."""
+    go, made = tmp_path / "fifo", []
+    os.mkfifo(go)
+    mark = examine._mark
+    monkeypatch.setattr(examine, "_SHARING_SECONDS", 0.2)
+    monkeypatch.setattr(examine, "_mark", lambda output: (go.read_bytes(), made.append(mark(output)))[1] or made[0])
+    assert admission.refused(HOSTS) == {}
+    assert not made
+    go.write_bytes(b"")
+    admission._connections.run(examine.asyncio.sleep(0.5))
+    assert made and not made[0].exists()
+
+
+def test_an_empty_folder_is_a_mount_point_without_its_file_system(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    found = {name: probe._folder(tmp_path / name)["exists"] for name in ("", "file", "empty", "none")}
+    assert found == {"": True, "file": True, "empty": False, "none": False}
