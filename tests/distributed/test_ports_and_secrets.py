@@ -57,11 +57,12 @@ class Seen:
                         self.listeners[host].add((address, self._hosts.owner(host, inode)))
 
 
+ETH1 = ("10.77.1.1", "10.77.1.2")
 BOTH = ["-H", "h1:1,h2:1"]
 
 
 def watch(hosts: Hosts, folder: Path, options: Sequence[str]) -> Seen:
-    """Runs a job on both hosts."""
+    """Runs a job of two ranks."""
     corpus = write_corpus(folder / "text", train=12_000)
     words = [*tiny(corpus), f"output_dir={folder / 'run'}", "training.max_steps=10", "training.epochs=100"]
     launch = [BIN / "hvd-transformer", "launch", "-np", "2", *options, "--env", "HF_TOKEN", "--"]
@@ -75,30 +76,34 @@ def watch(hosts: Hosts, folder: Path, options: Sequence[str]) -> Seen:
             time.sleep(0.05)
     assert process.returncode == 0, (folder / "output").read_text(encoding="utf-8")
     assert summary(folder / "run")["world"] == 2
+    assert any("hvd-train" in line for line in seen.commands["h1"])
     for host in hosts.names:
-        assert any("hvd-train" in line for line in seen.commands[host])
         for line in seen.commands[host]:
             assert not [word for word in (*HOROVODS, "secret-of-") if word in line], line
+    for file in folder.rglob("*"):
+        assert not file.is_file() or b"secret-of-" not in file.read_bytes(), file
     return seen
 
 
 @pytest.mark.parametrize(
-    ("options", "network"),
+    ("options", "interface", "addresses"),
     [
-        (BOTH, 0),
-        pytest.param([*BOTH, "--network-interface", "eth1"], 1, marks=pytest.mark.slow),
-        (["-H", "h1:1,10.77.1.2:1"], 1),
+        (BOTH, "eth0", ("10.77.0.1", "10.77.0.2")),
+        pytest.param([*BOTH, "--network-interface", "eth1"], "eth1", ETH1, marks=pytest.mark.slow),
+        (["-H", "h1:1,10.77.1.2:1"], "eth1", ETH1),
+        pytest.param(["-H", "h1:2"], None, ("127.0.0.1", None), marks=pytest.mark.slow),
     ],
-    ids=["what the names stand for", "the option", "the address that ssh is given"],
+    ids=["what the names stand for", "the option", "the address that ssh is given", "one host"],
 )
 def test_over_gloo_all_ports_are_on_one_interface(
-    hosts: Hosts, tmp_path: Path, options: Sequence[str], network: int
+    hosts: Hosts, tmp_path: Path, options: Sequence[str], interface: str | None, addresses: Sequence[str | None]
 ) -> None:
     seen = watch(hosts, tmp_path, ["--gloo", *options])
-    assert any(f"--network-interfaces eth{network} " in line for line in seen.commands["h1"])
+    (horovodrun,) = (line for line in seen.commands["h1"] if "-m hvd_transformer.comm.horovodrun" in line)
+    assert interface is None or f"--network-interfaces {interface} " in horovodrun
     assert any(process.startswith("python") for _, process in seen.listeners["h1"])  # the rendezvous
-    for host in hosts.names:
-        assert {address for address, _ in seen.listeners[host]} <= {hosts.address(host, network)}
+    for host, address in zip(hosts.names, addresses, strict=True):
+        assert {found for found, _ in seen.listeners[host]} <= {address}
 
 
 @no_space
