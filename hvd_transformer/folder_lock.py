@@ -57,7 +57,8 @@ class FolderLock:
     def take(self, waits: Callable[[str], object] = lambda line: None) -> None:
         """Take the lock. `waits` is told, in a line, if that means to wait for an owner that may have ended.
 
-        Raises `UserError`, which names the owner, if it is alive, and `OSError` if the folder cannot be written.
+        Raises `UserError`, which names the owner, if it is alive, or if the lock is a link, and `OSError` if the
+        folder cannot be written.
         """
         watch: _Watch | None = None
         told = False
@@ -102,6 +103,8 @@ class FolderLock:
         try:
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         except FileExistsError:
+            if self._path.is_symlink():
+                raise UserError(f"{self._path}: is a symbolic link; remove it") from None
             return False
         try:
             self._write()
@@ -175,7 +178,8 @@ class _Watch:
             self._owner = found if found.keys() >= _KEYS else {}
         self._data, self._renewed = data, False
         self._first = self._changed = time.monotonic()
-        self.token = str(self._owner.get("token", "unknown"))
+        token = str(self._owner.get("token"))
+        self.token = token if token.isalnum() else "unknown"  # it becomes part of a file's name
 
     @classmethod
     def of(cls, path: Path, before: "_Watch | None") -> "_Watch | None":

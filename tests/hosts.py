@@ -3,9 +3,11 @@
 A host is a network, a UTS and a mount namespace, kept by one idle process: an own address on `eth0` (`eth1`, …), an own
 name, an own sshd with an own host key. A further network namespace holds the bridges between them, one per interface.
 Nothing of it is seen outside, so several sets of hosts may exist at once. The file system is shared, but for what ssh
-reads of the machine's own configuration: a changed passwd file gives root another home folder, as ssh looks for keys there and not in $HOME.
+reads of the machine's own configuration: a changed passwd file gives root another home folder, as ssh looks for keys
+there and not in $HOME.
 """
 
+import ipaddress
 import os
 import shutil
 import signal
@@ -22,7 +24,7 @@ from typing import Any
 
 import pytest
 
-_COMMANDS = ("ip", "nsenter", "ss", "ssh", "ssh-keygen", "sshd", "unshare")
+_COMMANDS = ("ip", "nsenter", "ssh", "ssh-keygen", "sshd", "unshare")
 _PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 _UNSHARE = ("unshare", "--net", "--uts", "--mount")
 # Both write the paths of their programs unquoted into what ssh gives to a shell.
@@ -114,13 +116,25 @@ class Hosts:
                     found[int(folder.name)] = line.decode(errors="replace").strip()
         return found
 
-    def listeners(self, host: str) -> set[tuple[str, int, str]]:
-        """Address, port and process name ("": just ended) of every TCP socket that listens on the host."""
-        found = set()
-        for line in self.run(host, ["ss", "-H", "-l", "-t", "-n", "-p"]).stdout.splitlines():
-            address, _, port = line.split()[3].rpartition(":")
-            found.add((address, int(port), line.partition('"')[2].partition('"')[0]))
+    def listening(self, host: str) -> dict[int, str]:
+        """The address of every TCP socket that listens on the host, by inode."""
+        found = {}
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{self._keepers[host].pid}/net/{table}").read_text().splitlines()[1:]:
+                words = line.split()
+                if words[3] == "0A":
+                    address = bytes.fromhex(words[1].partition(":")[0])
+                    numbers = b"".join(address[at : at + 4][::-1] for at in range(0, len(address), 4))
+                    found[int(words[9])] = str(ipaddress.ip_address(numbers))
         return found
+
+    def owner(self, host: str, inode: int) -> str:
+        """The name of the process that has the socket; "" if it has just ended."""
+        for pid in self.processes(host):
+            with suppress(OSError):
+                if any(str(file.readlink()) == f"socket:[{inode}]" for file in Path(f"/proc/{pid}/fd").iterdir()):
+                    return Path(f"/proc/{pid}/comm").read_text().strip()
+        return ""
 
     def kill_host(self, host: str) -> None:
         """SIGKILL to sshd and everything else on the host; its network stays, and refuses connections."""

@@ -221,3 +221,25 @@ def test_of_many_that_find_it_left_over_one_takes_it(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         FolderLock(tmp_path / "gone" / ".lock", "a job").take()
+
+
+@pytest.mark.parametrize("target", ["file", "nothing"])
+def test_a_link_is_no_lock(tmp_path: Path, target: str) -> None:
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "lock").symlink_to(tmp_path / target)
+    with pytest.raises(UserError, match="lock: is a symbolic link; remove it$"):
+        FolderLock(tmp_path / "lock", "a job").take()
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["file", "lock"]
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_what_a_lock_tells_leads_to_no_other_folder(tmp_path: Path) -> None:
+    folder, file = tmp_path / "run", tmp_path / "run" / "lock"
+    folder.mkdir()
+    with another_process(file):
+        owner = json.loads(file.read_bytes())
+    file.write_text(json.dumps({**owner, "token": "/../../made"}))
+    lock = FolderLock(file, "a job")
+    lock.take()
+    lock.release()
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
