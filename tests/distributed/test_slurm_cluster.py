@@ -35,10 +35,14 @@ class Paced(LanguageModelTask):
 """
 
 
-@pytest.fixture(scope="module")
-def cluster(hosts: Hosts) -> Iterator[SlurmCluster]:
+@pytest.fixture(scope="module", autouse=True)
+def slurm() -> None:
     if reason := slurm_cluster.missing():
         pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def cluster(hosts: Hosts) -> Iterator[SlurmCluster]:
     with SlurmCluster(hosts) as made:
         yield made
 
@@ -168,7 +172,7 @@ def test_a_requeued_job_goes_on_where_it_was(
     job = BatchJob(cluster, tmp_path, settings(corpus))
     job.wait_step(3)
     cluster.said("scontrol", "requeue", job.number)
-    job.wait(30, Restarts="1")
+    job.wait(60, Restarts="1")
     job.mark("slow", there=False)
     job.wait(90, JobState="COMPLETED|FAILED")
     check_resumed(job, unbroken)
