@@ -189,6 +189,15 @@ def check_resumed(job: BatchJob, unbroken: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_cancelled_job_over_mpi_leaves_no_process(cluster: SlurmCluster, corpus: Path, tmp_path: Path) -> None:
+    job = BatchJob(cluster, tmp_path, settings(corpus), launch=["--mpi"])
+    job.wait_step(3)
+    cluster.said("scancel", job.number)
+    assert job.wait(60, JobState="CANCELLED")["Restarts"] == "0"
+    job.assert_free()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("node", "others"), [("h1", "h[2-3]"), ("h2", "h[1,3]")], ids=["the launcher's", "another"])
 def test_another_node_takes_over_from_one_that_fails(
     corpus: Path, unbroken: Path, tmp_path: Path, node: str, others: str
