@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hosts import Hosts
+from hosts import missing as no_hosts
 
 _COMMANDS = ("munged", "sbatch", "scancel", "scontrol", "slurmctld", "slurmd", "squeue", "srun")
 _PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -50,11 +51,11 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def missing() -> str | None:
-    """The reason why this machine cannot have Slurm, beyond that of `hosts.missing`."""
-    for command in _COMMANDS:
-        if shutil.which(command, path=_PATH) is None:
-            return f"needs the command {command}, of Slurm"
-    return None
+    """Why this machine cannot have such a cluster."""
+    if reason := no_hosts():
+        return reason
+    absent = next((command for command in _COMMANDS if shutil.which(command, path=_PATH) is None), None)
+    return None if absent is None else f"needs the command {absent}, of Slurm"
 
 
 class SlurmCluster:
@@ -63,11 +64,11 @@ class SlurmCluster:
     `slurmd_timeout`: seconds after which a node that does not answer is down.
     """
 
-    def __init__(self, hosts: Hosts, cores: int = 2, slurmd_timeout: int = 300) -> None:
+    def __init__(self, hosts: Hosts, slurmd_timeout: int = 300) -> None:
         self.hosts, self.head, self.nodes = hosts, hosts.names[-1], hosts.names[:-1]
         self.folder = hosts.folder / "slurm"
         self._servers: list[subprocess.Popen[bytes]] = []
-        self._write_files(cores, slurmd_timeout)
+        self._write_files(slurmd_timeout)
         try:
             for host in hosts.names:
                 self._start_munged(host)
@@ -139,13 +140,13 @@ class SlurmCluster:
                 server.wait()
         self._servers.clear()
 
-    def _write_files(self, cores: int, slurmd_timeout: int) -> None:
+    def _write_files(self, slurmd_timeout: int) -> None:
         self.folder.mkdir()
         (self.folder / "state").mkdir()
         key = self.folder / "munge.key"
         key.touch(mode=0o600)
         key.write_bytes(secrets.token_bytes(64))
-        nodes = [f"NodeName={name} NodeAddr={self.hosts.address(name)} CPUs={cores}" for name in self.nodes]
+        nodes = [f"NodeName={name} NodeAddr={self.hosts.address(name)} CPUs=2" for name in self.nodes]
         config = _CONFIG.format(
             head=self.head,
             head_address=self.hosts.address(self.head),

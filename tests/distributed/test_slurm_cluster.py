@@ -35,10 +35,14 @@ class Paced(LanguageModelTask):
 """
 
 
-@pytest.fixture(scope="module")
-def cluster(hosts: Hosts) -> Iterator[SlurmCluster]:
+@pytest.fixture(scope="module", autouse=True)
+def slurm() -> None:
     if reason := slurm_cluster.missing():
         pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def cluster(hosts: Hosts) -> Iterator[SlurmCluster]:
     with SlurmCluster(hosts) as made:
         yield made
 
@@ -168,7 +172,7 @@ def test_a_requeued_job_goes_on_where_it_was(
     job = BatchJob(cluster, tmp_path, settings(corpus))
     job.wait_step(3)
     cluster.said("scontrol", "requeue", job.number)
-    job.wait(30, Restarts="1")
+    job.wait(60, Restarts="1")
     job.mark("slow", there=False)
     job.wait(90, JobState="COMPLETED|FAILED")
     check_resumed(job, unbroken)
@@ -181,6 +185,15 @@ def check_resumed(job: BatchJob, unbroken: Path) -> None:
     assert "resuming from run/checkpoints/step-" in job.text()
     assert steps(job.run, "loss", "lr") == steps(unbroken, "loss", "lr")
     assert summary(job.run)["status"] == "finished"
+    job.assert_free()
+
+
+@pytest.mark.slow
+def test_a_cancelled_job_over_mpi_leaves_no_process(cluster: SlurmCluster, corpus: Path, tmp_path: Path) -> None:
+    job = BatchJob(cluster, tmp_path, settings(corpus), launch=["--mpi"])
+    job.wait_step(3)
+    cluster.said("scancel", job.number)
+    assert job.wait(60, JobState="CANCELLED")["Restarts"] == "0"
     job.assert_free()
 
 
