@@ -118,6 +118,6 @@ def test_the_readme_is_short_and_says_what_has_not_run():
     readme = TEXT["README.md"]
     assert readme.count("\n") <= 220
     table = readme.split("## What has run where")[1].split("\n## ")[0]
-    for name in ("GPU", "NCCL", "Slurm", "Kubernetes"):
+    for name in ("GPU", "NCCL", "Kubernetes"):
         (row,) = (line for line in table.splitlines() if line.startswith(f"| {name}"))
         assert "**not run**" in row
