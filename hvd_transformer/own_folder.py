@@ -25,7 +25,7 @@ def check_own(path: Path) -> None:
     """Raise `UserError` if another user made the path, or a part of it, in a folder like /tmp.
 
     It could lead anywhere, or its owner could change what is written there. In other folders it is up to their rights
-    who works together there. Root's are used, too.
+    who works together there. Root's are used, too, and those that a group of this user shares.
     """
     for whole in dict.fromkeys((path.absolute(), path.resolve())):
         for part in reversed((whole, *whole.parents)):
@@ -35,12 +35,19 @@ def check_own(path: Path) -> None:
 
 
 def _check_owner(path: Path, part: Path) -> None:
-    owner = part.lstat().st_uid
-    if owner not in (0, os.geteuid()):
+    status = part.lstat()
+    if status.st_uid not in (0, os.geteuid()) and not _is_of_group(status):
         raise UserError(
-            f"{path}: {part} belongs to user {_name(owner)}, in a folder where everyone can write; "
+            f"{path}: {part} belongs to user {_name(status.st_uid)}, in a folder where everyone can write; "
             "use a folder of your own"
         )
+
+
+def _is_of_group(status: os.stat_result) -> bool:
+    """Whether it is a folder in which this user's group works together, and nobody else can write."""
+    writers = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    groups = (os.getegid(), *os.getgroups())
+    return stat.S_ISDIR(status.st_mode) and writers == stat.S_IWGRP and status.st_gid in groups
 
 
 def _name(user: int) -> str:

@@ -1,89 +1,25 @@
 """`hvd-transformer launch`: runs a job on the ranks of many hosts, through horovodrun."""
 
-import math
 import os
 import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
-from hvd_transformer.atomic import write_text
 from hvd_transformer.cli import options
+from hvd_transformer.cli.launch_options import LaunchOptions
 from hvd_transformer.errors import UserError
 
 if TYPE_CHECKING:
     from hvd_transformer.config import Config
     from hvd_transformer.launch.horovodrun_command import Horovodrun
     from hvd_transformer.launch.host_pool import HostPool
-    from hvd_transformer.launch.scheduler.scheduled_job import ScheduledJob
-    from hvd_transformer.launch.time_limits import TimeLimits
-
-
-_LEAST_SILENCE = 3
-
-
-@dataclass(frozen=True)
-class LaunchOptions:
-    """The command line of `launch`: a field per parameter. Raises `UserError` for a number out of range."""
-
-    num_ranks: int | None
-    hosts: str | None
-    hostfile: Path | None
-    gloo: bool | None
-    ssh_port: int | None
-    ssh_identity: Path | None
-    network_interface: str | None
-    named: tuple[str, ...]  # of --env
-    timeline: Path | None
-    autotune: bool
-    restarts: int
-    min_ranks: int | None
-    give_up_seconds: float
-    start_timeout: float | None
-    silence_timeout: float | None
-    save_timeout: float | None
-    host_discovery_script: Path | None
-    no_preflight: bool
-    detach: bool
-    dry_run: bool
-    scheduler: str | None
-    output: Path | None
-    image: str | None
-    memory_gib: float | None
-    settings: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        if self.num_ranks is not None and self.num_ranks < 1:
-            raise UserError(f"-np {self.num_ranks}: must be at least 1")
-        if self.restarts < 0:
-            raise UserError(f"--restarts {self.restarts}: must be 0 or more")
-        if self.silence_timeout is not None and self.silence_timeout < _LEAST_SILENCE:
-            raise UserError(
-                f"--silence-timeout: must be at least {_LEAST_SILENCE} seconds, as hosts report every second"
-            )
-        if self.memory_gib is not None:
-            if self.scheduler != "kubernetes":
-                raise UserError("--memory-gib: only with --scheduler kubernetes")
-            if not 0 < self.memory_gib < math.inf:
-                raise UserError(f"--memory-gib {self.memory_gib:g}: must be above 0")
-
-    def limits(self, num_hosts: int) -> "TimeLimits":
-        """How long to wait for so many hosts."""
-        from hvd_transformer.launch.time_limits import TimeLimits
-
-        return TimeLimits.of(num_hosts, self.start_timeout, self.silence_timeout, self.save_timeout)
-
-    @property
-    def for_scheduler(self) -> bool:
-        """Whether a scheduler's job file is to be written."""
-        return not (self.scheduler is None and self.output is None and self.image is None)
 
 
 @dataclass(frozen=True)
@@ -231,7 +167,9 @@ def launch(**given: Any) -> None:
         autotune=chosen.autotune,
     )
     if chosen.for_scheduler:
-        click.echo(_scheduled(chosen, horovodrun, worker.config))
+        from hvd_transformer.cli.job_file import write_job_file
+
+        click.echo(write_job_file(chosen, horovodrun.hosts, worker.config))
     else:
         _run(chosen, worker, horovodrun, pool, min_ranks, environment)
 
@@ -305,74 +243,3 @@ def _detach(worker: Worker) -> None:
         click.echo(f"{worker.run}: the job runs on without this terminal")
         click.echo(f"  see it:   hvd-transformer attach {run}\n  stop it:  hvd-transformer stop {run}")
     sys.exit(code or 0)
-
-
-def _scheduled(chosen: LaunchOptions, horovodrun: "Horovodrun", config: "Config") -> str:
-    """Write the job file for the scheduler and return the line that says how to submit it.
-
-    With --dry-run, write nothing and return the text of the file. Raises `UserError` if the file cannot express
-    the job, exists already or cannot be written.
-    """
-    from hvd_transformer.launch.horovodrun_command import check_names
-    from hvd_transformer.launch.scheduler import compose, kubernetes, slurm
-    from hvd_transformer.launch.scheduler.scheduled_job import ScheduledJob
-
-    check_names(chosen.named)  # their values are set where the job file is submitted
-    if chosen.scheduler is None:
-        raise UserError("--output and --image: only with --scheduler")
-    words = _passed_on(click.get_current_context())
-    save_seconds = math.ceil(chosen.limits(len(horovodrun.hosts)).save)
-    job = ScheduledJob(horovodrun.hosts, words, chosen.named, chosen.settings, config, save_seconds, chosen.image)
-    if chosen.scheduler == "kubernetes":
-        job = replace(job, worker_bytes=_worker_bytes(chosen.memory_gib, job))
-    name, make, submit = {
-        "slurm": (slurm.NAME, slurm.script, "sbatch {}"),
-        "kubernetes": (kubernetes.NAME, kubernetes.manifest, "kubectl apply -f {}"),
-        "compose": (compose.NAME, compose.services, "docker compose -f {} run --rm launcher"),
-    }[chosen.scheduler]
-    content = make(job)
-    if chosen.dry_run:
-        return content.rstrip("\n")
-    if chosen.output is None:
-        raise UserError(f"--scheduler {chosen.scheduler}: needs --output, the folder for its file")
-    file = chosen.output / name
-    if file.exists():
-        raise UserError(f"{file}: already exists; remove it or choose another --output")
-    try:
-        chosen.output.mkdir(parents=True, exist_ok=True)
-        write_text(file, content)
-    except OSError as error:
-        raise UserError(f"{file}: cannot be written: {error.strerror}") from None
-    return f"{file}: written; submit it with: {submit.format(shlex.quote(str(file)))}"
-
-
-def _worker_bytes(memory_gib: float | None, job: "ScheduledJob") -> int:
-    """The memory of each worker, without /dev/shm: as given, or as the plan has it."""
-    if memory_gib is not None:
-        return int(memory_gib * 2**30)
-    from hvd_transformer.planning.host_memory import host_memory
-
-    return job.slots * host_memory(job.config, sum(host.slots for host in job.hosts))
-
-
-# The scheduler chooses the hosts; all other options go into its job file.
-_NOT_PASSED_ON = {
-    "num_ranks", "hosts", "hostfile", "host_discovery_script", "dry_run", "scheduler", "output", "image",
-    "memory_gib", "settings",
-}  # fmt: skip
-
-
-def _passed_on(context: click.Context) -> list[str]:
-    """The words of this command line that go into a scheduler's job file."""
-    words: list[str] = []
-    for parameter in context.command.params:
-        name = str(parameter.name)
-        if name in _NOT_PASSED_ON or context.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
-            continue
-        value = context.params[name]
-        if isinstance(value, bool):
-            words.append((parameter.opts if value else parameter.secondary_opts)[0])
-        else:
-            for item in value if parameter.multiple else [value]:
-                words += [parameter.opts[0], str(item)]
-    return words
