@@ -82,7 +82,7 @@ bench: install
 install: $(STAMP)
 
 # torch comes before the rest: Horovod is compiled against the one that is installed.
-$(STAMP): setup.cfg constraints.txt docker/build_horovod.sh docker/patches/wake_up.patch
+$(STAMP): setup.cfg constraints.txt docker/build_horovod.sh $(wildcard docker/patches/*.patch)
 	@echo "Installing into .venv (first time: some minutes, most of it downloads and the Horovod build)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[distributed,build,dev]'

@@ -62,8 +62,8 @@ echo "$host $$" >>"${_LOG}"
 exec unshare --net --uts -- sh "$(dirname "$0")/host" "$host" "$last"
 """
 _BEAT = """\
-printf '{"rank": %d, "host": "%s", "time": %d, "step": 1, "limit_seconds": 1e6}' \\
-    $HOROVOD_RANK $HOROVOD_HOSTNAME $(cut -d. -f1 /proc/uptime) >"$HVD_TRANSFORMER_FOLDER/beat-$HOROVOD_RANK"
+printf '{"rank": %d, "host": "%s", "time": 1e12, "step": 1, "phase": "step"}' \\
+    $HOROVOD_RANK $HOROVOD_HOSTNAME >"$HVD_TRANSFORMER_FOLDER/beat-$HOROVOD_RANK"
 """
 _SLEEP, _END = f"{_BEAT} exec sleep 10000", f"{_BEAT} exit 0"
 

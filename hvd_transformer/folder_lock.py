@@ -22,10 +22,11 @@ _KEYS = {"what", "host", "pid", "since", "token", "processes", "started", "start
 RENEW_SECONDS = 4.0
 LEFT_OVER_SECONDS = 20.0  # without a renewal; longer than hosts run ranks without their launcher
 END_SECONDS = 5.0  # for an owner that was just killed to end
+JOB_END_SECONDS = 300.0  # for a rank of an earlier start, whose host ends it once it knows that it is cut off
 _LOOK_SECONDS = 0.2
 
 
-# Set by a launcher: the name of this start of its job, and those of earlier ones whose ranks have all ended.
+# Set by a launcher: the name of this start, JOB.NUMBER, and those of its earlier ones whose ranks have all ended.
 START, ENDED_STARTS = "HVD_TRANSFORMER_START", "HVD_TRANSFORMER_ENDED_STARTS"
 
 
@@ -56,7 +57,8 @@ class FolderLock:
     def take(self, waits: Callable[[str], object] = lambda line: None) -> None:
         """Take the lock. `waits` is told, in a line, if that means to wait for an owner that may have ended.
 
-        Raises `UserError`, which names the owner, if it is alive, and `OSError` if the folder cannot be written.
+        Raises `UserError`, which names the owner, if it is alive, or if the lock is a link, and `OSError` if the
+        folder cannot be written.
         """
         watch: _Watch | None = None
         told = False
@@ -68,10 +70,11 @@ class FolderLock:
             if watch.left_over():
                 self._remove(watch)
                 continue
-            if watch.alive() and watch.seconds() > END_SECONDS:
+            patience = JOB_END_SECONDS if watch.same_job() else END_SECONDS
+            if watch.alive() and watch.seconds() > patience:
                 raise UserError(f"{folder}: in use by {watch.who()}; wait for it, end it, or choose another folder")
             if not told:
-                waits(f"{folder}: was in use by {watch.who()}; waiting up to {LEFT_OVER_SECONDS:.0f} s for its end")
+                waits(f"{folder}: was in use by {watch.who()}; waiting for its end")
                 told = True
             time.sleep(_LOOK_SECONDS)
         threading.Thread(target=self._renew, name="folder lock", daemon=True).start()
@@ -100,6 +103,8 @@ class FolderLock:
         try:
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         except FileExistsError:
+            if self._path.is_symlink():
+                raise UserError(f"{self._path}: is a symbolic link; remove it") from None
             return False
         try:
             self._write()
@@ -173,7 +178,8 @@ class _Watch:
             self._owner = found if found.keys() >= _KEYS else {}
         self._data, self._renewed = data, False
         self._first = self._changed = time.monotonic()
-        self.token = str(self._owner.get("token", "unknown"))
+        token = str(self._owner.get("token"))
+        self.token = token if token.isalnum() else "unknown"  # it becomes part of a file's name
 
     @classmethod
     def of(cls, path: Path, before: "_Watch | None") -> "_Watch | None":
@@ -196,6 +202,11 @@ class _Watch:
     def alive(self) -> bool:
         """Whether the owner is known to live."""
         return self._renewed or self._process_lives() is True
+
+    def same_job(self) -> bool:
+        """Whether the owner is a rank of an earlier start of this process's job."""
+        job = os.environ.get(START, "").partition(".")[0]
+        return bool(job) and str(self._owner.get("start")).partition(".")[0] == job
 
     def left_over(self) -> bool:
         """Whether the owner has ended, as far as can be known."""

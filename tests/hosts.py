@@ -1,11 +1,13 @@
 """Real hosts on one Linux machine, for tests that need ssh, different addresses and links that can be cut.
 
-A host is a network, a UTS and a mount namespace, kept by one idle process: an own address on `eth0`, an own name, an
-own sshd with an own host key. A further network namespace holds the bridge between them. Nothing of it is seen outside,
-so several sets of hosts may exist at once. The file system is shared, but for what ssh reads of the machine's own
-configuration: a changed passwd file gives root another home folder, as ssh looks for keys there and not in $HOME.
+A host is a network, a UTS and a mount namespace, kept by one idle process: an own address on `eth0` (`eth1`, …), an own
+name, an own sshd with an own host key. A further network namespace holds the bridges between them, one per interface.
+Nothing of it is seen outside, so several sets of hosts may exist at once. The file system is shared, but for what ssh
+reads of the machine's own configuration: a changed passwd file gives root another home folder, as ssh looks for keys
+there and not in $HOME.
 """
 
+import ipaddress
 import os
 import shutil
 import signal
@@ -45,10 +47,12 @@ class Hosts:
     """Hosts h1, h2, … from construction to `close`; h1 is where launchers run.
 
     `private_tmp` gives each host a /tmp of its own: of the machine's /tmp it shows the checkout and its Python alone.
+    With several networks each host has an interface on each; its name stands for its address on eth0.
     """
 
-    def __init__(self, num_hosts: int = 2, private_tmp: bool = False) -> None:
+    def __init__(self, num_hosts: int = 2, private_tmp: bool = False, num_networks: int = 1) -> None:
         self.names = [f"h{number}" for number in range(1, num_hosts + 1)]
+        self._num_networks = num_networks
         self.folder = Path(tempfile.mkdtemp(prefix="hvd-transformer-hosts-", dir="/var/tmp"))
         self.home = self.folder / "home"
         self._keepers: dict[str, subprocess.Popen[bytes]] = {}
@@ -56,7 +60,8 @@ class Hosts:
         try:
             self._write_files()
             self._keep("bridge")
-            self._ip("bridge", "link add br0 type bridge", "link set br0 up")
+            for network in range(num_networks):
+                self._ip("bridge", f"link add br{network} type bridge", f"link set br{network} up")
             for host in self.names:
                 self._keep(host)
                 self._mount(host, private_tmp)
@@ -74,8 +79,8 @@ class Hosts:
     ) -> None:
         self.close()
 
-    def address(self, host: str) -> str:
-        return f"10.77.0.{self.names.index(host) + 1}"
+    def address(self, host: str, network: int = 0) -> str:
+        return f"10.77.{network}.{self.names.index(host) + 1}"
 
     def keeper(self, host: str) -> int:
         """A process with the host's namespaces; /proc has its view of the file system."""
@@ -111,6 +116,26 @@ class Hosts:
                     found[int(folder.name)] = line.decode(errors="replace").strip()
         return found
 
+    def listening(self, host: str) -> dict[int, str]:
+        """The address of every TCP socket that listens on the host, by inode."""
+        found = {}
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{self._keepers[host].pid}/net/{table}").read_text().splitlines()[1:]:
+                words = line.split()
+                if words[3] == "0A":
+                    address = bytes.fromhex(words[1].partition(":")[0])
+                    numbers = b"".join(address[at : at + 4][::-1] for at in range(0, len(address), 4))
+                    found[int(words[9])] = str(ipaddress.ip_address(numbers))
+        return found
+
+    def owner(self, host: str, inode: int) -> str:
+        """The name of the process that has the socket; "" if it has just ended."""
+        for pid in self.processes(host):
+            with suppress(OSError):
+                if any(str(file.readlink()) == f"socket:[{inode}]" for file in Path(f"/proc/{pid}/fd").iterdir()):
+                    return Path(f"/proc/{pid}/comm").read_text().strip()
+        return ""
+
     def kill_host(self, host: str) -> None:
         """SIGKILL to sshd and everything else on the host; its network stays, and refuses connections."""
         while found := self.processes(host):
@@ -141,12 +166,12 @@ class Hosts:
         _checked("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self._host_key(host))
 
     def cut(self, host: str) -> None:
-        """Takes the link of the host away: nobody answers, nobody is told."""
-        self._ip("bridge", f"link set {host} down")
+        """Takes the links of the host away: nobody answers, nobody is told."""
+        self._ip("bridge", *(f"link set {host}-{network} down" for network in range(self._num_networks)))
 
     def join(self, host: str) -> None:
-        """Gives a host that was cut off its link back."""
-        self._ip("bridge", f"link set {host} up")
+        """Gives a host that was cut off its links back."""
+        self._ip("bridge", *(f"link set {host}-{network} up" for network in range(self._num_networks)))
 
     @contextmanager
     def own_tmp(self, host: str, options: str) -> Iterator[None]:
@@ -216,9 +241,12 @@ class Hosts:
         return [*aside, f"mount -t tmpfs -o mode=1777{options} none /tmp", *back]
 
     def _connect(self, host: str) -> None:
-        cable = f"link add {host} type veth peer name eth0 netns {self._keepers[host].pid}"
-        self._ip("bridge", cable, f"link set {host} master br0 up")
-        self._ip(host, "link set lo up", f"address add {self.address(host)}/24 dev eth0", "link set eth0 up")
+        self._ip(host, "link set lo up")
+        for network in range(self._num_networks):
+            ours, its = f"{host}-{network}", f"eth{network}"
+            self._ip("bridge", f"link add {ours} type veth peer name {its} netns {self._keepers[host].pid}")
+            self._ip("bridge", f"link set {ours} master br{network} up")
+            self._ip(host, f"address add {self.address(host, network)}/24 dev {its}", f"link set {its} up")
 
     def _ip(self, host: str, *commands: str) -> None:
         for command in commands:

@@ -29,7 +29,7 @@ OTHERS = {"sbatch", "kubectl", "docker"}
 # Of other programs, named in running text.
 OTHER_OPTIONS = {
     "--nnodes", "--nproc-per-node", "--master-addr", "--master-port", "--rdzv-endpoint", "--max-restarts",
-    "--cpus-per-task", "--requeue", "--list-gpus", "--shm-size", "--from-env-file", "--partition", "--time",
+    "--cpus-per-task", "--batch", "--signal", "--list-gpus", "--shm-size", "--from-env-file", "--partition", "--time",
     "--published", "--rounds", "--steps", "--warmup", "--strict",
 }  # fmt: skip
 

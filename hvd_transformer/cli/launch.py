@@ -1,11 +1,12 @@
 """`hvd-transformer launch`: runs a job on the ranks of many hosts, through horovodrun."""
 
+import math
 import os
 import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
     from hvd_transformer.config import Config
     from hvd_transformer.launch.horovodrun_command import Horovodrun
     from hvd_transformer.launch.host_pool import HostPool
+    from hvd_transformer.launch.scheduler.scheduled_job import ScheduledJob
+    from hvd_transformer.launch.time_limits import TimeLimits
+
+
+_LEAST_SILENCE = 3
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,9 @@ class LaunchOptions:
     restarts: int
     min_ranks: int | None
     give_up_seconds: float
+    start_timeout: float | None
+    silence_timeout: float | None
+    save_timeout: float | None
     host_discovery_script: Path | None
     no_preflight: bool
     detach: bool
@@ -47,6 +56,7 @@ class LaunchOptions:
     scheduler: str | None
     output: Path | None
     image: str | None
+    memory_gib: float | None
     settings: tuple[str, ...]
 
     def __post_init__(self) -> None:
@@ -54,6 +64,21 @@ class LaunchOptions:
             raise UserError(f"-np {self.num_ranks}: must be at least 1")
         if self.restarts < 0:
             raise UserError(f"--restarts {self.restarts}: must be 0 or more")
+        if self.silence_timeout is not None and self.silence_timeout < _LEAST_SILENCE:
+            raise UserError(
+                f"--silence-timeout: must be at least {_LEAST_SILENCE} seconds, as hosts report every second"
+            )
+        if self.memory_gib is not None:
+            if self.scheduler != "kubernetes":
+                raise UserError("--memory-gib: only with --scheduler kubernetes")
+            if not 0 < self.memory_gib < math.inf:
+                raise UserError(f"--memory-gib {self.memory_gib:g}: must be above 0")
+
+    def limits(self, num_hosts: int) -> "TimeLimits":
+        """How long to wait for so many hosts."""
+        from hvd_transformer.launch.time_limits import TimeLimits
+
+        return TimeLimits.of(num_hosts, self.start_timeout, self.silence_timeout, self.save_timeout)
 
     @property
     def for_scheduler(self) -> bool:
@@ -137,6 +162,9 @@ def _evaluate(words: Sequence[str]) -> Worker:
     metavar="TIME",
     help="End the job if it has made no new step for so long after a failure.",
 )
+@options.timeout("--start-timeout", "Time for a host to answer when it is taken in. Default: 30s")
+@options.timeout("--silence-timeout", "Time without a word from a host, after which it is lost. Default: 8s")
+@options.timeout("--save-timeout", "Time for ranks to save that were asked to stop. Default: 2m")
 @click.option(
     "--host-discovery-script",
     type=options.PATH,
@@ -158,6 +186,12 @@ def _evaluate(words: Sequence[str]) -> Worker:
     "--image",
     metavar="NAME",
     help="Container image for --scheduler. Default: hvd-transformer:cpu, or hvd-transformer:gpu for CUDA.",
+)
+@click.option(
+    "--memory-gib",
+    type=float,
+    metavar="N",
+    help="Memory per worker to request with --scheduler kubernetes. Default: what `plan` estimates.",
 )
 @click.argument("settings", nargs=-1, type=click.UNPROCESSED, metavar="[-- [evaluate] ARGUMENTS...]")
 def launch(**given: Any) -> None:
@@ -242,11 +276,12 @@ def _run(
     plan = LaunchPlan(
         worker.words, worker.again, values, environment, Limits(chosen.restarts, chosen.give_up_seconds), min_ranks
     )
+    limits = chosen.limits(len(horovodrun.hosts))
     with ExitStack() as stack:
         job = None if worker.run is None else stack.enter_context(LaunchedJob(worker.run))
         output = LaunchOutput(screen, job)
         stack.enter_context(closing(output))
-        connections = stack.enter_context(closing(HostConnections(horovodrun.ssh, environment)))
+        connections = stack.enter_context(closing(HostConnections(horovodrun.ssh, environment, limits)))
         asked = Job.of(horovodrun, worker.config, worker.trains)
         examine = None if chosen.no_preflight else Admission(asked, connections, environment).refused
         supervisor = Supervisor(plan, horovodrun, pool, connections, output, examine)
@@ -286,7 +321,10 @@ def _scheduled(chosen: LaunchOptions, horovodrun: "Horovodrun", config: "Config"
     if chosen.scheduler is None:
         raise UserError("--output and --image: only with --scheduler")
     words = _passed_on(click.get_current_context())
-    job = ScheduledJob(horovodrun.hosts, words, chosen.named, chosen.settings, config, chosen.image)
+    save_seconds = math.ceil(chosen.limits(len(horovodrun.hosts)).save)
+    job = ScheduledJob(horovodrun.hosts, words, chosen.named, chosen.settings, config, save_seconds, chosen.image)
+    if chosen.scheduler == "kubernetes":
+        job = replace(job, worker_bytes=_worker_bytes(chosen.memory_gib, job))
     name, make, submit = {
         "slurm": (slurm.NAME, slurm.script, "sbatch {}"),
         "kubernetes": (kubernetes.NAME, kubernetes.manifest, "kubectl apply -f {}"),
@@ -308,9 +346,19 @@ def _scheduled(chosen: LaunchOptions, horovodrun: "Horovodrun", config: "Config"
     return f"{file}: written; submit it with: {submit.format(shlex.quote(str(file)))}"
 
 
+def _worker_bytes(memory_gib: float | None, job: "ScheduledJob") -> int:
+    """The memory of each worker, without /dev/shm: as given, or as the plan has it."""
+    if memory_gib is not None:
+        return int(memory_gib * 2**30)
+    from hvd_transformer.planning.host_memory import host_memory
+
+    return job.slots * host_memory(job.config, sum(host.slots for host in job.hosts))
+
+
 # The scheduler chooses the hosts; all other options go into its job file.
 _NOT_PASSED_ON = {
-    "num_ranks", "hosts", "hostfile", "host_discovery_script", "dry_run", "scheduler", "output", "image", "settings",
+    "num_ranks", "hosts", "hostfile", "host_discovery_script", "dry_run", "scheduler", "output", "image",
+    "memory_gib", "settings",
 }  # fmt: skip
 
 

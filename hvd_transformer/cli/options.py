@@ -3,17 +3,19 @@
 import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from hvd_transformer.errors import UserError
+from hvd_transformer.launch.time_limits import MANY_HOSTS
 
 if TYPE_CHECKING:
     from hvd_transformer.inference.trained_model import Trained
 
+F = TypeVar("F", bound=Callable[..., Any])
 PATH = click.Path(path_type=Path)
 
 
@@ -27,19 +29,16 @@ class FiniteRange(click.FloatRange):
         return number
 
 
-class Seconds(FiniteRange):
+class Seconds(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
     """A duration above zero: 90, 90s, 30m or 2h."""
 
     name = "duration"
 
-    def __init__(self) -> None:
-        super().__init__(min=0, min_open=True)
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", str(value))
-        if found is None:
-            self.fail(f"{value!r} is not a duration such as 90s, 30m or 2h.", param, ctx)
-        return super().convert(float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]], param, ctx)
+        if found is None or not float(found[1]):
+            self.fail(f"{value!r} is not a duration above zero, such as 90s, 30m or 2h.", param, ctx)
+        return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
 
 
 # The configuration of a job: hvd-train, plan, prepare.
@@ -59,6 +58,12 @@ ssh_identity = click.option("--ssh-identity", type=PATH, metavar="FILE", help="P
 network_interface = click.option(
     "--network-interface", metavar="NAME", help="Interface to use, such as eth0. Default: one that all hosts share."
 )
+
+
+def timeout(name: str, help_text: str) -> Callable[[F], F]:
+    """An option for a limit of `launch` (`TimeLimits`), which grows with the number of hosts unless it is given."""
+    return click.option(name, type=Seconds(), metavar="TIME", help=f"{help_text}, and longer above {MANY_HOSTS} hosts.")
+
 
 # A trained model: classify, evaluate, export, generate, translate.
 checkpoint = click.argument("checkpoint", type=PATH)

@@ -2,11 +2,11 @@
 
 The arguments are those of horovodrun, with the network interfaces for jobs on several hosts. The original opens one ssh
 per rank, and more to examine the hosts, puts the environment and a secret key on their command lines, and imports torch
-to find out what Horovod was built with. Here
+to find out what Horovod was built with; its rendezvous listens on all interfaces. Here
 
 - over MPI this process becomes Horovod's mpirun, which reaches the hosts by itself;
-- over gloo it allocates the ranks to the slots, serves their rendezvous until standard input ends, and prints a line of
-  JSON, from which the launcher's node agents start the ranks:
+- over gloo it allocates the ranks to the slots, serves their rendezvous on one interface until standard input ends, and
+  prints a line of JSON, from which the launcher's node agents start the ranks:
   `{"environment": variables of all ranks, "ranks": [variables of each, in order]}`.
 """
 
@@ -14,6 +14,8 @@ import json
 import os
 import sys
 from argparse import Namespace
+from socketserver import TCPServer
+from threading import Thread
 
 from horovod.runner.common.util import config_parser, hosts
 from horovod.runner.common.util.settings import Settings
@@ -33,6 +35,9 @@ def main() -> None:
     # In the order of the command line, of which the parser makes a set.
     interfaces = sorted(args.nics or network.get_local_intfs(), key=" ".join(sys.argv).find)
     if args.use_mpi:
+        # Horovod chooses the interfaces of the ranks only; this is for mpirun itself and its daemons.
+        if "OMPI_MCA_oob_tcp_if_exclude" not in environment:
+            environment.setdefault("OMPI_MCA_oob_tcp_if_include", ",".join(interfaces))
         settings = Settings(
             hosts=args.hosts,
             num_proc=args.num_proc,
@@ -44,13 +49,23 @@ def main() -> None:
         _serve_gloo(args, interfaces, environment)
 
 
+class _Rendezvous(http_server.RendezvousHTTPServer):  # type: ignore[misc]
+    """Horovod's, on one address; its own `RendezvousServer` always listens on all of them."""
+
+    request_queue_size = _WAITING
+
+    def server_bind(self) -> None:
+        """Without `HTTPServer`'s question to the name server, whose answer nobody uses."""
+        TCPServer.server_bind(self)
+
+
 def _serve_gloo(args: Namespace, interfaces: list[str], environment: dict[str, str]) -> None:
-    http_server.RendezvousHTTPServer.request_queue_size = _WAITING
     slots = hosts.get_host_assignments(hosts.parse_hosts(args.hosts), args.num_proc)
-    rendezvous = http_server.RendezvousServer()
-    port = rendezvous.start()
+    address = network.get_driver_ip(interfaces)
+    rendezvous = _Rendezvous((address, 0), http_server.RendezvousHandler, False)
     rendezvous.init(slots)
-    environment |= create_run_env_vars(network.get_driver_ip(interfaces), interfaces, str(port))
+    Thread(target=rendezvous.serve_forever, daemon=True).start()
+    environment |= create_run_env_vars(address, interfaces, str(rendezvous.server_address[1]))
     ranks = [create_slot_env_vars(slot) for slot in slots]
     print(json.dumps({"environment": environment, "ranks": ranks}), flush=True)
     sys.stdin.read()

@@ -13,6 +13,7 @@ from typing import IO, Any, NamedTuple, TypeVar
 
 from hvd_transformer.atomic import sync_folder
 from hvd_transformer.errors import UserError
+from hvd_transformer.own_folder import check_own, make_own_folder
 
 T = TypeVar("T")
 ShouldStop = Callable[[], bool]
@@ -51,12 +52,13 @@ def build_once(
 
     One process builds; the others wait and then load. If the builder fails with a `UserError`, the waiting processes
     raise the same error; if it dies, the next process removes its leftovers and builds again.
-    Raises `UserError` and `Stopped`.
+    Raises `UserError`, also for a place that another user has prepared (`own_folder.py`), and `Stopped`.
     """
     try:
+        check_own(folder)
         if (found := load(folder)) is not None:
             return found
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_own_folder(folder.parent)
         with _locked(folder.with_name(f"{folder.name}.lock"), should_stop) as (lock_file, error):
             if (found := load(folder)) is not None:
                 return found
@@ -75,7 +77,9 @@ def _build_aside(folder: Path, build: Callable[[Path], None], lock_file: IO[str]
     processes."""
     aside = folder.with_name(f".{folder.name}.tmp")
     try:
-        if aside.exists():  # left by a process that died: we hold the lock
+        if aside.is_symlink():
+            aside.unlink()
+        elif aside.exists():  # left by a process that died: we hold the lock
             shutil.rmtree(aside)
         aside.mkdir()
         build(aside)
@@ -105,7 +109,8 @@ def _locked(path: Path, should_stop: ShouldStop) -> Iterator[tuple[IO[str], str 
 
     The file is never removed: another process may already wait for it, and would then lock a deleted file.
     """
-    with path.open("a+", encoding="utf-8") as file:
+    check_own(path)
+    with open(path, "a+", encoding="utf-8", opener=_open_no_link) as file:  # noqa: PTH123
         failures_before = _read_failure(file)[0]
         while not _try_lock(file):
             if should_stop():
@@ -113,6 +118,16 @@ def _locked(path: Path, should_stop: ShouldStop) -> Iterator[tuple[IO[str], str 
             time.sleep(POLL_SECONDS)
         failures, error = _read_failure(file)
         yield file, error if failures > failures_before else None
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    """Raises `UserError` for a symbolic link: the lock file is written, and it may lead to any other file."""
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise UserError(f"{path}: is a symbolic link; remove it, or choose another data.cache_dir") from None
 
 
 def _try_lock(file: IO[str]) -> bool:

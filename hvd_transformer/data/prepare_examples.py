@@ -157,7 +157,13 @@ class _ExampleWriter:
         """Learn from these texts of every training example, byte pairs from a sample of them."""
         config = self.config
         if config.tokenizer == BPETokenizer.kind:
-            return BPETokenizer.train(self._sample(columns), config.vocab_size, config.min_frequency, sentences=True)
+            return BPETokenizer.train(
+                self._sample(columns),
+                config.vocab_size,
+                config.min_frequency,
+                sentences=True,
+                should_stop=self.context.should_stop,
+            )
         counts = total(self.context.map(partial(_count, config.tokenizer), _chunks(self._texts(columns))))
         return build_vocabulary(config.tokenizer, counts, config.vocab_size, config.min_frequency, SPECIALS)
 

@@ -154,7 +154,9 @@ class _TextWriter:
         config, train = self.config, self.corpus.splits["train"]
         if config.tokenizer == BPETokenizer.kind:
             texts = (piece.text() for piece in self._sample(train))
-            return BPETokenizer.train(texts, config.vocab_size, config.min_frequency)
+            return BPETokenizer.train(
+                texts, config.vocab_size, config.min_frequency, should_stop=self.context.should_stop
+            )
         pieces = self._pieces(train, "counting tokens")
         counts = total(self.context.map(partial(_count, config.tokenizer), pieces))
         if not counts:

@@ -4,12 +4,10 @@ import difflib
 import gzip
 import hashlib
 import shutil
-import threading
 import time
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +15,7 @@ import yaml
 
 from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data.build_once import PrepareContext, ShouldStop, Stopped, build_once
+from hvd_transformer.data.in_thread import in_thread
 from hvd_transformer.errors import UserError
 
 CONNECT_SECONDS = 10.0
@@ -139,19 +138,11 @@ def _download(address: str, folder: Path, should_stop: ShouldStop) -> Path:
 
 
 def _run_with_limit(work: Callable[[], object], path: Path, should_stop: ShouldStop) -> None:
-    """Run a download in a thread and give it up once its file stops growing."""
-    ended: Future[object] = Future()
-
-    def run() -> None:
-        try:
-            ended.set_result(work())
-        except BaseException as error:
-            ended.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
+    """Run a download and give it up once its file stops growing."""
     size, moved = -1, time.monotonic()
-    while not ended.done():
-        wait([ended], timeout=0.2)
+
+    def look() -> None:
+        nonlocal size, moved
         if should_stop():
             raise Stopped
         now = path.stat().st_size if path.exists() else 0
@@ -159,7 +150,8 @@ def _run_with_limit(work: Callable[[], object], path: Path, should_stop: ShouldS
             size, moved = now, time.monotonic()
         elif time.monotonic() - moved > STALL_SECONDS:
             raise DownloadError(f"the download stalled for {STALL_SECONDS:.0f} s after {size} bytes")
-    ended.result()
+
+    in_thread(work, look)
 
 
 def _md5(path: Path) -> str:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from hvd_transformer.data.build_once import ShouldStop
+from hvd_transformer.data.in_thread import computing
 from hvd_transformer.errors import UserError
 
 if TYPE_CHECKING:
@@ -211,11 +213,19 @@ class BPETokenizer(Tokenizer):
 
     @classmethod
     def train(
-        cls, texts: Iterable[str], vocab_size: int | None, min_frequency: int, *, sentences: bool = False
+        cls,
+        texts: Iterable[str],
+        vocab_size: int | None,
+        min_frequency: int,
+        *,
+        sentences: bool = False,
+        should_stop: ShouldStop = lambda: False,
     ) -> "BPETokenizer":
         """Learn the merges from texts that are read one by one; memory holds only the distinct words.
 
         The first word of `sentences` is treated like the others, and the vocabulary has the `SPECIALS`.
+
+        Raises `Stopped` on request.
         """
         from tokenizers import Tokenizer as Model
         from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -231,7 +241,7 @@ class BPETokenizer(Tokenizer):
             show_progress=False,
         )
         parts = texts if sentences else (part for text in texts for part in _parts(text))
-        model.train_from_iterator(parts, trainer)
+        computing(lambda: model.train_from_iterator(parts, trainer), should_stop)
         return cls(model)
 
 

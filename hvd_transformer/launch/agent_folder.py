@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import shutil
+import stat
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
@@ -13,6 +14,7 @@ from typing import Any
 
 _SOCKET = "runners"
 _LOCK = "agent"
+_NAMES = "hvd-transformer-[0-9]*-????????-????????-*"  # of all agents' folders: process, start, host
 
 
 class AgentFolder:
@@ -46,9 +48,11 @@ class AgentFolder:
 
 
 def sockets(base: str) -> list[str]:
-    """The sockets of this host's agents whose folder's name begins with `base`."""
-    folder = Path(base)
-    return sorted(map(str, folder.parent.glob(f"{folder.name}-{_host_mark()}-*/{_SOCKET}")))
+    """The sockets of this host's agents of this user whose folder's name begins with `base`."""
+    base_path = Path(base)
+    found = sorted(base_path.parent.glob(f"{base_path.name}-{_host_mark()}-*"))
+    # `base` is on mpirun's command line: another user could have such a folder, to be sent the ranks' environment.
+    return [str(folder / _SOCKET) for folder in found if _is_own(folder)]
 
 
 def _host_mark() -> str:
@@ -58,9 +62,16 @@ def _host_mark() -> str:
 
 def _remove_leftovers(parent: Path) -> None:
     """Remove folders of this user's agents that were killed, as when the host crashed."""
-    for folder in parent.glob("hvd-transformer-*"):
+    for folder in filter(_is_own, parent.glob(_NAMES)):
         with suppress(OSError), ExitStack() as locks:  # in use: the lock is held
-            if folder.lstat().st_uid != os.geteuid():  # may contain anything, such as a pipe that blocks when opened
-                continue
             fcntl.flock(locks.enter_context((folder / _LOCK).open(encoding="utf-8")), fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether it is a folder of this user; another user's may contain anything, such as a pipe that blocks readers."""
+    try:
+        status = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()

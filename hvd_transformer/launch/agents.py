@@ -17,10 +17,8 @@ from hvd_transformer.launch.doctor import findings, probe
 from hvd_transformer.launch.host_connection import HostConnection, Message, NoConnection
 from hvd_transformer.launch.limits import require_files_for_gloo
 
-_READY_SECONDS = 30.0
 _END_SECONDS = 10.0  # for the agents to end their ranks
 _LOOK_SECONDS = 0.02
-_SILENT_SECONDS = 10.0  # past a rank's own limit: its watchdog does not run, or its process was suspended
 
 Beat = dict[str, Any]  # `Watchdog.beat` in monitoring/watchdog.py, its "age", and the host's name on the command line
 Printed = tuple[int, str, str]  # rank, "out" or "err", whole lines
@@ -62,14 +60,14 @@ class HostAgents:
         self._num_stopping = 0
         self._failures: dict[int, Failure] = {}
         self._printed: SimpleQueue[Printed] = SimpleQueue()
-        self._connections = connections
+        self._connections, self._limits = connections, connections.limits
         self._running: dict[str, int] = {}
         self._answered: dict[str, set[str]] = {"ready": set(), "stopping": set(), "ended": set()}
         self._failed: dict[str, str] = {}  # why a host cannot be used
         local = connections.run(connections.local(hosts))
         here = next((host for host in hosts if local[host]), None)
         self._agent_of = {host: here if here is not None and local[host] else host for host in hosts}
-        opened = connections.run(connections.open(dict.fromkeys(self._agent_of.values()), _READY_SECONDS))
+        opened = connections.run(connections.open(dict.fromkeys(self._agent_of.values()), self._limits.start))
         self._agents: dict[str, HostConnection] = {}
         for host, connection in opened.items():
             if isinstance(connection, NoConnection):
@@ -94,16 +92,18 @@ class HostAgents:
         `values`: environment variables for the ranks only.
         """
         os.umask(umask := os.umask(0o077))
-        self._connections.run(self._begin({"do": "begin", "values": dict(values), "umask": umask}))
+        order = {"do": "begin", "values": dict(values), "umask": umask}
+        order |= {"silence": self._limits.launcher_silence, "save": self._limits.save}
+        self._connections.run(self._begin(order))
 
     def wait_ready(self) -> None:
         """Wait for all agents. Raises `HostLost`, with the reason, for the first host without a folder."""
-        deadline = time.monotonic() + _READY_SECONDS
+        deadline = time.monotonic() + self._limits.start
         while not self._all("ready") and not self._failed and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
         for host in self._agents:
             if host in self._failed or host not in self._answered["ready"]:
-                raise HostLost(host, self._failed.get(host, f"no answer in {_READY_SECONDS:.0f} seconds"))
+                raise HostLost(host, self._failed.get(host, self._silent_words()))
 
     def start(self, order: Message, ranks: Sequence[Mapping[str, str]]) -> None:
         """Start the ranks over gloo. `ranks`: the environment of each; `order`: what they have in common.
@@ -121,6 +121,10 @@ class HostAgents:
                 kept = {name: value for name, value in order["environment"].items() if name != "CUDA_VISIBLE_DEVICES"}
                 message["environment"] = kept
             self._order(message, [host])
+
+    def is_silent(self, beat: Beat) -> bool:
+        """Whether the rank's watchdog does not run; it would have ended a rank that makes no progress."""
+        return float(beat["age"]) > self._limits.rank_silence(beat["phase"])
 
     @property
     def running(self) -> int:
@@ -177,7 +181,7 @@ class HostAgents:
         now = time.monotonic()
         for beat in message["beats"]:
             self.beats[beat["rank"]] = {**beat, "given_host": host}
-            self.silent |= is_silent(beat)
+            self.silent |= self.is_silent(beat)
         for rank in message["output"]:
             self._printed.put((rank["rank"], rank["stream"], rank["text"]))
         for ended in message["ranks_ended"]:
@@ -188,6 +192,9 @@ class HostAgents:
 
     def was_lost(self, connection: HostConnection) -> None:
         self.lost[connection.host] = connection.last_words
+
+    def _silent_words(self) -> str:
+        return f"no answer in {self._limits.start:.0f} seconds (--start-timeout)"
 
     def _all(self, answer: str) -> bool:
         """Whether all agents that are not lost have answered."""
@@ -205,16 +212,11 @@ class HostAgents:
             connection.listener = self
             try:
                 if not connection.is_agent:
-                    await asyncio.wait_for(self._connections.make_agent(connection), _READY_SECONDS)
+                    await asyncio.wait_for(self._connections.make_agent(connection), self._limits.start)
                 connection.send(message)
             except (NoConnection, asyncio.TimeoutError) as error:
-                silent = f"no answer in {_READY_SECONDS:.0f} seconds"
-                self._failed[connection.host] = error.last_words() if isinstance(error, NoConnection) else silent
+                said = error.last_words() if isinstance(error, NoConnection) else self._silent_words()
+                self._failed[connection.host] = said
                 await connection.close()
 
         await asyncio.gather(*map(begin, self._agents.values()))
-
-
-def is_silent(beat: Beat) -> bool:
-    """Whether the rank's watchdog does not run; it would have ended a rank that makes no progress."""
-    return float(beat["age"]) > float(beat["limit_seconds"]) + _SILENT_SECONDS

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -16,16 +16,17 @@ from types import FrameType, MappingProxyType
 from typing import IO, Any, NamedTuple
 
 from hvd_transformer.errors import STALLED
-from hvd_transformer.launch.agents import Beat, Failure, HostAgents, is_silent
+from hvd_transformer.launch.agents import Beat, Failure, HostAgents
 from hvd_transformer.launch.connections import HostConnections
 from hvd_transformer.launch.horovodrun_command import Horovodrun
+from hvd_transformer.launch.sigterm import sigterm_blocked
 from hvd_transformer.monitoring.stall_report import PeerHeartbeat, late_ranks
 
-_SAVE_SECONDS = 120.0  # for ranks that were asked to stop to save
 _FAIL_SECONDS = 1.0  # for ranks to exit by themselves after another rank failed: their messages are more specific
 _STACK_SECONDS = 0.5  # for ranks to write their stacks
 _END_SECONDS = 10.0  # for horovodrun to exit after its ranks
 _TERMINATED_SECONDS = 2.0  # for horovodrun to exit after SIGTERM
+_SAME_SECONDS = 5.0  # in which several SIGTERM are one: of a scheduler, and of its script
 _LOOK_SECONDS = 0.05
 
 Show = Callable[[int, str, str], object]  # rank, "out" or "err", printed text
@@ -48,6 +49,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.count = 0
+        self._terminated = -math.inf  # when the last SIGTERM came
         self._previous = {
             number: signal.signal(number, self._note)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -57,7 +59,11 @@ class Stop:
         self._previous[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
+        now = time.monotonic()
+        if number != signal.SIGTERM or now - self._terminated > _SAME_SECONDS:
+            self.count += 1
+        if number == signal.SIGTERM:
+            self._terminated = now
 
     def restore(self) -> None:
         """Restore the previous signal handlers."""
@@ -94,7 +100,7 @@ def run_attempt(
             if not horovodrun.mpi and (plan := _plan(process)):
                 order = {"command": list(worker), "cwd": str(Path.cwd()), "environment": plan["environment"]}
                 agents.start(order, plan["ranks"])
-            stopped = _wait(process, horovodrun.num_ranks, agents, stop, show, say, look)
+            stopped = _wait(process, horovodrun.num_ranks, agents, stop, show, say, look, connections.limits.save)
         finally:
             leaving = dict(agents.leaving)
             lost = {host: why for host, why in agents.lost.items() if host not in leaving}
@@ -107,7 +113,7 @@ def run_attempt(
     failures += [
         Failure(0.0, beat["rank"], STALLED, beat["host"], beat["given_host"])
         for beat in beats.values()
-        if is_silent(beat)
+        if agents.is_silent(beat)
     ]
     first = _at_fault(failures[0], beats) if failures else None
     return AttemptResult(
@@ -137,15 +143,17 @@ def _start(
     """Start horovodrun: over MPI with the ranks' runners, over gloo with its rendezvous alone."""
     if horovodrun.mpi:
         worker = [sys.executable, "-m", "hvd_transformer.launch.rank_runner", connections.folder, *worker]
-    return subprocess.Popen(
-        [sys.executable, "-m", "hvd_transformer.comm.horovodrun", *horovodrun.words(worker)[1:]],
-        env=environment,
-        stdin=subprocess.DEVNULL if horovodrun.mpi else subprocess.PIPE,
-        stdout=said if horovodrun.mpi else subprocess.PIPE,
-        stderr=said,
-        # In its own session: mpirun and its ranks only exit if the whole process group is signalled.
-        start_new_session=True,
-    )
+    # mpirun passes SIGTERM on to its ranks; the rendezvous ends with its standard input.
+    with nullcontext() if horovodrun.mpi else sigterm_blocked():
+        return subprocess.Popen(
+            [sys.executable, "-m", "hvd_transformer.comm.horovodrun", *horovodrun.words(worker)[1:]],
+            env=environment,
+            stdin=subprocess.DEVNULL if horovodrun.mpi else subprocess.PIPE,
+            stdout=said if horovodrun.mpi else subprocess.PIPE,
+            stderr=said,
+            # In its own session: mpirun and its ranks only exit if the whole process group is signalled.
+            start_new_session=True,
+        )
 
 
 def _plan(process: subprocess.Popen[bytes]) -> dict[str, Any] | None:
@@ -163,6 +171,7 @@ def _wait(
     show: Show,
     say: Callable[[str], object],
     look: Callable[[HostAgents], bool],
+    save_seconds: float,
 ) -> bool:
     """Wait until all ranks have ended or must be killed; return whether they were asked to stop."""
     deadline, stopped = math.inf, False
@@ -179,7 +188,7 @@ def _wait(
             ranks = agents.stop()
             if stop.count:
                 say(f"{ranks} ranks are saving; a second signal kills them")
-            deadline = time.monotonic() + _SAVE_SECONDS
+            deadline = time.monotonic() + save_seconds
         if stopped and not agents.running:  # the last rank has saved
             break
         if deadline == math.inf and agents.failures:

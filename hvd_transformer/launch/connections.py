@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 
 from hvd_transformer.launch.host_connection import HostConnection, NoConnection
 from hvd_transformer.launch.limits import raise_open_files, require_files_for_hosts
+from hvd_transformer.launch.sigterm import sigterm_blocked
 from hvd_transformer.launch.ssh import Ssh, is_local
+from hvd_transformer.launch.time_limits import TimeLimits
 
 _AT_A_TIME = 32  # connections that are being opened
 _PING_SECONDS = 1.0
@@ -24,8 +26,9 @@ class HostConnections:
     One thread serves all hosts; coroutines run there through `run`. `environment` is that of ssh and of local programs.
     """
 
-    def __init__(self, ssh: Ssh, environment: Mapping[str, str]) -> None:
+    def __init__(self, ssh: Ssh, environment: Mapping[str, str], limits: TimeLimits | None = None) -> None:
         raise_open_files()
+        self.limits = limits or TimeLimits()
         # The folder that each agent creates on its host has this name and an ending of its own.
         self.folder = f"/tmp/hvd-transformer-{os.getpid()}-{secrets.token_hex(4)}"
         self._ssh, self._environment = ssh, environment
@@ -34,7 +37,7 @@ class HostConnections:
         self._names = ThreadPoolExecutor(_AT_A_TIME)
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(self._names)
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
         self._pinging = asyncio.run_coroutine_threadsafe(self._ping(), self._loop)
 
@@ -78,6 +81,10 @@ class HostConnections:
         """Replace the probe of a host by its node agent. Raises `NoConnection`."""
         await connection.become_agent(self.folder, self._environment)
 
+    def _serve(self) -> None:
+        with sigterm_blocked():  # for ssh
+            self._loop.run_forever()
+
     async def _one(self, host: str, local: bool, seconds: float) -> HostConnection:
         connection = self._open.get(host)
         if connection is not None and connection.lost:
@@ -93,7 +100,7 @@ class HostConnections:
             await asyncio.sleep(_PING_SECONDS)
             for connection in self._open.values():
                 if connection.is_agent and not connection.lost:
-                    connection.ping()
+                    connection.ping(self.limits.silence)
 
     async def _close(self) -> None:
         await asyncio.gather(*(connection.leave(_END_SECONDS) for connection in self._open.values()))

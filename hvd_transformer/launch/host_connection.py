@@ -22,7 +22,6 @@ from hvd_transformer.launch.ssh import Ssh, ssh_command, was_dropped
 _SOURCE = Path(probe.__file__).read_bytes()
 _START = "import sys; exec(sys.stdin.buffer.read(int(sys.argv[1])))"
 _PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds before another try, if sshd dropped the connection
-_SILENCE_SECONDS = 8.0  # without a word from an agent, which reports every second: its host or the network is lost
 _LINE_BYTES = 1 << 24  # more than the longest message of an agent
 _UNSENT_BYTES = 1 << 16  # above which a host is sent no more pings: it takes nothing
 _LAST_LINES = 20  # kept of what a host prints to standard error
@@ -148,9 +147,9 @@ class HostConnection:
         if not self.lost:
             self._write(message)
 
-    def ping(self) -> None:
-        """Show the agent that the launcher lives; note whether the agent does."""
-        if asyncio.get_running_loop().time() - self._heard > _SILENCE_SECONDS:
+    def ping(self, silence: float) -> None:
+        """Show the agent that the launcher lives; its host is lost after so many seconds without a word from it."""
+        if asyncio.get_running_loop().time() - self._heard > silence:
             self._lose()
         assert self._process.stdin
         if self._process.stdin.transport.get_write_buffer_size() < _UNSENT_BYTES:

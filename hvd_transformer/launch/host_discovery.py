@@ -14,7 +14,6 @@ from hvd_transformer.launch.host_pool import HostPool
 from hvd_transformer.launch.hostfile import Host
 
 _LOOK_SECONDS = 5.0  # between two searches for new hosts
-_CONNECT_SECONDS = 30.0  # to a new host
 
 # The first problem of each host that cannot run the job (`examine.Admission.refused`).
 Examine = Callable[[Sequence[Host]], Mapping[str, Finding]]
@@ -54,7 +53,8 @@ class HostDiscovery:
                         self.found = new
 
     def _unusable(self, new: Sequence[Host]) -> Mapping[str, object]:
-        opened = self._connections.run(self._connections.open([host.name for host in new], _CONNECT_SECONDS))
+        names, connections = [host.name for host in new], self._connections
+        opened = connections.run(connections.open(names, connections.limits.start))
         silent = {
             host: HostLost(host, connection.last_words())
             for host, connection in opened.items()

@@ -1,6 +1,7 @@
 """Sees a launched job from another process and stops it: the other side of `launch_server`."""
 
 import json
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from hvd_transformer.launch.attempt import AttemptResult
 from hvd_transformer.launch.hostfile import Host
 from hvd_transformer.launch.launch_record import launcher_of
 from hvd_transformer.launch.launch_screen import Screen
-from hvd_transformer.launch.launch_server import Event
+from hvd_transformer.launch.launch_server import Event, is_trusted
 
 
 class LaunchClient:
@@ -29,6 +30,9 @@ class LaunchClient:
             self._socket.close()
             reason = error.strerror or str(error)
             raise UserError(f"{folder}: {launcher.words} does not answer: {reason}") from None
+        if os.geteuid() != 0 and not is_trusted(self._socket):  # root may see the jobs of all users
+            self._socket.close()
+            raise UserError(f"{folder}: another user answers in place of {launcher.words}")
 
     def ask(self, what: str) -> None:
         """Ask the launcher to "stop" the job, whose ranks then save, or to "kill" it."""

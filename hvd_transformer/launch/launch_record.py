@@ -14,6 +14,7 @@ from typing import Any
 from hvd_transformer.atomic import write_text
 from hvd_transformer.errors import UserError
 from hvd_transformer.folder_lock import FolderLock, Owner, owner_of
+from hvd_transformer.own_folder import make_own_folder
 
 _LOCK, _EXIT = ".launcher", "exit.json"
 
@@ -27,13 +28,19 @@ class LaunchRecord:
         self._began = _now()
 
     def claim(self, waits: Callable[[str], object]) -> None:
-        """Keep other launchers out. Raises `UserError`, which names the one that is at work.
+        """Keep other launchers out. Raises `UserError`, which names the one that is at work, or if the folder is not
+        this user's (`own_folder.py`).
 
         A folder that this host cannot write is left to the ranks, which may see another one.
         """
         self._made = [folder for folder in (self._folder, *self._folder.parents) if not folder.exists()]
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_own_folder(self._folder)
+        except UserError as error:
+            raise UserError(f"output_dir={error}") from None
+        except OSError:
+            return
+        try:
             self._lock.take(waits)
         except UserError as error:
             raise UserError(f"output_dir={error}, or see it with hvd-transformer attach {self._folder}") from None

@@ -20,6 +20,7 @@ from hvd_transformer.launch.outlet import Outlet
 
 _RECENT = 40  # events that a new client is told first
 _END_SECONDS = 5.0
+_ASKS = ({"do": "stop"}, {"do": "kill"})
 
 Event = dict[str, Any]
 
@@ -37,7 +38,8 @@ class LaunchServer:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(f"\0{self.name}")
         self._listener.listen()
-        threading.Thread(target=self._accept, name="launch server", daemon=True).start()
+        self._thread = threading.Thread(target=self._accept, name="launch server", daemon=True)
+        self._thread.start()
 
     def publish(self, event: str, **values: Any) -> None:
         """Tell all clients. One that takes too little is left."""
@@ -53,7 +55,10 @@ class LaunchServer:
     def close(self, code: int) -> None:
         """Tell the clients the job's exit code and end."""
         self.publish("exit", code=code)
+        with suppress(OSError):  # closed before
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends `accept`, which outlives a mere `close`
         self._listener.close()
+        self._thread.join()
         with self._lock:
             for client, outlet in self._clients.items():
                 outlet.close(_END_SECONDS)
@@ -70,7 +75,7 @@ class LaunchServer:
         with suppress(OSError):  # closed
             while True:
                 client = self._listener.accept()[0]
-                if not _may_use(client):
+                if not is_trusted(client):
                     client.close()
                     continue
                 with self._lock:
@@ -82,15 +87,16 @@ class LaunchServer:
     def _serve(self, client: socket.socket) -> None:
         with suppress(OSError, ValueError), client.makefile("rb") as lines:
             for line in lines:
-                self._ask(json.loads(line)["do"])
+                if (what := json.loads(line)) in _ASKS:
+                    self._ask(what["do"])
         with self._lock:
             if (outlet := self._clients.pop(client, None)) is not None:
                 outlet.close(0)
                 client.close()
 
 
-def _may_use(client: socket.socket) -> bool:
-    """Whether the process at the other end is of this user, or root's."""
-    credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+def is_trusted(connection: socket.socket) -> bool:
+    """Whether the process at the other end is of this user, or root's: any user may connect, or take a free name."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, user, _ = struct.unpack("3i", credentials)
     return user in (os.geteuid(), 0)

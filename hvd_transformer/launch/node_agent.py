@@ -23,12 +23,12 @@ from hvd_transformer.launch.launcher_pipe import LauncherPipe
 from hvd_transformer.launch.limits import raise_open_files
 from hvd_transformer.launch.rank_child import RankChild
 from hvd_transformer.launch.rank_runner import Runner
+from hvd_transformer.launch.sigterm import unblock_sigterm
 
 _NEWS_SECONDS = 1.0  # between two news if nothing happens: a sign of life, with heartbeats
 _OUTPUT_SECONDS = 0.1  # for which output is gathered into one message
-_SILENCE_SECONDS = 12.0  # without a word from the launcher: its host or the network is lost
+_SILENCE_SECONDS = 12.0  # without a word from the launcher, until it says how long
 _SAVE_SECONDS = 5.0  # for ranks to save when the launcher is gone
-_LEAVE_SECONDS = 120.0  # for ranks to save when this host is about to end
 _END_SECONDS = 2.0  # for killed ranks, and for their runners, to end
 _OUTPUT_BYTES = 1 << 18  # after which a message is sent at once
 _UNSENT_BYTES = 1 << 20
@@ -45,6 +45,7 @@ class NodeAgent:
         self._umask = -1  # this process's
         self._ranks: dict[int, RankChild] = {}
         self._runners: dict[int, Runner] = {}
+        self._silence, self._save = _SILENCE_SECONDS, 0.0  # seconds: `TimeLimits`
         self._stopped = self._reads = True
         self._asked_to_leave = False
         self._leaves_until: float | None = None
@@ -68,7 +69,7 @@ class NodeAgent:
 
     def serve(self) -> None:
         """Send news and take orders until the launcher is gone or silent, or this host has been left."""
-        while self._launcher.lives(_SILENCE_SECONDS) and not self._has_left():
+        while self._launcher.lives(self._silence) and not self._has_left():
             self._turn(max(0.0, self._news_due - time.monotonic()))
             if self._asked_to_leave and self._leaves_until is None:
                 self._leave()
@@ -108,7 +109,10 @@ class NodeAgent:
         now = time.monotonic()
         beats: list[dict[str, Any]] = []
         if now >= self._beats_due:
-            beats = [{**beat, "age": now - beat["time"]} for beat in self._folder.beats(self._ranks)]
+            beats = [
+                {**beat, "age": (self._ranks[beat["rank"]].ended or now) - beat["time"]}
+                for beat in self._folder.beats(self._ranks)
+            ]
             self._beats_due = now + _NEWS_SECONDS
         news = {
             "host": self._host,
@@ -131,9 +135,14 @@ class NodeAgent:
         self._end()
         self._folder.remove()
 
-    def _begin(self, values: dict[str, str], umask: int) -> None:
-        """Prepare for a start of the job. `values`: environment variables for its ranks."""
+    def _begin(self, values: dict[str, str], umask: int, silence: float, save: float) -> None:
+        """Prepare for a start of the job. `values`: environment variables for its ranks.
+
+        `silence`: seconds without a word from the launcher, after which its host or the network is lost. `save`:
+        seconds for ranks to save when this host is about to end.
+        """
         self._end()
+        self._silence, self._save = silence, save
         self._values, self._umask, self._stopped = values, umask, False
         self._folder.clear()
 
@@ -186,7 +195,7 @@ class NodeAgent:
             forgotten.clear()
 
     def _leave(self) -> None:
-        self._leaves_until = time.monotonic() + _LEAVE_SECONDS
+        self._leaves_until = time.monotonic() + self._save
         self._stop()
         self._launcher.say({"leaving": True, **self.news()})
 
@@ -272,6 +281,7 @@ def main() -> int:
     raise_open_files()
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit())  # until there may be ranks
+    unblock_sigterm()
     try:
         folder = AgentFolder(sys.argv[1])
         agent = NodeAgent(folder)

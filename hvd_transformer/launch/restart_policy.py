@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from hvd_transformer.errors import WRONG_INPUT
+from hvd_transformer.errors import STALLED, WRONG_INPUT
+from hvd_transformer.launch.agents import Beat
 from hvd_transformer.launch.attempt import AttemptResult
 
 _SAME_STEP = 3  # failures at the same step, after which the job is given up
 _SAME_HOST = 2  # consecutive failures in which a rank of the same host failed first, after which it is set aside
+_SILENT_SECONDS = 3.0  # without a heartbeat, after which a rank is late: there are two a second
 _BACK_OFF_SECONDS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)  # by consecutive failures without a new step
 
 
@@ -50,7 +52,7 @@ class RestartPolicy:
         """Count a failure. `replaceable`: whether the job can go on without a host."""
         step = max((beat["step"] for beat in ended.beats.values()), default=None)
         self._note(step, made_steps=any(beat.get("loss") is not None for beat in ended.beats.values()))
-        host = None if ended.lost or ended.first is None else ended.first.given_host
+        host = _failed_first(ended)
         if host is not None:
             self._failed_first = [*(old for old in self._failed_first if old == host), host]
         wrong_host = self._made_steps and host is not None and replaceable(host)
@@ -58,7 +60,7 @@ class RestartPolicy:
             return Verdict("")
         if not ended.lost:
             self._failed_steps = [*(old for old in self._failed_steps if old == step), step]
-        return self._restart(step, self._at_fault(ended, replaceable))
+        return self._restart(step, self._at_fault(ended, host, replaceable))
 
     def judge_lost_host(self) -> Verdict:
         """Count a start that failed because a host was lost before its ranks ran."""
@@ -80,12 +82,13 @@ class RestartPolicy:
         if self._failing_since is None:
             self._failing_since = self._now()
 
-    def _at_fault(self, ended: AttemptResult, replaceable: Callable[[str], bool]) -> Mapping[str, str]:
+    def _at_fault(
+        self, ended: AttemptResult, host: str | None, replaceable: Callable[[str], bool]
+    ) -> Mapping[str, str]:
         if ended.lost:
             return {host: f"host {host} is lost" for host in ended.lost}
-        if ended.first is None or not replaceable(ended.first.given_host):
+        if host is None or not replaceable(host):
             return {}
-        host = ended.first.given_host
         if ended.code == WRONG_INPUT:
             return {host: f"host {host} refuses what worked before"}
         if len(self._failed_first) >= _SAME_HOST:
@@ -104,3 +107,22 @@ class RestartPolicy:
             return Verdict(late)
         self.restarts += 1
         return Verdict(None, _BACK_OFF_SECONDS[min(self._fruitless, len(_BACK_OFF_SECONDS) - 1)], at_fault)
+
+
+def _failed_first(ended: AttemptResult) -> str | None:
+    """The host on which a rank failed first.
+
+    When a job stalls, the ranks that wait may exit before the one that they wait for: then the host of those that are
+    late (as in `stall_report`), if it is one.
+    """
+    if ended.lost or ended.first is None:
+        return None
+    if ended.code != STALLED:
+        return ended.first.given_host
+    hosts = {beat["given_host"] for beat in ended.beats.values() if _is_late(beat)}
+    return hosts.pop() if len(hosts) == 1 else None
+
+
+def _is_late(beat: Beat) -> bool:
+    """Whether others wait for this rank: it waits for none, or its process was stopped before it could tell."""
+    return not beat["waits_for"] or (beat["age"] > _SILENT_SECONDS and not beat["late"])

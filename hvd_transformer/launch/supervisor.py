@@ -63,6 +63,7 @@ class Supervisor:
         self._hosts: Sequence[Host] = ()  # of the last start
         self._last_step: int | None = None  # that a rank has told
         self._begun = False  # whether a start had all of its hosts
+        self._job, self._starts = uuid4().hex, 0
         self._ended_starts: list[str] = []  # of which no rank can be left
         self._next = ""
 
@@ -130,7 +131,8 @@ class Supervisor:
             return newcomers.found is not None
 
         words = plan.again if self._begun else plan.worker
-        name = uuid4().hex
+        self._starts += 1
+        name = f"{self._job}.{self._starts}"
         values = {**plan.values, START: name, ENDED_STARTS: " ".join(self._ended_starts)}
         ended: AttemptResult | None = None
         try:

@@ -19,7 +19,7 @@ class Timeline:
     """Records the spans of this rank while `recording`. Lanes are shown in the order of `lanes`, then of first use.
 
     Times are the host's: on a GPU a span is the time it takes to queue the work. `now` holds the open spans by lane and
-    `ended` counts the closed ones, whether recording or not; other threads may read both.
+    `ended` counts the closed ones, and ticks, whether recording or not; other threads may read both.
     """
 
     def __init__(self, rank: int, lanes: Sequence[str]) -> None:
@@ -56,6 +56,10 @@ class Timeline:
 
         watcher = self._watchers.setdefault(lane, ThreadPoolExecutor(1, "timeline"))
         return watcher.submit(end).result
+
+    def tick(self) -> None:
+        """Record progress without a span."""
+        self.ended += 1
 
     @property
     def has_spans(self) -> bool:

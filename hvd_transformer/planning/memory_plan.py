@@ -129,6 +129,18 @@ def _num_replicas(config: Config, ranks: int | None) -> int:
     return ranks // tensor
 
 
+def known_vocabulary(config: Config) -> tuple[int, str] | None:
+    """The size of the vocabulary and its origin, where the configuration tells it."""
+    data = config.data
+    if data.vocab_size is not None:
+        return data.vocab_size, "data.vocab_size"
+    if data.tokenizer == "bpe":
+        return BPE_VOCAB_SIZE, "the default of data.tokenizer=bpe"
+    if (data.source, data.tokenizer, data.min_frequency) == ("wikitext2", "basic_english", 1):
+        return _WIKITEXT2_WORDS, "assumed: WikiText-2, as in the PyTorch tutorial"
+    return None
+
+
 def _vocabulary(config: Config, given: int | None) -> tuple[int, str]:
     """The size of the vocabulary, and its origin."""
     data = config.data
@@ -136,12 +148,8 @@ def _vocabulary(config: Config, given: int | None) -> tuple[int, str]:
         if not 2 <= given <= 2**31:
             raise UserError(f"--vocab-size {given}: must be at least 2 and at most {2**31}")
         return given, "--vocab-size"
-    if data.vocab_size is not None:
-        return data.vocab_size, "data.vocab_size"
-    if data.tokenizer == "bpe":
-        return BPE_VOCAB_SIZE, "the default of data.tokenizer=bpe"
-    if (data.source, data.tokenizer, data.min_frequency) == ("wikitext2", "basic_english", 1):
-        return _WIKITEXT2_WORDS, "assumed: WikiText-2, as in the PyTorch tutorial"
+    if known := known_vocabulary(config):
+        return known
     raise UserError(
         f"data.source={data.source}, data.tokenizer={data.tokenizer}: the vocabulary size is known only after the "
         "data is prepared; give --vocab-size N"

@@ -18,7 +18,9 @@ import torch
 
 from hvd_transformer import __version__, atomic
 from hvd_transformer.config.schema import Config
+from hvd_transformer.errors import UserError
 from hvd_transformer.nn.contracts import Layer, MicroBatch
+from hvd_transformer.own_folder import make_own_folder
 from hvd_transformer.planning.layer_profile import LayerProfile
 from hvd_transformer.planning.pass_memory import PassMemory, PassMode
 
@@ -77,10 +79,10 @@ def _from_json(stored: dict[str, Any]) -> LayerProfile:
 def write(file: Path, profiles: Sequence[LayerProfile]) -> None:
     """Write the profiles to the file; log a warning if that fails."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        make_own_folder(file.parent)
         atomic.write_text(file, json.dumps([to_json(profile) for profile in profiles], indent=1) + "\n")
-    except OSError as error:
-        log.warning("layer profiles are not cached: %s: %s", file, error.strerror)
+    except (OSError, UserError) as error:
+        log.warning("layer profiles are not cached: %s", error)
 
 
 def read(file: Path, num_layers: int) -> list[LayerProfile] | None:

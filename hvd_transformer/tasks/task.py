@@ -86,6 +86,8 @@ class Task(ABC):
 
     def __init__(self, config: Config, data: Any, replica: Replica) -> None:
         self.config, self.data, self.replica = config, data, replica
+        self.tick: Callable[[], object] = lambda: None
+        """Call it now and then in long work, so that the watchdog sees progress. `evaluation_numbers` does."""
 
     @classmethod
     @abstractmethod
@@ -256,7 +258,9 @@ class ExampleTask(Task):
         """The numbers of this replica's samples of a split, one array per batch."""
         training = self.config.training
         size = training.eval_batch_size or training.batch_size
-        return dealt_batches(self._order(split), size, self.config.data.batch_tokens, self.replica)
+        for numbers in dealt_batches(self._order(split), size, self.config.data.batch_tokens, self.replica):
+            self.tick()
+            yield numbers
 
     def evaluation_batches(self, split: str) -> Iterator[Batch]:
         return (self.collate(split, numbers) for numbers in self.evaluation_numbers(split))

@@ -9,6 +9,7 @@ from hvd_transformer.comm.process_map import process_map
 from hvd_transformer.comm.world import AgreedError, World
 from hvd_transformer.config import Config
 from hvd_transformer.config.schema import flatten
+from hvd_transformer.data.build_once import ShouldStop
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.monitoring.heartbeat import Heartbeat
 from hvd_transformer.parallel.deferred_init import deferred_init
@@ -19,6 +20,7 @@ from hvd_transformer.reporting.progress import Silent
 from hvd_transformer.tasks.registry import task_class
 from hvd_transformer.tasks.task import Data, EvaluationSpec, PrepareContext, Task
 from hvd_transformer.training.process import StopRequest
+from hvd_transformer.training.progress_rounds import agree_in_rounds
 
 
 def check_same_configuration(config: Config, world: World) -> None:
@@ -34,19 +36,26 @@ def check_same_configuration(config: Config, world: World) -> None:
 
 
 def prepare_data(
-    config: Config, progress: Silent, stop: StopRequest, heartbeat: Heartbeat, wanted: EvaluationSpec | None = None
+    config: Config,
+    world: World,
+    progress: Silent,
+    stop: StopRequest,
+    heartbeat: Heartbeat,
+    wanted: EvaluationSpec | None = None,
 ) -> Data:
-    """The data of a training, or only what is `wanted` for an evaluation. Raises `UserError`, `Stopped` on request."""
+    """The data of a training, or only what is `wanted` for an evaluation. Collective.
 
-    def should_stop() -> bool:
-        heartbeat.tick()  # also on a rank that waits while another one prepares
-        return bool(stop)
+    Raises `UserError` of any rank on all of them, `Stopped` if one was asked to stop.
+    """
 
-    with process_map(config.data.workers) as mapper:
-        preparing = PrepareContext(mapper, progress.message, should_stop)
-        if wanted is None:
-            return task_class(config).prepare(config, preparing)
-        return task_class(config).prepare_evaluation(config, preparing, wanted)
+    def prepare(should_stop: ShouldStop) -> Data:
+        with process_map(config.data.workers) as mapper:
+            preparing = PrepareContext(mapper, progress.message, should_stop)
+            if wanted is None:
+                return task_class(config).prepare(config, preparing)
+            return task_class(config).prepare_evaluation(config, preparing, wanted)
+
+    return agree_in_rounds(prepare, world, stop, heartbeat)
 
 
 def check_same_data(data: Data, world: World) -> None:

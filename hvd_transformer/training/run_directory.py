@@ -18,6 +18,7 @@ from hvd_transformer.config import Config, dump, load
 from hvd_transformer.config.schema import flatten, may_change
 from hvd_transformer.errors import UserError
 from hvd_transformer.folder_lock import FolderLock
+from hvd_transformer.own_folder import make_own_folder
 
 
 class RunDirectory:
@@ -62,7 +63,7 @@ class RunDirectory:
             if rank == 0:
                 self.store.clean()
                 atomic.write_text(self.path / "config.yaml", dump(config))
-            (self.path / "logs").mkdir(parents=True, exist_ok=True)
+            make_own_folder(self.path / "logs")
             if first_on_host:
                 for heartbeat in (self.path / "logs").glob("beat-*"):
                     heartbeat.unlink(missing_ok=True)
@@ -94,10 +95,12 @@ class RunDirectory:
     def _check_folder(self) -> None:
         try:
             self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_own_folder(self.path)
             present = sorted(entry.name for entry in self.path.iterdir())
         except OSError as error:
             raise UserError(f"output_dir={self.path}: cannot be made: {error.strerror}") from None
+        except UserError as error:
+            raise UserError(f"output_dir={error}") from None
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise UserError(f"output_dir={self.path}: cannot be written")
         # A start that was killed early leaves dot files; a rank on another host than rank 0's leaves its log. A mounted

@@ -14,6 +14,7 @@ from hvd_transformer.config.batch_size import check_step_size
 from hvd_transformer.errors import UserError
 from hvd_transformer.monitoring.heartbeat import Heartbeat
 from hvd_transformer.monitoring.watchdog import Watchdog
+from hvd_transformer.own_folder import make_own_folder
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.parallel.replica_check import broadcast_parameters
 from hvd_transformer.planning.partition import check_partition
@@ -114,7 +115,7 @@ def _assemble(
     heartbeat: Heartbeat,
 ) -> tuple[Data, Trainer]:
     """The data, and a trainer with initial or restored weights: everything that wrong input can make fail."""
-    data = agree(world, lambda: prepare_data(config, progress, stop, heartbeat))
+    data = prepare_data(config, world, progress, stop, heartbeat)
     agree(world, lambda: check_same_data(data, world))
     saved = read_checked(checkpoint, data.digest, world)
     state = TrainState() if saved is None else TrainState.load(saved["position"])
@@ -133,7 +134,7 @@ class _LogFile(logging.FileHandler):
     """Creates its folder with the first line, so that a refused start leaves none. A full disk is not told here."""
 
     def _open(self) -> TextIOWrapper:
-        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        make_own_folder(Path(self.baseFilename).parent)
         return super()._open()
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802

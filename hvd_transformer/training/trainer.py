@@ -115,6 +115,7 @@ class Trainer:
             shapes=shapes,
             num_tokens=task.targets_per_step,
         )
+        task.tick = self.engine.timeline.tick
         self.loss_scaler = LossScaler(config.training.precision)
         self.lr_replicas = rate_replicas(config.training, mesh.dp)
         self.total_steps = self._count_steps()

@@ -119,10 +119,14 @@ def training_environments(job: Job):
     return found
 
 
-def test_a_signal_lets_the_ranks_save_and_leaves_no_process(corpus, tmp_path):
+@pytest.mark.parametrize("everybody", [False, True], ids=["the launcher is told", "every process is told"])
+def test_a_signal_lets_the_ranks_save_and_leaves_no_process(corpus, tmp_path, everybody):
+    """Slurm tells every process of a job, and its batch script tells the launcher once more."""
     run = tmp_path / "run"
     with launched(tmp_path, ["-np", "2"], settings(corpus, run, 100_000)) as job:
         wait_for_step(job, run, 20)
+        for process in job.processes() if everybody else []:
+            process.kill(signal.SIGTERM)
         job.popen.terminate()
         assert job.wait(30) == 1, job.text()
     last = steps(run, "loss")[-1][0]

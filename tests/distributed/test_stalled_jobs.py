@@ -20,7 +20,7 @@ pytestmark = pytest.mark.distributed
 HOST = os.uname().nodename
 RANK = 1  # that is at fault
 STEP = 20  # of which
-CASES = {"stop": "gloo", "hang": "mpi"}  # the fault and how the ranks talk
+CASES = {"stop": "gloo", "hang": "mpi", "prepare": "gloo"}  # the fault and how the ranks talk
 
 
 class Ended(NamedTuple):
@@ -54,7 +54,7 @@ def ended(tmp_path_factory) -> Iterator[dict[str, Future[Ended]]]:
             *tiny(corpus),
             f"data.cache_dir={folder / f'cache-{fault}'}",
             f"output_dir={run}",
-            "training.epochs=10000",
+            f"training.epochs={1 if fault == 'prepare' else 10000}",
             "training.stall_seconds=5",
             "training.eval_every=1000000",
             "checkpoint.every_steps=none",
@@ -99,6 +99,13 @@ def test_a_hanging_function_is_in_the_ranks_own_log(ended):
     assert "in hang_on_purpose" in job.log(RANK) and "in hang_on_purpose" not in job.log(0)
     assert job.beat(RANK)["late"] and job.beat(0)["late"]
     assert job.beat(RANK)["phase"] == "forward" and job.beat(RANK)["waits_for"] is None
+
+
+def test_a_rank_whose_data_is_ready_waits_for_another_host(ended):
+    """For longer than a rank may be without progress."""
+    job = ended["prepare"].result()
+    assert job.code == 0, job.screen
+    assert "no progress" not in job.screen and "finished" in (job.run / "summary.json").read_text(encoding="utf-8")
 
 
 def test_a_slow_rank_is_named_with_its_cost(ended):

@@ -113,7 +113,7 @@ def test_of_an_owner_on_another_host_only_its_renewals_tell(tmp_path: Path) -> N
     assert time.monotonic() - began > 1.0
     assert said == [
         f"{tmp_path}: was in use by a job on host h7 (process {os.getpid()}, since {gone._owner['since']}); "
-        "waiting up to 1 s for its end"
+        "waiting for its end"
     ]
     assert gone.lost
     assert not lock.lost
@@ -143,6 +143,30 @@ def test_an_earlier_start_of_the_same_job_has_ended(tmp_path: Path, monkeypatch:
     monkeypatch.setenv(folder_lock.START, "third")
     monkeypatch.setenv(folder_lock.ENDED_STARTS, "first second")
     FolderLock(file, "a job").take(pytest.fail)
+
+
+def test_a_rank_of_the_same_job_that_is_cut_off_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host ends it later than the job starts again, and it renews its lock until then."""
+    file = tmp_path / ".lock"
+    monkeypatch.setenv(folder_lock.START, "job.1")
+    FolderLock(file, "a job").take()
+    on_another_host(file)
+    monkeypatch.setenv(folder_lock.START, "job.2")
+    lasting = 5 * folder_lock.END_SECONDS
+    end = time.monotonic() + lasting
+
+    def renew() -> None:
+        count = 0
+        while time.monotonic() < end:
+            time.sleep(0.02)
+            count += 1
+            file.write_text(json.dumps({**json.loads(file.read_bytes()), "renewals": count}))
+
+    renewing = threading.Thread(target=renew)
+    renewing.start()
+    FolderLock(file, "a job").take()
+    assert time.monotonic() > end
+    renewing.join()
 
 
 def test_who_was_stopped_for_long_has_lost_the_folder_and_leaves_it_alone(tmp_path: Path) -> None:
@@ -197,3 +221,25 @@ def test_of_many_that_find_it_left_over_one_takes_it(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         FolderLock(tmp_path / "gone" / ".lock", "a job").take()
+
+
+@pytest.mark.parametrize("target", ["file", "nothing"])
+def test_a_link_is_no_lock(tmp_path: Path, target: str) -> None:
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "lock").symlink_to(tmp_path / target)
+    with pytest.raises(UserError, match="lock: is a symbolic link; remove it$"):
+        FolderLock(tmp_path / "lock", "a job").take()
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["file", "lock"]
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_what_a_lock_tells_leads_to_no_other_folder(tmp_path: Path) -> None:
+    folder, file = tmp_path / "run", tmp_path / "run" / "lock"
+    folder.mkdir()
+    with another_process(file):
+        owner = json.loads(file.read_bytes())
+    file.write_text(json.dumps({**owner, "token": "/../../made"}))
+    lock = FolderLock(file, "a job")
+    lock.take()
+    lock.release()
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

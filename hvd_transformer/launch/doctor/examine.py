@@ -103,7 +103,7 @@ class Examination(NamedTuple):
 
     answers: dict[str, Answer]
     skews: dict[str, tuple[float, float]]  # seconds ahead of this host, and the uncertainty
-    common: list[str]  # network interfaces that all hosts share
+    common: list[str]  # network interfaces that all hosts share, that of the ranks first
     links: list[Link]
     findings: list[Finding]
 
@@ -144,7 +144,7 @@ class Admission:
         new = await probes.each(_facts(job, self._environment, until, full=False))
         kept = {host: answer for host, answer in self._answers.items() if host in agents}
         self._answers = {host: {**kept, **new}[host] for host in opened if host in kept or host in new}
-        found = _about(job, self._answers, _local(opened))[0]
+        found = _about(job, self._answers, opened)[0]
         if new and "output_dir" in job.folders:
             found += await self._about_sharing(job, probes)
         return probes.silent + found
@@ -163,7 +163,7 @@ async def _examine(job: Job, connections: HostConnections, environment: Mapping[
     until, opened = await _open(job, connections)
     probes = Probes(opened.values())
     answers = await probes.each(_facts(job, environment, until, full=True))
-    found, common = _about(job, answers, _local(opened))
+    found, common = _about(job, answers, opened)
     skews = await probes.each(lambda connection: _skew(connection, asked))
     found += findings.about_clocks(skews)
     found += findings.about_sharing(job.folders["output_dir"], await _sees_output(job, probes, asked))
@@ -187,10 +187,6 @@ async def _open(job: Job, connections: HostConnections) -> tuple[float, dict[str
     return until, await connections.open([host.name for host in job.hosts], seconds)
 
 
-def _local(opened: Mapping[str, HostConnection | NoConnection]) -> set[str]:
-    return {host for host, found in opened.items() if isinstance(found, HostConnection) and found.local}
-
-
 def _facts(
     job: Job, environment: Mapping[str, str], until: float, full: bool
 ) -> Callable[[HostConnection], Awaitable[Any]]:
@@ -204,8 +200,12 @@ def _facts(
     return facts
 
 
-def _about(job: Job, answers: Mapping[str, Answer], local: set[str]) -> tuple[list[Finding], list[str]]:
-    """Findings about the hosts and their network, and the interfaces that all share."""
+def _about(
+    job: Job, answers: Mapping[str, Answer], opened: Mapping[str, HostConnection | NoConnection]
+) -> tuple[list[Finding], list[str]]:
+    """Findings about the hosts and their network, and the interfaces that all share, that of the ranks first."""
+    connections = [found for found in opened.values() if isinstance(found, HostConnection)]
+    local = {found.host for found in connections if found.local}
     found = list(findings.about_hosts(job, answers))
     interfaces = {host: answer["interfaces"] for host, answer in answers.items() if host not in local}
     if not interfaces:
@@ -213,7 +213,10 @@ def _about(job: Job, answers: Mapping[str, Answer], local: set[str]) -> tuple[li
     here = next((host for host in answers if host in local), os.uname().nodename)
     interfaces[here] = probe.interfaces()  # the job is started from this host, even if it runs no rank
     found += findings.about_network(job.network_interface, interfaces)
-    return found, findings.common_interfaces(job.network_interface, interfaces)
+    reached = {
+        found.host: found.hello["reached"] for found in connections if found.host in interfaces and not found.local
+    }
+    return found, findings.common_interfaces(job.network_interface, interfaces, reached)
 
 
 async def _skew(connection: HostConnection, until: float) -> tuple[float, float]:

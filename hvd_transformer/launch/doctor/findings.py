@@ -7,6 +7,7 @@ a majority, those that differ from the first host.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from hvd_transformer.config import Config
@@ -108,8 +109,11 @@ def about_network(wanted: str | None, interfaces: Interfaces) -> Iterator[Findin
         yield Finding(host, f"{lacking}: it has {', '.join(interfaces[host]) or 'none'}", cure)
 
 
-def common_interfaces(wanted: str | None, interfaces: Interfaces) -> list[str]:
-    """The interfaces that all hosts have, with a different address on each; in the order of `wanted`, if given.
+def common_interfaces(
+    wanted: str | None, interfaces: Interfaces, reached: Mapping[str, str] = MappingProxyType({})
+) -> list[str]:
+    """The interfaces that all hosts have, with a different address on each; in the order of `wanted`, if given, else
+    the one that ssh uses first. `reached`: the address at which ssh reached each remote host.
 
     A bridge such as docker0 has the same address everywhere and connects nothing.
     """
@@ -118,21 +122,22 @@ def common_interfaces(wanted: str | None, interfaces: Interfaces) -> list[str]:
         addresses = {found[name] for found in interfaces.values() if name in found}
         if len(addresses) == len(interfaces):
             result.append(name)
+    if wanted is None:
+        used = (name for host, address in reached.items() for name in result if interfaces[host][name] == address)
+        first = next(used, None)
+        result.sort(key=lambda name: name != first)
     return result
 
 
 def choose_interfaces(wanted: str | None, interfaces: Interfaces, reached: Mapping[str, str]) -> str:
     """The interfaces for the ranks: those of `wanted` that all hosts have, or else the one that ssh uses.
 
-    `reached`: the address at which ssh reached each remote host. Raises `UserError`, which names a host to fix.
+    Raises `UserError`, which names a host to fix.
     """
     for finding in about_network(wanted, interfaces):
         raise UserError(str(finding))
-    common = common_interfaces(wanted, interfaces)
-    if wanted is not None:
-        return ",".join(common)
-    used = (name for host, address in reached.items() for name in common if interfaces[host][name] == address)
-    return next(used, common[0])
+    common = common_interfaces(wanted, interfaces, reached)
+    return common[0] if wanted is None else ",".join(common)
 
 
 def about_clocks(skews: Mapping[str, tuple[float, float]]) -> Iterator[Finding]:

@@ -26,7 +26,7 @@ def as_table(found: Examination, hosts: list[str]) -> Group:
         cells = list(_cells(found, host)) if host in found.answers else ["no answer"]
         table.add_row(name, *cells, *([] if same or host not in software else [software[host]]))
     common = [Text(f"on all hosts: {next(iter(software.values()))}")] if same else []
-    return Group(table, *common, *_lines(found))
+    return Group(table, *common, *_network(found.common), *_lines(found))
 
 
 def to_json(found: Examination) -> dict[str, Any]:
@@ -60,6 +60,14 @@ def _cells(found: Examination, host: str) -> Iterator[str]:
         yield f"{gigabits(link.rate)}, {link.round_trip * 1e3:.2g} ms round trip"
     elif found.links:
         yield ""
+
+
+def _network(common: list[str]) -> Iterator[Text]:
+    """The interface of the ranks, if they are on several hosts."""
+    if common:
+        others = ", ".join(common[1:])
+        also = f" (the hosts also share {others}: choose with --network-interface)" if others else ""
+        yield Text(f"network interface: {common[0]}{also}")
 
 
 def _lines(found: Examination) -> Iterator[Text]:

@@ -9,7 +9,6 @@ from typing import Any
 from hvd_transformer.launch.scheduler.scheduled_job import (
     FOLDER,
     LAUNCHER_KEY,
-    SAVE_SECONDS,
     WORKER_KEYS,
     ScheduledJob,
     command,
@@ -28,7 +27,6 @@ def services(job: ScheduledJob) -> str:
         **_service(job, "launcher", command(["launcher", *job.launch("-H", hosts)])),
         "environment": [f"HOSTS={hosts}", *job.named],
         "depends_on": list(workers),
-        "stop_grace_period": f"{SAVE_SECONDS}s",
         "healthcheck": {"disable": True},  # it runs no sshd
     }
     described = {"launcher": launcher}
@@ -56,6 +54,7 @@ def _service(job: ScheduledJob, name: str, words: Sequence[str]) -> dict[str, An
         "working_dir": FOLDER,
         "volumes": [f"launcher-key:{LAUNCHER_KEY}", f"worker-keys:{WORKER_KEYS}", f"{output}:{folder}"],
         "shm_size": "1gb",  # NCCL and MPI need more than the default of 64 MB
+        "stop_grace_period": f"{job.grace_seconds}s",  # for the ranks to save
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],
     }

@@ -5,13 +5,13 @@ pod, and /etc/mpi/hostfile on the launcher. Its discover_hosts.sh is not needed:
 and the script prints no slots.
 """
 
+import math
 from typing import Any
 
 from hvd_transformer.launch.scheduler.scheduled_job import (
     FOLDER,
     GROUP_ID,
     LAUNCHER_KEY,
-    SAVE_SECONDS,
     SSH_PORT,
     USER_ID,
     ScheduledJob,
@@ -21,6 +21,9 @@ from hvd_transformer.launch.scheduler.scheduled_job import (
 )
 
 NAME = "mpijob.yaml"
+
+_RANKS_PER_GIB = 4  # of /dev/shm: NCCL and MPI need more than the default of 64 MB
+_LAUNCHER = {"requests": {"cpu": 1, "memory": "1Gi"}}
 
 
 def manifest(job: ScheduledJob) -> str:
@@ -55,7 +58,7 @@ def _launcher(job: ScheduledJob) -> dict[str, Any]:
     hosts = ["--hostfile", "/etc/mpi/hostfile"]
     if "--ssh-identity" not in job.options:
         hosts += ["--ssh-identity", f"{LAUNCHER_KEY}/id_rsa"]
-    container: dict[str, Any] = {"args": command(job.launch(*hosts))}
+    container: dict[str, Any] = {"args": command(job.launch(*hosts)), "resources": _LAUNCHER}
     if job.named:
         container["env"] = [
             {"name": name, "valueFrom": {"secretKeyRef": {"name": _secret(job), "key": name}}} for name in job.named
@@ -65,7 +68,8 @@ def _launcher(job: ScheduledJob) -> dict[str, Any]:
 
 def _workers(job: ScheduledJob) -> dict[str, Any]:
     gpus, cores = job.slots * job.gpus_per_rank, job.slots * job.cores_per_rank
-    resources: dict[str, Any] = {"requests": {"cpu": cores}}
+    memory = math.ceil(job.worker_bytes / 2**30) + _shared_gib(job)
+    resources: dict[str, Any] = {"requests": {"cpu": cores, "memory": f"{memory}Gi"}}
     if gpus:
         resources["limits"] = {"nvidia.com/gpu": gpus}
     container = {
@@ -87,7 +91,7 @@ def _replica(job: ScheduledJob, role: str, replicas: int, container: dict[str, A
             "fsGroup": GROUP_ID,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
-        "terminationGracePeriodSeconds": SAVE_SECONDS,
+        "terminationGracePeriodSeconds": job.grace_seconds,
         "containers": [
             {
                 "name": role,
@@ -100,11 +104,15 @@ def _replica(job: ScheduledJob, role: str, replicas: int, container: dict[str, A
         ],
         "volumes": [
             {"name": "output", "persistentVolumeClaim": {"claimName": _claim(job)}},
-            # NCCL and MPI need more than the default of 64 MB.
-            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": f"{_shared_gib(job)}Gi"}},
         ],
     }
     return {"replicas": replicas, "restartPolicy": "OnFailure", "template": {"spec": pod}}
+
+
+def _shared_gib(job: ScheduledJob) -> int:
+    """The size of a worker's /dev/shm, which is memory of its pod."""
+    return math.ceil(job.slots / _RANKS_PER_GIB)
 
 
 def _claim(job: ScheduledJob) -> str:

@@ -20,8 +20,7 @@ FOLDER = "/work"  # their working directory, writable
 LAUNCHER_KEY = "/keys/launcher"  # workers accept the keys in its authorized_keys
 WORKER_KEYS = "/keys/workers"  # workers put their host keys there for the launcher
 
-SAVE_SECONDS = 120  # that `launch` gives the ranks to save, from the signal to the end
-
+_END_SECONDS = 30  # after the save: for the agents and sshd
 
 # What containers need as it is in their image: neither these nor anything below can be a volume …
 _SYSTEM = ("bin", "boot", "dev", "etc", "keys", "lib", "lib64", "proc", "root", "run", "sbin", "sys", "usr")
@@ -76,7 +75,9 @@ class ScheduledJob:
     named: Sequence[str]  # environment variables whose values stay out of the file
     settings: Sequence[str]  # arguments of hvd-train
     config: Config  # the configuration that they give
+    save_seconds: int  # that `launch` gives the ranks, from the signal to the end
     image: str | None = None
+    worker_bytes: int = 0  # memory of a worker, without what it puts into /dev/shm
 
     @property
     def name(self) -> str:
@@ -84,6 +85,11 @@ class ScheduledJob:
         folder = PurePosixPath(self.config.output_dir).name.lower()
         name = re.sub(r"[^a-z0-9]+", "-", folder).strip("-")[:40].strip("-")
         return name if name[:1].isalpha() else f"hvd-{name}".strip("-")
+
+    @property
+    def grace_seconds(self) -> int:
+        """Until a container is killed: after the ranks their agents and sshd end, too."""
+        return self.save_seconds + _END_SECONDS
 
     @property
     def slots(self) -> int:

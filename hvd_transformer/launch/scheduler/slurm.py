@@ -8,7 +8,7 @@ import sys
 from importlib import resources
 from pathlib import Path
 
-from hvd_transformer.launch.scheduler.scheduled_job import SAVE_SECONDS, ScheduledJob
+from hvd_transformer.launch.scheduler.scheduled_job import ScheduledJob
 
 NAME = "job.sbatch"
 _TEMPLATE = resources.files("hvd_transformer.launch.scheduler") / NAME
@@ -28,7 +28,7 @@ def script(job: ScheduledJob) -> str:
         "--output=%x-%j.log",
         "--open-mode=append",
         "--requeue",
-        f"--signal=B:USR1@{SAVE_SECONDS + _END_SECONDS}",
+        f"--signal=B:USR1@{job.save_seconds + _END_SECONDS}",
         "--export=ALL",
     ]
     # The hosts are known when the job runs: the shell expands them; everything else is quoted.

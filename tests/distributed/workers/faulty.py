@@ -5,6 +5,7 @@ die: that rank kills itself in the middle of the backward of that step.
 raise: the same, with an exception.
 forward-STAGE-NUMBER, backward-STAGE-NUMBER: that stage fails at that micro-batch of that step, and says when.
 hang: each forward of that rank takes 0.25 s more, and the one of that step never ends.
+prepare: that rank prepares its data for so many seconds, longer than any rank may be without progress.
 overflow: the loss scale of that rank's float16 starts so high that the first steps are left out.
 """
 
@@ -19,8 +20,10 @@ import torch
 from hvd_transformer.cli.train import main
 from hvd_transformer.comm.horovod_env import launched
 from hvd_transformer.gradients.sync import GradSync
+from hvd_transformer.monitoring import watchdog
 from hvd_transformer.parallel.engine import Engine
 from hvd_transformer.parallel.precision import LossScaler
+from hvd_transformer.tasks.language_model_task import LanguageModelTask
 from hvd_transformer.training.trainer import Trainer
 
 RANK, STEP, FAULT = 0, 0, ""
@@ -113,6 +116,19 @@ def hang_in_a_forward() -> None:
     patch.object(Engine, "__init__", init).start()
 
 
+def prepare_long() -> None:
+    original = LanguageModelTask.prepare
+
+    def prepare_data(config, context):
+        end = time.monotonic() + STEP
+        while time.monotonic() < end:
+            assert not context.should_stop()
+            time.sleep(0.2)
+        return original(config, context)
+
+    patch.object(LanguageModelTask, "prepare", prepare_data).start()
+
+
 def overflow_at_first() -> None:
     original = LossScaler.__init__
 
@@ -129,6 +145,7 @@ FAULTS = {
     "raise": fail_in_a_backward,
     "hang": hang_in_a_forward,
     "overflow": overflow_at_first,
+    "prepare": prepare_long,
 }
 
 
@@ -147,6 +164,8 @@ def train(rank: int, step: int, fault: str, words: list[str]) -> tuple[int, str,
 def prepare(rank: int, step: int, fault: str) -> None:
     global RANK, STEP, FAULT
     RANK, STEP, FAULT = rank, step, fault
+    if fault == "prepare":
+        patch.object(watchdog, "_UNKNOWN_SECONDS", 0.6 * STEP).start()
     if launched().rank == rank:
         FAULTS.get(fault, fail_in_a_stage)()
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from node_agents import VALUES, Started, agents_of, connections_opened, folders,
 
 from hvd_transformer.launch.agents import HostAgents
 from hvd_transformer.launch.connections import HostConnections
+from hvd_transformer.launch.ssh import Ssh
+from hvd_transformer.launch.time_limits import TimeLimits
 
 SLEEP = ["sh", "-c", "sleep 100"]
 WAYS = ["gloo", "mpi"]
@@ -176,6 +179,51 @@ def test_a_killed_agent_takes_its_ranks_with_it(connections: HostConnections) ->
     wait_until(lambda: not group_lives(rank))
     agents.close()
     ready(connections, "far.invalid").close()  # removes the folder that the killed agent left
+
+
+def test_a_host_is_lost_after_the_time_that_was_asked_for(ssh_log: Path) -> None:
+    limits = TimeLimits(silence=1.5)
+    with closing(HostConnections(Ssh(), dict(os.environ), limits)) as connections:
+        agents = ready(connections, "far.invalid")
+        (pid,) = agents_of(connections.folder)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            wait_until(lambda: agents.lost)
+            assert 0.5 < time.monotonic() - began < 5
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize(
+    ("phase", "age", "silent"),
+    [
+        ("evaluation", 19, False),
+        ("evaluation", 21, True),
+        ("forward", 21, True),
+        ("start", 59, False),
+        ("start", 61, True),
+    ],
+)
+def test_a_rank_without_a_heartbeat_hangs_whatever_it_may_take(
+    connections: HostConnections, phase: str, age: float, silent: bool
+) -> None:
+    """Within 30 seconds, while an evaluation may take minutes."""
+    agents = HostAgents(["localhost"], connections)
+    assert agents.is_silent({"phase": phase, "age": age, "limit_seconds": 450.0}) == silent
+    agents.close()
+
+
+def test_a_rank_that_has_ended_is_not_silent(connections: HostConnections) -> None:
+    """While others save: its heartbeat stays as it was."""
+    agents = ready(connections, "far.invalid")
+    beat = f'{{"rank": 0, "time": {time.monotonic()}, "phase": "step"}}'
+    Started(connections, agents, "gloo", 0, ["sh", "-c", f"echo '{beat}' >$HVD_TRANSFORMER_FOLDER/beat-0; exit 1"])
+    Started(connections, agents, "gloo", 1, SLEEP)
+    wait_until(lambda: agents.num_ended == 1 and agents.beats)
+    time.sleep(2.5)
+    assert agents.beats[0]["age"] < 2
+    agents.close()
 
 
 def test_much_output_arrives_whole_and_errors_block_nobody(connections: HostConnections) -> None:

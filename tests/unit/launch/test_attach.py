@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -15,12 +16,15 @@ from typing import Any, cast
 import pytest
 
 from hvd_transformer.errors import UserError
+from hvd_transformer.folder_lock import Owner
+from hvd_transformer.launch import launch_client
 from hvd_transformer.launch.agents import Failure, HostAgents
 from hvd_transformer.launch.attempt import AttemptResult
 from hvd_transformer.launch.hostfile import Host
 from hvd_transformer.launch.launch_client import LaunchClient
 from hvd_transformer.launch.launch_output import LaunchOutput
 from hvd_transformer.launch.launch_screen import Screen
+from hvd_transformer.launch.launch_server import LaunchServer, is_trusted
 from hvd_transformer.launch.launched_job import LaunchedJob
 from hvd_transformer.launch.supervisor import Supervisor
 
@@ -113,6 +117,7 @@ SECOND = """
 import sys
 from pathlib import Path
 from hvd_transformer import folder_lock
+from hvd_transformer.launch.launch_server import LaunchServer, is_trusted
 from hvd_transformer.launch.launched_job import LaunchedJob
 folder_lock.END_SECONDS = 0.2
 with LaunchedJob(Path(sys.argv[1])):
@@ -163,3 +168,67 @@ def test_a_client_that_takes_nothing_delays_nobody(tmp_path: Path) -> None:
         for _ in range(100):
             output.show(0, "out", "x" * 100_000 + "\n")
         assert time.monotonic() - began < 5
+
+
+@contextmanager
+def another_user() -> Iterator[None]:
+    os.seteuid(54321)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+by_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+
+
+@by_root
+def test_another_user_may_not_attach() -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("\0hvd-transformer-test-" + str(os.getpid()))
+        listener.listen()
+        for known in (False, True):
+            with socket.socket(socket.AF_UNIX) as client:
+                if known:
+                    client.connect(listener.getsockname())
+                else:
+                    with another_user():
+                        client.connect(listener.getsockname())
+                with listener.accept()[0] as accepted:
+                    assert is_trusted(accepted) is known
+
+
+@by_root
+def test_another_user_cannot_answer_in_place_of_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who takes the name of a socket after the launcher was killed."""
+    name = f"hvd-transformer-test-{os.getpid()}"
+    owner = Owner("a launcher on host h1", "h1", True, {"socket": name})
+    monkeypatch.setattr(launch_client, "launcher_of", lambda folder: owner)
+    with socket.socket(socket.AF_UNIX) as theirs:
+        with another_user():
+            theirs.bind(f"\0{name}")
+            theirs.listen()
+        LaunchClient(tmp_path).close()  # root's, who may see every job
+        monkeypatch.setattr("os.geteuid", lambda: 1000)
+        with pytest.raises(UserError, match=r": another user answers in place of a launcher on host h1$"):
+            LaunchClient(tmp_path)
+
+
+def test_only_stop_and_kill_are_obeyed() -> None:
+    asked: list[str] = []
+    server = LaunchServer(asked.append)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(f"\0{server.name}")
+        client.sendall(b'{"do": "shout"}\n["do"]\n{"do": "kill"}\n')
+        client.shutdown(socket.SHUT_WR)
+        assert client.makefile("rb").read() == b""
+    server.close(0)
+    assert asked == ["kill"]
+
+
+def test_a_closed_server_listens_no_more() -> None:
+    server = LaunchServer(lambda what: None)
+    server.close(0)
+    assert "launch server" not in [thread.name for thread in threading.enumerate()]
+    with socket.socket(socket.AF_UNIX) as client, pytest.raises(ConnectionRefusedError):
+        client.connect(f"\0{server.name}")

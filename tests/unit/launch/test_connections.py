@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import threading
 import time
 from contextlib import closing
@@ -14,6 +15,7 @@ from node_agents import Started, agents_of, connections_opened, folders, ready, 
 from hvd_transformer.errors import UserError
 from hvd_transformer.launch import connections as connections_module
 from hvd_transformer.launch import host_connection
+from hvd_transformer.launch.agent_folder import sockets
 from hvd_transformer.launch.connections import HostConnections
 from hvd_transformer.launch.host_connection import NoConnection
 from hvd_transformer.launch.ssh import Ssh
@@ -95,7 +97,7 @@ def test_what_a_killed_agent_left_is_removed_by_the_next_one(ssh_log: Path) -> N
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
 def test_what_another_user_put_beside_it_is_left_alone(connections: HostConnections) -> None:
     """Opening a named pipe would block forever."""
-    trap = Path(f"/tmp/hvd-transformer-trap-{os.getpid()}")
+    trap = Path(f"/tmp/hvd-transformer-{os.getpid()}-00000000-00000000-trap")
     trap.mkdir(mode=0o755)
     try:
         os.mkfifo(trap / "agent")
@@ -104,3 +106,37 @@ def test_what_another_user_put_beside_it_is_left_alone(connections: HostConnecti
         assert (trap / "agent").exists()
     finally:
         shutil.rmtree(trap)
+
+
+def test_no_folder_but_an_agents_is_taken_for_a_leftover(connections: HostConnections) -> None:
+    """Such as a checkout of ours."""
+    checkout = Path(f"/tmp/hvd-transformer-checkout-{os.getpid()}")
+    checkout.mkdir()
+    try:
+        (checkout / "agent").touch()
+        ready(connections, "far.invalid").close()
+        assert (checkout / "agent").exists()
+    finally:
+        shutil.rmtree(checkout)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+def test_over_mpi_no_rank_is_sent_to_another_users_socket(connections: HostConnections) -> None:
+    """Everybody can read the beginning of the folder's name in mpirun's command line."""
+    ready(connections, "far.invalid")
+    (agent,) = folders(connections)
+    trap = agent.with_name(f"{agent.name[:-8]}!")
+    trap.mkdir(mode=0o755)
+    try:
+        with socket.socket(socket.AF_UNIX) as theirs:
+            theirs.bind(str(trap / "runners"))
+            os.chown(trap, 54321, 54321)
+            assert sockets(connections.folder) == [str(agent / "runners")]
+    finally:
+        shutil.rmtree(trap)
+    trap.symlink_to(agent)
+    try:
+        os.lchown(trap, 54321, 54321)
+        assert sockets(connections.folder) == [str(agent / "runners")]
+    finally:
+        trap.unlink()

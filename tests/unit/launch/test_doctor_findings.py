@@ -198,6 +198,7 @@ def test_the_wanted_interfaces_or_the_one_that_ssh_uses_are_chosen() -> None:
     }
     assert choose_interfaces("eth7,ib0,eth0", both, {}) == "ib0,eth0"
     assert choose_interfaces(None, both, {"b": "10.1.0.2"}) == "ib0"
+    assert common_interfaces(None, both, {"b": "10.1.0.2"}) == ["ib0", "eth0"]
     assert choose_interfaces(None, both, {"b": "192.0.2.1"}) == "eth0"  # as behind a jump host
 
 

@@ -1,6 +1,7 @@
 """When a failed job starts again and which hosts it leaves out, by made-up failures and clocks."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -18,9 +19,13 @@ class Clock:
         return self.now
 
 
+def beat(host: str, **known: Any) -> dict[str, Any]:
+    return {"loss": 2.5, "age": 0.4, "waits_for": None, "late": True, "given_host": host, **known}
+
+
 def failed(step: int, host: str = "h1", code: int = 1, lost: Mapping[str, str] | None = None) -> AttemptResult:
     """A start whose ranks made `step` steps (none: 0), then failed on `host`."""
-    beats = {0: {"step": step, "loss": 2.5 if step else None}}
+    beats = {0: beat(host, step=step, loss=2.5 if step else None)}
     first = None if lost else Failure(0.0, 0, code, host, host)
     return AttemptResult(code, first, lost or {}, False, beats, "")
 
@@ -80,3 +85,30 @@ def test_the_back_off_grows_while_no_step_is_new() -> None:
         policy.judge(failed(5, f"h{at}", lost={"h": ""}), replaceable=lambda _: False).back_off for at in range(9)
     ]
     assert pauses == [0, 1, 2, 4, 8, 16, 32, 60, 60]
+
+
+BUCKET = "allreduce of bucket 0"
+
+
+def stalled(*ranks: dict[str, Any]) -> AttemptResult:
+    """A start that stalled, by what is known of the ranks of h1 and h2. h1's exits first."""
+    beats = {rank: beat(f"h{rank + 1}", step=5, **known) for rank, known in enumerate(ranks)}
+    return AttemptResult(STALLED, Failure(0.0, 0, STALLED, "h1", "h1"), {}, False, beats, "")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "at_fault"),
+    [
+        ({"waits_for": BUCKET}, {"waits_for": BUCKET, "age": 7.0, "late": False}, ["h2"]),  # its process was stopped
+        ({"waits_for": BUCKET, "age": 4.0}, {"waits_for": None}, ["h2"]),  # it hangs in its own code
+        ({"waits_for": None}, {"waits_for": BUCKET}, ["h1"]),
+        ({"waits_for": BUCKET}, {"waits_for": BUCKET, "late": False}, []),  # it had not looked yet
+        ({"waits_for": None}, {"waits_for": None}, []),
+    ],
+)
+def test_of_a_stall_the_host_that_is_late_is_at_fault(
+    first: dict[str, Any], second: dict[str, Any], at_fault: list[str]
+) -> None:
+    policy = RestartPolicy(Limits(9, 60.0))
+    assert judge(policy, stalled(first, second), "h1", "h2") == (None, [])
+    assert judge(policy, stalled(first, second), "h1", "h2") == (None, at_fault)

@@ -13,40 +13,14 @@ from click.testing import CliRunner
 from conftest import REPOSITORY
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from job_files import SECRET, TWO_HOSTS, documents, job, written
 from jsonschema import Draft202012Validator
 
 from hvd_transformer.cli.launch import launch
-from hvd_transformer.config import Config
 from hvd_transformer.errors import UserError
-from hvd_transformer.launch.hostfile import Host
 from hvd_transformer.launch.scheduler import compose, kubernetes, scheduled_job, slurm
-from hvd_transformer.launch.scheduler.scheduled_job import ScheduledJob
 
 SCHEDULERS = ("slurm", "kubernetes", "compose")
-TWO_HOSTS = ["-np", "4", "-H", "h1:2,h2:2"]
-SECRET = "the-token-nobody-sees"
-
-
-def job(*words: str, hosts: tuple[Host, ...] = (Host("h1", 2), Host("h2", 2)), **config: object) -> ScheduledJob:
-    return ScheduledJob(hosts, ["--gloo"], [], words, Config.model_validate(config))
-
-
-def written(scheduler: str, *words: str) -> str:
-    """What `launch` writes with these options and settings."""
-    runner = CliRunner(env={"TOKEN": SECRET})
-    result = runner.invoke(launch, ["--scheduler", scheduler, "--dry-run", *words], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
-def documents(text: str) -> list[dict]:
-    """Parsed by libyaml, an independent parser."""
-    return list(yaml.load_all(text, Loader=yaml.CSafeLoader))
-
-
-def check(name: str, definition: str, document: dict) -> None:
-    definitions = yaml.safe_load((Path(__file__).parent / "schemas" / f"{name}.yaml").read_text())
-    Draft202012Validator({**definitions, "$ref": f"#/$defs/{definition}"}).validate(document)
 
 
 # ---- the words
@@ -76,9 +50,10 @@ def launched_words(scheduler: str, text: str, tmp_path: Path) -> list[str]:
 STUB = """#!/bin/sh
 printf '%s\\0' "${0##*/}" "$@" >"$STUB_FOLDER/${0##*/}-$1"
 """
-SCONTROL = STUB + '[ "$1" = show ] && printf "h1\\nh2\\n"\n'
-# As `launch` does: what asks it to end is passed on, and the exit code is then 1.
-WAITS = STUB + "sleep 20 & trap 'kill $!; exit 1' TERM\necho ready; wait\n"
+# To requeue a job, Slurm ends it first.
+SCONTROL = STUB + '[ "$1" = show ] && printf "h1\\nh2\\n"\n[ "$1" != requeue ] || kill -TERM "$PPID"\n'
+# As `launch` does: what asks it to end is passed on.
+WAITS = STUB + "sleep 20 & trap 'kill $!; exit 3' TERM\necho ready; wait\n"
 
 
 def start_script(text: str, folder: Path, launcher: str = STUB) -> subprocess.Popen[str]:
@@ -93,7 +68,11 @@ def start_script(text: str, folder: Path, launcher: str = STUB) -> subprocess.Po
     (folder / "script").write_text(re.sub(r"^PATH=.*", f"PATH={commands}:$PATH", text, flags=re.MULTILINE))
     values = {"SLURM_JOB_NODELIST": "h[1-2]", "SLURM_JOB_ID": "77", "STUB_FOLDER": str(called)}
     return subprocess.Popen(
-        ["bash", folder / "script"], env={**os.environ, **values}, stdout=subprocess.PIPE, text=True
+        ["bash", folder / "script"],
+        env={**os.environ, **values},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
@@ -212,7 +191,8 @@ def interrupted(folder: Path, number: signal.Signals) -> bool:
     assert script.stdout
     assert script.stdout.readline() == "ready\n"
     script.send_signal(number)
-    assert script.wait(10) == 1
+    assert script.wait(10) == 3
+    assert "No such process" not in script.stdout.read()
     called = call(folder, "scontrol-requeue")
     assert called in ([], ["scontrol", "requeue", "77"])
     return bool(called)
@@ -229,10 +209,13 @@ def test_a_job_that_saves_nothing_is_not_queued_for_ever(tmp_path: Path) -> None
     assert interrupted(tmp_path, signal.SIGUSR1)
 
 
-def test_there_is_time_to_save_before_the_time_limit() -> None:
-    name, seconds = sbatch_options(slurm.script(job()))["signal"].split("@")
+@pytest.mark.parametrize(("words", "save"), [([], 120), (["--save-timeout", "5m"], 300)])
+def test_there_is_time_to_save_before_the_end(words: list[str], save: int) -> None:
+    name, seconds = sbatch_options(written("slurm", *TWO_HOSTS, *words))["signal"].split("@")
     assert name == "B:USR1"
-    assert int(seconds) >= scheduled_job.SAVE_SECONDS + 60
+    assert int(seconds) >= save + 60
+    assert f"stop_grace_period: {save + 30}s" in written("compose", *TWO_HOSTS, *words)
+    assert f"terminationGracePeriodSeconds: {save + 30}" in written("kubernetes", *TWO_HOSTS, *words)
 
 
 def test_a_finished_job_is_not_queued_again_and_a_failed_one_keeps_its_code(tmp_path: Path) -> None:
@@ -241,70 +224,7 @@ def test_a_finished_job_is_not_queued_again_and_a_failed_one_keeps_its_code(tmp_
         assert call(tmp_path, "scontrol-requeue") == []
 
 
-# ---- Kubernetes and compose
-
-
-@pytest.mark.parametrize("words", [[], ["--env", "TOKEN", "--", "training.device=cuda", "parallel.pipeline=2"]])
-def test_the_manifest_is_valid_and_asks_for_what_the_job_needs(words: list[str]) -> None:
-    claim, mpijob = documents(written("kubernetes", *TWO_HOSTS, *words))
-    check("kubernetes", "PersistentVolumeClaim", claim)
-    check("kubernetes", "MPIJob", mpijob)
-    spec = mpijob["spec"]
-    assert spec["slotsPerWorker"] == 2
-    assert [spec["mpiReplicaSpecs"][role]["replicas"] for role in ("Launcher", "Worker")] == [1, 2]
-    launcher, worker = (
-        spec["mpiReplicaSpecs"][role]["template"]["spec"]["containers"][0] for role in ("Launcher", "Worker")
-    )
-    assert launcher["image"] == worker["image"] == f"hvd-transformer:{'gpu' if words else 'cpu'}"
-    assert worker["resources"].get("limits") == ({"nvidia.com/gpu": 4} if words else None)
-    assert "resources" not in launcher
-    for pod in (replica["template"]["spec"] for replica in spec["mpiReplicaSpecs"].values()):
-        assert claim["metadata"]["name"] in [
-            volume.get("persistentVolumeClaim", {}).get("claimName") for volume in pod["volumes"]
-        ]
-        assert restricted(pod) == []
-
-
-def restricted(pod: dict) -> list[str]:
-    """What PodSecurity's level "restricted" refuses (Kubernetes 1.31, Pod Security Standards), by its rules' names."""
-    refused = []
-    own = pod.get("securityContext", {})
-    for key in ("hostNetwork", "hostPID", "hostIPC"):
-        if pod.get(key):
-            refused.append(key)
-    allowed = {
-        "configMap",
-        "csi",
-        "downwardAPI",
-        "emptyDir",
-        "ephemeral",
-        "persistentVolumeClaim",
-        "projected",
-        "secret",
-    }
-    refused += [f"volume {volume['name']}" for volume in pod["volumes"] if not allowed & volume.keys()]
-    for container in [*pod["containers"], *pod.get("initContainers", [])]:
-        context = {**own, **container.get("securityContext", {})}
-        capabilities = context.get("capabilities", {})
-        if context.get("privileged") or any("hostPort" in port for port in container.get("ports", [])):
-            refused.append("privileged or hostPort")
-        if context.get("allowPrivilegeEscalation") is not False:
-            refused.append("allowPrivilegeEscalation")
-        if context.get("runAsNonRoot") is not True or context.get("runAsUser") == 0:
-            refused.append("runAsNonRoot")
-        if context.get("seccompProfile", {}).get("type") not in ("RuntimeDefault", "Localhost"):
-            refused.append("seccompProfile")
-        if capabilities.get("drop") != ["ALL"] or set(capabilities.get("add", [])) - {"NET_BIND_SERVICE"}:
-            refused.append("capabilities")
-    return refused
-
-
-@pytest.mark.parametrize("output", ["runs/x", "/data/runs/x", "/runs"])
-def test_the_output_lies_in_the_volume(output: str) -> None:
-    for spec in documents(kubernetes.manifest(job(output_dir=output)))[1]["spec"]["mpiReplicaSpecs"].values():
-        container = spec["template"]["spec"]["containers"][0]
-        mount = next(mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "output")
-        assert mount == (output if output.startswith("/") else container["workingDir"])
+# ---- Kubernetes (test_kubernetes.py has more) and compose
 
 
 @pytest.mark.parametrize(
@@ -326,8 +246,10 @@ def test_a_name_that_kubernetes_takes(name: str) -> None:
 def test_the_compose_file_is_valid_and_each_worker_has_its_own_gpus(tmp_path: Path, words: list[str]) -> None:
     text = written("compose", "-np", "5", "-H", "h1:3,h2:2", *words)
     (document,) = documents(text)
-    check("compose", "Compose", document)
+    schema = yaml.safe_load((Path(__file__).parent / "schemas" / "compose.yaml").read_text())
+    Draft202012Validator({**schema, "$ref": "#/$defs/Compose"}).validate(document)
     services = document["services"]
+    assert all(int(service["stop_grace_period"].rstrip("s")) > 120 for service in services.values())
     assert list(services) == ["launcher", "worker-1", "worker-2"]
     assert set(services["launcher"]["depends_on"]) == {"worker-1", "worker-2"}
     devices = [
@@ -372,6 +294,8 @@ def test_the_file_is_written_once(tmp_path: Path, scheduler: str) -> None:
         (["--scheduler", "kubernetes", "--dry-run", "-H", "a:2,b,c:2"], "the same number of slots: a:2, b:1, c:2"),
         (["--scheduler", "compose", "--dry-run", "--env", "A=hush"], "--env A=…: takes only the name"),
         (["--scheduler", "compose", "--dry-run", "--", "model.widht=3"], "unknown key"),
+        (["--scheduler", "slurm", "--memory-gib", "4"], "--memory-gib: only with --scheduler kubernetes"),
+        (["--scheduler", "kubernetes", "--memory-gib", "nan"], "--memory-gib nan: must be above 0"),
         (["--scheduler", "slurm", "--output", "/proc/none"], "/proc/none/job.sbatch: cannot be written: "),
     ],
 )  # fmt: skip

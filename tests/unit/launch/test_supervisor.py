@@ -26,6 +26,7 @@ from hvd_transformer.launch.launched_job import LaunchedJob
 from hvd_transformer.launch.restart_policy import Limits
 from hvd_transformer.launch.ssh import Ssh
 from hvd_transformer.launch.supervisor import LaunchPlan, Supervisor
+from hvd_transformer.launch.time_limits import TimeLimits
 
 SSH = """#!/bin/sh
 for last; do :; done
@@ -40,10 +41,10 @@ WORKER = 'cd "$STAND"; echo $HOROVOD_SIZE >>starts-$HOROVOD_RANK; start=$(wc -l 
 
 def beat(step: object, limit: int = 60, waits_for: str = "null") -> str:
     """Writes a heartbeat, which the launcher gets within the pause."""
+    values = '"phase": "step", "step": %d, "limit_seconds": %d, "waits_for": %s'
     return f"""
-printf '{{"rank": %d, "host": "%s", "time": %d, "step": %d, "limit_seconds": %d, "waits_for": %s}}' $HOROVOD_RANK \\
-    $(uname -n) $(cut -d. -f1 /proc/uptime) {step} {limit} '{waits_for}' \\
-    >"$HVD_TRANSFORMER_FOLDER/beat-$HOROVOD_RANK"; sleep 1.5
+printf '{{"rank": %d, "host": "%s", "time": %d, {values}}}' $HOROVOD_RANK $(uname -n) $(cut -d. -f1 /proc/uptime) \\
+    {step} {limit} '{waits_for}' >"$HVD_TRANSFORMER_FOLDER/beat-$HOROVOD_RANK"; sleep 1.5
 """
 
 
@@ -70,6 +71,7 @@ def supervise(
     num_ranks: int | None = None,
     give_up_seconds: float = 600.0,
     examine: Examine | None = None,
+    limits: TimeLimits | None = None,
 ) -> int:
     hosts = HostPool(find, num_ranks)
     words = ["sh", "-c", WORKER + script]
@@ -77,7 +79,7 @@ def supervise(
     with (
         LaunchedJob(stand / "run") as job,
         closing(LaunchOutput(Screen(), job)) as output,
-        closing(HostConnections(Ssh(), plan.environment)) as connections,
+        closing(HostConnections(Ssh(), plan.environment, limits)) as connections,
     ):
         return Supervisor(plan, Horovodrun(hosts.hosts()), hosts, connections, output, examine).run()
 
@@ -258,12 +260,13 @@ def test_a_host_that_is_about_to_end_is_left_after_all_ranks_have_saved(
     stand: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def end() -> None:
-        wait_until(lambda: len(list(stand.glob("starts-*"))) == 4)
+        wait_until(lambda: len(list(stand.glob("ready-*"))) == 4)
         os.kill(int((stand / "ssh-far.invalid").read_text()), signal.SIGTERM)
 
     threading.Thread(target=end, daemon=True).start()
     script = "[ $start = 2 ] && exit 0; "
-    script += 'trap "sleep 0.5; touch saved-$HOROVOD_RANK; exit 1" TERM; while :; do sleep 0.05; done'
+    script += 'trap "sleep 0.5; touch saved-$HOROVOD_RANK; exit 1" TERM; touch ready-$HOROVOD_RANK; '
+    script += "while :; do sleep 0.05; done"
     assert supervise(stand, script, given(localhost=2, far=2), restarts=1, min_ranks=2) == 0
     assert starts(stand) == [4, 2]
     assert len(list(stand.glob("saved-*"))) == 4
@@ -327,11 +330,11 @@ def test_a_new_host_that_cannot_be_used_is_named_and_the_job_goes_on(
 
 def test_a_signal_ends_the_job_without_a_restart(stand: Path) -> None:
     def interrupt() -> None:
-        wait_until(lambda: len(list(stand.glob("starts-*"))) == 2)
+        wait_until(lambda: len(list(stand.glob("ready-*"))) == 2)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=interrupt, daemon=True).start()
-    script = 'trap "exit 1" TERM; while :; do sleep 0.05; done'
+    script = 'trap "exit 1" TERM; touch ready-$HOROVOD_RANK; while :; do sleep 0.05; done'
     assert supervise(stand, script, given(localhost=2), restarts=3, min_ranks=2) == 1
     assert starts(stand) == [2]
 
@@ -341,6 +344,14 @@ def write_script(folder: Path, text: str) -> Path:
     file.write_text(f"#!/bin/sh\n{text}\n")
     file.chmod(0o755)
     return file
+
+
+def test_ranks_that_save_for_longer_than_asked_for_are_killed(stand: Path) -> None:
+    threading.Timer(4, os.kill, [os.getpid(), signal.SIGTERM]).start()
+    began = time.monotonic()
+    limits = TimeLimits(save=1.0)
+    assert supervise(stand, "trap '' TERM; while :; do sleep 0.1; done", given(localhost=1), limits=limits) != 0
+    assert time.monotonic() - began < 15
 
 
 def test_a_discovery_script_names_the_hosts_of_now(tmp_path: Path) -> None:

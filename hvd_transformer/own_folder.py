@@ -1,0 +1,50 @@
+"""Makes folders that no other user has made first, as anybody can do in /tmp."""
+
+import os
+import pwd
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from hvd_transformer.errors import UserError
+
+_EVERYONE = stat.S_ISVTX | stat.S_IWOTH  # as /tmp has: names of everyone, which only their owners can replace
+
+
+def make_own_folder(folder: Path) -> None:
+    """Make the folder and its parents where they are missing.
+
+    Raises `UserError` like `check_own`, and `OSError`.
+    """
+    check_own(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    check_own(folder)  # another user may just have been faster; from now on nobody can be
+
+
+def check_own(path: Path) -> None:
+    """Raise `UserError` if another user made the path, or a part of it, in a folder like /tmp.
+
+    It could lead anywhere, or its owner could change what is written there. In other folders it is up to their rights
+    who works together there. Root's are used, too.
+    """
+    for whole in dict.fromkeys((path.absolute(), path.resolve())):
+        for part in reversed((whole, *whole.parents)):
+            with suppress(FileNotFoundError, NotADirectoryError):
+                if part.parent.stat().st_mode & _EVERYONE == _EVERYONE and part != part.parent:
+                    _check_owner(path, part)
+
+
+def _check_owner(path: Path, part: Path) -> None:
+    owner = part.lstat().st_uid
+    if owner not in (0, os.geteuid()):
+        raise UserError(
+            f"{path}: {part} belongs to user {_name(owner)}, in a folder where everyone can write; "
+            "use a folder of your own"
+        )
+
+
+def _name(user: int) -> str:
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:
+        return str(user)

@@ -1,0 +1,31 @@
+"""The signals that ask a launcher to exit."""
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from hvd_transformer.launch import attempt
+from hvd_transformer.launch.attempt import Stop
+
+
+@pytest.fixture
+def stop() -> Iterator[Stop]:
+    made = Stop()
+    yield made
+    made.restore()
+
+
+@pytest.mark.parametrize(("number", "count"), [(signal.SIGTERM, 1), (signal.SIGHUP, 2)])
+def test_a_scheduler_and_its_script_may_both_send_sigterm(stop: Stop, number: signal.Signals, count: int) -> None:
+    os.kill(os.getpid(), number)
+    os.kill(os.getpid(), number)
+    assert stop.count == count
+
+
+def test_a_later_sigterm_is_a_second_one(stop: Stop, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    monkeypatch.setattr(attempt, "_SAME_SECONDS", 0.0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.count == 2
