@@ -20,6 +20,7 @@ from hvd_transformer.launch.agents import Beat, Failure, HostAgents
 from hvd_transformer.launch.connections import HostConnections
 from hvd_transformer.launch.horovodrun_command import Horovodrun
 from hvd_transformer.launch.sigterm import sigterm_blocked
+from hvd_transformer.monitoring.stall_report import PeerHeartbeat, late_ranks
 
 _FAIL_SECONDS = 1.0  # for ranks to exit by themselves after another rank failed: their messages are more specific
 _STACK_SECONDS = 0.5  # for ranks to write their stacks
@@ -114,10 +115,22 @@ def run_attempt(
         for beat in beats.values()
         if agents.is_silent(beat)
     ]
-    first = failures[0] if failures else None
+    first = _at_fault(failures[0], beats) if failures else None
     return AttemptResult(
         first.code if first else int(code != 0 or not finished), first, lost, stopped, beats, text, leaving
     )
+
+
+def _at_fault(first: Failure, beats: Mapping[int, Beat]) -> Failure:
+    """The rank that the first one waited for, if that exited because no step ended and the heartbeats tell."""
+    if first.code != STALLED or first.rank not in beats:
+        return first
+    seen = [PeerHeartbeat(beat, beat["age"]) for beat in beats.values()]
+    late = {found.beat["rank"]: found.beat for found in late_ranks(seen, beats[first.rank]["limit_seconds"])}
+    if not late or first.rank in late:
+        return first
+    rank, beat = next(iter(late.items()))
+    return first._replace(rank=rank, host=beat["host"], given_host=beat["given_host"])
 
 
 def _start(

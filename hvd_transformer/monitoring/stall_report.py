@@ -1,7 +1,7 @@
 """Which ranks are late (the job stalls) and which are slow (stragglers)."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from statistics import median
 from typing import Any, NamedTuple
@@ -20,15 +20,12 @@ class PeerHeartbeat(NamedTuple):
 def stall_report(seen: Sequence[PeerHeartbeat], hosts: Sequence[str], silent_seconds: float) -> str:
     """One sentence: the late ranks with their hosts and phases, and which ranks wait for them, and where.
 
-    A rank is late if its heartbeat is older than `silent_seconds` (it is suspended, or its host is lost) or if it waits
-    for no other rank. `hosts` has the host of every rank.
+    `hosts` has the host of every rank.
     """
-    silent = [found for found in seen if found.age > silent_seconds]
-    working = [found for found in seen if found.age <= silent_seconds and not found.beat["waits_for"]]
-    waiting = [found for found in seen if found.age <= silent_seconds and found.beat["waits_for"]]
+    late = late_ranks(seen, silent_seconds)
+    waiting = [found for found in seen if found not in late]
     ranks = {found.beat["rank"] for found in seen}
     unseen = [rank for rank in range(len(hosts)) if rank not in ranks]
-    late = sorted(silent + working, key=lambda found: found.beat["rank"])
     parts = [_late(found, silent_seconds) for found in late[:_NAMED]]
     if len(late) > _NAMED:
         parts.append(f"{len(late) - _NAMED} more ranks are late")
@@ -41,6 +38,12 @@ def stall_report(seen: Sequence[PeerHeartbeat], hosts: Sequence[str], silent_sec
             for host, group in groupby(unseen, key=lambda rank: hosts[rank])
         ]
     return "; ".join(parts)
+
+
+def late_ranks(seen: Iterable[PeerHeartbeat], silent_seconds: float) -> list[PeerHeartbeat]:
+    """Those whose heartbeat is older than `silent_seconds` (suspended, or on a lost host) or that wait for no other."""
+    late = [found for found in seen if found.age > silent_seconds or not found.beat["waits_for"]]
+    return sorted(late, key=lambda found: int(found.beat["rank"]))
 
 
 def _late(found: PeerHeartbeat, silent_seconds: float) -> str:

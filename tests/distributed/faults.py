@@ -42,22 +42,33 @@ class Fault:
         """Ends it."""
 
 
-class KillRank(Fault):
-    def inject(self, job: HostJob) -> None:
-        os.kill(_some_rank(job), signal.SIGKILL)
+class RankFault(Fault):
+    """Something that happens to a rank: never twice in a row on the same host, which would be set aside."""
+
+    def __init__(self) -> None:
+        self._host = ""
+
+    def another_host(self, job: HostJob) -> str:
+        self._host = job.rng.choice([host for host in job.names if host != self._host and job.ranks(host)])
+        return self._host
 
 
-class KillRanksOfHost(Fault):
+class KillRank(RankFault):
     def inject(self, job: HostJob) -> None:
-        for pid in job.ranks(job.rng.choice(job.names)):
+        os.kill(job.rng.choice(sorted(job.ranks(self.another_host(job)))), signal.SIGKILL)
+
+
+class KillRanksOfHost(RankFault):
+    def inject(self, job: HostJob) -> None:
+        for pid in job.ranks(self.another_host(job)):
             os.kill(pid, signal.SIGKILL)
 
 
-class StopRank(Fault):
+class StopRank(RankFault):
     """SIGSTOP, as of a process that hangs in the kernel."""
 
     def inject(self, job: HostJob) -> None:
-        os.kill(_some_rank(job), signal.SIGSTOP)
+        os.kill(job.rng.choice(sorted(job.ranks(self.another_host(job)))), signal.SIGSTOP)
 
 
 class KillLauncher(Fault):
@@ -311,10 +322,6 @@ FAULTS = [
 def _other_host(job: HostJob) -> str:
     """One with ranks that is not the launcher's."""
     return job.rng.choice([host for host in job.names[:-1] if job.ranks(host)])
-
-
-def _some_rank(job: HostJob) -> int:
-    return job.rng.choice(sorted(pid for host in job.names for pid in job.ranks(host)))
 
 
 def _lines(job: HostJob) -> list[str]:

@@ -182,20 +182,24 @@ class HostJob:
         self.how = "plain"
         assert self.launch(last).wait(300 + 10 * self.num_ranks) == 0, self.text()
         self.wait_gone()
+        assert not self._folders()
         return last
 
     def wait_gone(self, seconds: float = 30) -> None:
-        """Until no process and no private folder of it is left on any host."""
+        """Until no process of it is left on any host."""
         deadline = time.monotonic() + seconds
-        while left := [line for host in self.hosts.names for line in self.left(host)]:
+        while left := [line for host in self.hosts.names for line in self._processes(host)]:
             assert time.monotonic() < deadline, left
             time.sleep(0.05)
 
-    def left(self, host: str) -> list[str]:
-        lines = [line for line in self.hosts.processes(host).values() if line and not NOT_OF_A_JOB.search(line)]
-        temporary = Path(f"/proc/{self.hosts.keeper(host)}/root/tmp")
+    def _processes(self, host: str) -> list[str]:
+        return [line for line in self.hosts.processes(host).values() if line and not NOT_OF_A_JOB.search(line)]
+
+    def _folders(self) -> set[Path]:
+        """Private folders of its node agents. One that is killed with its host leaves its own to the next one there."""
+        temporary = {Path(f"/proc/{self.hosts.keeper(host)}/root/tmp") for host in self.hosts.names}
         names = [f"hvd-transformer-{launcher}-*" for launcher in self._launchers]
-        return lines + [str(folder) for name in names for folder in temporary.glob(name)]
+        return {folder for place in temporary for name in names for folder in place.glob(name)}
 
     def close(self) -> None:
         """Ends the launcher, as a kill does, and waits until nothing is left."""

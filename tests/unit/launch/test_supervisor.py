@@ -37,9 +37,14 @@ exec sh -c "exec $last"
 """
 # Each rank records the number of ranks at each start; what it does then is up to the test.
 WORKER = 'cd "$STAND"; echo $HOROVOD_SIZE >>starts-$HOROVOD_RANK; start=$(wc -l <starts-$HOROVOD_RANK); '
-BEAT = """
-printf '{"rank": %d, "host": "%s", "time": %d, "step": %d, "phase": "step"}' $HOROVOD_RANK \\
-    $(uname -n) $(cut -d. -f1 /proc/uptime) STEP >"$HVD_TRANSFORMER_FOLDER/beat-$HOROVOD_RANK"; sleep 1.5
+
+
+def beat(step: object, limit: int = 60, waits_for: str = "null") -> str:
+    """Writes a heartbeat, which the launcher gets within the pause."""
+    values = '"phase": "step", "step": %d, "limit_seconds": %d, "waits_for": %s'
+    return f"""
+printf '{{"rank": %d, "host": "%s", "time": %d, {values}}}' $HOROVOD_RANK $(uname -n) $(cut -d. -f1 /proc/uptime) \\
+    {step} {limit} '{waits_for}' >"$HVD_TRANSFORMER_FOLDER/beat-$HOROVOD_RANK"; sleep 1.5
 """
 
 
@@ -130,7 +135,7 @@ def test_gives_up_after_the_restarts_and_at_once_for_wrong_input(
 
 
 def test_a_step_that_fails_three_times_is_not_tried_again(stand: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    script = BEAT.replace("STEP", "$((start == 1 ? 4 : 31))") + "exit 1"
+    script = beat("$((start == 1 ? 4 : 31))") + "exit 1"
     assert supervise(stand, script, given(localhost=1), restarts=9) == 1
     assert starts(stand) == [1] * 4
     assert "hvd-transformer: giving up: failed 3 times after step 31" in capfd.readouterr().err
@@ -236,6 +241,18 @@ def test_a_host_whose_ranks_keep_failing_first_is_set_aside(stand: Path, capfd: 
     assert supervise(stand, script, given(localhost=2, far=2), restarts=3, min_ranks=2) == 0
     assert starts(stand) == [4, 4, 2]
     said = capfd.readouterr().err
+    assert "host far.invalid: its ranks failed first 2 times in a row; excluded for 10 s" in said
+
+
+def test_a_rank_that_others_wait_for_failed_first(stand: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A rank that is stopped ends neither itself nor the job; those that wait for it do."""
+    stopped = beat(5, limit=3) + "sleep 100"
+    waits = "sleep 4" + beat(5, limit=3, waits_for='"bucket 4"') + "exit 75"
+    script = f"[ $HOROVOD_SIZE = 1 ] && exit 0; if [ $HOROVOD_RANK = 1 ]; then {stopped}; else {waits}; fi"
+    assert supervise(stand, script, given(localhost=1, far=1), restarts=2) == 0
+    assert starts(stand) == [2, 2, 1]
+    said = capfd.readouterr().err
+    assert f"rank 1 on host {os.uname().nodename} failed first, because no step ended within the limit" in said
     assert "host far.invalid: its ranks failed first 2 times in a row; excluded for 10 s" in said
 
 
