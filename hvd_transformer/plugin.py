@@ -15,7 +15,7 @@ def load_plugin(path: str, origin: str, kind: str) -> Any:
     module, _, name = path.partition(":")
     if not module or not name:
         raise UserError(f"{origin}: must be of the form package.module:{kind}")
-    if "" not in sys.path:
+    if module.partition(".")[0] != __package__ and "" not in sys.path:
         sys.path.insert(0, "")  # console scripts do not import from the current folder
     try:
         found = getattr(import_module(module), name)

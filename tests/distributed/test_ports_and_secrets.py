@@ -116,6 +116,28 @@ def test_over_mpi_only_its_own_ports_are_on_all_interfaces(hosts: Hosts, tmp_pat
         assert not [line for line in seen.commands[host] if hosts.address("h1", 1) in line]
 
 
+@pytest.fixture
+def as_debian_names_itself(hosts: Hosts, tmp_path: Path) -> Iterator[None]:
+    """Each host's own name stands for 127.0.1.1 there, as Debian's installer writes it."""
+    for host in hosts.names:
+        others = [f"{hosts.address(other)} {other}\n" for other in hosts.names if other != host]
+        file = tmp_path / f"hosts-{host}"
+        file.write_text("".join(["127.0.0.1 localhost\n", f"127.0.1.1 {host}\n", *others]))
+        assert hosts.run(host, ["mount", "--bind", file, "/etc/hosts"]).returncode == 0
+    yield
+    for host in hosts.names:
+        assert hosts.run(host, ["umount", "/etc/hosts"]).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_debian_names_itself")
+def test_what_a_host_calls_itself_does_not_matter(hosts: Hosts, tmp_path: Path) -> None:
+    """Horovod as published connects process sets, also the one of all ranks, to the address of that name."""
+    seen = watch(hosts, tmp_path, ["--gloo", *BOTH])
+    for host in hosts.names:
+        assert {address for address, _ in seen.listeners[host]} <= {hosts.address(host)}
+
+
 def test_the_doctor_names_the_interface_of_the_ranks(hosts: Hosts) -> None:
     words = [BIN / "hvd-transformer", "doctor", "-H", "h1:1,10.77.1.2:1", "--", "data.source=/etc/hostname"]
     table = hosts.run("h1", words, env={**rank_environment(), "COLUMNS": "150"}).stdout

@@ -107,6 +107,7 @@ def test_nothing_travels_but_the_allowed_and_the_named() -> None:
     allowed |= {"FI_PROVIDER", "PYTORCH_CUDA_ALLOC_CONF", "SSL_CERT_FILE"}
     for name in ("OMPI_MCA_orte_launch_agent", "OPAL_PREFIX"):  # where Open MPI is a Python package
         given.pop(name, None)
+    assert given.pop("PYTHONSAFEPATH") == "1"
     assert given.keys() == allowed | {"OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_btl"}
     secrets = {"WANDB_API_KEY": "secret", "NCCL_TOKEN": "secret", "https_proxy": "http://me:secret@proxy"}
     assert secret_values(ENVIRONMENT, named) == secrets
