@@ -35,10 +35,13 @@ wait_for() {
 # The launchers' programs on this worker.
 agents() { grep -l '[h]vd_transformer.launch.node_agent' /proc/[0-9]*/cmdline 2>/dev/null | cut -d / -f 3; }
 
-# The ranks save, then the container ends.
+# The ranks save, then the container ends. An agent that begins meanwhile is told, too.
 leave() {
-    agents | xargs -r kill -TERM 2>/dev/null || true
-    while [ -n "$(agents)" ]; do sleep 0.2; done
+    local found
+    while found=$(agents || true) && [ -n "$found" ]; do
+        xargs kill -TERM <<<"$found" 2>/dev/null || true
+        sleep 0.2
+    done
     kill -TERM "$sshd"
 }
 
