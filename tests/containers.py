@@ -68,7 +68,7 @@ class Pods:
         """`workers`: slots by host."""
         self._hosts, self._folder = hosts, folder
         self._volumes = {**volumes, LAUNCHER_KEY: folder / "secret"}
-        self._write_secret()
+        write_secret(folder / "secret")
         (folder / "hostfile").write_text("".join(f"{host} slots={slots}\n" for host, slots in workers.items()))
         for path in volumes.values():
             for place in (path, *path.rglob("*")):
@@ -123,13 +123,13 @@ class Pods:
             lines += [f"mkdir -p $R{mount}", f"mount --bind {quote(str(path))} $R{mount}"]
         return lines
 
-    def _write_secret(self) -> None:
-        """The Secret that the operator makes, as the kubelet mounts it for a pod's fsGroup."""
-        secret = self._volumes[LAUNCHER_KEY]
-        secret.mkdir()
-        command = ["ssh-keygen", "-q", "-t", "rsa", "-b", "2048", "-N", "", "-C", "", "-f", secret / "id_rsa"]
-        subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
-        shutil.copy(secret / "id_rsa.pub", secret / "authorized_keys")
-        for file in secret.iterdir():
-            os.chown(file, 0, GROUP_ID)
-            file.chmod(0o640)
+
+def write_secret(folder: Path) -> None:
+    """The Secret that the operator makes for an MPIJob, as the kubelet mounts it for a pod's fsGroup."""
+    folder.mkdir()
+    command = ["ssh-keygen", "-q", "-t", "rsa", "-b", "2048", "-N", "", "-C", "", "-f", folder / "id_rsa"]
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
+    shutil.copy(folder / "id_rsa.pub", folder / "authorized_keys")
+    for file in folder.iterdir():
+        os.chown(file, 0, GROUP_ID)
+        file.chmod(0o640)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner
-from job_files import TWO_HOSTS, documents, job, written
+from job_files import TWO_HOSTS, documents, job, pods, written
 from jsonschema import Draft202012Validator
 from pod_security import RESTRICTED, Pod, refused
 
@@ -53,11 +53,6 @@ def errors(claim: dict, mpijob: dict) -> list[str]:
 
 def _kubernetes(kind: str) -> Draft202012Validator:
     return Draft202012Validator({**KUBERNETES, "$ref": f"#/$defs/io.k8s.{kind}"})
-
-
-def pods(mpijob: dict) -> dict[str, Pod]:
-    """The pods of an MPIJob, by role."""
-    return {role: replica["template"]["spec"] for role, replica in mpijob["spec"]["mpiReplicaSpecs"].items()}
 
 
 def keys(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
