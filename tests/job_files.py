@@ -27,3 +27,8 @@ def written(scheduler: str, *words: str) -> str:
 def documents(text: str) -> list[dict]:
     """Parsed by libyaml, an independent parser."""
     return list(yaml.load_all(text, Loader=yaml.CSafeLoader))
+
+
+def pods(mpijob: dict) -> dict[str, dict]:
+    """The pods of an MPIJob, by role."""
+    return {role: replica["template"]["spec"] for role, replica in mpijob["spec"]["mpiReplicaSpecs"].items()}

@@ -2,7 +2,10 @@
 
 import re
 
+import yaml
 from conftest import REPOSITORY
+
+from hvd_transformer.launch.scheduler.scheduled_job import SAVE_SECONDS
 
 DOCKERFILES = [(REPOSITORY / "docker" / f"Dockerfile.{kind}").read_text(encoding="utf-8") for kind in ("cpu", "gpu")]
 
@@ -34,3 +37,8 @@ def test_the_image_installs_extras_that_setup_cfg_has():
     extras = {extra for group in groups for extra in group.split(",")}
     assert {"distributed", "build"} <= extras
     assert all(re.search(rf"^{extra} =$", setup, re.MULTILINE) for extra in extras)
+
+
+def test_the_cluster_gives_ranks_the_time_to_save():
+    services = yaml.safe_load((REPOSITORY / "docker" / "compose.yaml").read_text(encoding="utf-8"))["services"]
+    assert all(int(service["stop_grace_period"].removesuffix("s")) > SAVE_SECONDS for service in services.values())
