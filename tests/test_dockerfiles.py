@@ -5,7 +5,7 @@ import re
 import yaml
 from conftest import REPOSITORY
 
-from hvd_transformer.launch.scheduler.scheduled_job import SAVE_SECONDS
+from hvd_transformer.launch.time_limits import TimeLimits
 
 DOCKERFILES = [(REPOSITORY / "docker" / f"Dockerfile.{kind}").read_text(encoding="utf-8") for kind in ("cpu", "gpu")]
 
@@ -41,4 +41,4 @@ def test_the_image_installs_extras_that_setup_cfg_has():
 
 def test_the_cluster_gives_ranks_the_time_to_save():
     services = yaml.safe_load((REPOSITORY / "docker" / "compose.yaml").read_text(encoding="utf-8"))["services"]
-    assert all(int(service["stop_grace_period"].removesuffix("s")) > SAVE_SECONDS for service in services.values())
+    assert all(int(service["stop_grace_period"].removesuffix("s")) > TimeLimits().save for service in services.values())

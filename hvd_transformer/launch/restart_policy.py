@@ -7,12 +7,10 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from hvd_transformer.errors import STALLED, WRONG_INPUT
-from hvd_transformer.launch.agents import Beat
 from hvd_transformer.launch.attempt import AttemptResult
 
 _SAME_STEP = 3  # failures at the same step, after which the job is given up
 _SAME_HOST = 2  # consecutive failures in which a rank of the same host failed first, after which it is set aside
-_SILENT_SECONDS = 3.0  # without a heartbeat, after which a rank is late: there are two a second
 _BACK_OFF_SECONDS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)  # by consecutive failures without a new step
 
 
@@ -110,19 +108,10 @@ class RestartPolicy:
 
 
 def _failed_first(ended: AttemptResult) -> str | None:
-    """The host on which a rank failed first.
-
-    When a job stalls, the ranks that wait may exit before the one that they wait for: then the host of those that are
-    late (as in `stall_report`), if it is one.
-    """
+    """The host on which a rank failed first, unless all that is known of that rank is that it waited for others."""
     if ended.lost or ended.first is None:
         return None
-    if ended.code != STALLED:
-        return ended.first.given_host
-    hosts = {beat["given_host"] for beat in ended.beats.values() if _is_late(beat)}
-    return hosts.pop() if len(hosts) == 1 else None
-
-
-def _is_late(beat: Beat) -> bool:
-    """Whether others wait for this rank: it waits for none, or its process was stopped before it could tell."""
-    return not beat["waits_for"] or (beat["age"] > _SILENT_SECONDS and not beat["late"])
+    beat = ended.beats.get(ended.first.rank)
+    if ended.code == STALLED and beat is not None and beat["waits_for"] and beat["late"]:
+        return None
+    return ended.first.given_host
