@@ -22,7 +22,7 @@ def detach(words: Sequence[str]) -> int | None:
     with os.fdopen(reading, "rb") as told:
         launcher = subprocess.Popen(
             [sys.executable, "-m", "hvd_transformer.cli.main", *words],
-            env={**os.environ, _BEGUN: str(writing)},
+            env={**os.environ, _BEGUN: str(writing), "PYTHONSAFEPATH": "1"},  # see `launcher_environment`
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             pass_fds=[writing],

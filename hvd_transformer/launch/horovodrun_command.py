@@ -42,6 +42,9 @@ def launcher_environment(environment: Mapping[str, str], named: Sequence[str]) -
     # The commands next to this Python, even if its virtual environment is not activated.
     commands = Path(sys.executable).parent
     result["PATH"] = f"{commands}{os.pathsep}{environment.get('PATH', os.defpath)}"
+    # `python -m` imports from the current folder first, whoever can write there and whatever its files are called;
+    # Python 3.10 knows no way to turn it off.
+    result["PYTHONSAFEPATH"] = "1"
     # For Open MPI from a Python package: the daemon that mpirun starts on other hosts, and where it finds its files.
     if (commands / "orted").exists():
         result.setdefault("OMPI_MCA_orte_launch_agent", str(commands / "orted"))
