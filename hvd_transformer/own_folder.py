@@ -44,9 +44,12 @@ def _check_owner(path: Path, part: Path) -> None:
 
 
 def _is_of_group(status: os.stat_result) -> bool:
-    """Whether it is a folder in which this user's group works together, and nobody else can write."""
+    """Whether it is a folder in which a group of this user works together, and nobody else can write.
+
+    Not the first group, which may be everybody's, such as "users".
+    """
     writers = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    groups = (os.getegid(), *os.getgroups())
+    groups = set(os.getgroups()) - {os.getegid()}
     return stat.S_ISDIR(status.st_mode) and writers == stat.S_IWGRP and status.st_gid in groups
 
 

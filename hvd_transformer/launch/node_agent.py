@@ -25,6 +25,7 @@ from hvd_transformer.launch.rank_child import RankChild
 from hvd_transformer.launch.rank_runner import Runner
 from hvd_transformer.launch.sigterm import unblock_sigterm
 
+_SAFE_PATH = "PYTHONSAFEPATH"  # for the launcher's programs; a script that a task starts may import what is beside it
 _NEWS_SECONDS = 1.0  # between two news if nothing happens: a sign of life, with heartbeats
 _OUTPUT_SECONDS = 0.1  # for which output is gathered into one message
 _SILENCE_SECONDS = 12.0  # without a word from the launcher, until it says how long
@@ -153,7 +154,8 @@ class NodeAgent:
             self._start(int(rank["HOROVOD_RANK"]), command, cwd, {**os.environ, **environment, **rank})
 
     def _start(self, rank: int, command: list[str], cwd: str, environment: dict[str, str]) -> None:
-        its_environment = {**environment, **self._values, "HVD_TRANSFORMER_FOLDER": str(self._folder.path)}
+        ours = {name: value for name, value in environment.items() if name != _SAFE_PATH}
+        its_environment = {**ours, **self._values, "HVD_TRANSFORMER_FOLDER": str(self._folder.path)}
         child = self._ranks[rank] = RankChild(rank, command, cwd, its_environment, self._umask)
         if self._reads:
             self._watch(child)

@@ -135,19 +135,22 @@ def test_links_of_our_own_lead_to_folders_of_our_own(shared: Path, victim: Path)
         make_own_folder(victim / "there" / "new")
 
 
-def test_a_folder_of_ones_group_on_a_scratch_disk_is_used(shared: Path) -> None:
+def test_a_folder_of_ones_group_on_a_scratch_disk_is_used(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, group = os.getegid(), 4711
+    monkeypatch.setattr(os, "getgroups", lambda: [first, group])
     project = shared / "project"
     project.mkdir()
-    os.chown(project, OTHER, os.getegid())
+    os.chown(project, OTHER, group)
     project.chmod(0o2770)
     assert built(project / "cache" / "x") == "ours"
     project.chmod(0o2777)
     with pytest.raises(UserError, match="project belongs to user"):
         built(project / "cache" / "y")
-    os.chown(project, OTHER, OTHER)
-    project.chmod(0o2770)
-    with pytest.raises(UserError, match="project belongs to user"):
-        built(project / "cache" / "y")
+    for other in (OTHER, first):  # everybody may be in the first group
+        os.chown(project, OTHER, other)
+        project.chmod(0o2770)
+        with pytest.raises(UserError, match="project belongs to user"):
+            built(project / "cache" / "y")
 
 
 def test_users_who_share_a_folder_share_what_is_in_it(tmp_path: Path) -> None:

@@ -44,6 +44,18 @@ def test_a_rank_gets_the_values_and_nobody_else_does(
         assert "StrictHostKeyChecking=accept-new" in ssh_log.read_text()
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_may_start_scripts_that_import_what_is_beside_them(
+    ssh_log: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")  # as `launch` sets it for its own programs
+    with closing(HostConnections(Ssh(), dict(os.environ))) as connections:
+        agents = ready(connections, "localhost")
+        Started(connections, agents, way, 0, ["sh", "-c", "echo ${PYTHONSAFEPATH-unset}"])
+        assert printed(agents) == "unset\n"
+        agents.close()
+
+
 def has(file: Path, part: bytes) -> bool:
     return file.is_file() and part in file.read_bytes()
 
