@@ -1,6 +1,7 @@
 """One launch of a job as others see it: the launcher's lock, socket, log and exit.json, from its start to its end."""
 
 import sys
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -8,11 +9,16 @@ from hvd_transformer.launch.detach import leave_terminal
 from hvd_transformer.launch.launch_log import LaunchLog
 from hvd_transformer.launch.launch_record import LaunchRecord
 from hvd_transformer.launch.launch_server import LaunchServer
+from hvd_transformer.launch.outlet import Outlet
 from hvd_transformer.launch.supervisor import Supervisor
+
+_END_SECONDS = 10.0  # for exit.json to be written
 
 
 class LaunchedJob:
     """A context manager; raises `UserError` if another launcher is at work on the run directory.
+
+    Once the job runs nobody waits for the storage of the run directory, which may stand still.
 
     `code` is the exit code to tell in the end.
     """
@@ -24,6 +30,7 @@ class LaunchedJob:
         self._record = LaunchRecord(run, self.server.name)
         self._supervisor: Supervisor | None = None
         self._begun = False
+        self._outlet = Outlet("launch record")
 
     def __enter__(self) -> "LaunchedJob":
         try:
@@ -36,7 +43,7 @@ class LaunchedJob:
     def begun(self) -> None:
         """The ranks run."""
         self._begun = True
-        self._record.begun()
+        self._outlet.put(self._record.begun)
         leave_terminal()
 
     def watch(self, supervisor: Supervisor) -> None:
@@ -47,9 +54,10 @@ class LaunchedJob:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._begun and self._supervisor is not None:
-            self._record.ended({"code": self.code, **self._supervisor.how()})
+            self._outlet.put(partial(self._record.ended, {"code": self.code, **self._supervisor.how()}))
+        self._outlet.put(self._record.close)
+        self._outlet.close(_END_SECONDS)  # first: who is told of the end may look for exit.json
         self.server.close(self.code)
-        self._record.close()
 
     def _ask(self, what: str) -> None:
         if self._supervisor is not None:

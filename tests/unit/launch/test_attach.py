@@ -17,12 +17,13 @@ import pytest
 
 from hvd_transformer.errors import UserError
 from hvd_transformer.folder_lock import Owner
-from hvd_transformer.launch import launch_client
+from hvd_transformer.launch import launch_client, launched_job
 from hvd_transformer.launch.agents import Failure, HostAgents
 from hvd_transformer.launch.attempt import AttemptResult
 from hvd_transformer.launch.hostfile import Host
 from hvd_transformer.launch.launch_client import LaunchClient
 from hvd_transformer.launch.launch_output import LaunchOutput
+from hvd_transformer.launch.launch_record import LaunchRecord
 from hvd_transformer.launch.launch_screen import Screen
 from hvd_transformer.launch.launch_server import LaunchServer, is_trusted
 from hvd_transformer.launch.launched_job import LaunchedJob
@@ -137,6 +138,20 @@ def test_how_it_ended_is_in_the_run_directory(tmp_path: Path) -> None:
     assert str(raised.value).startswith(f"{run}: no launcher is at work here; the last one ended at 2")
     assert str(raised.value).endswith("with exit code 75: rank 1 on host h1 failed first")
     assert sorted(path.name for path in run.iterdir()) == ["exit.json", "logs"]
+
+
+def test_nobody_waits_for_storage_that_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moves = threading.Event()
+    monkeypatch.setattr(launched_job, "_END_SECONDS", 0.5)
+    for name in ("begun", "ended", "close"):
+        monkeypatch.setattr(LaunchRecord, name, lambda record, *_: moves.wait(60))
+    began = time.monotonic()
+    with LaunchedJob(tmp_path / "run") as job:
+        job.watch(cast(Supervisor, SimpleNamespace(how=dict)))
+        job.begun()
+        assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 10
+    moves.set()
 
 
 def test_a_refused_start_leaves_nothing(tmp_path: Path) -> None:
