@@ -12,9 +12,11 @@ from hvd_transformer.launch.attempt import Stop
 
 @pytest.fixture
 def stop() -> Iterator[Stop]:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
     made = Stop()
     yield made
     made.restore()
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize(("number", "count"), [(signal.SIGTERM, 1), (signal.SIGHUP, 2)])
