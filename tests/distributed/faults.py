@@ -45,12 +45,9 @@ class Fault:
 class RankFault(Fault):
     """Something that happens to a rank: never twice in a row on the same host, which would be set aside."""
 
-    def __init__(self) -> None:
-        self._host = ""
-
     def another_host(self, job: HostJob) -> str:
-        self._host = job.rng.choice([host for host in job.names if host != self._host and job.ranks(host)])
-        return self._host
+        job.hit = job.rng.choice([host for host in job.names if host != job.hit and job.ranks(host)])
+        return job.hit
 
 
 class KillRank(RankFault):

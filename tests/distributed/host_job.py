@@ -77,6 +77,7 @@ class HostJob:
             PROGRAM, "launch", "-np", self.num_ranks, "-H", where, f"--{backend}", "--env", "MALLOC_ARENA_MAX",
             "--restarts", 99, "--min-np", slots, *options,
         ]  # fmt: skip
+        self.hit = ""  # the host whose rank suffered last
         self._more = more
         self.output = output
         output.touch()

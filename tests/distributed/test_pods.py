@@ -118,6 +118,7 @@ def test_a_worker_that_is_terminated_saves_and_the_job_continues(cluster):
     assert [step for (step,) in steps(made.run)] == list(range(1, 401))
 
 
+@pytest.mark.slow
 def test_without_restarts_the_job_ends_with_its_checkpoint(cluster):
     made = cluster(100_000)
     made.wait_for_step(20)
@@ -128,6 +129,7 @@ def test_without_restarts_the_job_ends_with_its_checkpoint(cluster):
     assert made.workers["h2"].process.poll() is None
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_started_again_lets_its_launcher_in(cluster):
     made = cluster(400, "--restarts", "3")
     key = made.host_key("h3")
