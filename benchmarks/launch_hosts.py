@@ -29,16 +29,16 @@ import click
 from benchmarks.paired import machine
 from hvd_transformer.config import load
 from hvd_transformer.launch.agents import HostAgents
-from hvd_transformer.launch.connections import HostConnections
+from hvd_transformer.launch.connection.connections import HostConnections
+from hvd_transformer.launch.connection.ssh import Ssh
 from hvd_transformer.launch.doctor import examine
 from hvd_transformer.launch.doctor.findings import Job
 from hvd_transformer.launch.horovodrun_command import Horovodrun, launcher_environment
 from hvd_transformer.launch.host_pool import HostPool
 from hvd_transformer.launch.hostfile import Host
-from hvd_transformer.launch.launch_output import LaunchOutput
-from hvd_transformer.launch.launch_screen import Screen
+from hvd_transformer.launch.output.launch_output import LaunchOutput
+from hvd_transformer.launch.output.launch_screen import Screen
 from hvd_transformer.launch.restart_policy import Limits
-from hvd_transformer.launch.ssh import Ssh
 from hvd_transformer.launch.supervisor import LaunchPlan, Supervisor
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)

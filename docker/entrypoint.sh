@@ -33,7 +33,7 @@ wait_for() {
 }
 
 # The launchers' programs on this worker.
-agents() { grep -l '[h]vd_transformer.launch.node_agent' /proc/[0-9]*/cmdline 2>/dev/null | cut -d / -f 3; }
+agents() { grep -l '[h]vd_transformer.launch.node.node_agent' /proc/[0-9]*/cmdline 2>/dev/null | cut -d / -f 3; }
 
 # The ranks save, then the container ends. An agent that begins meanwhile is told, too.
 leave() {

@@ -15,8 +15,8 @@ from allowed_skips import UnexpectedSkips
 from hosts import Hosts, missing
 from node_agents import folders
 
-from hvd_transformer.launch.connections import HostConnections
-from hvd_transformer.launch.ssh import Ssh
+from hvd_transformer.launch.connection.connections import HostConnections
+from hvd_transformer.launch.connection.ssh import Ssh
 
 if TYPE_CHECKING:
     from worlds import Worlds

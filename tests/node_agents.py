@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hvd_transformer.launch.agents import HostAgents
-from hvd_transformer.launch.connections import HostConnections
+from hvd_transformer.launch.connection.connections import HostConnections
 
 VALUES = {"TOKEN": "line one\nline 'two' \"é\" $(x) \\"}
 
@@ -34,7 +34,7 @@ class Started:
     ) -> None:
         self.runner: subprocess.Popen[bytes] | None = None
         if way == "mpi":
-            words = [sys.executable, "-m", "hvd_transformer.launch.rank_runner", connections.folder, *command]
+            words = [sys.executable, "-m", "hvd_transformer.launch.node.rank_runner", connections.folder, *command]
             self.runner = subprocess.Popen(words, env={**os.environ, "OMPI_COMM_WORLD_RANK": str(rank)})
         else:
             order = {"command": list(command), "cwd": "/", "environment": {}}
@@ -63,6 +63,6 @@ def agents_of(folder: str) -> list[int]:
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             words = file.read_bytes().decode().split("\0")
-            if words[1:4] == ["-m", "hvd_transformer.launch.node_agent", folder]:
+            if words[1:4] == ["-m", "hvd_transformer.launch.node.node_agent", folder]:
                 found.append(int(file.parent.name))
     return found

@@ -17,7 +17,7 @@ def attach(run: Path) -> None:
 
     Ctrl-C leaves the job alone. If it ends, the exit code is the job's.
     """
-    from hvd_transformer.launch.launch_client import LaunchClient
+    from hvd_transformer.launch.output.launch_client import LaunchClient
 
     with closing(LaunchClient(run.expanduser())) as client:
         try:

@@ -37,12 +37,12 @@ def doctor(
     from rich.console import Console
 
     from hvd_transformer.cli.train import config_of
+    from hvd_transformer.launch.connection.ssh import Ssh
     from hvd_transformer.launch.doctor.examine import examine
     from hvd_transformer.launch.doctor.findings import Job
     from hvd_transformer.launch.doctor.findings_table import as_table, to_json
     from hvd_transformer.launch.horovodrun_command import Horovodrun, launcher_environment
     from hvd_transformer.launch.host_pool import given_hosts
-    from hvd_transformer.launch.ssh import Ssh
 
     wanted = given_hosts(hosts, hostfile)
     horovodrun = Horovodrun(wanted, ssh=Ssh(ssh_port, ssh_identity), network_interface=network_interface)

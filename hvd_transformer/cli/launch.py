@@ -145,9 +145,9 @@ def launch(**given: Any) -> None:
     that are lost, keep failing or cannot run it, if the others have slots for --min-np ranks. It restarts with more
     ranks, up to -np, when hosts return or the discovery script names new ones.
     """
+    from hvd_transformer.launch.connection.ssh import Ssh
     from hvd_transformer.launch.horovodrun_command import Horovodrun, horovod_library, launcher_environment, takes_mpi
     from hvd_transformer.launch.host_pool import HostPool, find_hosts, resolve_min_ranks
-    from hvd_transformer.launch.ssh import Ssh
 
     chosen = LaunchOptions(**given)
     environment = launcher_environment(os.environ, chosen.named)
@@ -183,15 +183,15 @@ def _run(
     environment: dict[str, str],
 ) -> None:
     """Check what can be checked from here, then run the job and exit with its code, unless this is a dry run."""
-    from hvd_transformer.launch.connections import HostConnections
+    from hvd_transformer.launch.connection.connections import HostConnections
     from hvd_transformer.launch.detach import is_detached
     from hvd_transformer.launch.doctor.examine import Admission
     from hvd_transformer.launch.doctor.findings import Job
     from hvd_transformer.launch.horovodrun_command import check_devices, secret_values
-    from hvd_transformer.launch.launch_output import LaunchOutput
-    from hvd_transformer.launch.launch_screen import Screen
     from hvd_transformer.launch.launched_job import LaunchedJob
     from hvd_transformer.launch.limits import warn_of_gloo
+    from hvd_transformer.launch.output.launch_output import LaunchOutput
+    from hvd_transformer.launch.output.launch_screen import Screen
     from hvd_transformer.launch.restart_policy import Limits
     from hvd_transformer.launch.supervisor import LaunchPlan, Supervisor
     from hvd_transformer.reporting.progress import SCREEN

@@ -16,7 +16,7 @@ def stop(run: Path, now: bool) -> None:
 
     The same `launch` command resumes the job later.
     """
-    from hvd_transformer.launch.launch_client import LaunchClient
+    from hvd_transformer.launch.output.launch_client import LaunchClient
 
     with closing(LaunchClient(run.expanduser())) as client:
         client.ask("kill" if now else "stop")

@@ -12,10 +12,11 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from hvd_transformer.errors import UserError
-from hvd_transformer.launch.connections import HostConnections
-from hvd_transformer.launch.doctor import findings, probe
-from hvd_transformer.launch.host_connection import HostConnection, Message, NoConnection
+from hvd_transformer.launch.connection.connections import HostConnections
+from hvd_transformer.launch.connection.host_connection import HostConnection, Message, NoConnection
+from hvd_transformer.launch.doctor import findings
 from hvd_transformer.launch.limits import require_files_for_gloo
+from hvd_transformer.launch.node import probe
 
 _END_SECONDS = 10.0  # for the agents to end their ranks
 _LOOK_SECONDS = 0.02

@@ -17,10 +17,10 @@ from typing import IO, Any, NamedTuple
 
 from hvd_transformer.errors import STALLED
 from hvd_transformer.launch.agents import Beat, Failure, HostAgents
-from hvd_transformer.launch.connections import HostConnections
+from hvd_transformer.launch.connection.connections import HostConnections
 from hvd_transformer.launch.horovodrun_command import Horovodrun
+from hvd_transformer.launch.root_cause import root_cause
 from hvd_transformer.launch.sigterm import sigterm_blocked
-from hvd_transformer.monitoring.stall_report import PeerHeartbeat, late_ranks
 
 _FAIL_SECONDS = 1.0  # for ranks to exit by themselves after another rank failed: their messages are more specific
 _STACK_SECONDS = 0.5  # for ranks to write their stacks
@@ -42,6 +42,7 @@ class AttemptResult(NamedTuple):
     beats: dict[int, Beat]  # the last heartbeat of each rank
     said: str  # output of horovodrun itself
     leaving: Mapping[str, str] = MappingProxyType({})  # hosts that are about to end, and that in words
+    at_fault: str | None = None  # the host, by its name on the command line; None: not known
 
 
 class Stop:
@@ -110,27 +111,9 @@ def run_attempt(
         said.seek(0)
         text = said.read().decode(errors="replace")
     beats, finished = dict(agents.beats), agents.num_ended == horovodrun.num_ranks
-    failures += [
-        Failure(0.0, beat["rank"], STALLED, beat["host"], beat["given_host"])
-        for beat in beats.values()
-        if agents.is_silent(beat)
-    ]
-    first = _at_fault(failures[0], beats) if failures else None
-    return AttemptResult(
-        first.code if first else int(code != 0 or not finished), first, lost, stopped, beats, text, leaving
-    )
-
-
-def _at_fault(first: Failure, beats: Mapping[int, Beat]) -> Failure:
-    """The rank that the first one waited for, if that exited because no step ended and the heartbeats tell."""
-    if first.code != STALLED or first.rank not in beats:
-        return first
-    seen = [PeerHeartbeat(beat, beat["age"]) for beat in beats.values()]
-    late = {found.beat["rank"]: found.beat for found in late_ranks(seen, beats[first.rank]["limit_seconds"])}
-    if not late or first.rank in late:
-        return first
-    rank, beat = next(iter(late.items()))
-    return first._replace(rank=rank, host=beat["host"], given_host=beat["given_host"])
+    cause = root_cause(failures, beats, agents.is_silent)
+    code = cause.first.code if cause.first else int(code != 0 or not finished)
+    return AttemptResult(code, cause.first, lost, stopped, beats, text, leaving, cause.host)
 
 
 def _start(
@@ -142,7 +125,7 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     """Start horovodrun: over MPI with the ranks' runners, over gloo with its rendezvous alone."""
     if horovodrun.mpi:
-        worker = [sys.executable, "-m", "hvd_transformer.launch.rank_runner", connections.folder, *worker]
+        worker = [sys.executable, "-m", "hvd_transformer.launch.node.rank_runner", connections.folder, *worker]
     # mpirun passes SIGTERM on to its ranks; the rendezvous ends with its standard input.
     with nullcontext() if horovodrun.mpi else sigterm_blocked():
         return subprocess.Popen(

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from hvd_transformer.config import Config
 from hvd_transformer.errors import UserError
+from hvd_transformer.launch.connection.ssh import PLAIN_PATH, Ssh, is_local
 from hvd_transformer.launch.hostfile import Host
 from hvd_transformer.launch.limits import GLOO_RANKS
-from hvd_transformer.launch.ssh import PLAIN_PATH, Ssh, is_local
 
 # Paths, text encoding, the ssh agent. CUDA_VISIBLE_DEVICES is for the ranks of this host only: horovodrun does not
 # send it to other hosts.

@@ -6,10 +6,10 @@ from contextlib import suppress
 
 from hvd_transformer.errors import UserError
 from hvd_transformer.launch.agents import HostLost
-from hvd_transformer.launch.connections import HostConnections
+from hvd_transformer.launch.connection.connections import HostConnections
+from hvd_transformer.launch.connection.host_connection import NoConnection
 from hvd_transformer.launch.doctor.findings import Finding
 from hvd_transformer.launch.horovodrun_command import Horovodrun
-from hvd_transformer.launch.host_connection import NoConnection
 from hvd_transformer.launch.host_pool import HostPool
 from hvd_transformer.launch.hostfile import Host
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from types import TracebackType
 
 from hvd_transformer.launch.detach import leave_terminal
-from hvd_transformer.launch.launch_log import LaunchLog
 from hvd_transformer.launch.launch_record import LaunchRecord
-from hvd_transformer.launch.launch_server import LaunchServer
-from hvd_transformer.launch.outlet import Outlet
+from hvd_transformer.launch.output.launch_log import LaunchLog
+from hvd_transformer.launch.output.launch_server import LaunchServer
+from hvd_transformer.launch.output.outlet import Outlet
 from hvd_transformer.launch.supervisor import Supervisor
 
 _END_SECONDS = 10.0  # for exit.json to be written

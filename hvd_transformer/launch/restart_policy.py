@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from hvd_transformer.errors import STALLED, WRONG_INPUT
+from hvd_transformer.errors import WRONG_INPUT
 from hvd_transformer.launch.attempt import AttemptResult
 
 _SAME_STEP = 3  # failures at the same step, after which the job is given up
@@ -50,7 +50,7 @@ class RestartPolicy:
         """Count a failure. `replaceable`: whether the job can go on without a host."""
         step = max((beat["step"] for beat in ended.beats.values()), default=None)
         self._note(step, made_steps=any(beat.get("loss") is not None for beat in ended.beats.values()))
-        host = _failed_first(ended)
+        host = None if ended.lost else ended.at_fault
         if host is not None:
             self._failed_first = [*(old for old in self._failed_first if old == host), host]
         wrong_host = self._made_steps and host is not None and replaceable(host)
@@ -105,13 +105,3 @@ class RestartPolicy:
             return Verdict(late)
         self.restarts += 1
         return Verdict(None, _BACK_OFF_SECONDS[min(self._fruitless, len(_BACK_OFF_SECONDS) - 1)], at_fault)
-
-
-def _failed_first(ended: AttemptResult) -> str | None:
-    """The host on which a rank failed first, unless all that is known of that rank is that it waited for others."""
-    if ended.lost or ended.first is None:
-        return None
-    beat = ended.beats.get(ended.first.rank)
-    if ended.code == STALLED and beat is not None and beat["waits_for"] and beat["late"]:
-        return None
-    return ended.first.given_host

@@ -4,25 +4,24 @@ Each start is a new horovodrun, which resumes from the newest complete checkpoin
 deadlock). Between two starts nothing of the job is left on any host.
 """
 
-import signal
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
-from hvd_transformer.errors import STALLED, UserError
+from hvd_transformer.errors import UserError
 from hvd_transformer.folder_lock import ENDED_STARTS, START
 from hvd_transformer.launch.agents import HostAgents, HostLost
 from hvd_transformer.launch.attempt import AttemptResult, Stop, run_attempt
-from hvd_transformer.launch.connections import HostConnections
+from hvd_transformer.launch.connection.connections import HostConnections
 from hvd_transformer.launch.horovodrun_command import Horovodrun
 from hvd_transformer.launch.host_discovery import Examine, HostDiscovery
 from hvd_transformer.launch.host_pool import HostPool
 from hvd_transformer.launch.hostfile import Host
-from hvd_transformer.launch.launch_output import LaunchOutput
+from hvd_transformer.launch.output.launch_output import LaunchOutput
 from hvd_transformer.launch.restart_policy import Limits, RestartPolicy, Verdict
+from hvd_transformer.launch.root_cause import in_words
 
 _NAMES = 8  # of hosts, in a message
 
@@ -167,7 +166,7 @@ class Supervisor:
             self._cause = "; ".join(ended.leaving.values())
             self._next = "resuming"
             return not ended.leaving or self._plan.limits.restarts > 0
-        self._cause = _cause(ended)
+        self._cause = in_words(ended.first, ended.lost)
         self._output.failed(ended, self._cause)
         verdict = self._policy.judge(ended, replaceable=self._replaceable)
         if not self._obey(verdict):
@@ -234,21 +233,6 @@ class Supervisor:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not stop.count:
             time.sleep(0.05)
-
-
-def _cause(ended: AttemptResult) -> str:
-    """The root cause, in words."""
-    if ended.lost:
-        return "; ".join(f"host {host} is lost" + f": {why}" * bool(why) for host, why in ended.lost.items())
-    if ended.first is None:
-        return "horovodrun failed"
-    code, how = ended.first.code, f"with exit code {ended.first.code}"
-    if code == STALLED:
-        how = "because no step ended within the limit (exit code 75)"
-    elif code > 128:
-        with suppress(ValueError):
-            how += f" ({signal.Signals(code - 128).name})"
-    return f"rank {ended.first.rank} on host {ended.first.host} failed first, {how}"
 
 
 def _names(hosts: Sequence[Host]) -> str:

@@ -23,7 +23,8 @@ def stall_report(seen: Sequence[PeerHeartbeat], hosts: Sequence[str], silent_sec
     `hosts` has the host of every rank.
     """
     late = late_ranks(seen, silent_seconds)
-    waiting = [found for found in seen if found not in late]
+    late_numbers = {found.beat["rank"] for found in late}
+    waiting = [found for found in seen if found.beat["rank"] not in late_numbers]
     ranks = {found.beat["rank"] for found in seen}
     unseen = [rank for rank in range(len(hosts)) if rank not in ranks]
     parts = [_late(found, silent_seconds) for found in late[:_NAMED]]

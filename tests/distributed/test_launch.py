@@ -14,7 +14,7 @@ from conftest import BIN, rank_environment
 from jobs import Job, started, state, steps, summary, tiny, write_corpus
 
 from hvd_transformer.launch.attempt import AttemptResult, Stop, run_attempt
-from hvd_transformer.launch.connections import HostConnections
+from hvd_transformer.launch.connection.connections import HostConnections
 from hvd_transformer.launch.horovodrun_command import Horovodrun, launcher_environment
 from hvd_transformer.launch.hostfile import Host
 

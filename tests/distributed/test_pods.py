@@ -144,7 +144,7 @@ def test_a_worker_that_is_started_again_lets_its_launcher_in(cluster):
 
 # Takes three seconds to end.
 AGENT = """bash -c 'trap "trap : TERM; sleep 3; exit" TERM; echo; while :; do sleep 0.1; done' \
-hvd_transformer.launch.node_agent"""
+hvd_transformer.launch.node.node_agent"""
 
 
 def test_an_agent_that_begins_while_the_worker_ends_is_ended_too(hosts, cluster, tmp_path):

@@ -14,12 +14,13 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from hvd_transformer.launch.connections import HostConnections
-from hvd_transformer.launch.doctor import findings, probe
+from hvd_transformer.launch.connection.connections import HostConnections
+from hvd_transformer.launch.connection.host_connection import HostConnection, NoConnection
+from hvd_transformer.launch.connection.ssh import Ssh, why_refused
+from hvd_transformer.launch.doctor import findings
 from hvd_transformer.launch.doctor.findings import Answer, Finding, Job, Link
-from hvd_transformer.launch.host_connection import HostConnection, NoConnection
 from hvd_transformer.launch.hostfile import Host
-from hvd_transformer.launch.ssh import Ssh, why_refused
+from hvd_transformer.launch.node import probe
 
 _T = TypeVar("_T")
 

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from hvd_transformer.launch.connections import HostConnections
-from hvd_transformer.launch.doctor import examine, probe
+from hvd_transformer.launch.connection.connections import HostConnections
+from hvd_transformer.launch.doctor import examine
 from hvd_transformer.launch.doctor.examine import Admission
 from hvd_transformer.launch.doctor.findings import Job
 from hvd_transformer.launch.hostfile import Host
+from hvd_transformer.launch.node import probe
 
 HOSTS = [Host("one.invalid", 1), Host("two.invalid", 1)]
 

@@ -14,8 +14,8 @@ import pytest
 from node_agents import VALUES, Started, agents_of, connections_opened, folders, ready, wait_until
 
 from hvd_transformer.launch.agents import HostAgents
-from hvd_transformer.launch.connections import HostConnections
-from hvd_transformer.launch.ssh import Ssh
+from hvd_transformer.launch.connection.connections import HostConnections
+from hvd_transformer.launch.connection.ssh import Ssh
 from hvd_transformer.launch.time_limits import TimeLimits
 
 SLEEP = ["sh", "-c", "sleep 100"]
@@ -148,8 +148,8 @@ def test_a_killed_runner_ends_its_rank(connections: HostConnections) -> None:
 LAUNCHER = """
 import os, sys, time
 from hvd_transformer.launch.agents import HostAgents
-from hvd_transformer.launch.connections import HostConnections
-from hvd_transformer.launch.ssh import Ssh
+from hvd_transformer.launch.connection.connections import HostConnections
+from hvd_transformer.launch.connection.ssh import Ssh
 connections = HostConnections(Ssh(), dict(os.environ))
 agents = HostAgents(["localhost", "far.invalid"], connections)
 agents.begin({})

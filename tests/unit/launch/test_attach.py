@@ -17,16 +17,17 @@ import pytest
 
 from hvd_transformer.errors import UserError
 from hvd_transformer.folder_lock import Owner
-from hvd_transformer.launch import launch_client, launched_job
+from hvd_transformer.launch import launched_job
 from hvd_transformer.launch.agents import Failure, HostAgents
 from hvd_transformer.launch.attempt import AttemptResult
 from hvd_transformer.launch.hostfile import Host
-from hvd_transformer.launch.launch_client import LaunchClient
-from hvd_transformer.launch.launch_output import LaunchOutput
 from hvd_transformer.launch.launch_record import LaunchRecord
-from hvd_transformer.launch.launch_screen import Screen
-from hvd_transformer.launch.launch_server import LaunchServer, is_trusted
 from hvd_transformer.launch.launched_job import LaunchedJob
+from hvd_transformer.launch.output import launch_client
+from hvd_transformer.launch.output.launch_client import LaunchClient
+from hvd_transformer.launch.output.launch_output import LaunchOutput
+from hvd_transformer.launch.output.launch_screen import Screen
+from hvd_transformer.launch.output.launch_server import LaunchServer, is_trusted
 from hvd_transformer.launch.supervisor import Supervisor
 
 HOW = {"cause": "rank 1 on host h1 failed first", "restarts": 2, "step": 70, "hosts": ["h1"]}
@@ -118,7 +119,7 @@ SECOND = """
 import sys
 from pathlib import Path
 from hvd_transformer import folder_lock
-from hvd_transformer.launch.launch_server import LaunchServer, is_trusted
+from hvd_transformer.launch.output.launch_server import LaunchServer, is_trusted
 from hvd_transformer.launch.launched_job import LaunchedJob
 folder_lock.END_SECONDS = 0.2
 with LaunchedJob(Path(sys.argv[1])):

@@ -13,12 +13,12 @@ import pytest
 from node_agents import Started, agents_of, connections_opened, folders, ready, wait_until
 
 from hvd_transformer.errors import UserError
-from hvd_transformer.launch import connections as connections_module
-from hvd_transformer.launch import host_connection
-from hvd_transformer.launch.agent_folder import sockets
-from hvd_transformer.launch.connections import HostConnections
-from hvd_transformer.launch.host_connection import NoConnection
-from hvd_transformer.launch.ssh import Ssh
+from hvd_transformer.launch.connection import connections as connections_module
+from hvd_transformer.launch.connection import host_connection
+from hvd_transformer.launch.connection.connections import HostConnections
+from hvd_transformer.launch.connection.host_connection import NoConnection
+from hvd_transformer.launch.connection.ssh import Ssh
+from hvd_transformer.launch.node.agent_folder import sockets
 
 
 def test_a_host_that_cannot_be_reached_is_named_with_what_ssh_says(connections: HostConnections) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from hvd_transformer.config import load
 from hvd_transformer.errors import UserError
+from hvd_transformer.launch.connection.ssh import why_refused
 from hvd_transformer.launch.doctor.findings import (
     GIB,
     MIB,
@@ -23,7 +24,6 @@ from hvd_transformer.launch.doctor.findings import (
 )
 from hvd_transformer.launch.horovodrun_command import Horovodrun
 from hvd_transformer.launch.hostfile import parse_hosts
-from hvd_transformer.launch.ssh import why_refused
 
 ANSWER: dict[str, Any] = {
     "python": "3.11.7",

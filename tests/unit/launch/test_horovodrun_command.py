@@ -9,9 +9,9 @@ from conftest import REPOSITORY
 
 from hvd_transformer.cli.launch import launch
 from hvd_transformer.errors import UserError
+from hvd_transformer.launch.connection.ssh import Ssh
 from hvd_transformer.launch.horovodrun_command import Horovodrun, launcher_environment, secret_values
 from hvd_transformer.launch.hostfile import Host, parse_hosts
-from hvd_transformer.launch.ssh import Ssh
 
 HOSTS = [Host("h1", 2), Host("h2", 2)]
 

@@ -14,10 +14,10 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from hvd_transformer.launch import launch_output, launch_screen, outlet
-from hvd_transformer.launch.launch_log import LaunchLog
-from hvd_transformer.launch.launch_output import LaunchOutput
-from hvd_transformer.launch.launch_screen import Screen
+from hvd_transformer.launch.output import launch_output, launch_screen, outlet
+from hvd_transformer.launch.output.launch_log import LaunchLog
+from hvd_transformer.launch.output.launch_output import LaunchOutput
+from hvd_transformer.launch.output.launch_screen import Screen
 
 
 class Terminal:

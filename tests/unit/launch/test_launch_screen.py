@@ -7,7 +7,7 @@ from rich.console import Console
 
 from hvd_transformer.launch.agents import Beat
 from hvd_transformer.launch.hostfile import Host
-from hvd_transformer.launch.launch_screen import _View
+from hvd_transformer.launch.output.launch_screen import _View
 
 
 def shown(beats: dict[int, Beat]) -> list[str]:

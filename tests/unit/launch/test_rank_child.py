@@ -4,7 +4,7 @@ import os
 import sys
 import time
 
-from hvd_transformer.launch.rank_child import RankChild
+from hvd_transformer.launch.node.rank_child import RankChild
 
 
 def printed(script: str) -> list[str]:

@@ -14,17 +14,17 @@ import pytest
 from hvd_transformer.errors import UserError
 from hvd_transformer.launch import host_discovery, host_pool, restart_policy
 from hvd_transformer.launch.agents import HostAgents
-from hvd_transformer.launch.connections import HostConnections
+from hvd_transformer.launch.connection.connections import HostConnections
+from hvd_transformer.launch.connection.ssh import Ssh
 from hvd_transformer.launch.doctor.findings import Finding
 from hvd_transformer.launch.horovodrun_command import Horovodrun
 from hvd_transformer.launch.host_discovery import Examine
 from hvd_transformer.launch.host_pool import FindHosts, HostPool, from_script
 from hvd_transformer.launch.hostfile import Host
-from hvd_transformer.launch.launch_output import LaunchOutput
-from hvd_transformer.launch.launch_screen import Screen
 from hvd_transformer.launch.launched_job import LaunchedJob
+from hvd_transformer.launch.output.launch_output import LaunchOutput
+from hvd_transformer.launch.output.launch_screen import Screen
 from hvd_transformer.launch.restart_policy import Limits
-from hvd_transformer.launch.ssh import Ssh
 from hvd_transformer.launch.supervisor import LaunchPlan, Supervisor
 from hvd_transformer.launch.time_limits import TimeLimits
 

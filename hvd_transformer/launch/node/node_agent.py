@@ -1,6 +1,6 @@
 """The process that runs on each host for as long as the launcher is connected, and is the parent of the ranks there.
 
-    python -m hvd_transformer.launch.node_agent FOLDER
+    python -m hvd_transformer.launch.node.node_agent FOLDER
 
 It creates the job's private folder on this host, whose name begins with FOLDER; the ranks put their heartbeats there.
 It talks to the launcher in JSON, one object per line (`NodeAgent.obey`, `NodeAgent.news`). Over gloo it starts the
@@ -18,11 +18,11 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from hvd_transformer.launch.agent_folder import AgentFolder
-from hvd_transformer.launch.launcher_pipe import LauncherPipe
 from hvd_transformer.launch.limits import raise_open_files
-from hvd_transformer.launch.rank_child import RankChild
-from hvd_transformer.launch.rank_runner import Runner
+from hvd_transformer.launch.node.agent_folder import AgentFolder
+from hvd_transformer.launch.node.launcher_pipe import LauncherPipe
+from hvd_transformer.launch.node.rank_child import RankChild
+from hvd_transformer.launch.node.rank_runner import Runner
 from hvd_transformer.launch.sigterm import unblock_sigterm
 
 _SAFE_PATH = "PYTHONSAFEPATH"  # for the launcher's programs; a script that a task starts may import what is beside it

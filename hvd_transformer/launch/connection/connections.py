@@ -8,10 +8,10 @@ from collections.abc import Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from hvd_transformer.launch.host_connection import HostConnection, NoConnection
+from hvd_transformer.launch.connection.host_connection import HostConnection, NoConnection
+from hvd_transformer.launch.connection.ssh import Ssh, is_local
 from hvd_transformer.launch.limits import raise_open_files, require_files_for_hosts
 from hvd_transformer.launch.sigterm import sigterm_blocked
-from hvd_transformer.launch.ssh import Ssh, is_local
 from hvd_transformer.launch.time_limits import TimeLimits
 
 _AT_A_TIME = 32  # connections that are being opened

@@ -12,8 +12,8 @@ from hvd_transformer.launch.agents import Failure
 from hvd_transformer.launch.attempt import AttemptResult
 from hvd_transformer.launch.hostfile import Host
 from hvd_transformer.launch.launch_record import launcher_of
-from hvd_transformer.launch.launch_screen import Screen
-from hvd_transformer.launch.launch_server import Event, is_trusted
+from hvd_transformer.launch.output.launch_screen import Screen
+from hvd_transformer.launch.output.launch_server import Event, is_trusted
 
 
 class LaunchClient:

@@ -1,4 +1,4 @@
-"""The connection to a host: one ssh, which first runs the probe there (`doctor/probe.py`), then the node agent.
+"""The connection to a host: one ssh, which first runs the probe there (`node/probe.py`), then the node agent.
 
 On this host the same programs run without ssh. Everything travels through standard input and output, a line of JSON per
 message; nothing secret is on a command line.
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hvd_transformer.errors import UserError
-from hvd_transformer.launch.doctor import probe
-from hvd_transformer.launch.ssh import Ssh, ssh_command, was_dropped
+from hvd_transformer.launch.connection.ssh import Ssh, ssh_command, was_dropped
+from hvd_transformer.launch.node import probe
 
 _SOURCE = Path(probe.__file__).read_bytes()
 _START = "import sys; exec(sys.stdin.buffer.read(int(sys.argv[1])))"
@@ -137,7 +137,7 @@ class HostConnection:
         Raises `NoConnection`.
         """
         paths = {name: environment[name] for name in ("PYTHONPATH",) if name in environment}
-        words = [sys.executable, "-m", "hvd_transformer.launch.node_agent", folder]
+        words = [sys.executable, "-m", "hvd_transformer.launch.node.node_agent", folder]
         await self.ask("become", command=words, environment=paths)
         self.is_agent, self._heard = True, asyncio.get_running_loop().time()
         self._tasks.append(asyncio.create_task(self._listen()))

@@ -3,7 +3,7 @@
 from functools import partial
 from pathlib import Path
 
-from hvd_transformer.launch.outlet import Outlet
+from hvd_transformer.launch.output.outlet import Outlet
 
 _END_SECONDS = 10.0  # for the rest to be written
 

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 from hvd_transformer.launch.agents import HostAgents
 from hvd_transformer.launch.attempt import AttemptResult
 from hvd_transformer.launch.hostfile import Host
-from hvd_transformer.launch.launch_log import LaunchLog
-from hvd_transformer.launch.launch_screen import Screen
-from hvd_transformer.launch.launch_server import LaunchServer
-from hvd_transformer.launch.outlet import Outlet
+from hvd_transformer.launch.output.launch_log import LaunchLog
+from hvd_transformer.launch.output.launch_screen import Screen
+from hvd_transformer.launch.output.launch_server import LaunchServer
+from hvd_transformer.launch.output.outlet import Outlet
 
 _LOOK_SECONDS = 0.1
 _PUBLISH_SECONDS = 1.0  # between two messages with all heartbeats

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
-from hvd_transformer.launch.outlet import Outlet
+from hvd_transformer.launch.output.outlet import Outlet
 
 _RECENT = 40  # events that a new client is told first
 _END_SECONDS = 5.0

@@ -1,6 +1,6 @@
 """What mpirun starts on each rank: it has the node agent of its host start the rank, and passes on its exit code.
 
-    python -m hvd_transformer.launch.rank_runner FOLDER COMMAND...
+    python -m hvd_transformer.launch.node.rank_runner FOLDER COMMAND...
 
 FOLDER is how the name of the agent's private folder begins. So the agent is the parent of every rank, over gloo and
 over MPI, and sees output, exit codes and processes itself: horovodrun turns every exit code into 1 and prefixes each
@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hvd_transformer.launch.agent_folder import sockets
+from hvd_transformer.launch.node.agent_folder import sockets
 
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "HOROVOD_RANK")
 _AGENT_SECONDS = 30.0

@@ -1,0 +1,1 @@
+"""One ssh to each host of a job, kept across its restarts."""
