@@ -95,7 +95,7 @@ class HostConnection:
     ) -> "HostConnection":
         command, its_environment = [sys.executable, "-u", "-c", _START, str(len(_SOURCE))], dict(environment)
         if not local:
-            command = ssh_command(ssh, host, command, min(10, int(seconds) - 2))
+            command = ssh_command(ssh, host, command, seconds)
             its_environment.pop("LC_ALL", None)
             its_environment["LC_MESSAGES"] = "C"  # `why_refused` reads English
         try:

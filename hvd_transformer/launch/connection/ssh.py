@@ -30,6 +30,7 @@ _REASONS = (
 )
 # How sshd ends connections before it asks who they are, for example those above its MaxStartups.
 _DROPPED = ("exchange_identification: ", "Not allowed at this time")
+_CONNECT_SECONDS = 10  # at most
 # Paths that are safe without quotes: horovodrun does not quote them on the shell command lines that it builds.
 PLAIN_PATH = re.compile(r"[\w@%+=:,./~-]+")
 
@@ -56,8 +57,12 @@ class Ssh:
                 raise UserError(f"--ssh-identity {self.identity}: horovodrun takes no spaces or quotes in this path")
 
 
-def ssh_command(ssh: Ssh, host: str, command: Sequence[str], connect_seconds: int = 10) -> list[str]:
-    """The ssh command that runs `command` on the host, without prompts and without hanging on a dead network."""
+def ssh_command(ssh: Ssh, host: str, command: Sequence[str], seconds: float) -> list[str]:
+    """The ssh command that runs `command` on the host, without prompts and without hanging on a dead network.
+
+    `seconds`: in which the command is to answer; ssh itself gives up a little before, and says why.
+    """
+    connect_seconds = max(1, min(_CONNECT_SECONDS, int(seconds) - 2))
     options = [
         "BatchMode=yes",
         "LogLevel=ERROR",
