@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from node_agents import wait_until
 
 from hvd_transformer.launch.connection.connections import HostConnections
 from hvd_transformer.launch.doctor import examine
@@ -26,7 +27,8 @@ def test_a_host_that_no_longer_sees_the_output_folder_is_refused(
     admission: Admission, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert admission.refused(HOSTS) == {}
-    assert list(admission._sharing) and not list(tmp_path.glob(".hvd-transformer-*"))
+    assert list(admission._sharing)
+    wait_until(lambda: not list(tmp_path.glob(".hvd-transformer-*")))
     monkeypatch.setattr(examine, "_mark", lambda output: Path("/nowhere/else"))
     refused = admission.refused(HOSTS)
     assert refused.keys() == {"one.invalid", "two.invalid"}
