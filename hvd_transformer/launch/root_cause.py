@@ -23,22 +23,22 @@ class RootCause(NamedTuple):
 def root_cause(failures: Sequence[Failure], beats: Mapping[int, Beat], is_silent: Callable[[Beat], bool]) -> RootCause:
     """What made a start fail, by its failed ranks in their order and the last heartbeat of every rank.
 
-    A rank that exits because no step ended (`STALLED`) tells what it waited for. Without a failed rank, a rank whose
-    heartbeat `is_silent` failed first, whatever the others do: their phases may be healthy ones.
+    A rank that exits because no step ended (`STALLED`) waited, and did not fail by itself. The cause is a rank whose
+    heartbeat `is_silent`, whatever the others do, as their phases may be healthy ones; else one that waits for no other.
     """
-    if not failures:
-        silent = next((_failure(beat) for beat in beats.values() if is_silent(beat)), None)
-        return RootCause(silent, silent.given_host if silent else None)
-    first = failures[0]
-    if first.code != STALLED or first.rank not in beats:
+    first = failures[0] if failures else None
+    if first is not None and (first.code != STALLED or first.rank not in beats):
         return RootCause(first, first.given_host)
+    for beat in beats.values():
+        if is_silent(beat):
+            return _blame(beat)
+    if first is None:
+        return RootCause()
     seen = [PeerHeartbeat(beat, beat["age"]) for beat in beats.values()]
     late = [found.beat for found in late_ranks(seen, beats[first.rank]["limit_seconds"])]
     if any(beat["rank"] == first.rank for beat in late):
         return RootCause(first, first.given_host)
-    if not late:  # all of them waited
-        return RootCause(first)
-    return RootCause(_failure(late[0]), late[0]["given_host"])
+    return _blame(late[0]) if late else RootCause(first)  # all of them waited
 
 
 def in_words(first: Failure | None, lost: Mapping[str, str]) -> str:
@@ -56,5 +56,5 @@ def in_words(first: Failure | None, lost: Mapping[str, str]) -> str:
     return f"rank {first.rank} on host {first.host} failed first, {how}"
 
 
-def _failure(beat: Beat) -> Failure:
-    return Failure(0.0, beat["rank"], STALLED, beat["host"], beat["given_host"])
+def _blame(beat: Beat) -> RootCause:
+    return RootCause(Failure(0.0, beat["rank"], STALLED, beat["host"], beat["given_host"]), beat["given_host"])

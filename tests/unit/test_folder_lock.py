@@ -99,7 +99,9 @@ def test_a_number_of_a_process_that_is_used_again_is_another_process(tmp_path: P
     with another_process(file):
         owner = json.loads(file.read_bytes())
     file.write_text(json.dumps({**owner, "pid": os.getpid()}))
-    FolderLock(file, "a job").take(pytest.fail)
+    lock = FolderLock(file, "a job")
+    lock.take(pytest.fail)
+    assert json.loads(file.read_bytes())["token"] != owner["token"] and not lock.lost
 
 
 def test_of_an_owner_on_another_host_only_its_renewals_tell(tmp_path: Path) -> None:
@@ -138,11 +140,14 @@ def test_of_an_owner_on_another_host_only_its_renewals_tell(tmp_path: Path) -> N
 def test_an_earlier_start_of_the_same_job_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / ".lock"
     monkeypatch.setenv(folder_lock.START, "first")
-    FolderLock(file, "a job").take()
+    earlier = FolderLock(file, "a job")
+    earlier.take()
     on_another_host(file)
     monkeypatch.setenv(folder_lock.START, "third")
     monkeypatch.setenv(folder_lock.ENDED_STARTS, "first second")
-    FolderLock(file, "a job").take(pytest.fail)
+    lock = FolderLock(file, "a job")
+    lock.take(pytest.fail)
+    assert earlier.lost and not lock.lost
 
 
 def test_a_rank_of_the_same_job_that_is_cut_off_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

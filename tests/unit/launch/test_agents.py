@@ -190,7 +190,9 @@ def test_a_killed_agent_takes_its_ranks_with_it(connections: HostConnections) ->
     wait_until(lambda: list(agents.lost) == ["far.invalid"])
     wait_until(lambda: not group_lives(rank))
     agents.close()
-    ready(connections, "far.invalid").close()  # removes the folder that the killed agent left
+    left = folders(connections)
+    ready(connections, "far.invalid").close()
+    assert len(left) == 1 and not set(left) & set(folders(connections))
 
 
 def test_a_host_is_lost_after_the_time_that_was_asked_for(ssh_log: Path) -> None:

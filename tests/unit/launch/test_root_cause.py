@@ -34,11 +34,11 @@ def test_a_rank_that_exits_is_the_cause_whatever_the_others_wait_for() -> None:
     ("own", "other", "expected"),
     [
         (beat(0, None), beat(1, BUCKET), (0, "h0")),  # it hangs in its own code
-        (beat(0, None), beat(1, BUCKET, age=40.0), (0, "h0")),
+        (beat(0, None), beat(1, BUCKET, age=40.0), (1, "h1")),  # it may be in an evaluation
         (beat(0, BUCKET), beat(1, None), (1, "h1")),  # it waits for one that hangs
         (beat(0, BUCKET), beat(1, BUCKET, age=40.0), (1, "h1")),  # or whose process is stopped
         (beat(0, BUCKET), beat(1, BUCKET), (0, None)),  # each waits for the other: the link may be at fault
-        (beat(0, BUCKET), beat(1, BUCKET, age=25.0), (0, None)),
+        (beat(0, BUCKET), beat(1, BUCKET, age=25.0), (1, "h1")),  # within its limit, but without a heartbeat
     ],
 )
 def test_a_rank_without_a_step_waited_for_the_late_one(
@@ -49,7 +49,9 @@ def test_a_rank_without_a_step_waited_for_the_late_one(
 
 def test_a_silent_rank_is_the_cause_and_not_those_that_work() -> None:
     """In an evaluation no rank waits for another: to work is not to be late."""
-    assert cause([], beat(0, None), beat(1, None, age=25.0), beat(2, None)) == (1, "h1")
+    beats = beat(0, None), beat(1, None), beat(2, None, age=25.0)
+    assert cause([], *beats) == (2, "h2")
+    assert cause([exited(0, STALLED)], *beats) == (2, "h2")
 
 
 def test_the_cause_in_words() -> None:
