@@ -23,8 +23,9 @@ class RootCause(NamedTuple):
 def root_cause(failures: Sequence[Failure], beats: Mapping[int, Beat], is_silent: Callable[[Beat], bool]) -> RootCause:
     """What made a start fail, by its failed ranks in their order and the last heartbeat of every rank.
 
-    A rank that exits because no step ended (`STALLED`) waited, and did not fail by itself. The cause is a rank whose
-    heartbeat `is_silent`, whatever the others do, as their phases may be healthy ones; else one that waits for no other.
+    A rank that exits because no step ended (`STALLED`) waited, and did not fail by itself. The cause is then a rank
+    whose heartbeat `is_silent`: the phases of the others may be healthy. If no rank is silent, it is the rank that
+    waits for no other.
     """
     first = failures[0] if failures else None
     if first is not None and (first.code != STALLED or first.rank not in beats):
