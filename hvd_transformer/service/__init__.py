@@ -1,0 +1,1 @@
+"""The training service: a queue of jobs over hosts, and a tracker of runs. Never imports torch."""

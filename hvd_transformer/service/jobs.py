@@ -1,0 +1,120 @@
+"""What the parts of the service talk about: jobs, their attempts, what they need, and where they run."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class State(str, Enum):
+    """Where a job is.
+
+    HELD ⇄ QUEUED → STARTING → RUNNING → SUCCEEDED or FAILED; STOPPING ends in CANCELLED, or in QUEUED if the job was
+    preempted. A lost job goes back to QUEUED.
+    """
+
+    HELD = "HELD"
+    QUEUED = "QUEUED"
+    STARTING = "STARTING"  # it has its slots; its launcher has been started
+    RUNNING = "RUNNING"  # its ranks run
+    STOPPING = "STOPPING"  # its ranks save
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+
+WAITING = frozenset({State.HELD, State.QUEUED})
+ACTIVE = frozenset({State.STARTING, State.RUNNING, State.STOPPING})  # it has slots
+ENDED = frozenset({State.SUCCEEDED, State.FAILED, State.CANCELLED})
+
+
+class Cause(str, Enum):
+    """Why a job is being stopped, and what then becomes of it."""
+
+    CANCELLED = "cancelled"  # → CANCELLED
+    PREEMPTED = "preempted"  # → QUEUED
+    TIME_LIMIT = "time limit"  # → FAILED
+    HELD = "held"  # → HELD
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a job asks of the hosts: all of it or nothing.
+
+    `tensor`: ranks of one tensor-parallel group; every host gets whole groups where a group fits on one. `gpus_per_rank`:
+    pipeline stages on GPUs; 0 on CPUs. Elastic jobs have `min_ranks` below `num_ranks`.
+    """
+
+    num_ranks: int
+    min_ranks: int
+    tensor: int = 1
+    gpus_per_rank: int = 0
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The part of one job on one host. A rank takes one slot and, with GPUs, `gpus_per_rank` of their numbers."""
+
+    host: str
+    ranks: int
+    gpus: tuple[int, ...] = ()
+
+
+Allocation = tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host that jobs may use. `gpus`: their numbers there. `threads`: CPU threads per slot, 0 if not known."""
+
+    name: str
+    slots: int
+    gpus: tuple[int, ...] = ()
+    threads: int = 0
+    drained: bool = False  # takes no new job
+    down: str = ""  # why it cannot be used now; empty: it can
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a job. Times are seconds since the epoch."""
+
+    job: int
+    number: int  # from 1
+    allocation: Allocation
+    began: float
+    ended: float | None = None
+    first_step: int | None = None
+    last_step: int | None = None
+    code: int | None = None
+    cause: str = ""  # why it ended
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job of the queue. `words`: the arguments of hvd-train, complete; `launch`: options of `launch` but for hosts."""
+
+    id: int
+    name: str
+    owner: str
+    state: State
+    priority: int
+    submitted: float
+    needs: Needs
+    output_dir: str  # absolute
+    folder: str  # where it was submitted
+    words: Sequence[str]
+    launch: Sequence[str] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)  # resolved, by dotted key
+    env_names: Sequence[str] = ()
+    env_file: str | None = None  # has the values of `env_names`; read when the job starts
+    tags: Sequence[str] = ()
+    after: Sequence[int] = ()  # jobs that must have succeeded
+    array: int | None = None  # the first job of its array
+    time_limit: float | None = None  # seconds of running
+    max_retries: int = 3  # after 75 and lost hosts
+    retries: int = 0
+    stopping: Cause | None = None
+    reason: str = ""  # why it waits, or why it ended, in words
+    estimated_start: float | None = None
+    ended: float | None = None
