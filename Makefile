@@ -85,7 +85,7 @@ install: $(STAMP)
 $(STAMP): setup.cfg constraints.txt docker/build_horovod.sh $(wildcard docker/patches/*.patch)
 	@echo "Installing into .venv (first time: some minutes, most of it downloads and the Horovod build)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[distributed,build,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[distributed,service,build,dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall \
 		"$$(HOROVOD_GPU_OPERATIONS='$(HOROVOD_GPU_OPERATIONS)' bash docker/build_horovod.sh $(BIN)/python)"
 	@echo '$(HOROVOD_GPU_OPERATIONS)' >$@

@@ -93,14 +93,18 @@ def commands_page() -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def _command(name: str, command: click.Command) -> str:
+def _command(name: str, command: click.Command, level: int = 2) -> str:
+    """With the commands of a group below it. `level`: of its heading."""
     parent = click.Context(main.group, **main.group.context_settings)
     context = click.Context(command, parent, info_name=name)
     options = [option for option in command.get_params(context) if isinstance(option, click.Option)]
     usage = " ".join([name, *command.collect_usage_pieces(context)])
-    lines = [f"## {name}", "", f"```text\n{usage}\n```", "", cleandoc(command.help or ""), ""]
+    lines = [f"{'#' * level} {name}", "", f"```text\n{usage}\n```", "", cleandoc(command.help or ""), ""]
     lines += ["| option | value | meaning |", "|---|---|---|"]
     lines += [_option_row(option, context) for option in options]
+    for inner in command.list_commands(context) if isinstance(command, click.Group) else ():
+        if (found := command.get_command(context, inner)) is not None:
+            lines += ["", _command(f"{name} {inner}", found, level + 1)]
     if name == "hvd-train":
         lines += ["", "KEY=VALUE and the presets are in the [configuration reference](configuration.md)."]
     return "\n".join(lines)

@@ -38,7 +38,7 @@ def _check_owner(path: Path, part: Path) -> None:
     status = part.lstat()
     if status.st_uid not in (0, os.geteuid()) and not _is_of_group(status):
         raise UserError(
-            f"{path}: {part} belongs to user {_name(status.st_uid)}, in a folder where everyone can write; "
+            f"{path}: {part} belongs to user {user_name(status.st_uid)}, in a folder where everyone can write; "
             "use a folder of your own"
         )
 
@@ -53,7 +53,8 @@ def _is_of_group(status: os.stat_result) -> bool:
     return stat.S_ISDIR(status.st_mode) and writers == stat.S_IWGRP and status.st_gid in groups
 
 
-def _name(user: int) -> str:
+def user_name(user: int) -> str:
+    """The name of the user with this number; one without a name is called by the number."""
     try:
         return pwd.getpwuid(user).pw_name
     except KeyError:

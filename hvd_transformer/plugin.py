@@ -1,22 +1,27 @@
 """The user's own functions and classes, named as `package.module:name`."""
 
+import os
 import sys
 from importlib import import_module
 from typing import Any
 
 from hvd_transformer.errors import UserError
 
+CODE = "HVD_TRANSFORMER_CODE"  # set by the service: a folder with the user's code as it was when the job was submitted
+
 
 def load_plugin(path: str, origin: str, kind: str) -> Any:
     """Import the function or class at `path`, from the current folder or an installed package.
+
+    The folder of `HVD_TRANSFORMER_CODE`, if it is set, precedes the current one.
 
     Raises `UserError`, which begins with `origin`, the setting that names it. `kind` is "function" or "Class".
     """
     module, _, name = path.partition(":")
     if not module or not name:
         raise UserError(f"{origin}: must be of the form package.module:{kind}")
-    if module.partition(".")[0] != __package__ and "" not in sys.path:
-        sys.path.insert(0, "")  # console scripts do not import from the current folder
+    if module.partition(".")[0] != __package__:
+        _search_users_folders()
     try:
         found = getattr(import_module(module), name)
     except Exception as error:
@@ -24,6 +29,15 @@ def load_plugin(path: str, origin: str, kind: str) -> Any:
     if not callable(found):
         raise UserError(f"{origin}: {name} is not a {kind}")
     return found
+
+
+def _search_users_folders() -> None:
+    """Console scripts do not import from the current folder."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    code = os.environ.get(CODE)
+    if code and code not in sys.path:
+        sys.path.insert(0, code)
 
 
 def first_line(error: Exception) -> str:

@@ -155,6 +155,13 @@ COMMANDS = {
     "hvd-transformer export": "absent new",
     **{f"hvd-transformer {name}": "lr=1" for name in ("plan", "prepare")},
     **{f"hvd-transformer {name}": "-- lr=1" for name in ("launch", "doctor")},
+    **{f"hvd-transformer {name}": "--server absent" for name in ("submit", "queue", "hosts")},
+    **{f"hvd-transformer {name}": "0" for name in ("cancel", "hold", "release", "retry", "wait", "compare")},
+    "hvd-transformer show": "7 --server absent",
+    "hvd-transformer logs": "7 --rank absent",
+    "hvd-transformer priority": "7 absent",
+    "hvd-transformer token": "add absent",
+    "hvd-transformer serve": "--port absent",
 }
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import click
-from click.core import ParameterSource
 
 from hvd_transformer.atomic import write_text
+from hvd_transformer.cli import options
 from hvd_transformer.cli.launch_options import LaunchOptions
 from hvd_transformer.config import Config
 from hvd_transformer.errors import UserError
@@ -27,7 +27,7 @@ def write_job_file(chosen: LaunchOptions, hosts: Sequence[Host], config: Config)
     check_names(chosen.named)  # their values are set where the job file is submitted
     if chosen.scheduler is None:
         raise UserError("--output and --image: only with --scheduler")
-    words = _passed_on(click.get_current_context())
+    words = options.passed_on(click.get_current_context(), without=_NOT_PASSED_ON)
     save_seconds = math.ceil(chosen.limits(len(hosts)).save)
     job = ScheduledJob(hosts, words, chosen.named, chosen.settings, config, save_seconds, chosen.image)
     if chosen.scheduler == "kubernetes":
@@ -67,19 +67,3 @@ _NOT_PASSED_ON = {
     "num_ranks", "hosts", "hostfile", "host_discovery_script", "dry_run", "scheduler", "output", "image",
     "memory_gib", "settings",
 }  # fmt: skip
-
-
-def _passed_on(context: click.Context) -> list[str]:
-    """The words of this command line that go into a scheduler's job file."""
-    words: list[str] = []
-    for parameter in context.command.params:
-        name = str(parameter.name)
-        if name in _NOT_PASSED_ON or context.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
-            continue
-        value = context.params[name]
-        if isinstance(value, bool):
-            words.append((parameter.opts if value else parameter.secondary_opts)[0])
-        else:
-            for item in value if parameter.multiple else [value]:
-                words += [parameter.opts[0], str(item)]
-    return words

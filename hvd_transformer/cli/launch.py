@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hvd_transformer.cli import options
+from hvd_transformer.cli.exit_file import ExitFile
 from hvd_transformer.cli.launch_options import LaunchOptions
 from hvd_transformer.errors import UserError
 
@@ -143,13 +144,18 @@ def launch(**given: Any) -> None:
 
     With --restarts the job resumes from its newest checkpoint after a rank, a host or the network fails, without hosts
     that are lost, keep failing or cannot run it, if the others have slots for --min-np ranks. It restarts with more
-    ranks, up to -np, when hosts return or the discovery script names new ones.
+    ranks, up to -np, when hosts return or the discovery script names new ones or more slots.
     """
+    with ExitFile() as exit_file:
+        _launch(LaunchOptions(**given), exit_file)
+
+
+def _launch(chosen: LaunchOptions, exit_file: ExitFile) -> None:
+    """Check the command line and its hosts, then run the job or write its job file."""
     from hvd_transformer.launch.connection.ssh import Ssh
     from hvd_transformer.launch.horovodrun_command import Horovodrun, horovod_library, launcher_environment, takes_mpi
     from hvd_transformer.launch.host_pool import HostPool, find_hosts, resolve_min_ranks
 
-    chosen = LaunchOptions(**given)
     environment = launcher_environment(os.environ, chosen.named)
     worker = worker_of(chosen.settings)
     tensor = worker.config.parallel.tensor
@@ -171,7 +177,7 @@ def launch(**given: Any) -> None:
 
         click.echo(write_job_file(chosen, horovodrun.hosts, worker.config))
     else:
-        _run(chosen, worker, horovodrun, pool, min_ranks, environment)
+        _run(chosen, worker, horovodrun, pool, min_ranks, environment, exit_file)
 
 
 def _run(
@@ -181,13 +187,14 @@ def _run(
     pool: "HostPool",
     min_ranks: int,
     environment: dict[str, str],
+    exit_file: ExitFile,
 ) -> None:
     """Check what can be checked from here, then run the job and exit with its code, unless this is a dry run."""
     from hvd_transformer.launch.connection.connections import HostConnections
     from hvd_transformer.launch.detach import is_detached
     from hvd_transformer.launch.doctor.examine import Admission
     from hvd_transformer.launch.doctor.findings import Job
-    from hvd_transformer.launch.horovodrun_command import check_devices, secret_values
+    from hvd_transformer.launch.horovodrun_command import check_devices, gpus_per_rank, secret_values
     from hvd_transformer.launch.launched_job import LaunchedJob
     from hvd_transformer.launch.limits import warn_of_gloo
     from hvd_transformer.launch.output.launch_output import LaunchOutput
@@ -217,12 +224,13 @@ def _run(
     limits = chosen.limits(len(horovodrun.hosts))
     with ExitStack() as stack:
         job = None if worker.run is None else stack.enter_context(LaunchedJob(worker.run))
-        output = LaunchOutput(screen, job)
+        output = LaunchOutput(screen, job, gpus_per_rank(worker.config))
         stack.enter_context(closing(output))
         connections = stack.enter_context(closing(HostConnections(horovodrun.ssh, environment, limits)))
         asked = Job.of(horovodrun, worker.config, worker.trains)
         examine = None if chosen.no_preflight else Admission(asked, connections, environment).refused
         supervisor = Supervisor(plan, horovodrun, pool, connections, output, examine)
+        exit_file.watch(supervisor.how)
         if job is None:
             code = supervisor.run()
         else:

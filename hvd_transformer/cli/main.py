@@ -35,17 +35,31 @@ def show(name: str, error: Exception | str) -> None:
 # Name → one line of help. Each command is the function of that name in cli/<name>.py.
 COMMANDS = {
     "attach": "Show a job that runs under a launcher.",
+    "cancel": "End jobs of the service.",
     "classify": "Classify lines of text with a trained model.",
+    "compare": "Show what differs between jobs or runs, and how they ended.",
     "doctor": "Check the hosts of a job and say how to fix their problems.",
     "evaluate": "Compute a trained model's metrics on a split or a file, on any number of ranks.",
     "export": "Export a trained model: weights, tokenizers, configuration.",
     "generate": "Continue texts with a trained language model.",
+    "hold": "Keep jobs of the service from starting.",
+    "hosts": "Show, add, drain and resume the hosts of the service.",
     "launch": "Train on many hosts: hvd-train under horovodrun, with restarts.",
+    "logs": "Print the log of a job, and follow it.",
     "plan": "Estimate a job's memory per pipeline stage and its bubbles, before it is started.",
     "prepare": "Tokenize a data source ahead of training.",
+    "priority": "Change the priority of a job.",
+    "queue": "List the jobs of the service.",
+    "release": "Let jobs start that were on hold.",
     "report": "Redraw the charts of a run: report.html and PNG files.",
+    "retry": "Queue jobs again that have failed or were cancelled.",
+    "serve": "Run a queue of jobs over hosts, and show their runs in a browser.",
+    "show": "Show everything about a job or run.",
     "stop": "End a job that runs under a launcher, after it has saved.",
+    "submit": "Queue a job, to start when hosts are free.",
+    "token": "Make, list and revoke tokens for the service.",
     "translate": "Translate lines of text with a trained encoder-decoder.",
+    "wait": "Wait for jobs to end; the exit code is the job's.",
 }
 
 

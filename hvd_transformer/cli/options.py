@@ -3,11 +3,12 @@
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from hvd_transformer.errors import UserError
 from hvd_transformer.launch.time_limits import MANY_HOSTS
@@ -63,6 +64,22 @@ network_interface = click.option(
 def timeout(name: str, help_text: str) -> Callable[[F], F]:
     """An option for a limit of `launch` (`TimeLimits`), which grows with the number of hosts unless it is given."""
     return click.option(name, type=Seconds(), metavar="TIME", help=f"{help_text}, and longer above {MANY_HOSTS} hosts.")
+
+
+def passed_on(context: click.Context, *, without: Collection[str]) -> list[str]:
+    """The options on a command line as words for another one, but for those of the parameters `without`."""
+    words: list[str] = []
+    for parameter in context.command.params:
+        name = str(parameter.name)
+        if name in without or context.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
+            continue
+        value = context.params[name]
+        if isinstance(value, bool):
+            words.append((parameter.opts if value else parameter.secondary_opts)[0])
+        else:
+            for item in value if parameter.multiple else [value]:
+                words += [parameter.opts[0], str(item)]
+    return words
 
 
 # A trained model: classify, evaluate, export, generate, translate.

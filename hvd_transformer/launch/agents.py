@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from hvd_transformer.errors import UserError
@@ -40,7 +41,7 @@ class HostLost(UserError):
 
     def __init__(self, host: str, why: str) -> None:
         super().__init__(f"host {host}: cannot be used: {why}")
-        self.host = host
+        self.host, self.why = host, why
 
 
 class HostAgents:
@@ -87,15 +88,21 @@ class HostAgents:
         here = next((host for host, agent in self._agents.items() if agent.local), "this host")
         return findings.choose_interfaces(wanted, {**found, here: probe.interfaces()}, reached)
 
-    def begin(self, values: Mapping[str, str]) -> None:
+    def begin(self, values: Mapping[str, str], gpus: Mapping[str, Sequence[int]] = MappingProxyType({})) -> None:
         """Prepare all agents for a start, whose ranks get this process's umask.
 
-        `values`: environment variables for the ranks only.
+        `values`: environment variables for the ranks only; `gpus`: the GPUs that the ranks of a host see, over gloo and
+        MPI. Raises `UserError` for two names of this machine with different GPUs: its ranks have one agent.
         """
+        for host, agent in self._agent_of.items():
+            if gpus.get(host) != gpus.get(agent):
+                raise UserError(f"host {host}: is the same machine as {agent}, with other gpus=; list it once")
         os.umask(umask := os.umask(0o077))
-        order = {"do": "begin", "values": dict(values), "umask": umask}
+        order = {"do": "begin", "umask": umask}
         order |= {"silence": self._limits.launcher_silence, "save": self._limits.save}
-        self._connections.run(self._begin(order))
+        visible = {host: {"CUDA_VISIBLE_DEVICES": ",".join(map(str, its_gpus))} for host, its_gpus in gpus.items()}
+        orders = {host: {**order, "values": {**values, **visible.get(host, {})}} for host in self._agents}
+        self._connections.run(self._begin(orders))
 
     def wait_ready(self) -> None:
         """Wait for all agents. Raises `HostLost`, with the reason, for the first host without a folder."""
@@ -208,13 +215,13 @@ class HostAgents:
 
         self._connections.run(send())
 
-    async def _begin(self, message: Message) -> None:
+    async def _begin(self, orders: Mapping[str, Message]) -> None:
         async def begin(connection: HostConnection) -> None:
             connection.listener = self
             try:
                 if not connection.is_agent:
                     await asyncio.wait_for(self._connections.make_agent(connection), self._limits.start)
-                connection.send(message)
+                connection.send(orders[connection.host])
             except (NoConnection, asyncio.TimeoutError) as error:
                 said = error.last_words() if isinstance(error, NoConnection) else self._silent_words()
                 self._failed[connection.host] = said

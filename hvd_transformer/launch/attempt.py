@@ -96,7 +96,7 @@ def run_attempt(
         interfaces = agents.interfaces(horovodrun.network_interface)
         process = _start(replace(horovodrun, network_interface=interfaces), worker, connections, environment, said)
         try:
-            agents.begin(values)
+            agents.begin(values, {host.name: host.gpus for host in horovodrun.hosts if host.gpus})
             agents.wait_ready()
             if not horovodrun.mpi and (plan := _plan(process)):
                 order = {"command": list(worker), "cwd": str(Path.cwd()), "environment": plan["environment"]}

@@ -7,13 +7,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
-_BEGUN = "HVD_TRANSFORMER_BEGUN"  # the pipe's end on which the launcher tells that the ranks run
+BEGUN = "HVD_TRANSFORMER_BEGUN"  # the descriptor, of a pipe or a file, to which it writes "!" once the ranks run
 
 
 def is_detached() -> bool:
     """Whether this process is such a launcher."""
-    return _BEGUN in os.environ
+    return BEGUN in os.environ
 
 
 def detach(words: Sequence[str]) -> int | None:
@@ -22,7 +23,7 @@ def detach(words: Sequence[str]) -> int | None:
     with os.fdopen(reading, "rb") as told:
         launcher = subprocess.Popen(
             [sys.executable, "-m", "hvd_transformer.cli.main", *words],
-            env={**os.environ, _BEGUN: str(writing), "PYTHONSAFEPATH": "1"},  # see `launcher_environment`
+            env={**os.environ, BEGUN: str(writing), "PYTHONSAFEPATH": "1"},  # see `launcher_environment`
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             pass_fds=[writing],
@@ -36,14 +37,19 @@ def detach(words: Sequence[str]) -> int | None:
 
 
 def leave_terminal() -> None:
-    """Tell the process that started this one that the ranks run, and print nothing more."""
-    if (pipe := os.environ.pop(_BEGUN, None)) is None:
+    """Tell the process that started this one that the ranks run, and print nothing more.
+
+    The job goes on if that process has ended, or its disk is full.
+    """
+    if (pipe := os.environ.pop(BEGUN, None)) is None:
         return
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in (1, 2):
         os.dup2(nowhere, number)
     os.close(nowhere)
-    os.write(int(pipe), b"!")
+    with suppress(OSError):
+        os.write(int(pipe), b"!")
     os.close(int(pipe))

@@ -16,13 +16,14 @@ from hvd_transformer.errors import UserError
 from hvd_transformer.launch.connection.ssh import PLAIN_PATH, Ssh, is_local
 from hvd_transformer.launch.hostfile import Host
 from hvd_transformer.launch.limits import GLOO_RANKS
+from hvd_transformer.plugin import CODE
 
 # Paths, text encoding, the ssh agent. CUDA_VISIBLE_DEVICES is for the ranks of this host only: horovodrun does not
 # send it to other hosts.
 _NAMES = {
     "PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "HOME", "USER", "TMPDIR",
     "LANG", "TERM", "TZ", "PYTHONUNBUFFERED", "SSH_AUTH_SOCK", "CUDA_VISIBLE_DEVICES",
-    "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "no_proxy", "NO_PROXY",
+    "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "no_proxy", "NO_PROXY", CODE,
 }  # fmt: skip
 # Locale, threads per rank, and the tuning variables of torch, Horovod, gloo, NCCL, Open MPI, UCX and libfabric.
 _PREFIXES = (
@@ -114,20 +115,31 @@ def horovod_library() -> Path | None:
 
 
 def check_devices(hosts: Sequence[Host], config: Config, environment: Mapping[str, str]) -> None:
-    """Raise `UserError` if this host has fewer GPUs than its ranks have pipeline stages.
+    """Raise `UserError` if this host has fewer GPUs than its ranks have pipeline stages, or any host whose GPUs are
+    named by number.
 
     Also with training.device=auto if the host has any GPU: all ranks would fall back to the CPU.
     """
     device, stages = config.training.device, config.parallel.pipeline
-    if device == "cpu" or (gpus := num_gpus(environment)) is None or (device == "auto" and not gpus):
+    if device == "cpu":
         return
+    here = None if all(host.gpus for host in hosts) else num_gpus(environment)
     for host in hosts:
-        if host.slots * stages > gpus and is_local(host.name):
+        gpus = len(host.gpus) or here
+        if gpus is None or (device == "auto" and not gpus) or host.slots * stages <= gpus:
+            continue
+        if host.gpus or is_local(host.name):
             needed = f"{host.slots} ranks × {stages} stages" if stages > 1 else f"{host.slots} ranks"
+            named = f" (gpus={','.join(map(str, host.gpus))})" if host.gpus else ""
             raise UserError(
-                f"host {host.name}: has {gpus} GPUs for {needed} (training.device={device}); at most "
+                f"host {host.name}: has {gpus} GPUs{named} for {needed} (training.device={device}); at most "
                 f"{gpus // stages} ranks fit, or set training.device=cpu"
             )
+
+
+def gpus_per_rank(config: Config) -> int:
+    """How many GPUs a rank may use: one per pipeline stage, none if it computes on the CPU."""
+    return 0 if config.training.device == "cpu" else config.parallel.pipeline
 
 
 def num_gpus(environment: Mapping[str, str]) -> int | None:

@@ -1,4 +1,4 @@
-"""Finds hosts that come back or are new while a job runs."""
+"""Finds hosts that come back, are new or have more slots while a job runs."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -60,10 +60,11 @@ class HostDiscovery:
             for host, connection in opened.items()
             if isinstance(connection, NoConnection)
         }
-        return silent or self._examine([*self._now.hosts, *new])
+        others = [host for host in self._now.hosts if host.name not in names]
+        return silent or self._examine([*others, *new])
 
     def _new(self) -> list[Host]:
-        """The hosts that the job does not have, if they give it more ranks."""
-        hosts, known = self._pool.hosts(), {host.name for host in self._now.hosts}
+        """The hosts with slots that the job does not have, if they give it more ranks."""
+        hosts, known = self._pool.hosts(), {host.name: host.slots for host in self._now.hosts}
         more = sum(host.slots for host in hosts) > self._now.num_ranks
-        return [host for host in hosts if host.name not in known] if more else []
+        return [host for host in hosts if host.slots > known.get(host.name, 0)] if more else []

@@ -13,6 +13,7 @@ from hvd_transformer.errors import UserError
 
 MAX_SLOTS = 1024
 MAX_HOSTS = 10_000
+MAX_GPUS = 1024
 _MAX_BYTES = 1 << 20
 _FORMS = "allowed are: host, host:2, host slots=2, node[01-08]:2, [fe80::1]:2"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")  # no leading dash: ssh would take it for an option
@@ -20,10 +21,14 @@ _SLOT_WORD = re.compile(r"(slots|max[-_]slots)=(.*)")
 
 
 class Host(NamedTuple):
-    """A host and its number of slots (ranks). An IPv6 address is stored without brackets."""
+    """A host and its number of slots (ranks). An IPv6 address is stored without brackets.
+
+    `gpus`: the numbers of the GPUs that its ranks see, which take them in this order. Empty: those that the host shows.
+    """
 
     name: str
     slots: int
+    gpus: tuple[int, ...] = ()
 
 
 def parse_hosts(text: str) -> list[Host]:
@@ -73,7 +78,8 @@ def parse_hostfile(text: str, name: str) -> list[Host]:
 def assign(hosts: list[Host], num_ranks: int) -> list[Host]:
     """The first hosts with exactly `num_ranks` slots: horovodrun would start a rank in every slot.
 
-    Raises `UserError` if there are too few slots.
+    A host keeps all of its GPUs: how many a rank needs is up to its stages. Raises `UserError` if there are too few
+    slots.
     """
     total = sum(host.slots for host in hosts)
     if num_ranks > total:
@@ -81,7 +87,7 @@ def assign(hosts: list[Host], num_ranks: int) -> list[Host]:
     result, left = [], num_ranks
     for host in hosts:
         if left:
-            result.append(Host(host.name, min(host.slots, left)))
+            result.append(host._replace(slots=min(host.slots, left)))
             left -= result[-1].slots
     return result
 
@@ -109,15 +115,21 @@ def _hosts(words: list[str], where: str) -> list[Host]:
         if ":" in count and "[" not in first:
             raise UserError(f"{where}: {_quoted(first)}: more than one colon; put an IPv6 address in brackets")
         names, tail = _expand(pattern, where), colon + count
-    counts = {}
+    counts, gpus = {}, None
     if tail:
         if not tail.startswith(":"):
             raise UserError(f"{where}: {_quoted(first)}: {_FORMS}")
         counts["slots"] = _slots(tail[1:], where)
     for word in rest:
+        if word.startswith("gpus="):
+            if gpus is not None:
+                raise UserError(f"{where}: gpus is given twice")
+            gpus = _gpus(word.removeprefix("gpus="), where)
+            continue
         match = _SLOT_WORD.fullmatch(word)
         if not match:
-            raise UserError(f"{where}: {_quoted(word)} after the host; {_FORMS}, and max_slots=4 after slots=2")
+            more = "max_slots=4 or gpus=0,1 after slots=2"
+            raise UserError(f"{where}: {_quoted(word)} after the host; {_FORMS}, and {more}")
         key = match[1].replace("-", "_")
         if key in counts:
             raise UserError(f"{where}: {key} is given twice")
@@ -125,7 +137,9 @@ def _hosts(words: list[str], where: str) -> list[Host]:
     slots = counts.get("slots", 1)
     if counts.get("max_slots", slots) < slots:
         raise UserError(f"{where}: max_slots={counts['max_slots']} is below slots={slots}")
-    return [Host(host, slots) for host in names]
+    if gpus is not None and len(gpus) < slots:
+        raise UserError(f"{where}: gpus={_listed(gpus)} is fewer than slots={slots}; every slot needs a GPU of its own")
+    return [Host(host, slots, gpus or ()) for host in names]
 
 
 def _expand(pattern: str, where: str) -> list[str]:
@@ -163,6 +177,23 @@ def _slots(text: str, where: str) -> int:
     if not re.fullmatch(r"[0-9]{1,6}", text) or not 1 <= int(text) <= MAX_SLOTS:
         raise UserError(f"{where}: {_quoted(text)} slots; a host has 1 to {MAX_SLOTS}")
     return int(text)
+
+
+def _gpus(text: str, where: str) -> tuple[int, ...]:
+    """The numbers of gpus=0,1."""
+    texts = text.split(",")
+    if not all(re.fullmatch(r"[0-9]{1,4}", number) and int(number) < MAX_GPUS for number in texts):
+        allowed = f"numbers from 0 to {MAX_GPUS - 1} without spaces, as in gpus=0,1"
+        raise UserError(f"{where}: gpus={_quoted(text)}: must be {allowed}")
+    gpus = tuple(map(int, texts))
+    for at, number in enumerate(gpus):
+        if number in gpus[:at]:
+            raise UserError(f"{where}: gpus={_listed(gpus)}: names GPU {number} twice")
+    return gpus
+
+
+def _listed(gpus: tuple[int, ...]) -> str:
+    return _quoted(",".join(map(str, gpus)))[1:-1]
 
 
 def _unique(found: Iterable[tuple[str, Host]]) -> list[Host]:

@@ -1,6 +1,7 @@
 """One launch of a job as others see it: the launcher's lock, socket, log and exit.json, from its start to its end."""
 
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +30,8 @@ class LaunchedJob:
         self.server = LaunchServer(self._ask)
         self._record = LaunchRecord(run, self.server.name)
         self._supervisor: Supervisor | None = None
+        self._asked: list[bool] = []  # before there was a supervisor: whether to stop at once
+        self._lock = threading.Lock()
         self._begun = False
         self._outlet = Outlet("launch record")
 
@@ -48,7 +51,10 @@ class LaunchedJob:
 
     def watch(self, supervisor: Supervisor) -> None:
         """Let others stop the job; its `how` is told in the end."""
-        self._supervisor = supervisor
+        with self._lock:
+            self._supervisor = supervisor
+            for now in self._asked:
+                supervisor.ask_to_stop(now)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -60,5 +66,8 @@ class LaunchedJob:
         self.server.close(self.code)
 
     def _ask(self, what: str) -> None:
-        if self._supervisor is not None:
-            self._supervisor.ask_to_stop(now=what == "kill")
+        with self._lock:
+            if self._supervisor is None:
+                self._asked.append(what == "kill")
+            else:
+                self._supervisor.ask_to_stop(now=what == "kill")

@@ -4,6 +4,7 @@ Each start is a new horovodrun, which resumes from the newest complete checkpoin
 deadlock). Between two starts nothing of the job is left on any host.
 """
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from hvd_transformer.folder_lock import ENDED_STARTS, START
 from hvd_transformer.launch.agents import HostAgents, HostLost
 from hvd_transformer.launch.attempt import AttemptResult, Stop, run_attempt
 from hvd_transformer.launch.connection.connections import HostConnections
+from hvd_transformer.launch.doctor.findings import Finding
 from hvd_transformer.launch.horovodrun_command import Horovodrun
 from hvd_transformer.launch.host_discovery import Examine, HostDiscovery
 from hvd_transformer.launch.host_pool import HostPool
@@ -58,8 +60,11 @@ class Supervisor:
         self._connections, self._examine = connections, examine or (lambda hosts: {})
         self._policy = RestartPolicy(plan.limits)
         self._stop: Stop | None = None
+        self._asked, self._asking = 0, threading.Lock()  # to stop, as a count of signals, before `run`
         self._cause = ""  # of the last failure
         self._hosts: Sequence[Host] = ()  # of the last start
+        self._refused: dict[str, str] = {}  # hosts that could not be used since then, and why
+        self._lost: Sequence[str] = ()  # hosts by the last start
         self._last_step: int | None = None  # that a rank has told
         self._begun = False  # whether a start had all of its hosts
         self._job, self._starts = uuid4().hex, 0
@@ -71,11 +76,13 @@ class Supervisor:
 
         Raises `UserError` if the job cannot be started.
         """
-        stop = self._stop = Stop()
+        with self._asking:
+            stop = self._stop = Stop()
+            stop.count += self._asked
         try:
             code = 1
             hosts: list[Host] | None = self._first_hosts()
-            while hosts is not None:
+            while hosts is not None and not stop.count:
                 try:
                     ended = self._start(hosts, stop)
                 except HostLost as error:
@@ -91,9 +98,16 @@ class Supervisor:
             stop.restore()
 
     def ask_to_stop(self, now: bool) -> None:
-        """Do what a signal does: let the ranks save and exit, or with `now` kill them. From any thread."""
-        if self._stop is not None:
-            self._stop.count += 2 if now else 1
+        """Let the ranks save and exit, or with `now` kill them. From any thread.
+
+        Unlike a second signal, asking again changes nothing: who asks may not know that somebody has.
+        """
+        signals = 2 if now else 1
+        with self._asking:
+            if self._stop is None:
+                self._asked = max(self._asked, signals)
+            else:
+                self._stop.count = max(self._stop.count, signals)
 
     def how(self) -> dict[str, Any]:
         """What is known of the end of the job, for exit.json."""
@@ -103,6 +117,8 @@ class Supervisor:
             "restarts": self._policy.restarts,
             "step": self._last_step,
             "hosts": [host.name for host in self._hosts],
+            "refused": self._refused,
+            "lost": list(self._lost),
         }
 
     def _first_hosts(self) -> list[Host]:
@@ -112,14 +128,21 @@ class Supervisor:
         """
         while True:
             hosts = self._pool.hosts()
-            refused = self._examine(hosts)
+            refused = self._look_at(hosts)
             if not refused:
                 return hosts
             first = next(iter(refused.values()))
             self._set_aside(refused, otherwise=UserError(f"{first} (--no-preflight starts anyway)"))
 
+    def _look_at(self, hosts: Sequence[Host]) -> Mapping[str, Finding]:
+        """The hosts among these that cannot be used, and why."""
+        refused = self._examine(hosts)
+        self._refused |= {host: f"{finding.message}; {finding.cure}" for host, finding in refused.items()}
+        return refused
+
     def _start(self, hosts: list[Host], stop: Stop) -> AttemptResult:
         plan, policy = self._plan, self._policy
+        self._refused, self._lost = {}, ()
         horovodrun, self._hosts = replace(self._horovodrun, hosts=hosts), hosts
         newcomers = HostDiscovery(self._pool, horovodrun, self._connections, self._examine, self._set_aside)
         self._output.start(hosts, f"restart {policy.restarts} of {plan.limits.restarts}" if policy.restarts else "")
@@ -158,6 +181,7 @@ class Supervisor:
     def _may_restart(self, ended: AttemptResult, stop: Stop) -> bool:
         """Report a failure; return, after a back-off, whether to start again."""
         self._last_step = max((beat["step"] for beat in ended.beats.values()), default=self._last_step)
+        self._lost = [*ended.lost, *ended.leaving]
         if ended.code == 0 or stop.count:
             self._cause = ""
             return False
@@ -178,6 +202,10 @@ class Supervisor:
     def _may_go_on_without(self, error: HostLost) -> bool:
         """After a host was lost before its ranks ran. Raises the error if the job has never run and cannot now."""
         self._cause = str(error)
+        if self._begun:
+            self._lost = [error.host]
+        else:
+            self._refused |= {error.host: error.why}
         self._set_aside({error.host: error}, otherwise=None if self._begun else error)
         return not self._begun or self._obey(self._policy.judge_lost_host())
 
@@ -212,7 +240,7 @@ class Supervisor:
             except UserError as error:  # a discovery script may fail occasionally
                 hosts, why = [], str(error)
             if self._enough(hosts):
-                refused = self._examine(hosts)
+                refused = self._look_at(hosts)
                 if not refused:
                     ranks = sum(host.slots for host in hosts)
                     self._output.message(f"{self._next}: {ranks} ranks on {_names(hosts)}")

@@ -146,6 +146,7 @@ class Watchdog:
             "loss": heartbeat.loss,
             "tokens_per_second": heartbeat.tokens_per_second,
             "unit": heartbeat.unit,
+            "memory": _resident_bytes(),
             "late": late,
         }
 
@@ -287,3 +288,11 @@ class Watchdog:
                         if rank not in newest or age < newest[rank].age:
                             newest[rank] = PeerHeartbeat(json.load(file), age)
         return newest
+
+
+def _resident_bytes() -> int | None:
+    """The memory of this process; None where there is no /proc."""
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return None

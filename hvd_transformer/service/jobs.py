@@ -41,8 +41,8 @@ class Cause(str, Enum):
 class Needs:
     """What a job asks of the hosts: all of it or nothing.
 
-    `tensor`: ranks of one tensor-parallel group; every host gets whole groups where a group fits on one. `gpus_per_rank`:
-    pipeline stages on GPUs; 0 on CPUs. Elastic jobs have `min_ranks` below `num_ranks`.
+    `tensor`: ranks of one tensor-parallel group; every host gets whole groups where a group fits on one.
+    `gpus_per_rank`: pipeline stages on GPUs; 0 on CPUs. Elastic jobs have `min_ranks` below `num_ranks`.
     """
 
     num_ranks: int
@@ -61,6 +61,10 @@ class Placement:
 
 
 Allocation = tuple[Placement, ...]
+
+# In `output_dir` and `words` of a job that is being added: the store writes the job's id there, or that of the first
+# job of its array.
+ID = "{id}"
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,10 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Job:
-    """A job of the queue. `words`: the arguments of hvd-train, complete; `launch`: options of `launch` but for hosts."""
+    """A job of the queue.
+
+    `words`: the arguments of hvd-train, complete; `launch`: options of `launch` but for its hosts.
+    """
 
     id: int
     name: str
@@ -106,6 +113,7 @@ class Job:
     words: Sequence[str]
     launch: Sequence[str] = ()
     config: Mapping[str, Any] = field(default_factory=dict)  # resolved, by dotted key
+    code: str = ""  # the snapshot of the user's own code: its folder's name in STATE/code; empty: none
     env_names: Sequence[str] = ()
     env_file: str | None = None  # has the values of `env_names`; read when the job starts
     tags: Sequence[str] = ()

@@ -133,7 +133,8 @@ def test_killed_runs_end_like_an_unbroken_one(world, unbroken, corpus, tmp_path,
         with started(2, command(corpus, run, backend), backend, tmp_path / f"output-{number}") as job:
             wait_for_step(job, run, target)
             victims = list(job.ranks().values()) if who == "all" else [job.ranks()[int(who)]]
-            if who == "all" and backend == "gloo":  # mpirun stays, to remove its shared memory
+            with_launcher = who == "all" and backend == "gloo"  # mpirun stays, to remove its shared memory
+            if with_launcher:
                 victims = job.processes()
             if in_save:
                 wait_for(job, lambda: any((run / "checkpoints").glob(".saving-*")), interval=0.0003)
@@ -142,7 +143,8 @@ def test_killed_runs_end_like_an_unbroken_one(world, unbroken, corpus, tmp_path,
             for process in victims:
                 process.kill()
             torn = end_and_check(job, run)
-            assert before == 0 or "resuming from" in job.text()
+            # A launcher that is killed may not have passed on what it was told.
+            assert before == 0 or with_launcher or "resuming from" in job.text()
         during_saves += bool(torn)
         if in_save and not torn and newest_step(run) < STEPS - 10:  # the checkpoint was whole before the kill: again
             plan.append((newest_step(run) + 2, (who, in_save)))

@@ -71,6 +71,11 @@ class HostConnections:
             found[host] = result
         return found
 
+    async def drop(self, hosts: Iterable[str]) -> None:
+        """End the programs on these hosts: the next `open` connects anew."""
+        dropped = [self._open.pop(host) for host in set(hosts) & self._open.keys()]
+        await asyncio.gather(*(connection.close() for connection in dropped))
+
     async def local(self, hosts: Iterable[str]) -> dict[str, bool]:
         """Whether each host is this machine; name servers are asked in parallel."""
         names, loop = list(hosts), asyncio.get_running_loop()

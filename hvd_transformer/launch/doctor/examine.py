@@ -133,10 +133,13 @@ class Admission:
 
         Raises `UserError` if this host has no ssh.
         """
+        return first_problems(self.examine(hosts).findings)
+
+    def examine(self, hosts: Sequence[Host]) -> Examination:
+        """All that is found out about these hosts, without clocks and links. Raises `UserError` like `refused`."""
         with self._lock:
             found = self._connections.run(self._examine(self._job._replace(hosts=hosts)))
-        problems = [finding for finding in found if finding.problem]
-        return {finding.host: finding for finding in reversed(problems)}
+            return Examination(dict(self._answers), {}, [], [], found)
 
     async def _examine(self, job: Job) -> list[Finding]:
         until, opened = await _open(job, self._connections)
@@ -156,6 +159,15 @@ class Admission:
         before, self._sharing = self._sharing, self._sharing | {host for host, sees in seen.items() if sees}
         seen = {host: sees for host, sees in seen.items() if host in before}
         return list(findings.about_sharing(job.folders["output_dir"], seen))
+
+
+def first_problems(found: Iterable[Finding]) -> dict[str, Finding]:
+    """The first finding of each host that prevents a job from running there."""
+    problems: dict[str, Finding] = {}
+    for finding in found:
+        if finding.problem:
+            problems.setdefault(finding.host, finding)
+    return problems
 
 
 async def _examine(job: Job, connections: HostConnections, environment: Mapping[str, str]) -> Examination:
@@ -191,10 +203,14 @@ async def _open(job: Job, connections: HostConnections) -> tuple[float, dict[str
 def _facts(
     job: Job, environment: Mapping[str, str], until: float, full: bool
 ) -> Callable[[HostConnection], Awaitable[Any]]:
+    gpus = {host.name: ",".join(map(str, host.gpus)) for host in job.hosts if host.gpus}
+
     def facts(connection: HostConnection) -> Awaitable[Any]:
         given = dict(environment)
         if not connection.local:
             given.pop("CUDA_VISIBLE_DEVICES", None)  # it is not sent to other hosts
+        if connection.host in gpus:
+            given["CUDA_VISIBLE_DEVICES"] = gpus[connection.host]
         question = {"environment": given, "cwd": job.cwd, "folders": dict(job.folders), "full": full}
         return ask(connection, "facts", until, **question)
 

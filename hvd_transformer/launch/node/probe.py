@@ -26,6 +26,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,7 @@ def facts(environment: dict[str, str], cwd: str, folders: dict[str, str], full: 
         "versions": {name: _version(name) for name in _DISTRIBUTIONS},
         "source": _source_digest(),
         "cores": len(os.sched_getaffinity(0)),
+        "load": os.getloadavg()[0],
         "memory": memory.get("MemTotal", 0),
         "memory_free": memory.get("MemAvailable", 0),
         "interfaces": interfaces(),
@@ -187,7 +189,13 @@ def _devices() -> list[dict[str, Any]]:
             total, free = (int(size) << 20 for size in sizes)
             devices.append({"name": name, "memory": total, "memory_free": free})
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return devices if visible is None else devices[: len([word for word in visible.split(",") if word.strip()])]
+    if visible is None:
+        return devices
+    names = [word.strip() for word in visible.split(",") if word.strip()]
+    if not all(name.isdigit() for name in names):  # identifiers, or -1
+        return devices[: len(names)]
+    known = takewhile(lambda name: int(name) < len(devices), names)  # CUDA ignores all after the first unknown one
+    return [devices[int(name)] for name in known]
 
 
 def _folder(path: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ and no end of the job. The server tells other processes (`attach`).
 """
 
 import math
+import os
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -36,17 +37,20 @@ class Listeners(Protocol):
 class LaunchOutput:
     """Does what `Screen` does, in the same order, without waiting for it.
 
-    `job` has the log that receives all output and the server that tells other processes; None: there is neither.
+    `job` has the log that receives all output and the server that tells other processes; None: there is neither. They
+    are told of `gpus_per_rank`, which the ranks use where there are any.
     """
 
-    def __init__(self, screen: Screen, job: Listeners | None) -> None:
+    def __init__(self, screen: Screen, job: Listeners | None, gpus_per_rank: int = 0) -> None:
         self._screen, self._job = screen, job
+        self._gpus = {"gpus_per_rank": gpus_per_rank, "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
         self._outlet = Outlet("screen")
         self._looked, self._published, self._left_out = -math.inf, -math.inf, 0
 
     def start(self, hosts: Sequence[Host], restart: str) -> None:
         """Begin the view of one start of the job."""
-        self._publish("start", hosts=[[host.name, host.slots] for host in hosts], restart=restart)
+        listed = [[host.name, host.slots, *([host.gpus] if host.gpus else [])] for host in hosts]
+        self._publish("start", hosts=listed, restart=restart, **(self._gpus if self._gpus["gpus_per_rank"] else {}))
         self._outlet.put(partial(self._screen.start, hosts, restart))
 
     def look(self, agents: HostAgents) -> None:

@@ -57,6 +57,21 @@ def test_an_output_folder_that_stands_still_keeps_nobody(
     assert made and not made[0].exists()
 
 
+def test_a_host_shows_the_gpus_that_are_named_for_it(
+    connections: HostConnections, ssh_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi = ssh_log.parent / "bin" / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'a GPU, 80, 79'\necho 'another one, 80, 78'\n")
+    smi.chmod(0o755)
+    monkeypatch.setattr(examine.findings, "about_network", lambda *_: [])
+    hosts = [Host("one.invalid", 1, (1,)), Host("two.invalid", 1, (2,))]
+    job = Job(hosts, 1, "cuda", str(Path.cwd()), {"/tmp": "/tmp"}, None)
+    refused = Admission(job, connections, dict(os.environ)).refused(hosts)
+    assert {host: finding.message for host, finding in refused.items()} == {
+        "two.invalid": "0 GPUs for 1 slot × 1 stage"
+    }
+
+
 def test_an_empty_folder_is_a_mount_point_without_its_file_system(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()

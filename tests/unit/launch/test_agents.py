@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from node_agents import VALUES, Started, agents_of, connections_opened, folders, ready, wait_until
 
+from hvd_transformer.errors import UserError
 from hvd_transformer.launch.agents import HostAgents
 from hvd_transformer.launch.connection.connections import HostConnections
 from hvd_transformer.launch.connection.ssh import Ssh
@@ -54,6 +55,30 @@ def test_a_rank_may_start_scripts_that_import_what_is_beside_them(
         Started(connections, agents, way, 0, ["sh", "-c", "echo ${PYTHONSAFEPATH-unset}"])
         assert printed(agents) == "unset\n"
         agents.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("host", ["localhost", "far.invalid"])
+def test_ranks_see_the_gpus_of_their_host(
+    connections: HostConnections, host: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the launcher itself may see."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    agents = HostAgents([host], connections)
+    agents.begin(VALUES, {host: (5, 4)})
+    agents.wait_ready()
+    Started(connections, agents, way, 0, ["sh", "-c", "echo $CUDA_VISIBLE_DEVICES"])
+    assert printed(agents) == "5,4\n"
+    agents.close()
+
+
+def test_two_names_of_this_machine_cannot_have_different_gpus(connections: HostConnections) -> None:
+    agents = HostAgents(["localhost", "127.0.0.1"], connections)
+    with pytest.raises(
+        UserError, match=r"^host 127.0.0.1: is the same machine as localhost, with other gpus=; list it"
+    ):
+        agents.begin(VALUES, {"localhost": (0,), "127.0.0.1": (1,)})
+    agents.close()
 
 
 def has(file: Path, part: bytes) -> bool:

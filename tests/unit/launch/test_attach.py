@@ -104,6 +104,32 @@ def test_it_is_asked_to_stop(tmp_path: Path, what: str, now: bool) -> None:
     assert supervisor.asked == [now]
 
 
+@pytest.mark.parametrize("what", ["stop", "kill"])
+def test_who_asks_before_there_is_a_supervisor_is_heard(tmp_path: Path, what: str) -> None:
+    supervisor = Stopped()
+    with LaunchedJob(tmp_path / "run") as job, closing(LaunchClient(tmp_path / "run")) as client:
+        client.ask(what)
+        deadline = time.monotonic() + 10
+        while not job._asked:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        job.watch(cast(Supervisor, supervisor))
+    assert supervisor.asked == [what == "kill"]
+
+
+def test_a_client_is_told_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are named, and otherwise how many each rank may use of those that are visible here."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    hosts = [Host("h1", 2, (4, 5)), Host("h2", 1)]
+    with LaunchedJob(tmp_path / "run") as job, closing(LaunchOutput(Screen(False), job, 1)) as output:
+        output.start(hosts, "")
+        with closing(LaunchClient(tmp_path / "run")) as client:
+            told = next(client._events())
+        assert told["hosts"] == [["h1", 2, [4, 5]], ["h2", 1]]
+        assert (told["gpus_per_rank"], told["visible"]) == (1, "2,3")
+        assert [(host.name, host.slots) for host in (Host(*host) for host in told["hosts"])] == [("h1", 2), ("h2", 1)]
+
+
 def test_a_second_launcher_is_refused(tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = [sys.executable, "-c", SECOND, run]

@@ -9,6 +9,7 @@ from hvd_transformer.config import Config
 from hvd_transformer.errors import UserError
 from hvd_transformer.launch.horovodrun_command import check_devices, num_gpus
 from hvd_transformer.launch.hostfile import Host
+from hvd_transformer.launch.node import probe
 
 
 def config(device: str, stages: int = 1) -> Config:
@@ -39,6 +40,25 @@ def test_the_driver_s_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s
     assert num_gpus({}) == count
 
 
+SMI = '#!/bin/sh\nfor at in 0 1 2 3; do echo "GPU of slot $at, 80, $((at + 1))"; done\n'
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen"),
+    [(None, [1, 2, 3, 4]), ("3,1", [4, 2]), ("1,4,0", [2]), ("", []), ("GPU-1,GPU-2", [1, 2]), (" 2 , 0", [3, 1])],
+)
+def test_the_probe_tells_of_the_chosen_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, seen: list[int]
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [device["memory_free"] >> 20 for device in probe._devices()] == seen
+
+
 FOUR = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
 NONE = {"CUDA_VISIBLE_DEVICES": ""}
 FAR = Host("192.0.2.1", 8)  # reserved for documentation: no machine has it
@@ -56,6 +76,17 @@ def test_too_few_devices(device: str, slots: int, stages: int, message: str) -> 
     assert str(caught.value).startswith(f"host localhost: {message.format(device)}")
 
 
+@pytest.mark.parametrize("device", ["cuda", "auto"])
+def test_too_few_named_devices(device: str) -> None:
+    """On any host, whatever this one has."""
+    with pytest.raises(UserError) as caught:
+        check_devices([Host("localhost", 1), Host(FAR.name, 2, (4, 5, 6))], config(device, 2), FOUR)
+    assert str(caught.value) == (
+        f"host {FAR.name}: has 3 GPUs (gpus=4,5,6) for 2 ranks × 2 stages (training.device={device}); at most 1 ranks "
+        "fit, or set training.device=cpu"
+    )
+
+
 def test_none_at_all() -> None:
     check_devices([Host("localhost", 2)], config("auto"), NONE)
     with pytest.raises(UserError, match="has 0 GPUs for 2 ranks"):
@@ -69,6 +100,8 @@ def test_none_at_all() -> None:
         (Host("localhost", 2), config("cuda", 2)),
         (FAR, config("cuda")),
         (Host("localhost", 8), config("cpu", 2)),
+        (Host("localhost", 5, (9, 8, 7, 6, 5)), config("cuda")),
+        (Host("localhost", 2, (0, 1)), config("cpu", 2)),
     ],
 )
 def test_what_is_not_refused(host: Host, wanted: Config) -> None:

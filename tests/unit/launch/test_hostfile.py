@@ -5,6 +5,7 @@ import os
 import random
 import re
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,10 @@ def refused(text: str) -> str:
     return message
 
 
+def hosts(given: Iterable[tuple]) -> list[Host]:
+    return [Host(*host) for host in given]
+
+
 LINES = {
     "host slots=2": [("host", 2)],
     "host slots = 2 max_slots=4": [("host", 2)],
@@ -43,13 +48,17 @@ LINES = {
     "node[9-11].net slots=4": [("node9.net", 4), ("node10.net", 4), ("node11.net", 4)],
     "r[1-2]n[1-2]": [("r1n1", 1), ("r1n2", 1), ("r2n1", 1), ("r2n2", 1)],
     "  host:2\t# the fast one": [("host", 2)],
+    "host slots=2 gpus=4,5": [("host", 2, (4, 5))],
+    "host:2 gpus = 7,0,3 # three": [("host", 2, (7, 0, 3))],
+    "host gpus=1023": [("host", 1, (1023,))],
+    "node[1-2] gpus=0,1 slots=1 max_slots=2": [("node1", 1, (0, 1)), ("node2", 1, (0, 1))],
     "# nothing\n\n \t\nhost:2\r\nother\r\n": [("host", 2), ("other", 1)],
 }
 
 
 @pytest.mark.parametrize("text", LINES)
 def test_each_form(text: str) -> None:
-    assert parse_hostfile(text, "hosts") == LINES[text]
+    assert parse_hostfile(text, "hosts") == hosts(LINES[text])
 
 
 OPTIONS = {
@@ -62,7 +71,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("text", OPTIONS)
 def test_the_option(text: str) -> None:
-    assert parse_hosts(text) == OPTIONS[text]
+    assert parse_hosts(text) == hosts(OPTIONS[text])
 
 
 @pytest.mark.parametrize("text", ["", ",", "h1:2,", "h1:2,,h2", "h1 slots=2", "h1:0", "h1:2,h1:2", "-h:2", "h1:2\nh2"])
@@ -84,6 +93,16 @@ MALFORMED = {
     "host slots=2 slots=3": "slots is given twice",
     "host slots=4 max_slots=2": "max_slots=2 is below slots=4",
     "host slots=4 cpus=2": "'cpus=2' after the host",
+    "a\nhost gpus=1,1": "line 2: gpus=1,1: names GPU 1 twice",
+    "a\nhost slots=2 gpus=3": "line 2: gpus=3 is fewer than slots=2; every slot needs a GPU of its own",
+    "host gpus=-1": "gpus='-1': must be numbers from 0 to 1023 without spaces, as in gpus=0,1",
+    "host gpus=": "gpus='': must be numbers",
+    "host gpus=0,": "gpus='0,': must be numbers",
+    "host gpus=0, 1": "gpus='0,': must be numbers",
+    "host gpus=GPU-1": "gpus='GPU-1': must be numbers",
+    "host gpus=1024": "gpus='1024': must be numbers from 0 to 1023",
+    "host gpus=\u0661": "must be numbers",
+    "host gpus=0 gpus=1": "gpus is given twice",
     "fe80::1": "'fe80::1': more than one colon; put an IPv6 address in brackets",
     "[fe80::x]:2": "'fe80::x' is not an IPv6 address",
     "[fe80::1]2": "'[fe80::1]2': allowed are",
@@ -146,7 +165,7 @@ TABLES = st.fixed_dictionaries({}, optional={"version": st.just("1.0"), "server_
 @given(
     st.one_of(
         st.text(),
-        st.text(alphabet="n1[]-,: #=\nslotmax_{}\"'"),
+        st.text(alphabet="n1[]-,: #=\nslotgpumax_{}\"'"),
         st.lists(st.sampled_from(list(LINES))).map("\n".join),
         TABLES.map(json.dumps),
     )
@@ -154,13 +173,14 @@ TABLES = st.fixed_dictionaries({}, optional={"version": st.just("1.0"), "server_
 @example('{"version": "1.0", "server_list": [{"server_id": "n", "device": [{}, {}]}]}')
 def test_any_text_gives_hosts_or_one_line(text: str) -> None:
     try:
-        hosts = parse_hostfile(text, "hosts")
+        found = parse_hostfile(text, "hosts")
     except UserError as error:
         assert len(str(error).splitlines()) == 1
         return
-    assert hosts
-    assert len({host.name for host in hosts}) == len(hosts)
-    assert all(1 <= host.slots <= 1024 for host in hosts)
+    assert found
+    assert len({host.name for host in found}) == len(found)
+    assert all(1 <= host.slots <= 1024 for host in found)
+    assert all(not host.gpus or len(set(host.gpus)) == len(host.gpus) >= host.slots for host in found)
 
 
 def test_a_file_that_is_none(tmp_path: Path) -> None:
@@ -196,20 +216,20 @@ EXAMPLES = {
 
 def test_every_example_is_parsed() -> None:
     files = [path for path in (REPOSITORY / "hostfiles").iterdir() if path.suffix != ".sh"]
-    assert {path.name: read_hostfile(path) for path in files} == EXAMPLES
+    assert {path.name: read_hostfile(path) for path in files} == {name: hosts(EXAMPLES[name]) for name in EXAMPLES}
 
 
 def test_the_discovery_script_names_the_hosts_that_answer(tmp_path: Path) -> None:
     text = (REPOSITORY / "hostfiles" / "discover.sh").read_text()
-    hosts = '"127.0.0.2:3 localhost:2 no-such-host.invalid:1 127.0.0.1:8"'
+    listed = '"127.0.0.2:3 localhost:2 no-such-host.invalid:1 127.0.0.1:8"'
     with socket.create_server(("127.0.0.1", 0)) as server:
-        for name, value in {"hosts": hosts, "port": server.getsockname()[1]}.items():
+        for name, value in {"hosts": listed, "port": server.getsockname()[1]}.items():
             text, count = re.subn(rf"^{name}=.*", f"{name}={value}", text, flags=re.MULTILINE)
             assert count == 1
         (tmp_path / "discover.sh").write_text(text)
         (tmp_path / "discover.sh").chmod(0o755)
         found = from_script(tmp_path / "discover.sh", os.environ)()
-    assert found == [("127.0.0.1", 8), ("localhost", 2)]
+    assert found == [Host("127.0.0.1", 8), Host("localhost", 2)]
 
 
 def test_a_rank_table_from_another_tool(tmp_path: Path) -> None:
@@ -217,15 +237,16 @@ def test_a_rank_table_from_another_tool(tmp_path: Path) -> None:
         {"server_id": f"10.0.0.{at}", "device": [{"device_id": str(rank)} for rank in range(8)]} for at in (1, 2)
     ]
     (tmp_path / "table.json").write_text(json.dumps({"version": "1.0", "server_list": servers}))
-    assert read_hostfile(tmp_path / "table.json") == [("10.0.0.1", 8), ("10.0.0.2", 8)]
+    assert read_hostfile(tmp_path / "table.json") == [Host("10.0.0.1", 8), Host("10.0.0.2", 8)]
 
 
 def test_slots_are_trimmed_to_the_ranks() -> None:
-    assert assign([Host("localhost", 4)], 2) == [("localhost", 2)]
-    hosts = [Host("a", 4), Host("b", 4), Host("c", 4)]
-    assert assign(hosts, 12) == hosts
-    assert assign(hosts, 6) == [("a", 4), ("b", 2)]
-    assert assign(hosts, 1) == [("a", 1)]
+    assert assign([Host("localhost", 4)], 2) == [Host("localhost", 2)]
+    three = [Host("a", 4), Host("b", 4), Host("c", 4)]
+    assert assign(three, 12) == three
+    assert assign(three, 6) == [Host("a", 4), Host("b", 2)]
+    assert assign(three, 1) == [Host("a", 1)]
+    assert assign([Host("a", 4, (4, 5, 6, 7)), Host("b", 1, (0,))], 2) == [Host("a", 2, (4, 5, 6, 7))]
 
 
 def test_more_ranks_than_slots_names_both_numbers() -> None:

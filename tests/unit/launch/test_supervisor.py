@@ -72,6 +72,7 @@ def supervise(
     give_up_seconds: float = 600.0,
     examine: Examine | None = None,
     limits: TimeLimits | None = None,
+    watch: Callable[[Supervisor], object] = lambda supervisor: None,
 ) -> int:
     hosts = HostPool(find, num_ranks)
     words = ["sh", "-c", WORKER + script]
@@ -81,7 +82,9 @@ def supervise(
         closing(LaunchOutput(Screen(), job)) as output,
         closing(HostConnections(Ssh(), plan.environment, limits)) as connections,
     ):
-        return Supervisor(plan, Horovodrun(hosts.hosts()), hosts, connections, output, examine).run()
+        supervisor = Supervisor(plan, Horovodrun(hosts.hosts()), hosts, connections, output, examine)
+        watch(supervisor)
+        return supervisor.run()
 
 
 def given(**slots: int) -> FindHosts:
@@ -226,6 +229,59 @@ def test_without_enough_others_it_refuses_the_start(stand: Path) -> None:
     assert not (stand / "starts-0").exists()
 
 
+def test_it_tells_refused_hosts_from_wrong_input(stand: Path) -> None:
+    told: list[Supervisor] = []
+    with pytest.raises(UserError):
+        supervise(
+            stand, "exit 0", given(localhost=2, far=2), min_ranks=3, examine=refusing("far.invalid"), watch=told.append
+        )
+    assert told[0].how() == {
+        "cause": "",
+        "restarts": 0,
+        "step": None,
+        "hosts": [],
+        "refused": {"far.invalid": "data.source=x is not there; copy it there"},
+        "lost": [],
+    }
+    assert supervise(stand, "exit 2", given(localhost=2), watch=told.append) == 2
+    assert (told[1].how()["refused"], told[1].how()["lost"]) == ({}, [])
+
+
+def test_it_tells_the_hosts_that_it_lost(stand: Path) -> None:
+    """While its ranks run. Without such a host they cannot start; of one without which they can it says nothing."""
+    told: list[Supervisor] = []
+
+    def lose(supervisor: Supervisor) -> None:
+        told.append(supervisor)
+        threading.Thread(target=end, daemon=True).start()
+
+    def end() -> None:
+        wait_until(lambda: len(list(stand.glob("starts-*"))) == 2)
+        os.kill(int((stand / "ssh-far.invalid").read_text()), signal.SIGKILL)
+
+    assert supervise(stand, "sleep 100", given(localhost=1, far=1), watch=lose) != 0
+    assert told[0].how()["lost"] == ["far.invalid"]
+    (stand / "down-far.invalid").touch()
+    with pytest.raises(UserError, match=r"^host far.invalid: cannot be used: ssh: connect to host"):
+        supervise(stand, "exit 0", given(localhost=1, far=1), min_ranks=2, watch=told.append)
+    why = "ssh: connect to host far.invalid: No route to host"
+    assert (told[1].how()["refused"], told[1].how()["lost"]) == ({"far.invalid": why}, [])
+    assert supervise(stand, "exit 3", given(localhost=1, far=1), watch=told.append) == 3
+    assert (told[2].how()["lost"], told[2].how()["hosts"]) == ([], ["localhost"])
+
+
+def test_it_may_be_asked_to_stop_before_it_runs(stand: Path) -> None:
+    asking: list[Supervisor] = []
+
+    def ask(supervisor: Supervisor) -> None:
+        asking.append(supervisor)
+        supervisor.ask_to_stop(now=False)
+
+    assert supervise(stand, "sleep 100", given(localhost=1), restarts=3, watch=ask) == 1
+    assert not (stand / "starts-0").exists()
+    assert asking[0].how()["cause"] == "it was asked to stop"
+
+
 def test_a_host_that_is_back_without_its_data_is_refused_alone(stand: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def examine(hosts: Sequence[Host]) -> Mapping[str, Finding]:
         return refusing("far.invalid")(hosts) if (stand / "starts-0").exists() else {}
@@ -293,6 +349,23 @@ def test_new_hosts_are_taken_in_after_the_ranks_have_saved(stand: Path, monkeypa
     assert supervise(stand, script, find, num_ranks=3) == 0
     assert starts(stand) == [1, 3]
     assert (stand / "saved").exists()
+
+
+def test_more_slots_of_a_host_are_taken_in_too(stand: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_discovery, "_LOOK_SECONDS", 0.2)
+    script = 'trap "exit 1" TERM; [ $HOROVOD_SIZE = 3 ] && exit 0; while :; do sleep 0.05; done'
+    examined = []
+
+    def find() -> list[Host]:
+        return given(localhost=1, far=2)() if (stand / "starts-0").exists() else given(localhost=1, far=1)()
+
+    def examine(hosts: Sequence[Host]) -> Mapping[str, Finding]:
+        examined.append(hosts)
+        return {}
+
+    assert supervise(stand, script, find, num_ranks=4, examine=examine) == 0
+    assert starts(stand) == [2, 3]
+    assert examined[1] == [Host("localhost", 1), Host("far.invalid", 2)]
 
 
 def test_a_new_host_that_cannot_be_used_is_named_and_the_job_goes_on(

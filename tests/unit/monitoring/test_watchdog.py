@@ -85,6 +85,7 @@ def test_the_file_says_how_the_rank_is_and_goes_in_the_end(monkeypatch, tmp_path
         watchdog.close()
     assert abs(beat.pop("time") - time.monotonic()) < 30
     assert beat.pop("phase_seconds") < 30 and beat.pop("progress_seconds") < 30
+    assert 2**20 < beat.pop("memory") < 2**40
     assert beat == {
         "rank": 3, "host": os.uname().nodename, "pid": os.getpid(), "step": 7, "total_steps": 9, "phase": "log",
         "waits_for": None, "limit_seconds": 600, "loss": 2.5, "tokens_per_second": 1000.0, "unit": "samples",

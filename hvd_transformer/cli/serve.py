@@ -1,0 +1,103 @@
+"""`hvd-transformer serve`: the training service, with a queue over hosts and pages of runs."""
+
+import logging
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import click
+
+from hvd_transformer.cli import options
+from hvd_transformer.errors import UserError
+
+
+def _limit(name: str, what: str) -> Callable[[options.F], options.F]:
+    """An option for a limit per user, which is remembered."""
+    return click.option(name, type=click.IntRange(0), metavar="N", help=f"Limit per user, remembered: {what}.")
+
+
+@click.command()
+@click.option(
+    "--runs", type=options.PATH, default="runs", show_default=True, metavar="DIR", help="Folder with the runs."
+)
+@click.option("--state", type=options.PATH, metavar="DIR", help="Folder for database and queue. Default: in your home.")
+@click.option(
+    "-H", "hosts", metavar="HOST:SLOTS,…", help="Hosts to add, such as h1:8,h2:8. Default: those of earlier times."
+)
+@options.hostfile
+@click.option("--address", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen on.")
+@click.option("--port", type=int, default=8470, show_default=True, metavar="N", help="Port of the pages; 0: any.")
+@click.option("--certificate", type=options.PATH, metavar="FILE", help="TLS certificate, with its chain, in PEM.")
+@click.option("--key", type=options.PATH, metavar="FILE", help="Private key of the certificate, in PEM.")
+@click.option("--behind-proxy", is_flag=True, help="A proxy with TLS stands before the service.")
+@click.option(
+    "--public-host", "public_hosts", multiple=True, metavar="NAME", help="Name that browsers use; repeatable."
+)
+@click.option("--webhook", metavar="URL", help="Address to post a line of JSON to when a job has ended.")
+@click.option(
+    "--retention-days",
+    type=options.FiniteRange(0, min_open=True),
+    metavar="N",
+    help="Forget jobs that ended N days ago.",
+)
+def serve(
+    runs: Path,
+    state: Path | None,
+    hosts: str | None,
+    hostfile: Path | None,
+    address: str,
+    port: int,
+    certificate: Path | None,
+    key: Path | None,
+    behind_proxy: bool,
+    public_hosts: tuple[str, ...],
+    webhook: str | None,
+    retention_days: float | None,
+    max_queued: int | None,
+    max_running: int | None,
+    max_slots: int | None,
+    max_disk_gib: int | None,
+) -> None:
+    """Run a queue of jobs over hosts, and show their runs in a browser.
+
+    `hvd-transformer serve -H h1:8,h2:8 --runs /shared/runs`
+
+    `submit` queues jobs; they start when slots are free. Hosts are remembered; without any, the service only shows the
+    runs in the folder. Open the printed address in a browser on this machine, or through an ssh tunnel.
+
+    Ctrl-C or SIGTERM ends the service; jobs go on, and the next `serve` takes them over.
+    """
+    try:
+        from hvd_transformer.service.service import Options, TrainingService
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error.name}: not installed; pip install 'hvd-transformer[service]'") from None
+    from hvd_transformer.launch.host_pool import given_hosts
+    from hvd_transformer.service.jobs import Host
+    from hvd_transformer.service.remote.address import SOCKET, default_state
+    from hvd_transformer.service.web.listening import Listening
+
+    logging.basicConfig(
+        level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    folder = default_state() if state is None else state.expanduser().absolute()
+    found = given_hosts(hosts, hostfile) if hosts is not None or hostfile is not None else []
+    chosen = Options(
+        folder,
+        runs.expanduser().absolute(),
+        Listening(folder / SOCKET, address, port, certificate, key, behind_proxy, public_hosts),
+        [Host(host.name, host.slots, host.gpus) for host in found],
+        webhook,
+        retention_days,
+        {
+            "max_queued": max_queued,
+            "max_running": max_running,
+            "max_slots": max_slots,
+            "disk_bytes": None if max_disk_gib is None else max_disk_gib << 30,
+        },
+    )
+    with closing(TrainingService(chosen)) as service:
+        what = "a queue over hosts, and runs" if service.has_queue else "no queue, as no hosts were named, but the runs"
+        click.echo(f"hvd-transformer serves {what} in {chosen.runs}\n  open:  {service.link()}")
+        sys.stdout.flush()
+        service.run()

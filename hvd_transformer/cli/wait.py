@@ -1,0 +1,77 @@
+"""`hvd-transformer wait`: waits until jobs of the service have ended."""
+
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hvd_transformer.cli import service_options
+from hvd_transformer.cli.main import show as show_error
+
+if TYPE_CHECKING:
+    from hvd_transformer.service.remote.client import Client
+
+_PAUSE_SECONDS = 2.0  # between two attempts to reach the service
+
+
+@click.command()
+@service_options.jobs
+@service_options.server
+@service_options.as_json
+def wait(jobs: list[int], server: str | None, as_json: bool) -> None:
+    """Wait until the jobs have ended. The exit code is the job's; of several jobs, the first one that is not 0.
+
+    `hvd-transformer wait 7 && hvd-transformer translate runs/tiny-7`
+
+    Goes on waiting while the service is restarted.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    for job in _ends(service_options.client_of(server), jobs):
+        found[job["id"]] = job
+        if not as_json:
+            why = f": {job['reason']}" if job["reason"] else ""
+            click.echo(f"job {job['id']} ({job['name']}): {job['state']}{why}")
+    codes = [exit_code(found[number]) for number in jobs]
+    code = next(filter(None, codes), 0)
+    if as_json:
+        service_options.print_json({"jobs": [found[number] for number in jobs], "codes": codes, "code": code})
+    sys.exit(code)
+
+
+def _ends(client: "Client", jobs: list[int]) -> Iterator[dict[str, Any]]:
+    """The jobs, each when it has ended. The first look at them tells whether the service is there and knows them."""
+    from hvd_transformer.service.jobs import ENDED
+    from hvd_transformer.service.remote.client import NoService
+
+    pending, known, away = dict.fromkeys(jobs), False, False
+    while pending:
+        try:
+            for kind, data in client.events():
+                # All of them after a connection has been made, and now and then.
+                look = list(pending) if kind in ("open", "ping") else [data["id"]] if kind == "job" else []
+                for number in look:
+                    if number in pending and (job := client.get(f"jobs/{number}"))["state"] in ENDED:
+                        del pending[number]
+                        yield job
+                known, away = True, False
+                if not pending:
+                    return
+        except NoService as error:
+            if not known:
+                raise
+            if not away:
+                show_error("hvd-transformer", f"{error}; still waiting")
+            away = True
+        time.sleep(_PAUSE_SECONDS)
+
+
+def exit_code(job: dict[str, Any]) -> int:
+    """The exit code of a job that has ended; never 0 unless it has succeeded."""
+    if job["state"] == "SUCCEEDED":
+        return 0
+    code = job["attempts"][-1]["code"] if job["attempts"] else None
+    if code is not None and code < 0:  # ended by a signal
+        return 128 - int(code)
+    return int(code or 1)

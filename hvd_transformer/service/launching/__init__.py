@@ -1,0 +1,1 @@
+"""The launchers of the jobs, and the hosts that they run on."""

@@ -1,0 +1,76 @@
+"""What becomes of a job when an attempt has ended: the rules of retries, as a pure function."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hvd_transformer.errors import STALLED
+from hvd_transformer.service.jobs import Cause, Job, State
+
+_AFTER_STOP = {
+    Cause.CANCELLED: State.CANCELLED,
+    Cause.PREEMPTED: State.QUEUED,
+    Cause.HELD: State.HELD,
+    Cause.TIME_LIMIT: State.FAILED,
+}
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How an attempt ended. `code`: the launcher's exit code; None if it was killed.
+
+    `refused`: hosts that could not be used at the start, and why; `lost`: hosts that no longer answered.
+    """
+
+    code: int | None
+    cause: str = ""
+    step: int | None = None  # the last one that a rank told
+    refused: Mapping[str, str] = field(default_factory=dict)
+    lost: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The job's next state, why in words, and whether it uses up one of its retries."""
+
+    state: State
+    reason: str
+    retry: bool = False
+
+
+def outcome(job: Job, ended: Exit | None) -> Outcome:
+    """The rules: a job that was stopped becomes what it was stopped for, wrong input and errors of the job are never
+    tried again, stalled jobs, lost hosts and killed launchers are, and refused hosts cost no retry.
+
+    None: the service ended before it could start the launcher.
+    """
+    if ended is not None and ended.code == 0:
+        return Outcome(State.SUCCEEDED, "")
+    if job.stopping is not None:
+        return Outcome(_AFTER_STOP[job.stopping], _stopped(job))
+    if ended is None:
+        return Outcome(State.QUEUED, "not started: the service ended")
+    if ended.refused:
+        return Outcome(State.QUEUED, f"not started: {'; '.join(ended.refused.values())}")
+    if not _is_transient(ended):
+        return Outcome(State.FAILED, ended.cause or f"exit code {ended.code}")
+    why = ended.cause or _transient_words(ended)
+    if job.retries < job.max_retries:
+        return Outcome(State.QUEUED, f"retry {job.retries + 1} of {job.max_retries}: {why}", retry=True)
+    return Outcome(State.FAILED, f"{why}; gave up after {job.max_retries} retries")
+
+
+def _is_transient(ended: Exit) -> bool:
+    """Whether another start may go well: not after wrong input or an error of the job itself."""
+    return ended.code in (None, STALLED) or bool(ended.lost)
+
+
+def _transient_words(ended: Exit) -> str:
+    if ended.lost:
+        return f"lost {', '.join(ended.lost)}"
+    return "its launcher was killed" if ended.code is None else "it stalled"
+
+
+def _stopped(job: Job) -> str:
+    if job.stopping is Cause.TIME_LIMIT:
+        return f"reached its time limit of {job.time_limit:.0f} s"
+    return {Cause.CANCELLED: "cancelled", Cause.PREEMPTED: "preempted", Cause.HELD: "held"}[job.stopping or Cause.HELD]

@@ -1,0 +1,1 @@
+"""The side of the commands: where the service is, and what it or its database tells."""

@@ -1,0 +1,72 @@
+"""What listing commands read of jobs and runs: from the service or, while it is down, from its database."""
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from hvd_transformer.errors import UserError
+from hvd_transformer.service.remote.client import Client
+from hvd_transformer.service.runs.index import run_id
+
+Document = dict[str, Any]
+_RUN = re.compile(r"[0-9a-f]{12}")
+
+
+class Reading(Protocol):
+    """Documents have the shape of the HTTP interface."""
+
+    def jobs(self, states: Sequence[str], user: str | None, tag: str | None) -> Iterable[Document]:
+        """The jobs in these states, of a user, with a tag."""
+
+    def job_and_run(self, word: str) -> tuple[Document | None, Document | None]:
+        """The job and the run of a job's number, a run's id or its directory. Raises `UserError` for neither."""
+
+    def compare(self, words: Sequence[str]) -> Document:
+        """What differs between several runs, and their final metrics."""
+
+
+class Online:
+    """The service itself."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def jobs(self, states: Sequence[str], user: str | None, tag: str | None) -> Iterable[Document]:
+        return self._client.items("jobs", state=",".join(states), user=user, tag=tag, limit=500)
+
+    def job_and_run(self, word: str) -> tuple[Document | None, Document | None]:
+        number, run = locate(self._client, word)
+        job = None if number is None else self._client.get(f"jobs/{number}")
+        found = self._client.get(f"runs/{run}")
+        return job, found if found["began"] is not None else None
+
+    def compare(self, words: Sequence[str]) -> Document:
+        runs = [locate(self._client, word)[1] for word in words]
+        found: Document = self._client.get("compare", runs=",".join(runs))
+        return found
+
+
+def job_number(word: str) -> int | None:
+    """The number of a job, if the word is one."""
+    return int(word) if word.isascii() and word.isdecimal() and not _RUN.fullmatch(word) else None
+
+
+def run_of(word: str) -> str:
+    """The id of a run: the word itself, or that of a run directory. Raises `UserError`."""
+    if _RUN.fullmatch(word):
+        return word
+    path = Path(word).expanduser()
+    if not path.is_dir():
+        raise UserError(f"{word}: neither the number of a job nor a run directory nor the id of a run")
+    return run_id(path)
+
+
+def locate(client: Client, word: str) -> tuple[int | None, str]:
+    """The number of a job, if there is one, and the id of its run. Raises `UserError`."""
+    number = job_number(word)
+    if number is not None:
+        return number, client.get(f"jobs/{number}")["run"]
+    run = run_of(word)
+    job = client.get(f"runs/{run}")["job"]
+    return (None if job is None else job["id"]), run

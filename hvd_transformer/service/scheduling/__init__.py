@@ -1,0 +1,1 @@
+"""Which jobs start where: a pure function from what there is to what to do."""

@@ -1,0 +1,54 @@
+"""Why a job waits, in the words that its user sees."""
+
+from collections.abc import Sequence
+
+from hvd_transformer.service.jobs import Host, Needs
+from hvd_transformer.service.scheduling.placement import Shape, least_ranks
+
+_MOST_NAMES = 5
+
+
+def needed(needs: Needs, shape: Shape) -> str:
+    """Such as `8 slots with 2 GPUs each in groups of 4 per host`."""
+    least = least_ranks(needs)
+    text = f"{'at least ' * (least < needs.num_ranks)}{_counted(least, 'slot')}"
+    if shape.gpus:
+        text += f" with {_counted(shape.gpus, 'GPU')}{' each' * (least > 1)}"
+    return text + f" in groups of {shape.group} per host" * (shape.group > 1)
+
+
+def resources(needs: Needs, shape: Shape, free: int) -> str:
+    return f"resources: needs {needed(needs, shape)}, {free} {'is' if free == 1 else 'are'} free"
+
+
+def outside(needs: Needs, shape: Shape, room: int) -> str:
+    return f"resources: needs {needed(needs, shape)}, launches outside the service leave {room}"
+
+
+def unusable(hosts: Sequence[Host]) -> str:
+    """Which hosts the job would need."""
+    down = [host.name for host in hosts if host.down]
+    drained = [host.name for host in hosts if host.drained and not host.down]
+    found = (("down", down), ("drained", drained))
+    return "; ".join(f"hosts {state}: {_names(names)}" for state, names in found if names)
+
+
+def reserved(job: int) -> str:
+    return f"reserved for job {job}"
+
+
+def behind_priority(job: int) -> str:
+    return f"priority: behind job {job}"
+
+
+def behind_owner(job: int, owner: str) -> str:
+    return f"fair share: behind job {job} of {owner}"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def _names(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + f" and {more} more" * (more > 0)

@@ -1,0 +1,1 @@
+"""What the service must remember, in one SQLite database."""

@@ -1,0 +1,72 @@
+"""Where submitted jobs write: each into a run directory of its own, inside the runs folder."""
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from hvd_transformer.errors import UserError
+from hvd_transformer.service.jobs import ENDED, ID, Job
+from hvd_transformer.service.submitting.checker import Checked, CheckedJob
+
+
+class Jobs(Protocol):
+    """What must be known of the jobs that there are: `Store`."""
+
+    def job(self, id: int) -> Job | None: ...
+
+    def jobs(self, *, limit: int, newest_first: bool) -> list[Job]: ...
+
+    def jobs_by_output(self, folders: Iterable[str]) -> Mapping[str, Job]: ...
+
+
+def output_dirs(checked: Checked, name: str, runs: Path, is_array: bool, jobs: Jobs) -> list[str]:
+    """The run directory of each job: RUNS/NAME-ID or what the user has chosen, and below it one per job of an array.
+
+    Raises `UserError` for a folder outside of `runs` and for one that a job which has not ended uses.
+    """
+    unchosen = runs / f"{name}-{ID}{_suffix(name, runs, jobs)}"
+    folders = []
+    for number, job in enumerate(checked.jobs, start=1):
+        folder = unchosen if job.output_dir is None else _chosen(job.output_dir, runs)
+        folder = folder / str(number) if is_array else folder
+        _check_resume(job, folder)
+        folders.append(str(folder))
+    for path, user in jobs.jobs_by_output(folders).items():
+        if user.state not in ENDED:
+            raise UserError(f"output_dir={path}: job {user.id} uses it, which has not ended")
+    return folders
+
+
+def _chosen(output_dir: str, runs: Path) -> Path:
+    folder = Path(output_dir).resolve()
+    if runs not in folder.parents:
+        raise UserError(f"output_dir={output_dir}: must be inside the service's runs folder, {runs}; or leave it out")
+    return folder
+
+
+def _suffix(name: str, runs: Path, jobs: Jobs) -> str:
+    """What tells the folder of the next job from those of an earlier database, whose ids began at 1, too.
+
+    The job would otherwise resume a run that has nothing to do with it.
+    """
+    newest = jobs.jobs(limit=1, newest_first=True)
+    last = newest[0].id if newest else 0
+    pattern = re.compile(rf"{re.escape(name)}-(\d{{1,18}})(-\d{{1,9}})?", re.ASCII)
+    taken = set()
+    with suppress(FileNotFoundError), os.scandir(runs) as entries:
+        for entry in entries:
+            found = pattern.fullmatch(entry.name)
+            if found is not None and int(found[1]) > last:
+                taken.add(found[2] or "")
+    return next(suffix for suffix in ("", *(f"-{n}" for n in range(2, len(taken) + 3))) if suffix not in taken)
+
+
+def _check_resume(job: CheckedJob, folder: Path) -> None:
+    if job.config["checkpoint.resume"] == "never" and any(folder.glob("checkpoints/step-*")):
+        raise UserError(
+            f"checkpoint.resume=never: {folder} has checkpoints, which a new run would overwrite; choose another "
+            "output_dir, or checkpoint.resume=auto to resume"
+        )

@@ -1,0 +1,47 @@
+"""Which queued jobs their owners may start now: the limits per user, as a pure function."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from hvd_transformer.service.scheduling.snapshot import Running, Waiting
+from hvd_transformer.service.storage.settings import Limits
+
+
+def within_limits(
+    waiting: Sequence[Waiting],
+    running: Sequence[Running],
+    limits: Mapping[str | None, Limits],
+    disk_bytes: Mapping[str, int],
+) -> tuple[list[Waiting], dict[int, str]]:
+    """The jobs that may start, and why each of the others may not.
+
+    `limits`: as `SettingsTable.all_limits` returns them; `disk_bytes`: what the run directories of each owner take. A
+    job that waits for its owner's limit keeps no later and smaller job of that owner from starting.
+    """
+    if all(limit == Limits() for limit in limits.values()):
+        return list(waiting), {}
+    jobs = Counter(job.owner for job in running)
+    slots: Counter[str] = Counter()
+    for job in running:
+        slots[job.owner] += sum(part.ranks for part in job.allocation)
+    allowed, reasons = [], {}
+    for new in sorted(waiting, key=lambda job: (-job.priority, job.submitted)):
+        limit = limits.get(new.owner, limits[None])
+        why = _over(new, limit, jobs[new.owner], slots[new.owner], disk_bytes.get(new.owner, 0))
+        if why is None:
+            jobs[new.owner] += 1
+            slots[new.owner] += new.needs.num_ranks
+            allowed.append(new)
+        else:
+            reasons[new.id] = f"limit of {new.owner}: {why}"
+    return allowed, reasons
+
+
+def _over(new: Waiting, limit: Limits, jobs: int, slots: int, disk_bytes: int) -> str | None:
+    if limit.max_running is not None and jobs >= limit.max_running:
+        return f"{jobs} jobs run or start, {limit.max_running} may"
+    if limit.max_slots is not None and slots + new.needs.num_ranks > limit.max_slots:
+        return f"{slots} slots in use, {limit.max_slots} may be; this job needs {new.needs.num_ranks}"
+    if limit.disk_bytes is not None and disk_bytes >= limit.disk_bytes:
+        return f"runs take {disk_bytes / 2**30:.1f} GiB of disk, {limit.disk_bytes / 2**30:.1f} may be taken"
+    return None

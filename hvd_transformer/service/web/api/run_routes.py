@@ -1,0 +1,171 @@
+"""The API of runs: the table, one run, its curves and logs, and several side by side."""
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field
+from starlette.exceptions import HTTPException
+
+from hvd_transformer.errors import UserError
+from hvd_transformer.service.runs.comparison import MOST_RUNS
+from hvd_transformer.service.runs.index import RunRow
+from hvd_transformer.service.runs.logs import PAGE_BYTES, log_page
+from hvd_transformer.service.runs.query import Query, TableRow, select
+from hvd_transformer.service.storage.tokens import Role
+from hvd_transformer.service.web.api import models
+from hvd_transformer.service.web.api.routes import BASE, Call, Route
+from hvd_transformer.service.web.api.views import JobViews
+
+_ID = re.compile(r"[0-9a-f]{12}")
+_MOST_KEYS = 50
+_MOST_CONDITIONS = 20
+
+Text = Annotated[str, Field(max_length=1000)]
+
+
+class RunsQuery(models.Body):
+    """`where`: KEY:VALUE of the configuration; `config`: keys of it to answer for each run."""
+
+    text: Text = ""
+    state: Text = ""
+    user: Text = ""
+    tag: Text = ""
+    where: Annotated[list[Text], Field(max_length=_MOST_CONDITIONS)] = []
+    sort: Text = "updated"
+    order: models.Order = models.Order.DESC
+    cursor: Text | None = None
+    limit: Annotated[int, Field(ge=1, le=500)] = 50
+    config: Annotated[list[Text], Field(max_length=_MOST_KEYS)] = []
+
+
+class MetricsQuery(models.Body):
+    """`keys`: with commas between. `from`, `to`: on the axis `x`. `width`: pixels."""
+
+    keys: Text = ""
+    first: float | None = Field(None, alias="from")
+    last: float | None = Field(None, alias="to")
+    width: Annotated[int, Field(ge=1, le=4000)] = 800
+    x: Literal["step", "seconds", "samples", "tokens"] = "step"
+
+
+class LogQuery(models.Body):
+    """`rank`: a number, or launch. `tail`: begin that many bytes before the end."""
+
+    rank: Text = "0"
+    offset: Annotated[int, Field(ge=0, lt=1 << 62)] = 0
+    limit: Annotated[int, Field(ge=1, le=1 << 20)] = PAGE_BYTES
+    tail: Annotated[int, Field(ge=0, lt=1 << 62)] | None = None
+
+
+class CompareQuery(models.Body):
+    """`runs`: their ids, with commas between."""
+
+    runs: Text
+
+
+def list_runs(call: Call) -> models.Rows:
+    query: RunsQuery = call.query
+    page = select(
+        call.table.rows().values(),
+        Query(
+            text=query.text,
+            state=query.state,
+            user=query.user,
+            tag=query.tag,
+            where=[_condition(text) for text in query.where],
+            sort=query.sort,
+            descending=query.order is models.Order.DESC,
+            cursor=query.cursor,
+            limit=query.limit,
+        ),
+    )
+    views = JobViews(call.service)
+    items = [views.row(row, query.config) for row in page.items]
+    return models.Rows(items=items, next=page.next, total=page.total, keys=list(page.keys))
+
+
+def show_run(call: Call) -> models.RunDetails:
+    return JobViews(call.service).run(_row(call, call.path["run"]))
+
+
+def show_metrics(call: Call) -> models.Metrics:
+    query: MetricsQuery = call.query
+    row = _row(call, call.path["run"])
+    if row.run is None:
+        return models.Metrics(keys={}, available=[], last_step=None)
+    curve = call.service.curves.of(row.run.path)
+    wanted = _words(query.keys)
+    if len(wanted) > _MOST_KEYS:
+        raise UserError(f"keys: {len(wanted)} are too many; at most {_MOST_KEYS}")
+    found = {}
+    for key in wanted:
+        points = curve.points(key, query.first, query.last, query.width, query.x)
+        found[key] = models.Points(x=points.x, y=points.y, n=points.n)
+    return models.Metrics(
+        keys=found, available=curve.keys(), last_step=int(curve.last_step), complete=curve.complete.is_set()
+    )
+
+
+def show_log(call: Call) -> models.LogPage:
+    query: LogQuery = call.query
+    page = log_page(_directory(call).path, query.rank, query.offset, query.limit, query.tail)
+    return models.LogPage(text=page.text, offset=page.offset, next=page.next, size=page.size)
+
+
+def compare_runs(call: Call) -> models.Comparison:
+    query: CompareQuery = call.query
+    ids = _words(query.runs)
+    if not 1 <= len(ids) <= MOST_RUNS:
+        raise UserError(f"runs: {len(ids)} ids; must be 1 to {MOST_RUNS}, with commas between")
+    return JobViews(call.service).comparison([_row(call, run) for run in ids])
+
+
+def _row(call: Call, run: str) -> TableRow:
+    row = call.table.rows().get(run) if _ID.fullmatch(run) else None
+    if row is None:
+        raise HTTPException(404, "no such run")
+    return row
+
+
+def _directory(call: Call) -> RunRow:
+    row = _row(call, call.path["run"])
+    if row.run is None:
+        raise HTTPException(404, "the run has not begun: it has no directory yet")
+    return row.run
+
+
+def _condition(text: str) -> tuple[str, str]:
+    key, colon, value = text.partition(":")
+    if not (key and colon):
+        raise UserError(f"where={text[:100]}: must be KEY:VALUE, such as optimizer.lr:0.001")
+    return key, value
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in dict.fromkeys(text.split(",")) if word]
+
+
+_RUN = f"{BASE}/runs/{{run}}"
+ROUTES = [
+    Route("GET", f"{BASE}/runs", Role.VIEW, list_runs, "Runs and jobs.", models.Rows, query=RunsQuery),
+    Route("GET", _RUN, Role.VIEW, show_run, "One run.", models.RunDetails),
+    Route(
+        "GET",
+        f"{_RUN}/metrics",
+        Role.VIEW,
+        show_metrics,
+        "Points of curves, at most two per pixel.",
+        models.Metrics,
+        query=MetricsQuery,
+    ),
+    Route("GET", f"{_RUN}/log", Role.VIEW, show_log, "A page of a log.", models.LogPage, query=LogQuery, refused=404),
+    Route(
+        "GET",
+        f"{BASE}/compare",
+        Role.VIEW,
+        compare_runs,
+        "Runs side by side.",
+        models.Comparison,
+        query=CompareQuery,
+    ),
+]

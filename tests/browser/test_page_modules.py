@@ -1,0 +1,92 @@
+"""Single modules of the pages, called in the browser and compared with what Python finds."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from browser.chromium import Browser
+from browser.conftest import Visit
+
+
+@pytest.fixture
+def page(visit: Visit) -> Browser:
+    return visit("/no/such/page")
+
+
+def _call(page: Browser, module: str, expression: str, *arguments: Any) -> Any:
+    """The value of an expression over a module `m` and arguments `a`."""
+    script = f"const m = await import('/static/{module}.js'); const a = arguments; return JSON.stringify({expression})"
+    return json.loads(page.run(script, *arguments))
+
+
+def test_smoothing_is_the_unbiased_moving_average(page: Browser) -> None:
+    values = [math.sin(number) + 5 for number in range(50)]
+    weight = 0.9
+    expected = [
+        sum(weight ** (last - at) * values[at] for at in range(last + 1)) / sum(weight**at for at in range(last + 1))
+        for last in range(len(values))
+    ]
+    assert _call(page, "curves", "m.smooth(a[0], a[1])", values, weight) == pytest.approx(expected)
+    assert _call(page, "curves", "m.smooth(a[0], 0.5)", [1.0, None, 1.0]) == [1.0, None, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),
+        (0, "0"),
+        (2.31449, "2.314"),
+        (12480, "12,480"),
+        (12480.6, "12,481"),
+        (0.0003, "3e-4"),
+        (3.14e-5, "3.14e-5"),
+        (41_234_567.8, "41.2M"),
+        (-0.5, "-0.5000"),
+    ],
+)
+def test_numbers(page: Browser, value: float | None, text: str) -> None:
+    assert _call(page, "format", "m.number(a[0])", value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.2, "0 s"), (42, "42 s"), (200, "3 min 20 s"), (3600, "1 h"), (7500, "2 h 5 min"), (273_600, "3 d 4 h")],
+)
+def test_durations(page: Browser, seconds: float, text: str) -> None:
+    assert _call(page, "format", "m.duration(a[0])", seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(512, "512 B"), (1536, "1.5 KiB"), (65 << 30, "65.0 GiB"), (700 << 20, "700 MiB")]
+)
+def test_bytes(page: Browser, value: int, text: str) -> None:
+    assert _call(page, "format", "m.bytes(a[0])", value) == text
+
+
+def test_filters_are_read_and_written(page: Browser) -> None:
+    line = 'user:ada tag:sweep optimizer.lr:0.001 data.source:"my text" gpt small'
+    found = _call(page, "runs_query", "m.parseFilter(a[0])", line)
+    assert found == {
+        "user": "ada",
+        "tag": "sweep",
+        "where": ["optimizer.lr:0.001", "data.source:my text"],
+        "text": "gpt small",
+    }
+    assert _call(page, "runs_query", "m.filterLine(a[0])", found) == line
+
+
+def test_the_best_of_some_values(page: Browser) -> None:
+    best = "[...m.best(a[0], a[1])]"
+    assert _call(page, "metrics", best, "valid_loss", [2.0, 1.0, None, 1.0]) == [1, 3]
+    assert _call(page, "metrics", best, "valid_bleu", [2.0, 1.0]) == [0]
+    assert _call(page, "metrics", best, "lr", [2.0, 1.0]) == []
+    assert _call(page, "metrics", best, "loss", [1.0, 1.0]) == []
+
+
+def test_charts_group_a_metric_with_its_values_on_other_data(page: Browser) -> None:
+    groups = _call(
+        page, "metrics", "m.chartGroups(a[0])", ["lr", "step", "valid_loss", "other", "loss", "test_loss", "epoch"]
+    )
+    assert [group["keys"] for group in groups] == [["loss", "valid_loss", "test_loss"], ["lr"], ["other"]]

@@ -1,0 +1,353 @@
+"""The manager's loop, with a real database and scheduler, and launchers that do what the test says."""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from hvd_transformer.errors import UserError
+from hvd_transformer.service.actions import Actions
+from hvd_transformer.service.jobs import Allocation, Attempt, Cause, Host, Job, Needs, State
+from hvd_transformer.service.launching.attempts import Change, What
+from hvd_transformer.service.launching.host_checks import HostState
+from hvd_transformer.service.manager import Manager
+from hvd_transformer.service.outcome import Exit
+from hvd_transformer.service.storage.settings import Limits
+from hvd_transformer.service.storage.store import NewJob, Store
+from hvd_transformer.service.submitting.checker import Checker
+
+
+class FakeLaunchers:
+    """Attempts that begin and end when the test says so."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[int, int, Allocation]] = []
+        self.environments: list[Mapping[str, str]] = []
+        self.stopped: list[tuple[int, int, bool]] = []
+        self.grown: list[tuple[int, Allocation]] = []
+        self.adopted: list[int] = []
+        self.changes: list[Change] = []
+        self.adopting: dict[int, Change | None] = {}
+        self.refuse = ""
+
+    def start(self, job: Job, attempt: Attempt, environment: Mapping[str, str]) -> None:
+        if self.refuse:
+            raise UserError(self.refuse)
+        self.started.append((job.id, attempt.number, attempt.allocation))
+        self.environments.append(environment)
+
+    def adopt(self, job: Job, attempt: Attempt) -> Change | None:
+        self.adopted.append(job.id)
+        return self.adopting.get(job.id)
+
+    def poll(self) -> list[Change]:
+        changes, self.changes = self.changes, []
+        return changes
+
+    def stop(self, job: Job, attempt: Attempt, now: bool) -> None:
+        self.stopped.append((job.id, attempt.number, now))
+
+    def write_hosts(self, job: Job, allocation: Allocation) -> None:
+        self.grown.append((job.id, allocation))
+
+    def wake(self) -> None:
+        """Nobody waits."""
+
+    def begin(self, job: int, number: int = 1) -> None:
+        self.changes.append(Change(job, number, What.BEGUN))
+
+    def end(self, job: int, code: int | None, number: int = 1, **how: object) -> None:
+        self.changes.append(Change(job, number, What.ENDED, Exit(code, **how)))  # type: ignore[arg-type]
+
+
+class Service:
+    """A manager and all that is around it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store, self.launchers = Store(folder / "service.db"), FakeLaunchers()
+        self.states: dict[str, HostState] = {}
+        self.suspected: list[Mapping[str, str]] = []
+        self.ended: list[Job] = []
+        self.left: dict[Path, float] = {}
+        self.manager = self.new_manager()
+        checker = Checker(folder / "code")
+        self.actions = Actions(self.store, checker, folder / "runs", lambda: None, self.manager.kill)
+        self.folder = folder
+
+    def new_manager(self) -> Manager:
+        return Manager(
+            self.store,
+            self.launchers,  # type: ignore[arg-type]
+            self.left_of,
+            host_states=lambda: self.states,
+            suspect=self.suspected.append,
+            ended=self.ended.append,
+        )
+
+    def left_of(self, run: Path) -> float | None:
+        return self.left.get(run)
+
+    def add(self, ranks: int = 1, owner: str = "ann", **fields: object) -> int:
+        needs = Needs(ranks, fields.pop("min_ranks", ranks))  # type: ignore[arg-type]
+        job = NewJob("job", owner, time.time(), needs, str(self.folder / "runs" / "{id}"), "/", (), **fields)  # type: ignore[arg-type]
+        return self.store.add_jobs([job])[0]
+
+    def turn(self) -> None:
+        self.manager.look()
+        self.manager.schedule()
+        self.manager.look()
+
+    def state(self, job: int) -> State:
+        found = self.store.job(job)
+        assert found is not None
+        return found.state
+
+    def job(self, job: int) -> Job:
+        found = self.store.job(job)
+        assert found is not None
+        return found
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    made = Service(tmp_path)
+    with closing(made.store):
+        made.store.put_hosts([Host("h1", 2, threads=3), Host("h2", 2, threads=2)])
+        yield made
+
+
+def test_a_job_runs_to_its_end(service: Service) -> None:
+    job = service.add(4)
+    service.turn()
+    assert service.state(job) is State.STARTING
+    assert service.launchers.environments == [{"OMP_NUM_THREADS": "2"}]
+    service.launchers.begin(job)
+    service.turn()
+    assert service.state(job) is State.RUNNING
+    service.launchers.end(job, 0, step=40)
+    service.turn()
+    assert service.state(job) is State.SUCCEEDED
+    (attempt,) = service.store.attempts(job)
+    assert (attempt.code, attempt.first_step, attempt.last_step) == (0, 0, 40)
+    assert [ended.id for ended in service.ended] == [job]
+
+
+def test_a_job_that_ends_between_two_looks_has_begun_and_ended(service: Service) -> None:
+    job = service.add()
+    service.turn()
+    service.launchers.begin(job)
+    service.launchers.end(job, 1, cause="rank 0 failed first")
+    service.turn()
+    assert (service.state(job), service.job(job).reason) == (State.FAILED, "rank 0 failed first")
+
+
+def test_all_slots_are_given_once_and_the_next_job_starts_as_they_are_free(service: Service) -> None:
+    jobs = [service.add(2), service.add(2), service.add(3)]
+    service.turn()
+    assert [service.state(job) for job in jobs] == [State.STARTING, State.STARTING, State.QUEUED]
+    assert service.job(jobs[2]).reason.startswith("resources: ")
+    for job in jobs[:2]:
+        service.launchers.end(job, 0)
+    service.turn()
+    assert service.state(jobs[2]) is State.STARTING
+
+
+def test_a_cancelled_job_is_asked_once_and_killed_on_demand(service: Service) -> None:
+    job = service.add()
+    service.turn()
+    service.actions.cancel(job)
+    service.turn()
+    service.turn()
+    assert service.launchers.stopped == [(job, 1, False)]
+    service.actions.cancel(job, now=True)
+    service.turn()
+    assert service.launchers.stopped[1:] == [(job, 1, True)]
+    service.launchers.end(job, 1)
+    service.turn()
+    assert service.state(job) is State.CANCELLED
+    assert service.job(service.actions.retry(job).id).state is State.QUEUED
+
+
+def test_a_higher_priority_preempts_and_the_victim_keeps_its_place(service: Service) -> None:
+    victim, other = service.add(4), service.add(4)
+    service.turn()
+    service.launchers.begin(victim)
+    service.turn()
+    urgent = service.add(4, owner="ben", priority=10)
+    service.turn()
+    assert (service.state(victim), service.job(victim).stopping) == (State.STOPPING, Cause.PREEMPTED)
+    service.launchers.end(victim, 1, step=7)
+    service.turn()
+    assert (service.state(urgent), service.state(victim), service.state(other)) == (
+        State.STARTING, State.QUEUED, State.QUEUED,
+    )  # fmt: skip
+    service.launchers.end(urgent, 0)
+    service.turn()
+    assert service.state(victim) is State.STARTING
+    assert [attempt.first_step for attempt in service.store.attempts(victim)] == [0, None]
+    assert service.state(other) is State.QUEUED
+
+
+def test_a_held_job_waits_until_it_is_released(service: Service) -> None:
+    job = service.add()
+    service.actions.hold(job)
+    service.turn()
+    assert service.state(job) is State.HELD
+    service.actions.release(job)
+    service.turn()
+    service.actions.hold(job)
+    service.turn()
+    service.launchers.end(job, 1)
+    service.turn()
+    assert service.state(job) is State.HELD
+
+
+def test_a_time_limit_counts_all_attempts(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [time.time()]
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    job = service.add(time_limit=100.0)
+    service.turn()
+    service.launchers.begin(job)
+    clock[0] += 60
+    service.turn()
+    service.launchers.end(job, 75, cause="it stalled")
+    service.turn()
+    service.launchers.begin(job, 2)
+    clock[0] += 39
+    service.turn()
+    assert service.state(job) is State.RUNNING
+    clock[0] += 2
+    service.turn()
+    assert service.launchers.stopped == [(job, 2, False)]
+    service.launchers.end(job, 1, 2)
+    service.turn()
+    assert (service.state(job), service.job(job).reason) == (State.FAILED, "reached its time limit of 100 s")
+
+
+def test_a_lost_host_is_suspected_and_the_job_starts_again_elsewhere(service: Service) -> None:
+    job = service.add(2)
+    service.turn()
+    lost = service.launchers.started[0][2][0].host
+    service.launchers.begin(job)
+    service.launchers.end(job, 1, cause="host lost", lost=[lost])
+    service.states[lost] = HostState("it no longer answered")
+    service.turn()
+    assert service.suspected == [{lost: "it no longer answered"}]
+    assert service.launchers.started[1][2][0].host != lost
+    assert service.job(job).retries == 1
+
+
+def test_dependencies(service: Service) -> None:
+    first = service.add()
+    second = service.add(after=(first,))
+    service.turn()
+    assert service.job(second).reason == f"waits for job {first}"
+    service.launchers.end(first, 1)
+    service.turn()
+    assert service.job(second).reason == f"waits for job {first}, which failed (retry it)"
+    service.actions.retry(first)
+    service.turn()
+    service.launchers.end(first, 0, 2)
+    service.turn()
+    assert service.state(second) is State.STARTING
+
+
+def test_limits_of_users_are_told_as_reasons(service: Service) -> None:
+    service.store.set_limits(Limits(max_running=1))
+    first, second = service.add(), service.add()
+    service.turn()
+    assert (service.state(first), service.state(second)) == (State.STARTING, State.QUEUED)
+    assert service.job(second).reason.startswith("limit of ann: ")
+
+
+def test_what_cannot_be_started_fails_with_its_reason(service: Service) -> None:
+    job = service.add()
+    service.launchers.refuse = "/gone: no such folder"
+    service.turn()
+    assert (service.state(job), service.job(job).reason) == (State.FAILED, "/gone: no such folder")
+
+
+def test_an_elastic_job_grows(service: Service) -> None:
+    first, elastic = service.add(2), service.add(4, min_ranks=2)
+    service.turn()
+    assert [sum(part.ranks for part in given) for *_, given in service.launchers.started] == [2, 2]
+    service.launchers.begin(elastic)
+    service.launchers.end(first, 0)
+    service.turn()
+    ((job, grown),) = service.launchers.grown
+    assert (job, sum(part.ranks for part in grown)) == (elastic, 4)
+    assert service.store.open_attempts()[0].allocation == grown
+
+
+def test_a_new_manager_adopts_settles_and_queues_again(service: Service) -> None:
+    alive, ended, unstarted = (service.add(1) for _ in range(3))
+    service.turn()
+    for job in (alive, ended):
+        service.launchers.begin(job)
+    service.turn()
+    service.launchers.adopting = {
+        ended: Change(ended, 1, What.ENDED, Exit(0, step=9)),
+        unstarted: Change(unstarted, 1, What.UNSTARTED),
+    }
+    service.manager = service.new_manager()
+    service.manager.recover()
+    assert sorted(service.launchers.adopted) == [alive, ended, unstarted]
+    states = [service.state(job) for job in (alive, ended, unstarted)]
+    assert states == [State.RUNNING, State.SUCCEEDED, State.QUEUED]
+    service.turn()
+    assert [attempt.number for attempt in service.store.attempts(unstarted)] == [1, 2]
+    assert len(service.launchers.started) == 4
+
+
+def test_ends_are_estimated_from_what_is_left(service: Service) -> None:
+    job = service.add(4, time_limit=1000.0)
+    later = service.add(4)
+    service.turn()
+    service.launchers.begin(job)
+    service.left[Path(service.job(job).output_dir)] = 50.0
+    service.turn()
+    now = time.time()
+    assert service.manager.estimated_end(job) == pytest.approx(now + 50, abs=20)
+    assert service.job(later).estimated_start == pytest.approx(now + 50, abs=20)
+
+
+def test_a_job_whose_hosts_are_refused_again_and_again_rests_in_between(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    job = service.add()
+    service.turn()
+    for number in (1, 2):  # at once the first time
+        service.launchers.end(job, 2, number, cause="x", refused={"h1": "host h1: has no data"})
+        service.turn()
+    assert (len(service.launchers.started), service.state(job)) == (2, State.QUEUED)
+    assert service.job(job).reason == "not started: host h1: has no data"
+    clock[0] += 11
+    service.turn()
+    assert len(service.launchers.started) == 3
+
+
+def test_a_cancel_as_the_job_ends_is_not_lost(service: Service) -> None:
+    job = service.add()
+    service.turn()
+    service.launchers.end(job, 75, cause="it stalled")
+    service.actions.cancel(job)
+    service.turn()
+    assert service.state(job) is State.CANCELLED
+
+
+def test_a_job_that_used_up_its_time_is_not_retried(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [time.time()]
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    job = service.add(time_limit=10.0)
+    service.turn()
+    service.launchers.begin(job)
+    clock[0] += 11
+    service.turn()
+    service.launchers.end(job, 1)
+    service.turn()
+    with pytest.raises(UserError, match="used up its time limit"):
+        service.actions.retry(job)

@@ -1,0 +1,56 @@
+"""What becomes of a job after an attempt."""
+
+from dataclasses import replace
+
+import pytest
+
+from hvd_transformer.service.jobs import Cause, Job, Needs, State
+from hvd_transformer.service.outcome import Exit, outcome
+
+JOB = Job(1, "job", "ann", State.RUNNING, 0, 0.0, Needs(2, 2), "/runs/1", "/work", ())
+LOST = Exit(1, "host h2 was lost", 70, {}, ["h2"])
+
+
+@pytest.mark.parametrize(
+    ("ended", "state", "retry"),
+    [
+        (Exit(0), State.SUCCEEDED, False),
+        (Exit(1, "rank 1 on host h1 failed first"), State.FAILED, False),
+        (Exit(2, "model.d_model=7: must be a multiple of model.num_heads=2"), State.FAILED, False),
+        (Exit(75, "it stalled"), State.QUEUED, True),
+        (LOST, State.QUEUED, True),
+        (Exit(None), State.QUEUED, True),
+        (Exit(2, "host h2: cannot be reached", None, {"h2": "host h2: cannot be reached"}), State.QUEUED, False),
+        (None, State.QUEUED, False),
+    ],
+    ids=["done", "error", "wrong input", "stall", "lost host", "killed launcher", "refused host", "never started"],
+)
+def test_what_is_tried_again(ended: Exit | None, state: State, retry: bool) -> None:
+    found = outcome(JOB, ended)
+    assert (found.state, found.retry) == (state, retry)
+    assert state is State.SUCCEEDED or found.reason
+
+
+def test_retries_end() -> None:
+    assert outcome(replace(JOB, retries=2), LOST).reason == "retry 3 of 3: host h2 was lost"
+    found = outcome(replace(JOB, retries=3), LOST)
+    assert (found.state, found.reason) == (State.FAILED, "host h2 was lost; gave up after 3 retries")
+
+
+@pytest.mark.parametrize(
+    ("cause", "state"),
+    [
+        (Cause.CANCELLED, State.CANCELLED),
+        (Cause.PREEMPTED, State.QUEUED),
+        (Cause.HELD, State.HELD),
+        (Cause.TIME_LIMIT, State.FAILED),
+    ],
+)
+@pytest.mark.parametrize("ended", [Exit(1), LOST, Exit(None), None], ids=["saved", "lost", "killed", "never started"])
+def test_a_stopped_job_becomes_what_it_was_stopped_for(cause: Cause, state: State, ended: Exit | None) -> None:
+    found = outcome(replace(JOB, state=State.STOPPING, stopping=cause, time_limit=60.0), ended)
+    assert (found.state, found.retry) == (state, False)
+
+
+def test_a_job_that_is_done_before_it_is_stopped_has_succeeded() -> None:
+    assert outcome(replace(JOB, stopping=Cause.CANCELLED), Exit(0)).state is State.SUCCEEDED

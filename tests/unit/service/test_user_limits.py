@@ -1,0 +1,40 @@
+"""Limits per user."""
+
+from hvd_transformer.service.jobs import Needs, Placement
+from hvd_transformer.service.scheduling.snapshot import Running, Waiting
+from hvd_transformer.service.storage.settings import Limits
+from hvd_transformer.service.user_limits import within_limits
+
+
+def waiting(id: int, owner: str, ranks: int = 1, priority: int = 0) -> Waiting:
+    return Waiting(id, owner, priority, float(id), Needs(ranks, ranks))
+
+
+def running(id: int, owner: str, ranks: int) -> Running:
+    return Running(id, owner, 0, Needs(ranks, ranks), (Placement("h1", ranks),), 0.0)
+
+
+def test_without_limits_everything_may_start() -> None:
+    jobs = [waiting(number, "ann", 10) for number in range(3)]
+    assert within_limits(jobs, [], {None: Limits()}, {}) == (jobs, {})
+
+
+def test_the_number_of_jobs_counts_those_that_are_let_in_by_priority() -> None:
+    jobs = [waiting(1, "ann"), waiting(2, "ann", priority=5), waiting(3, "ben")]
+    allowed, reasons = within_limits(jobs, [running(9, "ann", 1)], {None: Limits(max_running=2)}, {})
+    assert [job.id for job in allowed] == [2, 3]
+    assert reasons == {1: "limit of ann: 2 jobs run or start, 2 may"}
+
+
+def test_a_smaller_job_passes_one_that_is_too_large_for_the_slots_left() -> None:
+    jobs = [waiting(1, "ann", 4), waiting(2, "ann", 1)]
+    allowed, reasons = within_limits(jobs, [running(9, "ann", 2)], {None: Limits(), "ann": Limits(max_slots=4)}, {})
+    assert [job.id for job in allowed] == [2]
+    assert reasons == {1: "limit of ann: 2 slots in use, 4 may be; this job needs 4"}
+
+
+def test_a_user_whose_runs_fill_the_disk_starts_nothing() -> None:
+    jobs = [waiting(1, "ann"), waiting(2, "ben")]
+    allowed, reasons = within_limits(jobs, [], {None: Limits(disk_bytes=2**30)}, {"ann": 2**30, "ben": 5})
+    assert [job.id for job in allowed] == [2]
+    assert "1.0 GiB of disk" in reasons[1]
