@@ -39,8 +39,12 @@ def _limit(name: str, what: str) -> Callable[[options.F], options.F]:
     "--retention-days",
     type=options.FiniteRange(0, min_open=True),
     metavar="N",
-    help="Forget jobs that ended N days ago.",
+    help="Forget jobs that ended N days ago. Runs stay.",
 )
+@_limit("--max-queued", "jobs that wait")
+@_limit("--max-running", "jobs that run")
+@_limit("--max-slots", "slots in use")
+@_limit("--max-disk-gib", "GiB of run directories; who has more starts nothing")
 def serve(
     runs: Path,
     state: Path | None,
