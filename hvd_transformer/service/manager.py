@@ -136,11 +136,7 @@ class Manager:
     def recover(self) -> None:
         """Take over the attempts that an earlier service has left."""
         for attempt in self._store.open_attempts():
-            job = self._known(attempt.job)
-            self._has_begun(job, attempt)
-            self._accounted[job.id] = time.time()  # nobody knows up to when it was written down
-            if (change := self._launchers.adopt(job, attempt)) is not None:
-                self._see(change)
+            self._take_over(attempt)
         self._due.set()
 
     def look(self) -> None:
@@ -148,9 +144,23 @@ class Manager:
         for change in self._launchers.poll():
             self._see(change)
         self._look_at_hosts()
-        for job in self._store.jobs(ACTIVE):
+        jobs = self._store.jobs(ACTIVE)
+        if any(job.id not in self._attempts for job in jobs):  # an error has come between slots and launcher
+            for attempt in self._store.open_attempts():
+                if attempt.job not in self._attempts:
+                    self._take_over(attempt)
+            return
+        for job in jobs:
             self._account(job, self._attempts[job.id])
             self._stop_if_due(job, self._attempts[job.id])
+
+    def _take_over(self, attempt: Attempt) -> None:
+        """Learn what has become of an attempt that somebody else has started, or given slots."""
+        job = self._known(attempt.job)
+        self._has_begun(job, attempt)
+        self._accounted[job.id] = time.time()  # nobody knows up to when it was written down
+        if (change := self._launchers.adopt(job, attempt)) is not None:
+            self._see(change)
 
     def _has_begun(self, job: Job, attempt: Attempt) -> None:
         self._attempts[job.id], self._accounted[job.id] = attempt, attempt.began
@@ -168,7 +178,8 @@ class Manager:
         elif (job := self._known(change.job)).state is State.STARTING:
             with suppress(UserError):  # it is being cancelled
                 self._store.update(job.id, state=State.RUNNING)
-            self.wait_seconds.observe(time.time() - job.submitted)
+            if attempt.number == 1:
+                self.wait_seconds.observe(time.time() - job.submitted)
 
     def _settle(self, attempt: Attempt, ended: Exit | None) -> None:
         now = time.time()
@@ -307,6 +318,9 @@ class Manager:
                     self._launchers.start(job, attempt, thread_limit(attempt.allocation, hosts))
                 except UserError as error:
                     self._settle(attempt, Exit(WRONG_INPUT, str(error)))
+                except BaseException:
+                    del self._attempts[job.id]  # `look` finds out whether a launcher runs
+                    raise
 
 
 def in_words(others: Mapping[int, State]) -> str:

@@ -30,9 +30,12 @@ class FakeLaunchers:
         self.adopted: list[int] = []
         self.changes: list[Change] = []
         self.adopting: dict[int, Change | None] = {}
-        self.refuse = ""
+        self.refuse, self.broken = "", False
 
     def start(self, job: Job, attempt: Attempt, environment: Mapping[str, str]) -> None:
+        if self.broken:
+            self.broken = False
+            raise RuntimeError("an error nobody thought of")
         if self.refuse:
             raise UserError(self.refuse)
         self.started.append((job.id, attempt.number, attempt.allocation))
@@ -351,3 +354,14 @@ def test_a_job_that_used_up_its_time_is_not_retried(service: Service, monkeypatc
     service.turn()
     with pytest.raises(UserError, match="used up its time limit"):
         service.actions.retry(job)
+
+
+def test_an_error_between_slots_and_launcher_loses_no_job(service: Service) -> None:
+    job = service.add()
+    service.launchers.broken = True
+    service.launchers.adopting = {job: Change(job, 1, What.UNSTARTED)}
+    with pytest.raises(RuntimeError):
+        service.manager.schedule()
+    service.turn()
+    assert [attempt.number for attempt in service.store.attempts(job)] == [1, 2]
+    assert [started[:2] for started in service.launchers.started] == [(job, 2)]

@@ -1,0 +1,1 @@
+"""Curves of metrics.jsonl at any zoom."""

@@ -1,0 +1,158 @@
+"""The minima and maxima of one curve at several resolutions, so that a view of it costs what it has pixels.
+
+level 0   16 points per chunk: where the smallest and the largest value are, and what they are
+level 1   4 chunks of level 0 per chunk, and so on
+
+A spike is the largest value of its chunk at every level, so no view can miss it.
+"""
+
+import math
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+
+from hvd_transformer.service.runs.metrics.metrics_rows import Column
+
+_CHUNK = 16  # points
+_FAN = 4
+# All points of a curve are kept up to this number: curves of few points, such as of evaluations, are drawn from them.
+MOST_RAW = 16_384
+_PER_PIXEL = 2  # chunks, at least, of the level that a view is made of
+Point = tuple[float, float]  # step, value; NaN is a gap
+
+
+class _Level:
+    """Chunks in order: the step and the value of the smallest and of the largest value of each. NaN: all are gaps."""
+
+    def __init__(self) -> None:
+        self.low_steps, self.lows, self.high_steps, self.highs = (array("d") for _ in range(4))
+
+    def __len__(self) -> int:
+        return len(self.lows)
+
+    def cut(self, length: int) -> None:
+        for values in self.arrays():
+            del values[length:]
+
+    def append(self, low: Point, high: Point) -> None:
+        self.low_steps.append(low[0])
+        self.lows.append(low[1])
+        self.high_steps.append(high[0])
+        self.highs.append(high[1])
+
+    def arrays(self) -> "Sequence[array[float]]":
+        return (self.low_steps, self.lows, self.high_steps, self.highs)
+
+    def within(self, first: float, last: float) -> range:
+        """The chunks that may have points in these steps. The steps of a chunk are not above those of the next."""
+        start = bisect_left(self.low_steps, first)
+        return range(max(0, start - 1), min(len(self), bisect_right(self.low_steps, last) + 1))
+
+    def points(self, chunks: range) -> Iterator[Point]:
+        part = slice(chunks.start, chunks.stop)
+        for low_step, low, high_step, high in zip(*(values[part] for values in self.arrays()), strict=True):
+            if low_step <= high_step:
+                yield low_step, low
+            if low_step != high_step or low != high:
+                yield high_step, high
+            if low_step > high_step:
+                yield low_step, low
+
+
+class Pyramid:
+    """One curve. Points come in the order of their steps."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._raw: Column | None = Column(array("d"), array("d"))
+        self._rest = Column(array("d"), array("d"))  # the points of the last chunk of level 0
+        self._levels = [_Level()]
+
+    def add(self, steps: "array[float]", values: "array[float]") -> None:
+        """Take the next points."""
+        self.count += len(values)
+        if self._raw is not None and self.count <= MOST_RAW:
+            self._raw.steps.extend(steps)
+            self._raw.values.extend(values)
+        else:
+            self._raw = None
+        if len(self._rest.values) == _CHUNK:
+            self._rest = Column(array("d"), array("d"))
+        elif self._rest.values:
+            self._levels[0].cut(len(self._levels[0]) - 1)
+            steps, values = self._rest.steps + steps, self._rest.values + values
+        changed = len(self._levels[0])
+        _add_chunks(self._levels[0], steps, values)
+        last = (len(values) - 1) // _CHUNK * _CHUNK
+        self._rest = Column(steps[last:], values[last:])
+        self._raise(changed)
+
+    def view(self, first: float, last: float, width: int) -> Iterator[Point]:
+        """Points between two steps, in order: all minima and maxima, about `_PER_PIXEL` to 8 chunks' per pixel."""
+        chosen = 0
+        for number, level in enumerate(self._levels):
+            if len(level.within(first, last)) < _PER_PIXEL * width:
+                break
+            chosen = number
+        level = self._levels[chosen]
+        return (point for point in level.points(level.within(first, last)) if first <= point[0] <= last)
+
+    def between(self, first: float, last: float) -> Column | None:
+        """All points between two steps; None if they are not kept."""
+        if self._raw is None:
+            return None
+        part = slice(bisect_left(self._raw.steps, first), bisect_right(self._raw.steps, last))
+        return Column(self._raw.steps[part], self._raw.values[part])
+
+    def num_points(self, first: float, last: float) -> int:
+        """How many points there are between two steps, to within a chunk at either end."""
+        if self._raw is not None:
+            return bisect_right(self._raw.steps, last) - bisect_left(self._raw.steps, first)
+        steps = self._levels[0].low_steps
+        return min(self.count, _CHUNK * (bisect_right(steps, last) - bisect_left(steps, first)))
+
+    @property
+    def memory(self) -> int:
+        """Bytes of memory."""
+        raw = 0 if self._raw is None else 16 * len(self._raw.values)
+        return raw + 32 * sum(map(len, self._levels))
+
+    def _raise(self, changed: int) -> None:
+        """Renew the upper levels, as level 0 has changed from this chunk on."""
+        number = 1
+        while len(self._levels[number - 1]) > _FAN:
+            if number == len(self._levels):
+                self._levels.append(_Level())
+                changed = 0
+            below, level = self._levels[number - 1], self._levels[number]
+            changed //= _FAN
+            level.cut(changed)
+            for start in range(changed * _FAN, len(below), _FAN):
+                part = slice(start, start + _FAN)
+                level.append(
+                    smallest(below.low_steps[part], below.lows[part]),
+                    largest(below.high_steps[part], below.highs[part]),
+                )
+            number += 1
+
+
+def _add_chunks(level: _Level, steps: "array[float]", values: "array[float]") -> None:
+    for start in range(0, len(values), _CHUNK):
+        own_steps, own = steps[start : start + _CHUNK], values[start : start + _CHUNK]
+        level.append(smallest(own_steps, own), largest(own_steps, own))
+
+
+def smallest(steps: Sequence[float], values: Sequence[float]) -> Point:
+    """The first of the smallest values; a gap if there are gaps only."""
+    if math.isnan(sum(values)):
+        values = [math.inf if value != value else value for value in values]
+    low = min(values)
+    return (steps[values.index(low)], low) if low < math.inf else (steps[0], math.nan)
+
+
+def largest(steps: Sequence[float], values: Sequence[float]) -> Point:
+    """The first of the largest values; a gap if there are gaps only."""
+    if math.isnan(sum(values)):
+        values = [-math.inf if value != value else value for value in values]
+    high = max(values)
+    return (steps[values.index(high)], high) if high > -math.inf else (steps[-1], math.nan)
