@@ -6,10 +6,10 @@ from functools import partial
 
 from hvd_transformer.errors import UserError
 from hvd_transformer.service.runs.checkpoints import Checkpoint, checkpoints
-from hvd_transformer.service.runs.metrics.curve import Curve
-from hvd_transformer.service.runs.metrics.curves import Curves
 from hvd_transformer.service.runs.launcher_beats import LauncherBeats
 from hvd_transformer.service.runs.logs import log_names
+from hvd_transformer.service.runs.metrics.curve import Curve
+from hvd_transformer.service.runs.metrics.curves import Curves
 from hvd_transformer.service.runs.ranks import RankState, rank_states, read_heartbeats
 from hvd_transformer.service.runs.status import RunStatus
 from hvd_transformer.service.runs.watched_run import RunRow

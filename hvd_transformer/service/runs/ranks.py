@@ -28,8 +28,10 @@ _SLOW, _LEAST_MILLISECONDS = 1.2, 5.0
 
 @dataclass(frozen=True)
 class RankState:
-    """One rank. `age`: seconds since its heartbeat; `memory`: bytes of its process; `late`: the others wait for it, or it
-    is silent or slow.
+    """One rank.
+
+    `age`: seconds since its heartbeat; `memory`: bytes of its process; `late`: the others wait for it, or it is silent
+    or slow.
     """
 
     rank: int

@@ -10,9 +10,9 @@ from made_runs import make_run, training
 
 from hvd_transformer.monitoring.watchdog import Watchdog
 from hvd_transformer.service.runs.checkpoints import best_evaluation, checkpoints
-from hvd_transformer.service.runs.metrics.curves import Curves
 from hvd_transformer.service.runs.details import run_details
 from hvd_transformer.service.runs.launcher_beats import LauncherBeats
+from hvd_transformer.service.runs.metrics.curves import Curves
 from hvd_transformer.service.runs.status import RunStatus
 from hvd_transformer.service.runs.watched_run import RunRow, run_id
 

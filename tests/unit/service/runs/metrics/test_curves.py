@@ -12,9 +12,9 @@ import pytest
 from made_runs import add_lines, line, training
 
 from hvd_transformer.errors import UserError
+from hvd_transformer.service.runs import plain_files
 from hvd_transformer.service.runs.metrics import curves as module
 from hvd_transformer.service.runs.metrics import metrics_file, pyramid, raw_blocks
-from hvd_transformer.service.runs import plain_files
 from hvd_transformer.service.runs.metrics.curve import Curve
 from hvd_transformer.service.runs.metrics.curves import Curves
 
