@@ -72,7 +72,10 @@ def test_ranks_see_the_gpus_of_their_host(
     agents.close()
 
 
-def test_two_names_of_this_machine_cannot_have_different_gpus(connections: HostConnections) -> None:
+def test_two_names_of_this_machine_cannot_have_different_gpus(
+    connections: HostConnections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hvd_transformer.launch.agents._END_SECONDS", 0.1)  # no rank has begun
     agents = HostAgents(["localhost", "127.0.0.1"], connections)
     with pytest.raises(
         UserError, match=r"^host 127.0.0.1: is the same machine as localhost, with other gpus=; list it"
