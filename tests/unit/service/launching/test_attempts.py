@@ -107,12 +107,13 @@ def test_it_begins_and_ends_and_tells_how(tmp_path: Path, launchers: Launchers) 
     start(launchers, of)
     assert changes(launchers, 1) == [Change(1, 1, BEGUN)]
     assert list(launchers.poll()) == []
+    (pid,) = launchers.pids()
     (tmp_path / "go").touch()
     assert changes(launchers, 1) == [Change(1, 1, ENDED, Exit(3, "rank 1 failed", 7, {}, ("h2",)))]
     assert list(launchers.poll()) == []
     assert launchers.pids() == frozenset()
     with pytest.raises(ChildProcessError):  # no zombie is left
-        os.waitpid(-1, os.WNOHANG)
+        os.waitpid(pid, os.WNOHANG)
 
 
 def test_a_change_that_cannot_be_settled_is_told_again(tmp_path: Path, launchers: Launchers) -> None:
