@@ -8,6 +8,7 @@ import pytest
 
 from browser.chromium import Browser
 from browser.conftest import Visit
+from browser.fake_service import FakeServer
 
 
 @pytest.fixture
@@ -90,3 +91,23 @@ def test_charts_group_a_metric_with_its_values_on_other_data(page: Browser) -> N
         page, "metrics", "m.chartGroups(a[0])", ["lr", "step", "valid_loss", "other", "loss", "test_loss", "epoch"]
     )
     assert [group["keys"] for group in groups] == [["loss", "valid_loss", "test_loss"], ["lr"], ["other"]]
+
+
+def test_curves_that_were_read_at_different_times_are_all_continued(visit: Visit, service: FakeServer) -> None:
+    page, run = visit("/no/such/page"), service.state.runs[0]
+    run.step, run.speed, run.extra_steps = 300, 0.0, 0
+    script = """
+      const { Curves } = await import('/static/curves.js');
+      window.curves ||= new Curves(arguments[0]);
+      await window.curves[arguments[1]](arguments[2], { x: 'step', range: null }, 400);
+      return [...window.curves.points.values()].map(({ x }) => x);
+    """
+    assert page.run(script, run.id, "read", ["loss"])[0][-1] == 300
+    run.step = 450
+    assert page.run(script, run.id, "read", ["lr"])[1][-1] == 450
+    run.step = 460
+    loss, rate = page.run(script, run.id, "follow", ["loss", "lr"])
+    assert loss[-1] == rate[-1] == 460
+    assert 400 in loss  # written after it was read, and before the rate was
+    run.step = 470
+    assert [x[-1] for x in page.run(script, run.id, "follow", ["loss", "lr", "grad_norm"])] == [470] * 3

@@ -19,6 +19,8 @@ export class Curves {
     this.asked = ""; // the part that was asked for last
     /** @type {Map<string, Points>} */
     this.points = new Map();
+    /** @type {Map<string, number>} how far along the axis each key has been read: charts are not all read at once */
+    this.reached = new Map();
   }
 
   /**
@@ -37,6 +39,7 @@ export class Curves {
     if (asked !== this.asked) return; // another part was asked for meanwhile
     this.#learn(answer);
     for (const key of keys) this.points.set(key, pointsOf(answer.keys[key]));
+    this.#reach(keys, answer, -Infinity);
   }
 
   /**
@@ -49,7 +52,7 @@ export class Curves {
    */
   async follow(keys, view, width, signal) {
     const have = keys.map((key) => this.points.get(key)).filter(Boolean);
-    const from = Math.max(-Infinity, ...have.map(({ x }) => x.at(-1) ?? -Infinity));
+    const from = Math.min(...keys.map((key) => this.reached.get(key) ?? -Infinity));
     if (!Number.isFinite(from) || have.some(({ x }) => x.length > 2.5 * width)) {
       await this.read(keys, { x: view.x, range: null }, width, signal);
       return;
@@ -64,6 +67,12 @@ export class Curves {
       return;
     }
     for (const key of keys) extend(this.points.get(key), pointsOf(answer.keys[key]));
+    this.#reach(keys, answer, from);
+  }
+
+  #reach(keys, answer, from) {
+    const to = Math.max(from, ...keys.map((key) => answer.keys[key]?.x.at(-1) ?? -Infinity));
+    for (const key of keys) this.reached.set(key, to);
   }
 
   #learn(answer) {
