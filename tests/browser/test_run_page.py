@@ -70,6 +70,7 @@ def test_curves_of_every_metric_and_their_last_values(visit: Visit, service: Fak
 def test_curves_grow_with_the_run(visit: Visit, service: FakeServer) -> None:
     page = visit(LIVE)
     _drawn(page, "Learning rate")
+    page.sees("Live", "#connection")  # news before that is told to nobody
     run = service.state.runs[0]
     before = page.text(".facts dd")
     run.extra_steps += 150
@@ -86,6 +87,7 @@ def test_curves_grow_with_the_run(visit: Visit, service: FakeServer) -> None:
 def test_a_run_that_goes_back_is_read_anew(visit: Visit, service: FakeServer) -> None:
     page = visit(LIVE)
     _drawn(page, "Learning rate")
+    page.sees("Live", "#connection")
     run = service.state.runs[0]
     run.step, run.speed, run.extra_steps = 300, 0.0, 0
     service.state.emit("run", {"id": run.id, "step": 300})
