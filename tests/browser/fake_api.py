@@ -30,6 +30,7 @@ class State:
         self.refuse: tuple[int, str] | None = None  # answer of every call from now on
         self.down = False  # connections are closed without an answer
         self.unread = 0  # answers with half of the curves, as of a file that is still being read
+        self.head_seconds = 0.0  # how long the answer about a single run takes
         self.streams: list[queue.Queue[str | None]] = []
         self.resumed: list[str] = []  # each Last-Event-ID that arrived
         self.events: list[tuple[int, str]] = []

@@ -121,6 +121,7 @@ class Handler(BaseHTTPRequestHandler):
             jobs = [run.job for run in state.runs if run.job and fake_api.one(query, "state") in ("", run.state)]
             return {"items": jobs[: int(fake_api.one(query, "limit") or 50)], "next": None}
         if parts[0] == "runs" and len(parts) == 2:
+            time.sleep(state.head_seconds)
             return fake_api.details(state.run(parts[1]), now)
         readers: dict[str, Callable[[], Any]] = {
             "metrics": lambda: fake_api.curves(state, parts[1], query),

@@ -84,6 +84,18 @@ def test_curves_grow_with_the_run(visit: Visit, service: FakeServer) -> None:
     page.until(is_current, "a new point of the curve")
 
 
+def test_newest_values_follow_though_the_head_comes_after_the_curves(visit: Visit, service: FakeServer) -> None:
+    page = visit(LIVE)
+    _drawn(page, "Learning rate")
+    page.sees("Live", "#connection")
+    run = service.state.runs[0]
+    service.state.head_seconds = 1.5
+    run.step, run.speed, run.extra_steps = 1500, 0.0, 0
+    service.state.emit("run", {"id": run.id, "step": 1500})
+    rate = run.value("lr", 1500) or 0.0
+    page.until(lambda: abs(_value(page, "Learning rate") - rate) < 0.01 * rate, "the value at step 1500")
+
+
 def test_a_run_that_goes_back_is_read_anew(visit: Visit, service: FakeServer) -> None:
     page = visit(LIVE)
     _drawn(page, "Learning rate")

@@ -15,7 +15,7 @@ const MIDDLE = 0.5;
  * @property {string} colour
  * @property {number[]} dash
  * @property {import("./curves.js").Points} points
- * @property {?number} [last] its newest value
+ * @property {() => ?number} [last] its newest value
  */
 
 /**
@@ -77,7 +77,7 @@ export class Chart {
     if (!lines.length) {
       this.#discard();
       replace(this.plot, h("p", { class: "muted" }, look.range ? "No values in this range." : "No values yet."));
-      this.#showValues();
+      this.showValues();
       return;
     }
     const data = this.#data();
@@ -85,7 +85,7 @@ export class Chart {
     else this.#create(data);
     const [from, to] = look.range || [data[0][0], data[0].at(-1)];
     this.uplot.setScale("x", from === to ? { min: from - 1, max: to + 1 } : { min: from, max: to });
-    this.#showValues();
+    this.showValues();
   }
 
   #create(data) {
@@ -97,7 +97,7 @@ export class Chart {
       look: this.look,
       many: this.many,
       ...this.#size(),
-      hooks: { setCursor: [() => this.#showValues()], setSelect: [(uplot) => this.#selected(uplot)] },
+      hooks: { setCursor: [() => this.showValues()], setSelect: [(uplot) => this.#selected(uplot)] },
       onReset: () => this.onZoom(null),
     });
     this.uplot = new globalThis.uPlot(options, data, this.plot);
@@ -150,7 +150,8 @@ export class Chart {
   }
 
   /** Shows what the lines are at the cursor, or at their ends. */
-  #showValues() {
+  showValues() {
+    if (!this.look) return; // not drawn yet
     const cursor = this.uplot?.cursor;
     const index = cursor?.left >= 0 ? (cursor.idx ?? null) : null;
     const { x } = this.look;
@@ -181,7 +182,7 @@ export class Chart {
 
   /** A line's own value at or just before an index: joined data have holes where another line has its point. */
   #valueAt(line, index) {
-    if (index === null) return this.lines[line].last ?? this.lines[line].points.y.at(-1) ?? null;
+    if (index === null) return this.lines[line].last?.() ?? this.lines[line].points.y.at(-1) ?? null;
     const column = this.uplot.data[this.look.smoothing ? 2 * line + 2 : line + 1];
     for (let at = index; at >= 0; at -= 1) if (column[at] !== undefined) return column[at];
     return null;

@@ -69,6 +69,7 @@ export class Charts {
       const old = this.plots.get(id);
       if (old) {
         old.lines = lines;
+        old.chart.showValues();
         continue;
       }
       const onZoom = (range) => this.#set({ range });
@@ -138,7 +139,7 @@ export class Charts {
       label,
       ...style(),
       points: source.points.get(key),
-      last: this.look.range ? null : last?.(),
+      last: this.look.range ? undefined : last,
     });
     return chart.draw(drawn.map(lineOf), this.look);
   }
