@@ -7,12 +7,13 @@ allocation has the size and the whole tensor groups that its job needs.
 import heapq
 import math
 import random
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hvd_transformer.service.jobs import Allocation, Host, Needs
 from hvd_transformer.service.scheduling.fair_share import decayed
+from hvd_transformer.service.scheduling.run_length import median_length
 from hvd_transformer.service.scheduling.scheduler import schedule
 from hvd_transformer.service.scheduling.snapshot import Decisions, Running, Snapshot, Waiting
 
@@ -21,7 +22,7 @@ STOP_SECONDS, RESTART_SECONDS = 30.0, 60.0
 
 @dataclass(frozen=True)
 class Work:
-    """A job as it is in truth: it runs for `seconds` on all its ranks."""
+    """A job as it is in truth: it runs for `seconds` on all its ranks. Those of one `kind` have the same settings."""
 
     id: int
     owner: str
@@ -29,21 +30,25 @@ class Work:
     seconds: float
     needs: Needs
     priority: int = 0
+    kind: int | None = None
 
 
 @dataclass(frozen=True)
 class Knowledge:
     """What the scheduler is told of run times.
 
-    `limited`: the share of jobs with a time limit, which is up to `limit` times their true length; of the others
-    nothing is known before they start. Running jobs: `after` so many seconds, the true end, but their rest is wrong by
-    a log-normal factor with this `error`.
+    `limited`: the share of jobs with a time limit, which is up to `limit` times their true length. Running jobs:
+    `after` so many seconds, the true end, but their rest is wrong by a log-normal factor with this `error`. `kinds`: a
+    waiting job counts as long as the one of its kind whose speed was known last. `recent`: the scheduler knows how long
+    recent jobs ran. Nothing else is known of jobs before they start.
     """
 
     limited: float = 0.0
     limit: float = 3.0
     after: float = 120.0
     error: float = 0.1
+    kinds: bool = False
+    recent: bool = False
 
 
 TRUTH = Knowledge(limited=1.0, limit=1.0, after=0.0, error=0.0)
@@ -60,6 +65,7 @@ class _Job:
     resumes: float = 0.0  # it starts up until then
     looked: float = 0.0
     stops: float = math.inf
+    expected: float | None = None  # its end, as it was thought of at the start
     first_start: float | None = None
     ended: float | None = None
 
@@ -100,6 +106,8 @@ class SimulatedCluster:
         self._running: dict[int, _Job] = {}
         self._usage: dict[str, float] = defaultdict(float)
         self._promised: Mapping[int, float] = {}
+        self._recent: deque[float] = deque(maxlen=500)  # seconds that jobs ran
+        self._of_kind: dict[int, float] = {}  # seconds of a job of this kind
         self._now = 0.0
         self.report = Report()
 
@@ -135,7 +143,21 @@ class SimulatedCluster:
     def _expected_end(self, job: _Job) -> float | None:
         if not self._unknown(job):
             return self._now + (job.end - self._now) * job.error
-        return None if job.limit is None else job.began + job.limit
+        limit = None if job.limit is None else job.began + job.limit
+        return min((end for end in (job.expected, limit) if end is not None and end > self._now), default=limit)
+
+    def _seconds(self, job: _Job) -> float | None:
+        """How long a waiting job is thought to run."""
+        known = None if job.work.kind is None else self._of_kind.get(job.work.kind)
+        left = None if known is None else known * job.left / job.work.seconds
+        return min((seconds for seconds in (left, job.limit) if seconds is not None), default=None)
+
+    def _learn(self, job: _Job) -> None:
+        """What the service sees of a running job, or one that has just ended."""
+        if self._knowledge.kinds and job.work.kind is not None and not self._unknown(job):
+            self._of_kind[job.work.kind] = job.work.seconds * job.error
+        if self._knowledge.recent and job.ended is not None:
+            self._recent.append(job.work.seconds)
 
     def _account(self, moment: float, since: float) -> None:
         passed, counted = moment - self._now, max(0.0, moment - max(since, self._now))
@@ -161,10 +183,11 @@ class SimulatedCluster:
                     job.ended = self._now
                 else:
                     self._waiting[number] = job
+            self._learn(job)
 
     def _snapshot(self) -> Snapshot:
         waiting = [
-            Waiting(number, job.work.owner, job.work.priority, job.work.submitted, job.work.needs, job.limit)
+            Waiting(number, job.work.owner, job.work.priority, job.work.submitted, job.work.needs, self._seconds(job))
             for number, job in self._waiting.items()
         ]
         running = [
@@ -180,7 +203,8 @@ class SimulatedCluster:
             )
             for number, job in self._running.items()
         ]
-        return Snapshot(self._now, self._hosts, waiting, running, self._usage, (), self._promised)
+        median = median_length(self._recent)
+        return Snapshot(self._now, self._hosts, waiting, running, self._usage, (), self._promised, median)
 
     def _apply(self, decisions: Decisions) -> None:
         self.report.passes += 1
@@ -189,6 +213,8 @@ class SimulatedCluster:
         self.report.grown += len(decisions.grows)
         for start in decisions.starts:
             job = self._running[start.job] = self._waiting.pop(start.job)
+            seconds = self._seconds(job)
+            job.expected = None if seconds is None else self._now + seconds
             job.allocation, job.began, job.looked, job.resumes = start.allocation, self._now, self._now, self._now
             job.first_start = self._now if job.first_start is None else job.first_start
         for preempt in decisions.preempts:

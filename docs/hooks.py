@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import click
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -29,6 +30,7 @@ ELSEWHERE = {
     "results.md": "benchmarks/RESULTS.md",
 }
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s:#]+)(#[^)\s]*)?\)")
+DARK_PICTURE = re.compile(r'(?<=srcset=")[^":]+(?=")')
 TYPES = {int: "integer", float: "number", bool: "true or false", str: "text"}
 LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
@@ -44,7 +46,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Links are written for readers of the repository. Here those to pages lead to these, and those to other files of
-    the repository become text."""
+    the repository become text. Also the pictures in `<source srcset>`, which mkdocs leaves as they are, lead there."""
     uri = page.file.src_uri
     origin = ELSEWHERE.get(uri, f"docs/{uri}")
     pages = {source: page for page, source in ELSEWHERE.items()}
@@ -57,8 +59,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return f"[{text}]({posixpath.relpath(name, posixpath.dirname(uri) or '.')}{anchor or ''})"
         return text if (REPOSITORY / path).exists() else match[0]  # mkdocs warns of what is not there
 
+    def relocate(match: re.Match[str]) -> str:
+        name = posixpath.join(posixpath.dirname(uri), match[0])
+        if files.get_file_from_path(name) is None:
+            raise PluginError(f"{origin}: srcset={match[0]}: no such file")
+        return posixpath.relpath(name, page.url or ".")
+
+    def rewrite(block: str) -> str:
+        return block if block.startswith("```") else LINK.sub(relink, DARK_PICTURE.sub(relocate, block))
+
     blocks = re.split(r"(^```.*?^```)", markdown, flags=re.MULTILINE | re.DOTALL)
-    return "".join(block if block.startswith("```") else LINK.sub(relink, block) for block in blocks)
+    return "".join(map(rewrite, blocks))
 
 
 def configuration_page() -> str:

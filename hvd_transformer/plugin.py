@@ -8,6 +8,7 @@ from typing import Any
 from hvd_transformer.errors import UserError
 
 CODE = "HVD_TRANSFORMER_CODE"  # set by the service: a folder with the user's code as it was when the job was submitted
+KEPT_CODE = ".code"  # that folder, in the run directory
 
 
 def load_plugin(path: str, origin: str, kind: str) -> Any:

@@ -161,7 +161,7 @@ def job(number: int, state: str = "QUEUED", **fields: Any) -> dict[str, Any]:
         "output_dir": f"/runs/tiny-{number}", "folder": "/work", "words": ["seed=2"], "launch": [], "code": "",
         "env_names": [], "tags": [], "after": [], "array": None, "time_limit": None, "max_retries": 3, "retries": 0,
         "stopping": None, "reason": "", "estimated_start": None, "ended": None, "run": f"{number:012x}",
-        "allocation": [], "config": {}, "attempts": [],
+        "allocation": [], "config": {}, "attempts": [], "engine": "hosts", "sbatch": [],
     }  # fmt: skip
     return models.JobDetails(**{**given, **fields}).model_dump(mode="json")
 
@@ -170,7 +170,7 @@ def attempt(number: int = 1, code: int | None = None, **fields: Any) -> dict[str
     """An attempt of a job."""
     given = {
         "number": number, "allocation": [{"host": "h1", "ranks": 4, "gpus": []}], "began": 1e9, "ended": 1e9 + 60,
-        "first_step": 0, "last_step": 10, "code": code, "cause": "",
+        "first_step": 0, "last_step": 10, "code": code, "cause": "", "external": None,
     }  # fmt: skip
     return models.Attempt(**{**given, **fields}).model_dump(mode="json")
 

@@ -1,11 +1,12 @@
 """The commands of the service as users call them, against a service that answers as a test tells it."""
 
 import json
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,31 @@ def test_submit(service: FakeService, call: Any, tmp_path: Path) -> None:
     assert service.asked[-1].headers["Idempotency-Key"]
 
 
+def test_submit_to_another_scheduler(service: FakeService, call: Any, tmp_path: Path) -> None:
+    service.answers["POST jobs"] = (201, {"ids": [7], "jobs": [job(7)]})
+    call("submit", "--engine", "slurm", "-H", "a:2,b:2", "--sbatch=--partition=gpu", "--sbatch=--exclusive")
+    call("submit", "--engine", "kubernetes", "-np", 2, "--image", "r/x", "--memory-gib", "8")
+    slurm, kubernetes = (Request(**body) for body in service.bodies("POST jobs"))
+    assert slurm == Request(
+        folder=str(tmp_path),
+        engine="slurm",
+        launch=["-H", "a:2,b:2"],
+        sbatch=["--partition=gpu", "--exclusive"],
+    )
+    assert kubernetes.launch == ["--image", "r/x", "--memory-gib", "8.0"]
+    assert (kubernetes.engine, kubernetes.num_ranks) == ("kubernetes", 2)
+
+
+def test_where_a_job_is_elsewhere(service: FakeService, call: Any) -> None:
+    sent = job(7, "STARTING", engine="slurm", reason="Slurm job 12: Resources", sbatch=["--partition=gpu"])
+    service.answers["GET jobs"] = {"items": [sent, job(8, reason="reserved for job 1")], "next": None}
+    service.answers |= {"GET jobs/7": sent, "GET runs/000000000007": run(7)}
+    first, second = call("queue").stdout.splitlines()[1:]
+    assert first.endswith("slurm; Slurm job 12: Resources") and second.endswith("  reserved for job 1")
+    shown = dict(line.split(maxsplit=1) for line in call("show", 7).stdout.splitlines() if len(line.split()) > 1)
+    assert (shown["engine"], shown["why"]) == ("slurm", "Slurm job 12: Resources")
+
+
 def test_submit_with_the_defaults(service: FakeService, call: Any, tmp_path: Path) -> None:
     service.answers["POST jobs"] = (201, {"ids": [7, 8], "jobs": [job(7), job(8)]})
     done = call("submit", "--np", 2, "--folder", "sub", "--json")
@@ -94,7 +120,9 @@ def test_what_the_service_refuses_is_one_line(service: FakeService, call: Any) -
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("submit -H h1:2", "No such option"),
+        ("submit --engine slurm --image x", "--image: only with --engine kubernetes"),
+        ("submit --engine pbs", "'pbs' is not one of"),
+        ("submit -H h1:2", "-H: only with --engine slurm or kubernetes"),
         ("submit --detach", "No such option"),
         ("submit -np many", "'many' is not a valid integer"),
         ("submit --time-limit -5", "'-5' is not a duration above zero"),
@@ -104,6 +132,7 @@ def test_what_the_service_refuses_is_one_line(service: FakeService, call: Any) -
         ("cancel 5-4", "must be a range of 1 to 10,000 jobs"),
         ("cancel 1-99999999999999", "must be a range of 1 to 10,000 jobs"),
         ("priority 7 high", "'high' is not a valid integer"),
+        ("priority 7 1001", "1001 is not in the range -1000<=x<=1000"),
         ("logs 7 --rank x", "--rank x: must be the number of a rank, or launch"),
         ("logs 7 -f --json", "--json: not with --follow"),
         ("logs 7 --tail -1", "-1 is not in the range x>=0"),
@@ -207,6 +236,32 @@ def test_show(service: FakeService, call: Any) -> None:
     assert "running" in [row for row in rows if row[:1] == ["2"]][0]
     assert ["5", "3.0", "MiB", "1m", "ago", "best", "latest"] in rows
     assert json.loads(call("show", 3, "--json").stdout) == {"job": found, "run": its_run}
+
+
+def test_show_the_ranks_and_which_is_late(service: FakeService, call: Any) -> None:
+    def rank(number: int, **fields: Any) -> dict[str, Any]:
+        given = {"host": f"h{number % 2}", "step": 30, "phase": "forward", "waits_for": None, "age": 0.4}
+        given |= {"memory": 3 << 20, "work_seconds": 0.08, "work_ratio": 1.0, "tokens_per_second": 9.5, "late": False}
+        return {"rank": number, **given, **fields}
+
+    number = run(3)["id"]
+    late = rank(1, work_seconds=0.12, work_ratio=1.5, late=True)
+    unknown = rank(2, memory=None, work_seconds=None, work_ratio=None)
+    service.answers[f"GET runs/{number}"] = run(3, ranks=[rank(0), late, unknown])
+    rows = [re.split(" {2,}", line) for line in call("show", number).stdout.splitlines()]
+    first = rows.index(["RANK", "HOST", "STEP", "PHASE", "MEMORY", "WORK PER STEP", "HEARD FROM"]) + 1
+    assert rows[first : first + 3] == [
+        ["0", "h0", "30", "forward", "3 MiB", "80 ms (1.00x)", "0s ago"],
+        ["1", "h1", "30", "forward", "3 MiB", "120 ms (1.50x)", "0s ago", "late"],
+        ["2", "h0", "30", "forward", "0s ago"],
+    ]
+    # Of many ranks the late one and those with the most work.
+    many = [rank(place, work_seconds=place / 1000, late=place == 7) for place in range(1000)]
+    service.answers[f"GET runs/{number}"] = run(3, ranks=many)
+    out = call("show", number).stdout
+    shown = [int(word) for word in re.findall(r"^(\d+) +h[01] ", out, re.MULTILINE)]
+    assert shown == [7, *range(985, 1000)]
+    assert "16 of 1,000 ranks; --json has all\n" in out
 
 
 def test_show_a_job_that_has_not_begun(service: FakeService, call: Any) -> None:
@@ -313,7 +368,7 @@ def test_logs_are_followed_over_a_restart_of_the_service(
         done = call("logs", "-f", 3)
     assert done.stdout == "one\ntwo\n"
     assert done.stderr == (
-        "hvd-transformer: no service is running: start it with hvd-transformer serve; still waiting\n"
+        f"hvd-transformer: {state}: no service is running; start it with hvd-transformer serve; still waiting\n"
     )
 
 
@@ -376,7 +431,7 @@ def test_wait_survives_a_restart_of_the_service(state: Path, call: Any, monkeypa
         done = call("wait", 3)
     assert done.stdout == "job 3 (tiny-3): SUCCEEDED\n"
     assert done.stderr == (
-        "hvd-transformer: no service is running: start it with hvd-transformer serve; still waiting\n"
+        f"hvd-transformer: {state}: no service is running; start it with hvd-transformer serve; still waiting\n"
     )
 
 
@@ -504,9 +559,9 @@ def test_tokens(service: FakeService, call: Any) -> None:
         "show 7",
     ],
 )
-def test_without_a_service(call: Any, words: str) -> None:
+def test_without_a_service(call: Any, state: Path, words: str) -> None:
     done = call(*words.split(), code=2)
-    assert done.stderr == "hvd-transformer: no service is running: start it with hvd-transformer serve\n"
+    assert done.stderr == f"hvd-transformer: {state}: no service is running; start it with hvd-transformer serve\n"
 
 
 def small_run(folder: Path, lr: float, loss: float) -> None:
@@ -517,9 +572,6 @@ def small_run(folder: Path, lr: float, loss: float) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     summary = {"status": "finished", "steps": 3, "samples": 24}
     (folder / "summary.json").write_text(json.dumps(summary))
-
-
-NOTE = "hvd-transformer: no service is running: start it with hvd-transformer serve; this is what its database has\n"
 
 
 @pytest.fixture
@@ -546,7 +598,8 @@ def stopped(state: Path, tmp_path: Path) -> Path:
 
 def test_listings_work_while_the_service_is_down(stopped: Path, call: Any, tmp_path: Path) -> None:
     done = call("queue")
-    assert done.stderr == NOTE
+    note = "no service is running; start it with hvd-transformer serve; this is what its database has"
+    assert done.stderr == f"hvd-transformer: {stopped}: {note}\n"
     running, waiting = done.stdout.splitlines()[1:]
     assert running.split()[:4] == ["1", "one", "ann", "RUNNING"] and running.endswith("h1:2")
     assert waiting.endswith("resources: needs 2 slots")
@@ -570,6 +623,15 @@ def test_runs_are_compared_while_the_service_is_down(stopped: Path, call: Any, t
     assert [entry["state"] for entry in found["runs"]][:2] == ["RUNNING", "QUEUED"]
     (tmp_path / "empty").mkdir()
     assert call("compare", "1", "empty", code=2).stderr.endswith(f"{tmp_path}/empty: not a run directory\n")
+
+
+def test_tags_of_a_run_without_a_job_are_shown_while_the_service_is_down(
+    stopped: Path, call: Any, tmp_path: Path
+) -> None:
+    small_run(tmp_path / "runs" / "other", 0.3, 1.0)
+    with closing(Store(stopped / "service.db")) as store:
+        store.tag_runs([run_id(tmp_path / "runs" / "other")], ["paper", "july"])
+    assert json.loads(call("show", "runs/other", "--json").stdout)["run"]["tags"] == ["july", "paper"]
 
 
 def test_only_the_database_of_this_host_is_read(stopped: Path, call: Any) -> None:

@@ -31,12 +31,14 @@ from hvd_transformer.service.web.server import WebServer
 class AgreeingChecker:
     """Takes any arguments; KEY=VALUE ones are the configuration."""
 
-    def check(self, folder: str, jobs: Sequence[Sequence[str]], *options: Any) -> Checked:
+    def check(
+        self, folder: str, jobs: Sequence[Sequence[str]], launch: Sequence[str], num_ranks: int | None, *more: Any
+    ) -> Checked:
         checked = []
         for words in jobs:
             config: dict[str, Any] = {"task": "language_model", "checkpoint.resume": "auto"}
             config.update(word.split("=", 1) for word in words if "=" in word)
-            checked.append(CheckedJob(config, list(words), 1, 1, "cpu", None, "tiny"))
+            checked.append(CheckedJob(config, list(words), 1, 1, "cpu", None, "tiny", num_ranks or 1, list(launch)))
         return Checked(checked, "")
 
 

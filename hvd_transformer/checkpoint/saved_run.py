@@ -10,6 +10,7 @@ from hvd_transformer.checkpoint.store import STATE, read_current_state, resolve
 from hvd_transformer.data.load_tokenizer import load_tokenizer
 from hvd_transformer.data.tokenizers import Tokenizer
 from hvd_transformer.errors import UserError
+from hvd_transformer.plugin import KEPT_CODE
 
 CONFIG = "config.json"
 
@@ -26,6 +27,13 @@ class Checkpoint:
     folder: Path
     state: dict[str, Any]
     tokenizers: dict[str, Tokenizer]  # by the prefix of their file names
+
+    @property
+    def kept_code(self) -> Path | None:
+        """The folder with the code that the training service kept with the run; None if there is none."""
+        checkpoints = self.folder.parent
+        code = checkpoints.parent / KEPT_CODE
+        return code if checkpoints.name == "checkpoints" and code.is_dir() else None
 
 
 def read_checkpoint(path: Path, verify: Verify = manifest.verify) -> Checkpoint:

@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 @click.option(
     "--trust-task", is_flag=True, help="Import the task class that the checkpoint names, which runs its code."
 )
+@click.option(
+    "--kept-code",
+    is_flag=True,
+    help="Like --trust-task, but import it from the code that the service kept with the run, as it was at submit.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @options.settings
 def evaluate(
@@ -37,6 +42,7 @@ def evaluate(
     split: str | None,
     data: Path | None,
     trust_task: bool,
+    kept_code: bool,
     as_json: bool,
     settings: tuple[str, ...],
 ) -> None:
@@ -59,7 +65,7 @@ def evaluate(
 
         screen = sys.stderr if as_json else sys.stdout
         progress = Progress(screen, terminal=False) if world.rank == 0 else Silent()
-        request = Request(checkpoint, settings, split, data, trust_task)
+        request = Request(checkpoint, settings, split, data, trust_task, kept_code)
         result = evaluate_checkpoint(request, world, stop, watchdog, progress)
         if world.rank == 0:
             click.echo(_as_json(result, world.size) if as_json else _as_text(result, world.size))

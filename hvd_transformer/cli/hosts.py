@@ -36,7 +36,7 @@ def hosts(context: click.Context, server: str | None, as_json: bool) -> None:
                 f"down: {host['down']}" if host["down"] else "drained" if host["drained"] else "up",
                 "" if host["load"] is None else f"{host['load']:.2f}",
                 ", ".join(_use(use) for use in host["used"]),
-                "; ".join(host["findings"]),
+                "; ".join(finding for finding in host["findings"] if finding != host["down"]),
             ]
             for host in answer["items"]
         ],

@@ -15,17 +15,19 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-import click
 import yaml
 from click.core import ParameterSource
 
+from hvd_transformer.cli import engine_job
+from hvd_transformer.cli.engine_job import context_of
 from hvd_transformer.cli.launch import launch
 from hvd_transformer.cli.launch_options import LaunchOptions
+from hvd_transformer.cli.service_options import NOT_FOR_JOBS, check_engine_options
 from hvd_transformer.cli.train import command
 from hvd_transformer.config.batch_size import check_step_size
 from hvd_transformer.config.load import load
@@ -34,12 +36,7 @@ from hvd_transformer.errors import UserError
 from hvd_transformer.service.submitting import code_snapshot
 
 _MEMORY_BYTES = 1 << 30
-
-# The service chooses the hosts and starts the launcher; the rest has options of `submit` itself.
-_NOT_FOR_JOBS = {
-    "num_ranks", "min_ranks", "hosts", "hostfile", "host_discovery_script", "named", "detach", "dry_run", "scheduler",
-    "output", "image", "memory_gib",
-}  # fmt: skip
+_PLANNING_BYTES = 16 << 30  # of addresses, where torch is imported to estimate the memory of workers
 
 
 def check(request: dict[str, Any]) -> dict[str, Any]:
@@ -50,18 +47,23 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
             os.chdir(folder)
         except OSError as error:
             raise UserError(f"folder {folder}: cannot be used on the service's host: {error.strerror}") from None
-        _check_launch_options(request["launch"])
-        jobs = [_resolve(words, request["num_ranks"], request["min_ranks"]) for words in request["jobs"]]
+        if "name" in request:
+            return {"job_file": engine_job.job_file(request)}
+        _check_launch_options(request["launch"], request["engine"])
+        jobs = [_resolve(words, request) for words in request["jobs"]]
         return {"jobs": jobs, "code": _snapshot(Path(folder), jobs, Path(request["code"]))}
     except UserError as error:
         return {"error": " ".join(str(error).splitlines())}
 
 
-def _resolve(words: Sequence[str], num_ranks: int | None, min_ranks: int | None) -> dict[str, Any]:
+def _resolve(words: Sequence[str], request: Mapping[str, Any]) -> dict[str, Any]:
     """One job: its configuration, by dotted key and as words, and what the scheduler must know of it."""
-    given = _context(command, words).params
+    given = context_of(command, words).params
     config = load(given["preset"], given["file"], given["settings"])
-    _check_sizes(config, num_ranks, min_ranks)
+    num_ranks, extra = request["num_ranks"] or config.parallel.tensor, list[str]()
+    if request["engine"] != "hosts":
+        num_ranks, extra = engine_job.complete(config, request)
+    _check_sizes(config, num_ranks, request["min_ranks"])
     file = given["file"]
     names_output = any(word.partition("=")[0].strip() == "output_dir" for word in given["settings"])
     if file is not None and not names_output:
@@ -77,6 +79,8 @@ def _resolve(words: Sequence[str], num_ranks: int | None, min_ranks: int | None)
         "device": config.training.device,
         # Not a preset's: its name is no choice of the user.
         "output_dir": str(Path(config.output_dir).expanduser().absolute()) if names_output else None,
+        "num_ranks": num_ranks,
+        "launch": [*request["launch"], *extra],
         "name": given["preset"] or (file.stem if file is not None else config.task.rpartition(":")[2]),
     }
 
@@ -104,42 +108,33 @@ def _word(key: str, value: Any) -> str:
     return value
 
 
-def _check_sizes(config: Config, num_ranks: int | None, min_ranks: int | None) -> None:
+def _check_sizes(config: Config, num_ranks: int, min_ranks: int | None) -> None:
     """Raise `UserError` for numbers of ranks that this configuration cannot be trained with."""
     tensor = config.parallel.tensor
     for option, ranks in (("-np", num_ranks), ("--min-np", min_ranks)):
         if ranks is not None and ranks % tensor:
             raise UserError(f"{option} {ranks}: must be a multiple of parallel.tensor={tensor}")
-    most = num_ranks or tensor
-    if min_ranks is not None and not 1 <= min_ranks <= most:
-        raise UserError(f"--min-np {min_ranks}: must be from 1 to the number of ranks, {most}")
-    if min_ranks not in (None, most) and config.training.global_batch_size is None:
+    if min_ranks is not None and not 1 <= min_ranks <= num_ranks:
+        raise UserError(f"--min-np {min_ranks}: must be from 1 to the number of ranks, {num_ranks}")
+    if min_ranks not in (None, num_ranks) and config.training.global_batch_size is None:
         raise UserError(
             f"--min-np {min_ranks}: needs training.global_batch_size, so that a step has as many samples on any number "
             "of ranks"
         )
-    check_step_size(config, most // tensor)
+    check_step_size(config, num_ranks // tensor)
 
 
-def _check_launch_options(words: Sequence[str]) -> None:
-    """Raise `UserError` for anything that is not an option of `launch` which a job may have."""
-    context = _context(launch, words)
+def _check_launch_options(words: Sequence[str], engine: str) -> None:
+    """Raise `UserError` for anything that is not an option of `launch` which a job of this engine may have."""
+    context = context_of(launch, words)
     if extra := context.params["settings"]:
         raise UserError(f"{extra[0]}: not an option of launch")
     for parameter in context.command.params:
         name = str(parameter.name)
-        if name in _NOT_FOR_JOBS and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+        if name in NOT_FOR_JOBS and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise UserError(f"{parameter.opts[0]}: not for a job of the service, which chooses the hosts and starts it")
-    LaunchOptions(**context.params)
-
-
-def _context(of: click.Command, words: Sequence[str]) -> click.Context:
-    try:
-        return of.make_context(str(of.name), list(words))
-    except click.exceptions.Exit:  # --help
-        raise UserError(f"{words[0]}: not for a job") from None
-    except click.ClickException as error:
-        raise UserError(error.format_message()) from None
+    check_engine_options(context, engine)
+    LaunchOptions(**{**context.params, "scheduler": None if engine == "hosts" else engine})
 
 
 def _snapshot(folder: Path, jobs: Sequence[dict[str, Any]], store: Path) -> str:
@@ -154,12 +149,14 @@ def _snapshot(folder: Path, jobs: Sequence[dict[str, Any]], store: Path) -> str:
 def _child(request: bytes, answers: int, seconds: float) -> NoReturn:
     """Answer one request, within limits."""
     signal.setitimer(signal.ITIMER_REAL, seconds)  # its signal ends this process, whatever it waits for
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)
+    asked = json.loads(request)
+    most = _PLANNING_BYTES if asked.get("engine") == "kubernetes" else _MEMORY_BYTES
     try:
-        answer = check(json.loads(request))
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        answer = check(asked)
     except MemoryError:
         answer = {"error": f"the configuration needs more than {_MEMORY_BYTES >> 20} MiB to be read"}
     with os.fdopen(answers, "wb") as stream:

@@ -24,20 +24,14 @@ def write_job_file(chosen: LaunchOptions, hosts: Sequence[Host], config: Config)
     With --dry-run, write nothing and return the text of the file. Raises `UserError` if the file cannot express
     the job, exists already or cannot be written.
     """
-    check_names(chosen.named)  # their values are set where the job file is submitted
     if chosen.scheduler is None:
         raise UserError("--output and --image: only with --scheduler")
-    words = options.passed_on(click.get_current_context(), without=_NOT_PASSED_ON)
-    save_seconds = math.ceil(chosen.limits(len(hosts)).save)
-    job = ScheduledJob(hosts, words, chosen.named, chosen.settings, config, save_seconds, chosen.image)
-    if chosen.scheduler == "kubernetes":
-        job = replace(job, worker_bytes=_worker_bytes(chosen.memory_gib, job))
-    name, make, submit = {
-        "slurm": (slurm.NAME, slurm.script, "sbatch {}"),
-        "kubernetes": (kubernetes.NAME, kubernetes.manifest, "kubectl apply -f {}"),
-        "compose": (compose.NAME, compose.services, "docker compose -f {} run --rm launcher"),
+    content = job_file(click.get_current_context(), chosen, hosts, config)
+    name, submit = {
+        "slurm": (slurm.NAME, "sbatch {}"),
+        "kubernetes": (kubernetes.NAME, "kubectl apply -f {}"),
+        "compose": (compose.NAME, "docker compose -f {} run --rm launcher"),
     }[chosen.scheduler]
-    content = make(job)
     if chosen.dry_run:
         return content.rstrip("\n")
     if chosen.output is None:
@@ -53,13 +47,34 @@ def write_job_file(chosen: LaunchOptions, hosts: Sequence[Host], config: Config)
     return f"{file}: written; submit it with: {submit.format(shlex.quote(str(file)))}"
 
 
+def job_file(
+    context: click.Context, chosen: LaunchOptions, hosts: Sequence[Host], config: Config, name: str | None = None
+) -> str:
+    """The text of the job file for a command line of `launch`, `context`, with the scheduler that it names.
+
+    `name`: of the job there. Default: that of the run directory. Raises `UserError` if the file cannot express the job.
+    """
+    assert chosen.scheduler is not None
+    check_names(chosen.named)  # their values are set where the job file is submitted
+    words = options.passed_on(context, without=_NOT_PASSED_ON)
+    save_seconds = math.ceil(chosen.limits(len(hosts)).save)
+    job = ScheduledJob(hosts, words, chosen.named, chosen.settings, config, save_seconds, chosen.image, given_name=name)
+    if chosen.scheduler == "kubernetes":
+        job = replace(job, worker_bytes=_worker_bytes(chosen.memory_gib, job))
+    make = {"slurm": slurm.script, "kubernetes": kubernetes.manifest, "compose": compose.services}
+    return make[chosen.scheduler](job)
+
+
 def _worker_bytes(memory_gib: float | None, job: ScheduledJob) -> int:
     """The memory of each worker, without /dev/shm: as given, or as the plan has it."""
-    if memory_gib is not None:
-        return int(memory_gib * 2**30)
-    from hvd_transformer.planning.host_memory import host_memory
+    return planned_bytes(job.config, job.hosts) if memory_gib is None else int(memory_gib * 2**30)
 
-    return job.slots * host_memory(job.config, sum(host.slots for host in job.hosts))
+
+def planned_bytes(config: Config, hosts: Sequence[Host]) -> int:
+    """The memory of each worker, without /dev/shm. Raises `UserError` if the model cannot be planned."""
+    from hvd_transformer.planning.host_memory import host_memory  # imports torch
+
+    return hosts[0].slots * host_memory(config, sum(host.slots for host in hosts))
 
 
 # The scheduler chooses the hosts; all other options go into its job file.

@@ -60,7 +60,8 @@ def _evaluate(words: Sequence[str]) -> Worker:
     from hvd_transformer.checkpoint.saved_run import read_checkpoint
     from hvd_transformer.training.evaluate_job import Request, evaluation_config
 
-    request = Request(given["checkpoint"], given["settings"], given["split"], given["data"], given["trust_task"])
+    trusts = given["trust_task"], given["kept_code"]
+    request = Request(given["checkpoint"], given["settings"], given["split"], given["data"], *trusts)
     worker = ["hvd-transformer", *words]
     return Worker(worker, worker, evaluation_config(read_checkpoint(request.checkpoint), request), trains=False)
 

@@ -7,7 +7,7 @@ from hvd_transformer.cli import service_options
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @service_options.job
-@click.argument("number", type=int, metavar="N")
+@click.argument("number", type=click.IntRange(-1000, 1000), metavar="N")
 @service_options.server
 @service_options.as_json
 def priority(job: int, number: int, server: str | None, as_json: bool) -> None:

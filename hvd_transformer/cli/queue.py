@@ -44,7 +44,8 @@ def queue(
     def status(job: dict[str, Any]) -> str:
         if job["allocation"]:
             return hosts_of(job["allocation"])
-        words = [job["reason"], f"starts {until(job['estimated_start'])}" if job["estimated_start"] else ""]
+        engine = "" if job["engine"] == "hosts" else job["engine"]
+        words = [engine, job["reason"], f"starts {until(job['estimated_start'])}" if job["estimated_start"] else ""]
         return "; ".join(filter(None, words))
 
     now = time.time()

@@ -1,10 +1,12 @@
 """`hvd-transformer serve`: the training service, with a queue over hosts and pages of runs."""
 
 import logging
+import math
 import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -12,9 +14,21 @@ from hvd_transformer.cli import options
 from hvd_transformer.errors import UserError
 
 
+class _OrNone(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
+    """A number, or `none`, which is infinity: it lifts a limit that is remembered."""
+
+    def __init__(self, number: click.ParamType) -> None:  # type: ignore[type-arg]
+        self._number, self.name = number, number.name
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return math.inf if value == "none" else self._number.convert(value, param, ctx)
+
+
 def _limit(name: str, what: str) -> Callable[[options.F], options.F]:
     """An option for a limit per user, which is remembered."""
-    return click.option(name, type=click.IntRange(0), metavar="N", help=f"Limit per user, remembered: {what}.")
+    return click.option(
+        name, type=_OrNone(click.IntRange(0)), metavar="N", help=f"Limit per user, remembered: {what}. none: no limit."
+    )
 
 
 @click.command()
@@ -26,6 +40,13 @@ def _limit(name: str, what: str) -> Callable[[options.F], options.F]:
     "-H", "hosts", metavar="HOST:SLOTS,…", help="Hosts to add, such as h1:8,h2:8. Default: those of earlier times."
 )
 @options.hostfile
+@click.option(
+    "--engine",
+    "engines",
+    multiple=True,
+    type=click.Choice(["slurm", "kubernetes"]),
+    help="Queue jobs for this scheduler, also without hosts; repeatable. See `submit --engine`.",
+)
 @click.option("--address", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen on.")
 @click.option("--port", type=int, default=8470, show_default=True, metavar="N", help="Port of the pages; 0: any.")
 @click.option("--certificate", type=options.PATH, metavar="FILE", help="TLS certificate, with its chain, in PEM.")
@@ -34,22 +55,26 @@ def _limit(name: str, what: str) -> Callable[[options.F], options.F]:
 @click.option(
     "--public-host", "public_hosts", multiple=True, metavar="NAME", help="Name that browsers use; repeatable."
 )
-@click.option("--webhook", metavar="URL", help="Address to post a line of JSON to when a job has ended.")
+@click.option("--webhook", metavar="URL", help="Address to post JSON to when a job has ended.")
 @click.option(
     "--retention-days",
-    type=options.FiniteRange(0, min_open=True),
+    type=_OrNone(options.FiniteRange(0, min_open=True)),
     metavar="N",
-    help="Forget jobs that ended N days ago. Runs stay.",
+    help="Forget jobs that ended N days ago, remembered. Runs stay. none: forget none.",
 )
 @_limit("--max-queued", "jobs that wait")
 @_limit("--max-running", "jobs that run")
 @_limit("--max-slots", "slots in use")
-@_limit("--max-disk-gib", "GiB of run directories; who has more starts nothing")
+@_limit("--max-disk-gib", "GiB of run directories; a user who has more starts nothing")
+@click.option(
+    "--backup", type=options.PATH, metavar="FILE", help="Copy the database to FILE and exit; a service may be running."
+)
 def serve(
     runs: Path,
     state: Path | None,
     hosts: str | None,
     hostfile: Path | None,
+    engines: tuple[str, ...],
     address: str,
     port: int,
     certificate: Path | None,
@@ -58,17 +83,19 @@ def serve(
     public_hosts: tuple[str, ...],
     webhook: str | None,
     retention_days: float | None,
-    max_queued: int | None,
-    max_running: int | None,
-    max_slots: int | None,
-    max_disk_gib: int | None,
+    max_queued: float | None,
+    max_running: float | None,
+    max_slots: float | None,
+    max_disk_gib: float | None,
+    backup: Path | None,
 ) -> None:
     """Run a queue of jobs over hosts, and show their runs in a browser.
 
     `hvd-transformer serve -H h1:8,h2:8 --runs /shared/runs`
 
-    `submit` queues jobs; they start when slots are free. Hosts are remembered; without any, the service only shows the
-    runs in the folder. Open the printed address in a browser on this machine, or through an ssh tunnel.
+    `submit` queues jobs; they start when slots are free. Hosts are remembered; without any and without --engine, the
+    service only shows the runs in the folder. Open the printed address in a browser on this machine, or through an ssh
+    tunnel.
 
     Ctrl-C or SIGTERM ends the service; jobs go on, and the next `serve` takes them over.
     """
@@ -77,15 +104,26 @@ def serve(
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name}: not installed; pip install 'hvd-transformer[service]'") from None
     from hvd_transformer.launch.host_pool import given_hosts
-    from hvd_transformer.service.jobs import Host
-    from hvd_transformer.service.remote.address import SOCKET, default_state
+    from hvd_transformer.service.jobs import Engine, Host
+    from hvd_transformer.service.remote.address import DATABASE, SOCKET, default_state
+    from hvd_transformer.service.storage.backup import back_up
     from hvd_transformer.service.web.listening import Listening
 
     logging.basicConfig(
         level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     folder = default_state() if state is None else state.expanduser().absolute()
+    if backup is not None:
+        back_up(folder / DATABASE, backup)
+        click.echo(f"{backup}: has the database of {folder}")
+        return
     found = given_hosts(hosts, hostfile) if hosts is not None or hostfile is not None else []
+    limits = {
+        "max_queued": max_queued,
+        "max_running": max_running,
+        "max_slots": max_slots,
+        "disk_bytes": None if max_disk_gib is None else max_disk_gib * 2**30,
+    }
     chosen = Options(
         folder,
         runs.expanduser().absolute(),
@@ -93,12 +131,8 @@ def serve(
         [Host(host.name, host.slots, host.gpus) for host in found],
         webhook,
         retention_days,
-        {
-            "max_queued": max_queued,
-            "max_running": max_running,
-            "max_slots": max_slots,
-            "disk_bytes": None if max_disk_gib is None else max_disk_gib << 30,
-        },
+        {name: None if math.isinf(value) else int(value) for name, value in limits.items() if value is not None},
+        [Engine(name) for name in engines],
     )
     with closing(TrainingService(chosen)) as service:
         what = "a queue over hosts, and runs" if service.has_queue else "no queue, as no hosts were named, but the runs"

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from hvd_transformer.cli.main import show as show_error
-from hvd_transformer.errors import WRONG_INPUT
+from hvd_transformer.errors import WRONG_INPUT, UserError
 
 if TYPE_CHECKING:
     from hvd_transformer.service.remote.client import Client
@@ -20,9 +21,10 @@ _MAX_JOBS = 10_000
 # Options of `launch` that a job of the service cannot have: the service chooses the hosts and starts the launcher. The
 # rest has options of `submit` itself.
 NOT_FOR_JOBS = {
-    "num_ranks", "min_ranks", "hosts", "hostfile", "host_discovery_script", "named", "detach", "dry_run", "scheduler",
-    "output", "image", "memory_gib",
+    "num_ranks", "min_ranks", "hostfile", "host_discovery_script", "named", "detach", "dry_run", "scheduler", "output",
 }  # fmt: skip
+# Options of `launch` that only jobs of these engines can have.
+_FOR_ENGINES = {"hosts": ("slurm", "kubernetes"), "image": ("kubernetes",), "memory_gib": ("kubernetes",)}
 
 
 class Jobs(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
@@ -54,6 +56,14 @@ server = click.option(
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 jobs = click.argument("jobs", nargs=-1, required=True, type=Jobs(), metavar="JOB...", callback=_once)
 job = click.argument("job", type=click.IntRange(1), metavar="JOB")
+
+
+def check_engine_options(context: click.Context, engine: str) -> None:
+    """Raise `UserError` for an option of `launch` on a command line that a job of this engine cannot have."""
+    for parameter in context.command.params:
+        engines = _FOR_ENGINES.get(str(parameter.name), (engine,))
+        if engine not in engines and context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE:
+            raise UserError(f"{parameter.opts[0]}: only with --engine {' or '.join(engines)}")
 
 
 def client_of(given: str | None) -> "Client":

@@ -1,12 +1,14 @@
 """`hvd-transformer show`: everything about one job or run."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
 
 from hvd_transformer.cli import service_options
+
+_MOST_RANKS = 16  # in the table
 
 
 @click.command()
@@ -45,11 +47,13 @@ def _show_job(job: Mapping[str, Any]) -> None:
             "ended": ago(job["ended"]),
             "priority": job["priority"],
             "ranks": ranks_of(job["needs"]),
+            "engine": job["engine"] if job["engine"] != "hosts" else "",
             "hosts": hosts_of(job["allocation"]),
             "output_dir": job["output_dir"],
             "folder": job["folder"],
             "arguments": shlex.join(job["words"]),
             "launch options": shlex.join(job["launch"]),
+            "sbatch options": shlex.join(job["sbatch"]),
             "tags": ", ".join(job["tags"]),
             "after": ", ".join(map(str, job["after"])),
             "array": f"of job {job['array']}" if job["array"] else "",
@@ -101,6 +105,8 @@ def _show_run(run: Mapping[str, Any], alone: bool) -> None:
             **run["metrics"],
         }
     )
+    if run["ranks"]:
+        _show_ranks(run["ranks"])
     if run["checkpoints"]:
         click.echo()
         print_table(
@@ -115,3 +121,37 @@ def _show_run(run: Mapping[str, Any], alone: bool) -> None:
                 for checkpoint in run["checkpoints"]
             ],
         )
+
+
+def _show_ranks(ranks: Sequence[Mapping[str, Any]]) -> None:
+    """In order; of many only those that are late and those with the most work."""
+    from hvd_transformer.cli.service_tables import duration, print_table
+
+    chosen = sorted(ranks, key=lambda rank: (not rank["late"], -(rank["work_seconds"] or 0.0)))[:_MOST_RANKS]
+    click.echo()
+    print_table(
+        ["rank", "host", "step", "phase", "memory", "work per step", "heard from", ""],
+        [
+            [
+                rank["rank"],
+                rank["host"],
+                rank["step"],
+                rank["phase"],
+                "" if rank["memory"] is None else f"{rank['memory'] / 2**20:,.0f} MiB",
+                _work(rank),
+                f"{duration(rank['age'])} ago",
+                "late" if rank["late"] else "",
+            ]
+            for rank in sorted(chosen, key=lambda rank: int(rank["rank"]))
+        ],
+    )
+    if len(ranks) > len(chosen):
+        click.echo(f"{len(chosen)} of {len(ranks):,} ranks; --json has all")
+
+
+def _work(rank: Mapping[str, Any]) -> str:
+    """Such as 120 ms (1.50x): in parentheses relative to the other ranks."""
+    seconds, ratio = rank["work_seconds"], rank["work_ratio"]
+    if seconds is None:
+        return ""
+    return f"{1000 * seconds:.4g} ms" + ("" if ratio is None else f" ({ratio:.2f}x)")

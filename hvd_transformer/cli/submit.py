@@ -11,7 +11,7 @@ from hvd_transformer.cli.launch import launch
 # The options of this command that are fields of the request; those of `launch` go with the job as they are.
 _OWN = (
     "num_ranks", "min_ranks", "name", "priority", "tags", "after", "array", "time_limit", "hold", "max_retries",
-    "env_names", "env_file", "folder", "words", "server", "as_json",
+    "env_names", "env_file", "folder", "words", "engine", "sbatch", "server", "as_json",
 )  # fmt: skip
 
 
@@ -77,6 +77,19 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: tuple[tuple[int,
 @click.option(
     "--folder", type=options.PATH, metavar="DIR", help="Folder to run in, on the hosts. Default: the current one."
 )
+@click.option(
+    "--engine",
+    type=click.Choice(["hosts", "slurm", "kubernetes"]),
+    default="hosts",
+    show_default=True,
+    help="What runs the job: the hosts of the service, or another scheduler to which the service sends it.",
+)
+@click.option(
+    "--sbatch",
+    multiple=True,
+    metavar="OPTION",
+    help="With --engine slurm, an option of sbatch, such as --sbatch=--partition=gpu; repeatable.",
+)
 @service_options.server
 @service_options.as_json
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGUMENTS...]")
@@ -92,16 +105,19 @@ def submit(context: click.Context, /, **given: Any) -> None:
     that are in the current folder. Relative paths of data are relative to that folder. Without output_dir the job
     gets a run directory of its own, NAME-ID, in the runs folder of the service.
 
-    The options of `launch` below go to the job's launcher; hosts are chosen by the service.
+    The options of `launch` below go to the job's launcher; hosts are chosen by the service. With --engine slurm or
+    kubernetes the service sends the job there and follows it: -H a:4,b:4 then stands for two nodes with four slots
+    each, whatever they are called.
     """
+    service_options.check_engine_options(context, given["engine"])
     folder = given["folder"] or Path.cwd()
     request = {
         "words": list(given["words"]),
         "launch": options.passed_on(context, without=_OWN),
         "folder": str(folder.expanduser().absolute()),
         **{name: given[name] for name in ("num_ranks", "min_ranks", "name", "priority", "time_limit", "hold")},
-        **{name: given[name] for name in ("max_retries", "env_file")},
-        **{name: list(given[name]) for name in ("tags", "after", "array", "env_names")},
+        **{name: given[name] for name in ("max_retries", "env_file", "engine")},
+        **{name: list(given[name]) for name in ("tags", "after", "array", "env_names", "sbatch")},
     }
     answer = service_options.client_of(given["server"]).submit(request)
     if given["as_json"]:

@@ -1,6 +1,7 @@
 """Groups of ranks and their collectives over Horovod. A single rank needs no Horovod."""
 
 import json
+import threading
 import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -26,13 +27,14 @@ class Link:
 
     `sums_whole`: an allreduce is cheaper than a reduce-scatter. `waits_asleep`: Horovod's own wait sleeps; published
     Horovod spins. `gloo`: gloo runs the collectives. `waiting` holds the names of the collectives that this rank is
-    waiting for, `ended` counts those that it has waited for; other threads may read both.
+    waiting for, each with the thread that waits; `ended` counts those that it has waited for. Other threads may read
+    both.
     """
 
     def __init__(self, horovod: ModuleType | None, who: str) -> None:
         self.horovod, self.who = horovod, who
         self.sums_whole = self.waits_asleep = self.gloo = False
-        self.waiting: dict[str, None] = {}
+        self.waiting: dict[str, int] = {}
         self.ended = 0
 
     def wait(self, handle: Any, name: str, poll_seconds: float) -> Any:
@@ -42,7 +44,7 @@ class Link:
         """
         hvd = self.horovod
         assert hvd is not None
-        self.waiting[name] = None
+        self.waiting[name] = threading.get_ident()
         while not self.waits_asleep and not hvd.poll(handle):
             time.sleep(poll_seconds)
         result = self.guard(lambda: hvd.synchronize(handle))

@@ -53,6 +53,11 @@ def check(config: Config) -> None:
             f"training.batch_size={training.batch_size} samples that they divide"
         )
     _check_global_batch_size(config)
+    if training.text_samples and config.task == "classification":
+        raise UserError(
+            f"training.text_samples={training.text_samples}: not with task=classification, which writes no text; leave "
+            "it at 0"
+        )
     if config.communication.compression != "none" and training.precision == "fp64":
         raise UserError(
             f"communication.compression={config.communication.compression}: not with training.precision=fp64"

@@ -237,6 +237,13 @@ class TrainingConfig(Section):
     )
     log_every: int = changeable(10, "steps between two lines in metrics.jsonl", ge=1)
     eval_every: OptionalCount = changeable(None, "steps between two evaluations; none: at the end of each epoch")
+    text_samples: int = changeable(
+        0,
+        "texts that the model writes into samples.jsonl at each evaluation: language_model continues passages of the "
+        "validation text, translation shows its first sentences; 0: none",
+        ge=0,
+        le=10,
+    )
     best_metric: str = changeable(
         "loss",
         "validation metric that selects the best checkpoint: loss, perplexity, accuracy, f1, bleu, …; with a leading "

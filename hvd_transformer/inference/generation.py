@@ -65,7 +65,7 @@ def generate(
     num_tokens: int,
     sampling: Sampling,
     max_length: int,
-    listener: Callable[[int, int], None] = lambda number, token: None,
+    listener: Callable[[int, int], object] = lambda number, token: None,
 ) -> list[list[int]]:
     """Generate `num_tokens` tokens after each prompt, or fewer if `max_length` positions are used up or the text ends.
 

@@ -13,7 +13,7 @@ from hvd_transformer.monitoring.timeline import Timeline
 class Collectives(Protocol):
     """What a heartbeat reads of this rank's `comm.group.Link`, which it may not import: that takes torch."""
 
-    waiting: dict[str, None]  # names of the collectives that this rank is waiting for
+    waiting: dict[str, int]  # the collectives that this rank is waiting for, by name, each with the thread that waits
     ended: int  # collectives that it has waited for
 
 
@@ -30,6 +30,7 @@ class Heartbeat:
         self.loss: float | None = None
         self.tokens_per_second: float | None = None
         self.unit = "tokens"  # what `tokens_per_second` counts: `Task.unit`
+        self.work_seconds: float | None = None  # per step, when the ranks' work was last compared: `Stragglers`
         self.link: Collectives | None = None  # a rank is watched before it has joined the world
         self.timeline: Timeline | None = None
         # Seconds of the last 100 periods of each kind. The step after an evaluation or a checkpoint counts toward that
@@ -69,12 +70,16 @@ class Heartbeat:
     def place(self) -> tuple[str, str | None]:
         """The phase, and the collective that this rank is waiting for in it, such as "bucket 4", or None."""
         spans = self.timeline.now.copy() if self.timeline else {}
+        waiting = self.link.waiting.copy() if self.link else {}
         if spans:
-            name = next(iter(spans.values())).split()[0]
-            doing = {"batches": "data", "weights": "backward"}.get(name, name)
-            return (self.phase if self.phase == "evaluation" else doing), None
-        waits_for = next(iter(self.link.waiting.copy()), None) if self.link else None
-        phase = self.phase
-        if phase == "step":
-            phase = "allreduce" if waits_for else "update"
+            # Of several stages one that works, if any does. What other threads wait for is not in the way of a span.
+            waits = {thread: collective for collective, thread in waiting.items()}
+            name, thread = min(spans.values(), key=lambda span: span[1] in waits)
+            kind = name.split()[0]
+            phase = {"batches": "data", "weights": "backward"}.get(kind, kind)
+            phase, waits_for = "evaluation" if self.phase == "evaluation" else phase, waits.get(thread)
+        else:
+            phase, waits_for = self.phase, next(iter(waiting), None)
+            if phase == "step":
+                phase = "allreduce" if waits_for else "update"
         return phase, waits_for and waits_for.replace(".", " ")

@@ -6,6 +6,7 @@ allreduce 0                         | bucket.0 |
 """
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,13 +19,14 @@ Result = TypeVar("Result")
 class Timeline:
     """Records the spans of this rank while `recording`. Lanes are shown in the order of `lanes`, then of first use.
 
-    Times are the host's: on a GPU a span is the time it takes to queue the work. `now` holds the open spans by lane and
-    `ended` counts the closed ones, and ticks, whether recording or not; other threads may read both.
+    Times are the host's: on a GPU a span is the time it takes to queue the work. `now` holds the open spans by lane,
+    each with its thread; `ended` counts the closed ones, and ticks, whether recording or not. Other threads may read
+    both.
     """
 
     def __init__(self, rank: int, lanes: Sequence[str]) -> None:
         self.rank, self.recording, self.written = rank, False, False
-        self.now: dict[str, str] = {}
+        self.now: dict[str, tuple[str, int]] = {}
         self.ended = 0
         self._lanes = list(lanes)
         self._events: list[dict[str, Any]] = []
@@ -34,7 +36,7 @@ class Timeline:
     def span(self, lane: str, name: str) -> Iterator[None]:
         """A context manager around work that this thread does."""
         began = time.perf_counter() if self.recording else None
-        self.now[lane] = name
+        self.now[lane] = name, threading.get_ident()
         try:
             yield
         finally:

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from hvd_transformer.reporting.metrics_log import is_number
+from hvd_transformer.reporting.step_lines import is_number
 
 Rows = Sequence[Mapping[str, Any]]
 Floats = NDArray[np.float64]

@@ -7,15 +7,11 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
-from hvd_transformer import atomic
 from hvd_transformer.errors import UserError
-
-# Records kept in memory while the disk is full; later ones are dropped.
-_MOST_WAITING = 10_000
+from hvd_transformer.reporting.step_lines import AppendedFile, cut_after, read_line
 
 
 class MetricsLog:
@@ -30,10 +26,10 @@ class MetricsLog:
         self._resume_step = resume_step
         self._warn = warn
         self._warned = False
-        _cut_after(self._path, resume_step)
-        self._lines = _AppendedFile(self._path)
+        cut_after(self._path, resume_step)
+        self._lines = AppendedFile(self._path)
         self._lines.append(b"")  # created at once, as it marks the folder as a run directory
-        self._events: _AppendedFile | None = None
+        self._events: AppendedFile | None = None
         self._event_steps: dict[str, int] = {}
 
     def write(self, step: int, **values: float | int) -> None:
@@ -72,7 +68,7 @@ class MetricsLog:
         if self._events is None:
             # TensorBoard recognizes this name; names sort by time.
             name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}"
-            self._events = _AppendedFile(self._path.parent / "tensorboard" / name)
+            self._events = AppendedFile(self._path.parent / "tensorboard" / name)
             # TensorBoard discards earlier files' values from the first step of this one on.
             start = _event(step=self._resume_step + 1, session_log=SessionLog(status=SessionLog.START))
             self._events.append(_event(file_version="brain.Event:2") + start)
@@ -87,69 +83,6 @@ class MetricsLog:
                 "the metrics stay in memory until there is space."
             )
         self._warned = error is not None
-
-
-class _AppendedFile:
-    """A file that grows by whole records: a record that did not fit is removed and retried later."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._descriptor: int | None = None
-        self._size = 0  # of whole records
-        self._torn = False
-        self._waiting: list[bytes] = []
-
-    def append(self, record: bytes) -> OSError | None:
-        """Write pending records and `record`. Returns the error instead of raising it."""
-        if record and len(self._waiting) < _MOST_WAITING:
-            self._waiting.append(record)
-        data = b"".join(self._waiting)
-        try:
-            if self._descriptor is None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-                self._size = os.fstat(self._descriptor).st_size
-            if self._torn:
-                os.ftruncate(self._descriptor, self._size)
-                self._torn = False
-            view = memoryview(data)
-            while view:
-                view = view[os.write(self._descriptor, view) :]
-        except OSError as error:
-            if self._descriptor is not None:  # remove a half-written record, now or at the next call
-                self._torn = True
-                with suppress(OSError):
-                    os.ftruncate(self._descriptor, self._size)
-                    self._torn = False
-            return error
-        self._size += len(data)
-        self._waiting.clear()
-        return None
-
-    def close(self) -> None:
-        if self._descriptor is not None:
-            with suppress(OSError):
-                os.close(self._descriptor)
-            self._descriptor = None
-
-
-def _cut_after(path: Path, step: int) -> None:
-    """Remove the lines after `step`, and incomplete lines."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return
-    lines = [line for line in data.splitlines(keepends=True) if line.endswith(b"\n")]
-    kept = b"".join(line for line in lines if (row := _row(line)) and row["step"] <= step)
-    if kept == data:
-        return
-    try:
-        atomic.write_bytes(path, kept)
-    except OSError:
-        # No space for a second file. What is removed is nearly always the end, and truncating needs no space.
-        if not data.startswith(kept):
-            raise
-        os.truncate(path, len(kept))
 
 
 def _event(**fields: Any) -> bytes:
@@ -170,16 +103,7 @@ def read_rows(run: Path) -> list[dict[str, Any]]:
     except OSError as error:
         reason = "no metrics.jsonl in it" if run.is_dir() else (error.strerror or "").lower()
         raise UserError(f"{run}: not a run directory: {reason}") from None
-    return [row for row in map(_row, lines) if row is not None]
-
-
-def _row(line: bytes) -> dict[str, Any] | None:
-    """A line of metrics.jsonl; None for one that is incomplete or not ours."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and is_number(row.get("step")) else None
+    return [row for row in map(read_line, lines) if row is not None]
 
 
 def read_summary(path: Path) -> dict[str, Any]:
@@ -189,8 +113,3 @@ def read_summary(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return summary if isinstance(summary, dict) else {}
-
-
-def is_number(value: object) -> TypeGuard[int | float]:
-    """Tell whether a value of metrics.jsonl can be drawn: null, text and booleans cannot."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -11,8 +11,9 @@ from typing import Any
 
 from hvd_transformer import atomic
 from hvd_transformer.reporting import charts
-from hvd_transformer.reporting.metrics_log import is_number, read_rows, read_summary
+from hvd_transformer.reporting.metrics_log import read_rows, read_summary
 from hvd_transformer.reporting.progress import duration
+from hvd_transformer.reporting.step_lines import is_number
 
 # Figures at the top of the page: key of summary.json, or else of the newest line of metrics.jsonl that has it → name.
 HEADLINES = {

@@ -20,7 +20,8 @@ from hvd_transformer.service.submitting.submission import Request, prepare
 class Actions:
     """Any thread may call them. `wake` tells the manager that something has changed, `kill` not to let a job save.
 
-    All raise `UserError` where the state of a job or host does not allow it.
+    `ended` is told each job that ends here, as it was only waiting. All raise `UserError` where the state of a job or
+    host does not allow it.
     """
 
     def __init__(
@@ -30,8 +31,10 @@ class Actions:
         runs: Path,
         wake: Callable[[], object],
         kill: Callable[[int], object],
+        ended: Callable[[Job], object] = lambda job: None,
     ) -> None:
         self._store, self._checker, self._runs, self._wake, self._kill = store, checker, runs, wake, kill
+        self._ended = ended
         self._submitting = threading.Lock()  # from the check of the folders to the jobs in the database
 
     def submit(self, request: Request, owner: str, key: str | None) -> list[Job]:
@@ -48,20 +51,26 @@ class Actions:
 
     def cancel(self, id: int, now: bool = False) -> Job:
         """End a job for good; its ranks save, or with `now` are killed."""
-        job = self._known(id)
+        with self._store.batch():  # it neither starts nor ends in between
+            job = self._known(id)
+            if job.state in ENDED:
+                raise UserError(f"job {id} has ended: {job.state.value}")
+            if job.state in ACTIVE:
+                job = self._store.update(id, state=State.STOPPING, stopping=Cause.CANCELLED)
+                if now:
+                    self._kill(id)
+            else:
+                job = self._store.update(id, state=State.CANCELLED, reason="cancelled", ended=time.time())
         if job.state in ENDED:
-            raise UserError(f"job {id} has ended: {job.state.value}")
-        if job.state in ACTIVE:
-            job = self._store.update(id, state=State.STOPPING, stopping=Cause.CANCELLED)
-            if now:
-                self._kill(id)
-        else:
-            job = self._store.update(id, state=State.CANCELLED, reason="cancelled", ended=time.time())
+            self._ended(job)
         self._wake()
         return job
 
     def retry(self, id: int) -> Job:
-        """Queue a job again that failed or was cancelled; it resumes from its last checkpoint."""
+        """Queue a job again that failed or was cancelled; it resumes from its last checkpoint.
+
+        Not while another job, such as a later one that has continued it, uses its run directory.
+        """
         job = self._known(id)
         if job.state not in (State.FAILED, State.CANCELLED):
             raise UserError(f"job {id} is {job.state.value}: only FAILED and CANCELLED jobs can be retried")
@@ -76,12 +85,18 @@ class Actions:
 
     def hold(self, id: int) -> Job:
         """Keep a job from starting; one that runs saves and gives its slots back."""
-        job = self._known(id)
-        if job.state in ACTIVE:
-            if job.state is State.STOPPING:
+        with self._store.batch():  # it neither starts nor ends in between
+            job = self._known(id)
+            if job.state in ENDED:
+                raise UserError(f"job {id} has ended: {job.state.value}")
+            if job.state not in ACTIVE:
+                job = self._store.update(id, state=State.HELD)
+            elif job.state is State.STOPPING:
                 raise UserError(f"job {id} is being stopped")
-            return self._changed(id, state=State.STOPPING, stopping=Cause.HELD)
-        return self._changed(id, state=State.HELD)
+            else:
+                job = self._store.update(id, state=State.STOPPING, stopping=Cause.HELD)
+        self._wake()
+        return job
 
     def release(self, id: int) -> Job:
         """Queue a job that was held."""
@@ -92,8 +107,8 @@ class Actions:
 
     def set_priority(self, id: int, priority: int) -> Job:
         """Change the place in the queue, and who may be preempted."""
-        if self._known(id).state in ENDED:
-            raise UserError(f"job {id} has ended")
+        if (job := self._known(id)).state in ENDED:
+            raise UserError(f"job {id} has ended: {job.state.value}")
         return self._changed(id, priority=priority)
 
     def set_tags(self, id: int, add: Sequence[str], remove: Sequence[str]) -> Job:

@@ -11,6 +11,7 @@ from pathlib import Path
 from hvd_transformer.errors import UserError
 from hvd_transformer.service.runs.index import RunIndex, RunRow
 from hvd_transformer.service.runs.metrics.curves import Curves
+from hvd_transformer.service.storage.sessions import Sessions
 from hvd_transformer.service.storage.store import Store
 from hvd_transformer.service.submitting.code_snapshot import remove_unused
 
@@ -27,20 +28,21 @@ class Housekeeping:
 
     def __init__(self, store: Store, runs: RunIndex, curves: Curves, state: Path) -> None:
         self._store, self._runs, self._state = store, runs, state
-        self._closed = threading.Event()
-        self._disk_bytes: Mapping[str, int] = {}
+        self._sessions = Sessions(store.database)
+        self._closed, self._looked = threading.Event(), threading.Event()
+        self._disk_bytes: Mapping[str, int] | None = None
         self._threads = [
             threading.Thread(target=self._repeat, args=work, name=name, daemon=True)
             for name, work in {
-                "runs": (self._runs.refresh, _LOOK_SECONDS),
+                "runs": (self._look, _LOOK_SECONDS),
                 "curves": (curves.tidy, _TIDY_SECONDS),
                 "disks": (self._measure, _DISK_SECONDS),
                 "retention": (self._forget, _FORGET_SECONDS),
             }.items()
         ]
 
-    def disk_bytes(self) -> Mapping[str, int]:
-        """What the run directories of each user took when they were last measured; empty if nobody's are limited."""
+    def disk_bytes(self) -> Mapping[str, int] | None:
+        """What the run directories of each user took when they were last measured; None until then."""
         return self._disk_bytes
 
     def start(self) -> None:
@@ -51,6 +53,7 @@ class Housekeeping:
     def close(self) -> None:
         """End the threads."""
         self._closed.set()
+        self._looked.set()
         for thread in self._threads:
             thread.join()
 
@@ -67,21 +70,32 @@ class Housekeeping:
                 _log.exception("%s", threading.current_thread().name)
             self._closed.wait(seconds)
 
+    def _look(self) -> None:
+        self._runs.refresh()
+        self._looked.set()
+
     def _measure(self) -> None:
+        self._looked.wait()  # before, no run is known
         if any(limits.disk_bytes is not None for limits in self._store.all_limits().values()):
-            self._disk_bytes = disk_bytes(self._runs.rows())
+            runs = self._runs.rows()
+            jobs = self._store.jobs_by_output(str(run.path) for run in runs)
+            self._disk_bytes = disk_bytes(runs, {path: job.owner for path, job in jobs.items()})
 
     def _forget(self) -> None:
         if (days := self._store.retention_days()) is not None:
             self._store.forget(time.time() - days * 86_400, self._state / "jobs")
         remove_unused(self._state / "code", self._store.code_in_use())
+        self._sessions.forget_ended()
 
 
-def disk_bytes(runs: Iterable[RunRow]) -> dict[str, int]:
-    """What the run directories take on the disk, by the user who owns each."""
+def disk_bytes(runs: Iterable[RunRow], owners: Mapping[str, str]) -> dict[str, int]:
+    """What the run directories take on the disk, by user: those of jobs count for who has submitted them.
+
+    `owners`: of the jobs, by folder, which all belong to the service's user.
+    """
     sizes: Counter[str] = Counter()
     for run in runs:
-        sizes[run.user] += _size(run.path)
+        sizes[owners.get(str(run.path), run.user)] += _size(run.path)
     return dict(sizes)
 
 

@@ -37,6 +37,14 @@ class Cause(str, Enum):
     HELD = "held"  # → HELD
 
 
+class Engine(str, Enum):
+    """What runs a job: the service itself on its hosts, or another scheduler, to which the service sends it."""
+
+    HOSTS = "hosts"
+    SLURM = "slurm"
+    KUBERNETES = "kubernetes"
+
+
 @dataclass(frozen=True)
 class Needs:
     """What a job asks of the hosts: all of it or nothing.
@@ -62,8 +70,8 @@ class Placement:
 
 Allocation = tuple[Placement, ...]
 
-# In `output_dir` and `words` of a job that is being added: the store writes the job's id there, or that of the first
-# job of its array.
+# In the `output_dir` of a job that is being added: the store writes the job's id there, or that of the first job of its
+# array.
 ID = "{id}"
 
 
@@ -92,13 +100,15 @@ class Attempt:
     last_step: int | None = None
     code: int | None = None
     cause: str = ""  # why it ended
+    external: str | None = None  # its id in Slurm or Kubernetes
 
 
 @dataclass(frozen=True)
 class Job:
     """A job of the queue.
 
-    `words`: the arguments of hvd-train, complete; `launch`: options of `launch` but for its hosts.
+    `words`: the arguments of hvd-train, complete; `launch`: options of `launch`, with hosts only if `engine` is another
+    scheduler: it takes their number and their slots.
     """
 
     id: int
@@ -112,6 +122,8 @@ class Job:
     folder: str  # where it was submitted
     words: Sequence[str]
     launch: Sequence[str] = ()
+    engine: Engine = Engine.HOSTS
+    sbatch: Sequence[str] = ()  # more options of sbatch
     config: Mapping[str, Any] = field(default_factory=dict)  # resolved, by dotted key
     code: str = ""  # the snapshot of the user's own code: its folder's name in STATE/code; empty: none
     env_names: Sequence[str] = ()

@@ -13,15 +13,20 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from hvd_transformer.errors import WRONG_INPUT, UserError
+from hvd_transformer.errors import UserError
 from hvd_transformer.service.histogram import Histogram
-from hvd_transformer.service.jobs import ACTIVE, Attempt, Cause, Host, Job, Placement, State
-from hvd_transformer.service.launching.attempts import Change, Launchers, What
+from hvd_transformer.service.jobs import ACTIVE, Attempt, Cause, Engine, Host, Job, Placement, State
+from hvd_transformer.service.launching.attempts import Change, Launchers
 from hvd_transformer.service.launching.host_checks import HostState
 from hvd_transformer.service.launching.launch_command import thread_limit
-from hvd_transformer.service.outcome import Exit, outcome
+from hvd_transformer.service.outcome import Exit
+from hvd_transformer.service.run_estimates import RunEstimates
+from hvd_transformer.service.runs.pace import Progress
+from hvd_transformer.service.scheduling.run_length import median_length
 from hvd_transformer.service.scheduling.scheduler import schedule
 from hvd_transformer.service.scheduling.snapshot import Decisions, Running, Snapshot
+from hvd_transformer.service.settlement import settle
+from hvd_transformer.service.stops import Stops
 from hvd_transformer.service.storage.store import Store
 from hvd_transformer.service.user_limits import within_limits
 
@@ -34,41 +39,38 @@ _LEAST_REST, _MOST_REST = 10.0, 600.0  # seconds, of a job whose hosts are refus
 
 _log = logging.getLogger(__name__)
 
-SecondsLeft = Callable[[Path], float | None]  # of a run directory, from its live speed
-
 
 class Manager:
     """One thread, from `start` to `close`; jobs go on after `close`.
 
-    `taken`: slots that launches outside the service use; `host_states`: what is known of hosts; `suspect` is told hosts
-    that an attempt could not use; `ended` is told each job whose attempt has ended; `disk_bytes`: of the runs of each
-    user.
+    `progress`: how far the run in a folder is; `taken`: slots that launches outside the service use; `host_states`:
+    what is known of hosts; `suspect` is told hosts that an attempt could not use; `ended` is told each job whose
+    attempt has ended; `disk_bytes`: of the runs of each user; `hand_over` gets queued jobs of other schedulers, and
+    need not take all of them.
     """
 
     def __init__(
         self,
         store: Store,
         launchers: Launchers,
-        seconds_left: SecondsLeft,
+        progress: Callable[[Path], Progress | None],
         taken: Callable[[], Sequence[Placement]] = tuple,
         host_states: Callable[[], Mapping[str, HostState]] = dict,
         suspect: Callable[[Mapping[str, str]], object] = lambda hosts: None,
         ended: Callable[[Job], object] = lambda job: None,
-        disk_bytes: Callable[[], Mapping[str, int]] = dict,
+        disk_bytes: Callable[[], Mapping[str, int] | None] = dict,
+        hand_over: Callable[[Sequence[int]], object] = lambda jobs: None,
     ) -> None:
-        self._store, self._launchers, self._seconds_left = store, launchers, seconds_left
+        self._store, self._launchers = store, launchers
         self._taken, self._host_states, self._suspect, self._ended = taken, host_states, suspect, ended
-        self._disk_bytes = disk_bytes
-        self._to_kill: set[int] = set()
+        self._disk_bytes, self._hand_over = disk_bytes, hand_over
+        self._stops, self._estimates = Stops(store, launchers), RunEstimates(store, progress)
         self.pass_seconds = Histogram((0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0))
         self.wait_seconds = Histogram((1.0, 10.0, 60.0, 600.0, 3600.0, 21_600.0, 86_400.0))
         self._attempts: dict[int, Attempt] = {}  # the open one of each active job
-        self._asked: set[tuple[int, int]] = set()  # attempts that were asked to stop
         self._accounted: dict[int, float] = {}  # up to when each job's usage is written down
-        self._ends: dict[int, float] = {}  # estimated, of running jobs
         self._promised: Mapping[int, float] = {}  # starts that the scheduler has reserved, for its next pass
         self._refusals: dict[int, tuple[int, float]] = {}  # of jobs whose hosts were refused: how often, rest until
-        self._deadlines: dict[int, float] = {}  # of running jobs with a time limit
         self._due = threading.Event()  # a pass of the scheduler
         self._closing = threading.Event()
         self._looked = time.monotonic()
@@ -92,8 +94,7 @@ class Manager:
 
     def kill(self, job: int) -> None:
         """Kill the ranks of a job that is being stopped, in place of letting them save. From any thread."""
-        self._to_kill.add(job)
-        self._launchers.wake()
+        self._stops.kill(job)
 
     def problem(self) -> str | None:
         """Why the service does not do its work now, if so."""
@@ -103,7 +104,7 @@ class Manager:
 
     def estimated_end(self, id: int) -> float | None:
         """When a running job is likely to end."""
-        return self._ends.get(id)
+        return self._estimates.end(id)
 
     def _run(self) -> None:
         rest_until = estimate_at = 0.0
@@ -144,7 +145,7 @@ class Manager:
         for change in self._launchers.poll():
             self._see(change)
         self._look_at_hosts()
-        jobs = self._store.jobs(ACTIVE)
+        jobs = self._store.jobs(ACTIVE, engine=Engine.HOSTS)
         if any(job.id not in self._attempts for job in jobs):  # an error has come between slots and launcher
             for attempt in self._store.open_attempts():
                 if attempt.job not in self._attempts:
@@ -152,67 +153,57 @@ class Manager:
             return
         for job in jobs:
             self._account(job, self._attempts[job.id])
-            self._stop_if_due(job, self._attempts[job.id])
+            self._stops.look(job, self._attempts[job.id])
 
     def _take_over(self, attempt: Attempt) -> None:
         """Learn what has become of an attempt that somebody else has started, or given slots."""
         job = self._known(attempt.job)
         self._has_begun(job, attempt)
         self._accounted[job.id] = time.time()  # nobody knows up to when it was written down
-        if (change := self._launchers.adopt(job, attempt)) is not None:
-            self._see(change)
+        try:
+            if (ended := self._launchers.adopt(job, attempt)) is not None:
+                self._settle(attempt, ended)
+        except BaseException:
+            self._attempts.pop(job.id, None)  # `look` takes it over
+            raise
 
     def _has_begun(self, job: Job, attempt: Attempt) -> None:
         self._attempts[job.id], self._accounted[job.id] = attempt, attempt.began
-        if job.time_limit is not None:  # of all attempts together
-            earlier = self._store.attempts(job.id)[:-1]
-            used = sum(one.ended - one.began for one in earlier if one.ended is not None)
-            self._deadlines[job.id] = attempt.began + job.time_limit - used
+        self._stops.began(job, attempt)
 
     def _see(self, change: Change) -> None:
         attempt = self._attempts.get(change.job)
         if attempt is None or attempt.number != change.attempt:
             return
-        if change.what is not What.BEGUN:
+        if change.exit is not None:
             self._settle(attempt, change.exit)
-        elif (job := self._known(change.job)).state is State.STARTING:
-            with suppress(UserError):  # it is being cancelled
-                self._store.update(job.id, state=State.RUNNING)
-            if attempt.number == 1:
-                self.wait_seconds.observe(time.time() - job.submitted)
+            return
+        with self._store.batch():  # nobody cancels the job in between
+            if (job := self._known(change.job)).state is not State.STARTING:
+                return
+            self._store.update(job.id, state=State.RUNNING)
+        if attempt.number == 1:
+            self.wait_seconds.observe(time.time() - job.submitted)
 
-    def _settle(self, attempt: Attempt, ended: Exit | None) -> None:
-        now = time.time()
+    def _settle(self, attempt: Attempt, ended: Exit) -> None:
         with self._store.batch():  # nobody cancels the job between the decision and its end
             job = self._known(attempt.job)
             self._account(job, attempt, at_once=True)
-            what = outcome(job, ended)
-            job = self._store.end_attempt(
-                job.id,
-                attempt.number,
-                ended=now,
-                state=what.state,
-                code=ended.code if ended else None,
-                cause=ended.cause if ended else what.reason,
-                first_step=self._first_step(attempt),
-                last_step=ended.step if ended else None,
-                reason=what.reason,
-                retries=job.retries + 1 if what.retry else None,
-            )
-        for known in (self._attempts, self._accounted, self._ends, self._deadlines):
+            job = settle(self._store, job, attempt.number, ended, time.time())
+        for known in (self._attempts, self._accounted):
             known.pop(job.id, None)
-        self._asked.discard((job.id, attempt.number))
-        self._to_kill.discard(job.id)
-        if what.state is State.QUEUED:  # it keeps its place, ahead of jobs that were promised a start meanwhile
+        self._stops.ended(job.id)
+        self._estimates.ended(job.id)
+        if job.state is State.QUEUED:  # it keeps its place, ahead of jobs that were promised a start meanwhile
             self._promised = {job.id: math.inf, **self._promised}
-        self._note_refusal(job.id, ended is not None and bool(ended.refused))
-        if ended and (hosts := {**dict.fromkeys(ended.lost, "it no longer answered"), **ended.refused}):
+        self._note_refusal(job.id, bool(ended.refused) or not ended.started)
+        if hosts := {**dict.fromkeys(ended.lost, "it no longer answered"), **ended.refused}:
             self._suspect(hosts)
         self._due.set()
         self._ended(job)
 
     def _note_refusal(self, job: int, refused: bool) -> None:
-        """A job whose hosts are refused starts elsewhere at once, but does not go round in circles."""
+        """A job that could not be started is tried again at once, elsewhere, but does not go round in circles."""
         count = self._refusals.get(job, (0, 0.0))[0] + 1
         if refused:
             rest = 0.0 if count == 1 else min(_LEAST_REST * 2.0 ** (count - 2), _MOST_REST)
@@ -224,11 +215,6 @@ class Manager:
         job = self._store.job(id)
         assert job is not None  # jobs are only forgotten after their end
         return job
-
-    def _first_step(self, attempt: Attempt) -> int:
-        """Attempts resume at the last step that the one before has told, or a little earlier."""
-        before = [earlier.last_step or 0 for earlier in self._store.attempts(attempt.job)]
-        return max(before, default=0)
 
     def _look_at_hosts(self) -> None:
         states = self._host_states()
@@ -248,45 +234,31 @@ class Manager:
             self._store.add_usage(job.owner, seconds * _ranks(attempt), now)
             self._accounted[job.id] = now
 
-    def _stop_if_due(self, job: Job, attempt: Attempt) -> None:
-        if job.state is State.RUNNING and time.time() > self._deadlines.get(job.id, math.inf):
-            job = self._store.update(job.id, state=State.STOPPING, stopping=Cause.TIME_LIMIT)
-        if job.state is not State.STOPPING:
-            return
-        if job.id in self._to_kill:
-            self._to_kill.discard(job.id)
-            self._launchers.stop(job, attempt, now=True)
-        elif (job.id, attempt.number) not in self._asked:
-            self._asked.add((job.id, attempt.number))
-            self._launchers.stop(job, attempt, now=False)
-
     def schedule(self) -> None:
         """One pass of the scheduler, and what it decides."""
         began = time.monotonic()
         running = self._running()
-        waiting, reasons = within_limits(self._store.waiting(), running, self._store.all_limits(), self._disk_bytes())
+        limits, elsewhere = self._store.all_limits(), self._store.external_owners()
+        waiting, reasons = within_limits(self._store.waiting(), running, limits, self._disk_bytes(), elsewhere)
         for job, others in self._store.unmet_dependencies().items():
             reasons[job] = in_words(others)
         resting = {job for job, (_, until) in self._refusals.items() if until > began}  # they keep their reasons
-        waiting = [job for job in waiting if job.id not in resting]
+        if external := [job.id for job in waiting if job.engine is not Engine.HOSTS]:
+            self._hand_over(external)
+        waiting = [job for job in waiting if job.id not in resting and job.engine is Engine.HOSTS]
         now, hosts = time.time(), self._store.hosts()
         usage, taken = self._store.usage(now), tuple(self._taken())
-        decisions = schedule(Snapshot(now, hosts, waiting, running, usage, taken, self._promised))
+        median = median_length(self._store.recent_seconds())
+        decisions = schedule(Snapshot(now, hosts, waiting, running, usage, taken, self._promised, median))
         self._promised = decisions.promised
-        self._obey(decisions, hosts)
+        self._obey(decisions, hosts, {job.id: job.seconds for job in waiting})
         self._store.set_waits({**reasons, **decisions.reasons}, decisions.estimated_starts)
         self.pass_seconds.observe(time.monotonic() - began)
 
     def _running(self) -> list[Running]:
         now, running = time.time(), []
-        for job in self._store.jobs(ACTIVE):
+        for job in self._store.jobs(ACTIVE, engine=Engine.HOSTS):
             attempt = self._attempts[job.id]
-            left = self._seconds_left(Path(job.output_dir)) if job.state is State.RUNNING else None
-            limit = self._deadlines.get(job.id)
-            ends = [end for end in (None if left is None else now + left, limit) if end is not None]
-            self._ends.pop(job.id, None)
-            if ends:
-                self._ends[job.id] = min(ends)
             running.append(
                 Running(
                     job.id,
@@ -295,31 +267,36 @@ class Manager:
                     job.needs,
                     attempt.allocation,
                     attempt.began,
-                    self._ends.get(job.id),
+                    self._estimates.look(job, attempt, self._stops.deadline(job.id), now),
                     job.state is State.STOPPING,
                 )
             )
         return running
 
-    def _obey(self, decisions: Decisions, hosts: Sequence[Host]) -> None:
+    def _obey(self, decisions: Decisions, hosts: Sequence[Host], seconds: Mapping[int, float | None]) -> None:
         for victim in decisions.preempts:
             with suppress(UserError):  # it has just ended
                 self._store.update(victim.victim, state=State.STOPPING, stopping=Cause.PREEMPTED)
         for grow in decisions.grows:
-            attempt = self._store.reallocate(grow.job, grow.allocation)
+            before, attempt = self._attempts[grow.job], self._store.reallocate(grow.job, grow.allocation)
             if attempt is not None and (job := self._store.job(grow.job)) is not None:
+                try:
+                    self._launchers.write_hosts(job, grow.allocation)
+                except OSError:
+                    self._store.reallocate(job.id, before.allocation)
+                    raise
                 self._attempts[job.id] = attempt
-                self._launchers.write_hosts(job, grow.allocation)
         for start in decisions.starts:
             attempt = self._store.start(start.job, start.allocation, time.time())
             if attempt is not None and (job := self._store.job(start.job)) is not None:
                 self._has_begun(job, attempt)
+                self._estimates.began(attempt, seconds.get(job.id))
                 try:
-                    self._launchers.start(job, attempt, thread_limit(attempt.allocation, hosts))
-                except UserError as error:
-                    self._settle(attempt, Exit(WRONG_INPUT, str(error)))
+                    environment = thread_limit(attempt.allocation, hosts)
+                    if (ended := self._launchers.start(job, attempt, environment)) is not None:
+                        self._settle(attempt, ended)
                 except BaseException:
-                    del self._attempts[job.id]  # `look` finds out whether a launcher runs
+                    self._attempts.pop(job.id, None)  # `look` finds out whether a launcher runs
                     raise
 
 

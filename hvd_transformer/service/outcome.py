@@ -18,7 +18,8 @@ _AFTER_STOP = {
 class Exit:
     """How an attempt ended. `code`: the launcher's exit code; None if it was killed.
 
-    `refused`: hosts that could not be used at the start, and why; `lost`: hosts that no longer answered.
+    `refused`: hosts that could not be used at the start, and why; `lost`: hosts that no longer answered. `started`:
+    False if there never was a launcher, for a reason that is no fault of the job.
     """
 
     code: int | None
@@ -26,6 +27,13 @@ class Exit:
     step: int | None = None  # the last one that a rank told
     refused: Mapping[str, str] = field(default_factory=dict)
     lost: Sequence[str] = ()
+    started: bool = True
+    interrupted: bool = False  # by another scheduler that ran it, through no fault of the job
+
+
+def not_started(why: str) -> Exit:
+    """The end of an attempt that never had a launcher."""
+    return Exit(None, f"not started: {why}", started=False)
 
 
 @dataclass(frozen=True)
@@ -37,18 +45,17 @@ class Outcome:
     retry: bool = False
 
 
-def outcome(job: Job, ended: Exit | None) -> Outcome:
+def outcome(job: Job, ended: Exit) -> Outcome:
     """The rules: a job that was stopped becomes what it was stopped for, wrong input and errors of the job are never
-    tried again, stalled jobs, lost hosts and killed launchers are, and refused hosts cost no retry.
-
-    None: the service ended before it could start the launcher.
+    tried again, stalled jobs, lost hosts and killed launchers are, and a job that was not started, or was interrupted,
+    loses no retry.
     """
-    if ended is not None and ended.code == 0:
+    if ended.code == 0:
         return Outcome(State.SUCCEEDED, "")
     if job.stopping is not None:
         return Outcome(_AFTER_STOP[job.stopping], _stopped(job))
-    if ended is None:
-        return Outcome(State.QUEUED, "not started: the service ended")
+    if not ended.started or ended.interrupted:
+        return Outcome(State.QUEUED, ended.cause)
     if ended.refused:
         return Outcome(State.QUEUED, f"not started: {'; '.join(ended.refused.values())}")
     if not _is_transient(ended):

@@ -2,7 +2,9 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
+from hvd_transformer.service.jobs import Engine
 from hvd_transformer.service.scheduling.snapshot import Running, Waiting
 from hvd_transformer.service.storage.settings import Limits
 
@@ -11,37 +13,44 @@ def within_limits(
     waiting: Sequence[Waiting],
     running: Sequence[Running],
     limits: Mapping[str | None, Limits],
-    disk_bytes: Mapping[str, int],
+    disk_bytes: Mapping[str, int] | None,
+    elsewhere: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[list[Waiting], dict[int, str]]:
     """The jobs that may start, and why each of the others may not.
 
-    `limits`: as `SettingsTable.all_limits` returns them; `disk_bytes`: what the run directories of each owner take. A
-    job that waits for its owner's limit keeps no later and smaller job of that owner from starting.
+    `limits`: as `SettingsTable.all_limits` returns them; `disk_bytes`: what the run directories of each owner take,
+    None if nobody has measured it yet. A job that waits for its owner's limit keeps no later and smaller job of that
+    owner from starting. `elsewhere`: how many jobs of each owner other schedulers have; they take no slots.
     """
     if all(limit == Limits() for limit in limits.values()):
         return list(waiting), {}
-    jobs = Counter(job.owner for job in running)
+    jobs = Counter(elsewhere)
+    jobs.update(job.owner for job in running)
     slots: Counter[str] = Counter()
     for job in running:
         slots[job.owner] += sum(part.ranks for part in job.allocation)
     allowed, reasons = [], {}
     for new in sorted(waiting, key=lambda job: (-job.priority, job.submitted)):
         limit = limits.get(new.owner, limits[None])
-        why = _over(new, limit, jobs[new.owner], slots[new.owner], disk_bytes.get(new.owner, 0))
+        on_disk = None if disk_bytes is None else disk_bytes.get(new.owner, 0)
+        why = _over(new, limit, jobs[new.owner], slots[new.owner], on_disk)
         if why is None:
             jobs[new.owner] += 1
-            slots[new.owner] += new.needs.num_ranks
+            slots[new.owner] += new.needs.num_ranks if new.engine is Engine.HOSTS else 0
             allowed.append(new)
         else:
             reasons[new.id] = f"limit of {new.owner}: {why}"
     return allowed, reasons
 
 
-def _over(new: Waiting, limit: Limits, jobs: int, slots: int, disk_bytes: int) -> str | None:
+def _over(new: Waiting, limit: Limits, jobs: int, slots: int, disk_bytes: int | None) -> str | None:
     if limit.max_running is not None and jobs >= limit.max_running:
         return f"{jobs} jobs run or start, {limit.max_running} may"
-    if limit.max_slots is not None and slots + new.needs.num_ranks > limit.max_slots:
+    on_hosts = new.engine is Engine.HOSTS
+    if on_hosts and limit.max_slots is not None and slots + new.needs.num_ranks > limit.max_slots:
         return f"{slots} slots in use, {limit.max_slots} may be; this job needs {new.needs.num_ranks}"
-    if limit.disk_bytes is not None and disk_bytes >= limit.disk_bytes:
+    if limit.disk_bytes is not None and disk_bytes is None:
+        return "the runs are being measured"
+    if limit.disk_bytes is not None and disk_bytes is not None and disk_bytes >= limit.disk_bytes:
         return f"runs take {disk_bytes / 2**30:.1f} GiB of disk, {limit.disk_bytes / 2**30:.1f} may be taken"
     return None

@@ -4,9 +4,9 @@ import json
 import logging
 import urllib.request
 from collections.abc import Callable
-from queue import Full, Queue
-from threading import Thread
-from time import sleep
+from http.client import HTTPException
+from queue import SimpleQueue
+from threading import Event, Thread
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,8 +21,20 @@ _log = logging.getLogger(__name__)
 
 def check_address(address: str) -> None:
     """Raise `UserError` for an address that no news can be sent to."""
-    if urlsplit(address).scheme not in ("http", "https") or not urlsplit(address).hostname:
-        raise UserError(f"--webhook {address}: must be an address that begins with http:// or https://")
+    try:
+        parts = urlsplit(address)
+        fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and parts.username is None
+    except ValueError:  # the port is not a number
+        fits = False
+    if not fits or not address.isascii() or not address.isprintable() or " " in address:
+        raise UserError(f"--webhook {address}: must be like https://host:8080/path, without a user name")
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect is an error: urllib would follow it with a GET, without the news."""
+
+    def redirect_request(self, *answer: Any) -> None:
+        return None
 
 
 class Webhook:
@@ -31,34 +43,41 @@ class Webhook:
     def __init__(self, address: str, again_after: Callable[[int], float] = lambda tries: 2.0**tries) -> None:
         check_address(address)
         self._address, self._again_after = address, again_after
-        self._news: Queue[dict[str, Any] | None] = Queue(_MOST)
+        parts = urlsplit(address)
+        self._host = f"{parts.scheme}://{parts.netloc}"  # for the log: the path is often a secret
+        self._opener = urllib.request.build_opener(_NoRedirect)
+        self._news: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
+        self._closing = Event()
         self._thread = Thread(target=self._run, name="webhook", daemon=True)
         self._thread.start()
 
     def tell(self, document: dict[str, Any]) -> None:
         """Post this soon."""
-        try:
-            self._news.put_nowait(document)
-        except Full:
-            _log.warning("%s: too slow; the end of job %s is not told", self._address, document.get("id"))
+        if self._news.qsize() < _MOST:
+            self._news.put(document)
+        else:
+            _log.warning("%s: too slow; the end of job %s is not told", self._host, document.get("id"))
 
     def close(self) -> None:
-        """Post what is left, and end."""
+        """Post what is left, as far as that takes no more than 10 seconds, and end."""
+        self._closing.set()
         self._news.put(None)
         self._thread.join(_SECONDS)
 
     def _run(self) -> None:
         while (document := self._news.get()) is not None:
-            self._post(json.dumps(document).encode())
+            self._post(document)
 
-    def _post(self, body: bytes) -> None:
+    def _post(self, document: dict[str, Any]) -> None:
         headers = {"Content-Type": "application/json", "User-Agent": "hvd-transformer"}
+        body = json.dumps(document).encode()
         for tries in range(1, _TRIES + 1):
             try:
                 request = urllib.request.Request(self._address, body, headers, method="POST")
-                with urllib.request.urlopen(request, timeout=_SECONDS):
+                with self._opener.open(request, timeout=_SECONDS):
                     return
-            except (OSError, ValueError) as error:
-                _log.warning("%s: %s (try %d of %d)", self._address, error, tries, _TRIES)
+            except (OSError, ValueError, HTTPException) as error:
+                why = str(error) or type(error).__name__
+                _log.warning("%s: job %s: %s (try %d of %d)", self._host, document.get("id"), why, tries, _TRIES)
                 if tries < _TRIES:
-                    sleep(self._again_after(tries))
+                    self._closing.wait(self._again_after(tries))

@@ -1,6 +1,6 @@
 """The language modelling task: token files in windows or columns, and the decoder-only model."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,13 @@ from hvd_transformer.data.sampler import ColumnSampler, Replica, StepSampler
 from hvd_transformer.data.text_corpus import open_corpus, open_text
 from hvd_transformer.data.tokenizers import Tokenizer
 from hvd_transformer.errors import UserError
+from hvd_transformer.inference.generation import Sampling, generate
 from hvd_transformer.models.language_model import LanguageModel, language_model_layers
 from hvd_transformer.nn.contracts import Layer, MicroBatch
 from hvd_transformer.tasks.task import EvaluationSpec, ModelSketch, PrepareContext, Task
+
+# Of a text sample, at most: tokens of the prompt, and tokens that continue it.
+_PROMPT_TOKENS, _NEW_TOKENS = 32, 128
 
 
 class LanguageModelTask(Task):
@@ -115,3 +119,19 @@ class LanguageModelTask(Task):
 
     def num_targets(self, batch: tuple[Tensor, ...]) -> int:
         return batch[1].numel()
+
+    def text_samples(self, split: str, number: int) -> Sequence[Mapping[str, str]]:
+        """Continuations of passages that are spread evenly over the split, the first one at its beginning.
+
+        Prompt and continuation together have at most `data.sequence_length` tokens, the length that the model learns.
+        """
+        tokens, tokenizer = self.data.splits[split], self.data.tokenizer
+        size = min(_PROMPT_TOKENS, max(1, self.length // 4))
+        starts = [len(tokens) * place // number for place in range(number)]
+        prompts = [tokens[start : start + size].tolist() for start in starts]
+        sampling = Sampling(seed=self.config.seed)
+        found = generate(self.model, prompts, _NEW_TOKENS, sampling, self.length, lambda *_: self.tick())
+        return [
+            {"prompt": tokenizer.decode(prompt), "continuation": tokenizer.decode(more)}
+            for prompt, more in zip(prompts, found, strict=True)
+        ]

@@ -182,6 +182,14 @@ class Task(ABC):
         the replicas; the model is in evaluation mode."""
         return {}
 
+    def text_samples(self, split: str, number: int) -> Sequence[Mapping[str, str]]:
+        """Up to `number` samples of what the model writes, such as [{"prompt": …, "continuation": …}]; by default none.
+
+        Called after the evaluation of the split, on the first replica only and there on each rank of its tensor group,
+        with the model in evaluation mode and without gradients. It must not draw from torch's global generators.
+        """
+        return ()
+
     @property
     def notes(self) -> Sequence[str]:
         """Remarks on the metrics, printed at the end of a run."""

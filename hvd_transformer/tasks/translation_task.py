@@ -1,6 +1,6 @@
 """The translation task: pairs of sentences, and the encoder-decoder model."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ class TranslationTask(ExampleTask):
 
     model: EncoderDecoder
     data: PreparedExamples
+    _samples: Sequence[Mapping[str, str]] = ()  # of the last evaluation
 
     def make_model(self) -> EncoderDecoder:
         source, target = (self.data.tokenizers[role].vocab_size for role in ROLES)
@@ -127,8 +128,18 @@ class TranslationTask(ExampleTask):
         metrics: dict[str, float] = {}
         if group.rank == 0:
             hypotheses = [every[number] for number in range(len(examples))]
-            metrics = bleu_metrics(hypotheses, [texts[-1] for texts in self.data.raw_texts(split)])
+            pairs = self.data.raw_texts(split)
+            metrics = bleu_metrics(hypotheses, [reference for _, reference in pairs])
+            number = self.config.training.text_samples
+            self._samples = [
+                {"source": source, "reference": reference, "translation": translation}
+                for (source, reference), translation in zip(pairs[:number], hypotheses[:number], strict=True)
+            ]
         return dict(group.broadcast_object(metrics))
+
+    def text_samples(self, split: str, number: int) -> Sequence[Mapping[str, str]]:
+        """The first sentences of the split with the translations that `more_metrics` has found."""
+        return self._samples[:number]
 
 
 def _open(config: Config, context: PrepareContext) -> ExampleSource:

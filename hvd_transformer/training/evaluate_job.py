@@ -1,5 +1,6 @@
 """Assembles the evaluation of a checkpoint on every rank, and runs it. It writes nothing but prepared data."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from hvd_transformer.errors import UserError
 from hvd_transformer.monitoring.watchdog import Watchdog
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.planning.partition import check_partition
+from hvd_transformer.plugin import CODE
 from hvd_transformer.reporting.progress import Silent
 from hvd_transformer.tasks.task import Data, EvaluationSpec, Task
 from hvd_transformer.training.job_setup import (
@@ -39,7 +41,8 @@ _NO_OPTIMIZER = {"optimizer.name": "sgd", "optimizer.momentum": 0.0}
 class Request:
     """What to evaluate. `data` is a file, or a folder with the split; None: what the checkpoint was trained on.
 
-    `trust_task`: whether a task that the checkpoint names may be imported, which runs its code.
+    `trust_task`: whether a task that the checkpoint names may be imported, which runs its code; `kept_code`: likewise,
+    but from the code that the training service kept with the run.
     """
 
     checkpoint: Path
@@ -47,6 +50,7 @@ class Request:
     split: str | None = None
     data: Path | None = None
     trust_task: bool = False
+    kept_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,9 +76,12 @@ def evaluation_config(saved: Checkpoint, request: Request) -> Config:
     if values.get("model.pretrained") is not None:
         values["model.pretrained"] = str(saved.folder)  # a checkpoint is a Hugging Face folder, too
     config = load_again(values, str(request.checkpoint), request.settings)
-    if ":" in config.task and not request.trust_task:
+    if request.kept_code and saved.kept_code is None:
+        raise UserError(f"--kept-code: {request.checkpoint} has no code of a job that was submitted to the service")
+    if ":" in config.task and not (request.trust_task or request.kept_code):
+        kept = "" if saved.kept_code is None else "; --kept-code does so with the code that was kept with the run"
         raise UserError(
-            f"task={config.task}: the checkpoint names this class; --trust-task imports it, which runs its code"
+            f"task={config.task}: the checkpoint names this class; --trust-task imports it, which runs its code{kept}"
         )
     if request.data is None:
         return config
@@ -94,6 +101,8 @@ def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchd
     saved = _read_and_send(request.checkpoint, world)
     config = agree(world, lambda: evaluation_config(saved, request))
     agree(world, lambda: check_same_configuration(config, world))
+    if ":" in config.task:
+        _choose_code(config.task, request, saved.kept_code, progress)
     watchdog.stall_seconds = config.training.stall_seconds
     watchdog.use(None, world.hosts)
     mesh = agree(world, lambda: ParallelMesh.of(config, world))
@@ -118,6 +127,15 @@ def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchd
     left_out = getattr(data, "left_out", {}).get(split, {})
     source = config.data.source
     return Result(saved.folder, split, source, found.metrics, found.num_targets, task.unit, left_out, task.notes)
+
+
+def _choose_code(task: str, request: Request, kept: Path | None, progress: Silent) -> None:
+    """Choose the code that the task will be imported from."""
+    if request.kept_code:
+        os.environ[CODE] = str(kept)  # as the service does, for worker processes too
+        progress.message(f"task={task}: the code that was kept with the run, {kept}")
+    elif kept is not None:
+        progress.message(f"task={task}: the current code; --kept-code takes what was kept with the run")
 
 
 def _read_and_send(checkpoint: Path, world: World) -> Checkpoint:

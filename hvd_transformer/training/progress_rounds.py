@@ -40,7 +40,7 @@ class _Rounds:
     """
 
     def __init__(self, world: World, stop: StopRequest, heartbeat: Heartbeat) -> None:
-        self.waiting: dict[str, None] = {}
+        self.waiting: dict[str, int] = {}
         self.ended = 0
         self._world, self._stop, self._heartbeat = world, stop, heartbeat
         self._done, self._calls = threading.Event(), 0
@@ -57,7 +57,7 @@ class _Rounds:
             result = work(self._should_stop)
         except (UserError, Stopped) as raised:
             error, self._own_failed = raised, isinstance(raised, UserError)
-        self.waiting["other ranks"] = None
+        self.waiting["other ranks"] = threading.get_ident()
         self._done.set()
         thread.join()
         if self._lost is not None:

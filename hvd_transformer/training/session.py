@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import time
 from collections.abc import Mapping
 from itertools import takewhile
@@ -18,6 +19,7 @@ from hvd_transformer.monitoring.heartbeat import Heartbeat
 from hvd_transformer.monitoring.stall_report import Stragglers
 from hvd_transformer.reporting.metrics_log import MetricsLog
 from hvd_transformer.reporting.progress import Silent
+from hvd_transformer.reporting.samples_log import SamplesLog
 from hvd_transformer.tasks.metrics import chosen, perplexity, show_metrics
 from hvd_transformer.training.process import StopRequest
 from hvd_transformer.training.run_directory import RunDirectory
@@ -42,6 +44,7 @@ class Session:
         heartbeat.unit = trainer.task.unit
         self.saver = Saver(run.store, self.world, self.warn)
         self.metrics = MetricsLog(run.path, trainer.state.step, self.warn) if self.world.rank == 0 else None
+        self.samples = SamplesLog(run.path, trainer.state.step, self.warn) if self.world.rank == 0 else None
         self.saved_step = trainer.state.step if trainer.state.step else None
         self.saved_at = time.monotonic()
         self.valid: dict[str, float] | None = None
@@ -91,6 +94,8 @@ class Session:
                     self.heartbeat.phase = "evaluation"
                     summary |= _of_split(split, self.trainer.evaluate(split).metrics)
                     self.heartbeat.phase = "end"
+        if self.samples is not None:
+            self.samples.close()
         if self.metrics is not None:
             # Not at the start, which would wait for the drawing library.
             from hvd_transformer.reporting.run_report import write_report
@@ -181,8 +186,9 @@ class Session:
 
     def _compare_work(self) -> dict[str, float]:
         """Find slow ranks; on rank 0, values for metrics.jsonl. Collective."""
-        own = torch.tensor([self.stragglers.take_work()], dtype=torch.float64)
-        work: list[float] = self.world.all_gather_async(own, "step.work")().tolist()
+        self.heartbeat.work_seconds = own = self.stragglers.take_work()
+        gathered = self.world.all_gather_async(torch.tensor([own], dtype=torch.float64), "step.work")
+        work: list[float] = gathered().tolist()
         return self.stragglers.judge(work, self.warn) if self.world.rank == 0 else {}
 
     def _evaluate_if_due(self) -> bool:
@@ -205,6 +211,7 @@ class Session:
         mark = "best so far" if best else f"best: step {state.best_step}"
         self.progress.message(f"step {state.step}: {show_metrics('valid', _of_split('valid', self.valid))} ({mark})")
         log.info("step %d: valid %s, %.1f s", state.step, self.valid, time.perf_counter() - began)
+        self._write_samples()  # before the line of metrics.jsonl, which makes the service look for both
         if self.metrics is not None:
             self.metrics.write(
                 state.step,
@@ -212,6 +219,14 @@ class Session:
                 **_of_split("valid", self.valid),
             )
         return best and self.config.checkpoint.keep_best
+
+    def _write_samples(self) -> None:
+        """Write what the model writes now. Collective."""
+        if not self.trainer.num_text_samples or self.valid is None or not math.isfinite(self.valid["loss"]):
+            return  # nothing can be sampled from logits that are no numbers
+        samples = self.trainer.text_samples("valid")
+        if samples and self.samples is not None:
+            self.samples.write(self.trainer.state.step, samples)
 
     def _patience_ended(self) -> bool:
         state, patience = self.trainer.state, self.config.training.patience

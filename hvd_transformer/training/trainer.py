@@ -10,7 +10,8 @@ One step of a rank: each accumulation step is cut into micro-batches, which stre
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -116,6 +117,8 @@ class Trainer:
             num_tokens=task.targets_per_step,
         )
         task.tick = self.engine.timeline.tick
+        # Samples are generated outside of the pipeline, which takes a model that is on one device.
+        self.num_text_samples = config.training.text_samples if len(set(mesh.devices)) == 1 else 0
         self.loss_scaler = LossScaler(config.training.precision)
         self.lr_replicas = rate_replicas(config.training, mesh.dp)
         self.total_steps = self._count_steps()
@@ -185,6 +188,16 @@ class Trainer:
         sums, count = evaluate(losses(), self.mesh.dp_group, self.task.num_sums)
         metrics = self.task.metrics(sums, count) | self.task.more_metrics(split, self.mesh.dp_group)
         return Evaluation(metrics, count)
+
+    def text_samples(self, split: str) -> Sequence[Mapping[str, str]]:
+        """What the model writes after the evaluation of a split; on the ranks of other replicas nothing. Collective."""
+        if self.mesh.dp_rank != 0:
+            return ()
+        # Texts that grow would be compiled anew for many lengths.
+        compiled = self.config.training.compile
+        eager: AbstractContextManager[object] = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+        with eager, torch.no_grad():
+            return self.task.text_samples(split, self.num_text_samples)
 
     def capture(self, data_digest: str, checksum: int, best: bool, begun: Begun | None = None) -> Snapshot:
         """This rank's part of a checkpoint of the job as it is now, with the weights' checksum. Collective.

@@ -34,6 +34,11 @@ class State:
         self.streams: list[queue.Queue[str | None]] = []
         self.resumed: list[str] = []  # each Last-Event-ID that arrived
         self.events: list[tuple[int, str]] = []
+        self.opening = threading.Event()  # cleared: streams that are asked for are held back
+        self.opening.set()
+        self.reading = threading.Event()  # cleared: parts of logs that are asked for are held back
+        self.reading.set()
+        self.held_back = 0  # how many were
         self.log_text = "".join(
             f"line {number}: \x1b[32mstep {number}\x1b[0m loss {2 + 1 / (number + 1):.4f}\n" for number in range(6000)
         )
@@ -51,10 +56,14 @@ class State:
             raise Refused(404, f"no job {number}")
         return found
 
+    @property
+    def last_event(self) -> int:
+        return self.events[-1][0] if self.events else 0
+
     def emit(self, kind: str, data: dict[str, Any]) -> None:
         """Tell every open stream."""
         with self.lock:
-            number = self.events[-1][0] + 1 if self.events else 1
+            number = self.last_event + 1
             text = f"id: {number}\nevent: {kind}\ndata: {json.dumps(data)}\n\n"
             self.events = [*self.events, (number, text)][-_MOST_EVENTS:]
             for stream in self.streams:
@@ -117,6 +126,8 @@ def details(run: Run, now: float) -> dict[str, Any]:
                     "waits_for": None if slow else "bucket 4",
                     "age": 0.4 + number / 10,
                     "memory": (61 + number % 3) << 30,
+                    "work_seconds": 0.324 if slow else 0.18,
+                    "work_ratio": 1.8 if slow else 1.0,
                     "tokens_per_second": 5100.0 * (0.55 if slow else 1.0),
                     "late": slow,
                 }
@@ -199,6 +210,8 @@ def matching(state: State, query: dict[str, list[str]]) -> dict[str, Any]:
 
     def value(item: dict[str, Any]) -> Any:
         job = item["job"] or {}
+        if key == "job":
+            return job.get("id")
         found = item["metrics"].get(key, item.get(key, job.get(key)))
         return job.get("submitted") if found is None and key in ("began", "updated") else found
 
@@ -269,6 +282,13 @@ def bulk(state: State, body: dict[str, Any]) -> dict[str, Any]:
     return {"done": done, "errors": errors}
 
 
+def tag_runs(state: State, body: dict[str, Any]) -> dict[str, Any]:
+    for run in map(state.run, body["runs"]):
+        run.tags = [tag for tag in run.tags if tag not in body["remove"]] + body["add"]
+        state.emit("run", {"id": run.id, "step": run.step})
+    return {"done": body["runs"], "errors": {}}
+
+
 def change_host(state: State, name: str, action: str) -> dict[str, Any]:
     host = next((host for host in state.hosts if host["name"] == name), None)
     if host is None:
@@ -304,6 +324,9 @@ def add_hosts(state: State, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def log_part(state: State, query: dict[str, list[str]]) -> dict[str, Any]:
+    if not state.reading.is_set():
+        state.held_back += 1
+        state.reading.wait()
     data = (f"log of {one(query, 'rank')}\n" + state.log_text).encode()
     limit = int(one(query, "limit") or 65536)
     start = int(one(query, "offset") or 0)

@@ -139,10 +139,19 @@ def runs(archived: int) -> list[Run]:
     ]
     live.samples = [
         {
-            "step": 1000,
-            "text": "The history of the town begins with a mill on the river; the first church was built beside it.",
+            "step": 500,
+            "samples": [{"prompt": "The history of", "continuation": f"the of the and {SCRIPT} in the town the of"}],
         },
-        {"step": 500, "text": f"the of the and {SCRIPT} in the town the of"},
+        {
+            "step": 1000,
+            "samples": [
+                {
+                    "prompt": "The history of",
+                    "continuation": "the town begins with a mill on the river; the first church was built beside it.",
+                },
+                {"prompt": "In the north", "continuation": "the hills are covered with forest."},
+            ],
+        },
     ]
     live.late = "rank 3 on host node1: 1.8 times the work of the others"
     spiky = Run(

@@ -1,6 +1,7 @@
 """One run of the fake service: what is known of it, and its curves as functions of the step."""
 
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,7 @@ class Run:
     attempts: list[dict[str, Any]] = field(default_factory=list)
     extra_steps: int = 0
     points: dict[str, list[tuple[int, float | None]]] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def id(self) -> str:
@@ -75,31 +77,39 @@ class Run:
             return SPIKE
         if key == "grad_norm" and step == 17:
             return None
-        warm = (self.total_steps or 2000) // 20 or 1
-        rate = (
-            3e-4 * min(1.0, step / warm) * (0.5 + 0.5 * math.cos(math.pi * min(1.0, step / (self.total_steps or 2000))))
-        )
-        table = {
-            "loss": loss,
-            "valid_loss": loss + 0.15 + 0.02 * noise,
-            "perplexity": math.exp(loss),
-            "valid_perplexity": math.exp(loss + 0.15),
-            "lr": rate,
-            "grad_norm": 0.4 + 2.0 * math.exp(-step / 300) + 0.1 * abs(noise),
-            "tokens_per_second": 41_000.0 * self.ranks / 8 * (1 + 0.03 * noise),
-            "milliseconds_per_step": 199.8 * (1 - 0.03 * noise),
-            "valid_bleu": 34 * (1 - math.exp(-step / 500)) + 0.3 * noise,
-            "valid_accuracy": 0.94 * (1 - math.exp(-step / 200)) + 0.01 * noise,
-        }
-        return table.get(key, 1.0 + 0.1 * noise)
+        match key:
+            case "loss":
+                return loss
+            case "valid_loss":
+                return loss + 0.15 + 0.02 * noise
+            case "perplexity":
+                return math.exp(loss)
+            case "valid_perplexity":
+                return math.exp(loss + 0.15)
+            case "lr":
+                done = min(1.0, step / (self.total_steps or 2000))
+                warm = (self.total_steps or 2000) // 20 or 1
+                return 3e-4 * min(1.0, step / warm) * (0.5 + 0.5 * math.cos(math.pi * done))
+            case "grad_norm":
+                return 0.4 + 2.0 * math.exp(-step / 300) + 0.1 * abs(noise)
+            case "tokens_per_second":
+                return 41_000.0 * self.ranks / 8 * (1 + 0.03 * noise)
+            case "milliseconds_per_step":
+                return 199.8 * (1 - 0.03 * noise)
+            case "valid_bleu":
+                return 34 * (1 - math.exp(-step / 500)) + 0.3 * noise
+            case "valid_accuracy":
+                return 0.94 * (1 - math.exp(-step / 200)) + 0.01 * noise
+        return 1.0 + 0.1 * noise
 
     def curve(self, key: str, now: float) -> list[tuple[int, float | None]]:
         """The points so far; they are kept, as long runs have many."""
         last = self.last_step(now) or 0
         every = max(1, (self.total_steps or 2000) // 20) if key.startswith("valid_") else self.log_every
-        kept = self.points.setdefault(key, [])
-        begin = (kept[-1][0] if kept else 0) + every
-        kept += [(step, self.value(key, step)) for step in range(begin, last + 1, every)]
+        with self.lock:  # requests are answered side by side
+            kept = self.points.setdefault(key, [])
+            begin = (kept[-1][0] if kept else 0) + every
+            kept += [(step, self.value(key, step)) for step in range(begin, last + 1, every)]
         return kept if not kept or kept[-1][0] <= last else [point for point in kept if point[0] <= last]
 
     def at(self, x: str, step: int) -> float:

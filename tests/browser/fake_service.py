@@ -110,7 +110,8 @@ class Handler(BaseHTTPRequestHandler):
     def _read(self, path: str, query: dict[str, list[str]], who: tuple[str, str]) -> Any:
         state, parts, now = self.server.state, path.split("/"), time.time()
         if path == "me":
-            return {"owner": who[0], "role": who[1], "version": "0.1.0", "queue": state.queue_on, "csrf": "csrf-value"}
+            user = {"owner": who[0], "role": who[1], "csrf": "csrf-value"}
+            return user | {"version": "0.1.0", "queue": state.queue_on, "events": str(state.last_event)}
         if path == "runs":
             return fake_api.matching(state, query)
         if path == "compare":
@@ -135,6 +136,8 @@ class Handler(BaseHTTPRequestHandler):
         state, parts = self.server.state, path.split("/")
         if who[1] == "view":
             raise Refused(403, "your token may only look")
+        if path == "runs/tags":
+            return fake_api.tag_runs(state, body)
         if path == "jobs/bulk":
             return fake_api.bulk(state, body)
         if parts[0] == "jobs":
@@ -146,6 +149,7 @@ class Handler(BaseHTTPRequestHandler):
     def _events(self) -> None:
         state = self.server.state
         mine: queue.Queue[str | None] = queue.Queue()
+        state.opening.wait()
         with state.lock:
             since = self.headers.get("Last-Event-ID")
             if since:

@@ -1,4 +1,4 @@
-"""Pictures of the four pages, light and dark, for docs/: `cd tests && python -m browser.screenshots FOLDER`."""
+"""Pictures of the four pages, light and dark, for docs/: `cd tests && python -m browser.screenshots ../docs`."""
 
 import sys
 import tempfile
@@ -36,7 +36,7 @@ def main() -> None:
             for name, path in _PAGES.items():
                 browser.driver.get(server.url + path)
                 time.sleep(_SETTLED_SECONDS)
-                browser.driver.save_screenshot(str(folder / f"service-{name}-{'dark' if dark else 'light'}.png"))
+                browser.driver.save_screenshot(str(folder / f"service-{name}{'-dark' if dark else ''}.png"))
         browser.quit()
 
 

@@ -1,6 +1,7 @@
 """The page that compares runs."""
 
 import math
+from urllib.parse import parse_qs, urlsplit
 
 from browser.conftest import Visit
 from browser.fake_run import run_id
@@ -61,6 +62,53 @@ def test_twenty_runs_at_most_all_told_apart(visit: Visit, service: FakeServer) -
     looks = page.run("return [...document.querySelectorAll('.legend .swatch')].map(swatch => swatch.style.borderTop)")
     assert len(set(looks)) == 20
     assert not page.one("body").find_elements("css selector", ".picker:not([hidden])")
+
+
+_COUNT_DRAWINGS = """
+  window.drawings = 0;
+  const clear = CanvasRenderingContext2D.prototype.clearRect;
+  CanvasRenderingContext2D.prototype.clearRect = function (...place) {
+    window.drawings += 1;
+    clear.apply(this, place);
+  };
+"""
+_IN_SIGHT = "[...document.querySelectorAll('figure.chart')].filter(e => e.getBoundingClientRect().top < innerHeight)"
+_ARE_DRAWN = f"const charts = {_IN_SIGHT}; return charts.length > 0 && charts.every(e => e.querySelector('canvas'))"
+_REQUESTS = """
+  return performance.getEntriesByType('resource')
+    .map(({ name, startTime, responseEnd }) => ({ name, startTime, responseEnd }));
+"""
+
+
+def test_what_twenty_runs_cost(visit: Visit) -> None:
+    """One request per run, one drawing per chart, half as many pixels as there are, and the library beside the data."""
+    page = visit("/no/such/page")
+    hook = page.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": _COUNT_DRAWINGS})
+    try:
+        visit("/compare?runs=" + ",".join(run_id(number) for number in range(100, 120)))
+        page.until(lambda: page.run(_ARE_DRAWN), "the charts in sight")
+    finally:
+        page.driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", hook)
+    drawings, canvases = page.run("return [window.drawings, document.querySelectorAll('figure canvas').length]")
+    assert drawings == canvases
+
+    requests = page.run(_REQUESTS)
+    curves = [request for request in requests if request["name"].partition("?")[0].endswith("/metrics")]
+    assert len(curves) == 20
+    pixels = page.run("return document.querySelector('figure .plot').clientWidth")
+    widths = {int(parse_qs(urlsplit(request["name"]).query)["width"][0]) for request in curves}
+    assert len(widths) == 1 and pixels / 4 < max(widths) <= pixels / 2
+    assert sum("/compare?" in request["name"] for request in requests) == 1
+    library = next(request for request in requests if request["name"].endswith("/uPlot.iife.min.js"))
+    assert library["startTime"] < min(request["responseEnd"] for request in curves)
+
+
+def test_the_modules_of_a_page_do_not_wait_for_the_login(visit: Visit) -> None:
+    page = visit("/compare", token="")
+    page.sees("Log in")
+    page.until(
+        lambda: any(request["name"].endswith("/compare_page.js") for request in page.run(_REQUESTS)), "its module"
+    )
 
 
 def test_nothing_chosen_says_what_to_do(visit: Visit) -> None:

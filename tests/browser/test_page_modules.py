@@ -111,3 +111,47 @@ def test_curves_that_were_read_at_different_times_are_all_continued(visit: Visit
     assert 400 in loss  # written after it was read, and before the rate was
     run.step = 470
     assert [x[-1] for x in page.run(script, run.id, "follow", ["loss", "lr", "grad_norm"])] == [470] * 3
+
+
+def _row_pages(page: Browser, steps: str) -> Any:
+    """What `steps` return: `rows` are read by `answers`, in the order in which they were asked for."""
+    script = f"""
+      const {{ RowPages }} = await import('/static/row_pages.js');
+      const answers = [];
+      const rows = new RowPages((cursor) => new Promise((tell) => answers.push({{ cursor, tell }})));
+      const answer = async (...items) => {{
+        while (!answers.length) await new Promise((wait) => setTimeout(wait));
+        const {{ cursor, tell }} = answers.shift();
+        tell({{ items, next: cursor ? null : 'more', total: 2 }});
+      }};
+      {steps}
+    """
+    return page.run(script)
+
+
+def test_news_while_rows_are_being_read_is_not_lost(page: Browser) -> None:
+    first = """
+      rows.restart();
+      const news = rows.refresh(0, 1);
+      await answer('old'); await answer('new'); await news;
+      return rows.rows;
+    """
+    assert _row_pages(page, first) == ["new"]
+    more = """
+      const first = rows.restart(); await answer('old'); await first;
+      const more = rows.more(), news = rows.refresh(0, 2);
+      await answer('second'); await answer('new'); await answer('newest');
+      await Promise.all([more, news]);
+      return rows.rows;
+    """
+    assert _row_pages(page, more) == ["new", "newest"]
+
+
+def test_rows_of_an_earlier_question_are_not_added(page: Browser) -> None:
+    steps = """
+      const first = rows.restart(); await answer('old'); await first;
+      const other = rows.restart(), more = rows.more();
+      await answer('other'); await Promise.all([other, more]);
+      return [rows.rows, answers.length];
+    """
+    assert _row_pages(page, steps) == [["other"], 0]

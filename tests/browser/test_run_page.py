@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from browser import chromium
 from browser.chromium import Browser
 from browser.conftest import Visit
 from browser.fake_run import SPIKE, run_id
@@ -51,6 +52,15 @@ def test_a_waiting_job_says_why_and_when(visit: Visit) -> None:
     assert page.one("#tab-config").get_attribute("aria-selected") == "true"
     page.click("#tab-curves")
     page.sees("Curves appear when the job runs.")
+
+
+def test_a_job_that_waits_in_slurm(visit: Visit, service: FakeServer) -> None:
+    service.state.job(47).update(engine="slurm", allocation=[], reason="Slurm job 12: Resources")
+    page = visit(f"/runs/{run_id(6)}")
+    page.sees("Slurm job 12: Resources", ".run-head .notices")
+    assert "Engine" in page.text(".run-head .facts") and "slurm" in page.text(".run-head .facts")
+    page = visit("/queue")
+    page.sees("Slurm job 12: Resources", "table[aria-label='Running jobs']")
 
 
 def test_curves_of_every_metric_and_their_last_values(visit: Visit, service: FakeServer) -> None:
@@ -192,8 +202,10 @@ def test_ranks_and_the_late_one(visit: Visit) -> None:
     page = visit(f"{LIVE}?tab=ranks")
     page.until(lambda: len(page.all("table tbody tr")) == 8, "eight ranks")
     late = page.text("tr.late")
-    for part in ("3", "node1", "late", "backward", "61.0 GiB", "2.81k"):
+    for part in ("3", "node1", "late", "backward", "61.0 GiB", "324 ms 1.80×", "2.81k"):
         assert part in late
+    bars = page.run("return [...document.querySelectorAll('td:nth-child(6) .track span')].map(bar => bar.style.width)")
+    assert [round(float(width.rstrip("%"))) for width in bars] == [56, 56, 56, 100, 56, 56, 56, 56]
     assert "waits for bucket 4" in page.text("table tbody tr")
 
 
@@ -245,6 +257,17 @@ def test_logs_of_any_rank_follow_and_go_back(visit: Visit, service: FakeServer) 
     assert "Rank 3 on node1" in page.text("#rank")
 
 
+def test_earlier_lines_come_though_new_ones_are_being_read(visit: Visit, service: FakeServer) -> None:
+    page = visit(f"{LIVE}?tab=log")
+    page.sees("line 5999", ".log")
+    before = page.text(".tools .count")
+    service.state.reading.clear()
+    page.until(lambda: service.state.held_back, "a look for new lines")
+    page.click("#earlier")
+    service.state.reading.set()
+    _until_other(page, before)
+
+
 def test_a_log_that_is_replaced_is_read_anew(visit: Visit, service: FakeServer) -> None:
     page = visit(f"{LIVE}?tab=log")
     page.sees("line 5999", ".log")
@@ -263,8 +286,11 @@ def test_the_configuration_is_filtered(visit: Visit) -> None:
 
 def test_samples_newest_first(visit: Visit) -> None:
     page = visit(f"{LIVE}?tab=samples")
-    page.sees("The history of the town")
+    page.sees("the town begins with a mill")
     assert [head.text for head in page.all(".sample h3")] == ["Step 1,000", "Step 500"]
+    newest = page.one(".sample")
+    assert [name.text for name in newest.find_elements("css selector", "dt")] == ["prompt", "continuation"] * 2
+    assert newest.find_elements("css selector", "dd")[2].text == "In the north"
 
 
 @pytest.mark.parametrize(
@@ -329,3 +355,16 @@ def test_jobs_of_others_have_no_buttons(visit: Visit) -> None:
 def test_a_run_that_does_not_exist(visit: Visit) -> None:
     page = visit("/runs/0123456789ab")
     page.sees("no run 0123456789ab", "#messages")
+
+
+@pytest.mark.parametrize("tab", ["curves", "config", "samples"])
+def test_the_chosen_tab_is_in_sight_on_a_phone_without_room_for_all_tabs(visit: Visit, tab: str) -> None:
+    page = visit("/queue")
+    page.screen(chromium.PHONE)
+    page = visit(f"{LIVE}?tab={tab}")
+    edges = "const e = document.querySelector(arguments[0]).getBoundingClientRect(); return [e.left, e.right]"
+    page.one(f"#tab-{tab}[aria-selected=true]")
+    page.until(
+        lambda: page.run(edges, f"#tab-{tab}")[0] >= 0 and page.run(edges, f"#tab-{tab}")[1] <= chromium.PHONE[0],
+        "the whole tab",
+    )

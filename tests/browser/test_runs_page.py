@@ -42,13 +42,18 @@ def test_rows_show_what_runs_are_and_do(visit: Visit, service: FakeServer) -> No
 def test_only_rows_in_sight_are_drawn_and_all_can_be_reached(visit: Visit, service: FakeServer) -> None:
     page = visit()
     page.sees("gpt-small/warmup-2k")
+    # Only past rows that have been read, and until the rows at the new place are drawn.
+    scroll = """
+      const seen = [...document.querySelectorAll('tbody a.name')].map(link => link.title);
+      if (!document.querySelector('tbody tr.wait')) document.querySelector('.scroller').scrollTop += 500;
+      return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(seen))));
+    """
     seen: set[str] = set()
     wanted = {run.name for run in service.state.runs}
 
     def scroll_on() -> bool:
-        seen.update(page.run("return [...document.querySelectorAll('tbody a.name')].map(link => link.title)"))
+        seen.update(page.run(scroll))
         assert len(page.all("tbody tr[data-index]")) < 60
-        page.run("document.querySelector('.scroller').scrollTop += 500")
         return seen == wanted
 
     page.until(scroll_on, "every run while scrolling")
@@ -100,6 +105,21 @@ def test_sorting_by_a_metric_both_ways(visit: Visit, service: FakeServer) -> Non
     page.until(lambda: "sort=" not in page.driver.current_url, "the first order")
 
 
+def test_sorting_by_job_and_by_the_estimated_end(visit: Visit, service: FakeServer) -> None:
+    page = visit("/?state=RUNNING")
+    page.sees("gpt-small/warmup-2k")
+    page.click("#columns")
+    page.click("input[value=job]")
+    page.button("Show", "dialog").click()
+    page.button("Job", "thead").click()
+    jobs = [run for run in service.state.runs if run.state == "RUNNING" and run.job]
+    by_job = [run.name for run in sorted(jobs, key=lambda run: run.job["id"] if run.job else 0, reverse=True)]
+    page.until(lambda: _names(page)[: len(by_job)] == by_job, "the newest job first")
+    page.button("Ends", "thead").click()
+    page.until(lambda: "sort=estimated_end&order=asc" in page.driver.current_url, "the order in the address")
+    page.one("th[aria-sort=ascending]")
+
+
 def test_columns_can_be_metrics_and_settings_and_are_kept(visit: Visit, service: FakeServer) -> None:
     page = visit()
     page.sees("gpt-small/warmup-2k")
@@ -146,6 +166,7 @@ def test_many_jobs_are_cancelled_after_a_question(visit: Visit, service: FakeSer
 )
 def test_bulk_actions(visit: Visit, filter_: str, action: str, text: str, after: str) -> None:
     page = visit(f"/?{filter_}")
+    page.one("tbody tr[data-index]")
     page.click("thead input")
     page.sees("selected")
     page.button(action, ".selected").click()
@@ -160,9 +181,34 @@ def test_tags_of_many_keep_those_that_differ(visit: Visit, service: FakeServer) 
     page.button("Tags", ".selected").click()
     page.one("dialog input[name=tags]").send_keys("july paper")
     page.button("Set tags", "dialog").click()
-    page.sees("2 jobs changed.", "#messages")
+    page.sees("Tags of 2 runs changed.", "#messages")
     assert service.state.job(49)["tags"] == ["elastic", "july", "paper"]
     assert service.state.job(50)["tags"] == ["july", "paper"]
+
+
+def test_runs_without_jobs_are_tagged(
+    visit: Visit, another_service: Callable[..., AbstractContextManager[FakeServer]]
+) -> None:
+    with another_service(3, queue_on=False) as server:
+        for run in server.state.runs:
+            run.job = None
+        first = server.state.runs[0]
+        page = visit(server=server, token="submit-token")
+        page.sees(first.name)
+        page.run("document.querySelectorAll('tbody input').forEach((box) => box.click())")
+        assert page.text(".selected").split()[2:] == ["Compare", "Tags", "Clear"]
+        page.button("Tags", ".selected").click()
+        page.one("dialog input[name=tags]").send_keys("july")
+        page.button("Set tags", "dialog").click()
+        page.sees(f"Tags of {len(server.state.runs)} runs changed.", "#messages")
+        page.until(lambda: all("july" in run.tags for run in server.state.runs), "the tags")
+        page.driver.get(f"{server.url}/runs/{first.id}")
+        page.sees("july", ".title")
+        page.click("[data-action=tags]")
+        page.one("dialog input[name=tags]").clear()
+        page.button("Set tags", "dialog").click()
+        page.until(lambda: not first.tags, "the tags of one run")
+        page.driver.get("about:blank")
 
 
 def test_what_fails_is_said_until_it_is_closed(visit: Visit, service: FakeServer) -> None:

@@ -19,14 +19,20 @@ PROGRAM = BIN / "hvd-transformer"
 
 
 class ServiceProcess:
-    """A service on host h1 with its folders below `folder`, from construction to `close`."""
+    """A service on host h1 with its folders below `folder`, from construction to `close`.
 
-    def __init__(self, hosts: Hosts, folder: Path, where: str, *options: str) -> None:
+    `where`: its own hosts, or empty. `program`: is called in place of `hvd-transformer` for `serve`.
+    """
+
+    def __init__(
+        self, hosts: Hosts, folder: Path, where: str, *options: str, program: Sequence[str | Path] = (PROGRAM,)
+    ) -> None:
         self._hosts, self.folder, self._where, self._options = hosts, folder, where, options
+        self._program = program
         self.runs, self._log = folder / "runs", folder / "serve.log"
         self.environment = {
-            **rank_environment(),
             "HOROVOD_TEST_PACE": "0.2",  # `launch` passes on what begins with HOROVOD_
+            **rank_environment(),
             "XDG_DATA_HOME": str(folder / "data"),
             "XDG_CONFIG_HOME": str(folder / "config"),
             "PYTHONPATH": f"{WORKERS}:{os.environ.get('PYTHONPATH', '')}".rstrip(":"),
@@ -110,7 +116,8 @@ class ServiceProcess:
         begun = self._log.stat().st_size if self._log.exists() else 0
         with self._log.open("ab") as file:
             words: Sequence[str | Path] = [
-                PROGRAM, "serve", "-H", self._where, "--port", "0", "--runs", self.runs, *self._options,
+                *self._program, "serve", *(["-H", self._where] if self._where else []), "--port", "0",
+                "--runs", self.runs, *self._options,
             ]  # fmt: skip
             process = self._hosts.popen(
                 "h1", words, env=self.environment, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=file, stderr=file

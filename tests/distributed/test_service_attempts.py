@@ -9,7 +9,7 @@ from conftest import rank_environment
 from jobs import steps, summary, tiny, write_corpus
 
 from hvd_transformer.service.jobs import Attempt, Job, Needs, Placement, State
-from hvd_transformer.service.launching.attempts import Change, Launchers, What
+from hvd_transformer.service.launching.attempts import Change, Launchers
 from hvd_transformer.service.outcome import Exit
 
 pytestmark = pytest.mark.distributed
@@ -52,26 +52,27 @@ def test_an_attempt_is_started_forgotten_adopted_stopped_and_resumed(tmp_path: P
     endless, first = job(tmp_path, corpus, 100_000), Attempt(1, 1, (Placement("localhost", 2),), 0.0)
     before = Launchers(tmp_path / "state")
     before.start(endless, first, {"OMP_NUM_THREADS": "1"})
-    assert change(before) == Change(1, 1, What.BEGUN)
+    assert change(before) == Change(1, 1)
     before.close()
     assert b"Traceback" not in (tmp_path / "state" / "jobs" / "1" / "1.out").read_bytes()
 
     launchers = Launchers(tmp_path / "state")
-    assert launchers.adopt(endless, first) == Change(1, 1, What.BEGUN)
+    assert launchers.adopt(endless, first) is None
+    assert change(launchers) == Change(1, 1)
     wait_for_line(tmp_path / "run" / "metrics.jsonl", "loss")
     launchers.stop(endless, first, now=False)
     ended = change(launchers)
     done = summary(tmp_path / "run")
     assert done["status"] == "stopped"
     assert ended.exit is not None
-    assert ended == Change(1, 1, What.ENDED, Exit(1, "it was asked to stop", ended.exit.step))
+    assert ended == Change(1, 1, Exit(1, "it was asked to stop", ended.exit.step))
     assert (ended.exit.step or 0) <= done["steps"]  # that of the last heartbeat that came before the end
     told = json.loads((tmp_path / "state" / "jobs" / "1" / "1.exit").read_text())
     assert told["hosts"] == ["localhost"]
 
     finite, second = job(tmp_path, corpus, done["steps"] + 3), Attempt(1, 2, (Placement("localhost", 2),), 0.0)
     launchers.start(finite, second, {})
-    assert change(launchers) == Change(1, 2, What.BEGUN)
+    assert change(launchers) == Change(1, 2)
     ended = change(launchers)
     assert ended.exit is not None and (ended.exit.code, ended.exit.cause) == (0, "")
     assert [step for step, _ in steps(tmp_path / "run", "loss")] == list(range(1, done["steps"] + 4))
@@ -83,7 +84,7 @@ def test_an_elastic_job_grows(tmp_path: Path) -> None:
     elastic, small = job(tmp_path, corpus, 100_000, min_ranks=1), (Placement("localhost", 1),)
     launchers, first = Launchers(tmp_path / "state"), Attempt(1, 1, small, 0.0)
     launchers.start(elastic, first, {})
-    assert change(launchers).what is What.BEGUN
+    assert change(launchers) == Change(1, 1)
     wait_for_line(tmp_path / "run" / "metrics.jsonl", "loss")
     launchers.write_hosts(elastic, (Placement("localhost", 2),))
     log = tmp_path / "run" / "logs" / "launch.log"

@@ -124,5 +124,9 @@ def test_a_slow_rank_is_named_with_its_cost(ended):
     )
     assert int(rank) == RANK and int(work) >= 250
     assert abs(int(work) - int(others) - int(cost)) <= 1
-    assert {line["slowest_rank"] for line in lines(job.run) if "slowest_rank" in line} == {RANK}
+    compared = [line for line in lines(job.run) if "slowest_rank" in line]
+    assert {line["slowest_rank"] for line in compared} == {RANK}
+    # Each rank's heartbeat has what was compared last.
+    assert 1000 * job.beat(RANK)["work_seconds"] == compared[-1]["slowest_work_milliseconds"]
+    assert 1000 * job.beat(0)["work_seconds"] == compared[-1]["others_work_milliseconds"]
     assert "is slow" in job.log(0) and "is slow" not in job.log(RANK)

@@ -78,10 +78,14 @@ class ScheduledJob:
     save_seconds: int  # that `launch` gives the ranks, from the signal to the end
     image: str | None = None
     worker_bytes: int = 0  # memory of a worker, without what it puts into /dev/shm
+    given_name: str | None = None
 
     @property
     def name(self) -> str:
-        """The name of the run directory as Kubernetes accepts it: letters, digits and dashes; a letter first."""
+        """The given name, or that of the run directory as Kubernetes accepts it: letters, digits and dashes; a letter
+        first."""
+        if self.given_name is not None:
+            return self.given_name
         folder = PurePosixPath(self.config.output_dir).name.lower()
         name = re.sub(r"[^a-z0-9]+", "-", folder).strip("-")[:40].strip("-")
         return name if name[:1].isalpha() else f"hvd-{name}".strip("-")

@@ -8,6 +8,7 @@ import sys
 from importlib import resources
 from pathlib import Path
 
+from hvd_transformer.errors import STALLED
 from hvd_transformer.launch.scheduler.scheduled_job import ScheduledJob
 
 NAME = "job.sbatch"
@@ -40,5 +41,6 @@ def script(job: ScheduledJob) -> str:
         slots=job.slots,
         run=shlex.quote(str(Path(job.config.output_dir).expanduser())),
         requeues=_REQUEUES,
+        try_again=STALLED,
         launch=f'{shlex.join(words[:at])} "$hosts" {shlex.join(words[at + 1 :])}'.rstrip(),
     )

@@ -3,11 +3,12 @@
 Each is an ordinary `hvd-transformer launch` in a session of its own. What must be known of it after a restart of the
 service is in the job's spool folder (`attempt_files.py`). At any moment the service may be killed:
 
-before the lock is taken        nothing was started: the attempt is `UNSTARTED`
-before the launcher is started  the lock is free and has no process: `UNSTARTED`
+before the lock is taken        nothing was started
+before the launcher is started  the lock is free and has no process: nothing was started
 later                           the launcher goes on, holds the lock and wrote its process there before its program ran
 """
 
+import errno
 import os
 import selectors
 import signal
@@ -17,10 +18,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 
-from hvd_transformer.errors import UserError
+from hvd_transformer.errors import WRONG_INPUT, UserError
 from hvd_transformer.launch.launch_record import launcher_of
 from hvd_transformer.launch.output.launch_client import LaunchClient
 from hvd_transformer.plugin import CODE
@@ -28,33 +28,29 @@ from hvd_transformer.service.jobs import Allocation, Attempt, Job
 from hvd_transformer.service.launching.attempt_files import AttemptFiles, write_hosts
 from hvd_transformer.service.launching.launch_command import launch_environment, launch_words
 from hvd_transformer.service.launching.orphans import Orphans
-from hvd_transformer.service.outcome import Exit
+from hvd_transformer.service.outcome import Exit, not_started
 from hvd_transformer.service.submitting.code_snapshot import install
 
 LAUNCHER = (sys.executable, "-m", "hvd_transformer.cli.main")
-# The shell becomes the launcher, so the process is written down before there is anything that could be lost.
-_WITH_PID = ("/bin/sh", "-c", 'echo $$ >"$0"; exec "$@"')
+# The shell becomes the launcher, so the process is written down before there is anything that could be lost; with a
+# full disk there is no launcher.
+_WITH_PID = ("/bin/sh", "-c", 'echo $$ >"$0" && exec "$@"')
+# Errors that are no fault of the job: another time, it may start.
+_OF_THIS_MACHINE = {
+    errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE,
+}  # fmt: skip
 _KILLED = "its launcher was killed"
 _LOOK_SECONDS = 0.2  # between two looks at what wakes nobody: files, and locks of processes that cannot be watched
 _ORPHANS_SECONDS = 1.0  # likewise for ranks that a launcher may have left
 _OBEY_SECONDS = 30.0  # for a launcher that was asked to kill its ranks
 
 
-class What(str, Enum):
-    """What has happened to an attempt."""
-
-    BEGUN = "begun"  # its ranks run
-    ENDED = "ended"  # none of its ranks is left
-    UNSTARTED = "unstarted"  # there never was a launcher
-
-
 @dataclass(frozen=True)
 class Change:
-    """News of an attempt. `exit`: how it ended, if it did."""
+    """News of an attempt. `exit`: how it ended, and none of its ranks is left; None: its ranks run."""
 
     job: int
     attempt: int
-    what: What
     exit: Exit | None = None
 
 
@@ -72,8 +68,8 @@ class _Launcher:
     asked_to_kill: float | None = None
     orphans: Orphans | None = None  # once it was killed
 
-    def change(self, what: What, exit: Exit | None = None) -> Change:
-        return Change(self.job.id, self.attempt.number, what, exit)
+    def change(self, exit: Exit | None = None) -> Change:
+        return Change(self.job.id, self.attempt.number, exit)
 
 
 @dataclass
@@ -106,11 +102,11 @@ class Launchers:
         """The processes of the launchers."""
         return frozenset(found.pid for found in list(self._launchers.values()) if found.pid is not None)
 
-    def start(self, job: Job, attempt: Attempt, environment: Mapping[str, str]) -> None:
+    def start(self, job: Job, attempt: Attempt, environment: Mapping[str, str]) -> Exit | None:
         """Start the launcher of an attempt that the database has as STARTING.
 
-        `environment` is for variables that this process does not have. Raises `UserError`, and then has started
-        nothing: for a file of values that cannot be used, a folder that is gone or a disk that is full. Raises
+        `environment` is for variables that this process does not have. Returns None, or why nothing was started: for
+        wrong input, such as a folder that is gone, or because this machine cannot, as with a full disk. Raises
         `FileExistsError` if the attempt was started before.
         """
         files = AttemptFiles(self.spool(job.id), attempt.number)
@@ -123,27 +119,29 @@ class Launchers:
             process = self._spawn(job, files, environment)
         except FileExistsError:
             raise
+        except UserError as error:
+            return Exit(WRONG_INPUT, str(error))
         except OSError as error:
-            raise UserError(f"{error.filename or files.folder}: {error.strerror or error}") from None
+            why = f"{error.filename or files.folder}: {error.strerror or error}"
+            return not_started(why) if error.errno in _OF_THIS_MACHINE else Exit(WRONG_INPUT, why)
         self._watch(_Launcher(job, attempt, files, process, process.pid))
+        return None
 
-    def adopt(self, job: Job, attempt: Attempt) -> Change | None:
+    def adopt(self, job: Job, attempt: Attempt) -> Exit | None:
         """Take over an attempt that was started before this service.
 
-        Returns what is known of it: that its ranks run, its end, or that it was never started. None: its launcher
-        prepares, or was killed and its ranks may be alive; `poll` tells what becomes of it.
+        Returns its end. None: its launcher lives, or was killed and its ranks may be alive; `poll` tells what becomes
+        of it.
         """
         found = _Launcher(job, attempt, AttemptFiles(self.spool(job.id), attempt.number))
         if found.files.is_held():
+            with suppress(OSError):  # the earlier service may have ended just before it told the hosts of a growth
+                write_hosts(found.files.folder, attempt.allocation)
             self._watch(found)
-            found.begun = found.files.has_begun()
-            return found.change(What.BEGUN) if found.begun else None
-        if (exit := found.files.read_exit()) is not None:
-            return found.change(What.ENDED, exit)
-        if found.files.pid() is None:
-            return found.change(What.UNSTARTED)
-        self._lose(found)
-        self._launchers[job.id] = found
+        elif (exit := self._end(found)) is not None:
+            return exit
+        else:
+            self._launchers[job.id] = found
         return None
 
     def poll(self) -> Iterator[Change]:
@@ -157,7 +155,7 @@ class Launchers:
             os.read(self._watches.pipe[0], 1 << 12)
         for found in list(self._launchers.values()):
             if not found.begun and found.files.has_begun():
-                yield found.change(What.BEGUN)
+                yield found.change()
                 found.begun = True
             if found.orphans is not None:
                 exit = None if found.orphans.may_live() else Exit(None, _KILLED)
@@ -166,7 +164,7 @@ class Launchers:
             else:
                 continue
             if exit is not None:
-                yield found.change(What.ENDED, exit)
+                yield found.change(exit)
                 del self._launchers[found.job.id]
 
     def stop(self, job: Job, attempt: Attempt, now: bool) -> None:
@@ -268,10 +266,14 @@ class Launchers:
         code = None if found.process is None else found.process.wait()
         if (exit := found.files.read_exit()) is not None:
             return exit
+        ran = found.files.pid() is not None
         if code is not None and code >= 0:  # it could not tell
-            return Exit(code, found.files.last_line())
+            line = found.files.last_line()
+            return Exit(code, line) if ran else not_started(line or f"exit code {code}")
         if code == -signal.SIGTERM:  # while it has ranks, it takes the signal itself
             return Exit(None, _KILLED)
+        if not ran:
+            return not_started("the service ended" if code is None else _KILLED)
         self._lose(found)
         return None
 

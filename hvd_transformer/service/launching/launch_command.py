@@ -10,7 +10,7 @@ from hvd_transformer.service.launching.attempt_files import AttemptFiles, write_
 from hvd_transformer.service.submitting.env_file import read_values
 from hvd_transformer.service.submitting.request import env_owners
 
-_EXIT_FILE = "HVD_TRANSFORMER_EXIT_FILE"
+EXIT_FILE = "HVD_TRANSFORMER_EXIT_FILE"
 
 
 def launch_words(job: Job, files: AttemptFiles) -> list[str]:
@@ -40,7 +40,7 @@ def launch_environment(job: Job, defaults: Mapping[str, str], begun: int, files:
         **os.environ,
         **values,
         BEGUN: str(begun),
-        _EXIT_FILE: str(files.exit),
+        EXIT_FILE: str(files.exit),
         "PYTHONSAFEPATH": "1",  # see `launcher_environment`
     }
 

@@ -19,7 +19,7 @@ from hvd_transformer.service.remote.address import SOCKET, TOKEN, Address, read_
 
 _SECONDS = 60.0
 _BASE = "/api/v1/"
-_PAUSES = (0.5, 2.0, 5.0)  # seconds, between attempts to submit over connections that break
+_PAUSES = (0.5, 2.0, 5.0, 10.0)  # seconds, between attempts to submit once a connection broke
 
 
 class NoService(UserError):
@@ -79,10 +79,14 @@ class Client:
     def submit(self, request: Mapping[str, Any]) -> Any:
         """Add jobs, once, also if the service is just being restarted."""
         key = {"Idempotency-Key": uuid4().hex}
-        for pause in _PAUSES:
-            with suppress(Interrupted):
-                return self.post("jobs", request, key)
+        with suppress(Interrupted):
+            return self.post("jobs", request, key)
+        *pauses, last = _PAUSES  # meanwhile there may be no service
+        for pause in pauses:
             time.sleep(pause)
+            with suppress(NoService):
+                return self.post("jobs", request, key)
+        time.sleep(last)
         return self.post("jobs", request, key)
 
     def items(self, path: str, **query: Any) -> Iterator[dict[str, Any]]:
@@ -146,6 +150,8 @@ class Client:
                 f"{self.address}: its certificate is not trusted: {error.verify_message}; name the file of the "
                 "authority that signed it in $SSL_CERT_FILE"
             ) from None
+        except ssl.SSLError:
+            raise NoService(f"{self.address}: does not speak TLS; through an ssh tunnel it is http://") from None
         except OSError as error:
             raise self._no_service(error) from None
         return connection
@@ -179,18 +185,20 @@ class Client:
 
     def _no_service(self, error: Exception) -> NoService:
         if self.address.state is not None and isinstance(error, FileNotFoundError | ConnectionRefusedError):
-            return NoService("no service is running: start it with hvd-transformer serve")
+            return NoService(f"{self.address}: no service is running; start it with hvd-transformer serve")
         return NoService(f"{self.address}: no service answers: {_reason(error)}")
 
     def _refusal(self, response: http.client.HTTPResponse, data: bytes) -> Refused:
         """The service's own line; in front of it there may be a proxy, whose pages are of no use here."""
+        if response.status == HTTPStatus.UNAUTHORIZED and "Authorization" not in self._headers:
+            return Refused(response.status, f"{self.address}: needs a token; {_how_to_give_a_token()}")
         line = ""
         with suppress(ValueError, AttributeError):
             line = " ".join(str(json.loads(data).get("error") or "").split())
         if not line:
             line = f"{self.address}: answers with HTTP status {response.status} {response.reason}".rstrip()
         if response.status == HTTPStatus.UNAUTHORIZED:
-            line += f"; set ${TOKEN}, or put a token into {token_file()}"
+            line += f"; {_how_to_give_a_token()}"
         return Refused(response.status, line)
 
 
@@ -225,6 +233,10 @@ class _UnixConnection(http.client.HTTPConnection):
             raise
         finally:
             os.close(folder)
+
+
+def _how_to_give_a_token() -> str:
+    return f"put one into {token_file()} (mode 0600) or ${TOKEN}; admins make them with hvd-transformer token add"
 
 
 def _reason(error: Exception) -> str:

@@ -1,14 +1,15 @@
 """What listing commands show while the service is down: from its database and the run directories."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from hvd_transformer.errors import UserError
 from hvd_transformer.service.jobs import Job, State
 from hvd_transformer.service.remote.address import DATABASE
 from hvd_transformer.service.remote.reading import job_number, run_of
-from hvd_transformer.service.runs.index import RunIndex
+from hvd_transformer.service.runs.index import RunIndex, run_id
 from hvd_transformer.service.runs.launcher_beats import LauncherBeats
 from hvd_transformer.service.runs.metrics.curves import Curves
 from hvd_transformer.service.runs.query import TableRow, table_rows
@@ -61,10 +62,11 @@ class Offline:
         if not path.is_dir() and run_of(word):
             raise UserError(f"{word}: while no service runs, give the run's directory or the number of its job")
         path = path.resolve()
-        return _table_row(path, self._store.jobs_by_output([str(path)]).get(str(path)))
+        job = self._store.jobs_by_output([str(path)]).get(str(path))
+        return _table_row(path, job, self._store.run_tags([run_id(path)]))
 
 
-def _table_row(path: Path, job: Job | None) -> TableRow:
+def _table_row(path: Path, job: Job | None, tags: Mapping[str, Sequence[str]] = MappingProxyType({})) -> TableRow:
     """The run in a folder, if it has begun, with its job. Raises `UserError` for a folder that is neither."""
     if job is None and not (path / "config.yaml").exists():
         raise UserError(f"{path}: not a run directory")
@@ -75,4 +77,4 @@ def _table_row(path: Path, job: Job | None) -> TableRow:
         if job is None:
             raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
         return table_rows([], jobs, {})[0]
-    return table_rows([watched.row], jobs, {})[0]
+    return table_rows([watched.row], jobs, tags)[0]

@@ -11,6 +11,7 @@ from hvd_transformer.service.runs.logs import log_names
 from hvd_transformer.service.runs.metrics.curve import Curve
 from hvd_transformer.service.runs.metrics.curves import Curves
 from hvd_transformer.service.runs.ranks import RankState, rank_states, read_heartbeats
+from hvd_transformer.service.runs.samples import StepSamples, newest_samples
 from hvd_transformer.service.runs.status import RunStatus
 from hvd_transformer.service.runs.watched_run import RunRow
 
@@ -24,6 +25,7 @@ class RunDetails:
     late: str | None
     checkpoints: Sequence[Checkpoint]
     logs: Sequence[str]  # what `log_page` takes
+    samples: Sequence[StepSamples]
 
 
 def run_details(row: RunRow, curves: Curves, launchers: LauncherBeats) -> RunDetails:
@@ -41,4 +43,6 @@ def run_details(row: RunRow, curves: Curves, launchers: LauncherBeats) -> RunDet
         beats = launchers.of(row.path)
         ranks, late = rank_states(beats or read_heartbeats(row.path), curve.comparisons(), launched=bool(beats))
     evaluations = partial(curve.values_at, prefix="valid_")
-    return RunDetails(row, ranks, late, checkpoints(row.path, evaluations), log_names(row.path))
+    return RunDetails(
+        row, ranks, late, checkpoints(row.path, evaluations), log_names(row.path), newest_samples(row.path)
+    )

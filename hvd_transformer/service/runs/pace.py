@@ -10,11 +10,12 @@ _MOST = 120  # observations: ten minutes
 
 
 class Progress(NamedTuple):
-    """How far a run is. `total_steps` and `seconds_left` are None where they are not known."""
+    """How far a run is. What is not known is None."""
 
     step: int
     total_steps: int | None
     seconds_left: float | None
+    seconds_per_step: float | None = None
 
 
 class Pace:

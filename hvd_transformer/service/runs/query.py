@@ -2,8 +2,9 @@
 
 import base64
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +84,17 @@ def table_rows(runs: Iterable[RunRow], jobs: Iterable[Job], tags: Mapping[str, S
     return rows + [_of_job(run, job, None) for run, job in newest.items()]
 
 
-def select(rows: Iterable[TableRow], query: Query) -> Page:
-    """The page of rows that match. Raises `UserError` for a damaged cursor."""
+def select(
+    rows: Iterable[TableRow], query: Query, estimated_end: Callable[[TableRow], float | None] = lambda row: None
+) -> Page:
+    """The page of rows that match. Raises `UserError` for a damaged cursor.
+
+    `estimated_end`: asked for each of them, but only to sort by it: it moves while no row changes.
+    """
+    value = estimated_end if query.sort == "estimated_end" else partial(_value, key=query.sort)
     matching = [row for row in rows if _matches(row, query)]
     keys = dict.fromkeys(key for row in matching for key in row.metrics)
-    ordered = sorted(((_place(row, query.sort), row.id, row) for row in matching), key=lambda item: item[:2])
+    ordered = sorted(((_place(value(row)), row.id, row) for row in matching), key=lambda item: item[:2])
     there = [item for item in ordered if item[0][0] < _MISSING]
     missing = ordered[len(there) :]  # always at the end
     ordered = (there[::-1] if query.descending else there) + missing
@@ -135,19 +142,24 @@ def _has(config: Mapping[str, Any], key: str, wanted: str) -> bool:
     return shown(value) == wanted or (value is None and wanted == "none")
 
 
-def _place(row: TableRow, key: str) -> _Place:
-    """Where the row belongs in the order of a column, a metric or a key of the configuration."""
-    value: Any
+def _value(row: TableRow, key: str) -> Any:
+    """What the row has in a column, or as a metric or key of the configuration; None if it has nothing there."""
     if key in ("name", "state", "user"):
-        value = getattr(row, key)
-    elif key in _RUN_COLUMNS:
+        return getattr(row, key)
+    if key in _RUN_COLUMNS:
         value = None if row.run is None else getattr(row.run, key)
         if value is None and key in ("began", "updated") and row.job is not None:
-            value = row.job.submitted
-    elif key in _JOB_COLUMNS:
-        value = None if row.job is None else getattr(row.job, key)
-    else:
-        value = row.metrics.get(key, row.config.get(key))
+            return row.job.submitted
+        return value
+    if key == "job":
+        return None if row.job is None else row.job.id
+    if key in _JOB_COLUMNS:
+        return None if row.job is None else getattr(row.job, key)
+    return row.metrics.get(key, row.config.get(key))
+
+
+def _place(value: Any) -> _Place:
+    """Where a row with this value belongs in the order."""
     if value is None:
         return (_MISSING, 0)
     of_number = number(value)

@@ -1,12 +1,14 @@
 """What each rank of a run does, by the heartbeats, and which rank the others wait for."""
 
 import json
+import math
 import os
 import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from hvd_transformer.monitoring.stall_report import PeerHeartbeat, late_ranks, stall_report
@@ -30,8 +32,9 @@ _SLOW, _LEAST_MILLISECONDS = 1.2, 5.0
 class RankState:
     """One rank.
 
-    `age`: seconds since its heartbeat; `memory`: bytes of its process; `late`: the others wait for it, or it is silent
-    or slow.
+    `age`: seconds since its heartbeat; `memory`: bytes of its process; `work_seconds`: what it computes per step,
+    without waiting for others, when the ranks were last compared; `work_ratio`: that relative to the other ranks;
+    `late`: the others wait for it, or it is silent or slow.
     """
 
     rank: int
@@ -42,6 +45,8 @@ class RankState:
     age: float
     tokens_per_second: float | None
     memory: int | None
+    work_seconds: float | None
+    work_ratio: float | None
     late: bool
 
 
@@ -80,6 +85,7 @@ def rank_states(
     late, sentence = _late(seen, _SILENT_SECONDS if launched else max(_SILENT_SECONDS, _SILENT_BEATS * shared))
     if not late:
         late, sentence = _slow(seen, compared)
+    ratios = _work_ratios(seen)
     states = [
         RankState(
             rank=found.beat["rank"],
@@ -90,6 +96,8 @@ def rank_states(
             age=round(found.age, 1),
             tokens_per_second=found.beat["tokens_per_second"],
             memory=found.beat["memory"],
+            work_seconds=found.beat["work_seconds"],
+            work_ratio=ratios.get(found.beat["rank"]),
             late=found.beat["rank"] in late,
         )
         for found in seen
@@ -129,6 +137,14 @@ def _slow(seen: Sequence[PeerHeartbeat], compared: Sequence[Mapping[str, Any]]) 
     )
 
 
+def _work_ratios(seen: Sequence[PeerHeartbeat]) -> dict[int, float]:
+    """Each rank's work divided by that of the others: as in `Stragglers`, their median without the slowest rank."""
+    work = {found.beat["rank"]: seconds for found in seen if (seconds := found.beat["work_seconds"]) is not None}
+    others = median(sorted(work.values())[:-1]) if len(work) > 1 else 0.0
+    ratios = {rank: seconds / others for rank, seconds in work.items()} if others else {}
+    return {rank: ratio for rank, ratio in ratios.items() if math.isfinite(ratio)}
+
+
 def _slow_rank(line: Mapping[str, Any]) -> int | None:
     """The rank that was slow in one comparison, if any was."""
     keys = ("slowest_rank", "slowest_work_milliseconds", "others_work_milliseconds")
@@ -152,9 +168,16 @@ def _checked(found: PeerHeartbeat) -> PeerHeartbeat | None:
         "waits_for": None if waits_for is None else plain(str(waits_for)[:100]),
         "late": beat.get("late") is True,
         "tokens_per_second": number(beat.get("tokens_per_second")),
-        "memory": memory if isinstance(memory := beat.get("memory"), int) else None,
+        "memory": None if (memory := _size(beat.get("memory"))) is None else int(memory),
+        "work_seconds": _size(beat.get("work_seconds")),
     }
     seconds = {key: number(beat.get(key)) for key in ("phase_seconds", "progress_seconds", "limit_seconds")}
     checked |= {key: value or 0.0 for key, value in seconds.items()}
     checked["limit_seconds"] = checked["limit_seconds"] or 2 * _QUIET_SECONDS
     return PeerHeartbeat(checked, found.age)
+
+
+def _size(value: object) -> float | None:
+    """The value if it is a number that is not negative."""
+    found = number(value)
+    return None if found is None or found < 0 else found

@@ -94,8 +94,10 @@ class WatchedRun:
 
     def progress(self) -> Progress:
         """How far the run is, and how long it still takes."""
-        left = self._pace.seconds_left(self.row.total_steps) if self.row.status is RunStatus.RUNNING else None
-        return Progress(self.row.step, self.row.total_steps, left)
+        step, total = self.row.step, self.row.total_steps
+        if self.row.status is not RunStatus.RUNNING:
+            return Progress(step, total, None)
+        return Progress(step, total, self._pace.seconds_left(total), self._pace.seconds_per_step())
 
     def _read_start(self) -> bool:
         """config.yaml is written again at every start; returns whether it was."""

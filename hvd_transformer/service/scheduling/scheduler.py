@@ -3,6 +3,9 @@
 One pass goes through the waiting jobs in order of priority, fair share and submission. A job that fits starts. The
 first ones that do not fit get a reservation, by stopping jobs of lower priority where that makes room; the others start
 only where they do not delay a reservation (backfill).
+
+A job of unknown length counts as one of median length: if it takes longer, it delays some job a little. But where most
+slots are reserved for one job, all of them would wait with it. Behind such a job it counts as endless.
 """
 
 import math
@@ -19,6 +22,7 @@ from hvd_transformer.service.scheduling.snapshot import Decisions, Grow, Preempt
 
 RESERVATIONS = 8
 PUT_OFF_SECONDS = 6 * 3_600.0  # a job is put off no longer by others that take longer than was thought
+LARGE = 0.5  # the part of all slots from which on a job is guarded against jobs of unknown length
 STOP_SECONDS = 60.0  # until a job that is being stopped has saved and its slots are free
 
 
@@ -58,6 +62,7 @@ class _Pass:
             self._share.charge(job.owner, slots, self._ends[job.id].time[0] - self._now)
         self._preemptible = {job.id: job for job in snapshot.running if not job.stopping}
         self._shapes: dict[Needs, tuple[Shape, int]] = {}
+        self._assumed = snapshot.median_seconds  # the length of jobs of unknown length
         self._reservations_left = RESERVATIONS
         self._queue = _Queue()
         self._starts: list[Start] = []
@@ -70,21 +75,22 @@ class _Pass:
         all_reserved = True
         for job in self._share.order(self._snapshot.waiting, self._snapshot.promised):
             shape, least = self._shape(job.needs)
-            end = math.inf if job.seconds is None else self._now + job.seconds
+            seconds = self._assumed if job.seconds is None else job.seconds
+            end = math.inf if seconds is None else self._now + seconds
             spare = self._timeline.spare(end)
             ranks = best_size(job.needs, spare.room(shape))
             if ranks:
                 parts = spare.place(shape, ranks)
                 self._starts.append(Start(job.id, self._cluster.take(parts)))
-                self._timeline.start(parts, (end, self._now if job.seconds is None else 0.0))
-                self._share.charge(job.owner, ranks, job.seconds)
+                self._timeline.start(parts, (end, self._now if seconds is None else 0.0))
+                self._share.charge(job.owner, ranks, seconds)
             elif self._available.room(shape) < least:
                 self._reasons[job.id] = self._unavailable(job.needs, shape, least)
             else:
                 may_reserve = self._reservations_left > 0
                 self._reasons[job.id] = self._blocked(job, shape, least, end, may_reserve)
                 if may_reserve:
-                    self._reserve(job, shape, least)
+                    self._reserve(job, shape, least, seconds)
                 else:
                     all_reserved = False
         grows: list[Grow] = []
@@ -123,18 +129,20 @@ class _Pass:
             return wait_reasons.behind_owner(other.id, other.owner)
         return wait_reasons.resources(job.needs, shape, self._timeline.free.room(shape))
 
-    def _reserve(self, job: Waiting, shape: Shape, least: int) -> None:
+    def _reserve(self, job: Waiting, shape: Shape, least: int, seconds: float | None) -> None:
         """Promise the job the first place that it can have, after stopping others where that is sooner."""
         self._reservations_left -= 1
         ranks = self._preempt(job, shape, least) or least
         opening = self._timeline.opening(shape, ranks)
         promised = self._promise_so_far(job)
         if opening is not None:
-            start = self._timeline.reserve(job.id, opening, shape, ranks, job.seconds, promised + PUT_OFF_SECONDS)
+            start = self._timeline.reserve(job.id, opening, shape, ranks, seconds, promised + PUT_OFF_SECONDS)
             if start is not None:
                 self._estimated[job.id] = start
                 promised = min(promised, start)
-            self._share.charge(job.owner, ranks, job.seconds)
+            self._share.charge(job.owner, ranks, seconds)
+            if ranks > LARGE * sum(self._usable.slots):
+                self._assumed = None
         self._promised[job.id] = promised
 
     def _promise_so_far(self, job: Waiting) -> float:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hvd_transformer.service.jobs import Allocation, Host, Needs, Placement
+from hvd_transformer.service.jobs import Allocation, Engine, Host, Needs, Placement
 
 
 @dataclass(frozen=True)
@@ -11,7 +11,7 @@ class Waiting:
     """A job that may start: queued, with all its dependencies done.
 
     `submitted` also is its place in the queue: a preempted job keeps it. `seconds`: how long it will run, estimated
-    (the steps left at the speed of an earlier attempt, similar jobs, its time limit); None: unknown.
+    (the steps left at the speed of an earlier attempt or of similar jobs, at most its time limit); None: unknown.
     """
 
     id: int
@@ -20,6 +20,7 @@ class Waiting:
     submitted: float
     needs: Needs
     seconds: float | None = None
+    engine: Engine = Engine.HOSTS  # jobs of others are no matter of this scheduler
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Snapshot:
     """Everything a pass of the scheduler looks at.
 
     `usage`: decayed slot-seconds of each owner up to now, running jobs included. `taken`: slots that launches outside
-    the service use. `promised`: that of the decisions before, in its order.
+    the service use. `promised`: that of the decisions before, in its order. `median_seconds`: how long recent jobs ran;
+    None: unknown.
     """
 
     now: float
@@ -51,6 +53,7 @@ class Snapshot:
     usage: Mapping[str, float] = field(default_factory=dict)
     taken: Sequence[Placement] = ()
     promised: Mapping[int, float] = field(default_factory=dict)
+    median_seconds: float | None = None
 
 
 @dataclass(frozen=True)

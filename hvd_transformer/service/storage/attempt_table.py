@@ -45,9 +45,9 @@ class AttemptTable(JobTable, HostTable):
             return _attempts(connection, "job = ?", job_id)
 
     def open_attempts(self) -> list[Attempt]:
-        """The attempts that have not ended, of all jobs."""
+        """The attempts that have not ended, of all jobs on the service's hosts."""
         with self.database.read() as connection:
-            return _attempts(connection, "ended IS NULL")
+            return _attempts(connection, f"ended IS NULL AND {_ON_HOSTS}")
 
     def end_attempt(
         self,
@@ -82,6 +82,9 @@ class AttemptTable(JobTable, HostTable):
             return self._write(connection, job, fields if retries is None else {**fields, "retries": retries})
 
 
+_ON_HOSTS = "(SELECT engine FROM jobs WHERE id = job) = 'hosts'"
+
+
 def _attempts(connection: sqlite3.Connection, where: str, *values: int) -> list[Attempt]:
     placements: dict[tuple[int, int], list[Placement]] = defaultdict(list)
     attempts = connection.execute(f"SELECT * FROM attempts WHERE {where} ORDER BY job, number", values).fetchall()
@@ -102,6 +105,7 @@ def _attempts(connection: sqlite3.Connection, where: str, *values: int) -> list[
             row["last_step"],
             row["code"],
             row["cause"],
+            row["external"],
         )
         for row in attempts
     ]

@@ -15,7 +15,9 @@ EVENTS_KEPT = 10_000
 
 
 class Event(NamedTuple):
-    """A change of the subject `id` of `kind`: "job", "hosts" (no id) or "waits" (reasons and estimates; no id)."""
+    """A change of the subject `id` of `kind`: "job", "run" (its tags), or without an id "hosts" and "waits", which are
+    reasons and estimates.
+    """
 
     seq: int
     kind: str

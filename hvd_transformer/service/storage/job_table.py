@@ -7,9 +7,9 @@ from functools import lru_cache
 from typing import Any
 
 from hvd_transformer.errors import UserError
-from hvd_transformer.service.jobs import ACTIVE, ENDED, WAITING, Job, Needs, State
+from hvd_transformer.service.jobs import ACTIVE, ENDED, WAITING, Cause, Engine, Job, Needs, State
 from hvd_transformer.service.scheduling.snapshot import Waiting
-from hvd_transformer.service.storage import idempotency, job_rows
+from hvd_transformer.service.storage import idempotency, job_rows, pace_table
 from hvd_transformer.service.storage.new_job import NewJob, digest
 from hvd_transformer.service.storage.settings import SettingsTable
 from hvd_transformer.service.storage.transitions import check_transition
@@ -43,8 +43,13 @@ class JobTable(SettingsTable):
             for number, job in zip(ids, jobs, strict=True):
                 array = first if job.array else None
                 _check_dependencies(connection, first, job)
-                _check_output(connection, job_rows.with_id(job.output_dir, array or number), job.after)
                 job_rows.insert(connection, number, array, job)
+                pace_table.insert(connection, number, job)
+                if (user := job_rows.conflict(connection, number)) is not None:
+                    raise UserError(
+                        f"output_dir={user.output_dir}: job {user.id} uses it, which is {user.state.value}; choose "
+                        f"another folder, or start after it with --after {user.id}"
+                    )
             if idempotency_key is not None:
                 idempotency.remember(connection, owner, idempotency_key, digest(jobs, body), ids, now)
             self.changed(connection, "job", ids)
@@ -68,10 +73,11 @@ class JobTable(SettingsTable):
         after_id: int | None = None,
         limit: int | None = None,
         newest_first: bool = False,
+        engine: Engine | None = None,
     ) -> list[Job]:
         """The jobs that match, by id. `after_id`: the last id of the page before."""
         with self.database.read() as connection:
-            return job_rows.page(connection, states, owner, tag, after_id, limit, newest_first)
+            return job_rows.page(connection, states, owner, tag, engine, after_id, limit, newest_first)
 
     def jobs_by_output(self, folders: Iterable[str]) -> dict[str, Job]:
         """The newest job of each of these output folders that has one."""
@@ -79,15 +85,26 @@ class JobTable(SettingsTable):
             return job_rows.by_output(connection, folders)
 
     def waiting(self) -> list[Waiting]:
-        """The jobs that may start: queued, and all that they depend on succeeded. `seconds` is their time limit."""
+        """The jobs that may start: queued, and all that they depend on succeeded."""
         query = (
-            "SELECT id, owner, priority, submitted, time_limit, num_ranks, min_ranks, tensor, gpus_per_rank FROM jobs"
-            f" WHERE state = 'QUEUED' AND NOT EXISTS ({_UNMET} AND job = jobs.id) ORDER BY id"
+            "SELECT id, owner, priority, submitted, engine, num_ranks, min_ranks, tensor, gpus_per_rank,"
+            f" {pace_table.COLUMNS} FROM jobs {pace_table.JOINS}"
+            f" WHERE state = 'QUEUED' AND NOT EXISTS ({_UNMET} AND dependencies.job = jobs.id) ORDER BY id"
         )
         with self.database.read() as connection:
             return [
-                Waiting(job, owner, priority, submitted, _needs(*needs), seconds)
-                for job, owner, priority, submitted, seconds, *needs in connection.execute(query)
+                Waiting(
+                    job,
+                    owner,
+                    priority,
+                    submitted,
+                    _needs(num_ranks, min_ranks, tensor, gpus),
+                    pace_table.expected_seconds(*length),
+                    _ENGINES[engine],
+                )
+                for job, owner, priority, submitted, engine, num_ranks, min_ranks, tensor, gpus, *length in (
+                    connection.execute(query)
+                )
             ]
 
     def unmet_dependencies(self) -> dict[int, dict[int, State]]:
@@ -107,14 +124,24 @@ class JobTable(SettingsTable):
     def update(self, job_id: int, **fields: Any) -> Job:
         """Change fields of a job: state, priority, retries, stopping, reason, estimated_start, ended.
 
-        Raises `UserError` for an unknown job, or if it cannot go to that state (`transitions.py`). What belongs to the
-        state that it leaves is cleared. Only `start` and `end_attempt` give and take slots.
+        Raises `UserError` for an unknown job, or if it cannot go to that state (`transitions.py`), or is to run again
+        while another job uses its run directory. What belongs to the state that it leaves is cleared. A job that is
+        being stopped stays stopped for its first cause, or is cancelled. Only `start` and `end_attempt` give and take
+        slots.
         """
         with self.database.write() as connection:
             job = self._known(connection, job_id)
             state = fields.get("state", job.state)
             check_transition(job_id, job.state, state)
             assert (state in ACTIVE) == (job.state in ACTIVE), "slots are given by start, and taken by end_attempt"
+            if job.state is state is State.STOPPING and fields.get("stopping", Cause.CANCELLED) is not Cause.CANCELLED:
+                return job  # what it is being stopped for stays, but for a cancel
+            again = job.state in ENDED and state not in ENDED
+            if again and (user := job_rows.conflict(connection, job_id)) is not None:
+                raise UserError(
+                    f"job {job_id}: job {user.id} uses its run directory, {job.output_dir}, and is {user.state.value}; "
+                    "wait for its end, or cancel it"
+                )
             return self._write(connection, job, fields)
 
     def set_tags(self, job_id: int, add: Collection[str] = (), remove: Collection[str] = ()) -> Job:
@@ -126,6 +153,12 @@ class JobTable(SettingsTable):
             connection.executemany("INSERT OR IGNORE INTO tags VALUES (?, ?)", ((job_id, tag) for tag in new))
             self.changed(connection, "job", [job_id])
             return self._known(connection, job_id)
+
+    def estimated_starts(self) -> dict[int, float | None]:
+        """When the queued jobs are likely to start, as `set_waits` was last told."""
+        query = "SELECT id, estimated_start FROM jobs WHERE state = 'QUEUED'"
+        with self.database.read() as connection:
+            return {row["id"]: row["estimated_start"] for row in connection.execute(query)}
 
     def set_waits(self, reasons: Mapping[int, str], estimated: Mapping[int, float]) -> int:
         """Why the queued jobs of `reasons` wait, and when they are likely to start; how many of them changed.
@@ -180,7 +213,8 @@ class JobTable(SettingsTable):
                     f"{len(jobs)} more are too many"
                 )
         for job in jobs:
-            if limits.max_slots is not None and job.needs.num_ranks > limits.max_slots:
+            on_hosts = job.engine is Engine.HOSTS
+            if on_hosts and limits.max_slots is not None and job.needs.num_ranks > limits.max_slots:
                 raise UserError(f"{owner} may use {limits.max_slots} slots; {job.name} needs {job.needs.num_ranks}")
 
 
@@ -191,6 +225,7 @@ _UNMET = (
 )
 
 
+_ENGINES = {engine.value: engine for engine in Engine}
 _needs = lru_cache(Needs)  # of thousands of jobs most need the same
 
 
@@ -210,13 +245,3 @@ def _check_dependencies(connection: sqlite3.Connection, first: int, job: NewJob)
     for other in job.after:
         if other >= first or connection.execute("SELECT 1 FROM jobs WHERE id = ?", (other,)).fetchone() is None:
             raise UserError(f"after {other}: no such job")
-
-
-def _check_output(connection: sqlite3.Connection, output_dir: str, after: Collection[int]) -> None:
-    query = "SELECT id, state FROM jobs WHERE output_dir = ? AND ended IS NULL"
-    for row in connection.execute(query, (output_dir,)):
-        if row["id"] not in after:
-            raise UserError(
-                f"output_dir={output_dir}: job {row['id']} uses it, which is {row['state']}; choose another folder, "
-                f"or start after it with --after {row['id']}"
-            )

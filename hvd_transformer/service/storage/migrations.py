@@ -132,6 +132,40 @@ MIGRATIONS: tuple[str, ...] = (
         expires REAL
     );
     """,
+    """
+    CREATE TABLE sessions (
+        id INTEGER PRIMARY KEY,
+        token INTEGER NOT NULL REFERENCES tokens ON DELETE CASCADE,
+        digest BLOB NOT NULL UNIQUE,
+        ends REAL NOT NULL
+    );
+    CREATE INDEX sessions_by_token ON sessions (token, id);
+    """,
+    """
+    CREATE TABLE run_tags (run TEXT NOT NULL, tag TEXT NOT NULL, PRIMARY KEY (run, tag)) WITHOUT ROWID;
+    """,
+    """
+    ALTER TABLE jobs ADD COLUMN engine TEXT NOT NULL DEFAULT 'hosts';
+    CREATE INDEX jobs_by_engine ON jobs (engine, state, id);
+    ALTER TABLE attempts ADD COLUMN external TEXT;
+    ALTER TABLE attempts ADD COLUMN asked_to_stop INTEGER NOT NULL DEFAULT 0;
+    """,
+    """
+    CREATE TABLE job_kinds (
+        job INTEGER PRIMARY KEY REFERENCES jobs ON DELETE CASCADE,
+        kind TEXT NOT NULL,
+        max_steps INTEGER,
+        shared INTEGER NOT NULL
+    );
+    CREATE TABLE paces (
+        kind TEXT PRIMARY KEY,
+        seconds_per_step REAL NOT NULL,
+        total_steps INTEGER,
+        ranks INTEGER NOT NULL,
+        seen REAL NOT NULL
+    ) WITHOUT ROWID;
+    CREATE INDEX paces_by_time ON paces (seen);
+    """,
 )
 
 

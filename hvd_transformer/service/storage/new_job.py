@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hvd_transformer.service.jobs import Needs
+from hvd_transformer.service.jobs import Engine, Needs
 
 
 @dataclass(frozen=True)
 class NewJob:
-    """The fields of `Job` that are known when it is submitted; `jobs.ID` in them stands for its id.
+    """The fields of `Job` that are known when it is submitted; `jobs.ID` in `output_dir` stands for its id.
 
     `array`: it belongs to the array of those that are added with it.
     """
@@ -25,6 +25,8 @@ class NewJob:
     words: Sequence[str]
     priority: int = 0
     launch: Sequence[str] = ()
+    engine: Engine = Engine.HOSTS
+    sbatch: Sequence[str] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
     code: str = ""
     env_names: Sequence[str] = ()

@@ -1,6 +1,7 @@
 """The limits of users and other settings that admins change while the service runs."""
 
 import json
+import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -19,7 +20,7 @@ class Limits:
     disk_bytes: int | None = None  # of run directories
 
 
-_EVERYONE, _USER, _RETENTION = "limits", "limits of ", "retention_days"
+_EVERYONE, _USER, _RETENTION, _ID = "limits", "limits of ", "retention_days", "service_id"
 
 
 class SettingsTable(EventLog):
@@ -61,6 +62,14 @@ class SettingsTable(EventLog):
         if days is not None and not days > 0:
             raise UserError(f"retention_days={days}: must be above 0, or null to keep ended jobs for ever")
         self._set(_RETENTION, days)
+
+    def service_id(self) -> str:
+        """Tells this service's jobs from those of others in Slurm and Kubernetes. It is made once."""
+        with self.database.write():
+            if _ID not in (found := self._settings()):
+                self._set(_ID, secrets.token_hex(4))
+                found = self._settings()
+            return str(found[_ID])
 
     def _settings(self) -> Mapping[str, Any]:
         with self.database.read() as connection:

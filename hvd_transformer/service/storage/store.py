@@ -2,16 +2,18 @@
 
 from pathlib import Path
 
-from hvd_transformer.service.storage.attempt_table import AttemptTable
 from hvd_transformer.service.storage.database import Database
+from hvd_transformer.service.storage.external_table import ExternalTable
 from hvd_transformer.service.storage.new_job import NewJob
+from hvd_transformer.service.storage.pace_table import PaceTable
 from hvd_transformer.service.storage.retention import RetentionTable
+from hvd_transformer.service.storage.run_tags import RunTagTable
 from hvd_transformer.service.storage.usage_table import UsageTable
 
 __all__ = ["NewJob", "Store"]
 
 
-class Store(AttemptTable, RetentionTable, UsageTable):
+class Store(ExternalTable, PaceTable, RetentionTable, RunTagTable, UsageTable):
     """The database `path`. Thread-safe; every change is a transaction, on the disk when the method returns.
 
     `read_only`: for commands that look while no service runs. Raises `UserError` for all that is wrong with the file

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_transformer.errors import UserError
+from hvd_transformer.service.jobs import Engine, Job
 
 _START_SECONDS = 30.0
 _END_SECONDS = 5.0
@@ -28,7 +29,8 @@ class CheckedJob:
     """One set of arguments of hvd-train, complete.
 
     `config`: by dotted key, and `words`: what differs from the defaults; both without `output_dir`, which is absolute,
-    or None if the user has chosen none. `name`: for a job without one.
+    or None if the user has chosen none. `name`: for a job without one. `launch`: options of `launch`, with what they
+    depend on here and now filled in.
     """
 
     config: dict[str, Any]
@@ -38,6 +40,8 @@ class CheckedJob:
     device: str
     output_dir: str | None
     name: str
+    num_ranks: int
+    launch: list[str]
 
 
 @dataclass(frozen=True)
@@ -68,20 +72,38 @@ class Checker:
         launch: Sequence[str] = (),
         num_ranks: int | None = None,
         min_ranks: int | None = None,
+        engine: Engine = Engine.HOSTS,
+        env_names: Sequence[str] = (),
+        runs: Path | None = None,
     ) -> Checked:
         """Resolve the arguments of hvd-train for each job, as submitted in `folder`, and keep the code that they name.
 
-        `launch`: options of `launch`. Raises `UserError` with the line that hvd-train or `launch` would print.
+        `launch`: options of `launch`. Jobs of another engine are also made into job files, with run directories in
+        `runs`. Raises `UserError` with the line that hvd-train or `launch` would print.
         """
         request = {
             "folder": folder, "jobs": jobs, "launch": launch, "num_ranks": num_ranks, "min_ranks": min_ranks,
-            "code": str(self._code),
+            "code": str(self._code), "engine": engine.value, "env_names": env_names, "runs": str(runs),
         }  # fmt: skip
+        answer = self._answer(request)
+        return Checked([CheckedJob(**job) for job in answer["jobs"]], answer["code"])
+
+    def job_file(self, job: Job, name: str) -> str:
+        """The job file of a job for its engine; what it makes is named `name`. Raises `UserError`."""
+        needs = job.needs
+        request = {
+            "folder": job.folder, "words": job.words, "launch": job.launch, "engine": job.engine.value, "name": name,
+            "num_ranks": needs.num_ranks, "min_ranks": needs.min_ranks if needs.min_ranks < needs.num_ranks else None,
+            "env_names": job.env_names,
+        }  # fmt: skip
+        return str(self._answer(request)["job_file"])
+
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         with self._turn:
             answer = self._ask(json.dumps(request).encode() + b"\n")
         if "error" in answer:
             raise UserError(answer["error"])
-        return Checked([CheckedJob(**job) for job in answer["jobs"]], answer["code"])
+        return answer
 
     @property
     def pid(self) -> int | None:

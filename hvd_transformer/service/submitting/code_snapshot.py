@@ -17,11 +17,11 @@ from uuid import uuid4
 from hvd_transformer.atomic import sync_folder
 from hvd_transformer.errors import UserError
 from hvd_transformer.own_folder import make_own_folder
+from hvd_transformer.plugin import KEPT_CODE
 from hvd_transformer.service.submitting.user_modules import UserModules, regular_files
 
 MAX_BYTES = 10 << 20
 MAX_FILES = 1000
-_FOLDER = ".code"  # in a run directory
 _KEEP_SECONDS = 3600.0  # a snapshot without a job may belong to one that is just being submitted
 
 Files = Mapping[str, bytes]
@@ -88,7 +88,7 @@ def install(snapshot: Path, output_dir: Path) -> Path:
     if not snapshot.is_dir():
         raise UserError(f"{snapshot}: the snapshot of the job's code is missing; submit the job again")
     files = {str(path.relative_to(snapshot)): path.read_bytes() for path in regular_files(snapshot)}
-    installed = output_dir / _FOLDER
+    installed = output_dir / KEPT_CODE
     make_own_folder(output_dir)
     if installed.is_symlink() or installed.is_file():
         installed.unlink()

@@ -2,13 +2,12 @@
 
 import os
 import re
-from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 from hvd_transformer.errors import UserError
-from hvd_transformer.service.jobs import ENDED, ID, Job
+from hvd_transformer.service.jobs import ID, Job
 from hvd_transformer.service.submitting.checker import Checked, CheckedJob
 
 
@@ -19,13 +18,11 @@ class Jobs(Protocol):
 
     def jobs(self, *, limit: int, newest_first: bool) -> list[Job]: ...
 
-    def jobs_by_output(self, folders: Iterable[str]) -> Mapping[str, Job]: ...
-
 
 def output_dirs(checked: Checked, name: str, runs: Path, is_array: bool, jobs: Jobs) -> list[str]:
     """The run directory of each job: RUNS/NAME-ID or what the user has chosen, and below it one per job of an array.
 
-    Raises `UserError` for a folder outside of `runs` and for one that a job which has not ended uses.
+    Raises `UserError` for a folder outside of `runs`. The store refuses one that another job uses.
     """
     unchosen = runs / f"{name}-{ID}{_suffix(name, runs, jobs)}"
     folders = []
@@ -34,9 +31,6 @@ def output_dirs(checked: Checked, name: str, runs: Path, is_array: bool, jobs: J
         folder = folder / str(number) if is_array else folder
         _check_resume(job, folder)
         folders.append(str(folder))
-    for path, user in jobs.jobs_by_output(folders).items():
-        if user.state not in ENDED:
-            raise UserError(f"output_dir={path}: job {user.id} uses it, which has not ended")
     return folders
 
 

@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from hvd_transformer.errors import UserError
 from hvd_transformer.launch.horovodrun_command import check_names
+from hvd_transformer.service.jobs import Engine
+from hvd_transformer.service.submitting.engine_options import check_engine
 from hvd_transformer.service.submitting.env_file import read_values
 
 MAX_PRIORITY = 1000
@@ -31,7 +33,13 @@ class Request(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     words: Words = Field([], description="arguments of hvd-train")
-    launch: Words = Field([], description="options of launch, but for hosts and numbers of ranks")
+    launch: Words = Field(
+        [], description="options of launch; hosts, image and memory_gib only for another engine than hosts"
+    )
+    engine: Engine = Field(Engine.HOSTS, description="what runs the job: the service's hosts, or another scheduler")
+    sbatch: Annotated[list[str], Field(max_length=100)] = Field(
+        [], description="more options of sbatch, such as --partition=gpu"
+    )
     folder: str = Field(description="absolute path of the folder that the job runs in, on the service's host")
     num_ranks: int | None = Field(None, description="number of ranks; null: those of one replica, parallel.tensor")
     min_ranks: int | None = Field(None, description="fewest ranks to run with, for an elastic job; null: num_ranks")
@@ -56,6 +64,7 @@ def check_request(request: Request, owner: str) -> None:
         "--tag": request.tags,
         "--array": request.array,
         "--env-file": [request.env_file or ""],
+        "--sbatch": request.sbatch,
         "launch options": request.launch,
         "arguments": request.words,
     }
@@ -81,6 +90,7 @@ def check_request(request: Request, owner: str) -> None:
     if request.time_limit is not None and not 0 < request.time_limit <= _MAX_SECONDS:
         raise UserError(f"--time-limit {request.time_limit:g}: must be above 0 seconds, and at most ten years")
     check_tags(request.tags)
+    check_engine(request.engine, request.sbatch)
     _check_env(request, owner)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hvd_transformer.errors import UserError
-from hvd_transformer.service.jobs import ENDED, Host, Needs, State
+from hvd_transformer.service.jobs import ENDED, Engine, Host, Needs, State
 from hvd_transformer.service.scheduling.scheduler import can_ever_fit
 from hvd_transformer.service.storage.new_job import NewJob
 from hvd_transformer.service.submitting.checker import CheckedJob, Checker
@@ -40,6 +40,9 @@ def prepare(
         request.launch,
         request.num_ranks,
         request.min_ranks,
+        request.engine,
+        request.env_names,
+        runs.resolve(),
     )
     name = request.name or _default_name(checked.jobs[0].name)
     folders = output_dirs(checked, name, runs.resolve(), bool(request.array), jobs)
@@ -52,7 +55,8 @@ def prepare(
         folder=request.folder,
         words=(),
         priority=request.priority,
-        launch=tuple(request.launch),
+        engine=request.engine,
+        sbatch=tuple(request.sbatch),
         code=checked.code,
         env_names=tuple(dict.fromkeys(request.env_names)),
         env_file=env_file_of(request),
@@ -85,6 +89,7 @@ def _complete(
         job,
         name=f"{job.name}-{number}" if job.array else job.name,
         needs=needs,
+        launch=tuple(checked.launch),
         output_dir=output_dir,
         words=tuple(words),
         config={**checked.config, **changed},
@@ -97,22 +102,23 @@ class _Placed:
 
     def __init__(self, request: Request, hosts: Sequence[Host]) -> None:
         self._request, self._hosts = request, hosts
-        self._known: dict[tuple[int, int, str], tuple[Needs, str]] = {}
+        self._known: dict[tuple[int, int, int, str], tuple[Needs, str]] = {}
 
     def of(self, job: CheckedJob) -> tuple[Needs, str]:
         """Its needs and its device: `auto` becomes cuda or cpu where the hosts' GPUs are known.
 
         Raises `UserError` if the hosts could not run it even without other jobs.
         """
-        kind = (job.tensor, job.pipeline, job.device)
+        kind = (job.num_ranks, job.tensor, job.pipeline, job.device)
         if kind not in self._known:
             self._known[kind] = self._decide(*kind)
         return self._known[kind]
 
-    def _decide(self, tensor: int, pipeline: int, device: str) -> tuple[Needs, str]:
-        ranks = self._request.num_ranks or tensor
+    def _decide(self, ranks: int, tensor: int, pipeline: int, device: str) -> tuple[Needs, str]:
         on_cpu = Needs(ranks, self._request.min_ranks or ranks, tensor)
         on_gpus = replace(on_cpu, gpus_per_rank=pipeline)
+        if self._request.engine is not Engine.HOSTS:
+            return on_gpus if device == "cuda" else on_cpu, device
         if device == "auto" and any(host.gpus for host in self._hosts):
             device = "cuda" if can_ever_fit(on_gpus, self._hosts) is None else "cpu"
         needs = on_gpus if device == "cuda" else on_cpu

@@ -12,6 +12,7 @@ from starlette.routing import Route as StarletteRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hvd_transformer.errors import UserError
+from hvd_transformer.service.storage.sessions import Sessions
 from hvd_transformer.service.storage.tokens import Role
 from hvd_transformer.service.web import static_files
 from hvd_transformer.service.web.access.authentication import Authentication
@@ -64,9 +65,10 @@ class App:
     def __init__(self, service: Service, names: Collection[str] = LOOPBACK, behind_proxy: bool = False) -> None:
         """`names`: under which the service is reached. `behind_proxy`: a proxy with TLS stands before it."""
         self._pool = Pool()
-        self._authentication = Authentication(service.tokens, behind_proxy=behind_proxy)
+        sessions = Sessions(service.store.database)
+        self._authentication = Authentication(service.tokens, sessions, behind_proxy=behind_proxy)
         self._events = EventStream(service.store, service.runs, self._pool)
-        endpoints = Endpoints(service, self._authentication, self._pool)
+        endpoints = Endpoints(service, self._authentication, self._events, self._pool)
         routes: list[BaseRoute] = [
             StarletteRoute(
                 route.path,

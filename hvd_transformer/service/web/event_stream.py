@@ -51,14 +51,17 @@ class Mark(NamedTuple):
             return None
         return cls(int(parts[0]), int(parts[1]), parts[2])
 
+    def __str__(self) -> str:
+        return f"{self.seq}-{self.version}-{self.start}"
+
     def event(self, kind: str, data: dict[str, Any]) -> bytes:
         """An event after which a reader has come so far."""
-        head = f"id: {self.seq}-{self.version}-{self.start}\nevent: {kind}\n"
+        head = f"id: {self}\nevent: {kind}\n"
         return f"{head}data: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
 
 
 class EventStream:
-    """Used in the event loop alone."""
+    """Used in the event loop alone, but for `now`."""
 
     def __init__(self, store: Store, runs: RunIndex, pool: Pool) -> None:
         self._store, self._runs, self._pool = store, runs, pool
@@ -71,11 +74,15 @@ class EventStream:
         self._closed = False
         self._readers = 0
 
+    def now(self) -> Mark:
+        """The present moment, as the id that resumes from it. May block; from any thread."""
+        return Mark(self._store.last_seq(), self._runs.version, self._start)
+
     async def read(self, last_id: str | None, check: Callable[[], Awaitable[bool]]) -> AsyncGenerator[bytes, None]:
         """The events from now on, or since a Last-Event-ID. `check` tells now and then whether to go on."""
         self._readers += 1
         try:
-            now = await self._pool.run(self._now)
+            now = await self._pool.run(self.now)
             self._mark = self._mark or now
             if self._looking is None:
                 self._looking = asyncio.create_task(self._look())
@@ -167,12 +174,9 @@ class EventStream:
         self._looking = self._mark = None
         self._kept.clear()
 
-    def _now(self) -> Mark:
-        return Mark(self._store.last_seq(), self._runs.version, self._start)
-
     def _since(self, mark: Mark | None) -> tuple[list[bytes], Mark]:
         """What has changed since then, and until when. May block."""
-        now = self._now()
+        now = self.now()
         if mark is None or mark.start != self._start or not 0 <= now.seq - mark.seq <= EVENTS_KEPT:
             return [now.event("resync", {})], now
         changes = self._store.events_after(mark.seq, _MOST_MISSED + 1)
@@ -184,14 +188,19 @@ class EventStream:
             mark = mark._replace(seq=change.seq)
             if change.kind == "job":
                 events.append(mark.event("job", self._job(int(change.id))))
+            elif change.kind == "run":
+                events.append(mark.event("run", self._run(change.id)))
             elif change.kind in ("hosts", "waits"):
                 events.append(mark.event(change.kind, {}))
         for number, run in enumerate(runs, start=1):
             if number == len(runs):
                 mark = mark._replace(version=now.version)
-            row = self._runs.row(run)
-            events.append(mark.event("run", {"id": run, "step": None if row is None else row.step}))
+            events.append(mark.event("run", self._run(run)))
         return events, mark._replace(version=now.version)
+
+    def _run(self, run: str) -> dict[str, Any]:
+        row = self._runs.row(run)
+        return {"id": run, "step": None if row is None else row.step}
 
     def _job(self, number: int) -> dict[str, Any]:
         job = self._store.job(number)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -138,6 +139,8 @@ def _listen_tcp(listening: Listening) -> socket.socket:
     try:
         return socket.create_server((listening.address, listening.port), family=family, backlog=128)
     except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(f"--port {listening.port}: another program uses it; choose another, or 0 for any") from None
         raise UserError(f"--address {listening.address}, --port {listening.port}: {error.strerror}") from None
 
 

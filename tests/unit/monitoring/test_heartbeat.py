@@ -1,5 +1,6 @@
 """What a rank is doing follows from its collectives, its timeline and its phase."""
 
+import threading
 import time
 
 from small_job import settings, trainer
@@ -23,13 +24,26 @@ def test_a_step_is_in_what_its_stages_and_collectives_are_in() -> None:
     heartbeat = in_a_step()
     assert heartbeat.link and heartbeat.timeline
     for name, phase in {"batches": "data", "forward 3": "forward", "weights 0": "backward", "update": "update"}.items():
-        heartbeat.link.waiting["bucket.0"] = None  # a watching thread of `profile`: this one works
+        heartbeat.link.waiting["bucket.0"] = -1  # a watching thread of `profile`: this one works
         with heartbeat.timeline.span("stage 0", name):
             assert heartbeat.place() == (phase, None)
-    heartbeat.link.waiting = {"bucket.4": None}
+    heartbeat.link.waiting = {"bucket.4": threading.get_ident()}
     assert heartbeat.place() == ("allreduce", "bucket 4")
     heartbeat.link.waiting = {}
     assert heartbeat.place() == ("update", None)
+
+
+def test_a_stage_may_wait_for_a_collective() -> None:
+    """As for whole parameters, or in a layer that ranks share; if all stages do, the rank waits."""
+    heartbeat = in_a_step()
+    assert heartbeat.link and heartbeat.timeline
+    with heartbeat.timeline.span("stage 0", "forward 3"):
+        heartbeat.link.waiting["parameters.1"] = threading.get_ident()
+        assert heartbeat.place() == ("forward", "parameters 1")
+        heartbeat.timeline.now["stage 1"] = "weights 2", threading.get_ident() + 1  # another thread's
+        assert heartbeat.place() == ("backward", None)
+        heartbeat.link.waiting["parameters.2"] = threading.get_ident() + 1
+        assert heartbeat.place() == ("forward", "parameters 1")
 
 
 def test_outside_of_steps_its_own_word_counts() -> None:
@@ -38,7 +52,7 @@ def test_outside_of_steps_its_own_word_counts() -> None:
     heartbeat.enter_phase("evaluation")
     with heartbeat.timeline.span("stage 0", "forward 3"):
         assert heartbeat.place() == ("evaluation", None)
-    heartbeat.link.waiting = {"evaluation": None}
+    heartbeat.link.waiting = {"evaluation": threading.get_ident()}
     assert heartbeat.place() == ("evaluation", "evaluation")
     assert Heartbeat().place() == ("start", None)
 

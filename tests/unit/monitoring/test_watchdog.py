@@ -75,6 +75,7 @@ def test_the_file_says_how_the_rank_is_and_goes_in_the_end(monkeypatch, tmp_path
         watchdog.use(logs, ["h1", "h1", "h2", "h2"])
         watchdog.heartbeat.total_steps, watchdog.heartbeat.unit = 9, "samples"
         watchdog.heartbeat.stepped(7, 2.5, 1000.0)
+        watchdog.heartbeat.work_seconds = 0.25
         beat = read(private / "beat-3", time.monotonic() + 20)
         os.kill(os.getpid(), signal.SIGUSR1)
         until = time.monotonic() + 20
@@ -89,7 +90,7 @@ def test_the_file_says_how_the_rank_is_and_goes_in_the_end(monkeypatch, tmp_path
     assert beat == {
         "rank": 3, "host": os.uname().nodename, "pid": os.getpid(), "step": 7, "total_steps": 9, "phase": "log",
         "waits_for": None, "limit_seconds": 600, "loss": 2.5, "tokens_per_second": 1000.0, "unit": "samples",
-        "late": False,
+        "work_seconds": 0.25, "late": False,
     }  # fmt: skip
     assert list(private.iterdir()) == [] and [path.name for path in logs.iterdir()] == ["rank-003.log"]
 
@@ -146,11 +147,11 @@ def test_a_rank_without_progress_ends_with_the_others(monkeypatch, tmp_path) -> 
     watchdog = Watchdog(0, 2)
     watchdog.use(tmp_path, ["h1", "h2"])
     monkeypatch.setattr(watchdog, "_stall", lambda: ended.append(now))
+    monkeypatch.setattr(watchdog._storage, "start", lambda action: action())  # else it is a thread's, at any time
     (tmp_path / "beat-late").touch()
     while not ended and now < 60:
         now += LOOK_SECONDS
         watchdog._look()
-        time.sleep(0.01)  # for the storage's thread
     watchdog.close()
     assert ended and ended[0] <= 20
 

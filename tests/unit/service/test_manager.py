@@ -1,7 +1,8 @@
 """The manager's loop, with a real database and scheduler, and launchers that do what the test says."""
 
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -9,11 +10,12 @@ import pytest
 
 from hvd_transformer.errors import UserError
 from hvd_transformer.service.actions import Actions
-from hvd_transformer.service.jobs import Allocation, Attempt, Cause, Host, Job, Needs, State
-from hvd_transformer.service.launching.attempts import Change, What
+from hvd_transformer.service.jobs import Allocation, Attempt, Cause, Engine, Host, Job, Needs, Placement, State
+from hvd_transformer.service.launching.attempts import Change
 from hvd_transformer.service.launching.host_checks import HostState
 from hvd_transformer.service.manager import Manager
-from hvd_transformer.service.outcome import Exit
+from hvd_transformer.service.outcome import Exit, not_started
+from hvd_transformer.service.runs.pace import Progress
 from hvd_transformer.service.storage.settings import Limits
 from hvd_transformer.service.storage.store import NewJob, Store
 from hvd_transformer.service.submitting.checker import Checker
@@ -29,19 +31,21 @@ class FakeLaunchers:
         self.grown: list[tuple[int, Allocation]] = []
         self.adopted: list[int] = []
         self.changes: list[Change] = []
-        self.adopting: dict[int, Change | None] = {}
-        self.refuse, self.broken = "", False
+        self.adopting: dict[int, Exit] = {}
+        self.refuse: Exit | None = None
+        self.broken = False
 
-    def start(self, job: Job, attempt: Attempt, environment: Mapping[str, str]) -> None:
+    def start(self, job: Job, attempt: Attempt, environment: Mapping[str, str]) -> Exit | None:
         if self.broken:
             self.broken = False
             raise RuntimeError("an error nobody thought of")
-        if self.refuse:
-            raise UserError(self.refuse)
+        if self.refuse is not None:
+            return self.refuse
         self.started.append((job.id, attempt.number, attempt.allocation))
         self.environments.append(environment)
+        return None
 
-    def adopt(self, job: Job, attempt: Attempt) -> Change | None:
+    def adopt(self, job: Job, attempt: Attempt) -> Exit | None:
         self.adopted.append(job.id)
         return self.adopting.get(job.id)
 
@@ -59,10 +63,10 @@ class FakeLaunchers:
         """Nobody waits."""
 
     def begin(self, job: int, number: int = 1) -> None:
-        self.changes.append(Change(job, number, What.BEGUN))
+        self.changes.append(Change(job, number))
 
     def end(self, job: int, code: int | None, number: int = 1, **how: object) -> None:
-        self.changes.append(Change(job, number, What.ENDED, Exit(code, **how)))  # type: ignore[arg-type]
+        self.changes.append(Change(job, number, Exit(code, **how)))  # type: ignore[arg-type]
 
 
 class Service:
@@ -73,24 +77,23 @@ class Service:
         self.states: dict[str, HostState] = {}
         self.suspected: list[Mapping[str, str]] = []
         self.ended: list[Job] = []
-        self.left: dict[Path, float] = {}
+        self.handed_over: list[Sequence[int]] = []
+        self.progress: dict[Path, Progress] = {}
         self.manager = self.new_manager()
         checker = Checker(folder / "code")
-        self.actions = Actions(self.store, checker, folder / "runs", lambda: None, self.manager.kill)
+        self.actions = Actions(self.store, checker, folder / "runs", lambda: None, self.manager.kill, self.ended.append)
         self.folder = folder
 
     def new_manager(self) -> Manager:
         return Manager(
             self.store,
             self.launchers,  # type: ignore[arg-type]
-            self.left_of,
+            self.progress.get,
             host_states=lambda: self.states,
             suspect=self.suspected.append,
             ended=self.ended.append,
+            hand_over=self.handed_over.append,
         )
-
-    def left_of(self, run: Path) -> float | None:
-        return self.left.get(run)
 
     def add(self, ranks: int = 1, owner: str = "ann", **fields: object) -> int:
         needs = Needs(ranks, fields.pop("min_ranks", ranks))  # type: ignore[arg-type]
@@ -155,6 +158,18 @@ def test_all_slots_are_given_once_and_the_next_job_starts_as_they_are_free(servi
         service.launchers.end(job, 0)
     service.turn()
     assert service.state(jobs[2]) is State.STARTING
+
+
+def test_the_end_of_a_job_that_only_waited_is_told(service: Service) -> None:
+    waiting, running = service.add(held=True), service.add()
+    service.turn()
+    service.actions.cancel(waiting)
+    assert [(ended.id, ended.state) for ended in service.ended] == [(waiting, State.CANCELLED)]
+    service.actions.cancel(running)  # it saves first
+    assert len(service.ended) == 1
+    for action in (service.actions.cancel, service.actions.hold):
+        with pytest.raises(UserError, match=f"^job {waiting} has ended: CANCELLED$"):
+            action(waiting)
 
 
 def test_a_cancelled_job_is_asked_once_and_killed_on_demand(service: Service) -> None:
@@ -267,9 +282,78 @@ def test_limits_of_users_are_told_as_reasons(service: Service) -> None:
 
 def test_what_cannot_be_started_fails_with_its_reason(service: Service) -> None:
     job = service.add()
-    service.launchers.refuse = "/gone: no such folder"
+    service.launchers.refuse = Exit(2, "/gone: no such folder")
     service.turn()
     assert (service.state(job), service.job(job).reason) == (State.FAILED, "/gone: no such folder")
+
+
+def test_what_this_machine_cannot_start_now_waits_and_does_not_go_round_in_circles(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+    job = service.add()
+    service.launchers.refuse = not_started("/spool/1: No space left on device")
+    for _ in range(5):
+        service.turn()
+    assert (service.state(job), service.job(job).reason) == (
+        State.QUEUED,
+        "not started: /spool/1: No space left on device",
+    )
+    assert (len(service.store.attempts(job)), service.job(job).retries) == (2, 0)
+
+
+def test_a_full_disk_in_the_middle_of_a_start_loses_no_job(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slots are given; nothing was started, and that cannot be written down either."""
+    job = service.add()
+    service.launchers.refuse = not_started("/spool/1: No space left on device")
+    service.launchers.adopting = {job: not_started("the service ended")}
+    end_attempt = service.store.end_attempt
+    full = UserError("service.db: the disk is full")
+    monkeypatch.setattr(service.store, "end_attempt", lambda *_, **__: (_ for _ in ()).throw(full))
+    for turn in (service.manager.schedule, service.manager.look, service.manager.look):
+        with pytest.raises(UserError, match="the disk is full"):
+            turn()
+    assert service.state(job) is State.STARTING
+    monkeypatch.setattr(service.store, "end_attempt", end_attempt)
+    service.launchers.refuse = None
+    service.turn()
+    assert service.launchers.started[-1][0] == job
+    assert [attempt.number for attempt in service.store.attempts(job)] == [1, 2]
+
+
+def test_that_ranks_run_is_written_down_once_the_disk_has_room(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = service.add()
+    service.turn()
+    service.launchers.begin(job)
+    (change,) = service.launchers.changes
+    update = service.store.update
+    full = UserError("service.db: the disk is full")
+    monkeypatch.setattr(service.store, "update", lambda *_, **__: (_ for _ in ()).throw(full))
+    with pytest.raises(UserError, match="the disk is full"):
+        service.manager.look()
+    monkeypatch.setattr(service.store, "update", update)
+    service.launchers.changes.append(change)  # as it was not settled
+    service.turn()
+    assert service.state(job) is State.RUNNING
+
+
+def test_an_elastic_job_whose_launcher_cannot_be_told_does_not_grow(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, elastic = service.add(2), service.add(4, min_ranks=2)
+    service.turn()
+    service.launchers.begin(elastic)
+    service.launchers.end(first, 0)
+    monkeypatch.setattr(service.launchers, "write_hosts", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    service.manager.look()
+    with pytest.raises(OSError, match="full"):
+        service.manager.schedule()
+    small = service.add(2)  # may have the slots
+    monkeypatch.undo()
+    service.turn()
+    assert service.state(small) is State.STARTING
 
 
 def test_an_elastic_job_grows(service: Service) -> None:
@@ -291,8 +375,8 @@ def test_a_new_manager_adopts_settles_and_queues_again(service: Service) -> None
         service.launchers.begin(job)
     service.turn()
     service.launchers.adopting = {
-        ended: Change(ended, 1, What.ENDED, Exit(0, step=9)),
-        unstarted: Change(unstarted, 1, What.UNSTARTED),
+        ended: Exit(0, step=9),
+        unstarted: not_started("the service ended"),
     }
     service.manager = service.new_manager()
     service.manager.recover()
@@ -309,7 +393,7 @@ def test_ends_are_estimated_from_what_is_left(service: Service) -> None:
     later = service.add(4)
     service.turn()
     service.launchers.begin(job)
-    service.left[Path(service.job(job).output_dir)] = 50.0
+    service.progress[Path(service.job(job).output_dir)] = Progress(10, 20, 50.0, 5.0)
     service.turn()
     now = time.time()
     assert service.manager.estimated_end(job) == pytest.approx(now + 50, abs=20)
@@ -342,6 +426,26 @@ def test_a_cancel_as_the_job_ends_is_not_lost(service: Service) -> None:
     assert service.state(job) is State.CANCELLED
 
 
+@pytest.mark.parametrize(("action", "state"), [("cancel", State.CANCELLED), ("hold", State.HELD)])
+def test_a_job_does_not_start_between_the_decision_to_keep_it_and_its_end(
+    service: Service, monkeypatch: pytest.MonkeyPatch, action: str, state: State
+) -> None:
+    job, started, read = service.add(), list[Attempt | None](), service.store.job
+    where = (Placement("h1", 1),)
+    thread = threading.Thread(target=lambda: started.append(service.store.start(job, where, 1.0)))
+
+    def read_as_it_starts(id: int) -> Job | None:
+        found = read(id)
+        thread.start()
+        thread.join(0.3)  # long enough for one that nothing keeps waiting
+        return found
+
+    monkeypatch.setattr(service.store, "job", read_as_it_starts)
+    assert getattr(service.actions, action)(job).state is state
+    thread.join()
+    assert started == [None]
+
+
 def test_a_job_that_used_up_its_time_is_not_retried(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [time.time()]
     monkeypatch.setattr(time, "time", lambda: clock[0])
@@ -359,9 +463,58 @@ def test_a_job_that_used_up_its_time_is_not_retried(service: Service, monkeypatc
 def test_an_error_between_slots_and_launcher_loses_no_job(service: Service) -> None:
     job = service.add()
     service.launchers.broken = True
-    service.launchers.adopting = {job: Change(job, 1, What.UNSTARTED)}
+    service.launchers.adopting = {job: not_started("the service ended")}
     with pytest.raises(RuntimeError):
         service.manager.schedule()
     service.turn()
     assert [attempt.number for attempt in service.store.attempts(job)] == [1, 2]
     assert [started[:2] for started in service.launchers.started] == [(job, 2)]
+
+
+def test_jobs_of_one_kind_are_as_long_as_the_one_whose_speed_is_known(service: Service) -> None:
+    """The job that needs all slots waits for 100 s; only jobs that end by then start before."""
+    config = {"training.max_steps": 100}
+    first = service.add(2, config=config)
+    service.turn()
+    service.launchers.begin(first)
+    service.progress[Path(service.job(first).output_dir)] = Progress(0, 100, 100.0, 1.0)
+    everything = service.add(4)
+    short, long = (service.add(config={"training.max_steps": steps, "seed": 2}) for steps in (50, 200))
+    other = service.add(config={"training.max_steps": 50, "model.num_layers": 9})
+    service.turn()
+    service.turn()
+    assert service.state(short) is State.STARTING
+    assert {service.state(job) for job in (everything, long, other)} == {State.QUEUED}
+    assert service.manager.estimated_end(short) == pytest.approx(time.time() + 50, abs=20)
+
+
+def test_jobs_of_other_schedulers_are_handed_over_and_left_alone(service: Service) -> None:
+    """They take no slots: the job behind them starts."""
+    external = service.add(ranks=4, engine=Engine.SLURM)
+    later = service.add(ranks=4, engine=Engine.SLURM, after=(external,))
+    own = service.add(ranks=4)
+    service.turn()
+    assert service.handed_over == [[external]]
+    assert service.job(later).reason == f"waits for job {external}"
+    assert [job for job, *_ in service.launchers.started] == [own]
+    service.store.start(external, (), time.time())
+    service.new_manager().recover()
+    service.turn()
+    assert external not in service.launchers.adopted and service.state(external) is State.STARTING
+
+
+def test_jobs_of_unknown_length_are_as_long_as_recent_ones(service: Service) -> None:
+    """A slot is free for 100 s, and recent jobs ran for 50 s."""
+    for _ in range(10):
+        job = service.add()
+        service.store.start(job, (Placement("h1", 1),), 1000.0)
+        service.store.end_attempt(job, 1, ended=1050.0, state=State.SUCCEEDED)
+    short, long = service.add(1), service.add(2)
+    service.turn()
+    for job, left in ((short, 100.0), (long, 1000.0)):
+        service.launchers.begin(job)
+        service.progress[Path(service.job(job).output_dir)] = Progress(0, 100, left)
+    service.turn()
+    blocked, unknown = service.add(2), service.add(1)
+    service.turn()
+    assert (service.state(blocked), service.state(unknown)) == (State.QUEUED, State.STARTING)

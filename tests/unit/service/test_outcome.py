@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from hvd_transformer.service.jobs import Cause, Job, Needs, State
-from hvd_transformer.service.outcome import Exit, outcome
+from hvd_transformer.service.outcome import Exit, not_started, outcome
 
 JOB = Job(1, "job", "ann", State.RUNNING, 0, 0.0, Needs(2, 2), "/runs/1", "/work", ())
 LOST = Exit(1, "host h2 was lost", 70, {}, ["h2"])
@@ -21,11 +21,11 @@ LOST = Exit(1, "host h2 was lost", 70, {}, ["h2"])
         (LOST, State.QUEUED, True),
         (Exit(None), State.QUEUED, True),
         (Exit(2, "host h2: cannot be reached", None, {"h2": "host h2: cannot be reached"}), State.QUEUED, False),
-        (None, State.QUEUED, False),
+        (not_started("the service ended"), State.QUEUED, False),
     ],
     ids=["done", "error", "wrong input", "stall", "lost host", "killed launcher", "refused host", "never started"],
 )
-def test_what_is_tried_again(ended: Exit | None, state: State, retry: bool) -> None:
+def test_what_is_tried_again(ended: Exit, state: State, retry: bool) -> None:
     found = outcome(JOB, ended)
     assert (found.state, found.retry) == (state, retry)
     assert state is State.SUCCEEDED or found.reason
@@ -46,8 +46,12 @@ def test_retries_end() -> None:
         (Cause.TIME_LIMIT, State.FAILED),
     ],
 )
-@pytest.mark.parametrize("ended", [Exit(1), LOST, Exit(None), None], ids=["saved", "lost", "killed", "never started"])
-def test_a_stopped_job_becomes_what_it_was_stopped_for(cause: Cause, state: State, ended: Exit | None) -> None:
+@pytest.mark.parametrize(
+    "ended",
+    [Exit(1), LOST, Exit(None), not_started("the service ended")],
+    ids=["saved", "lost", "killed", "never started"],
+)
+def test_a_stopped_job_becomes_what_it_was_stopped_for(cause: Cause, state: State, ended: Exit) -> None:
     found = outcome(replace(JOB, state=State.STOPPING, stopping=cause, time_limit=60.0), ended)
     assert (found.state, found.retry) == (state, False)
 

@@ -1,6 +1,8 @@
 """Limits per user."""
 
-from hvd_transformer.service.jobs import Needs, Placement
+from dataclasses import replace
+
+from hvd_transformer.service.jobs import Engine, Needs, Placement
 from hvd_transformer.service.scheduling.snapshot import Running, Waiting
 from hvd_transformer.service.storage.settings import Limits
 from hvd_transformer.service.user_limits import within_limits
@@ -38,3 +40,18 @@ def test_a_user_whose_runs_fill_the_disk_starts_nothing() -> None:
     allowed, reasons = within_limits(jobs, [], {None: Limits(disk_bytes=2**30)}, {"ann": 2**30, "ben": 5})
     assert [job.id for job in allowed] == [2]
     assert "1.0 GiB of disk" in reasons[1]
+
+
+def test_jobs_elsewhere_count_as_running_and_take_no_slots() -> None:
+    jobs = [replace(waiting(1, "ann", 9), engine=Engine.SLURM), waiting(2, "ann"), waiting(3, "ann")]
+    limits = {None: Limits(max_running=3, max_slots=2)}
+    allowed, reasons = within_limits(jobs, [], limits, {}, {"ann": 1})
+    assert [job.id for job in allowed] == [1, 2]
+    assert reasons == {3: "limit of ann: 3 jobs run or start, 3 may"}
+
+
+def test_until_the_disk_is_measured_its_limit_keeps_jobs_waiting() -> None:
+    jobs = [waiting(1, "ann"), waiting(2, "ben")]
+    allowed, reasons = within_limits(jobs, [], {None: Limits(), "ann": Limits(disk_bytes=5)}, None)
+    assert [job.id for job in allowed] == [2]
+    assert reasons == {1: "limit of ann: the runs are being measured"}

@@ -42,11 +42,17 @@ class Axes:
                 for axis, values in self._table.items():
                     values.append(now[axis])
 
-    def of_steps(self, axis: str, steps: "Iterable[float]") -> list[float]:
+    def of_steps(self, axis: str, steps: Iterable[float]) -> list[float]:
         """The places on an axis of some steps in ascending order."""
         if axis == "step":
             return list(steps)
         return self._convert("step", axis, steps)
+
+    def steps_at(self, axis: str, places: Iterable[float]) -> list[float]:
+        """The steps at some places on an axis in ascending order."""
+        if axis == "step":
+            return list(places)
+        return self._convert(axis, "step", places)
 
     def step_of(self, axis: str, place: float, *, last: bool = False) -> float:
         """The step at a place on an axis: the first one there or, with `last`, the last one.
@@ -74,7 +80,7 @@ class Axes:
         table = self._table[axis]
         return table if self._table["step"][-1] == self._now["step"] else table + array("d", [self._now[axis]])
 
-    def _convert(self, source: str, target: str, places: "Iterable[float]") -> list[float]:
+    def _convert(self, source: str, target: str, places: Iterable[float]) -> list[float]:
         own, other = self._with_end(source), self._with_end(target)
         found, after = [], 1
         for place in places:

@@ -14,7 +14,7 @@ from hvd_transformer.service.runs.metrics.axes import AXES, Axes
 from hvd_transformer.service.runs.metrics.metrics_file import MetricsFile
 from hvd_transformer.service.runs.metrics.metrics_rows import Row, columns, in_order, number, parse
 from hvd_transformer.service.runs.metrics.pixels import Points, reduce
-from hvd_transformer.service.runs.metrics.pyramid import Pyramid
+from hvd_transformer.service.runs.metrics.pyramid import Extremes, Pyramid
 from hvd_transformer.service.runs.metrics.raw_blocks import RawBlocks
 
 COMPARISONS = 3  # of the ranks' work that are kept
@@ -80,11 +80,16 @@ class Curve:
                 return Points([], [], 0)
             begin = -math.inf if first is None else self._axes.step_of(x, first)
             end = math.inf if last is None else self._axes.step_of(x, last, last=True)
-            steps, values, n = self._between(key, pyramid, begin, end, width)
-            xs = self._axes.of_steps(x, steps)
-        if not xs:
-            return Points([], [], 0)
-        return reduce(xs, values, xs[0] if first is None else first, xs[-1] if last is None else last, width, n)
+            extremes, n = self._between(key, pyramid, begin, end, width)
+            if not extremes.ends:
+                return Points([], [], 0)
+            left, right = self._axes.of_steps(x, extremes.ends)
+            left, right = left if first is None else first, right if last is None else last
+            pixel = (right - left) / width
+            edges = self._axes.steps_at(x, [left + pixel * number for number in range(1, width)])
+            points = reduce(extremes, edges)
+            xs = self._axes.of_steps(x, [step for step, _ in points])
+        return Points(xs, [None if math.isnan(y) else y for _, y in points], n)
 
     def values_at(self, step: float, prefix: str = "") -> dict[str, float]:
         """The values of the keys with this prefix at one step."""
@@ -92,7 +97,8 @@ class Curve:
         with self._lock:
             for key, pyramid in self._pyramids.items():
                 if key.startswith(prefix):
-                    for _, value in pyramid.view(step, step, 1):
+                    extremes, _ = self._between(key, pyramid, step, step, 1)
+                    for value in extremes.low.values:
                         if not math.isnan(value):
                             found[key] = value
         return found
@@ -124,21 +130,17 @@ class Curve:
             self._pyramids[key].add(column.steps, column.values)
         self.last_step = rows[-1]["step"]
 
-    def _between(
-        self, key: str, pyramid: Pyramid, first: float, last: float, width: int
-    ) -> tuple[list[float], list[float], int]:
-        """Steps and values: all points where they are few enough, else the extremes of chunks; and how many there are.
+    def _between(self, key: str, pyramid: Pyramid, first: float, last: float, width: int) -> tuple[Extremes, int]:
+        """All points where they are few enough, else the extremes of chunks; and how many there are.
 
         Without all points in memory, that number is right to within a chunk at either end.
         """
         n = pyramid.num_points(first, last)
-        found = None
         if n <= _CLOSE * width:
             try:
-                found = pyramid.between(first, last) or self._blocks.points(key, first, last)
+                every = pyramid.between(first, last) or self._blocks.points(key, first, last)
             except OSError as error:
                 raise UserError(f"{self._run}: metrics.jsonl cannot be read: {error.strerror or error}") from None
-        if found is not None:
-            return list(found.steps), list(found.values), len(found.steps)
-        view = list(pyramid.view(first, last, width))
-        return [step for step, _ in view], [value for _, value in view], n
+            if every is not None:
+                return Extremes(every, every), len(every.steps)
+        return pyramid.view(first, last, width), n

@@ -1,11 +1,11 @@
 """Reduces points to what a screen can show: at most two per pixel column, its smallest and its largest value."""
 
 import math
-from bisect import bisect_right
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from hvd_transformer.service.runs.metrics.pyramid import largest, smallest
+from hvd_transformer.service.runs.metrics.pyramid import Extremes, Point
 
 
 class Points(NamedTuple):
@@ -16,21 +16,32 @@ class Points(NamedTuple):
     n: int
 
 
-def reduce(xs: Sequence[float], ys: Sequence[float], first: float, last: float, width: int, n: int) -> Points:
-    """The points, in ascending order from `first` to `last`, for `width` pixels. NaN is a gap.
+def reduce(extremes: Extremes, edges: Iterable[float]) -> list[Point]:
+    """The smallest and the largest value of each pixel, in the order of their steps. NaN is a gap.
 
-    A pixel shows a gap only if there is nothing else in it.
+    `edges`: the steps, in ascending order, at which one pixel ends and the next one begins. A pixel shows a gap only if
+    there is nothing else in it.
     """
-    scale = width / (last - first) if last > first else 0.0
-    scale = scale if math.isfinite(scale) else 0.0
-    pixels = [min(int((x - first) * scale), width - 1) for x in xs]
-    points = Points([], [], n)
-    start = 0
-    while start < len(pixels):
-        stop = bisect_right(pixels, pixels[start], start)
-        low, high = smallest(xs[start:stop], ys[start:stop]), largest(xs[start:stop], ys[start:stop])
-        for x, y in (low,) if low == high or math.isnan(low[1]) else sorted((low, high), key=lambda point: point[0]):
-            points.x.append(x)
-            points.y.append(None if math.isnan(y) else y)
-        start = stop
+    low, high = extremes
+    low_values, high_values = _without_gaps(low.values, math.inf), _without_gaps(high.values, -math.inf)
+    points: list[Point] = []
+    low_start = high_start = 0
+    for edge in (*edges, math.inf):
+        low_stop, high_stop = bisect_left(low.steps, edge, low_start), bisect_left(high.steps, edge, high_start)
+        found = []
+        if low_start < low_stop:
+            place = low_values.index(min(low_values[low_start:low_stop]), low_start, low_stop)
+            found.append((low.steps[place], low.values[place]))
+        if high_start < high_stop:
+            place = high_values.index(max(high_values[high_start:high_stop]), high_start, high_stop)
+            found.append((high.steps[place], high.values[place]))
+        points += sorted({point for point in found if not math.isnan(point[1])}) or found[:1]
+        low_start, high_start = low_stop, high_stop
     return points
+
+
+def _without_gaps(values: Sequence[float], instead: float) -> Sequence[float]:
+    """The values with `instead` for each NaN, which has no order."""
+    if not math.isnan(sum(values)):
+        return values
+    return [instead if math.isnan(value) else value for value in values]

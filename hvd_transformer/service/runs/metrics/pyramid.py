@@ -9,7 +9,8 @@ A spike is the largest value of its chunk at every level, so no view can miss it
 import math
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from hvd_transformer.service.runs.metrics.metrics_rows import Column
 
@@ -19,6 +20,19 @@ _FAN = 4
 MOST_RAW = 16_384
 _PER_PIXEL = 2  # chunks, at least, of the level that a view is made of
 Point = tuple[float, float]  # step, value; NaN is a gap
+
+
+class Extremes(NamedTuple):
+    """The smallest and the largest values of some chunks, each in the order of their steps."""
+
+    low: Column
+    high: Column
+
+    @property
+    def ends(self) -> list[float]:
+        """The first and the last step; empty if there are no points."""
+        steps = [*self.low.steps[:1], *self.high.steps[:1], *self.low.steps[-1:], *self.high.steps[-1:]]
+        return [min(steps), max(steps)] if steps else []
 
 
 class _Level:
@@ -43,20 +57,14 @@ class _Level:
     def arrays(self) -> "Sequence[array[float]]":
         return (self.low_steps, self.lows, self.high_steps, self.highs)
 
-    def within(self, first: float, last: float) -> range:
-        """The chunks that may have points in these steps. The steps of a chunk are not above those of the next."""
-        start = bisect_left(self.low_steps, first)
-        return range(max(0, start - 1), min(len(self), bisect_right(self.low_steps, last) + 1))
+    def count(self, first: float, last: float) -> int:
+        """How many chunks there are between two steps. The steps of a chunk are not above those of the next."""
+        return bisect_right(self.low_steps, last) - bisect_left(self.low_steps, first)
 
-    def points(self, chunks: range) -> Iterator[Point]:
-        part = slice(chunks.start, chunks.stop)
-        for low_step, low, high_step, high in zip(*(values[part] for values in self.arrays()), strict=True):
-            if low_step <= high_step:
-                yield low_step, low
-            if low_step != high_step or low != high:
-                yield high_step, high
-            if low_step > high_step:
-                yield low_step, low
+    def between(self, first: float, last: float) -> Extremes:
+        """What is between two steps."""
+        low, high = Column(self.low_steps, self.lows), Column(self.high_steps, self.highs)
+        return Extremes(_cut(low, first, last), _cut(high, first, last))
 
 
 class Pyramid:
@@ -87,29 +95,26 @@ class Pyramid:
         self._rest = Column(steps[last:], values[last:])
         self._raise(changed)
 
-    def view(self, first: float, last: float, width: int) -> Iterator[Point]:
-        """Points between two steps, in order: all minima and maxima, about `_PER_PIXEL` to 8 chunks' per pixel."""
-        chosen = 0
-        for number, level in enumerate(self._levels):
-            if len(level.within(first, last)) < _PER_PIXEL * width:
+    def view(self, first: float, last: float, width: int) -> Extremes:
+        """All minima and maxima between two steps, of about `_PER_PIXEL` to 8 chunks per pixel."""
+        chosen, *coarser = self._levels
+        for level in coarser:
+            if level.count(first, last) < _PER_PIXEL * width:
                 break
-            chosen = number
-        level = self._levels[chosen]
-        return (point for point in level.points(level.within(first, last)) if first <= point[0] <= last)
+            chosen = level
+        return chosen.between(first, last)
 
     def between(self, first: float, last: float) -> Column | None:
         """All points between two steps; None if they are not kept."""
         if self._raw is None:
             return None
-        part = slice(bisect_left(self._raw.steps, first), bisect_right(self._raw.steps, last))
-        return Column(self._raw.steps[part], self._raw.values[part])
+        return _cut(self._raw, first, last)
 
     def num_points(self, first: float, last: float) -> int:
         """How many points there are between two steps, to within a chunk at either end."""
         if self._raw is not None:
             return bisect_right(self._raw.steps, last) - bisect_left(self._raw.steps, first)
-        steps = self._levels[0].low_steps
-        return min(self.count, _CHUNK * (bisect_right(steps, last) - bisect_left(steps, first)))
+        return min(self.count, _CHUNK * self._levels[0].count(first, last))
 
     @property
     def memory(self) -> int:
@@ -134,6 +139,11 @@ class Pyramid:
                     largest(below.high_steps[part], below.highs[part]),
                 )
             number += 1
+
+
+def _cut(column: Column, first: float, last: float) -> Column:
+    part = slice(bisect_left(column.steps, first), bisect_right(column.steps, last))
+    return Column(column.steps[part], column.values[part])
 
 
 def _add_chunks(level: _Level, steps: "array[float]", values: "array[float]") -> None:

@@ -14,9 +14,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from hvd_transformer.own_folder import user_name
+from hvd_transformer.service.storage.sessions import SESSION_SECONDS, Sessions
 from hvd_transformer.service.storage.tokens import Principal, Role, Tokens
 from hvd_transformer.service.web.access.guesses import Guesses
-from hvd_transformer.service.web.access.sessions import SECONDS, Sessions
 
 COOKIE = "hvd_session"
 _RANK = {Role.VIEW: 0, Role.SUBMIT: 1, Role.ADMIN: 2}
@@ -47,11 +47,10 @@ class User:
 class Authentication:
     """Finds out who sends a request. Its methods raise `HTTPException` with 401, 403 or 429 otherwise. Thread-safe."""
 
-    def __init__(self, tokens: Tokens, *, behind_proxy: bool = False) -> None:
+    def __init__(self, tokens: Tokens, sessions: Sessions, *, behind_proxy: bool = False) -> None:
         """`behind_proxy`: a proxy, which all clients come through, tells their addresses in X-Forwarded-For."""
-        self._tokens = tokens
+        self._tokens, self._sessions = tokens, sessions
         self._behind_proxy = behind_proxy
-        self._sessions = Sessions()
         self._guesses = Guesses()
         self._known: OrderedDict[bytes, None] = OrderedDict()  # digests of secrets that were right
         self._turn = threading.Lock()
@@ -70,23 +69,18 @@ class Authentication:
             return User(principal.owner, principal.role)
         if cookie is None:
             raise _unknown("log in, or send a token in the header Authorization: Bearer")
-        session = self._sessions.find(cookie, time.time())
+        session = self._sessions.find(cookie)
         if session is None:
             raise _unknown("the session has ended: log in")
         sent = request.headers.get("x-csrf", "")
         if request.method not in _SAFE and not hmac.compare_digest(sent.encode(), session.csrf.encode()):
             raise HTTPException(403, "X-CSRF: must be the value that GET /api/v1/me returns")
-        found = self._tokens.check(session.token)
-        if found is None:
-            self._sessions.close(cookie)
-            raise _unknown("the session's token has expired or was revoked: log in")
-        return User(found.owner, found.role, session.csrf)
+        return User(session.principal.owner, session.principal.role, session.csrf)
 
     def log_in(self, request: Request, token: str) -> str:
         """The cookie of a new session of the user with this token."""
         self._check(request, token)
-        secret = self._sessions.open(token, time.time())
-        return _cookie(request, secret, int(SECONDS), self._behind_proxy)
+        return _cookie(request, self._sessions.open(token), int(SESSION_SECONDS), self._behind_proxy)
 
     def log_out(self, request: Request) -> str:
         """End the session, and return the cookie that the browser forgets it with."""

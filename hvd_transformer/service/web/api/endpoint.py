@@ -16,6 +16,7 @@ from hvd_transformer.service.web.access.authentication import Authentication, Us
 from hvd_transformer.service.web.access.security import failure
 from hvd_transformer.service.web.api.routes import Call, Handler, Route
 from hvd_transformer.service.web.api.run_table import RunTable
+from hvd_transformer.service.web.event_stream import EventStream
 from hvd_transformer.service.web.parts import Service
 from hvd_transformer.service.web.pool import Pool
 
@@ -26,8 +27,8 @@ _NOBODY = User("", Role.VIEW)
 class Endpoints:
     """Makes Starlette's endpoints of the routes."""
 
-    def __init__(self, service: Service, authentication: Authentication, pool: Pool) -> None:
-        self._service, self._authentication, self._pool = service, authentication, pool
+    def __init__(self, service: Service, authentication: Authentication, events: EventStream, pool: Pool) -> None:
+        self._service, self._authentication, self._events, self._pool = service, authentication, events, pool
         self._table = RunTable(service.store, service.runs)
 
     def of(self, handler: Handler, route: Route) -> Callable[[Request], Awaitable[Response]]:
@@ -66,6 +67,7 @@ class Endpoints:
             service=self._service,
             table=self._table,
             authentication=self._authentication,
+            events=self._events,
             request=request,
             user=user,
             path=request.path_params,

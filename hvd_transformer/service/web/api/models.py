@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from hvd_transformer.service.jobs import State
+from hvd_transformer.service.jobs import Engine, State
 from hvd_transformer.service.storage.tokens import Role
 
 Name = Annotated[str, Field(min_length=1, max_length=100)]
@@ -52,6 +52,7 @@ class Me(Answer):
     version: str
     queue: bool
     csrf: str = Field(description="value of the header X-CSRF of changes; empty without a cookie")
+    events: str = Field(description="Last-Event-ID with which GET /api/v1/events tells all that happens from now on")
 
 
 class Needs(Answer):
@@ -81,6 +82,8 @@ class Job(Answer):
     folder: str
     words: list[str]
     launch: list[str]
+    engine: Engine
+    sbatch: list[str]
     code: str
     env_names: list[str]
     tags: list[str]
@@ -108,6 +111,7 @@ class Attempt(Answer):
     last_step: int | None
     code: int | None
     cause: str
+    external: str | None = Field(description="its id in Slurm or Kubernetes")
 
 
 class JobDetails(Job):
@@ -136,6 +140,17 @@ class Priority(Body):
 class ChangeTags(Body):
     add: Tags = []
     remove: Tags = []
+
+
+class TagRuns(ChangeTags):
+    """`runs`: without a job."""
+
+    runs: Annotated[list[Annotated[str, Field(pattern="^[0-9a-f]{12}$")]], Field(min_length=1, max_length=10_000)]
+
+
+class RunsTagged(Answer):
+    done: list[str]
+    errors: dict[str, str] = Field(description="why runs were not changed, by id")
 
 
 class Bulk(Body):
@@ -193,6 +208,8 @@ class Rank(Answer):
     waits_for: str | None
     age: float
     memory: int | None = None
+    work_seconds: float | None = Field(None, description="of its own per step, without waiting for other ranks")
+    work_ratio: float | None = Field(None, description="its work divided by the median of the other ranks")
     tokens_per_second: float | None
     late: bool
 
@@ -206,9 +223,9 @@ class Checkpoint(Answer):
     metrics: dict[str, float | None]
 
 
-class Sample(Answer):
+class StepSamples(Answer):
     step: int
-    text: str
+    samples: list[dict[str, str]] = Field(description='texts by name, such as "prompt" and "continuation"')
 
 
 class RunDetails(Row):
@@ -218,7 +235,7 @@ class RunDetails(Row):
     ranks: list[Rank] = []
     checkpoints: list[Checkpoint] = []
     late: str | None = Field(None, description="which rank the others wait for")
-    samples: list[Sample] = Field([], description="texts that the model has written")
+    samples: list[StepSamples] = Field([], description="texts that the model wrote at the last evaluations")
     logs: list[str] = Field([], description="values of rank in the log's address")
     summary: dict[str, Any] = {}
 

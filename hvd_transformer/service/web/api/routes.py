@@ -13,6 +13,7 @@ from starlette.responses import Response
 from hvd_transformer.service.storage.tokens import Role
 from hvd_transformer.service.web.access.authentication import Authentication, User
 from hvd_transformer.service.web.api.run_table import RunTable
+from hvd_transformer.service.web.event_stream import EventStream
 from hvd_transformer.service.web.parts import Service
 
 BASE = "/api/v1"
@@ -26,6 +27,7 @@ class Call:
     service: Service
     table: RunTable
     authentication: Authentication
+    events: EventStream
     request: Request
     user: User
     path: dict[str, Any] = field(default_factory=dict)

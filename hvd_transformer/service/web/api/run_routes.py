@@ -12,6 +12,7 @@ from hvd_transformer.service.runs.index import RunRow
 from hvd_transformer.service.runs.logs import PAGE_BYTES, log_page
 from hvd_transformer.service.runs.query import Query, TableRow, select
 from hvd_transformer.service.storage.tokens import Role
+from hvd_transformer.service.submitting.request import check_tags
 from hvd_transformer.service.web.api import models
 from hvd_transformer.service.web.api.routes import BASE, Call, Route
 from hvd_transformer.service.web.api.views import JobViews
@@ -65,6 +66,7 @@ class CompareQuery(models.Body):
 
 def list_runs(call: Call) -> models.Rows:
     query: RunsQuery = call.query
+    views = JobViews(call.service)
     page = select(
         call.table.rows().values(),
         Query(
@@ -78,14 +80,33 @@ def list_runs(call: Call) -> models.Rows:
             cursor=query.cursor,
             limit=query.limit,
         ),
+        views.estimated_end,
     )
-    views = JobViews(call.service)
     items = [views.row(row, query.config) for row in page.items]
     return models.Rows(items=items, next=page.next, total=page.total, keys=list(page.keys))
 
 
 def show_run(call: Call) -> models.RunDetails:
     return JobViews(call.service).run(_row(call, call.path["run"]))
+
+
+def tag_runs(call: Call) -> models.RunsTagged:
+    """Each run by itself: one that refuses does not keep the others."""
+    body: models.TagRuns = call.body
+    check_tags(body.add)
+    rows = call.table.rows()
+    done: list[str] = []
+    errors: dict[str, str] = {}
+    for run in dict.fromkeys(body.runs):
+        row = rows.get(run)
+        if row is None:
+            errors[run] = f"run {run}: no such run"
+        elif row.job is not None:
+            errors[run] = f"run {run} is that of job {row.job.id}: change the job's tags"
+        else:
+            done.append(run)
+    call.service.store.tag_runs(done, body.add, body.remove)
+    return models.RunsTagged(done=done, errors=errors)
 
 
 def show_metrics(call: Call) -> models.Metrics:
@@ -148,6 +169,15 @@ def _words(text: str) -> list[str]:
 _RUN = f"{BASE}/runs/{{run}}"
 ROUTES = [
     Route("GET", f"{BASE}/runs", Role.VIEW, list_runs, "Runs and jobs.", models.Rows, query=RunsQuery),
+    Route(
+        "POST",
+        f"{BASE}/runs/tags",
+        Role.SUBMIT,
+        tag_runs,
+        "Change the tags of runs without a job.",
+        models.RunsTagged,
+        body=models.TagRuns,
+    ),
     Route("GET", _RUN, Role.VIEW, show_run, "One run.", models.RunDetails),
     Route(
         "GET",

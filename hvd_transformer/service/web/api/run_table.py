@@ -4,7 +4,7 @@ What jobs have in common, such as the keys of their configurations, is kept once
 """
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from sys import intern
@@ -26,6 +26,7 @@ class RunTable:
         self._store, self._runs = store, runs
         self._turn = threading.Lock()
         self._jobs: dict[int, tuple[str, Job]] = {}  # with the ids of their runs
+        self._tags: dict[str, tuple[str, ...]] = {}  # of runs, which count where they have no job
         self._seq = self._version = -1
         self._shapes: dict[tuple[str, ...], Mapping[str, int]] = {}
         self._rows: dict[str, TableRow] = {}
@@ -37,14 +38,17 @@ class RunTable:
             if (seq, version) == (self._seq, self._version):
                 return self._rows
             if seq != self._seq:
-                self._read_jobs(seq)
+                self._read_changes(seq)
             newest = dict(self._jobs[number] for number in sorted(self._jobs))  # of two jobs on one folder
-            rows = {run.id: _row(run.id, run, newest.pop(run.id, None)) for run in self._runs.rows()}
+            rows = {
+                run.id: _row(run.id, run, newest.pop(run.id, None), self._tags.get(run.id, ()))
+                for run in self._runs.rows()
+            }
             rows.update((run, _row(run, None, job)) for run, job in newest.items())
             self._rows, self._seq, self._version = rows, seq, version
             return rows
 
-    def _read_jobs(self, seq: int) -> None:
+    def _read_changes(self, seq: int) -> None:
         if not 0 <= self._seq <= seq <= self._seq + EVENTS_KEPT:
             self._read_all()
             return
@@ -55,20 +59,22 @@ class RunTable:
                     self._jobs.pop(int(event.id), None)
                 else:
                     self._keep(job)
+            elif event.kind == "run":
+                self._tags.pop(event.id, None)
+                self._tags.update(self._store.run_tags([event.id]))
             elif event.kind == "waits":
                 self._read_estimates()
 
     def _read_estimates(self) -> None:
         """All of them, but nothing else: after every pass of the scheduler those of many jobs may have moved."""
-        with self._store.database.read() as connection:
-            found = connection.execute("SELECT id, estimated_start FROM jobs WHERE state = 'QUEUED'").fetchall()
-        for number, start in found:
+        for number, start in self._store.estimated_starts().items():
             run, job = self._jobs.get(number, ("", None))
             if job is not None and job.estimated_start != start:
                 self._jobs[number] = run, replace(job, estimated_start=start)
 
     def _read_all(self) -> None:
         self._jobs.clear()
+        self._tags = self._store.run_tags()
         last = 0
         while page := self._store.jobs(after_id=last, limit=_PAGE):
             for job in page:
@@ -106,9 +112,9 @@ class _Packed(Mapping[str, Any]):
         return len(self._values)
 
 
-def _row(run: str, row: RunRow | None, job: Job | None) -> TableRow:
+def _row(run: str, row: RunRow | None, job: Job | None, tags: Sequence[str] = ()) -> TableRow:
     if job is not None:
         name = job.name if row is None else row.name
         return TableRow(run, name, job.state.value, job.owner, job.tags, row, job)
     assert row is not None
-    return TableRow(run, row.name, row.status.name, row.user, (), row)
+    return TableRow(run, row.name, row.status.name, row.user, tags, row)

@@ -14,6 +14,7 @@ def me(call: Call) -> models.Me:
         version=call.service.version,
         queue=call.service.queue is not None,
         csrf=call.user.csrf,
+        events=str(call.events.now()),
     )
 
 

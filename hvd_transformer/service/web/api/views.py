@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvd_transformer.service.jobs import Allocation, Attempt, Job
+from hvd_transformer.service.jobs import Allocation, Attempt, Engine, Job
 from hvd_transformer.service.runs.comparison import compare
 from hvd_transformer.service.runs.details import run_details
 from hvd_transformer.service.runs.index import RunRow, run_id
@@ -29,6 +29,7 @@ def job_fields(job: Job, allocation: Allocation) -> dict[str, Any]:
         "needs": models.Needs(**vars(job.needs)),
         "words": list(job.words),
         "launch": list(job.launch),
+        "sbatch": list(job.sbatch),
         "env_names": list(job.env_names),
         "tags": list(job.tags),
         "after": list(job.after),
@@ -76,7 +77,7 @@ class JobViews:
             "tokens_per_second": None if run is None else run.tokens_per_second,
             "began": None if run is None else run.began,
             "updated": None if run is None else run.updated,
-            "estimated_end": self._estimated_end(row),
+            "estimated_end": self.estimated_end(row),
             "cause": "" if run is None else run.cause,
             "problem": "" if run is None else run.problem,
             "config": {key: row.config[key] for key in keys},
@@ -98,6 +99,7 @@ class JobViews:
             ranks=[models.Rank(**vars(rank)) for rank in found.ranks],
             checkpoints=[models.Checkpoint(**{**vars(one), "metrics": dict(one.metrics)}) for one in found.checkpoints],
             late=found.late,
+            samples=[models.StepSamples(step=one.step, samples=[*map(dict, one.samples)]) for one in found.samples],
             logs=list(found.logs),
             summary=dict(row.run.summary),
         )
@@ -107,8 +109,9 @@ class JobViews:
         found = compare([row.run or _not_begun(row) for row in rows])
         return models.Comparison(runs=[self.row(row) for row in rows], differs=found.differs, final=found.final)
 
-    def _estimated_end(self, row: TableRow) -> float | None:
-        if row.job is not None and self._service.queue is not None:
+    def estimated_end(self, row: TableRow) -> float | None:
+        """When the run of a row is likely to end; None if it does not run, or if that is not known."""
+        if row.job is not None and row.job.engine is Engine.HOSTS and self._service.queue is not None:
             return self._service.queue.manager.estimated_end(row.job.id)
         if row.run is None or row.run.status is not RunStatus.RUNNING:
             return None

@@ -47,7 +47,7 @@ async function start() {
   onNews("logged-out", () => location.reload());
   onNews("status", showConnection);
   setInterval(showConnection, 1000);
-  startNews();
+  startNews(me.events);
   startRouter();
 }
 

@@ -59,9 +59,10 @@ export class Chart {
     });
   }
 
-  /** Pixels that a curve can use. */
+  /** Pixels that a curve can use; of many lines, which cover each other anyway, two count as one. */
   get width() {
-    return Math.max(120, Math.round(this.plot.clientWidth - AXIS_PIXELS));
+    const pixels = this.plot.clientWidth - AXIS_PIXELS;
+    return Math.max(120, Math.round(this.many ? pixels / 2 : pixels));
   }
 
   /**

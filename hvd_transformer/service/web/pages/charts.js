@@ -1,6 +1,7 @@
 // Many charts under one toolbar: x axis, smoothing, logarithm and zoom are shared, and only charts in sight are read.
 
 import { Chart } from "./chart.js";
+import { loadLibrary } from "./chart_options.js";
 import { chartToolbar, lookFrom, lookInAddress } from "./chart_toolbar.js";
 import { h, replace } from "./dom.js";
 import { describeKeys, shortcut } from "./keys.js";
@@ -118,7 +119,7 @@ export class Charts {
     const { look, signal } = this;
     const read = ([source, keys]) => source[follow ? "follow" : "read"]([...keys], look, width, signal);
     try {
-      await Promise.all([...wanted].map(read));
+      await Promise.all([loadLibrary(), ...[...wanted].map(read)]); // together, not one after the other
     } catch (error) {
       showError(error);
       return;

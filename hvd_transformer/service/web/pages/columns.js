@@ -34,7 +34,7 @@ const FACTS = {
     right: true,
   },
   user: { title: "User", cell: (run) => run.user || "–", width: "92px", sort: "user" },
-  job: { title: "Job", cell: (run) => run.job?.id ?? "–", width: "62px", sort: "submitted", right: true },
+  job: { title: "Job", cell: (run) => run.job?.id ?? "–", width: "62px", sort: "job", right: true },
   began: { title: "Began", cell: (run) => when(run.began), width: "100px", sort: "began", right: true },
   updated: {
     title: "Updated",
@@ -47,6 +47,7 @@ const FACTS = {
     title: "Ends",
     cell: (run) => when(run.estimated_end),
     width: "92px",
+    sort: "estimated_end",
     right: true,
     hint: "Estimated from the speed and the steps that are left",
   },
@@ -82,12 +83,12 @@ export function runColumns(ids) {
 }
 
 /**
- * The direction in which a column is sorted first: names and losses upwards, what is better when it is more downwards.
+ * The direction in which a column is sorted first: names, ends and losses upwards, what is better when it is more downwards.
  * @param {string} key
  * @returns {"asc" | "desc"}
  */
 export function firstOrder(key) {
-  return /^(name|user|state|task)$|loss|perplexity/.test(key) ? "asc" : "desc";
+  return /^(name|user|state|task|estimated_end)$|loss|perplexity/.test(key) ? "asc" : "desc";
 }
 
 function column(id) {

@@ -36,8 +36,12 @@ export function connection() {
   return status;
 }
 
-/** Starts listening; the page must be logged in. */
-export function startNews() {
+/**
+ * Starts listening; the page must be logged in.
+ * @param {string} since id of a moment before the page's first read: what happens between the two is news as well
+ */
+export function startNews(since) {
+  lastId ??= since;
   document.addEventListener("visibilitychange", seen);
   addEventListener("online", () => retryNow());
   seen();

@@ -16,7 +16,6 @@ export const ACTIONS = {
   release: { text: "Release", states: ["HELD"], done: "released" },
   retry: { text: "Retry", states: ["FAILED", "CANCELLED"], done: "queued again" },
   priority: { text: "Priority", states: OPEN, done: "changed" },
-  tags: { text: "Tags", states: null, done: "changed" },
 };
 
 /**
@@ -26,7 +25,7 @@ export const ACTIONS = {
  */
 export function actionsFor(job) {
   if (!mayChange(job)) return [];
-  return Object.keys(ACTIONS).filter((name) => !ACTIONS[name].states || ACTIONS[name].states.includes(job.state));
+  return Object.keys(ACTIONS).filter((name) => ACTIONS[name].states.includes(job.state));
 }
 
 /**
@@ -79,7 +78,6 @@ async function ask(name, jobs) {
   if (name === "cancel") return askCancel(jobs);
   if (name === "hold") return askHold(jobs);
   if (name === "priority") return askPriority(jobs[0]);
-  if (name === "tags") return askTags(jobs);
   return {};
 }
 
@@ -133,29 +131,4 @@ async function askPriority(job) {
     more: [field],
   });
   return form && { priority: Number(form.get("priority")) };
-}
-
-async function askTags(jobs) {
-  const one = jobs.length === 1;
-  const common = jobs[0].tags.filter((tag) => jobs.every(({ tags }) => tags.includes(tag)));
-  const field = h(
-    "label",
-    { class: "field" },
-    "Tags, separated by spaces",
-    h("input", { name: "tags", value: common.join(" "), autocomplete: "off" }),
-  );
-  const text = one
-    ? "Tags find jobs again: filter with tag:NAME."
-    : "These tags are on all of them; what you remove is removed from all.";
-  const form = await confirm({ title: `Tags of ${called(jobs)}`, text, action: "Set tags", more: [field] });
-  if (!form) return null;
-  const wanted = [
-    ...new Set(
-      form
-        .get("tags")
-        .split(/[\s,]+/)
-        .filter(Boolean),
-    ),
-  ];
-  return { add: wanted.filter((tag) => !common.includes(tag)), remove: common.filter((tag) => !wanted.includes(tag)) };
 }

@@ -84,7 +84,8 @@ function drawRunning(section, runs, refresh) {
     { title: "Step", right: true, cell: (run) => progress(run.step, run.total_steps, true) },
     {
       title: "Hosts",
-      cell: ({ job }) => (job?.allocation || []).map(({ host, ranks }) => `${host}:${ranks}`).join(" ") || "–",
+      cell: ({ job }) =>
+        (job?.allocation || []).map(({ host, ranks }) => `${host}:${ranks}`).join(" ") || job?.reason || "–",
     },
     { title: "User", cell: ({ user }) => user || "–" },
     { title: "Ends", right: true, phone: true, cell: (run) => when(run.estimated_end) },
@@ -144,7 +145,7 @@ function actions(job, refresh) {
   const act = async (name) => {
     if (await actOn(name, job)) refresh();
   };
-  const names = actionsFor(job).filter((name) => name !== "tags");
+  const names = actionsFor(job);
   return h(
     "span",
     { class: "row-actions" },

@@ -24,6 +24,9 @@ const PAGES = [
 let leave = new AbortController();
 let failed = false; // the page is not there: it is tried again with the connection
 
+// The first page's modules arrive while the service is asked who we are; `show` tells if they do not.
+pageAt(location.pathname).load().catch(() => {});
+
 /** Follows the address from now on. */
 export function startRouter() {
   addEventListener("popstate", show);
@@ -70,7 +73,7 @@ export async function show() {
     else link.removeAttribute("aria-current");
   }
   failed = false;
-  const [pattern, load] = PAGES.find(([candidate]) => candidate.test(path));
+  const { pattern, load } = pageAt(path);
   try {
     const page = await load();
     if (signal.aborted) return;
@@ -84,6 +87,11 @@ export async function show() {
     const isScript = error.message.includes("dynamically imported module");
     showError(isScript ? new Error("The page could not be loaded: no connection to the service.") : error);
   }
+}
+
+function pageAt(path) {
+  const [pattern, load] = PAGES.find(([candidate]) => candidate.test(path));
+  return { pattern, load };
 }
 
 /**

@@ -11,7 +11,7 @@ export class RowPages {
     this.total = null; // null: nothing has been read
     this.pages = []; // {cursor, start, next} of each page, in order
     this.question = 0;
-    this.loading = null;
+    this.loading = null; // what is being read: the first page, or more rows
   }
 
   /**
@@ -20,15 +20,19 @@ export class RowPages {
    */
   async restart() {
     this.question += 1;
-    this.loading = null;
     const { question } = this;
-    const page = await this.load(null, SIZE);
-    if (question !== this.question) return false;
-    this.loading = null;
-    this.rows = page.items;
-    this.pages = [{ cursor: null, start: 0, next: page.next }];
-    this.#count(page);
-    return true;
+    const reading = this.load(null, SIZE);
+    this.loading = reading;
+    try {
+      const page = await reading;
+      if (question !== this.question) return false;
+      this.rows = page.items;
+      this.pages = [{ cursor: null, start: 0, next: page.next }];
+      this.#count(page);
+      return true;
+    } finally {
+      if (question === this.question) this.loading = null;
+    }
   }
 
   /**
@@ -49,7 +53,16 @@ export class RowPages {
    * @returns {Promise<boolean>} whether there are rows to draw
    */
   async refresh(from, to) {
-    if (this.loading || !this.pages.length) return false;
+    // What is being read may be older than the news. Who began to read is told of a failure.
+    while (this.loading) await this.loading.catch(() => {});
+    if (!this.pages.length) return false;
+    const { question } = this;
+    const done = await this.#readAgain(from, to);
+    if (question !== this.question) return false;
+    return done || this.refresh(from, to); // more rows were read meanwhile
+  }
+
+  async #readAgain(from, to) {
     const { question } = this;
     const index = Math.max(
       0,

@@ -7,6 +7,7 @@ import { ACTIONS, actionsFor, actOn } from "./job_actions.js";
 import { metricTitle } from "./metrics.js";
 import { redraw } from "./morph.js";
 import { go } from "./router.js";
+import { mayTag, tagRuns } from "./run_tags.js";
 
 const SHOWN = ["loss", "valid_loss", "valid_perplexity", "valid_bleu", "valid_accuracy", "valid_f1"];
 const MOST_SHOWN = 3;
@@ -25,6 +26,10 @@ export function drawHead(head, run, refresh) {
     const props = { data: { action: name, keep: name === "release" ? "hold" : name } };
     return button(ACTIONS[name].text, () => act(name), { ...props, class: ACTIONS[name].danger ? "danger" : "" });
   });
+  const tag = async () => {
+    if (await tagRuns([run])) refresh();
+  };
+  if (mayTag(run)) buttons.push(button("Tags", tag, { data: { action: "tags", keep: "tags" } }));
   const compare = button("Compare", () => go(`/compare?runs=${run.id}`));
   const right = h("div", { class: "buttons" }, buttons, compare);
   const space = h("span", { class: "space" });
@@ -54,6 +59,7 @@ function notices(run) {
       line("wait", held ? "Held." : "Waits:", why, at && [" Estimated start: ", when(at), ` (${timeOfDay(at)}).`]),
     );
   }
+  if (job?.state === "STARTING" && job.reason) lines.push(line("wait", "Waits:", job.reason));
   if (job?.stopping) lines.push(line("wait", "Stopping:", job.stopping));
   if (run.state === "FAILED") {
     lines.push(line("bad", "Failed:", job?.reason || run.attempts?.at(-1)?.cause || run.cause || "see the log"));
@@ -82,6 +88,7 @@ function facts(run) {
     ["Lasted", !running && run.began && run.updated && duration(run.updated - run.began)],
     ["User", run.user],
     ["Job", job && `${job.id}`],
+    ["Engine", job && job.engine !== "hosts" && job.engine],
     ["Priority", job && number(job.priority)],
     ["Retries", job?.retries && `${job.retries} of ${job.max_retries}`],
   ];

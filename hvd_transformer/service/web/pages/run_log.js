@@ -19,7 +19,7 @@ const COLOURS = /\u001b\[[0-9;?]*[A-Za-z]/g;
  * @param {AbortSignal} signal
  */
 export function show(panel, run, signal) {
-  const place = { rank: "", start: 0, end: 0, size: 0, busy: false, turn: 0 };
+  const place = { rank: "", start: 0, end: 0, size: 0, busy: false, wanted: false, turn: 0 };
   const sizes = new WeakMap(); // bytes of the file that each piece of text was
   const text = h("pre", { class: "log", tabindex: 0, "aria-label": "Log" });
   const size = h("span", { class: "count" });
@@ -78,12 +78,15 @@ export function show(panel, run, signal) {
       if (turn === place.turn && error.status === 404) replace(text, h("span", { class: "muted" }, "No log yet."));
       else if (turn === place.turn) showError(error);
     } finally {
-      if (turn === place.turn) place.busy = false;
+      if (turn === place.turn) {
+        place.busy = false;
+        if (place.wanted && place.start) readEarlier();
+      }
     }
   };
   const restart = () => {
     place.turn += 1;
-    Object.assign(place, { busy: false, start: 0, end: 0, size: 0 });
+    Object.assign(place, { busy: false, wanted: false, start: 0, end: 0, size: 0 });
     return guarded(async (current) => {
       const part = await call({ tail: PART });
       if (!current()) return;
@@ -95,8 +98,9 @@ export function show(panel, run, signal) {
       toEnd();
     });
   };
-  const readEarlier = () =>
-    guarded(async (current) => {
+  const readEarlier = () => {
+    place.wanted = place.busy; // new lines are being read: it is done after that
+    return guarded(async (current) => {
       // The service knows where lines begin, counted from the end of a log that may have grown meanwhile.
       let offset = place.start;
       for (let tries = 0; tries < 3 && offset >= place.start; tries += 1) {
@@ -114,6 +118,7 @@ export function show(panel, run, signal) {
       showSize();
       text.scrollTop = text.scrollHeight - below;
     });
+  };
   const readNew = () =>
     guarded(async (current) => {
       const part = await call({ offset: place.end, limit: PART });

@@ -25,8 +25,9 @@ export function show(panel, run) {
     );
     return;
   }
-  const most = (key) => Math.max(1, ...ranks.map((rank) => rank[key] || 0));
+  const most = (key) => Math.max(...ranks.map((rank) => rank[key] || 0)) || 1;
   const memory = most("memory");
+  const work = most("work_seconds");
   const speed = most("tokens_per_second");
   const columns = [
     { title: "Rank", right: true, phone: true, cell: ({ rank }) => number(rank) },
@@ -34,6 +35,7 @@ export function show(panel, run) {
     { title: "Step", right: true, cell: ({ step }) => number(step) },
     { title: "Phase", phone: true, cell: phase },
     { title: "Memory", right: true, cell: (rank) => bar(rank.memory, memory, bytes) },
+    { title: "Work per step", right: true, cell: (rank) => bar(rank.work_seconds, work, () => workOf(rank)) },
     { title: "Tokens/s", right: true, cell: (rank) => bar(rank.tokens_per_second, speed, compact) },
     {
       title: "Heard from",
@@ -52,6 +54,11 @@ function phase({ phase: name, waits_for: waits, late }) {
     name || "–",
     waits && h("span", { class: "muted" }, ` waits for ${waits}`),
   ];
+}
+
+function workOf({ work_seconds: seconds, work_ratio: ratio }) {
+  const relative = ratio === null ? "" : ` ${ratio.toFixed(2)}×`;
+  return [`${number(1000 * seconds)} ms`, h("span", { class: "muted", title: "relative to the other ranks" }, relative)];
 }
 
 function bar(value, most, text) {

@@ -2,8 +2,8 @@
 
 import { get, setCsrf } from "./api.js";
 
-/** @type {{owner: string, role: string, version: string, queue: boolean, csrf: string}} */
-export let me = { owner: "", role: "view", version: "", queue: false, csrf: "" };
+/** @type {{owner: string, role: string, version: string, queue: boolean, csrf: string, events: ?string}} */
+export let me = { owner: "", role: "view", version: "", queue: false, csrf: "", events: null };
 
 /** Asks the service who we are. Raises ApiError 401 where a login is needed. */
 export async function identify() {
@@ -14,6 +14,11 @@ export async function identify() {
 /** Tells whether hosts and tokens may be changed. */
 export function isAdmin() {
   return me.role === "admin";
+}
+
+/** Tells whether jobs may be submitted, and runs without a job tagged. */
+export function maySubmit() {
+  return me.role !== "view";
 }
 
 /**

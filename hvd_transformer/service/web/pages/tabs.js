@@ -42,6 +42,11 @@ export function makeTabs(tabs, chosen, onChange, signal) {
       buttons[index].setAttribute("aria-selected", String(tab.id === id));
       buttons[index].tabIndex = tab.id === id ? 0 : -1;
     });
+    // On a phone there is no room for all tabs. The first time, they are not on the page before the next frame.
+    const button = buttons[tabs.findIndex((tab) => tab.id === id)];
+    requestAnimationFrame(() => {
+      list.scrollLeft = button.offsetLeft - list.offsetLeft - (list.clientWidth - button.offsetWidth) / 2;
+    });
     panel.setAttribute("aria-labelledby", `tab-${id}`);
     replace(panel);
     tabs.find((tab) => tab.id === id).show(panel, inner.signal);

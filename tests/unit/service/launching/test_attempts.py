@@ -1,5 +1,6 @@
 """Launchers are started once, watched, adopted and stopped, whenever the service is killed: with a stub launcher."""
 
+import errno
 import json
 import os
 import signal
@@ -12,14 +13,13 @@ from typing import Any
 
 import pytest
 
-from hvd_transformer.errors import UserError
 from hvd_transformer.folder_lock import LEFT_OVER_SECONDS
 from hvd_transformer.launch.host_pool import from_script
 from hvd_transformer.launch.hostfile import Host, read_hostfile
 from hvd_transformer.service.jobs import Attempt, Job, Needs, Placement, State
 from hvd_transformer.service.launching import attempts, orphans
-from hvd_transformer.service.launching.attempts import Change, Launchers, What
-from hvd_transformer.service.outcome import Exit
+from hvd_transformer.service.launching.attempts import Change, Launchers
+from hvd_transformer.service.outcome import Exit, not_started
 
 # Does what its words after -- say, in order. Leaves a line of its own for every time that it was started.
 STUB = """
@@ -47,7 +47,6 @@ for word in sys.argv[sys.argv.index("--") + 1 :]:
 """
 TOLD = {"code": 3, "cause": "rank 1 failed", "restarts": 0, "step": 7, "hosts": ["h1"], "refused": {}, "lost": ["h2"]}
 HOSTS = (Placement("h1", 2, (4, 5)), Placement("h2", 1))
-BEGUN, ENDED, UNSTARTED = What.BEGUN, What.ENDED, What.UNSTARTED
 
 
 @pytest.fixture
@@ -105,11 +104,11 @@ def wait_until(condition: Callable[[], object]) -> None:
 def test_it_begins_and_ends_and_tells_how(tmp_path: Path, launchers: Launchers) -> None:
     of = job(tmp_path, "begin", "wait=go", f"tell={json.dumps(TOLD)}", "exit=3")
     start(launchers, of)
-    assert changes(launchers, 1) == [Change(1, 1, BEGUN)]
+    assert changes(launchers, 1) == [Change(1, 1)]
     assert list(launchers.poll()) == []
     (pid,) = launchers.pids()
     (tmp_path / "go").touch()
-    assert changes(launchers, 1) == [Change(1, 1, ENDED, Exit(3, "rank 1 failed", 7, {}, ("h2",)))]
+    assert changes(launchers, 1) == [Change(1, 1, Exit(3, "rank 1 failed", 7, {}, ("h2",)))]
     assert list(launchers.poll()) == []
     assert launchers.pids() == frozenset()
     with pytest.raises(ChildProcessError):  # no zombie is left
@@ -130,7 +129,7 @@ def test_a_change_that_cannot_be_settled_is_told_again(tmp_path: Path, launchers
                 settled.append(change)
                 room -= 1
     exit = Exit(3, "rank 1 failed", 7, {}, ("h2",))
-    assert settled == [Change(1, 1, BEGUN), Change(1, 1, ENDED, exit), Change(2, 1, ENDED, Exit(4, ""))]
+    assert settled == [Change(1, 1), Change(1, 1, exit), Change(2, 1, Exit(4, ""))]
     assert list(launchers.poll()) == []
 
 
@@ -181,7 +180,7 @@ def test_one_that_could_not_tell_how_it_ended_has_its_exit_code(
     tmp_path: Path, launchers: Launchers, words: list[str], exit: Exit
 ) -> None:
     start(launchers, job(tmp_path, *words))
-    assert changes(launchers, 1 + ("begin" in words))[-1] == Change(1, 1, ENDED, exit)
+    assert changes(launchers, 1 + ("begin" in words))[-1] == Change(1, 1, exit)
 
 
 def test_a_program_that_is_not_there_ends_the_attempt(tmp_path: Path) -> None:
@@ -201,7 +200,7 @@ def test_no_attempt_is_started_twice(tmp_path: Path, launchers: Launchers, stub:
         with pytest.raises(FileExistsError):
             start(again, of)
     (tmp_path / "go").touch()
-    assert [change.what for change in changes(launchers, 1)] == [ENDED]
+    assert changes(launchers, 1) == [Change(1, 1, Exit(0, ""))]
     with pytest.raises(FileExistsError):
         start(launchers, of)
     assert len(starts(tmp_path)) == 1
@@ -210,19 +209,68 @@ def test_no_attempt_is_started_twice(tmp_path: Path, launchers: Launchers, stub:
 
 
 def test_a_start_that_is_not_possible_is_refused(tmp_path: Path, launchers: Launchers) -> None:
-    with pytest.raises(UserError, match=r"^/no/such/folder: no such folder; the job was submitted there$"):
-        launchers.start(job(Path("/no/such/folder")), Attempt(1, 1, HOSTS, 0.0), {})
-    of = job(tmp_path, env_names=["TOKEN"], env_file=str(tmp_path / "missing"), number=2)
-    with pytest.raises(UserError, match="missing: cannot be read: No such file or directory$"):
-        start(launchers, of)
-    of = job(tmp_path, code="0123", number=3)
-    with pytest.raises(UserError, match="the snapshot of the job's code is missing; submit the job again$"):
-        start(launchers, of)
+    jobs = [
+        job(Path("/no/such/folder")),
+        job(tmp_path, env_names=["TOKEN"], env_file=str(tmp_path / "missing"), number=2),
+        job(tmp_path, code="0123", number=3),
+    ]
+    found = [launchers.start(of, attempt(of), {}) for of in jobs]
+    assert [exit and exit.code for exit in found] == [2, 2, 2]
+    for exit, line in zip(
+        found,
+        (
+            "/no/such/folder: no such folder; the job was submitted there",
+            "missing: cannot be read: No such file or directory",
+            "the snapshot of the job's code is missing; submit the job again",
+        ),
+        strict=True,
+    ):
+        assert exit and exit.cause.endswith(line)
     assert list(launchers.poll()) == [] and starts(tmp_path) == []
     for number in (1, 2, 3):  # as a later service sees them
-        assert launchers.adopt(job(tmp_path, number=number), Attempt(number, 1, HOSTS, 0.0)) == Change(
-            number, 1, UNSTARTED
-        )
+        of = job(tmp_path, number=number)
+        assert launchers.adopt(of, attempt(of)) == not_started("the service ended")
+
+
+@pytest.mark.parametrize("name", ["hosts", "begun", "out"])
+def test_with_a_full_disk_nothing_is_started_and_the_job_is_not_to_blame(
+    tmp_path: Path, launchers: Launchers, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    real_open, real_replace = os.open, Path.replace
+
+    def open_file(path: object, *more: Any, **named: Any) -> int:
+        if str(path).endswith(f".{name}"):
+            raise full
+        return real_open(path, *more, **named)  # type: ignore[arg-type]
+
+    def replace(self: Path, target: Path) -> Path:
+        if target.name == name:
+            raise full
+        return real_replace(self, target)
+
+    monkeypatch.setattr(os, "open", open_file)
+    monkeypatch.setattr(Path, "replace", replace)
+    of = job(tmp_path, "begin")
+    spool = tmp_path / "state" / "jobs" / "1"
+    assert launchers.start(of, attempt(of), {}) == not_started(f"{spool}: No space left on device")
+    assert launchers.adopt(of, attempt(of)) == not_started("the service ended")
+    assert starts(tmp_path) == []
+
+
+def test_a_launcher_whose_process_cannot_be_written_down_does_not_start(
+    tmp_path: Path, launchers: Launchers, stub: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later service would not know whom to stop, and whether there are ranks."""
+    to_a_full_disk = attempts._WITH_PID[2].replace('"$0"', "/dev/full")
+    monkeypatch.setattr(attempts, "_WITH_PID", ("/bin/sh", "-c", to_a_full_disk))
+    of = job(tmp_path, "begin", "wait=never")
+    start(launchers, of)
+    [change] = changes(launchers, 1)
+    assert change.exit is not None and not change.exit.started
+    assert change.exit.cause.startswith("not started: ")
+    assert starts(tmp_path) == []
+    assert Launchers(tmp_path / "state", stub).adopt(of, attempt(of)) == not_started("the service ended")
 
 
 def test_values_reach_the_launcher_and_no_file(tmp_path: Path, launchers: Launchers) -> None:
@@ -263,7 +311,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_killed_launcher_is_told_once_no_rank_can_be_alive(tmp_path: Path, launchers: Launchers, soon: None) -> None:
     began = time.monotonic()
     start(launchers, job(tmp_path, "begin", "die"))
-    assert changes(launchers, 2) == [Change(1, 1, BEGUN), Change(1, 1, ENDED, Exit(None, "its launcher was killed"))]
+    assert changes(launchers, 2) == [Change(1, 1), Change(1, 1, Exit(None, "its launcher was killed"))]
     assert time.monotonic() - began > 0.3
 
 
@@ -274,13 +322,25 @@ def test_a_later_service_adopts_what_runs_and_learns_its_end(
     start(launchers, of)
     changes(launchers, 1)
     later = Launchers(tmp_path / "state", stub)
-    assert later.adopt(of, attempt(of)) == Change(1, 1, BEGUN)
+    assert later.adopt(of, attempt(of)) is None
+    assert list(later.poll()) == [Change(1, 1)]
     assert later.pids() == launchers.pids() != frozenset()
     (tmp_path / "go").touch()
-    assert changes(later, 1) == [Change(1, 1, ENDED, Exit(3, "rank 1 failed", 7, {}, ("h2",)))]
-    assert Launchers(tmp_path / "state", stub).adopt(of, attempt(of)) == Change(
-        1, 1, ENDED, Exit(3, "rank 1 failed", 7, {}, ("h2",))
-    )
+    assert changes(later, 1) == [Change(1, 1, Exit(3, "rank 1 failed", 7, {}, ("h2",)))]
+    assert Launchers(tmp_path / "state", stub).adopt(of, attempt(of)) == Exit(3, "rank 1 failed", 7, {}, ("h2",))
+    later.close()
+
+
+def test_a_later_service_tells_the_hosts_of_a_growth(
+    tmp_path: Path, launchers: Launchers, stub: tuple[str, ...]
+) -> None:
+    """The earlier one ended after it had given the slots, and before it wrote them down for the launcher."""
+    of = job(tmp_path, "begin", "wait=never", needs=Needs(4, 2))
+    start(launchers, of)
+    changes(launchers, 1)
+    later = Launchers(tmp_path / "state", stub)
+    later.adopt(of, Attempt(1, 1, (*HOSTS, Placement("h3", 1)), 0.0))
+    assert [host.name for host in read_hostfile(tmp_path / "state" / "jobs" / "1" / "hosts")] == ["h1", "h2", "h3"]
     later.close()
 
 
@@ -291,7 +351,7 @@ def test_a_later_service_sees_ranks_begin(tmp_path: Path, launchers: Launchers, 
     assert later.adopt(of, attempt(of)) is None
     assert list(later.poll()) == []
     (tmp_path / "go").touch()
-    assert changes(later, 1) == [Change(1, 1, BEGUN)]
+    assert changes(later, 1) == [Change(1, 1)]
     later.close()
 
 
@@ -303,7 +363,7 @@ def test_a_later_service_waits_for_the_ranks_of_a_killed_launcher(
     wait_until(lambda: not launchers._launchers[1].files.is_held())
     later = Launchers(tmp_path / "state", stub)
     assert later.adopt(of, attempt(of)) is None
-    assert changes(later, 1) == [Change(1, 1, ENDED, Exit(None, "its launcher was killed"))]
+    assert changes(later, 1) == [Change(1, 1, Exit(None, "its launcher was killed"))]
     later.close()
 
 
@@ -316,12 +376,13 @@ def test_a_service_on_an_old_kernel_looks_at_locks(
     monkeypatch.setattr(os, "pidfd_open", missing)
     of = job(tmp_path, "begin", "wait=go", f"tell={json.dumps(TOLD)}")
     start(launchers, of)
-    assert [change.what for change in changes(launchers, 1)] == [BEGUN]
+    assert changes(launchers, 1) == [Change(1, 1)]
     later = Launchers(tmp_path / "state", stub)
     later.adopt(of, attempt(of))
-    assert list(launchers.poll()) == list(later.poll()) == []
+    assert (list(launchers.poll()), list(later.poll())) == ([], [Change(1, 1)])
     (tmp_path / "go").touch()
-    assert [change.what for change in changes(launchers, 1) + changes(later, 1)] == [ENDED, ENDED]
+    end = Change(1, 1, Exit(3, "rank 1 failed", 7, {}, ("h2",)))
+    assert changes(launchers, 1) == changes(later, 1) == [end]
     later.close()
 
 
@@ -354,17 +415,15 @@ def test_a_service_that_is_killed_anywhere_in_a_start_starts_it_once_or_not(
         of = job(folder, "begin", f"tell={json.dumps(TOLD)}", number=number)
         killed = kill_at(number, launchers, of)
         later = Launchers(tmp_path / "state", stub)
-        told = later.adopt(of, attempt(of))
-        if told is None or told.what is BEGUN:
-            told = changes(later, 1 if told else 2)[-1]
+        exit = later.adopt(of, attempt(of)) or changes(later, 2)[-1].exit
         later.close()
-        assert len(starts(folder)) == (told.what is ENDED)
-        assert told.exit is None or told.exit.code == 3
-        found.add(told.what)
+        assert exit is not None and len(starts(folder)) == exit.started
+        assert exit.code == 3 or not exit.started
+        found.add(exit.started)
         if not killed:
             break
         number += 1
-    assert found == {ENDED, UNSTARTED}
+    assert found == {True, False}
     assert number > 10
 
 
@@ -393,10 +452,10 @@ def test_a_launcher_is_asked_to_stop(tmp_path: Path, now: bool, code: int) -> No
     launchers = Launchers(tmp_path / "state", [sys.executable, "-c", SERVED])
     of = job(tmp_path, str(tmp_path / "runs" / "1"))
     start(launchers, of)
-    assert [change.what for change in changes(launchers, 1)] == [BEGUN]
+    assert changes(launchers, 1) == [Change(1, 1)]
     launchers.stop(of, attempt(of, 2), now)  # another attempt is none of its business
     launchers.stop(of, attempt(of), now)
-    assert changes(launchers, 1) == [Change(1, 1, ENDED, Exit(code, ""))]
+    assert changes(launchers, 1) == [Change(1, 1, Exit(code, ""))]
     launchers.stop(of, attempt(of), now)
     launchers.close()
 
@@ -411,7 +470,7 @@ def test_the_launcher_of_somebody_else_is_left_alone(tmp_path: Path, launchers: 
     start(launchers, mine)
     changes(launchers, 1)
     launchers.stop(mine, attempt(mine), now=False)
-    assert changes(launchers, 1) == [Change(1, 1, ENDED, Exit(143, ""))]
+    assert changes(launchers, 1) == [Change(1, 1, Exit(143, ""))]
     assert list(foreign.poll()) == []
     foreign.stop(of, attempt(of), now=False)
     changes(foreign, 1)
@@ -425,7 +484,7 @@ def test_one_that_had_no_ranks_yet_is_ended_at_once(tmp_path: Path) -> None:
     start(launchers, of)
     launchers.stop(of, attempt(of), now=False)
     began = time.monotonic()
-    assert changes(launchers, 1) == [Change(1, 1, ENDED, Exit(None, "its launcher was killed"))]
+    assert changes(launchers, 1) == [Change(1, 1, Exit(None, "its launcher was killed"))]
     assert time.monotonic() - began < LEFT_OVER_SECONDS
     launchers.close()
 
@@ -438,7 +497,7 @@ def test_one_without_a_socket_gets_a_signal(tmp_path: Path, launchers: Launchers
         start(launchers, of)
         changes(launchers, 1)
         launchers.stop(of, attempt(of), now)
-        assert changes(launchers, 1) == [Change(number, 1, ENDED, exit)]
+        assert changes(launchers, 1) == [Change(number, 1, exit)]
 
 
 @pytest.mark.usefixtures("soon")
@@ -455,7 +514,7 @@ def test_one_that_does_not_obey_is_killed(tmp_path: Path, monkeypatch: pytest.Mo
     assert list(launchers.poll()) == []
     time.sleep(0.3)
     launchers.stop(of, attempt(of), now=True)
-    assert changes(launchers, 1) == [Change(1, 1, ENDED, Exit(None, "its launcher was killed"))]
+    assert changes(launchers, 1) == [Change(1, 1, Exit(None, "its launcher was killed"))]
     launchers.close()
 
 

@@ -82,14 +82,14 @@ def test_a_connection_that_the_service_has_ended_is_made_again(service: FakeServ
 
 
 def test_no_service(state: Path, tmp_path: Path) -> None:
-    for find in (None, str(state), str(tmp_path / "absent")):
+    for find, folder in ((None, state), (str(state), state), (str(tmp_path / "absent"), tmp_path / "absent")):
         with pytest.raises(NoService) as error:
             Client(Address.find(find)).get("me")
-        assert str(error.value) == "no service is running: start it with hvd-transformer serve"
+        assert str(error.value) == f"{folder}: no service is running; start it with hvd-transformer serve"
     with closing(socket.socket(socket.AF_UNIX)) as left_over:
         os.chdir(state)
         left_over.bind("service.sock")
-    with pytest.raises(NoService, match="^no service is running"):
+    with pytest.raises(NoService, match=f"^{state}: no service is running"):
         Client(Address.find(None)).get("me")
     with closing(socket.socket()) as unused:
         unused.bind(("127.0.0.1", 0))
@@ -118,8 +118,9 @@ def test_the_path_of_a_socket_may_be_long(tmp_path: Path) -> None:
         ((404, {"detail": "x"}), "{state}: answers with HTTP status 404 Not Found"),
         ((404, []), "{state}: answers with HTTP status 404 Not Found"),
         (
-            (401, {"error": "a token is needed"}),
-            "a token is needed; set $HVD_TRANSFORMER_TOKEN, or put a token into {config}/hvd-transformer/token",
+            (401, {"error": "log in, or send a token in the header"}),
+            "{state}: needs a token; put one into {config}/hvd-transformer/token (mode 0600) or "
+            "$HVD_TRANSFORMER_TOKEN; admins make them with hvd-transformer token add",
         ),
     ],
 )
@@ -185,11 +186,46 @@ def test_submitting_again_has_the_same_key(state: Path, monkeypatch: pytest.Monk
     assert len({headers["Idempotency-Key"] for headers in seen}) == 1
 
 
+def test_a_submission_waits_for_a_service_that_is_away_once_it_may_have_arrived(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(NoService):
+        Client(Address.find(None)).submit({"folder": "/"})  # nothing can have arrived
+    seen, pauses = [breaking(state, times=1)], list[float]()
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 1:
+            (state / "service.sock").unlink()
+        elif len(pauses) == 3:
+            seen.append(breaking(state, times=0))
+
+    monkeypatch.setattr(client_module.time, "sleep", sleep)
+    assert Client(Address.find(None)).submit({"folder": "/"}) == {"ids": [1]}
+    assert len(pauses) == 3
+    first, second = seen
+    assert second[0]["Idempotency-Key"] == first[0]["Idempotency-Key"]
+
+
 def test_other_changes_are_not_asked_for_again(state: Path) -> None:
     seen = breaking(state, times=1)
     with pytest.raises(Interrupted, match="the service ended before it answered: "):
         Client(Address.find(None)).post("jobs/7/retry", {})
     assert len(seen) == 1
+
+
+def test_https_where_there_is_only_http() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+
+        def answer() -> None:
+            with server.accept()[0] as connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        url = f"https://127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(NoService, match=f"^{url}: does not speak TLS"):
+            Client(Address.find(url)).get("me")
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")

@@ -97,6 +97,29 @@ def test_order(sort: str, ascending: list[str]) -> None:
     assert _names(select(rows, Query(sort=sort, descending=True))) == there[::-1] + missing
 
 
+def test_order_by_job() -> None:
+    rows = table_rows([_run(2), _run(1)], [_job(9, "/runs/1"), _job(10, "/runs/x"), _job(2, "/runs/y")], {})
+    assert _names(select(rows, Query(sort="job"))) == ["job 10", "run 1", "job 2", "run 2"]
+
+
+def test_order_by_estimated_end() -> None:
+    """Ends are estimated for the rows that match, and only to sort by them."""
+    rows, ends, asked = _rows(*map(_run, range(1, 6))), {"run 1": 30.0, "run 3": 10.0, "run 4": 20.0}, list[str]()
+
+    def estimated_end(row: TableRow) -> float | None:
+        asked.append(row.name)
+        return ends.get(row.name)
+
+    query = Query(text="run", sort="estimated_end", descending=False, limit=2)
+    first = select(rows[:4], query, estimated_end)
+    assert _names(first) == ["run 3", "run 4"] and sorted(asked) == ["run 1", "run 2", "run 3", "run 4"]
+    assert _names(select(rows[:4], replace(query, cursor=first.next), estimated_end)) == ["run 1", "run 2"]
+    asked.clear()
+    select(rows, Query(sort="step"), estimated_end)
+    select(rows, replace(query, text="nothing"), estimated_end)
+    assert asked == []
+
+
 def test_jobs_are_ordered_among_runs_by_their_time() -> None:
     rows = table_rows([_run(1, updated=101.5), _run(2, updated=300.0)], [_job(2, "/runs/x")], {})
     assert _names(select(rows, Query())) == ["run 2", "job 2", "run 1"]

@@ -1,6 +1,7 @@
 """What the ranks do, and which one is late."""
 
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -77,6 +78,42 @@ def test_a_slow_rank_is_named() -> None:
 )
 def test_a_rank_that_was_not_slow_each_time_is_not_named(last: dict[str, Any]) -> None:
     assert rank_states([_beat(0), _beat(1)], [_SLOW, _SLOW, _SLOW | last], launched=True)[1] is None
+
+
+def test_the_work_of_each_rank_is_compared_with_that_of_the_others() -> None:
+    beats = [_beat(rank, work_seconds=work) for rank, work in enumerate([0.08, 0.12, 0.1, None])]
+    states, late = rank_states(beats, [], launched=True)
+    assert late is None
+    assert [state.work_seconds for state in states] == [0.08, 0.12, 0.1, None]
+    assert [state.work_ratio for state in states] == [pytest.approx(0.08 / 0.09), pytest.approx(0.12 / 0.09),
+                                                      pytest.approx(0.1 / 0.09), None]  # fmt: skip
+    two = rank_states([_beat(0, work_seconds=0.08), _beat(1, work_seconds=0.12)], [_SLOW] * 3, launched=True)
+    assert [(state.work_ratio, state.late) for state in two[0]] == [(1.0, False), (pytest.approx(1.5), True)]
+    assert two[1] is not None and "120 ms of work per step, the others need 80 ms" in two[1]
+
+
+@pytest.mark.parametrize("work", [math.nan, math.inf, -1.0, True, "0.1", [0.1], 10**400, None])
+def test_work_that_is_no_duration_is_left_out(work: Any) -> None:
+    beats = [_beat(0, work_seconds=0.1), _beat(1, work_seconds=work, memory=work), _beat(2, work_seconds=0.2)]
+    first, second, third = rank_states(beats, [], launched=True)[0]
+    assert (second.work_seconds, second.work_ratio, second.memory) == (None, None, None)
+    assert (first.work_ratio, third.work_ratio) == (1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("works", "ratios"),
+    [([0.1], [None]), ([0.0, 0.1], [None, None]), ([1e-308, 1e308], [1.0, None]), ([0.0, 0.0, 0.0], [None] * 3)],
+)
+def test_ratios_that_have_no_value(works: list[float], ratios: list[float | None]) -> None:
+    states, _ = rank_states([_beat(n, work_seconds=work) for n, work in enumerate(works)], [], launched=True)
+    assert [state.work_ratio for state in states] == ratios
+
+
+def test_heartbeats_of_an_earlier_version_have_no_work() -> None:
+    old = _beat(0)
+    del old.beat["work_seconds"]
+    (state,), _ = rank_states([old], [], launched=True)
+    assert (state.work_seconds, state.work_ratio) == (None, None)
 
 
 def test_a_slow_rank_of_an_earlier_start_is_not_named() -> None:

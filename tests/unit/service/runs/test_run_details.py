@@ -13,6 +13,7 @@ from hvd_transformer.service.runs.checkpoints import best_evaluation, checkpoint
 from hvd_transformer.service.runs.details import run_details
 from hvd_transformer.service.runs.launcher_beats import LauncherBeats
 from hvd_transformer.service.runs.metrics.curves import Curves
+from hvd_transformer.service.runs.samples import StepSamples
 from hvd_transformer.service.runs.status import RunStatus
 from hvd_transformer.service.runs.watched_run import RunRow, run_id
 
@@ -43,6 +44,7 @@ def test_the_parts_of_a_run_at_work(tmp_path: Path, launchers: LauncherBeats) ->
     (run / "checkpoints" / "best").symlink_to("step-00000100")
     (run / "checkpoints" / "latest").symlink_to("step-00000200")
     (run / "logs" / "rank-000.log").touch()
+    (run / "samples.jsonl").write_text('{"step": 100, "samples": [{"prompt": "a"}]}\n')
     (run / "logs" / "beat-0").write_text(json.dumps(Watchdog(0, 1).beat()))
     details = run_details(_row(run, RunStatus.RUNNING), Curves(), launchers)
     assert [rank.rank for rank in details.ranks] == [0]
@@ -51,6 +53,7 @@ def test_the_parts_of_a_run_at_work(tmp_path: Path, launchers: LauncherBeats) ->
     assert (second.step, second.bytes, second.best, second.latest) == (200, 1000, False, True)
     assert (first.metrics, second.metrics) == ({"valid_loss": 0.5}, {})
     assert details.logs == ["0"]
+    assert details.samples == [StepSamples(100, [{"prompt": "a"}])]
 
 
 def test_ranks_of_a_run_that_has_ended_are_not_shown(tmp_path: Path, launchers: LauncherBeats) -> None:
@@ -63,6 +66,7 @@ def test_ranks_of_a_run_that_has_ended_are_not_shown(tmp_path: Path, launchers: 
 def test_a_run_that_is_gone_has_empty_parts(tmp_path: Path, launchers: LauncherBeats, status: RunStatus) -> None:
     details = run_details(_row(tmp_path / "gone", status), Curves(), launchers)
     assert (list(details.ranks), details.late, details.checkpoints, details.logs) == ([], None, [], [])
+    assert details.samples == []
 
 
 def test_what_is_no_checkpoint_is_left_out(tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ def test_a_run_from_its_start_to_its_end(tmp_path: Path, lock: FolderLock, monke
     progress = index.progress(run)
     assert (progress.step, progress.total_steps) == (10, 300)
     assert progress.seconds_left == pytest.approx(29.0, abs=0.2)
+    assert progress.seconds_per_step == pytest.approx(0.1)
     lock.release()
     assert _row(index, run).status is RunStatus.FAILED
     assert index.progress(run).seconds_left is None
@@ -159,7 +160,7 @@ def test_a_run_that_is_removed_or_moved(tmp_path: Path) -> None:
     assert [row.name for row in index.rows()] == ["c"]
     assert set(index.changed_since(version)) == {run_id(tmp_path / name) for name in "abc"}
     assert index.row(run_id(first)) is None
-    assert index.progress(first) == (0, None, None)
+    assert index.progress(first) == (0, None, None, None)
 
 
 def test_a_run_that_loses_its_files_is_no_run(tmp_path: Path) -> None:

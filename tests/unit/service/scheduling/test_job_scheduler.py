@@ -163,6 +163,35 @@ class TestReservations:
         assert decisions.estimated_starts == {1: NOW + 9}
 
 
+class TestUnknownLengths:
+    """The median of recent jobs is 100 s."""
+
+    @pytest.mark.parametrize(("end", "starts"), [(100.0, [2]), (99.0, [])])
+    def test_they_count_as_the_median(self, end: float, starts: list[int]) -> None:
+        jobs = [waiting(1, 4, tensor=4), waiting(2, 1)]
+        full = [running(9, ("h1", 3), end=NOW + end), running(8, ("h2", 4), end=NOW + 5_000)]
+        decisions = decide(jobs, full, median_seconds=100.0)
+        assert list(started(decisions)) == starts
+        assert decisions.estimated_starts[1] == NOW + end
+
+    @pytest.mark.parametrize(("ranks", "starts"), [(4, [2, 3]), (5, [3])])
+    def test_they_count_as_endless_behind_a_job_that_needs_most_slots(self, ranks: int, starts: list[int]) -> None:
+        jobs = [waiting(1, ranks), waiting(2, 1), waiting(3, 1, seconds=900.0)]
+        full = [running(9, ("h1", 4), end=NOW + 900), running(8, ("h2", 2), end=NOW + 900)]
+        assert list(started(decide(jobs, full, median_seconds=100.0))) == starts
+
+    def test_a_known_length_counts(self) -> None:
+        jobs = [waiting(1, 4, tensor=4), waiting(2, 1, seconds=101.0)]
+        full = [running(9, ("h1", 3), end=NOW + 100), running(8, ("h2", 4), end=NOW + 5_000)]
+        assert not decide(jobs, full, median_seconds=100.0).starts
+
+    def test_the_next_reservation_is_after_the_median(self) -> None:
+        jobs = [waiting(1, 4, tensor=4), waiting(2, 4, tensor=4, submitted=1.0)]
+        full = [running(9, ("h1", 4), end=NOW + 50), running(8, ("h2", 4), end=NOW + 900)]
+        decisions = decide(jobs, full, median_seconds=100.0)
+        assert decisions.estimated_starts == {1: NOW + 50, 2: NOW + 150}
+
+
 class TestReasons:
     """Beyond the reservations. The cluster is full until an unknown time."""
 

@@ -234,7 +234,8 @@ def busy_day(hours: float, seed: int) -> list[Work]:
     for number in range(1, int(hours * 8)):
         ranks = chance.choice([1, 1, 1, 2, 3])
         seconds = chance.uniform(0.05, 1.0) * LONGEST
-        works.append(Work(number, chance.choice("abc"), number * 450.0, seconds, Needs(ranks, ranks, gpus_per_rank=1)))
+        needs, kind = Needs(ranks, ranks, gpus_per_rank=1), number % 20
+        works.append(Work(number, chance.choice("abc"), number * 450.0, seconds, needs, kind=kind))
     return works
 
 
@@ -245,8 +246,10 @@ def busy_day(hours: float, seed: int) -> list[Work]:
         (Knowledge(limited=0.0), 0.0),
         (Knowledge(limited=1.0), 0.0),
         (Knowledge(limited=1.0, limit=0.0, after=math.inf), PUT_OFF_SECONDS),  # all jobs take longer than they said
+        (Knowledge(recent=True), PUT_OFF_SECONDS),
+        (Knowledge(recent=True, kinds=True), PUT_OFF_SECONDS),  # of which half take longer than the one before
     ],
-    ids=["unknown", "live speed", "limits", "wrong"],
+    ids=["unknown", "live speed", "limits", "wrong", "recent", "kinds"],
 )
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_job_that_needs_all_hosts_never_starves(knowledge: Knowledge, bound: float, seed: int) -> None:

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from new_jobs import new_job
 
-from hvd_transformer.service.jobs import ID, WAITING, Job, Needs, State
+from hvd_transformer.service.jobs import ID, WAITING, Engine, Job, Needs, State
 from hvd_transformer.service.storage import job_rows
 from hvd_transformer.service.storage.store import Store
 
@@ -20,6 +20,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def test_a_job_comes_back_as_it_was_submitted(store: Store) -> None:
+    """Its id is written into its run directory, and into no other text with braces."""
     (number,) = store.add_jobs(
         [
             new_job(
@@ -27,6 +28,7 @@ def test_a_job_comes_back_as_it_was_submitted(store: Store) -> None:
                 priority=5,
                 needs=Needs(8, 4, 2, 3),
                 launch=("--timeline", "t.json"),
+                words=(f"data.source=/texts/{ID}", f"output_dir=/runs/small-{ID}"),
                 config={"lr": 1e-3, "files": ["é", ID], "none": None, "output_dir": f"/runs/small-{ID}"},
                 code="abc",
                 env_names=("TOKEN",),
@@ -48,9 +50,9 @@ def test_a_job_comes_back_as_it_was_submitted(store: Store) -> None:
         needs=Needs(8, 4, 2, 3),
         output_dir=f"/runs/small-{number}",
         folder="/home/ann",
-        words=("task=language_model", f"output_dir=/runs/small-{number}"),
+        words=(f"data.source=/texts/{ID}", f"output_dir=/runs/small-{number}"),
         launch=("--timeline", "t.json"),
-        config={"lr": 1e-3, "files": ["é", str(number)], "none": None, "output_dir": f"/runs/small-{number}"},
+        config={"lr": 1e-3, "files": ["é", ID], "none": None, "output_dir": f"/runs/small-{number}"},
         code="abc",
         env_names=("TOKEN",),
         env_file="/home/ann/.env",
@@ -117,6 +119,7 @@ def test_pages_hold_what_a_search_of_all_jobs_finds(store: Store) -> None:
         {"owner": "ann", "states": [State.QUEUED]},
         {"tag": "even"},
         {"tag": "even", "owner": "ann", "states": [State.QUEUED]},
+        {"engine": Engine.HOSTS, "states": [State.QUEUED, State.CANCELLED]},
     ],
 )
 @pytest.mark.parametrize("newest_first", [False, True])
@@ -125,7 +128,7 @@ def test_a_page_costs_the_same_anywhere_in_the_list(
 ) -> None:
     jobs = [new_job(f"j{number}", tags=("even",) if number % 2 else ()) for number in range(2000)]
     store.add_jobs(jobs)
-    every = {"states": None, "owner": None, "tag": None, **search}
+    every = {"states": None, "owner": None, "tag": None, "engine": None, **search}
 
     def cost(after_id: int) -> int:
         steps = 0

@@ -11,6 +11,7 @@ from new_jobs import new_job, on
 from hvd_transformer.errors import UserError
 from hvd_transformer.service.jobs import ACTIVE, ENDED, Cause, Host, Job, Needs, State
 from hvd_transformer.service.scheduling.snapshot import Waiting
+from hvd_transformer.service.storage import job_rows
 from hvd_transformer.service.storage.settings import Limits
 from hvd_transformer.service.storage.store import Store
 
@@ -66,6 +67,67 @@ def test_a_run_directory_is_of_one_job_at_a_time(store: Store) -> None:
     assert {folder: job.id for folder, job in store.jobs_by_output(["/runs/x", "/runs/z"]).items()} == {
         "/runs/x": third
     }
+
+
+def test_a_job_is_not_retried_while_another_one_uses_its_run_directory(store: Store) -> None:
+    first, other = store.add_jobs([new_job("a", output_dir="/runs/x"), new_job("b", output_dir="/runs/y")])
+    finish(store, first, State.FAILED)
+    (second,) = store.add_jobs([new_job("c", output_dir="/runs/x")])
+    finish(store, other, State.FAILED)
+    store.update(other, state=State.QUEUED)
+    for state in (State.HELD, State.QUEUED):
+        store.update(second, state=state)
+        line = rf"^job {first}: job {second} uses its run directory, /runs/x, and is {state.value}; wait for its end, "
+        with pytest.raises(UserError, match=line):
+            store.update(first, state=State.QUEUED, retries=0)
+    finish(store, second)
+    assert store.update(first, state=State.QUEUED, retries=0).state is State.QUEUED
+
+
+def test_jobs_that_wait_for_each_other_share_a_run_directory(store: Store) -> None:
+    (first,) = store.add_jobs([new_job(output_dir="/runs/x")])
+    (second,) = store.add_jobs([new_job(output_dir="/runs/x", after=(first,))])
+    (third,) = store.add_jobs([new_job(output_dir="/runs/x", after=(second,))])
+    finish(store, first, State.FAILED)
+    for job in (second, third):
+        store.update(job, state=State.CANCELLED, ended=3000.0)
+    for job in (second, first, third):
+        assert store.update(job, state=State.QUEUED, retries=0).state is State.QUEUED
+    assert [job.id for job in store.waiting()] == [first]
+
+
+def test_who_shares_a_run_directory_is_found_at_the_same_cost_beside_many_dependencies(store: Store) -> None:
+    def cost(job: int) -> int:
+        steps = 0
+
+        def step() -> None:
+            nonlocal steps
+            steps += 1
+
+        with store.database.read() as connection:
+            connection.set_progress_handler(step, 1)
+            assert job_rows.conflict(connection, job) is None
+            connection.set_progress_handler(None, 1)
+        return steps
+
+    ids = [store.add_jobs([new_job("first")])[0]]
+    alone = cost(ids[0])
+    for number in range(300):
+        ids += store.add_jobs([new_job(f"j{number}", after=ids[-3:])])
+    assert max(map(cost, ids)) <= 2 * alone
+
+
+def test_what_a_job_is_stopped_for_stays_but_for_a_cancel(store: Store) -> None:
+    """The manager may decide on what it has read a moment before."""
+    store.add_jobs([new_job()])
+    assert store.start(1, on("h1"), 2000.0)
+    for cause, stays in (
+        (Cause.PREEMPTED, Cause.PREEMPTED),
+        (Cause.TIME_LIMIT, Cause.PREEMPTED),
+        (Cause.CANCELLED, Cause.CANCELLED),
+        (Cause.PREEMPTED, Cause.CANCELLED),
+    ):
+        assert store.update(1, state=State.STOPPING, stopping=cause).stopping is stays
 
 
 def test_limits_of_the_queue(store: Store) -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from hvd_transformer.errors import UserError
-from hvd_transformer.service.jobs import Attempt, Cause, Host, Job, Needs, Placement, State
+from hvd_transformer.service.jobs import Attempt, Cause, Engine, Host, Job, Needs, Placement, State
 from hvd_transformer.service.storage import database as database_module
 from hvd_transformer.service.storage import migrations
+from hvd_transformer.service.storage.sessions import Sessions
 from hvd_transformer.service.storage.settings import Limits
 from hvd_transformer.service.storage.store import Store
 from hvd_transformer.service.storage.tokens import Principal, Role, Tokens
@@ -83,6 +84,7 @@ def test_all_that_version_1_knew_is_kept(old: Path) -> None:
             ("big", "QUEUED", None, ()),
             ("gone", "CANCELLED", None, ()),
         ]
+        assert {job.engine for job in jobs} == {Engine.HOSTS} and store.external_attempts() == []
         assert jobs[1].stopping is Cause.PREEMPTED and jobs[5].ended == 1764000040.0
         assert (jobs[2].reason, jobs[2].estimated_start) == ("resources: needs 2 slots, 0 are free", 1764000900.0)
         assert jobs[4].needs == Needs(4, 2, 2, 1) and jobs[4].max_retries == 0
@@ -141,7 +143,7 @@ def test_a_step_that_fails_leaves_the_version_before(old: Path, monkeypatch: pyt
 
 def test_a_step_must_not_break_references(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add_step(monkeypatch, "DELETE FROM jobs WHERE id = 1")
-    with pytest.raises(AssertionError, match="migration 2"):
+    with pytest.raises(AssertionError, match=f"migration {len(migrations.MIGRATIONS)}:"):
         Store(old)
     monkeypatch.undo()
     with closing(Store(old)) as store:
@@ -168,3 +170,6 @@ def test_the_principal_of_a_token_of_version_1(tmp_path: Path) -> None:
         connection.commit()
     with closing(Store(path)) as store:
         assert Tokens(store.database).check("secret") == Principal("ann", Role.SUBMIT)
+        sessions = Sessions(store.database)
+        session = sessions.find(sessions.open("secret"))
+        assert session is not None and session.principal == Principal("ann", Role.SUBMIT)

@@ -2,6 +2,7 @@
 
 import shutil
 import sqlite3
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from new_jobs import new_job, on
 
+from hvd_transformer.errors import UserError
 from hvd_transformer.service.jobs import Host, State
 from hvd_transformer.service.storage import retention
 from hvd_transformer.service.storage.store import Store
@@ -87,6 +89,34 @@ def test_a_crash_between_folder_and_rows_is_made_up_for(
     assert store.jobs() == [] and not (spools / "1").exists() and not (spools / "2").exists()
 
 
+def test_a_job_that_is_retried_meanwhile_is_forgotten_as_a_whole_or_not(
+    store: Store, spools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder and its row belong together: the lock of its next attempt is in that folder."""
+    store.add_jobs([new_job()])
+    assert store.start(1, on("h1"), 2000.0)
+    store.end_attempt(1, 1, ended=3000.0, state=State.FAILED)
+    remove, refused = shutil.rmtree, list[str]()
+
+    def retry() -> None:
+        try:
+            store.update(1, state=State.QUEUED)
+        except UserError as error:
+            refused.append(str(error))
+
+    thread = threading.Thread(target=retry)
+
+    def remove_as_it_is_retried(path: Path, **options: bool) -> None:
+        thread.start()
+        thread.join(0.3)  # long enough for one that nothing keeps waiting
+        remove(path)
+
+    monkeypatch.setattr(retention.shutil, "rmtree", remove_as_it_is_retried)
+    assert store.forget(9000.0, spools) == [1]
+    thread.join()
+    assert refused == ["job 1: no such job"]
+
+
 def test_many_are_forgotten_in_parts(store: Store, spools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retention, "_AT_ONCE", 3)
     ids = store.add_jobs([new_job(f"j{number}") for number in range(7)])
@@ -97,3 +127,17 @@ def test_many_are_forgotten_in_parts(store: Store, spools: Path, monkeypatch: py
         assert store.forget(9000.0, spools) == ids
     assert calls == [4, 1, 0]
     assert list(spools.iterdir()) == []
+
+
+def test_an_id_is_never_used_again_once_a_backup_was_put_back(tmp_path: Path, spools: Path) -> None:
+    """`spools` has the folders of the jobs 1 to 7, one of which may still run."""
+    with closing(Store(tmp_path / "backup.db")) as restored:
+        restored.skip_used_ids(spools)
+        assert restored.add_jobs([new_job("a"), new_job("b")]) == [8, 9]
+        restored.skip_used_ids(spools)
+        restored.skip_used_ids(tmp_path / "none")
+        assert restored.add_jobs([new_job("c")]) == [10]
+        shutil.rmtree(spools)
+        (spools / "12").mkdir(parents=True)
+        restored.skip_used_ids(spools)
+        assert restored.add_jobs([new_job("d")]) == [13]

@@ -125,11 +125,14 @@ def test_where_a_job_may_write(submit: Submit, store: Store, runs: Path, tmp_pat
         assert refused(submit, *TINY, f"output_dir={folder}").endswith(inside), folder
     (job,) = add(store, submit(*TINY, "output_dir=runs/./mine"))  # relative to the folder
     assert job.output_dir == str(runs / "mine")
-    assert refused(submit, *TINY, "output_dir=runs/mine") == (
-        f"output_dir={runs}/mine: job {job.id} uses it, which has not ended"
-    )
-    store.update(job.id, state=State.CANCELLED, ended=8.0)
-    submit(*TINY, "output_dir=runs/mine")
+    with pytest.raises(UserError, match=rf"^output_dir={runs}/mine: job {job.id} uses it, which is QUEUED; "):
+        add(store, submit(*TINY, "output_dir=runs/mine"))
+    (next_one,) = add(store, submit(*TINY, "output_dir=runs/mine", after=[job.id]))
+    for number in (job.id, next_one.id):
+        store.update(number, state=State.CANCELLED, ended=8.0)
+    (last,) = add(store, submit(*TINY, "output_dir=runs/of-{id}"))
+    assert last.output_dir == last.config["output_dir"] == f"{runs}/of-{last.id}"
+    add(store, submit(*TINY, "output_dir=runs/mine"))
 
 
 def test_a_run_directory_of_an_earlier_database_is_left_alone(submit: Submit, store: Store, runs: Path) -> None:

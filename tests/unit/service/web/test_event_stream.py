@@ -84,6 +84,8 @@ def test_each_change_is_told(service: Running) -> None:
         assert reader.event() == ("hosts", {})
         run = service.make_run("new", lines=[{"step": 3, "loss": 1.0}])
         assert reader.event() == ("run", {"id": run, "step": 3})
+        service.store.tag_runs([run], ["paper"])
+        assert reader.event() == ("run", {"id": run, "step": 3})
 
 
 def test_a_reader_that_comes_back_is_told_what_it_missed(service: Running) -> None:
@@ -104,6 +106,20 @@ def test_a_reader_that_comes_back_is_told_what_it_missed(service: Running) -> No
         assert told[1][1]["state"] == "HELD"
         third = service.submit(token)
         assert reader.event()[1]["id"] == third["id"]
+
+
+def test_a_page_is_told_what_happens_after_it_asked_who_it_is(service: Running) -> None:
+    """However long it takes from its first read to its stream, and though nobody listens meanwhile."""
+    token = service.token("ann")
+    before = service.submit(token)
+    service.make_run("before")
+    events = service.request("GET", "/api/v1/me", token=token).json["events"]
+    job = service.submit(token)
+    run = service.make_run("after", lines=[{"step": 3, "loss": 1.0}])
+    with closing(Reader(service, token, events)) as reader:
+        assert [reader.event()[1]["id"] for _ in range(2)] == [job["id"], run]
+        service.store.update(before["id"], state=State.HELD)
+        assert reader.event()[1]["id"] == before["id"]
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_addresses_that_cannot_be_used(tmp_path: Path) -> None:
         for listening, line in (
             (
                 Listening(tmp_path / "other.sock", port=service.server.port),
-                f"--address 127.0.0.1, --port {service.server.port}: ",
+                f"--port {service.server.port}: another program uses it; choose another, or 0 for any",
             ),
             (Listening(tmp_path / "none" / "service.sock"), f"{tmp_path}/none/service.sock: cannot listen there"),
             (Listening(tmp_path / "other.sock", address="192.0.2.1"), "--address 192.0.2.1: tokens would cross"),

@@ -56,6 +56,22 @@ def test_files_are_packed_for_who_can_unpack_them(service: Running) -> None:
     assert len(packed.body) < len(plain.body) / 2
 
 
+def test_the_document_names_every_module_that_each_page_needs() -> None:
+    """They arrive together: otherwise a browser learns of a module when the one that imports it has arrived."""
+    modules, unread = set(), ["app.js"]
+    while unread:
+        name = unread.pop()
+        imported = set(re.findall(r'from "\./([\w/]+\.js)";', _code(name)))
+        unread += imported - modules
+        modules |= imported
+    named = re.findall(r'<link rel="modulepreload" href="/static/([\w/]+\.js)">', _code("index.html"))
+    assert sorted(named) == sorted(modules)
+
+
+def _code(name: str) -> str:
+    return (FOLDER / name).read_text(encoding="utf-8")
+
+
 def test_the_document_needs_nothing_that_its_policy_forbids() -> None:
     """No inline script or style, and nothing from elsewhere."""
     text = (FOLDER / "index.html").read_text(encoding="utf-8")

@@ -62,6 +62,33 @@ def test_can_be_drawn_over_every_axis(run: Path, x: str, per_step: float) -> Non
     assert points.y == [10 / step for step in range(500, 610, 10)]
 
 
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("x", ["step", "samples", "seconds", "tokens"])
+def test_every_pixel_of_every_axis_has_two_points_at_most_and_its_extremes(run: Path, x: str) -> None:
+    draw, width = random.Random(4), 50
+    rows = training(range(1, 5001))
+    for row in rows:  # steps take ever longer: pixels of time are not pixels of steps
+        row |= {"loss": draw.random(), "milliseconds_per_step": 0.1 * row["step"]}
+    add_lines(run, rows)
+    curve = Curves().of(run)
+    assert curve.complete.wait(30)
+    end = {"step": 5000, "samples": 40_000, "seconds": 1250.25, "tokens": 6_251_250}[x]
+    points = curve.points("loss", 0, end, width, x)
+    assert (points.x, points.n) == (sorted(points.x), 5000)
+    pixels = [min(int(place / end * width), width - 1) for place in points.x]
+    assert all(1 <= pixels.count(pixel) <= 2 for pixel in range(width))
+    assert {min(row["loss"] for row in rows), max(row["loss"] for row in rows)} <= set(points.y)
+
+
+def test_values_at_a_step_are_those_of_that_step(run: Path) -> None:
+    add_lines(run, [{"step": step, "epoch": 1, "valid_loss": step % 7, "loss": 1.0} for step in range(100)])
+    curve = Curves().of(run)
+    assert [curve.values_at(step, prefix="valid_") for step in range(100)] == [
+        {"valid_loss": step % 7} for step in range(100)
+    ]
+    assert curve.values_at(100) == {}
+
+
 def test_unknown_axes_are_refused(run: Path) -> None:
     with pytest.raises(UserError, match="x=epoch: no such axis; axes: step, seconds, samples, tokens"):
         Curves().of(run).points("loss", x="epoch")

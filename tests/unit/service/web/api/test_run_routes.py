@@ -65,6 +65,46 @@ def test_filters_and_pages(service: Running, token: str) -> None:
     assert get(service, f"{RUNS}?user=nobody", token) == {"items": [], "next": None, "total": 0, "keys": []}
 
 
+def test_runs_without_a_job_are_tagged(service: Running, token: str) -> None:
+    first, second = service.make_run("first"), service.make_run("second")
+    job = service.submit(token, tags=["of the job"])
+    unknown = "0" * 12
+    body = {"runs": [first, job["run"], unknown, second], "add": ["paper", "old"]}
+    answer = service.request("POST", f"{RUNS}/tags", body, token=token)
+    assert (answer.status, answer.json["done"]) == (200, [first, second])
+    assert answer.json["errors"] == {
+        job["run"]: f"run {job['run']} is that of job {job['id']}: change the job's tags",
+        unknown: f"run {unknown}: no such run",
+    }
+    body = {"runs": [first], "add": ["new"], "remove": ["old", "never"]}
+    assert service.request("POST", f"{RUNS}/tags", body, token=token).status == 200
+    found = {row["id"]: row["tags"] for row in get(service, RUNS, token)["items"]}
+    assert found == {first: ["new", "paper"], second: ["old", "paper"], job["run"]: ["of the job"]}
+    assert [row["id"] for row in get(service, f"{RUNS}?tag=new", token)["items"]] == [first]
+    assert get(service, f"{RUNS}/{second}", token)["tags"] == ["old", "paper"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("runs", []), ("runs", ["x"]), ("runs", ["A" * 12]), ("add", [" a"]), ("add", ["x" * 101])]
+)
+def test_wrong_tags_are_refused(service: Running, token: str, field: str, value: list[str]) -> None:
+    run = service.make_run("one")
+    answer = service.request("POST", f"{RUNS}/tags", {"runs": [run], "add": ["a"], field: value}, token=token)
+    assert (answer.status, bool(answer.error)) == (422, True)
+    assert get(service, f"{RUNS}/{run}", token)["tags"] == []
+
+
+def test_the_order_of_estimated_ends(service: Running, token: str) -> None:
+    first, second, unknown = (service.submit(token) for _ in range(3))
+    service.manager.ends.update({first["id"]: 90.0, second["id"]: 80.0})
+    page = get(service, f"{RUNS}?sort=estimated_end&order=asc", token)
+    assert [(row["job"]["id"], row["estimated_end"]) for row in page["items"]] == [
+        (second["id"], 80.0),
+        (first["id"], 90.0),
+        (unknown["id"], None),
+    ]
+
+
 @pytest.mark.parametrize(
     "query", ["where=seed", "where=:1", "limit=0", "order=up", "cursor=x", "keys=a", "text=a&text=b"]
 )

@@ -46,19 +46,21 @@ def comparable(rows: list[TableRow]) -> list[object]:
 
 
 def expected(store: Store, runs: RunIndex) -> list[object]:
-    return comparable(table_rows(runs.rows(), store.jobs(), {}))
+    return comparable(table_rows(runs.rows(), store.jobs(), store.run_tags()))
 
 
 def test_it_follows_all_changes(store: Store, runs: RunIndex) -> None:
     table, chance = RunTable(store, runs), random.Random(7)
-    for number in range(60):
-        what = chance.randrange(5)
+    for number in range(80):
+        what = chance.randrange(6)
         if what == 0:
             store.add_jobs([new_job(runs.root, seed=number)])
         elif what == 1 and (jobs := store.jobs([State.QUEUED])):
             store.update(chance.choice(jobs).id, state=State.HELD)
         elif what == 2 and (jobs := store.jobs()):
             store.set_tags(chance.choice(jobs).id, [f"tag{number}"])
+        elif what == 5 and (found := runs.rows()):
+            store.tag_runs([chance.choice(found).id], [f"tag{number}"], store.run_tags().get(found[0].id, ()))
         elif what == 3:
             make_run(runs.root / f"run-{number}")
             runs.refresh()

@@ -1,0 +1,232 @@
+"""The jobs that other schedulers run: hands them over, follows them, stops them and settles their ends.
+
+Every few seconds one pass compares the open attempts of the database with what the schedulers say. All that it needs is
+there, so the service may be killed at any moment. An attempt whose id is not in the database may have been submitted:
+only once the scheduler does not know its name, which no other attempt has, is it submitted.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from hvd_transformer.errors import WRONG_INPUT, UserError
+from hvd_transformer.service.engines.backend import Backend, EngineFault, Sighting, Submission, files_of
+from hvd_transformer.service.engines.commands import Commands
+from hvd_transformer.service.engines.conclusion import conclude
+from hvd_transformer.service.jobs import Cause, Engine, Job, State
+from hvd_transformer.service.outcome import Exit, not_started
+from hvd_transformer.service.settlement import settle
+from hvd_transformer.service.storage.external_table import ExternalAttempt
+from hvd_transformer.service.storage.store import Store
+from hvd_transformer.service.submitting.code_snapshot import install
+from hvd_transformer.service.submitting.env_file import read_values
+from hvd_transformer.service.submitting.request import env_owners
+
+LOOK_SECONDS = 5.0  # between two looks at the schedulers
+_LEAST_REST = 1.0  # between them if something has changed meanwhile
+_ACCEPT_AT_ONCE = 200  # jobs, in one transaction
+_SUBMIT_AT_ONCE = 20  # attempts, between two looks
+
+_log = logging.getLogger(__name__)
+
+JobFile = Callable[[Job, str], str]  # the text of the job file, with what it makes named so
+
+
+class ExternalJobs:
+    """One thread, from `start` to `close`; jobs go on after `close`.
+
+    `state`: the service's state folder; `commands`: that the backends run; `job_file` raises `UserError`; `ended` is
+    told each job whose attempt has ended, then `wake_manager` is called. `wake`, `accept` and `kill` may be called from
+    any thread.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        backends: Mapping[Engine, Backend],
+        job_file: JobFile,
+        state: Path,
+        commands: Commands,
+        ended: Callable[[Job], object] = lambda job: None,
+        wake_manager: Callable[[], object] = lambda: None,
+        seconds: float = LOOK_SECONDS,
+    ) -> None:
+        self._store, self._backends, self._job_file, self._state = store, backends, job_file, state
+        self._commands = commands
+        self._ended, self._wake_manager, self._seconds = ended, wake_manager, seconds
+        self._service = store.service_id()
+        self._to_kill: set[int] = set()
+        self._due, self._closing = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="external jobs", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, and the command that it runs."""
+        self._closing.set()
+        self._due.set()
+        self._commands.close()
+        self._thread.join()
+
+    def wake(self) -> None:
+        """Look soon: a job has changed."""
+        self._due.set()
+
+    def accept(self, jobs: Sequence[int]) -> None:
+        """Make attempts of some of these queued jobs, the first ones first; call it again with the others."""
+        with self._store.batch():
+            for job in jobs[:_ACCEPT_AT_ONCE]:
+                self._store.start(job, (), time.time())
+        self.wake()
+
+    def kill(self, job: int) -> None:
+        """Kill the ranks of a job that is being stopped, in place of letting them save."""
+        self._to_kill.add(job)
+        self.wake()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            self._due.clear()
+            began, active = time.monotonic(), True
+            try:
+                active = self.look()
+            except UserError as error:  # a full disk, for example: nothing has changed, and it is tried again
+                _log.error("%s", error)
+            except Exception:
+                _log.exception("external jobs: it goes on")
+            self._closing.wait(max(_LEAST_REST, time.monotonic() - began))
+            self._due.wait(self._seconds if active else None)  # nobody is asked about no jobs
+
+    def look(self) -> bool:
+        """One pass over all open attempts; returns whether there are any."""
+        attempts = self._store.external_attempts()
+        for engine, backend in self._backends.items():
+            named = {self._name(attempt): attempt for attempt in attempts if attempt.engine is engine}
+            if not named:
+                continue
+            try:
+                self._follow(backend, named)
+            except EngineFault as fault:
+                self._tell(dict.fromkeys(named.values(), f"{backend.title}: {fault}"))
+        return bool(attempts)
+
+    def _follow(self, backend: Backend, named: Mapping[str, ExternalAttempt]) -> None:
+        seen = backend.look({name: attempt.external for name, attempt in named.items()})
+        words: dict[ExternalAttempt, str] = {}
+        stopping: list[tuple[ExternalAttempt, Sighting]] = []
+        unknown: list[ExternalAttempt] = []
+        for name, attempt in named.items():
+            found = seen.get(name)
+            if found is None and attempt.external is not None:
+                found = backend.gone(attempt.external)
+            if found is None:
+                unknown.append(attempt)
+                continue
+            if found.external != attempt.external:  # the service ended between its submission and this
+                self._store.set_external(attempt.job, attempt.number, found.external)
+            if found.ended is not None:
+                self._end(attempt, found)
+            elif attempt.state is State.STOPPING:
+                stopping.append((attempt, found))
+            elif found.runs and attempt.state is State.STARTING:
+                with suppress(UserError):  # it is being cancelled
+                    self._store.begin_external(attempt.job, attempt.number, found.words, time.time())
+            else:
+                words[attempt] = found.words
+        self._tell(words)
+        self._stop(backend, stopping)
+        self._submit(backend, unknown)
+
+    def _tell(self, words: Mapping[ExternalAttempt, str]) -> None:
+        new = {attempt.job: text for attempt, text in words.items() if text != attempt.reason}
+        if new and not self._closing.is_set():  # faults are our own by then
+            self._store.set_reasons(new)
+
+    def _stop(self, backend: Backend, stopping: Sequence[tuple[ExternalAttempt, Sighting]]) -> None:
+        """Ask once: a second signal would kill ranks that save."""
+        to_kill = frozenset(self._to_kill)
+        kill = [(attempt, found) for attempt, found in stopping if attempt.job in to_kill]
+        save = [(one, found) for one, found in stopping if not (one.asked_to_stop or one.job in to_kill)]
+        for group, now in ((kill, True), (save, False)):
+            if group:
+                backend.stop([found for _, found in group], now)
+                self._store.set_asked_to_stop((attempt.job, attempt.number) for attempt, _ in group)
+        self._to_kill.difference_update(attempt.job for attempt, _ in kill)
+
+    def _submit(self, backend: Backend, attempts: Sequence[ExternalAttempt]) -> None:
+        for at, attempt in enumerate(attempts):
+            job = self._known(attempt)
+            if job.state is State.STOPPING:
+                self._settle(attempt, not_started("it was stopped before"))
+                continue
+            if at >= _SUBMIT_AT_ONCE:
+                self.wake()
+                return
+            try:
+                external = backend.submit(self._submission(job, attempt))
+            except UserError as error:
+                self._settle(attempt, Exit(WRONG_INPUT, str(error)))
+            except EngineFault as fault:
+                self._tell(dict.fromkeys(attempts[at:], f"{backend.title}: {fault}"))
+                return
+            else:
+                self._store.set_external(job.id, attempt.number, external)
+
+    def _submission(self, job: Job, attempt: ExternalAttempt) -> Submission:
+        """Raises `UserError` for what is wrong with the job, and `EngineFault` for a disk that is full or away."""
+        claim, run = f"hvd-{self._service}-{job.id}", Path(job.output_dir)
+        values = {}
+        if job.env_names:
+            values = read_values(Path(job.env_file or ""), job.env_names, env_owners(job.owner))
+        try:
+            files_of(job, attempt.number).folder.mkdir(parents=True, exist_ok=True)
+            code = install(self._state / "code" / job.code, run) if job.code else None
+        except OSError as error:
+            raise EngineFault(f"{error.filename or run}: {error.strerror or error}") from None
+        return Submission(
+            self._name(attempt),
+            claim,
+            self._service,
+            job,
+            attempt.number,
+            self._job_file(job, claim),
+            self._seconds_left(job),
+            values,
+            code,
+        )
+
+    def _seconds_left(self, job: Job) -> float | None:
+        if job.time_limit is None:
+            return None
+        earlier = self._store.attempts(job.id)
+        return max(1.0, job.time_limit - sum(one.ended - one.began for one in earlier if one.ended is not None))
+
+    def _end(self, attempt: ExternalAttempt, seen: Sighting) -> None:
+        job = self._known(attempt)
+        files = files_of(job, attempt.number)
+        told = files.read_exit()
+        ended, at_limit = conclude(job, seen, told, "" if told is not None else files.last_line())
+        self._settle(attempt, ended, at_limit)
+
+    def _settle(self, attempt: ExternalAttempt, ended: Exit, at_limit: bool = False) -> None:
+        with self._store.batch():  # nobody cancels the job between the decision and its end
+            job = self._known(attempt)
+            if at_limit and job.stopping is None:
+                job = self._store.update(job.id, state=State.STOPPING, stopping=Cause.TIME_LIMIT)
+            job = settle(self._store, job, attempt.number, ended, time.time())
+        self._to_kill.discard(job.id)
+        self._ended(job)
+        self._wake_manager()  # jobs may wait for it
+
+    def _known(self, attempt: ExternalAttempt) -> Job:
+        job = self._store.job(attempt.job)
+        assert job is not None  # jobs are only forgotten after their end
+        return job
+
+    def _name(self, attempt: ExternalAttempt) -> str:
+        return f"hvd-{self._service}-{attempt.job}-{attempt.number}"

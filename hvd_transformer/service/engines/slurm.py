@@ -1,0 +1,135 @@
+"""Slurm: `sbatch` submits, `squeue` and `sacct` tell, `scancel` stops.
+
+Source: the manual pages of these commands. `squeue` forgets a job a few minutes after its end (`MinJobAge`); `sacct` is
+asked for those, if there is accounting.
+"""
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+from hvd_transformer.errors import UserError
+from hvd_transformer.own_folder import user_name
+from hvd_transformer.plugin import CODE
+from hvd_transformer.service.engines.backend import Ended, EngineFault, Sighting, Submission
+from hvd_transformer.service.engines.commands import CommandFailed, Commands
+from hvd_transformer.service.launching.launch_command import EXIT_FILE
+
+_SQUEUE = "JobID:|,State:|,exit_code:|,Name:|,NodeList:|,Reason:|"
+_SACCT = "JobIDRaw,State,ExitCode,JobName,NodeList,Reason"
+_AT_ONCE = 1000  # job ids on one command line
+_RUNS = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT"}
+_ENDED = {
+    "BOOT_FAIL": Ended.LOST,
+    "CANCELLED": Ended.CANCELLED,
+    "COMPLETED": Ended.EXITED,
+    "DEADLINE": Ended.CANCELLED,
+    "FAILED": Ended.EXITED,
+    "LAUNCH_FAILED": Ended.LOST,
+    "NODE_FAIL": Ended.LOST,
+    "OUT_OF_MEMORY": Ended.EXITED,
+    "PREEMPTED": Ended.PREEMPTED,
+    "RECONFIG_FAIL": Ended.LOST,
+    "REVOKED": Ended.CANCELLED,
+    "SPECIAL_EXIT": Ended.EXITED,
+    "TIMEOUT": Ended.TIME_LIMIT,
+}
+# Refusals of sbatch that may pass: the controller does not answer, or this user has too many jobs for now.
+_PASSING = re.compile(r"contact|timed out|temporar|try again|socket|communication|job submit limit|MaxSubmit", re.I)
+
+
+class Slurm:
+    """The Slurm that this host's commands reach, as the user of this process."""
+
+    title = "Slurm"
+
+    def __init__(self, commands: Commands) -> None:
+        self._commands = commands
+
+    def look(self, wanted: Mapping[str, str | None]) -> Mapping[str, Sighting]:
+        """See `Backend`: one `squeue`, and a `sacct` if that does not know all jobs."""
+        words = ("squeue", f"--user={user_name(os.geteuid())}", "--states=all", "--noheader", f"--Format={_SQUEUE}")
+        seen = _sightings(self._commands.run(*words), wanted)
+        forgotten = [external for name, external in wanted.items() if external is not None and name not in seen]
+        for at in range(0, len(forgotten), _AT_ONCE):
+            seen |= _sightings(self._accounting(forgotten[at : at + _AT_ONCE]), wanted)
+        return seen
+
+    def gone(self, external: str) -> Sighting:
+        """See `Backend`. It has ended, nobody knows how."""
+        return Sighting(external, f"Slurm does not know job {external} any more", ended=Ended.EXITED)
+
+    def submit(self, attempt: Submission) -> str:
+        """See `Backend`. Without requeue: the service itself starts a job again, as a new attempt."""
+        job = attempt.job
+        words = ["sbatch", "--parsable", f"--job-name={attempt.name}", f"--comment={job.name}", "--no-requeue"]
+        words += [f"--output={attempt.files.out}"]
+        if attempt.seconds is not None:
+            words += [f"--time={math.ceil((attempt.seconds + _save_seconds(attempt.file)) / 60)}"]
+        environment = {**attempt.values, EXIT_FILE: str(attempt.files.exit), "PYTHONSAFEPATH": "1"}
+        if attempt.code is not None:
+            environment[CODE] = str(attempt.code)
+        try:
+            printed = self._commands.run(*words, *job.sbatch, text=attempt.file, env=environment, cwd=job.folder)
+        except CommandFailed as error:
+            if _PASSING.search(str(error)):
+                raise
+            raise UserError(str(error)) from None
+        external = printed.strip().partition(";")[0]  # the name of the cluster may follow
+        if not external.isdigit():
+            raise EngineFault(f"sbatch: printed no job id but {printed[:100]!r}")
+        return external
+
+    def stop(self, sightings: Sequence[Sighting], now: bool) -> None:
+        """See `Backend`. The script passes the signal on to the launcher, which lets the ranks save."""
+        save = [found.external for found in sightings if found.runs and not now]
+        end = [found.external for found in sightings if now or not found.runs]
+        for options, jobs in ((("--batch", "--signal=TERM"), save), ((), end)):
+            for at in range(0, len(jobs), _AT_ONCE):
+                self._commands.run("scancel", "--quiet", *options, *jobs[at : at + _AT_ONCE])
+
+    def _accounting(self, jobs: Sequence[str]) -> str:
+        """What `sacct` knows of jobs that `squeue` has forgotten; nothing without accounting."""
+        options = ("--allocations", "--noheader", "--parsable2", f"--format={_SACCT}")
+        try:
+            return self._commands.run("sacct", *options, f"--jobs={','.join(jobs)}")
+        except CommandFailed as error:
+            if "accounting storage is disabled" in str(error):
+                return ""
+            raise
+
+
+def _sightings(text: str, wanted: Mapping[str, str | None]) -> dict[str, Sighting]:
+    rows = (line.strip().split("|", 5) for line in text.splitlines())
+    return {row[3]: _sighting(*row) for row in rows if len(row) == 6 and row[3] in wanted}
+
+
+def _sighting(number: str, state: str, code: str, name: str, nodes: str, reason: str) -> Sighting:
+    state, title = state.partition(" ")[0], f"Slurm job {number}"  # "CANCELLED by 1000"
+    if state in _RUNS:
+        return Sighting(number, f"{title} on {nodes}", runs=True)
+    if state not in _ENDED:  # PENDING, CONFIGURING, and what later versions may have
+        return Sighting(number, f"{title}: {reason.rstrip('|') if state == 'PENDING' else state}")
+    ended = _ENDED[state]
+    if ended is not Ended.EXITED:
+        return Sighting(number, f"{title}: {state}", ended=ended)
+    if state == "COMPLETED":
+        return Sighting(number, f"{title}: {state}", ended=ended, code=0)
+    exit_code = _exit_code(code) or 1
+    return Sighting(number, f"{title}: {state}, exit code {exit_code}", ended=ended, code=exit_code)
+
+
+def _exit_code(text: str) -> int:
+    """As a shell tells it: of sacct's CODE:SIGNAL, or of squeue's wait status."""
+    code, _, number = text.partition(":")
+    if not code.isdigit():
+        return 0
+    value, by_signal = (int(code), int(number)) if number.isdigit() else (int(code) >> 8, int(code) & 0x7F)
+    return 128 + by_signal if by_signal else value
+
+
+def _save_seconds(script: str) -> int:
+    """How long before Slurm's time limit the script lets the ranks save: the job's own time limit ends then."""
+    found = re.search(r"^#SBATCH --signal=B:USR1@(\d+)$", script, re.MULTILINE)
+    return int(found[1]) if found else 0

@@ -1,0 +1,259 @@
+"""The loop that follows jobs elsewhere: a real database, and a scheduler that a test moves on."""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from new_jobs import new_job
+
+from hvd_transformer.errors import UserError
+from hvd_transformer.service.engines.backend import Ended, EngineFault, Sighting, Submission
+from hvd_transformer.service.engines.commands import Commands
+from hvd_transformer.service.engines.external_jobs import ExternalJobs
+from hvd_transformer.service.jobs import Cause, Engine, Job, Needs, State
+from hvd_transformer.service.storage.store import Store
+
+
+class FakeScheduler:
+    """Keeps attempts by name. `crash`: the service is killed behind the next submission, before it hears of it."""
+
+    title = "Slurm"
+
+    def __init__(self) -> None:
+        self.attempts: dict[str, Sighting] = {}
+        self.submitted: list[Submission] = []
+        self.stopped: list[tuple[str, bool]] = []
+        self.looks = 0
+        self.fault: Exception | None = None
+        self.crash = False
+
+    def look(self, wanted: Mapping[str, str | None]) -> Mapping[str, Sighting]:
+        self.looks += 1
+        if isinstance(self.fault, EngineFault):
+            raise self.fault
+        return {name: found for name, found in self.attempts.items() if name in wanted}
+
+    def gone(self, external: str) -> Sighting:
+        return Sighting(external, f"{external} is gone", ended=Ended.EXITED)
+
+    def submit(self, attempt: Submission) -> str:
+        if isinstance(self.fault, UserError):
+            raise self.fault
+        assert attempt.name not in self.attempts, "started twice"
+        self.submitted.append(attempt)
+        external = str(len(self.submitted))
+        self.attempts[attempt.name] = Sighting(external, f"job {external}: Resources")
+        if self.crash:
+            self.crash = False
+            raise KeyboardInterrupt
+        return external
+
+    def stop(self, sightings: Sequence[Sighting], now: bool) -> None:
+        self.stopped += [(found.external, now) for found in sightings]
+
+    def see(self, external: str, words: str = "", **fields: Any) -> None:
+        (name,) = (name for name, found in self.attempts.items() if found.external == external)
+        self.attempts[name] = Sighting(external, words, **fields)
+
+
+class Service:
+    """What is left when it is killed is in the folder, and in the scheduler."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.scheduler = folder, FakeScheduler()
+        self.store = Store(folder / "service.db")
+        self.ended: list[Job] = []
+        self.jobs = self._new()
+
+    def _new(self) -> ExternalJobs:
+        return ExternalJobs(
+            self.store, {Engine.SLURM: self.scheduler}, lambda job, name: f"file of {name}", self.folder, Commands(),
+            self.ended.append,
+        )  # fmt: skip
+
+    def restart(self) -> None:
+        self.store.close()
+        self.store = Store(self.folder / "service.db")
+        self.jobs = self._new()
+
+    def add(self, **fields: Any) -> int:
+        given = {"output_dir": str(self.folder / "runs" / "{id}"), "needs": Needs(2, 2), "engine": Engine.SLURM}
+        (number,) = self.store.add_jobs([new_job(**{**given, **fields})])
+        self.jobs.accept([number])
+        return number
+
+    def job(self, number: int) -> Job:
+        found = self.store.job(number)
+        assert found is not None
+        return found
+
+    def tell(self, number: int, attempt: int = 1, **how: Any) -> None:
+        """The launcher tells how it has ended."""
+        file = Path(self.job(number).output_dir) / ".attempts" / f"{attempt}.exit"
+        file.write_text(json.dumps({"code": 0, "cause": "", "step": 3, "refused": {}, "lost": [], **how}))
+
+    def cancel(self, number: int) -> None:
+        self.store.update(number, state=State.STOPPING, stopping=Cause.CANCELLED)
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    made = Service(tmp_path)
+    yield made
+    made.store.close()
+
+
+def test_a_job_from_its_submission_to_its_end(service: Service) -> None:
+    number = service.add()
+    service.jobs.look()
+    (sent,) = service.scheduler.submitted
+    assert sent.file == f"file of {sent.claim}" and sent.name == f"{sent.claim}-1"
+    service.jobs.look()
+    assert (service.job(number).state, service.job(number).reason) == (State.STARTING, "job 1: Resources")
+    service.scheduler.see("1", "job 1 on h1", runs=True)
+    service.jobs.look()
+    assert (service.job(number).state, service.job(number).reason) == (State.RUNNING, "job 1 on h1")
+    service.scheduler.see("1", "job 1: COMPLETED", ended=Ended.EXITED, code=0)
+    service.tell(number)
+    service.jobs.look()
+    assert service.job(number).state is State.SUCCEEDED
+    (attempt,) = service.store.attempts(number)
+    assert (attempt.external, attempt.code, attempt.last_step, attempt.allocation) == ("1", 0, 3, ())
+    assert [job.id for job in service.ended] == [number]
+    looks = service.scheduler.looks
+    assert not service.jobs.look() and service.scheduler.looks == looks  # nobody is asked about no jobs
+
+
+def test_a_service_that_is_killed_behind_a_submission_finds_the_job_again(service: Service) -> None:
+    number = service.add()
+    service.scheduler.crash = True
+    with pytest.raises(KeyboardInterrupt):
+        service.jobs.look()
+    assert service.store.attempts(number)[0].external is None
+    service.restart()
+    for _ in range(3):
+        service.jobs.look()
+    assert len(service.scheduler.submitted) == 1
+    assert service.store.attempts(number)[0].external == "1"
+
+
+def test_a_service_that_is_killed_before_a_submission_makes_up_for_it(service: Service) -> None:
+    number = service.add()
+    service.restart()
+    service.jobs.look()
+    assert len(service.scheduler.submitted) == 1 and service.job(number).state is State.STARTING
+
+
+def test_a_scheduler_that_does_not_answer_loses_nothing(service: Service) -> None:
+    number = service.add()
+    service.scheduler.fault = EngineFault("squeue: did not end within 60 s")
+    service.jobs.look()
+    assert service.job(number).reason == "Slurm: squeue: did not end within 60 s"
+    assert service.scheduler.submitted == []
+    service.scheduler.fault = None
+    for _ in range(2):
+        service.jobs.look()
+    assert service.job(number).reason == "job 1: Resources"
+
+
+def test_what_the_scheduler_refuses_fails_at_once(service: Service) -> None:
+    number = service.add()
+    service.scheduler.fault = UserError("sbatch: Invalid partition name specified")
+    service.jobs.look()
+    job = service.job(number)
+    assert (job.state, job.reason) == (State.FAILED, "sbatch: Invalid partition name specified")
+    assert service.store.attempts(number)[0].code == 2
+
+
+def test_ranks_that_save_get_no_second_signal(service: Service) -> None:
+    number = service.add()
+    service.jobs.look()
+    service.scheduler.see("1", "job 1 on h1", runs=True)
+    service.jobs.look()
+    service.cancel(number)
+    service.jobs.look()
+    service.restart()
+    service.jobs.look()
+    assert service.scheduler.stopped == [("1", False)]
+    service.jobs.kill(number)
+    service.jobs.look()
+    assert service.scheduler.stopped == [("1", False), ("1", True)]
+    service.scheduler.see("1", "job 1: CANCELLED", ended=Ended.CANCELLED)
+    service.jobs.look()
+    assert service.job(number).state is State.CANCELLED
+
+
+def test_a_job_that_is_cancelled_before_its_submission_is_never_submitted(service: Service) -> None:
+    number = service.add()
+    service.cancel(number)
+    service.jobs.look()
+    assert service.job(number).state is State.CANCELLED and service.scheduler.submitted == []
+
+
+def test_a_lost_job_is_submitted_again_under_another_name(service: Service) -> None:
+    number = service.add(max_retries=1)
+    service.jobs.look()
+    for external in ("1", "2"):
+        service.scheduler.see(external, "job: NODE_FAIL", ended=Ended.LOST)
+        service.jobs.look()
+        service.jobs.accept([number])  # as the manager does with queued jobs
+        service.jobs.look()
+    assert [sent.number for sent in service.scheduler.submitted] == [1, 2]
+    assert (service.job(number).state, service.job(number).retries) == (State.FAILED, 1)
+
+
+def test_a_job_that_the_scheduler_has_forgotten_ends_as_its_launcher_told(service: Service) -> None:
+    told, silent = service.add(), service.add(max_retries=0)
+    service.jobs.look()
+    service.tell(told)
+    service.scheduler.attempts.clear()
+    service.jobs.look()
+    assert [service.job(number).state for number in (told, silent)] == [State.SUCCEEDED, State.FAILED]
+
+
+def test_the_time_limit_of_all_attempts_is_passed_on(service: Service) -> None:
+    number = service.add(time_limit=3600.0)
+    service.jobs.look()
+    service.store.begin_external(number, 1, "", time.time() - 600.0)
+    service.scheduler.see("1", "preempted", ended=Ended.PREEMPTED)
+    service.jobs.look()
+    service.jobs.accept([number])
+    service.jobs.look()
+    first, second = (sent.seconds for sent in service.scheduler.submitted)
+    assert first == 3600.0 and second == pytest.approx(3000.0, abs=60.0)
+    service.scheduler.see("2", "TIMEOUT", ended=Ended.TIME_LIMIT)
+    service.jobs.look()
+    assert (service.job(number).state, service.job(number).reason) == (
+        State.FAILED,
+        "reached its time limit of 3600 s",
+    )
+
+
+def test_thousands_of_jobs_take_one_look(service: Service) -> None:
+    jobs = [
+        new_job(output_dir=f"{service.folder}/runs/{number}", engine=Engine.SLURM, max_retries=0)
+        for number in range(1000)
+    ]
+    numbers = service.store.add_jobs(jobs)
+    while waiting := [job.id for job in service.store.waiting()]:
+        service.jobs.accept(waiting)
+    for number in numbers:
+        service.store.set_external(number, 1, str(number))
+    service.jobs.look()
+    assert service.scheduler.looks == 1
+    assert service.store.counts() == {State.FAILED: 1000}
+
+
+def test_the_thread_follows_jobs_by_itself_and_rests_without(service: Service) -> None:
+    service.jobs.start()
+    number = service.add()
+    deadline = time.monotonic() + 60
+    while not service.scheduler.submitted:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    service.jobs.close()
+    service.restart()
+    assert service.job(number).state is State.STARTING
