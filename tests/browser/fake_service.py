@@ -7,9 +7,11 @@ import argparse
 import gzip
 import json
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from http.cookies import SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -202,10 +204,30 @@ class FakeServer(ThreadingHTTPServer):
     def __init__(self, state: State, port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), Handler)
         self.state = state
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._open.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.discard(request)
+        super().shutdown_request(request)
+
+    def server_close(self) -> None:
+        """Also end the connections that the browser keeps, each of which has a thread here."""
+        super().server_close()
+        with self._lock:
+            for request in self._open:
+                with suppress(OSError):  # the browser has closed it
+                    request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that closes a tab in the middle of an answer is no error."""
