@@ -102,6 +102,11 @@ class Attempt:
     cause: str = ""  # why it ended
     external: str | None = None  # its id in Slurm or Kubernetes
 
+    @property
+    def seconds(self) -> float:
+        """How long it ran; 0 if it has not ended."""
+        return 0.0 if self.ended is None else self.ended - self.began
+
 
 @dataclass(frozen=True)
 class Job:

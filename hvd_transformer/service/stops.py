@@ -19,8 +19,7 @@ class Stops:
     def began(self, job: Job, attempt: Attempt) -> None:
         """An attempt of the job has slots. Its time limit is that of all attempts together."""
         if job.time_limit is not None:
-            earlier = self._store.attempts(job.id)[:-1]
-            used = sum(one.ended - one.began for one in earlier if one.ended is not None)
+            used = sum(one.seconds for one in self._store.attempts(job.id))
             self._deadlines[job.id] = attempt.began + job.time_limit - used
 
     def ended(self, job: int) -> None:

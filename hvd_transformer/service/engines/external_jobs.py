@@ -203,8 +203,7 @@ class ExternalJobs:
     def _seconds_left(self, job: Job) -> float | None:
         if job.time_limit is None:
             return None
-        earlier = self._store.attempts(job.id)
-        return max(1.0, job.time_limit - sum(one.ended - one.began for one in earlier if one.ended is not None))
+        return max(1.0, job.time_limit - sum(one.seconds for one in self._store.attempts(job.id)))
 
     def _end(self, attempt: ExternalAttempt, seen: Sighting) -> None:
         job = self._known(attempt)

@@ -15,6 +15,7 @@ from hvd_transformer.service.storage.settings import SettingsTable
 from hvd_transformer.service.storage.transitions import check_transition
 
 _CHANGEABLE = {"state", "priority", "retries", "stopping", "reason", "estimated_start", "ended"}
+_MOST_DEPENDENCIES = 100_000  # of an array together: they are written in one transaction
 _MOVED = 60.0  # seconds by which an estimate must move to be written
 
 
@@ -28,7 +29,7 @@ class JobTable(SettingsTable):
 
         With an idempotency key that the owner has used before they are those of then. `body`: the request as it was
         sent, to tell whether it is the same; by default the jobs are compared. Raises `UserError` for a limit of the
-        owner, an unknown job in `after`, an output_dir that another job uses, or a key of another request.
+        owner, an unknown job or too many in `after`, an output_dir that another job uses, or a key of another request.
         """
         owner, now = jobs[0].owner, jobs[0].submitted
         with self.database.write() as connection:
@@ -40,9 +41,9 @@ class JobTable(SettingsTable):
             last = connection.execute("SELECT coalesce(max(seq), 0) FROM sqlite_sequence WHERE name = 'jobs'")
             first = int(last.fetchone()[0]) + 1
             ids = list(range(first, first + len(jobs)))
+            _check_dependencies(connection, first, jobs)
             for number, job in zip(ids, jobs, strict=True):
                 array = first if job.array else None
-                _check_dependencies(connection, first, job)
                 job_rows.insert(connection, number, array, job)
                 pace_table.insert(connection, number, job)
                 if (user := job_rows.conflict(connection, number)) is not None:
@@ -241,7 +242,12 @@ def _counts(connection: sqlite3.Connection, owner: str | None) -> dict[State, in
     return {State(state): number for state, number in rows}
 
 
-def _check_dependencies(connection: sqlite3.Connection, first: int, job: NewJob) -> None:
-    for other in job.after:
+def _check_dependencies(connection: sqlite3.Connection, first: int, jobs: Sequence[NewJob]) -> None:
+    if (number := sum(len(set(job.after)) for job in jobs)) > _MOST_DEPENDENCIES:
+        raise UserError(
+            f"after: {number:,} dependencies of {len(jobs):,} jobs; at most {_MOST_DEPENDENCIES:,}: let one job wait "
+            "for the others, and these jobs for it"
+        )
+    for other in sorted({other for job in jobs for other in job.after}):
         if other >= first or connection.execute("SELECT 1 FROM jobs WHERE id = ?", (other,)).fetchone() is None:
             raise UserError(f"after {other}: no such job")

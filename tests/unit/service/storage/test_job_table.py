@@ -53,6 +53,13 @@ def test_all_or_none_are_added(store: Store) -> None:
     assert store.jobs() == [] and store.last_seq() == before
 
 
+def test_an_array_has_no_more_dependencies_than_one_transaction_takes(store: Store) -> None:
+    ids = store.add_jobs([new_job("a") for _ in range(401)])
+    with pytest.raises(UserError, match=r"^after: 100,250 dependencies of 250 jobs; at most 100,000: let one job wait"):
+        store.add_jobs([new_job("b", after=tuple(ids)) for _ in range(250)])
+    assert len(store.jobs()) == 401
+
+
 def test_a_run_directory_is_of_one_job_at_a_time(store: Store) -> None:
     (first,) = store.add_jobs([new_job(output_dir="/runs/x")])
     with pytest.raises(
