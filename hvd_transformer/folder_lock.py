@@ -28,6 +28,8 @@ _LOOK_SECONDS = 0.2
 
 # Set by a launcher: the name of this start, JOB.NUMBER, and those of its earlier ones whose ranks have all ended.
 START, ENDED_STARTS = "HVD_TRANSFORMER_START", "HVD_TRANSFORMER_ENDED_STARTS"
+# Set by who starts one launcher after another for the same job: what the names of all starts begin with; has no ".".
+JOB = "HVD_TRANSFORMER_JOB"
 
 
 class FolderLock:

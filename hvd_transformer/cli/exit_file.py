@@ -1,7 +1,8 @@
 """How a launcher ended, for the program that started it: HVD_TRANSFORMER_EXIT_FILE names the file.
 
 Unlike exit.json of a run directory it is written at every end, also before the ranks ran. It is a JSON object: `code`,
-`cause`, `restarts`, `step`, `hosts`, `refused` (hosts that could not be used for a start, and why) and `lost` (hosts
+`cause`, `stopped` (the signal that asked it to stop, such as "SIGTERM", "request" if that was `hvd-transformer stop`,
+or null), `restarts`, `step`, `hosts`, `refused` (hosts that could not be used for a start, and why) and `lost` (hosts
 that the last start lost). Wrong input has code 2 and neither; with code 2 and refused hosts, it is they that are wrong.
 """
 
@@ -19,7 +20,15 @@ from hvd_transformer.atomic import write_text
 from hvd_transformer.errors import WRONG_INPUT, UserError
 
 _NAME = "HVD_TRANSFORMER_EXIT_FILE"
-_NOTHING = {"cause": "", "restarts": 0, "step": None, "hosts": [], "refused": {}, "lost": []}
+_NOTHING: Mapping[str, Any] = {
+    "cause": "",
+    "stopped": None,
+    "restarts": 0,
+    "step": None,
+    "hosts": [],
+    "refused": {},
+    "lost": [],
+}
 
 
 class ExitFile:

@@ -16,6 +16,7 @@ from hvd_transformer.cli import options
 from hvd_transformer.cli.exit_file import ExitFile
 from hvd_transformer.cli.launch_options import LaunchOptions
 from hvd_transformer.errors import UserError
+from hvd_transformer.folder_lock import JOB
 
 if TYPE_CHECKING:
     from hvd_transformer.config import Config
@@ -219,9 +220,9 @@ def _run(
     screen = Screen(False if is_detached() else None)
     if screen.terminal:
         values[SCREEN] = "launcher"
-    plan = LaunchPlan(
-        worker.words, worker.again, values, environment, Limits(chosen.restarts, chosen.give_up_seconds), min_ranks
-    )
+    allowed = Limits(chosen.restarts, chosen.give_up_seconds)
+    job_name = os.environ.pop(JOB, "")
+    plan = LaunchPlan(worker.words, worker.again, values, environment, allowed, min_ranks, job_name)
     limits = chosen.limits(len(horovodrun.hosts))
     with ExitStack() as stack:
         job = None if worker.run is None else stack.enter_context(LaunchedJob(worker.run))

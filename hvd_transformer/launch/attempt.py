@@ -50,6 +50,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.count = 0
+        self.by: str | None = None  # who asked first: a signal's name, or "request"
         self._terminated = -math.inf  # when the last SIGTERM came
         self._previous = {
             number: signal.signal(number, self._note)
@@ -61,10 +62,16 @@ class Stop:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
+        self.by = self.by or signal.Signals(number).name
         if number != signal.SIGTERM or now - self._terminated > _SAME_SECONDS:
             self.count += 1
         if number == signal.SIGTERM:
             self._terminated = now
+
+    def request(self, signals: int) -> None:
+        """Do as these many signals do in all. Asking again changes nothing."""
+        self.by = self.by or "request"
+        self.count = max(self.count, signals)
 
     def restore(self) -> None:
         """Restore the previous signal handlers."""
@@ -170,7 +177,7 @@ def _wait(
             stopped = True
             ranks = agents.stop()
             if stop.count:
-                say(f"{ranks} ranks are saving; a second signal kills them")
+                say(f"saving on {ranks} rank{'' if ranks == 1 else 's'}; a second signal kills them")
             deadline = time.monotonic() + save_seconds
         if stopped and not agents.running:  # the last rank has saved
             break

@@ -38,6 +38,7 @@ class LaunchPlan:
     environment: Mapping[str, str]  # of horovodrun
     limits: Limits
     min_ranks: int
+    job: str = ""  # a name that the job's other launchers have, too, if there are any
 
 
 class Supervisor:
@@ -67,7 +68,7 @@ class Supervisor:
         self._lost: Sequence[str] = ()  # hosts by the last start
         self._last_step: int | None = None  # that a rank has told
         self._begun = False  # whether a start had all of its hosts
-        self._job, self._starts = uuid4().hex, 0
+        self._job, self._starts = f"{plan.job}.{uuid4().hex}".lstrip("."), 0
         self._ended_starts: list[str] = []  # of which no rank can be left
         self._next = ""
 
@@ -78,7 +79,8 @@ class Supervisor:
         """
         with self._asking:
             stop = self._stop = Stop()
-            stop.count += self._asked
+            if self._asked:
+                stop.request(self._asked)
         try:
             code = 1
             hosts: list[Host] | None = self._first_hosts()
@@ -107,13 +109,14 @@ class Supervisor:
             if self._stop is None:
                 self._asked = max(self._asked, signals)
             else:
-                self._stop.count = max(self._stop.count, signals)
+                self._stop.request(signals)
 
     def how(self) -> dict[str, Any]:
         """What is known of the end of the job, for exit.json."""
-        stopped = self._stop is not None and self._stop.count > 0
+        stopped = None if self._stop is None else self._stop.by
         return {
-            "cause": "it was asked to stop" if stopped else self._cause,
+            "cause": self._cause if stopped is None else "it was asked to stop",
+            "stopped": stopped,
             "restarts": self._policy.restarts,
             "step": self._last_step,
             "hosts": [host.name for host in self._hosts],

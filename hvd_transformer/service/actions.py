@@ -20,8 +20,7 @@ from hvd_transformer.service.submitting.submission import Request, prepare
 class Actions:
     """Any thread may call them. `wake` tells the manager that something has changed, `kill` not to let a job save.
 
-    `ended` is told each job that ends here, as it was only waiting. All raise `UserError` where the state of a job or
-    host does not allow it.
+    All raise `UserError` where the state of a job or host does not allow it.
     """
 
     def __init__(
@@ -31,10 +30,8 @@ class Actions:
         runs: Path,
         wake: Callable[[], object],
         kill: Callable[[int], object],
-        ended: Callable[[Job], object] = lambda job: None,
     ) -> None:
         self._store, self._checker, self._runs, self._wake, self._kill = store, checker, runs, wake, kill
-        self._ended = ended
         self._submitting = threading.Lock()  # from the check of the folders to the jobs in the database
 
     def submit(self, request: Request, owner: str, key: str | None) -> list[Job]:
@@ -56,13 +53,11 @@ class Actions:
             if job.state in ENDED:
                 raise UserError(f"job {id} has ended: {job.state.value}")
             if job.state in ACTIVE:
-                job = self._store.update(id, state=State.STOPPING, stopping=Cause.CANCELLED)
+                job = self._store.update(id, state=State.STOPPING, stopping=Cause.KILLED if now else Cause.CANCELLED)
                 if now:
                     self._kill(id)
             else:
                 job = self._store.update(id, state=State.CANCELLED, reason="cancelled", ended=time.time())
-        if job.state in ENDED:
-            self._ended(job)
         self._wake()
         return job
 

@@ -32,6 +32,7 @@ class Cause(str, Enum):
     """Why a job is being stopped, and what then becomes of it."""
 
     CANCELLED = "cancelled"  # → CANCELLED
+    KILLED = "killed"  # → CANCELLED, without saving
     PREEMPTED = "preempted"  # → QUEUED
     TIME_LIMIT = "time limit"  # → FAILED
     HELD = "held"  # → HELD

@@ -44,9 +44,8 @@ class Manager:
     """One thread, from `start` to `close`; jobs go on after `close`.
 
     `progress`: how far the run in a folder is; `taken`: slots that launches outside the service use; `host_states`:
-    what is known of hosts; `suspect` is told hosts that an attempt could not use; `ended` is told each job whose
-    attempt has ended; `disk_bytes`: of the runs of each user; `hand_over` gets queued jobs of other schedulers, and
-    need not take all of them.
+    what is known of hosts; `suspect` is told hosts that an attempt could not use; `disk_bytes`: of the runs of each
+    user; `hand_over` gets queued jobs of other schedulers, and need not take all of them.
     """
 
     def __init__(
@@ -57,12 +56,11 @@ class Manager:
         taken: Callable[[], Sequence[Placement]] = tuple,
         host_states: Callable[[], Mapping[str, HostState]] = dict,
         suspect: Callable[[Mapping[str, str]], object] = lambda hosts: None,
-        ended: Callable[[Job], object] = lambda job: None,
         disk_bytes: Callable[[], Mapping[str, int] | None] = dict,
         hand_over: Callable[[Sequence[int]], object] = lambda jobs: None,
     ) -> None:
         self._store, self._launchers = store, launchers
-        self._taken, self._host_states, self._suspect, self._ended = taken, host_states, suspect, ended
+        self._taken, self._host_states, self._suspect = taken, host_states, suspect
         self._disk_bytes, self._hand_over = disk_bytes, hand_over
         self._stops, self._estimates = Stops(store, launchers), RunEstimates(store, progress)
         self.pass_seconds = Histogram((0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0))
@@ -200,7 +198,6 @@ class Manager:
         if hosts := {**dict.fromkeys(ended.lost, "it no longer answered"), **ended.refused}:
             self._suspect(hosts)
         self._due.set()
-        self._ended(job)
 
     def _note_refusal(self, job: int, refused: bool) -> None:
         """A job that could not be started is tried again at once, elsewhere, but does not go round in circles."""

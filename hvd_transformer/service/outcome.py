@@ -8,6 +8,7 @@ from hvd_transformer.service.jobs import Cause, Job, State
 
 _AFTER_STOP = {
     Cause.CANCELLED: State.CANCELLED,
+    Cause.KILLED: State.CANCELLED,
     Cause.PREEMPTED: State.QUEUED,
     Cause.HELD: State.HELD,
     Cause.TIME_LIMIT: State.FAILED,
@@ -19,7 +20,8 @@ class Exit:
     """How an attempt ended. `code`: the launcher's exit code; None if it was killed.
 
     `refused`: hosts that could not be used at the start, and why; `lost`: hosts that no longer answered. `started`:
-    False if there never was a launcher, for a reason that is no fault of the job.
+    False if there never was a launcher, for a reason that is no fault of the job. `stopped`: what asked it to save and
+    stop, if something did: the name of a signal, or "request", which was the service or `hvd-transformer stop`.
     """
 
     code: int | None
@@ -29,6 +31,7 @@ class Exit:
     lost: Sequence[str] = ()
     started: bool = True
     interrupted: bool = False  # by another scheduler that ran it, through no fault of the job
+    stopped: str | None = None
 
 
 def not_started(why: str) -> Exit:
@@ -48,7 +51,7 @@ class Outcome:
 def outcome(job: Job, ended: Exit) -> Outcome:
     """The rules: a job that was stopped becomes what it was stopped for, wrong input and errors of the job are never
     tried again, stalled jobs, lost hosts and killed launchers are, and a job that was not started, or was interrupted,
-    loses no retry.
+    as by a reboot of this machine, loses no retry.
     """
     if ended.code == 0:
         return Outcome(State.SUCCEEDED, "")
@@ -58,6 +61,10 @@ def outcome(job: Job, ended: Exit) -> Outcome:
         return Outcome(State.QUEUED, ended.cause)
     if ended.refused:
         return Outcome(State.QUEUED, f"not started: {'; '.join(ended.refused.values())}")
+    if ended.stopped == "request":
+        return Outcome(State.CANCELLED, "stopped with hvd-transformer stop")
+    if ended.stopped is not None:
+        return Outcome(State.QUEUED, f"its launcher got {ended.stopped}")
     if not _is_transient(ended):
         return Outcome(State.FAILED, ended.cause or f"exit code {ended.code}")
     why = ended.cause or _transient_words(ended)
@@ -80,4 +87,5 @@ def _transient_words(ended: Exit) -> str:
 def _stopped(job: Job) -> str:
     if job.stopping is Cause.TIME_LIMIT:
         return f"reached its time limit of {job.time_limit:.0f} s"
-    return {Cause.CANCELLED: "cancelled", Cause.PREEMPTED: "preempted", Cause.HELD: "held"}[job.stopping or Cause.HELD]
+    words = {Cause.KILLED: "cancelled without saving", Cause.PREEMPTED: "preempted", Cause.HELD: "held"}
+    return words.get(job.stopping or Cause.CANCELLED, "cancelled")

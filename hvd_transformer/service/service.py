@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from hvd_transformer.errors import UserError
 from hvd_transformer.own_folder import make_own_folder, user_name
@@ -19,13 +18,13 @@ from hvd_transformer.service.engines.external_jobs import ExternalJobs
 from hvd_transformer.service.engines.kubernetes import Kubernetes
 from hvd_transformer.service.engines.slurm import Slurm
 from hvd_transformer.service.housekeeping import Housekeeping
-from hvd_transformer.service.jobs import ENDED, Engine, Host, Job
+from hvd_transformer.service.jobs import Engine, Host
 from hvd_transformer.service.launching.attempts import Launchers
 from hvd_transformer.service.launching.host_checks import HostChecks
 from hvd_transformer.service.launching.plain_launches import PlainLaunches
 from hvd_transformer.service.manager import Manager
 from hvd_transformer.service.remote.address import DATABASE
-from hvd_transformer.service.runs.index import RunIndex, run_id
+from hvd_transformer.service.runs.index import RunIndex
 from hvd_transformer.service.runs.launcher_beats import LauncherBeats
 from hvd_transformer.service.runs.metrics.curves import Curves
 from hvd_transformer.service.storage.store import Store
@@ -120,23 +119,16 @@ class TrainingService:
         store, launchers, checker = self._store, Launchers(options.state), Checker(options.state / "code")
         stack.callback(checker.close)
         stack.callback(launchers.close)
-        webhook = None
         if options.webhook is not None:
-            webhook = Webhook(options.webhook)
+            webhook = Webhook(options.webhook, store)
+            webhook.start()
             stack.callback(webhook.close)
-
-        def ended(job: Job) -> None:
-            if webhook is not None and job.state in ENDED:
-                webhook.tell(news(job))
-
         commands = Commands()
         backends: dict[Engine, Backend] = {
             Engine.SLURM: Slurm(commands),
             Engine.KUBERNETES: Kubernetes(commands, store.service_id()),
         }
-        external = ExternalJobs(
-            store, backends, checker.job_file, options.state, commands, ended, lambda: manager.wake()
-        )
+        external = ExternalJobs(store, backends, checker.job_file, options.state, commands, lambda: manager.wake())
         checks = HostChecks(store.hosts, options.runs, lambda: _busy(store), lambda: manager.wake())
         launches = PlainLaunches(launchers.pids, lambda: [host.name for host in store.hosts()], lambda: manager.wake())
         manager = Manager(
@@ -146,7 +138,6 @@ class TrainingService:
             launches.taken,
             checks.states,
             checks.suspect,
-            ended,
             housekeeping.disk_bytes,
             external.accept,
         )
@@ -166,7 +157,7 @@ class TrainingService:
             on_hosts = job is None or job.engine is Engine.HOSTS
             (manager if on_hosts else external).kill(id)
 
-        actions = Actions(store, checker, options.runs, wake, kill, ended)
+        actions = Actions(store, checker, options.runs, wake, kill)
         return parts.Queue(actions, manager, launches.taken, checks.states)
 
 
@@ -178,16 +169,6 @@ def _make_folder(option: str, folder: Path, mode: int | None = None) -> None:
             folder.chmod(mode)
     except OSError as error:
         raise UserError(f"{option} {folder}: cannot be used as a folder: {error.strerror}") from None
-
-
-def news(job: Job) -> dict[str, Any]:
-    """What the webhook is told of a job that has ended."""
-    run = {"run": run_id(Path(job.output_dir)), "output_dir": job.output_dir}
-    return {
-        **{key: getattr(job, key) for key in ("id", "name", "owner", "reason", "submitted", "ended")},
-        "state": job.state.value,
-        **run,
-    }
 
 
 def _busy(store: Store) -> set[str]:

@@ -18,6 +18,8 @@ class Stops:
 
     def began(self, job: Job, attempt: Attempt) -> None:
         """An attempt of the job has slots. Its time limit is that of all attempts together."""
+        if job.stopping is Cause.KILLED:  # before this service was started
+            self._to_kill.add(job.id)
         if job.time_limit is not None:
             used = sum(one.seconds for one in self._store.attempts(job.id))
             self._deadlines[job.id] = attempt.began + job.time_limit - used
@@ -46,6 +48,7 @@ class Stops:
             return
         if job.id in self._to_kill:
             self._to_kill.discard(job.id)
+            self._asked.add(job.id)
             self._launchers.stop(job, attempt, now=True)
         elif job.id not in self._asked:
             self._asked.add(job.id)

@@ -1,6 +1,8 @@
 """Attempts of the service with the real launcher and real ranks: begun, adopted, stopped, resumed."""
 
 import json
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -60,12 +62,14 @@ def test_an_attempt_is_started_forgotten_adopted_stopped_and_resumed(tmp_path: P
     assert launchers.adopt(endless, first) is None
     assert change(launchers) == Change(1, 1)
     wait_for_line(tmp_path / "run" / "metrics.jsonl", "loss")
+    lock = json.loads((tmp_path / "run" / ".lock").read_bytes())
+    assert lock["start"].startswith("1-0.")  # the next attempt waits for ranks of this one, if hosts are cut off
     launchers.stop(endless, first, now=False)
     ended = change(launchers)
     done = summary(tmp_path / "run")
     assert done["status"] == "stopped"
     assert ended.exit is not None
-    assert ended == Change(1, 1, Exit(1, "it was asked to stop", ended.exit.step))
+    assert ended == Change(1, 1, Exit(1, "it was asked to stop", ended.exit.step, stopped="request"))
     assert (ended.exit.step or 0) <= done["steps"]  # that of the last heartbeat that came before the end
     told = json.loads((tmp_path / "state" / "jobs" / "1" / "1.exit").read_text())
     assert told["hosts"] == ["localhost"]
@@ -90,9 +94,11 @@ def test_an_elastic_job_grows(tmp_path: Path) -> None:
     log = tmp_path / "run" / "logs" / "launch.log"
     wait_for_line(log, "resuming: 2 ranks on localhost")
     wait_for_line(log, "2 ranks over gloo")
-    launchers.stop(elastic, first, now=False)
+    (launcher,) = launchers.pids()
+    os.kill(launcher, signal.SIGTERM)  # as when this machine is shut down
     ended = change(launchers).exit
     assert ended is not None and (ended.code, ended.cause, ended.lost) == (1, "it was asked to stop", ())
+    assert ended.stopped == "SIGTERM"
     assert summary(tmp_path / "run")["world"] == 2
     launchers.close()
 

@@ -145,7 +145,7 @@ def test_a_cancelled_job_saves_and_is_not_queued_again(
     cluster.said("scancel", *options, job.number)
     told = job.wait(60, JobState=end)
     assert told["Restarts"] == "0"
-    assert "are saving" in job.text()
+    assert "saving on" in job.text()
     assert summary(job.run)["status"] == "stopped", job.text()
     assert state(job.run)["position"]["step"] == job.last_step() < STEPS
     job.assert_free()

@@ -38,9 +38,8 @@ JobFile = Callable[[Job, str], str]  # the text of the job file, with what it ma
 class ExternalJobs:
     """One thread, from `start` to `close`; jobs go on after `close`.
 
-    `state`: the service's state folder; `commands`: that the backends run; `job_file` raises `UserError`; `ended` is
-    told each job whose attempt has ended, then `wake_manager` is called. `wake`, `accept` and `kill` may be called from
-    any thread.
+    `state`: the service's state folder; `commands`: that the backends run; `job_file` raises `UserError`;
+    `wake_manager` is called when an attempt has ended. `wake`, `accept` and `kill` may be called from any thread.
     """
 
     def __init__(
@@ -50,15 +49,15 @@ class ExternalJobs:
         job_file: JobFile,
         state: Path,
         commands: Commands,
-        ended: Callable[[Job], object] = lambda job: None,
         wake_manager: Callable[[], object] = lambda: None,
         seconds: float = LOOK_SECONDS,
     ) -> None:
         self._store, self._backends, self._job_file, self._state = store, backends, job_file, state
         self._commands = commands
-        self._ended, self._wake_manager, self._seconds = ended, wake_manager, seconds
+        self._wake_manager, self._seconds = wake_manager, seconds
         self._service = store.service_id()
-        self._to_kill: set[int] = set()
+        stopping = store.jobs([State.STOPPING])  # before this service was started
+        self._to_kill = {job.id for job in stopping if job.engine in backends and job.stopping is Cause.KILLED}
         self._due, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="external jobs", daemon=True)
 
@@ -219,7 +218,6 @@ class ExternalJobs:
                 job = self._store.update(job.id, state=State.STOPPING, stopping=Cause.TIME_LIMIT)
             job = settle(self._store, job, attempt.number, ended, time.time())
         self._to_kill.discard(job.id)
-        self._ended(job)
         self._wake_manager()  # jobs may wait for it
 
     def _known(self, attempt: ExternalAttempt) -> Job:

@@ -93,7 +93,14 @@ class AttemptFiles:
         """How the launcher ended; None if it has not told."""
         try:
             told = json.loads(self.exit.read_text(encoding="utf-8"))
-            return Exit(int(told["code"]), str(told["cause"]), told["step"], dict(told["refused"]), tuple(told["lost"]))
+            return Exit(
+                int(told["code"]),
+                str(told["cause"]),
+                told["step"],
+                dict(told["refused"]),
+                tuple(told["lost"]),
+                stopped=told.get("stopped"),  # a launcher that ran before an upgrade does not tell it
+            )
         except (OSError, ValueError, KeyError, TypeError):
             return None
 

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from hvd_transformer.folder_lock import JOB
 from hvd_transformer.launch.detach import BEGUN
 from hvd_transformer.service.jobs import Allocation, Host, Job
 from hvd_transformer.service.launching.attempt_files import AttemptFiles, write_discovery_script
@@ -41,6 +42,7 @@ def launch_environment(job: Job, defaults: Mapping[str, str], begun: int, files:
         **values,
         BEGUN: str(begun),
         EXIT_FILE: str(files.exit),
+        JOB: f"{job.id}-{job.submitted * 1e6:.0f}",  # its lock may outlive an attempt that has lost hosts
         "PYTHONSAFEPATH": "1",  # see `launcher_environment`
     }
 

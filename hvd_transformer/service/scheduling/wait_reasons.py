@@ -26,11 +26,18 @@ def outside(needs: Needs, shape: Shape, room: int) -> str:
 
 
 def unusable(hosts: Sequence[Host]) -> str:
-    """Which hosts the job would need."""
-    down = [host.name for host in hosts if host.down]
+    """Which hosts the job would need, and why if it is a single one."""
+    down = [host for host in hosts if host.down]
     drained = [host.name for host in hosts if host.drained and not host.down]
-    found = (("down", down), ("drained", drained))
-    return "; ".join(f"hosts {state}: {_names(names)}" for state, names in found if names)
+    parts = []
+    if len(down) == 1:
+        why = down[0].down.partition("; ")[0].removeprefix(f"host {down[0].name}: ")
+        parts.append(f"host down: {down[0].name} ({why})")
+    elif down:
+        parts.append(f"hosts down: {_names([host.name for host in down])}")
+    if drained:
+        parts.append(f"host{'s' * (len(drained) > 1)} drained: {_names(drained)}")
+    return "; ".join(parts)
 
 
 def reserved(job: int) -> str:

@@ -11,7 +11,7 @@ from hvd_transformer.service.jobs import ACTIVE, ENDED, WAITING, Cause, Engine, 
 from hvd_transformer.service.scheduling.snapshot import Waiting
 from hvd_transformer.service.storage import idempotency, job_rows, pace_table
 from hvd_transformer.service.storage.new_job import NewJob, digest
-from hvd_transformer.service.storage.settings import SettingsTable
+from hvd_transformer.service.storage.news_table import NewsTable
 from hvd_transformer.service.storage.transitions import check_transition
 
 _CHANGEABLE = {"state", "priority", "retries", "stopping", "reason", "estimated_start", "ended"}
@@ -19,7 +19,7 @@ _MOST_DEPENDENCIES = 100_000  # of an array together: they are written in one tr
 _MOVED = 60.0  # seconds by which an estimate must move to be written
 
 
-class JobTable(SettingsTable):
+class JobTable(NewsTable):
     """The jobs. Their starts are in `AttemptTable`."""
 
     def add_jobs(
@@ -127,15 +127,15 @@ class JobTable(SettingsTable):
 
         Raises `UserError` for an unknown job, or if it cannot go to that state (`transitions.py`), or is to run again
         while another job uses its run directory. What belongs to the state that it leaves is cleared. A job that is
-        being stopped stays stopped for its first cause, or is cancelled. Only `start` and `end_attempt` give and take
-        slots.
+        being stopped stays stopped for its first cause, or is cancelled, or killed. Only `start` and `end_attempt` give
+        and take slots.
         """
         with self.database.write() as connection:
             job = self._known(connection, job_id)
             state = fields.get("state", job.state)
             check_transition(job_id, job.state, state)
             assert (state in ACTIVE) == (job.state in ACTIVE), "slots are given by start, and taken by end_attempt"
-            if job.state is state is State.STOPPING and fields.get("stopping", Cause.CANCELLED) is not Cause.CANCELLED:
+            if job.state is state is State.STOPPING and not _outranks(fields.get("stopping"), job.stopping):
                 return job  # what it is being stopped for stays, but for a cancel
             again = job.state in ENDED and state not in ENDED
             if again and (user := job_rows.conflict(connection, job_id)) is not None:
@@ -198,6 +198,8 @@ class JobTable(SettingsTable):
             cleared = {"reason": "", "stopping": None, "estimated_start": None, "ended": None}
             fields = {**cleared, **fields}
             assert (state in ENDED) == (fields["ended"] is not None), "the time of a job's end belongs to its end"
+            if state in ENDED:
+                self._add_news(connection, job.id, state, fields["reason"], fields["ended"])
         columns = ", ".join(f"{name} = :{name}" for name in fields)
         connection.execute(f"UPDATE jobs SET {columns} WHERE id = :id", {**fields, "id": job.id})
         self.changed(connection, "job", [job.id])
@@ -228,6 +230,11 @@ _UNMET = (
 
 _ENGINES = {engine.value: engine for engine in Engine}
 _needs = lru_cache(Needs)  # of thousands of jobs most need the same
+
+
+def _outranks(new: Cause | None, old: Cause | None) -> bool:
+    """Whether a job that is being stopped for `old` is to be stopped for `new` instead."""
+    return new is Cause.KILLED or (new is Cause.CANCELLED and old is not Cause.KILLED)
 
 
 def _moved(old: float | None, new: float | None) -> bool:

@@ -166,6 +166,16 @@ MIGRATIONS: tuple[str, ...] = (
     ) WITHOUT ROWID;
     CREATE INDEX paces_by_time ON paces (seen);
     """,
+    """
+    CREATE TABLE news (
+        seq INTEGER PRIMARY KEY,
+        job INTEGER NOT NULL REFERENCES jobs ON DELETE CASCADE,
+        state TEXT NOT NULL,
+        reason TEXT NOT NULL,
+        ended REAL NOT NULL
+    );
+    CREATE INDEX news_by_job ON news (job);
+    """,
 )
 
 

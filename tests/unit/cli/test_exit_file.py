@@ -11,7 +11,7 @@ from hvd_transformer.cli.exit_file import ExitFile
 from hvd_transformer.cli.launch import launch
 from hvd_transformer.errors import UserError
 
-NOTHING = {"cause": "", "restarts": 0, "step": None, "hosts": [], "refused": {}, "lost": []}
+NOTHING = {"cause": "", "stopped": None, "restarts": 0, "step": None, "hosts": [], "refused": {}, "lost": []}
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_every_end_has_a_code_and_a_cause(file: Path, error: BaseException | Non
 
 
 def test_what_the_supervisor_knows_is_told_with_it(file: Path) -> None:
-    how = {"cause": "host h2 is lost", "restarts": 3, "step": 70, "hosts": ["h1"], "refused": {}, "lost": ["h2"]}
+    how = {**NOTHING, "cause": "host h2 is lost", "restarts": 3, "step": 70, "hosts": ["h1"], "lost": ["h2"]}
     with pytest.raises(SystemExit), ExitFile() as exit_file:
         exit_file.watch(lambda: how)
         raise SystemExit(1)

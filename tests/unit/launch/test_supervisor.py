@@ -73,10 +73,11 @@ def supervise(
     examine: Examine | None = None,
     limits: TimeLimits | None = None,
     watch: Callable[[Supervisor], object] = lambda supervisor: None,
+    job_name: str = "",
 ) -> int:
     hosts = HostPool(find, num_ranks)
     words = ["sh", "-c", WORKER + script]
-    plan = LaunchPlan(words, words, {}, dict(os.environ), Limits(restarts, give_up_seconds), min_ranks)
+    plan = LaunchPlan(words, words, {}, dict(os.environ), Limits(restarts, give_up_seconds), min_ranks, job_name)
     with (
         LaunchedJob(stand / "run") as job,
         closing(LaunchOutput(Screen(), job)) as output,
@@ -237,6 +238,7 @@ def test_it_tells_refused_hosts_from_wrong_input(stand: Path) -> None:
         )
     assert told[0].how() == {
         "cause": "",
+        "stopped": None,
         "restarts": 0,
         "step": None,
         "hosts": [],
@@ -279,7 +281,15 @@ def test_it_may_be_asked_to_stop_before_it_runs(stand: Path) -> None:
 
     assert supervise(stand, "sleep 100", given(localhost=1), restarts=3, watch=ask) == 1
     assert not (stand / "starts-0").exists()
-    assert asking[0].how()["cause"] == "it was asked to stop"
+    assert (asking[0].how()["cause"], asking[0].how()["stopped"]) == ("it was asked to stop", "request")
+
+
+def test_it_tells_which_signal_has_stopped_it(stand: Path) -> None:
+    told: list[Supervisor] = []
+    script = f"kill -TERM {os.getpid()}; sleep 100"
+    assert supervise(stand, script, given(localhost=1), restarts=3, watch=told.append) == 143
+    assert starts(stand) == [1]
+    assert (told[0].how()["cause"], told[0].how()["stopped"]) == ("it was asked to stop", "SIGTERM")
 
 
 def test_a_host_that_is_back_without_its_data_is_refused_alone(stand: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -337,6 +347,16 @@ def test_a_start_tells_which_earlier_ones_have_ended(stand: Path) -> None:
     names, ended = zip(*(line.split(",") for line in (stand / "told-0").read_text().splitlines()), strict=True)
     assert ended == ("", names[0], f"{names[0]} {names[1]}")
     assert len(set(names)) == 3
+
+
+def test_launchers_of_the_same_job_name_their_starts_alike_but_not_the_same(stand: Path) -> None:
+    script = 'echo "$HVD_TRANSFORMER_START" >>told'
+    for job in ("7", "7", "", ""):
+        assert supervise(stand, script, given(localhost=1), job_name=job) == 0
+    names = (stand / "told").read_text().split()
+    first, second, *others = (name.partition(".")[0] for name in names)
+    assert (first, second) == ("7", "7") and len({first, *others}) == 3
+    assert len(set(names)) == 4
 
 
 def test_new_hosts_are_taken_in_after_the_ranks_have_saved(stand: Path, monkeypatch: pytest.MonkeyPatch) -> None:

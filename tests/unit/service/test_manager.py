@@ -76,12 +76,11 @@ class Service:
         self.store, self.launchers = Store(folder / "service.db"), FakeLaunchers()
         self.states: dict[str, HostState] = {}
         self.suspected: list[Mapping[str, str]] = []
-        self.ended: list[Job] = []
         self.handed_over: list[Sequence[int]] = []
         self.progress: dict[Path, Progress] = {}
         self.manager = self.new_manager()
         checker = Checker(folder / "code")
-        self.actions = Actions(self.store, checker, folder / "runs", lambda: None, self.manager.kill, self.ended.append)
+        self.actions = Actions(self.store, checker, folder / "runs", lambda: None, self.manager.kill)
         self.folder = folder
 
     def new_manager(self) -> Manager:
@@ -91,7 +90,6 @@ class Service:
             self.progress.get,
             host_states=lambda: self.states,
             suspect=self.suspected.append,
-            ended=self.ended.append,
             hand_over=self.handed_over.append,
         )
 
@@ -137,7 +135,6 @@ def test_a_job_runs_to_its_end(service: Service) -> None:
     assert service.state(job) is State.SUCCEEDED
     (attempt,) = service.store.attempts(job)
     assert (attempt.code, attempt.first_step, attempt.last_step) == (0, 0, 40)
-    assert [ended.id for ended in service.ended] == [job]
 
 
 def test_a_job_that_ends_between_two_looks_has_begun_and_ended(service: Service) -> None:
@@ -160,13 +157,17 @@ def test_all_slots_are_given_once_and_the_next_job_starts_as_they_are_free(servi
     assert service.state(jobs[2]) is State.STARTING
 
 
-def test_the_end_of_a_job_that_only_waited_is_told(service: Service) -> None:
+def test_each_end_is_news_also_of_a_job_that_only_waited(service: Service) -> None:
+    service.store.keeps_news = True
     waiting, running = service.add(held=True), service.add()
     service.turn()
     service.actions.cancel(waiting)
-    assert [(ended.id, ended.state) for ended in service.ended] == [(waiting, State.CANCELLED)]
+    assert [(news.job, news.state) for news in service.store.news()] == [(waiting, State.CANCELLED)]
     service.actions.cancel(running)  # it saves first
-    assert len(service.ended) == 1
+    assert len(service.store.news()) == 1
+    service.launchers.end(running, 1)
+    service.turn()
+    assert [(news.job, news.reason) for news in service.store.news()][1:] == [(running, "cancelled")]
     for action in (service.actions.cancel, service.actions.hold):
         with pytest.raises(UserError, match=f"^job {waiting} has ended: CANCELLED$"):
             action(waiting)
@@ -186,6 +187,20 @@ def test_a_cancelled_job_is_asked_once_and_killed_on_demand(service: Service) ->
     service.turn()
     assert service.state(job) is State.CANCELLED
     assert service.job(service.actions.retry(job).id).state is State.QUEUED
+
+
+def test_a_job_that_is_to_be_killed_is_killed_by_the_next_service(service: Service) -> None:
+    job = service.add()
+    service.turn()
+    service.actions.cancel(job, now=True)  # and the service is killed before it does so
+    service.manager = service.new_manager()
+    service.manager.recover()
+    service.turn()
+    service.turn()
+    assert service.launchers.stopped == [(job, 1, True)]
+    service.launchers.end(job, 1)
+    service.turn()
+    assert (service.state(job), service.job(job).reason) == (State.CANCELLED, "cancelled without saving")
 
 
 def test_a_higher_priority_preempts_and_the_victim_keeps_its_place(service: Service) -> None:

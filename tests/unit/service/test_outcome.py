@@ -22,8 +22,25 @@ LOST = Exit(1, "host h2 was lost", 70, {}, ["h2"])
         (Exit(None), State.QUEUED, True),
         (Exit(2, "host h2: cannot be reached", None, {"h2": "host h2: cannot be reached"}), State.QUEUED, False),
         (not_started("the service ended"), State.QUEUED, False),
+        (Exit(1, "it was asked to stop", 70, stopped="SIGTERM"), State.QUEUED, False),
+        (Exit(1, "it was asked to stop", 70, {}, ["h2"], stopped="SIGTERM"), State.QUEUED, False),
+        (Exit(1, "it was asked to stop", 70, stopped="request"), State.CANCELLED, False),
+        (Exit(0, "it was asked to stop", 70, stopped="SIGTERM"), State.SUCCEEDED, False),
     ],
-    ids=["done", "error", "wrong input", "stall", "lost host", "killed launcher", "refused host", "never started"],
+    ids=[
+        "done",
+        "error",
+        "wrong input",
+        "stall",
+        "lost host",
+        "killed launcher",
+        "refused host",
+        "never started",
+        "reboot of this machine",
+        "reboot that also ended the connections",
+        "hvd-transformer stop",
+        "done just before a reboot",
+    ],
 )
 def test_what_is_tried_again(ended: Exit, state: State, retry: bool) -> None:
     found = outcome(JOB, ended)
@@ -41,6 +58,7 @@ def test_retries_end() -> None:
     ("cause", "state"),
     [
         (Cause.CANCELLED, State.CANCELLED),
+        (Cause.KILLED, State.CANCELLED),
         (Cause.PREEMPTED, State.QUEUED),
         (Cause.HELD, State.HELD),
         (Cause.TIME_LIMIT, State.FAILED),

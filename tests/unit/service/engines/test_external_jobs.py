@@ -65,14 +65,12 @@ class Service:
     def __init__(self, folder: Path) -> None:
         self.folder, self.scheduler = folder, FakeScheduler()
         self.store = Store(folder / "service.db")
-        self.ended: list[Job] = []
         self.jobs = self._new()
 
     def _new(self) -> ExternalJobs:
         return ExternalJobs(
-            self.store, {Engine.SLURM: self.scheduler}, lambda job, name: f"file of {name}", self.folder, Commands(),
-            self.ended.append,
-        )  # fmt: skip
+            self.store, {Engine.SLURM: self.scheduler}, lambda job, name: f"file of {name}", self.folder, Commands()
+        )
 
     def restart(self) -> None:
         self.store.close()
@@ -122,7 +120,6 @@ def test_a_job_from_its_submission_to_its_end(service: Service) -> None:
     assert service.job(number).state is State.SUCCEEDED
     (attempt,) = service.store.attempts(number)
     assert (attempt.external, attempt.code, attempt.last_step, attempt.allocation) == ("1", 0, 3, ())
-    assert [job.id for job in service.ended] == [number]
     looks = service.scheduler.looks
     assert not service.jobs.look() and service.scheduler.looks == looks  # nobody is asked about no jobs
 
@@ -184,6 +181,18 @@ def test_ranks_that_save_get_no_second_signal(service: Service) -> None:
     service.scheduler.see("1", "job 1: CANCELLED", ended=Ended.CANCELLED)
     service.jobs.look()
     assert service.job(number).state is State.CANCELLED
+
+
+def test_a_job_that_is_to_be_killed_is_killed_by_the_next_service(service: Service) -> None:
+    number = service.add()
+    service.jobs.look()
+    service.scheduler.see("1", "job 1 on h1", runs=True)
+    service.jobs.look()
+    service.store.update(number, state=State.STOPPING, stopping=Cause.KILLED)
+    service.restart()
+    service.jobs.look()
+    service.jobs.look()
+    assert service.scheduler.stopped == [("1", True)]
 
 
 def test_a_job_that_is_cancelled_before_its_submission_is_never_submitted(service: Service) -> None:

@@ -149,6 +149,7 @@ def test_its_command_line_hosts_and_environment(
     environment = started["environment"]
     assert (environment["OMP_NUM_THREADS"], environment["OF_THE_SERVICE"]) == ("3", "1")
     assert environment["HVD_TRANSFORMER_EXIT_FILE"] == str(spool / "1.exit")
+    assert environment["HVD_TRANSFORMER_JOB"] == f"1-{of.submitted * 1e6:.0f}"
     assert started["session"] not in (os.getsid(0), 0)
     assert spool.stat().st_mode & 0o777 == 0o700
     assert (spool / "1.out").read_text() == "x\n"

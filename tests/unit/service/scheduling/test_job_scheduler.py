@@ -70,10 +70,10 @@ def test_higher_priority_first_whoever_has_used_less() -> None:
 
 
 def test_hosts_that_take_nothing_new() -> None:
-    hosts = [Host("h1", 4, drained=True), Host("h2", 4, down="no answer"), Host("h3", 2)]
+    hosts = [Host("h1", 4, drained=True), Host("h2", 4, down="host h2: no answer; check it"), Host("h3", 2)]
     decisions = decide([waiting(1, 2), waiting(2, 4), waiting(3, 10)], hosts=hosts)
     assert started(decisions) == {1: (Placement("h3", 2),)}
-    assert decisions.reasons == dict.fromkeys((2, 3), "hosts down: h2; hosts drained: h1")
+    assert decisions.reasons == dict.fromkeys((2, 3), "host down: h2 (no answer); host drained: h1")
     assert not decisions.promised  # nothing is held free for hosts that may never return
 
 

@@ -133,6 +133,8 @@ def test_what_a_job_is_stopped_for_stays_but_for_a_cancel(store: Store) -> None:
         (Cause.TIME_LIMIT, Cause.PREEMPTED),
         (Cause.CANCELLED, Cause.CANCELLED),
         (Cause.PREEMPTED, Cause.CANCELLED),
+        (Cause.KILLED, Cause.KILLED),
+        (Cause.CANCELLED, Cause.KILLED),
     ):
         assert store.update(1, state=State.STOPPING, stopping=cause).stopping is stays
 
