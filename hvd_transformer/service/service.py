@@ -129,7 +129,7 @@ class TrainingService:
             Engine.KUBERNETES: Kubernetes(commands, store.service_id()),
         }
         external = ExternalJobs(store, backends, checker.job_file, options.state, commands, lambda: manager.wake())
-        checks = HostChecks(store.hosts, options.runs, lambda: _busy(store), lambda: manager.wake())
+        checks = HostChecks(store.hosts, options.runs.resolve(), lambda: _busy(store), lambda: manager.wake())
         launches = PlainLaunches(launchers.pids, lambda: [host.name for host in store.hosts()], lambda: manager.wake())
         manager = Manager(
             store,

@@ -86,7 +86,7 @@ def check_request(request: Request, owner: str) -> None:
         ("--max-retries", request.max_retries, 0, MAX_RETRIES),
     ):
         if number is not None and not least <= number <= most:
-            raise UserError(f"{option} {number}: must be from {least} to {most:,}")
+            raise UserError(f"{option} {number}: must be from {least:,} to {most:,}")
     if request.time_limit is not None and not 0 < request.time_limit <= _MAX_SECONDS:
         raise UserError(f"--time-limit {request.time_limit:g}: must be above 0 seconds, and at most ten years")
     check_tags(request.tags)

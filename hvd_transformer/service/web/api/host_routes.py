@@ -75,8 +75,11 @@ def uses(service: Service) -> dict[str, list[models.Use]]:
                 job=job.id, run=run, ranks=part.ranks, gpus=list(part.gpus), owner=job.owner, name=job.name
             )
             found[part.host].append(use)
+    known = {host.name: host.gpus for host in service.store.hosts()}
     for part in () if service.queue is None else service.queue.taken():
-        use = models.Use(job=None, run=None, ranks=part.ranks, gpus=list(part.gpus), owner="", name=_OUTSIDE)
+        # A launcher without training.device=cpu names GPUs, also on hosts that have none.
+        gpus = [gpu for gpu in part.gpus if gpu in known.get(part.host, ())]
+        use = models.Use(job=None, run=None, ranks=part.ranks, gpus=gpus, owner="", name=_OUTSIDE)
         found[part.host].append(use)
     return found
 

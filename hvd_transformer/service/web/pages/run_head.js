@@ -55,8 +55,9 @@ function notices(run) {
     const held = job.state === "HELD";
     const why = job.reason || (held ? "Release puts it into the queue." : "the scheduler has not looked at it yet.");
     const at = job.estimated_start;
+    const stop = why.endsWith(".") ? "" : ".";
     lines.push(
-      line("wait", held ? "Held." : "Waits:", why, at && [" Estimated start: ", when(at), ` (${timeOfDay(at)}).`]),
+      line("wait", held ? "Held." : "Waits:", why, at && [stop, " Estimated start: ", when(at), ` (${timeOfDay(at)}).`]),
     );
   }
   if (job?.state === "STARTING" && job.reason) lines.push(line("wait", "Waits:", job.reason));
