@@ -19,7 +19,7 @@ def attach(run: Path) -> None:
     """
     from hvd_transformer.launch.output.launch_client import LaunchClient
 
-    with closing(LaunchClient(run.expanduser())) as client:
+    with closing(LaunchClient(run)) as client:
         try:
             code = client.show()
         except KeyboardInterrupt:

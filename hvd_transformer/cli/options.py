@@ -1,6 +1,7 @@
 """Options that several commands share, and what commands that use a trained model have in common."""
 
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -17,7 +18,20 @@ if TYPE_CHECKING:
     from hvd_transformer.inference.trained_model import Trained
 
 F = TypeVar("F", bound=Callable[..., Any])
-PATH = click.Path(path_type=Path)
+
+
+class _Path(click.Path):
+    """A path; ~ and ~user stand for home folders."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        try:
+            return path.expanduser()
+        except RuntimeError:
+            self.fail(f"{path}: this machine knows no such home folder.", param, ctx)
+
+
+PATH = _Path(path_type=Path)
 
 
 class FiniteRange(click.FloatRange):

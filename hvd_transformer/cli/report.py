@@ -4,11 +4,12 @@ from pathlib import Path
 
 import click
 
+from hvd_transformer.cli import options
 from hvd_transformer.errors import UserError
 
 
 @click.command()
-@click.argument("run_directory", type=click.Path(path_type=Path))
+@click.argument("run_directory", type=options.PATH)
 def report(run_directory: Path) -> None:
     """Draw the charts of RUN_DIRECTORY: loss.png, learning_rate.png, throughput.png, the task's metrics (bleu.png,
     scores.png), and report.html with all of them.

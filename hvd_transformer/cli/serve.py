@@ -112,7 +112,7 @@ def serve(
     logging.basicConfig(
         level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    folder = default_state() if state is None else state.expanduser().absolute()
+    folder = default_state() if state is None else state.absolute()
     if backup is not None:
         back_up(folder / DATABASE, backup)
         click.echo(f"{backup}: has the database of {folder}")
@@ -126,7 +126,7 @@ def serve(
     }
     chosen = Options(
         folder,
-        runs.expanduser().absolute(),
+        runs.absolute(),
         Listening(folder / SOCKET, address, port, certificate, key, behind_proxy, public_hosts),
         [Host(host.name, host.slots, host.gpus) for host in found],
         webhook,

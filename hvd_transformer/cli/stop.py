@@ -18,6 +18,6 @@ def stop(run: Path, now: bool) -> None:
     """
     from hvd_transformer.launch.output.launch_client import LaunchClient
 
-    with closing(LaunchClient(run.expanduser())) as client:
+    with closing(LaunchClient(run)) as client:
         client.ask("kill" if now else "stop")
         client.show()

@@ -114,7 +114,7 @@ def submit(context: click.Context, /, **given: Any) -> None:
     request = {
         "words": list(given["words"]),
         "launch": options.passed_on(context, without=_OWN),
-        "folder": str(folder.expanduser().absolute()),
+        "folder": str(folder.absolute()),
         **{name: given[name] for name in ("num_ranks", "min_ranks", "name", "priority", "time_limit", "hold")},
         **{name: given[name] for name in ("max_retries", "env_file", "engine")},
         **{name: list(given[name]) for name in ("tags", "after", "array", "env_names", "sbatch")},

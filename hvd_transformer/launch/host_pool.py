@@ -105,7 +105,7 @@ def from_script(script: Path, environment: Mapping[str, str]) -> FindHosts:
     malformed line; no output means that there is no host now.
     """
     name = f"--host-discovery-script {script}"
-    path = script.expanduser().absolute()
+    path = script.absolute()
     if not path.is_file():
         raise UserError(f"{name}: no such file")
 

@@ -29,7 +29,7 @@ class Address:
         if not given:
             return cls(default_state())
         if "://" not in given:
-            return cls(Path(given).expanduser().absolute())
+            return cls(expanded(given).absolute())
         parts = urlsplit(given)
         try:
             fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -43,6 +43,13 @@ class Address:
 
     def __str__(self) -> str:
         return self.url or str(self.state)
+
+
+def expanded(word: str) -> Path:
+    """The path; with ~ and a user whom this machine does not know, it stays as it is."""
+    with suppress(RuntimeError):
+        return Path(word).expanduser()
+    return Path(word)
 
 
 def default_state() -> Path:

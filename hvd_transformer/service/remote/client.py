@@ -183,9 +183,14 @@ class Client:
         except ValueError:
             raise UserError(f"{self.address}: does not answer like hvd-transformer serve") from None
 
-    def _no_service(self, error: Exception) -> NoService:
+    def _no_service(self, error: Exception) -> UserError:
         if self.address.state is not None and isinstance(error, FileNotFoundError | ConnectionRefusedError):
             return NoService(f"{self.address}: no service is running; start it with hvd-transformer serve")
+        if self.address.state is not None and isinstance(error, PermissionError):
+            return UserError(
+                f"{self.address}: is the folder of another user's service; ask its admin for a token, and give the "
+                "service's address with --server"
+            )
         return NoService(f"{self.address}: no service answers: {_reason(error)}")
 
     def _refusal(self, response: http.client.HTTPResponse, data: bytes) -> Refused:

@@ -7,7 +7,7 @@ from typing import Any
 
 from hvd_transformer.errors import UserError
 from hvd_transformer.service.jobs import Job, State
-from hvd_transformer.service.remote.address import DATABASE
+from hvd_transformer.service.remote.address import DATABASE, expanded
 from hvd_transformer.service.remote.reading import job_number, run_of
 from hvd_transformer.service.runs.index import RunIndex, run_id
 from hvd_transformer.service.runs.launcher_beats import LauncherBeats
@@ -58,7 +58,7 @@ class Offline:
             if job is None:
                 raise UserError(f"job {number}: no such job")
             return _table_row(Path(job.output_dir), job)
-        path = Path(word).expanduser()
+        path = expanded(word)
         if not path.is_dir() and run_of(word):
             raise UserError(f"{word}: while no service runs, give the run's directory or the number of its job")
         path = path.resolve()

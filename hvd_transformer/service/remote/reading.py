@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from hvd_transformer.errors import UserError
+from hvd_transformer.service.remote.address import expanded
 from hvd_transformer.service.remote.client import Client
 from hvd_transformer.service.runs.index import run_id
 
@@ -56,7 +56,7 @@ def run_of(word: str) -> str:
     """The id of a run: the word itself, or that of a run directory. Raises `UserError`."""
     if _RUN.fullmatch(word):
         return word
-    path = Path(word).expanduser()
+    path = expanded(word)
     if not path.is_dir():
         raise UserError(f"{word}: neither the number of a job nor a run directory nor the id of a run")
     return run_id(path)

@@ -122,7 +122,12 @@ def _check_env(request: Request, owner: str) -> None:
 
 def env_file_of(request: Request) -> str | None:
     """Its absolute path."""
-    return None if request.env_file is None else str(Path(request.folder) / Path(request.env_file).expanduser())
+    if request.env_file is None:
+        return None
+    path = Path(request.env_file)
+    with suppress(RuntimeError):  # ~ and a user whom this machine does not know: no such file
+        path = path.expanduser()
+    return str(Path(request.folder) / path)
 
 
 def env_owners(owner: str) -> set[int]:

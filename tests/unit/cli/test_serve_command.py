@@ -43,6 +43,7 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serve:
         ("--retention-days 0", "0.0 is not in the range x>0"),
         ("--retention-days inf", "inf is not a finite number"),
         ("--hostfile absent", "absent: cannot be read"),
+        ("--state ~nosuch/x", "Invalid value for '--state': ~nosuch/x: this machine knows no such home folder"),
     ],
 )
 def test_what_is_refused_leaves_nothing_behind(serve: Serve, tmp_path: Path, words: str, line: str) -> None:

@@ -281,6 +281,18 @@ def test_a_list_or_table_with_a_wrong_part_is_told_what_it_may_be(key: str, valu
     assert refused(f"{key}={value}") == f"{key}={value} (command line): must be {wanted}"
 
 
+@pytest.mark.parametrize(
+    "key", ["output_dir", "data.source", "data.cache_dir", "checkpoint.resume", "model.pretrained"]
+)
+def test_the_home_folder_of_an_unknown_user(key: str) -> None:
+    given = f"{key}=~no-such-user/x (command line)"
+    end = ", or none" * (key == "model.pretrained")
+    assert refused(f"{key}=~no-such-user/x") == (
+        f"{given}: must be a full path, as this machine knows no such home folder{end}"
+    )
+    assert flatten(load(None, None, [f"{key}=~/x"]))[key] == "~/x"
+
+
 def test_no_message_is_for_programmers(tmp_path: Path) -> None:
     """Any key with nothing, a list, a table, a date or two lines as its value: a one-line error."""
     for key in KEYS:

@@ -43,6 +43,8 @@ def test_which_service(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HVD_TRANSFORMER_SERVER", "https://head:8080/")
     assert Address.find(None) == Address(None, "https://head:8080")
     assert Address.find(str(tmp_path)) == Address(tmp_path)
+    assert Address.find("~/state") == Address(Path.home() / "state")
+    assert Address.find("~no-such-user") == Address(Path.cwd() / "~no-such-user")
     for url in ("http://127.0.0.1:8080", "http://localhost", "http://[::1]:80", "https://head"):
         assert Address.find(url) == Address(None, url)
     monkeypatch.setenv("HVD_TRANSFORMER_SERVER", "nonsense://x")

@@ -81,6 +81,23 @@ def test_a_connection_that_the_service_has_ended_is_made_again(service: FakeServ
     assert len(service.connections) == len(service.asked) == 2
 
 
+def test_the_folder_of_another_user(state: Path) -> None:
+    state.chmod(0)
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(54321)
+    try:
+        with pytest.raises(
+            UserError, match=f"^{state}: is the folder of another user's service; ask its admin"
+        ) as error:
+            Client(Address.find(str(state))).get("me")
+    finally:
+        if is_root:
+            os.seteuid(0)
+        state.chmod(0o700)
+    assert not isinstance(error.value, NoService)  # whose database the command would look for
+
+
 def test_no_service(state: Path, tmp_path: Path) -> None:
     for find, folder in ((None, state), (str(state), state), (str(tmp_path / "absent"), tmp_path / "absent")):
         with pytest.raises(NoService) as error:
