@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from browser.chromium import Browser
 from browser.test_page_shape import MOST_BYTES
+from hvd_transformer.folder_lock import FolderLock
 
 _STEPS = 3000
 
@@ -75,4 +77,36 @@ def test_a_run_in_the_table_and_on_its_page(window: Browser, link: str, run: Pat
     window.click("#tab-config")
     window.sees("optimizer.lr")
     assert window.complaints() == []
+    window.driver.get("about:blank")
+
+
+@pytest.mark.slow
+def test_twenty_pages_are_live_at_once(window: Browser, link: str, run: Path) -> None:
+    """More than the connections that a browser opens to one service."""
+    lock = FolderLock(run / ".lock", "hvd-train")
+    lock.take()  # it is at work, so its metrics are looked at all the time
+    window.complaints()
+    window.driver.get(link)
+    window.sees("<b>first", "tbody")
+    window.click("tbody a.name")
+    page = window.driver.current_url
+    for _ in range(19):
+        window.driver.switch_to.new_window("window")  # a tab would hide the one before, which then asks for nothing
+        window.driver.get(page)
+        window.one("figure[aria-label=Loss] canvas")
+    tabs = window.driver.window_handles
+    assert len(tabs) == 20
+    began = time.monotonic()
+    with (run / "metrics.jsonl").open("a", encoding="utf-8") as metrics:
+        metrics.write(_line(_STEPS + 1).replace('"lr": 0.001', '"lr": 0.0077'))
+    for tab in tabs:
+        window.driver.switch_to.window(tab)
+        window.until(lambda: "0.0077" in window.text("figure[aria-label='Learning rate'] .values"), "the new point")
+    print(f"the point was on all 20 pages after {time.monotonic() - began:.2f} s")
+    lock.release()
+    assert window.complaints() == []
+    for tab in tabs[1:]:
+        window.driver.switch_to.window(tab)
+        window.driver.close()
+    window.driver.switch_to.window(tabs[0])
     window.driver.get("about:blank")
