@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from hvd_transformer.launch.detach import leave_terminal
+from hvd_transformer.launch.detach import is_detached, leave_terminal
 from hvd_transformer.launch.launch_record import LaunchRecord
 from hvd_transformer.launch.output.launch_log import LaunchLog
 from hvd_transformer.launch.output.launch_server import LaunchServer
@@ -46,6 +46,7 @@ class LaunchedJob:
     def begun(self) -> None:
         """The ranks run."""
         self._begun = True
+        self.log.make_folder = is_detached()
         self._outlet.put(self._record.begun)
         leave_terminal()
 

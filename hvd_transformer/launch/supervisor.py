@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
-from hvd_transformer.errors import UserError
+from hvd_transformer.errors import STALLED, WRONG_INPUT, UserError
 from hvd_transformer.folder_lock import ENDED_STARTS, START
 from hvd_transformer.launch.agents import HostAgents, HostLost
 from hvd_transformer.launch.attempt import AttemptResult, Stop, run_attempt
@@ -193,14 +193,25 @@ class Supervisor:
             self._cause = "; ".join(ended.leaving.values())
             self._next = "resuming"
             return not ended.leaving or self._plan.limits.restarts > 0
-        self._cause = in_words(ended.first, ended.lost)
-        self._output.failed(ended, self._cause)
+        cause = in_words(ended.first, ended.lost)
+        self._output.failed(ended, cause)
+        line = self._last_line(ended)
+        is_input = ended.first is not None and ended.first.code == WRONG_INPUT  # then the line says it all
+        self._cause = line if line and is_input else ": ".join(filter(None, (cause, line)))
         verdict = self._policy.judge(ended, replaceable=self._replaceable)
         if not self._obey(verdict):
             return False
         self._set_aside(verdict.at_fault)
         self._sleep(verdict.back_off, stop)
         return True
+
+    def _last_line(self, ended: AttemptResult) -> str:
+        """What the rank that failed first, or horovodrun, has said of it, for who sees no output."""
+        if ended.lost or (ended.first is not None and (ended.first.code == STALLED or ended.first.code > 128)):
+            return ""
+        if ended.first is not None:
+            return self._output.last_line(ended.first.rank)
+        return ended.said.rstrip().rpartition("\n")[2]
 
     def _may_go_on_without(self, error: HostLost) -> bool:
         """After a host was lost before its ranks ran. Raises the error if the job has never run and cannot now."""

@@ -4,6 +4,7 @@ Nothing is written before all input has been checked: a refused start leaves the
 """
 
 import os
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,8 @@ from hvd_transformer.config.schema import flatten, may_change
 from hvd_transformer.errors import UserError
 from hvd_transformer.folder_lock import FolderLock
 from hvd_transformer.own_folder import make_own_folder
+
+_LOG = re.compile(r"rank-.*\.log|beat-.*|launch\.log")
 
 
 class RunDirectory:
@@ -103,11 +106,11 @@ class RunDirectory:
             raise UserError(f"output_dir={error}") from None
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise UserError(f"output_dir={self.path}: cannot be written")
-        # A start that was killed early leaves dot files; a rank on another host than rank 0's leaves its log. A mounted
-        # file system has lost+found.
-        others = [name for name in present if not name.startswith(".") and name != "lost+found"]
-        logs = (self.path / "logs").glob("*")
-        logs_alone = others == ["logs"] and all(log.match("rank-*.log") or log.match("beat-*") for log in logs)
+        # A start that was killed early leaves dot files; a rank on another host than rank 0's leaves its log; a detached
+        # launcher leaves its own, and how the start failed. A mounted file system has lost+found.
+        others = [name for name in present if not name.startswith(".") and name not in ("exit.json", "lost+found")]
+        logs = [log.name for log in (self.path / "logs").glob("*")]
+        logs_alone = others == ["logs"] and all(map(_LOG.fullmatch, logs))
         if others and not logs_alone and not self._is_ours():
             raise UserError(
                 f"output_dir={self.path}: holds other files ({others[0]}) and is not a run directory; "

@@ -117,4 +117,12 @@ def test_hosts_that_cannot_be_used_are_not_taken_for_wrong_input(tmp_path: Path)
     assert exit is not None and (exit.code, exit.refused, exit.lost) == (2, {}, ())
     assert "training.max_steps" in exit.cause
     assert not (tmp_path / "run").exists()
+    missing = job(tmp_path, tmp_path / "nowhere", 3)  # found by the ranks
+    launchers.start(missing, Attempt(1, 3, (Placement("localhost", 2),), 0.0), {})
+    assert change(launchers) == Change(1, 3)
+    ended = change(launchers).exit
+    assert ended is not None and ended.code == 2
+    assert f"hvd-train: data.source={tmp_path / 'nowhere'}: no such file" in ended.cause
+    log = (tmp_path / "run" / "logs" / "launch.log").read_text(encoding="utf-8")
+    assert f"hvd-train: data.source={tmp_path / 'nowhere'}" in log
     launchers.close()

@@ -9,10 +9,14 @@ _END_SECONDS = 10.0  # for the rest to be written
 
 
 class LaunchLog:
-    """Appends to a file once its folder exists: a refused start creates none. Nobody waits for the disk."""
+    """Appends to a file once its folder exists: a refused start creates none. Nobody waits for the disk.
+
+    With `make_folder` set the folder is made in the end, as nobody else has told what went wrong.
+    """
 
     def __init__(self, file: Path) -> None:
         self._file, self._unwritten = file, ""
+        self.make_folder = False
         self._outlet = Outlet("launch log")
 
     def write(self, text: str) -> None:
@@ -20,7 +24,14 @@ class LaunchLog:
         self._outlet.put(partial(self._append, text), size=len(text))
 
     def close(self) -> None:
+        if self.make_folder:
+            self._outlet.put(self._write_rest)
         self._outlet.close(_END_SECONDS)
+
+    def _write_rest(self) -> None:
+        if self._unwritten:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._append("")
 
     def _append(self, text: str) -> None:
         self._unwritten += text

@@ -22,6 +22,7 @@ from hvd_transformer.launch.output.outlet import Outlet
 _LOOK_SECONDS = 0.1
 _PUBLISH_SECONDS = 1.0  # between two messages with all heartbeats
 _END_SECONDS = 10.0  # for the rest to be shown
+_LINE = 300  # characters of a rank's last line in a cause
 
 
 class Listeners(Protocol):
@@ -46,9 +47,11 @@ class LaunchOutput:
         self._gpus = {"gpus_per_rank": gpus_per_rank, "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
         self._outlet = Outlet("screen")
         self._looked, self._published, self._left_out = -math.inf, -math.inf, 0
+        self._last: dict[int, str] = {}  # what each rank has printed last to standard error in this start
 
     def start(self, hosts: Sequence[Host], restart: str) -> None:
         """Begin the view of one start of the job."""
+        self._last.clear()
         listed = [[host.name, host.slots, *([host.gpus] if host.gpus else [])] for host in hosts]
         self._publish("start", hosts=listed, restart=restart, **(self._gpus if self._gpus["gpus_per_rank"] else {}))
         self._outlet.put(partial(self._screen.start, hosts, restart))
@@ -68,6 +71,8 @@ class LaunchOutput:
     def show(self, rank: int, stream: str, text: str) -> None:
         """Take whole lines that a rank has printed. Those that wait too long to be shown are in the log alone."""
         self._write_log("".join(f"rank {rank}: {line}\n" for line in text.splitlines()))
+        if stream == "err" and (last := text.rstrip().rpartition("\n")[2].strip()):
+            self._last[rank] = last
         self._publish("show", rank=rank, stream=stream, text=text)
         if not self._outlet.put(partial(self._screen.show, rank, stream, text), size=len(text)):
             self._left_out += text.count("\n")
@@ -80,6 +85,11 @@ class LaunchOutput:
         self._write_log(f"{text}\n")
         self._publish("message", text=text)
         self._outlet.put(partial(self._screen.message, text))
+
+    def last_line(self, rank: int) -> str:
+        """What this rank has printed last to standard error in this start, such as why it ends; may be empty."""
+        line = self._last.get(rank, "")
+        return line if len(line) <= _LINE else f"{line[: _LINE - 1]}…"
 
     def failed(self, ended: AttemptResult, cause: str) -> None:
         """Print why a start failed."""

@@ -32,6 +32,14 @@ class TableRow:
     job: Job | None = None
 
     @property
+    def path(self) -> Path:
+        """The run directory, which may not be there yet."""
+        if self.run is not None:
+            return self.run.path
+        assert self.job is not None
+        return Path(self.job.output_dir)
+
+    @property
     def config(self) -> Mapping[str, Any]:
         """By dotted key: that of the run, or else of the job."""
         if self.run is not None and self.run.config:

@@ -115,3 +115,25 @@ def test_a_log_whose_folder_comes_later_has_everything(tmp_path: Path) -> None:
     log.write("after\n")
     log.close()
     assert (tmp_path / "run" / "launch.log").read_text() == "before\nthe folder\nafter\n"
+
+
+def test_a_log_without_a_folder_is_lost_unless_nobody_has_seen_it(tmp_path: Path) -> None:
+    for make_folder in (False, True):
+        log = LaunchLog(tmp_path / "run" / "logs" / "launch.log")
+        log.write("why it ended\n")
+        log.make_folder = make_folder
+        log.close()
+        assert (tmp_path / "run").exists() == make_folder
+    assert (tmp_path / "run" / "logs" / "launch.log").read_text() == "why it ended\n"
+
+
+def test_the_last_line_of_a_rank() -> None:
+    with closing(LaunchOutput(Screen(False), None)) as output:
+        output.start([], "")
+        output.show(1, "err", "Traceback:\n  File x\nKeyError: 'y'\n\n")
+        output.show(1, "out", "not this\n")
+        output.show(2, "err", "z" * 1000)
+        assert [output.last_line(rank) for rank in (0, 1)] == ["", "KeyError: 'y'"]
+        assert output.last_line(2) == "z" * 299 + "…"
+        output.start([], "restart 1 of 1")
+        assert output.last_line(1) == ""

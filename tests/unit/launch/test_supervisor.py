@@ -284,6 +284,21 @@ def test_it_may_be_asked_to_stop_before_it_runs(stand: Path) -> None:
     assert (asking[0].how()["cause"], asking[0].how()["stopped"]) == ("it was asked to stop", "request")
 
 
+@pytest.mark.parametrize(
+    ("script", "cause"),
+    [
+        ("echo wrong: x >&2; exit 2", "wrong: x"),
+        ("echo KeyError >&2; exit 1", "rank 0 on host {} failed first, with exit code 1: KeyError"),
+        ("echo unrelated >&2; kill -9 $$", "rank 0 on host {} failed first, with exit code 137 (SIGKILL)"),
+        ("exit 3", "rank 0 on host {} failed first, with exit code 3"),
+    ],
+)
+def test_the_cause_has_the_last_line_of_the_rank_that_failed_first(stand: Path, script: str, cause: str) -> None:
+    told: list[Supervisor] = []
+    assert supervise(stand, script, given(localhost=1), watch=told.append)
+    assert told[0].how()["cause"] == cause.format(os.uname().nodename)
+
+
 def test_it_tells_which_signal_has_stopped_it(stand: Path) -> None:
     told: list[Supervisor] = []
     script = f"kill -TERM {os.getpid()}; sleep 100"

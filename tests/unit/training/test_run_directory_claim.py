@@ -109,9 +109,16 @@ def test_heartbeats_of_an_earlier_run_are_gone_before_this_one(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "names", [[], [".gitkeep"], ["logs/rank-000.log"], ["logs/rank-000.log", "logs/beat-1", ".x.tmp"]]
+    "names",
+    [
+        [],
+        [".gitkeep"],
+        ["logs/rank-000.log"],
+        ["logs/rank-000.log", "logs/beat-1", ".x.tmp"],
+        ["logs/launch.log", "exit.json"],
+    ],
 )
-def test_an_empty_folder_or_a_first_start_that_was_killed_is_taken(names: list[str], tmp_path: Path) -> None:
+def test_an_empty_folder_or_one_of_a_first_start_that_has_failed_is_taken(names: list[str], tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()

@@ -8,8 +8,7 @@ from starlette.exceptions import HTTPException
 
 from hvd_transformer.errors import UserError
 from hvd_transformer.service.runs.comparison import MOST_RUNS
-from hvd_transformer.service.runs.index import RunRow
-from hvd_transformer.service.runs.logs import PAGE_BYTES, log_page
+from hvd_transformer.service.runs.logs import PAGE_BYTES, log_names, log_page
 from hvd_transformer.service.runs.query import Query, TableRow, select
 from hvd_transformer.service.storage.tokens import Role
 from hvd_transformer.service.submitting.request import check_tags
@@ -129,7 +128,10 @@ def show_metrics(call: Call) -> models.Metrics:
 
 def show_log(call: Call) -> models.LogPage:
     query: LogQuery = call.query
-    page = log_page(_directory(call).path, query.rank, query.offset, query.limit, query.tail)
+    row = _row(call, call.path["run"])
+    if row.run is None and not log_names(row.path):  # what ended before it had a configuration may have the launcher's
+        raise HTTPException(404, "the run has not begun: it has no directory yet")
+    page = log_page(row.path, query.rank, query.offset, query.limit, query.tail)
     return models.LogPage(text=page.text, offset=page.offset, next=page.next, size=page.size)
 
 
@@ -146,13 +148,6 @@ def _row(call: Call, run: str) -> TableRow:
     if row is None:
         raise HTTPException(404, "no such run")
     return row
-
-
-def _directory(call: Call) -> RunRow:
-    row = _row(call, call.path["run"])
-    if row.run is None:
-        raise HTTPException(404, "the run has not begun: it has no directory yet")
-    return row.run
 
 
 def _condition(text: str) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from hvd_transformer.service.jobs import Allocation, Attempt, Engine, Job
 from hvd_transformer.service.runs.comparison import compare
 from hvd_transformer.service.runs.details import run_details
 from hvd_transformer.service.runs.index import RunRow, run_id
+from hvd_transformer.service.runs.logs import log_names
 from hvd_transformer.service.runs.query import TableRow
 from hvd_transformer.service.runs.status import RunStatus
 from hvd_transformer.service.web.api import models
@@ -92,7 +93,7 @@ class JobViews:
         fields = self.row_fields(row, None)
         fields["attempts"] = [] if row.job is None else attempts(self._service, row.job.id)
         if row.run is None:
-            return models.RunDetails(**fields)
+            return models.RunDetails(**fields, logs=log_names(row.path))
         found = run_details(row.run, self._service.curves, self._service.launchers)
         return models.RunDetails(
             **fields,

@@ -195,6 +195,11 @@ def test_pages_of_a_log(service: Running, token: str) -> None:
     assert service.request("GET", f"{RUNS}/{run}/log?offset=-1", token=token).status == 422
     job = service.submit(token)
     assert service.request("GET", f"{RUNS}/{job['run']}/log", token=token).status == 404
+    early = Path(job["output_dir"]) / "logs"  # it has failed before it had a configuration
+    early.mkdir(parents=True)
+    (early / "launch.log").write_text("hvd-train: data.source=/nope: no such file or folder\n")
+    assert get(service, f"{RUNS}/{job['run']}", token)["logs"] == ["launch"]
+    assert "/nope" in get(service, f"{RUNS}/{job['run']}/log?rank=launch", token)["text"]
 
 
 def test_runs_side_by_side(service: Running, token: str) -> None:
