@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 
@@ -144,3 +145,8 @@ class Job:
     reason: str = ""  # why it waits, or why it ended, in words
     estimated_start: float | None = None
     ended: float | None = None
+
+    @property
+    def run_name(self) -> str:
+        """The name by which tables show its run, also before there is one: that of its folder."""
+        return "/".join(Path(self.output_dir).parts[-1 if self.array is None else -2 :])

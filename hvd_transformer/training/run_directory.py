@@ -106,8 +106,8 @@ class RunDirectory:
             raise UserError(f"output_dir={error}") from None
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise UserError(f"output_dir={self.path}: cannot be written")
-        # A start that was killed early leaves dot files; a rank on another host than rank 0's leaves its log; a detached
-        # launcher leaves its own, and how the start failed. A mounted file system has lost+found.
+        # A start that was killed early leaves dot files, a rank on another host than rank 0's its log, and a detached
+        # launcher its own log and how the start failed. A mounted file system has lost+found.
         others = [name for name in present if not name.startswith(".") and name not in ("exit.json", "lost+found")]
         logs = [log.name for log in (self.path / "logs").glob("*")]
         logs_alone = others == ["logs"] and all(map(_LOG.fullmatch, logs))

@@ -118,7 +118,7 @@ _NUMBER, _TEXT, _MISSING = range(3)
 
 
 def _of_job(run: str, job: Job, row: RunRow | None) -> TableRow:
-    name = job.name if row is None else row.name
+    name = job.run_name if row is None else row.name
     return TableRow(run, name, State(job.state).value, job.owner, job.tags, row, job)
 
 

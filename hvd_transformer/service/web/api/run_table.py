@@ -114,7 +114,7 @@ class _Packed(Mapping[str, Any]):
 
 def _row(run: str, row: RunRow | None, job: Job | None, tags: Sequence[str] = ()) -> TableRow:
     if job is not None:
-        name = job.name if row is None else row.name
+        name = job.run_name if row is None else row.name
         return TableRow(run, name, job.state.value, job.owner, job.tags, row, job)
     assert row is not None
     return TableRow(run, row.name, row.status.name, row.user, tags, row)

@@ -39,7 +39,9 @@ def test_runs_and_jobs_are_put_together() -> None:
     assert (both.name, both.state, both.user, both.tags) == ("run 1", "QUEUED", "bob", ("a",))
     assert both.run is not None
     assert (run.name, run.state, run.user, run.tags, run.job) == ("run 2", "FINISHED", "ann", ["b"], None)
-    assert (job.name, job.run) == ("job 3", None)
+    assert (job.name, job.run) == ("new", None)
+    (of_array,) = table_rows([], [_job(4, "/runs/sweep-4/2", array=4)], {})
+    assert of_array.name == "sweep-4/2"
 
 
 @pytest.mark.parametrize(
@@ -69,7 +71,7 @@ def test_filters(query: Query, found: list[str]) -> None:
         _run(2, status=RunStatus.RUNNING, config={"optimizer.lr": 0.001, "seed": 2, "training.compile": True}),
     ]
     runs[1] = replace(runs[1], config={**runs[1].config, "task": "translation"})
-    rows = table_rows(runs, [_job(7, "/runs/7")], {runs[0].id: ["x", "y"]})
+    rows = table_rows(runs, [_job(7, "/runs/job 7")], {runs[0].id: ["x", "y"]})
     page = select(rows, replace(query, sort="name", descending=False))
     assert _names(page) == found
     assert page.total == len(found)
@@ -98,7 +100,7 @@ def test_order(sort: str, ascending: list[str]) -> None:
 
 
 def test_order_by_job() -> None:
-    rows = table_rows([_run(2), _run(1)], [_job(9, "/runs/1"), _job(10, "/runs/x"), _job(2, "/runs/y")], {})
+    rows = table_rows([_run(2), _run(1)], [_job(9, "/runs/1"), _job(10, "/runs/job 10"), _job(2, "/runs/job 2")], {})
     assert _names(select(rows, Query(sort="job"))) == ["job 10", "run 1", "job 2", "run 2"]
 
 
@@ -121,7 +123,7 @@ def test_order_by_estimated_end() -> None:
 
 
 def test_jobs_are_ordered_among_runs_by_their_time() -> None:
-    rows = table_rows([_run(1, updated=101.5), _run(2, updated=300.0)], [_job(2, "/runs/x")], {})
+    rows = table_rows([_run(1, updated=101.5), _run(2, updated=300.0)], [_job(2, "/runs/job 2")], {})
     assert _names(select(rows, Query())) == ["run 2", "job 2", "run 1"]
 
 
