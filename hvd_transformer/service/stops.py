@@ -12,7 +12,7 @@ class Stops:
 
     def __init__(self, store: Store, launchers: Launchers) -> None:
         self._store, self._launchers = store, launchers
-        self._deadlines: dict[int, float] = {}  # of jobs with a time limit
+        self._deadlines: dict[int, float] = {}  # of jobs with a time limit, monotonic: a clock that is set ends none
         self._asked: set[int] = set()  # jobs whose attempt was asked to stop
         self._to_kill: set[int] = set()
 
@@ -21,8 +21,8 @@ class Stops:
         if job.stopping is Cause.KILLED:  # before this service was started
             self._to_kill.add(job.id)
         if job.time_limit is not None:
-            used = sum(one.seconds for one in self._store.attempts(job.id))
-            self._deadlines[job.id] = attempt.began + job.time_limit - used
+            used = sum(one.seconds for one in self._store.attempts(job.id)) + time.time() - attempt.began
+            self._deadlines[job.id] = time.monotonic() + job.time_limit - used
 
     def ended(self, job: int) -> None:
         """Forget the attempt of this job."""
@@ -32,7 +32,8 @@ class Stops:
 
     def deadline(self, job: int) -> float | None:
         """When an active job reaches its time limit; None: it has none."""
-        return self._deadlines.get(job)
+        deadline = self._deadlines.get(job)
+        return None if deadline is None else time.time() + deadline - time.monotonic()
 
     def kill(self, job: int) -> None:
         """Kill the ranks of a job that is being stopped, in place of letting them save. From any thread."""
@@ -42,7 +43,7 @@ class Stops:
     def look(self, job: Job, attempt: Attempt) -> None:
         """Stop an active job that is to be stopped, or that has reached its time limit."""
         deadline = self._deadlines.get(job.id)
-        if job.state is State.RUNNING and deadline is not None and time.time() > deadline:
+        if job.state is State.RUNNING and deadline is not None and time.monotonic() > deadline:
             job = self._store.update(job.id, state=State.STOPPING, stopping=Cause.TIME_LIMIT)
         if job.state is not State.STOPPING:
             return

@@ -237,9 +237,27 @@ def test_a_held_job_waits_until_it_is_released(service: Service) -> None:
     assert service.state(job) is State.HELD
 
 
-def test_a_time_limit_counts_all_attempts(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [time.time()]
+def a_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, to go on as the test says."""
+    clock, start = [time.time()], time.time() - time.monotonic()
     monkeypatch.setattr(time, "time", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0] - start)
+    return clock
+
+
+def test_a_clock_that_is_set_ends_no_job(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = service.add(time_limit=100.0)
+    service.turn()
+    service.launchers.begin(job)
+    service.turn()
+    now = time.time() + 86_400.0
+    monkeypatch.setattr(time, "time", lambda: now)
+    service.turn()
+    assert service.state(job) is State.RUNNING
+
+
+def test_a_time_limit_counts_all_attempts(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = a_clock(monkeypatch)
     job = service.add(time_limit=100.0)
     service.turn()
     service.launchers.begin(job)
@@ -462,8 +480,7 @@ def test_a_job_does_not_start_between_the_decision_to_keep_it_and_its_end(
 
 
 def test_a_job_that_used_up_its_time_is_not_retried(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [time.time()]
-    monkeypatch.setattr(time, "time", lambda: clock[0])
+    clock = a_clock(monkeypatch)
     job = service.add(time_limit=10.0)
     service.turn()
     service.launchers.begin(job)
