@@ -206,7 +206,7 @@ def matching(state: State, query: dict[str, list[str]]) -> dict[str, Any]:
 
     found = [run for run in state.runs if fits(run)]
     rows = [row(run, now) for run in found]
-    key = one(query, "sort") or "updated"
+    key = (one(query, "sort") or "updated").replace("turn", "estimated_start")
 
     def value(item: dict[str, Any]) -> Any:
         job = item["job"] or {}

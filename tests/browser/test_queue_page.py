@@ -13,6 +13,7 @@ def test_jobs_in_the_order_of_their_starts_with_reasons(visit: Visit) -> None:
     page.sees("after job 43, which runs")
     rows = [row.text for row in page.all("table[aria-label='Waiting jobs'] tbody tr")]
     assert [row.split()[0] for row in rows] == ["45", "49", "50", "46"]  # by start; without an estimate; held
+    assert "Waiting 4" in page.text("main")
     assert "in 1 h" in rows[0]
     assert "4 – 8" in rows[1]  # ranks of an elastic job
     running = page.text("table[aria-label='Running jobs']")

@@ -17,6 +17,7 @@ from hvd_transformer.service.runs.watched_run import RunRow, run_id
 MOST_ROWS = 500  # of a page
 _RUN_COLUMNS = ("step", "total_steps", "epoch", "samples", "tokens_per_second", "world", "task", "began", "updated")
 _JOB_COLUMNS = ("priority", "submitted", "estimated_start", "ended")
+_FAR = 1e13  # behind every time
 
 
 @dataclass(frozen=True)
@@ -161,9 +162,16 @@ def _value(row: TableRow, key: str) -> Any:
         return value
     if key == "job":
         return None if row.job is None else row.job.id
+    if key == "turn":
+        return None if row.job is None else _turn(row.job)
     if key in _JOB_COLUMNS:
         return None if row.job is None else getattr(row.job, key)
     return row.metrics.get(key, row.config.get(key))
+
+
+def _turn(job: Job) -> float:
+    """The place in the queue: by the estimated start, and behind those that have one by priority and time."""
+    return _FAR - 1e9 * job.priority + job.id if job.estimated_start is None else job.estimated_start
 
 
 def _place(value: Any) -> _Place:

@@ -36,7 +36,7 @@ export async function open({ main, signal }) {
     try {
       const [active, waits] = await Promise.all([
         all(ACTIVE, {}, signal),
-        all(WAITING, { sort: "estimated_start", order: "asc" }, signal),
+        all(WAITING, { sort: "turn", order: "asc" }, signal),
       ]);
       drawRunning(running, active.items, refresh);
       drawWaiting(
@@ -45,7 +45,7 @@ export async function open({ main, signal }) {
           .map(({ job }) => job)
           .filter(Boolean)
           .sort(inOrder),
-        waits.more,
+        waits.total,
         refresh,
       );
     } catch (error) {
@@ -61,7 +61,7 @@ export async function open({ main, signal }) {
 
 async function all(states, order, signal) {
   const pages = await Promise.all(states.map((state) => get("runs", { state, ...order, limit: SHOWN }, signal)));
-  return { items: pages.flatMap(({ items }) => items), more: pages.some(({ next }) => next) };
+  return { items: pages.flatMap(({ items }) => items), total: pages.reduce((sum, { total }) => sum + total, 0) };
 }
 
 /** As the scheduler starts them: estimates first, then priority, then time; held ones last. */
@@ -99,7 +99,7 @@ function drawRunning(section, runs, refresh) {
   );
 }
 
-function drawWaiting(section, jobs, more, refresh) {
+function drawWaiting(section, jobs, total, refresh) {
   const columns = [
     { title: "Job", right: true, cell: ({ id }) => id },
     { title: "Name", phone: true, cell: (job) => [h("a", { href: runAddress(job.run) }, job.name), tagList(job.tags)] },
@@ -122,10 +122,10 @@ function drawWaiting(section, jobs, more, refresh) {
   ];
   const nothing = empty(
     "No job waits. Submit one from a shell:",
-    commandBox("hvd-transformer submit -np 2 -- --preset tiny output_dir=runs/first"),
+    commandBox("hvd-transformer submit -np 2 -- --preset tiny"),
   );
   const rest =
-    more &&
+    total > jobs.length &&
     h(
       "p",
       { class: "muted" },
@@ -134,7 +134,7 @@ function drawWaiting(section, jobs, more, refresh) {
     );
   redraw(
     section,
-    h("h2", {}, "Waiting ", h("span", { class: "count" }, number(jobs.length) + (more ? "+" : ""))),
+    h("h2", {}, "Waiting ", h("span", { class: "count" }, number(total))),
     jobs.length ? listTable(columns, jobs, { label: "Waiting jobs" }) : nothing,
     rest,
   );

@@ -16,7 +16,7 @@ import { me } from "./session.js";
 import { Table } from "./table.js";
 import { throttle } from "./timing.js";
 
-const SUBMIT = "hvd-transformer submit -np 2 -- --preset tiny output_dir=runs/first";
+const SUBMIT = "hvd-transformer submit -np 2 -- --preset tiny";
 const NEWEST = { sort: "began", order: "desc" }; // unlike the time of the last change, it keeps rows in their places
 
 /** @param {import("./router.js").View} view */

@@ -104,6 +104,13 @@ def test_order_by_job() -> None:
     assert _names(select(rows, Query(sort="job"))) == ["job 10", "run 1", "job 2", "run 2"]
 
 
+def test_order_by_turn() -> None:
+    jobs = [_job(1, "/runs/1"), _job(2, "/runs/2", priority=1), _job(3, "/runs/3"), _job(4, "/runs/4", priority=-1000)]
+    jobs += [_job(5, "/runs/5", estimated_start=2e9), _job(6, "/runs/6", estimated_start=1e9)]
+    rows = table_rows([_run(9)], jobs, {})
+    assert _names(select(rows, Query(sort="turn", descending=False))) == ["6", "5", "2", "1", "3", "4", "run 9"]
+
+
 def test_order_by_estimated_end() -> None:
     """Ends are estimated for the rows that match, and only to sort by them."""
     rows, ends, asked = _rows(*map(_run, range(1, 6))), {"run 1": 30.0, "run 3": 10.0, "run 4": 20.0}, list[str]()
