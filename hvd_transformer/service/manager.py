@@ -194,13 +194,16 @@ class Manager:
         self._estimates.ended(job.id)
         if job.state is State.QUEUED:  # it keeps its place, ahead of jobs that were promised a start meanwhile
             self._promised = {job.id: math.inf, **self._promised}
-        self._note_refusal(job.id, bool(ended.refused) or not ended.started)
+        terminated = ended.stopped not in (None, "request")
+        self._note_refusal(job.id, bool(ended.refused) or not ended.started or terminated)
         if hosts := {**dict.fromkeys(ended.lost, "it no longer answered"), **ended.refused}:
             self._suspect(hosts)
         self._due.set()
 
     def _note_refusal(self, job: int, refused: bool) -> None:
-        """A job that could not be started is tried again at once, elsewhere, but does not go round in circles."""
+        """A job that could not be started, or that somebody else has ended, is tried again at once, elsewhere, but does
+        not go round in circles.
+        """
         count = self._refusals.get(job, (0, 0.0))[0] + 1
         if refused:
             rest = 0.0 if count == 1 else min(_LEAST_REST * 2.0 ** (count - 2), _MOST_REST)

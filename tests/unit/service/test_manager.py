@@ -203,6 +203,23 @@ def test_a_job_that_is_to_be_killed_is_killed_by_the_next_service(service: Servi
     assert (service.state(job), service.job(job).reason) == (State.CANCELLED, "cancelled without saving")
 
 
+def test_a_job_whose_launcher_is_terminated_again_and_again_rests_in_between(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = a_clock(monkeypatch)
+    job = service.add(max_retries=0)
+    service.turn()
+    for number in (1, 2):  # at once the first time
+        service.launchers.begin(job, number)
+        service.launchers.end(job, 1, number, stopped="SIGTERM")
+        service.turn()
+    assert (service.state(job), service.job(job).reason) == (State.QUEUED, "its launcher got SIGTERM")
+    assert len(service.launchers.started) == 2
+    clock[0] += 11
+    service.turn()
+    assert len(service.launchers.started) == 3
+
+
 def test_a_higher_priority_preempts_and_the_victim_keeps_its_place(service: Service) -> None:
     victim, other = service.add(4), service.add(4)
     service.turn()
