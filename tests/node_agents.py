@@ -3,8 +3,7 @@
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -43,13 +42,6 @@ class Started:
     def exits_with(self, code: int) -> None:
         if self.runner is not None:
             assert self.runner.wait(10) == code
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def connections_opened(log: Path) -> int:

@@ -45,6 +45,7 @@ def load(preset: str | None = None, file: Path | None = None, overrides: Sequenc
             raise UserError(f"{file}: not valid UTF-8 at byte {error.start}") from None
     for word in overrides:
         settings.add_word(word)
+    settings.check_homes()
     return settings.build()
 
 
@@ -61,6 +62,7 @@ def load_again(values: Mapping[str, Any], origin: str, overrides: Sequence[str] 
         key = word.partition("=")[0].strip()
         if not may_change(key):
             raise UserError(f"{word}: {key} is fixed by the checkpoint, {key}={values.get(key)}, and cannot be changed")
+    settings.check_homes(but=origin)  # its folders may be those of another machine
     return settings.build()
 
 
@@ -140,6 +142,18 @@ class _Settings:
         self.values[key] = value
         self.origins[key] = origin
 
+    def check_homes(self, but: str | None = None) -> None:
+        """Raise `UserError` for a folder ~name of a user whom this machine does not know."""
+        for key in _FOLDERS & self.values.keys():
+            if self.origins[key] != but:
+                try:
+                    Path(str(self.values[key])).expanduser()
+                except RuntimeError:
+                    given = f"{key}={shown(self.values[key])} ({self.origins[key]})"
+                    raise UserError(
+                        f"{given}: must be a full path, as this machine knows no such home folder"
+                    ) from None
+
     def build(self) -> Config:
         config = self.validated()
         check(config)
@@ -161,6 +175,7 @@ class _Settings:
             raise UserError(f"{given}: must {_wanted(key, first['msg'])}") from None
 
 
+_FOLDERS = {"output_dir", "data.source", "data.cache_dir", "checkpoint.resume", "model.pretrained"}
 _PLAIN = (str, int, float, list, dict, type(None))
 
 

@@ -4,10 +4,9 @@ It is the source of `hvd-train --help`, the checks, `config.yaml`, and the rules
 """
 
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 
@@ -29,14 +28,6 @@ def _none_word(value: Any) -> Any:
     return None if isinstance(value, str) and value.lower() in ("none", "null") else value
 
 
-def _known_home(value: str) -> str:
-    try:
-        Path(value).expanduser()
-    except RuntimeError:
-        raise ValueError("it should be a full path, as this machine knows no such home folder") from None
-    return value
-
-
 # On the command line every value is a word: `training.max_steps=none` means no limit.
 OptionalCount = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_none_word)]
 OptionalPositive = Annotated[Annotated[float, Field(gt=0)] | None, BeforeValidator(_none_word)]
@@ -44,8 +35,6 @@ ClassWeights = Annotated[
     Literal["balanced"] | dict[str, Annotated[float, Field(gt=0)]] | None, BeforeValidator(_none_word)
 ]
 OptionalName = Annotated[Annotated[str, Field(min_length=1)] | None, BeforeValidator(_none_word)]
-FolderName = Annotated[str, Field(min_length=1), AfterValidator(_known_home)]
-OptionalFolder = Annotated[FolderName | None, BeforeValidator(_none_word)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
@@ -58,7 +47,7 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The Transformer."""
 
-    pretrained: OptionalFolder = fixed(
+    pretrained: OptionalName = fixed(
         None,
         "Hugging Face folder to fine-tune, with its tokenizer: an encoder for classification, a causal model for "
         "language_model; its config.json replaces all other keys of model; none: train from scratch",
@@ -87,11 +76,12 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """The data set, its tokenizer and its batches."""
 
-    source: FolderName = fixed(
+    source: str = fixed(
         "python-docs",
         "a folder with train.txt, valid.txt and test.txt, or one text file, or python-docs (built in), wikitext2, "
         "wikitext103, penntreebank; for translation: multi30k, iwslt2016, wmt14, or a folder or file of sentence "
         "pairs; for classification: a folder or file of tables",
+        min_length=1,
     )
     split: list[Fraction] = fixed(
         [0.9, 0.05, 0.05],
@@ -154,7 +144,7 @@ class DataConfig(Section):
         "proportional to its frequency; none: equal weights",
         allowed="balanced, none, or a number above 0 for each label, such as {good: 1, bad: 2.5}",
     )
-    cache_dir: FolderName = changeable(
+    cache_dir: str = changeable(
         "~/.cache/hvd-transformer/data", "cache folder for downloads, token files and measured layer times"
     )
     workers: int = changeable(0, "number of processes that prepare the token files; 0: one per core", ge=0)
@@ -309,7 +299,7 @@ class CheckpointConfig(Section):
     every_seconds: OptionalPositive = changeable(None, "seconds between two checkpoints, in addition to every_steps")
     keep_last: int = changeable(3, "number of newest checkpoints to keep", ge=1)
     keep_best: bool = changeable(True, "keep the best checkpoint by training.best_metric, and test it at the end")
-    resume: FolderName = changeable(
+    resume: str = changeable(
         "auto",
         "auto: resume from the newest complete checkpoint in output_dir; never: refuse an output_dir that has one; "
         "or the checkpoint (or run directory) to start from",
@@ -325,7 +315,7 @@ class Config(Section):
         allowed="'language_model', 'translation', 'classification' or package.module:Class",
         pattern=r"^(language_model|translation|classification|[\w.]+:\w+)$",
     )
-    output_dir: FolderName = changeable("runs/default", "run directory")
+    output_dir: str = changeable("runs/default", "run directory", min_length=1)
     profile: bool = changeable(
         False, "write timeline-NNN.json, a Chrome trace per rank, of steps 3 to 7 after this start"
     )

@@ -25,6 +25,7 @@ from hvd_transformer.service.runs.pace import Progress
 from hvd_transformer.service.scheduling.run_length import median_length
 from hvd_transformer.service.scheduling.scheduler import schedule
 from hvd_transformer.service.scheduling.snapshot import Decisions, Running, Snapshot
+from hvd_transformer.service.scheduling.wait_reasons import dependencies
 from hvd_transformer.service.settlement import settle
 from hvd_transformer.service.stops import Stops
 from hvd_transformer.service.storage.store import Store
@@ -241,7 +242,7 @@ class Manager:
         limits, elsewhere = self._store.all_limits(), self._store.external_owners()
         waiting, reasons = within_limits(self._store.waiting(), running, limits, self._disk_bytes(), elsewhere)
         for job, others in self._store.unmet_dependencies().items():
-            reasons[job] = in_words(others)
+            reasons[job] = dependencies(others)
         resting = {job for job, (_, until) in self._refusals.items() if until > began}  # they keep their reasons
         if external := [job.id for job in waiting if job.engine is not Engine.HOSTS]:
             self._hand_over(external)
@@ -298,17 +299,6 @@ class Manager:
                 except BaseException:
                     self._attempts.pop(job.id, None)  # `look` finds out whether a launcher runs
                     raise
-
-
-def in_words(others: Mapping[int, State]) -> str:
-    """Why a job waits for others, of which these have not succeeded."""
-    words = [
-        f"job {job}, which {'was cancelled' if state is State.CANCELLED else 'failed'} (retry it)"
-        if state in (State.FAILED, State.CANCELLED)
-        else f"job {job}"
-        for job, state in sorted(others.items())[:8]
-    ]
-    return f"waits for {', '.join(words)}{', …' if len(others) > 8 else ''}"
 
 
 def _ranks(attempt: Attempt) -> int:

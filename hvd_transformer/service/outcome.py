@@ -57,14 +57,14 @@ def outcome(job: Job, ended: Exit) -> Outcome:
         return Outcome(State.SUCCEEDED, "")
     if job.stopping is not None:
         return Outcome(_AFTER_STOP[job.stopping], _stopped(job))
-    if not ended.started or ended.interrupted:
-        return Outcome(State.QUEUED, ended.cause)
-    if ended.refused:
-        return Outcome(State.QUEUED, f"not started: {'; '.join(ended.refused.values())}")
     if ended.stopped == "request":
         return Outcome(State.CANCELLED, "stopped with hvd-transformer stop")
     if ended.stopped is not None:
         return Outcome(State.QUEUED, f"its launcher got {ended.stopped}")
+    if not ended.started or ended.interrupted:
+        return Outcome(State.QUEUED, ended.cause)
+    if ended.refused:
+        return Outcome(State.QUEUED, f"not started: {'; '.join(ended.refused.values())}")
     if not _is_transient(ended):
         return Outcome(State.FAILED, ended.cause or f"exit code {ended.code}")
     why = ended.cause or _transient_words(ended)

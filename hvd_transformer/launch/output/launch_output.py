@@ -72,7 +72,7 @@ class LaunchOutput:
         """Take whole lines that a rank has printed. Those that wait too long to be shown are in the log alone."""
         self._write_log("".join(f"rank {rank}: {line}\n" for line in text.splitlines()))
         if stream == "err" and (last := text.rstrip().rpartition("\n")[2].strip()):
-            self._last[rank] = last
+            self._last[rank] = last if len(last) <= _LINE else f"{last[: _LINE - 1]}…"
         self._publish("show", rank=rank, stream=stream, text=text)
         if not self._outlet.put(partial(self._screen.show, rank, stream, text), size=len(text)):
             self._left_out += text.count("\n")
@@ -88,8 +88,7 @@ class LaunchOutput:
 
     def last_line(self, rank: int) -> str:
         """What this rank has printed last to standard error in this start, such as why it ends; may be empty."""
-        line = self._last.get(rank, "")
-        return line if len(line) <= _LINE else f"{line[: _LINE - 1]}…"
+        return "".join(character if character.isprintable() else " " for character in self._last.get(rank, ""))
 
     def failed(self, ended: AttemptResult, cause: str) -> None:
         """Print why a start failed."""

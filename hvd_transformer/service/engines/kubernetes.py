@@ -15,7 +15,7 @@ import yaml
 from hvd_transformer.errors import UserError
 from hvd_transformer.service.engines.backend import Ended, Sighting, Submission
 from hvd_transformer.service.engines.commands import CommandFailed, Commands
-from hvd_transformer.service.launching.launch_command import EXIT_FILE
+from hvd_transformer.service.launching.launch_command import own_variables
 
 _KIND = "mpijobs.kubeflow.org"
 _SERVICE = "hvd-transformer/service"
@@ -92,8 +92,8 @@ def _objects(attempt: Submission) -> list[dict[str, Any]]:
     if attempt.seconds is not None:
         policy["activeDeadlineSeconds"] = math.ceil(attempt.seconds)
     launcher = mpijob["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
-    exit_file = {"name": EXIT_FILE, "value": str(attempt.files.exit)}
-    launcher.setdefault("env", []).append(exit_file)
+    own = own_variables(attempt.job, attempt.files)
+    launcher.setdefault("env", []).extend({"name": name, "value": value} for name, value in own.items())
     if attempt.values:
         metadata = {"name": f"{attempt.claim}-env"}
         secret = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": dict(attempt.values)}

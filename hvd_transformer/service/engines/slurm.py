@@ -14,7 +14,7 @@ from hvd_transformer.own_folder import user_name
 from hvd_transformer.plugin import CODE
 from hvd_transformer.service.engines.backend import Ended, EngineFault, Sighting, Submission
 from hvd_transformer.service.engines.commands import CommandFailed, Commands
-from hvd_transformer.service.launching.launch_command import EXIT_FILE
+from hvd_transformer.service.launching.launch_command import own_variables
 
 _SQUEUE = "JobID:|,State:|,exit_code:|,Name:|,NodeList:|,Reason:|"
 _SACCT = "JobIDRaw,State,ExitCode,JobName,NodeList,Reason"
@@ -67,7 +67,7 @@ class Slurm:
         words += [f"--output={attempt.files.out}"]
         if attempt.seconds is not None:
             words += [f"--time={math.ceil((attempt.seconds + _save_seconds(attempt.file)) / 60)}"]
-        environment = {**attempt.values, EXIT_FILE: str(attempt.files.exit), "PYTHONSAFEPATH": "1"}
+        environment = {**attempt.values, **own_variables(job, attempt.files), "PYTHONSAFEPATH": "1"}
         if attempt.code is not None:
             environment[CODE] = str(attempt.code)
         try:

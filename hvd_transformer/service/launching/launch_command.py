@@ -41,10 +41,17 @@ def launch_environment(job: Job, defaults: Mapping[str, str], begun: int, files:
         **os.environ,
         **values,
         BEGUN: str(begun),
-        EXIT_FILE: str(files.exit),
-        JOB: f"{job.id}-{job.submitted * 1e6:.0f}",  # its lock may outlive an attempt that has lost hosts
+        **own_variables(job, files),
         "PYTHONSAFEPATH": "1",  # see `launcher_environment`
     }
+
+
+def own_variables(job: Job, files: AttemptFiles) -> dict[str, str]:
+    """What every launcher of the job is told, whoever starts it: where to tell how it ended, and which job it is.
+
+    The lock of a run directory may outlive an attempt that has lost hosts.
+    """
+    return {EXIT_FILE: str(files.exit), JOB: f"{job.id}-{job.submitted * 1e6:.0f}"}
 
 
 def thread_limit(allocation: Allocation, hosts: Iterable[Host]) -> dict[str, str]:

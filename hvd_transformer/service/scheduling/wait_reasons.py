@@ -1,8 +1,8 @@
 """Why a job waits, in the words that its user sees."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from hvd_transformer.service.jobs import Host, Needs
+from hvd_transformer.service.jobs import Host, Needs, State
 from hvd_transformer.service.scheduling.placement import Shape, least_ranks
 
 _MOST_NAMES = 5
@@ -50,6 +50,17 @@ def behind_priority(job: int) -> str:
 
 def behind_owner(job: int, owner: str) -> str:
     return f"fair share: behind job {job} of {owner}"
+
+
+def dependencies(others: Mapping[int, State]) -> str:
+    """Why a job waits for others, of which these have not succeeded."""
+    words = [
+        f"job {job}, which {'was cancelled' if state is State.CANCELLED else 'failed'} (retry it)"
+        if state in (State.FAILED, State.CANCELLED)
+        else f"job {job}"
+        for job, state in sorted(others.items())[:8]
+    ]
+    return f"waits for {', '.join(words)}{', …' if len(others) > 8 else ''}"
 
 
 def _counted(number: int, what: str) -> str:

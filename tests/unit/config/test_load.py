@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_transformer.config import Config, dump, load
+from hvd_transformer.config import Config, dump, load, load_again
 from hvd_transformer.config.load import PRESETS, preset_names, preset_summary
 from hvd_transformer.config.schema import KEYS, flatten
 from hvd_transformer.errors import UserError
@@ -286,11 +286,14 @@ def test_a_list_or_table_with_a_wrong_part_is_told_what_it_may_be(key: str, valu
 )
 def test_the_home_folder_of_an_unknown_user(key: str) -> None:
     given = f"{key}=~no-such-user/x (command line)"
-    end = ", or none" * (key == "model.pretrained")
-    assert refused(f"{key}=~no-such-user/x") == (
-        f"{given}: must be a full path, as this machine knows no such home folder{end}"
+    assert (
+        refused(f"{key}=~no-such-user/x") == f"{given}: must be a full path, as this machine knows no such home folder"
     )
     assert flatten(load(None, None, [f"{key}=~/x"]))[key] == "~/x"
+    saved = {**DEFAULTS, "data.source": "~no-such-user/x"}  # of a checkpoint that another machine has made
+    assert load_again(saved, "checkpoint").data.source == "~no-such-user/x"
+    with pytest.raises(UserError, match="data.cache_dir=~no-such-user/x"):
+        load_again(saved, "checkpoint", ["data.cache_dir=~no-such-user/x"])
 
 
 def test_no_message_is_for_programmers(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from node_agents import wait_until
+from waiting import wait_until
 
 from hvd_transformer.launch.connection.connections import HostConnections
 from hvd_transformer.launch.doctor import examine

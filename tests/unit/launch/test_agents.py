@@ -11,7 +11,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from node_agents import VALUES, Started, agents_of, connections_opened, folders, ready, wait_until
+from node_agents import VALUES, Started, agents_of, connections_opened, folders, ready
+from waiting import wait_until
 
 from hvd_transformer.errors import UserError
 from hvd_transformer.launch.agents import HostAgents

@@ -133,7 +133,9 @@ def test_the_last_line_of_a_rank() -> None:
         output.show(1, "err", "Traceback:\n  File x\nKeyError: 'y'\n\n")
         output.show(1, "out", "not this\n")
         output.show(2, "err", "z" * 1000)
+        output.show(3, "err", "\x1b[31mred\x07\n")
         assert [output.last_line(rank) for rank in (0, 1)] == ["", "KeyError: 'y'"]
         assert output.last_line(2) == "z" * 299 + "…"
+        assert output.last_line(3) == " [31mred "  # others show it on their terminals
         output.start([], "restart 1 of 1")
         assert output.last_line(1) == ""

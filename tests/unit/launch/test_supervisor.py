@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from hvd_transformer.errors import UserError
 from hvd_transformer.launch import host_discovery, host_pool, restart_policy
@@ -95,13 +96,6 @@ def given(**slots: int) -> FindHosts:
 
 def starts(stand: Path) -> list[int]:
     return [int(line) for line in (stand / "starts-0").read_text().split()]
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def refusing(*names: str) -> Examine:

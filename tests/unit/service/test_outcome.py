@@ -25,6 +25,7 @@ LOST = Exit(1, "host h2 was lost", 70, {}, ["h2"])
         (Exit(1, "it was asked to stop", 70, stopped="SIGTERM"), State.QUEUED, False),
         (Exit(1, "it was asked to stop", 70, {}, ["h2"], stopped="SIGTERM"), State.QUEUED, False),
         (Exit(1, "it was asked to stop", 70, stopped="request"), State.CANCELLED, False),
+        (Exit(1, "it was asked to stop", 70, {"h2": "has no data"}, stopped="request"), State.CANCELLED, False),
         (Exit(0, "it was asked to stop", 70, stopped="SIGTERM"), State.SUCCEEDED, False),
     ],
     ids=[
@@ -39,6 +40,7 @@ LOST = Exit(1, "host h2 was lost", 70, {}, ["h2"])
         "reboot of this machine",
         "reboot that also ended the connections",
         "hvd-transformer stop",
+        "hvd-transformer stop while it waits for hosts",
         "done just before a reboot",
     ],
 )

@@ -4,7 +4,7 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -12,6 +12,7 @@ from threading import Thread, enumerate
 
 import pytest
 from new_jobs import new_job, on
+from waiting import wait_until
 
 from hvd_transformer.errors import UserError
 from hvd_transformer.service import webhook as module
@@ -73,13 +74,6 @@ def at_once(tries: int) -> float:
 
 def ids(posted: list[dict]) -> list[int]:
     return [news["id"] for news in posted]
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_each_end_is_posted_once_and_in_order(store: Store) -> None:

@@ -168,7 +168,8 @@ def test_a_job_becomes_an_mpijob_and_is_followed(service: Service, cluster: Clus
     assert f"output_dir={job.output_dir}" in launcher["args"]
     exit_file = {"name": "HVD_TRANSFORMER_EXIT_FILE", "value": f"{job.output_dir}/.attempts/1.exit"}
     reference = {"secretKeyRef": {"name": f"{claim}-env", "key": "TOKEN"}}
-    assert launcher["env"] == [{"name": "TOKEN", "valueFrom": reference}, exit_file]
+    name = {"name": "HVD_TRANSFORMER_JOB", "value": f"1-{job.submitted * 1e6:.0f}"}
+    assert launcher["env"] == [{"name": "TOKEN", "valueFrom": reference}, exit_file, name]
     assert volume["metadata"]["name"] == f"{claim}-output"
     assert (secret["metadata"]["name"], secret["stringData"]) == (f"{claim}-env", {"TOKEN": "hidden"})
     owner = secret["metadata"]["ownerReferences"]

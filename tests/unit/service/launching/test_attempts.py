@@ -6,12 +6,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 from hvd_transformer.folder_lock import LEFT_OVER_SECONDS
 from hvd_transformer.launch.host_pool import from_script
@@ -92,13 +93,6 @@ def changes(launchers: Launchers, count: int) -> list[Change]:
 def starts(folder: Path) -> list[dict[str, Any]]:
     file = folder / "starts"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_it_begins_and_ends_and_tells_how(tmp_path: Path, launchers: Launchers) -> None:
