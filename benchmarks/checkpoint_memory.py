@@ -90,7 +90,7 @@ def of_rank(world: World, mesh: ParallelMesh, config: Config, folder: Path) -> d
     buffers = job.engine.buffers
     own = sum(buffer.parameters.nbytes + buffer.gradients.nbytes for buffer in buffers)
     own += sum(tensor.nbytes for state in job.engine.optimizer_state() for tensor in state.values())
-    job.engine.close()
+    job.close()
     return {
         "parameters": job.engine.num_parameters, "own": own, "written": written,
         "built": built - before, "saved": saved - before, "loaded": loaded - before,

@@ -50,7 +50,7 @@ def trainer(socket: str, settings: Sequence[str]) -> None:
 
     serve(socket, step)
     job.engine.check_replicas("after the benchmark")
-    job.engine.close()
+    job.close()
     world.close()
 
 

@@ -78,7 +78,7 @@ def measure(file: Path, settings: Sequence[str]) -> None:
     }
     file.with_name(f"{file.name}-{world.rank}").write_text(json.dumps(found), encoding="utf-8")
     world.barrier()
-    job.engine.close()
+    job.close()
     world.close()
 
 

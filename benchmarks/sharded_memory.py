@@ -80,7 +80,7 @@ def measure(file: Path, settings: Sequence[str]) -> None:
     }
     found["peak"] = sum(found.values()) + above
     file.with_name(f"{file.name}-{world.rank}").write_text(json.dumps(found), encoding="utf-8")
-    job.engine.close()
+    job.close()
     world.close()
 
 

@@ -89,10 +89,16 @@ class GradBuffer:
         # The state of one step.
         self.missing = 0  # gradients of the last backward, before the buffer is sent
         self._written: set[str] = set()
+        self._norms: dict[str, Tensor] | None = None
         self._views: dict[str, Tensor] = {}
         self._flat: Tensor | None = None
         if not shard.gradients:
             self._open(self.gradients)
+        self._own_views = {
+            slot.name: self.own_gradients[own]
+            for slot in self.slots
+            if (own := self.own_part(slot.start, slot.stop)) is not None
+        }
 
     @property
     def own_parameters(self) -> Tensor:
@@ -117,6 +123,7 @@ class GradBuffer:
     def begin_step(self) -> None:
         """Forget the last step's gradients."""
         self.missing = 0
+        self._norms = None
         self._written.clear()
         self.drop_grads()
 
@@ -132,11 +139,28 @@ class GradBuffer:
         """Add a weight's gradient `grad.T @ values`, or a bias's: the sum of `grad` over its rows."""
         view, first = self._view(slot), self._is_first(slot)
         if view.ndim == 1:
-            add(view, grad.sum(0, dtype=view.dtype), first)
+            if first:
+                torch.sum(grad, 0, dtype=view.dtype, out=view)
+            else:
+                view.add_(grad.sum(0, dtype=view.dtype))
         elif view.dtype != grad.dtype:
             add(view, grad.t() @ values, first)
         else:
             view.addmm_(grad.t(), values, beta=0 if first else 1)
+
+    def add_scaled(self, slot: ParamSlot, gradient: Tensor, factor: Tensor) -> None:
+        """Add a gradient × the scalar `factor`."""
+        view, factor = self._view(slot), factor.to(gradient.dtype)
+        if self._is_first(slot):
+            torch.mul(gradient, factor, out=view)
+        else:
+            view.addcmul_(gradient, factor)
+
+    def norms(self) -> dict[str, Tensor]:
+        """The norm of each parameter's gradient in this rank's shard, by name; computed once for a step."""
+        if self._norms is None:
+            self._norms = dict(zip(self._own_views, torch._foreach_norm(list(self._own_views.values())), strict=True))
+        return self._norms
 
     def zeroed(self, slot: ParamSlot) -> Tensor:
         """The parameter's gradient so far, to add to: zeros if there is none."""
@@ -197,20 +221,22 @@ def make_grad_buffers(
     bucket_bytes: int,
     alone: Set[str] = frozenset(),
     shard: ZeroShard = WHOLE,
+    last: Set[str] = frozenset(),
 ) -> list[GradBuffer]:
     """Group named parameters, given in the model's order, into buffers of about `bucket_bytes`.
 
     A buffer has one dtype and device; a parameter larger than `bucket_bytes` gets one alone. Parameters named in
-    `alone` are matrices that get a buffer each, sharded by rows.
+    `alone` are matrices that get a buffer each, sharded by rows. Those named in `last` are complete when backward has
+    ended: no other parameter waits for them in a buffer.
     """
     groups: list[list[tuple[str, nn.Parameter]]] = []
-    unfinished: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
-    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    unfinished: dict[tuple[torch.dtype, torch.device, bool], list[tuple[str, nn.Parameter]]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device, bool], int] = {}
     for name, parameter in reversed(parameters.items()):
         if name in alone:
             groups.append([(name, parameter)])
             continue
-        kind = (parameter.dtype, parameter.device)
+        kind = (parameter.dtype, parameter.device, name in last)
         if kind in unfinished and sizes[kind] + parameter.nbytes > bucket_bytes:
             groups.append(unfinished.pop(kind))
         if kind not in unfinished:

@@ -71,13 +71,19 @@ class FlatOptimizer:
         self._groups = [group for group in groups.values() if group.parameters]
 
     @torch.no_grad()
-    def step(self, learning_rate: float) -> None:
-        """One update at this learning rate."""
+    def step(self, learning_rate: float, factor: float = 1.0) -> None:
+        """One update at this learning rate with the gradients × `factor`, which may change them."""
         for group in self._groups:
+            divisor = None
+            if factor != 1.0 and group.parameters[0].dtype == torch.float32:
+                # In the same pass over memory. The kernels divide, by a float32 number.
+                divisor = torch.tensor(1 / factor, dtype=torch.float32, device=group.parameters[0].device)
+            elif factor != 1.0:
+                torch._foreach_mul_(group.gradients, factor)
             if self._config.name == "sgd":
-                self._sgd(group, learning_rate)
+                self._sgd(group, learning_rate, divisor)
             else:
-                self._adam(group, learning_rate)
+                self._adam(group, learning_rate, divisor)
 
     def set_updates(self, number: int) -> None:
         """Set the number of updates behind a loaded state."""
@@ -85,7 +91,7 @@ class FlatOptimizer:
             for step in group.steps:
                 step.fill_(number)
 
-    def _sgd(self, group: _Group, rate: float) -> None:
+    def _sgd(self, group: _Group, rate: float, divisor: Tensor | None) -> None:
         sgd(
             group.parameters,
             group.gradients,
@@ -97,9 +103,10 @@ class FlatOptimizer:
             dampening=0.0,
             nesterov=False,
             maximize=False,
+            grad_scale=divisor,
         )
 
-    def _adam(self, group: _Group, rate: float) -> None:
+    def _adam(self, group: _Group, rate: float, divisor: Tensor | None) -> None:
         adam(
             group.parameters,
             group.gradients,
@@ -116,6 +123,7 @@ class FlatOptimizer:
             weight_decay=group.weight_decay,
             eps=self._config.eps,
             maximize=False,
+            grad_scale=divisor,
         )
 
 

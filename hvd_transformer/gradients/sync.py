@@ -120,9 +120,11 @@ class GradSync:
     def wait(self) -> None:
         """Return when every buffer holds the sum over the ranks."""
         self.wire.finish_sending()
-        for buffer in self.buffers:
-            if buffer in self._in_flight:
-                self._arrive(buffer)
+        of_rows = {buffer for buffer, _, _ in self._gathered}
+        for buffer in list(self._in_flight):  # the first one that was sent comes first
+            self._arrive(buffer)
+            if self._in_flight and buffer not in of_rows:
+                buffer.norms()  # while the next one is in flight
         for buffer, slot, embedding_grad in self._gathered:
             own, width = buffer.own_part(slot.start, slot.stop), slot.parameter.size(1)
             matrix = buffer.own_gradients[own or slice(0)].view(-1, width)

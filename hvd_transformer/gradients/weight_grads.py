@@ -66,6 +66,13 @@ class BufferedWeightGrads:
         counted = [buffer.missing > 0 for buffer, _ in self._slots]
         self._store.put(partial(self._add, values, grad, counted))
 
+    def put_formed(self, weight_grad: Tensor, bias_grad: Tensor | None, factor: Tensor) -> None:
+        for (buffer, slot), gradient in zip(self._slots, (weight_grad, bias_grad), strict=False):
+            assert gradient is not None
+            buffer.add_scaled(slot, gradient, factor)
+            if buffer.missing > 0:
+                self._sync.count_grad(buffer)
+
     def _add(self, values: Tensor, grad: Tensor, counted: Sequence[bool]) -> None:
         for (buffer, slot), counts in zip(self._slots, counted, strict=True):
             buffer.add_product(slot, values, grad)

@@ -125,6 +125,11 @@ class Attention(nn.Module):
         return output
 
 
+def _split_heads(projected: Tensor, parts: int, width: int) -> list[Tensor]:
+    """[B, T, parts × D] to as many [B, H, T, D/H]; in this order backward copies their gradients once."""
+    return [part.transpose(1, 2) for part in projected.unflatten(-1, (parts, -1, width)).unbind(2)]
+
+
 class SelfAttention(Attention):
     """Attention over the sequence itself; the ranks of a tensor group have some of the heads each."""
 
@@ -140,8 +145,7 @@ class SelfAttention(Attention):
 
     def forward(self, hidden: Tensor, allowed: Tensor | None = None, past: KVCache | None = None) -> Tensor:
         """[B, T, D] to [B, T, D]. `allowed` [B, T] marks the keys to attend to; `past` caches previous positions."""
-        # [B, T, 3D] → three of [B, H, T, D/H], or of this share's heads
-        query, key, value = self.qkv(hidden).unflatten(-1, (3, -1, self.head_width)).permute(2, 0, 3, 1, 4)
+        query, key, value = _split_heads(self.qkv(hidden), 3, self.head_width)
         if self.rotary is not None:
             query, key = self.rotary(query, key, 0 if past is None else past.length)
         if past is not None:
@@ -173,7 +177,7 @@ class CrossAttention(Attention):
         if past is not None and past.pair is not None:
             key, value = past.pair
         else:
-            key, value = self.key_value(memory).unflatten(-1, (2, -1, self.head_width)).permute(2, 0, 3, 1, 4)
+            key, value = _split_heads(self.key_value(memory), 2, self.head_width)
             if past is not None:
                 past.pair = key, value
         return self.mix(query, key, value, allowed)

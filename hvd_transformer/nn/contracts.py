@@ -57,6 +57,10 @@ class WeightGrads(Protocol):
     def put(self, values: Tensor, grad: Tensor) -> None:
         """Called in backward with the layer's input [N, D_in] and the gradient of its output [N, D_out]."""
 
+    def put_formed(self, weight_grad: Tensor, bias_grad: Tensor | None, factor: Tensor) -> None:
+        """Called in backward with gradients that are formed already, like weight and bias, to be multiplied by the
+        scalar `factor`."""
+
 
 class EmbeddingGrads(Protocol):
     """Takes the gradient of embedding lookups as rows, one per token."""

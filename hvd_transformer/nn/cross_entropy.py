@@ -32,7 +32,8 @@ def fused_cross_entropy(
     logits are computed once (the idea of Liger-Kernel's fused linear cross-entropy, arXiv 2410.10989, section 3.2). For
     backward it keeps the smaller of the logits' gradients [N, V] and the weight's gradient [V, D].
 
-    With N ≤ D, `weight_grads` gets `hidden` and the logits' gradients in backward; weight and bias get no gradient.
+    While `weight_grads` is given, weight and bias get no gradient: with N ≤ D `weight_grads` gets `hidden` and the
+    logits' gradients in backward, otherwise the formed gradients.
 
     `smoothing` is the share of each target's weight that is spread over the whole vocabulary (Szegedy et al. 2016,
     arXiv 1512.00567, section 7), as in torch's `label_smoothing`.
@@ -42,7 +43,7 @@ def fused_cross_entropy(
     """
     chunk = chunk or (CPU_CHUNK if hidden.device.type == "cpu" else GPU_CHUNK)
     anchor = None
-    if hidden.size(0) > hidden.size(1) or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
         weight_grads = None
     if weight_grads is not None:
         weight, bias, anchor = out_of_graph(hidden, weight, bias)
@@ -74,7 +75,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         wants_gradient = wants and any(ctx.needs_input_grad)
         keeps_slopes = hidden.size(0) <= hidden.size(1)
         grad_hidden = torch.empty_like(hidden) if wants_gradient else None
-        grad_weight = torch.zeros_like(weight) if wants_gradient and not keeps_slopes else None
+        grad_weight = torch.empty_like(weight) if wants_gradient and not keeps_slopes else None
         grad_bias = torch.zeros_like(bias) if grad_weight is not None and bias is not None else None
         slopes: list[Tensor] = []
         even = smoothing / (weight.size(0) if shard is None else shard.total)  # of each token of the vocabulary
@@ -102,9 +103,10 @@ class _FusedCrossEntropy(torch.autograd.Function):
             if grad_weight is None:
                 slopes.append(slope)
             elif grad_weight.dtype == slope.dtype:
-                grad_weight.addmm_(slope.t(), values)
+                grad_weight.addmm_(slope.t(), values, beta=0 if start == 0 else 1)
             else:
-                grad_weight += slope.t() @ values.to(logits.dtype)
+                product = slope.t() @ values.to(logits.dtype)
+                grad_weight = grad_weight.copy_(product) if start == 0 else grad_weight.add_(product)
         if shard is not None:
             waits = [shard.group.sum_(sums) for sums in (loss[None], grad_hidden) if sums is not None]
             for wait in waits:
@@ -117,11 +119,15 @@ class _FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, *formed = ctx.saved_tensors[:4]
-        slopes = ctx.saved_tensors[4:]
-        grad_hidden, grad_weight, grad_bias = (
-            None if saved is None else saved * grad.to(saved.dtype) for saved in formed
-        )
+        hidden, grad_hidden, grad_weight, grad_bias, *slopes = ctx.saved_tensors
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
+        if grad_weight is not None and ctx.grads is not None:
+            ctx.grads.put_formed(grad_weight, grad_bias, grad)
+            grad_weight = grad_bias = None
+        elif grad_weight is not None:
+            grad_weight = grad_weight * grad.to(grad_weight.dtype)
+            grad_bias = None if grad_bias is None else grad_bias * grad.to(grad_bias.dtype)
         if slopes:
             slope = torch.cat(slopes) if len(slopes) > 1 else slopes[0]
             slope = slope * grad.to(slope.dtype)

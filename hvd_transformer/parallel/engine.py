@@ -1,6 +1,6 @@
 """One rank's model, wired for training: stages on their devices, gradient buffers, collectives, optimizer, pipeline."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -21,6 +21,9 @@ from hvd_transformer.parallel.pipeline import Pipeline, Stage, worker_threads
 from hvd_transformer.parallel.replica_check import check_replicas
 from hvd_transformer.parallel.tensor_parallel import HorovodTensorGroup, Shapes, Splits, set_tensor_groups
 
+# Where buffers travel beside backward: their number per stage, unless that made them smaller than this many bytes.
+LEAST_BUCKETS, LEAST_BUCKET = 4, 256 << 10
+
 
 class ModelStage(Stage):
     """A pipeline stage with its gradient buffers and optimizer, so that stages send and update side by side."""
@@ -34,23 +37,14 @@ class ModelStage(Stage):
     def add_buffers(self, config: OptimizerConfig, buffers: Sequence[GradBuffer]) -> None:
         self.buffers = buffers
         self.optimizer = FlatOptimizer(config, buffers)
-        self._grads = {
-            slot.name: buffer.own_gradients[own]
-            for buffer in buffers
-            for slot in buffer.slots
-            if (own := buffer.own_part(slot.start, slot.stop)) is not None
-        }
 
     def norms(self) -> dict[str, Tensor]:
         """The norm of each parameter's gradient in this rank's shard, by name."""
-        return {name: torch.linalg.vector_norm(grad) for name, grad in self._grads.items()}
+        return {name: norm for buffer in self.buffers for name, norm in buffer.norms().items()}
 
     def update(self, factor: float, rate: float) -> None:
         """One optimizer step with the gradients × `factor`; starts the all-gather of sharded parameters."""
-        if factor != 1.0:
-            for buffer in self.buffers:
-                buffer.own_gradients.mul_(factor)
-        self.optimizer.step(rate)
+        self.optimizer.step(rate, factor)
         if self.all_gather is not None:
             self.all_gather.start()
 
@@ -84,7 +78,7 @@ class Engine:
             ModelStage(layers[start:stop], device) for (start, stop), device in zip(ends, mesh.devices, strict=True)
         ]
         embeddings = plan_embedding_grads(model, config.communication.embedding_rows, num_tokens)
-        self._add_buffers(model, {name for name, plan in embeddings.items() if plan.gather})
+        self._add_buffers(model, {name: plan.gather for name, plan in embeddings.items()})
         buffers = [stage.buffers for stage in self.stages]
         if mesh.zero_shard.count > 1:
             gathers, waits = make_param_all_gathers(layers, buffers, mesh.dp_group)
@@ -180,10 +174,14 @@ class Engine:
         self.pipeline.close()
         self.timeline.close()
 
-    def _add_buffers(self, model: nn.Module, alone: set[str]) -> None:
+    def _add_buffers(self, model: nn.Module, embeddings: Mapping[str, bool]) -> None:
         """Give each stage buffers of its own parameters, so that it sends and updates without the others.
 
         A tied parameter belongs to the last stage that has it: the output layer's, where its dense gradient comes from.
+        `embeddings` says of looked-up parameters whether their rows are gathered.
+
+        Buffers can travel while backward goes on. On one host whose cores all compute that gains nothing, and each
+        message costs their time; elsewhere a stage has several, and the last embedding keeps no other one waiting.
         """
         stage_of = {
             id(weight): stage for stage in self.stages for layer in stage.layers for weight in layer.module.parameters()
@@ -191,7 +189,11 @@ class Engine:
         parameters: dict[ModelStage, dict[str, nn.Parameter]] = {stage: {} for stage in self.stages}
         for name, weight in model.named_parameters():
             parameters[stage_of[id(weight)]][name] = weight
-        no_decay, size = names_without_decay(model), int(self.config.communication.bucket_mb * 2**20)
+        no_decay, most = names_without_decay(model), int(self.config.communication.bucket_mb * 2**20)
+        alone = {name for name, gathers in embeddings.items() if gathers}
+        travels = len(set(self.world.hosts)) > 1 or self.mesh.device.type == "cuda"
         for stage, own in parameters.items():
-            buffers = make_grad_buffers(own, no_decay, size, alone, self.mesh.zero_shard)
+            part = max(LEAST_BUCKET, sum(weight.nbytes for weight in own.values()) // LEAST_BUCKETS)
+            size, last = (min(most, part), embeddings.keys() - alone) if travels else (most, set())
+            buffers = make_grad_buffers(own, no_decay, size, alone, self.mesh.zero_shard, last)
             stage.add_buffers(self.config.optimizer, buffers)

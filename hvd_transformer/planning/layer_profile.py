@@ -161,6 +161,13 @@ class ParameterGrads:
         self._store.put(partial(self._add, values, grad))
 
     @torch.no_grad()
+    def put_formed(self, weight_grad: Tensor, bias_grad: Tensor | None, factor: Tensor) -> None:
+        for weight, formed in ((self._layer.weight, weight_grad), (self._layer.bias, bias_grad)):
+            if formed is not None:
+                assert weight.grad is not None
+                weight.grad.addcmul_(formed, factor.to(formed.dtype))
+
+    @torch.no_grad()
     def _add(self, values: Tensor, grad: Tensor) -> None:
         layer = self._layer
         weight, bias = layer.weight.grad, None if layer.bias is None else layer.bias.grad

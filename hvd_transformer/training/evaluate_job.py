@@ -123,7 +123,7 @@ def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchd
     heartbeat.enter_phase("evaluation")
     found = trainer.evaluate(split)
     heartbeat.enter_phase("end")
-    trainer.engine.close()
+    trainer.close()
     left_out = getattr(data, "left_out", {}).get(split, {})
     source = config.data.source
     return Result(saved.folder, split, source, found.metrics, found.num_targets, task.unit, left_out, task.notes)

@@ -100,7 +100,7 @@ def _train(
     heartbeat.enter_phase("end")
     trainer.engine.check_replicas("at the end")
     summary = session.finish(status)
-    trainer.engine.close()
+    trainer.close()
     if status == "finished":
         progress.message("\n".join([_results(summary), *trainer.task.notes, f"run directory: {directory.path}"]))
     return summary

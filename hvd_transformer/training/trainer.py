@@ -38,6 +38,7 @@ from hvd_transformer.tasks.metrics import Evaluation, evaluate
 from hvd_transformer.tasks.task import Batch, Task, split_batch
 from hvd_transformer.training.job_setup import build_model
 from hvd_transformer.training.lr_schedule import learning_rate
+from hvd_transformer.training.prefetch import Prefetch
 from hvd_transformer.training.state import NO_WISHES, StepResult, StepTotals, TrainState, Wishes
 
 log = logging.getLogger(__name__)
@@ -54,43 +55,31 @@ class Diverged(RuntimeError):
 
 
 class StepStats:
-    """Sums of one step that are sent with the last loss, while backward runs: losses, targets, samples, wishes.
+    """Sums of one step over the ranks: losses, targets, samples, wishes.
 
     Of a tensor group, whose ranks see the same samples, one rank counts. `counts` are this rank's targets and samples.
     """
 
-    def __init__(
-        self,
-        world: World,
-        mesh: ParallelMesh,
-        num_losses: int,
-        counts: tuple[int, int],
-        wishes: Wishes,
-    ) -> None:
+    def __init__(self, world: World, mesh: ParallelMesh, counts: tuple[int, int], wishes: Wishes) -> None:
         self._world, self._device, self._counts = world, mesh.devices[-1], mesh.tp_rank == 0
-        self._left = num_losses
         self._loss = torch.zeros((), dtype=torch.float64, device=self._device)
         self._numbers = [*(counts if self._counts else (0, 0)), *wishes]
-        if not num_losses:  # a rank without samples in this step
-            self._send()
 
     def add_loss(self, loss: Tensor) -> None:
         """Add the loss of a micro-batch; the last stage calls this in their order."""
         if self._counts:
             self._loss += loss
-        self._left -= 1
-        if self._left == 0:
-            self._send()
+
+    def send(self) -> None:
+        """Start to sum, once all losses are there: with the last gradients, so that backward is not interrupted."""
+        numbers = torch.tensor(self._numbers, dtype=torch.float64).to(self._device, non_blocking=True)
+        self._sums = torch.cat([self._loss[None], numbers])
+        self._wait: Callable[[], Tensor] = self._world.all_reduce_async_(self._sums, "step.sums")
 
     def wait(self) -> StepTotals:
         self._wait()
         loss_sum, targets, samples, *wishes = self._sums.tolist()
         return StepTotals(loss_sum / targets, int(targets), int(samples), Wishes(*(ranks > 0 for ranks in wishes)))
-
-    def _send(self) -> None:
-        numbers = torch.tensor(self._numbers, dtype=torch.float64).to(self._device, non_blocking=True)
-        self._sums = torch.cat([self._loss[None], numbers])
-        self._wait: Callable[[], Tensor] = self._world.all_reduce_async_(self._sums, "step.sums")
 
 
 class Trainer:
@@ -122,14 +111,17 @@ class Trainer:
         self.loss_scaler = LossScaler(config.training.precision)
         self.lr_replicas = rate_replicas(config.training, mesh.dp)
         self.total_steps = self._count_steps()
+        self.prefetch = Prefetch(self._fetch)
+        self._next: StepPlan | None = None  # of the same epoch
 
     def steps(self) -> Iterator[StepPlan]:
         """The steps that are left, over the epochs; `step` advances the state after each."""
         while self.state.step < self.total_steps:
-            for plan in self.task.sampler.epoch(self.state.remaining, self.state.epoch):
+            plans = self.task.sampler.epoch(self.state.remaining, self.state.epoch)
+            self._next = next(plans, None)
+            while (plan := self._next) is not None:
+                self._next = next(plans, None) if self.state.step + 1 < self.total_steps else None
                 yield plan
-                if self.state.step == self.total_steps:
-                    return
 
     def step(self, plan: StepPlan, wishes: Wishes = NO_WISHES) -> StepResult:
         """Take one step: forward and backward, reduce, clip, update, advance.
@@ -139,9 +131,10 @@ class Trainer:
         began, state, engine, task = time.perf_counter(), self.state, self.engine, self.task
         if not task.model.training:  # `train` visits all modules
             task.model.train()
-        accumulation, counts = self._fetch(plan)
+        accumulation, counts = self.prefetch.take(plan, state.epoch)
+        self.prefetch.start(self._next, state.epoch)
         num_micro_batches = sum(map(len, accumulation))
-        stats = StepStats(self.world, self.mesh, num_micro_batches, counts, wishes)
+        stats = StepStats(self.world, self.mesh, counts, wishes)
 
         engine.grad_sync.begin_step(num_micro_batches)
         scale = self.loss_scaler.scale / task.targets_per_step
@@ -149,6 +142,7 @@ class Trainer:
         engine.pipeline.forward_backward(accumulation, scale, stats.add_loss)
         engine.wait_params()  # also on a rank without samples in this step
         engine.grad_sync.send_rest()
+        stats.send()
 
         waiting = time.perf_counter()
         engine.grad_sync.wait()
@@ -174,6 +168,7 @@ class Trainer:
 
     def evaluate(self, split: str) -> Evaluation:
         """The loss and metrics of a whole split, shared over the ranks. Collective."""
+        self.prefetch.wait()
         self.engine.wait_params()
         self.task.model.eval()
         pipeline, num_stages = self.engine.pipeline, len(self.engine.stages)
@@ -244,18 +239,23 @@ class Trainer:
             for name, text in tokenizer.files().items()
         }
 
-    def _fetch(self, plan: StepPlan) -> tuple[list[list[MicroBatch]], tuple[int, int]]:
+    def close(self) -> None:
+        """End the threads of the stages and of the data."""
+        self.prefetch.close()
+        self.engine.close()
+
+    def _fetch(self, plan: StepPlan, epoch: int) -> tuple[list[list[MicroBatch]], tuple[int, int]]:
         """This rank's micro-batches, one list per accumulation step, and the numbers of their targets and samples."""
         accumulation: list[list[MicroBatch]] = []
         targets = samples = 0
         with self.engine.timeline.span("data", "batches"):
             for items in plan.accumulation:
-                batch = self._pinned(self.task.batch(self.state.epoch, items))
+                batch = self._pinned(self.task.batch(epoch, items))
                 batches = split_batch(batch, self.config.parallel.micro_batches)
                 targets += sum(map(self.task.num_targets, batches))
                 samples += sum(piece[0].size(0) for piece in batches)
                 # Dropout depends on the place in the data: the same on any rank and in any accumulation step.
-                key = (self.config.seed, self.state.epoch, items.start)
+                key = (self.config.seed, epoch, items.start)
                 accumulation.append(
                     [
                         self.task.micro_batch(piece)._replace(dropout_key=(*key, number))

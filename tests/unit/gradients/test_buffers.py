@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from hvd_transformer.gradients.buffers import make_grad_buffers
+from hvd_transformer.gradients.buffers import ZeroShard, make_grad_buffers
 from hvd_transformer.planning.pass_memory import AllocationTracker
 
 FORMATS = [torch.float32, torch.float64, torch.bfloat16]
@@ -144,3 +144,28 @@ def test_the_weights_exist_twice_only_while_there_are_no_gradients() -> None:
         (buffer,) = make_grad_buffers(parameters, set(), 2**30)
         assert buffer.parameters.nbytes == weights
         assert tracker.take_peak() == tracker.now == 2 * weights
+
+
+def test_what_is_complete_last_keeps_no_other_parameter_waiting() -> None:
+    parameters = {name: nn.Parameter(torch.ones(4)) for name in ("embedding", "block", "other embedding", "norm")}
+    buffers = make_grad_buffers(parameters, set(), 2**20, last={"embedding", "other embedding"})
+    names = [[slot.name for slot in buffer.slots] for buffer in buffers]
+    assert sorted(names) == [["norm", "block"], ["other embedding", "embedding"]]
+
+
+def test_norms_are_those_of_the_shards_own_gradients() -> None:
+    torch.manual_seed(0)
+    parameters = {name: nn.Parameter(torch.ones(size)) for name, size in (("a", 30), ("b", 50), ("c", 7))}
+    whole = torch.randn(128)  # the gaps between parameters count for nothing
+    shares: dict[str, float] = {}
+    for index in range(2):
+        (buffer,) = make_grad_buffers(parameters, set(), 2**20, shard=ZeroShard(index, 2))
+        buffer.gradients.copy_(whole)
+        for name, norm in buffer.norms().items():
+            shares[name] = shares.get(name, 0.0) + float(norm) ** 2
+    for slot in buffer.slots:
+        expected = float(whole[slot.start : slot.stop].double().square().sum())
+        assert shares[slot.name] == pytest.approx(expected, rel=1e-5)
+    buffer.begin_step()
+    buffer.gradients.zero_()
+    assert not any(buffer.norms().values())  # of the new step

@@ -147,3 +147,22 @@ def test_decay_spares_biases_norms_and_embeddings(tie_embeddings: bool) -> None:
     matrices |= {f"blocks.0.feedforward.{part}.weight" for part in ("input", "output")}
     # A free output layer is a matrix like any other; a tied one is the embedding.
     assert decayed == matrices | (set() if tie_embeddings else {"head.weight"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_factor_scales_the_gradients_of_one_step(kind: str, dtype: torch.dtype) -> None:
+    model, plain = net().to(dtype), net().to(dtype)
+    buckets, optimizer = in_buckets(model, 400, kind)
+    reference = torchs(plain, kind)
+    for step, factor in enumerate([0.3, 1.0, 7.0]):
+        values = gradients(model, step)
+        fill(buckets, values)
+        optimizer.step(0.05, factor)
+        for name, weight in plain.named_parameters():
+            weight.grad = values[name] * factor
+        for group in reference.param_groups:
+            group["lr"] = 0.05
+        reference.step()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=1e-6)

@@ -85,8 +85,9 @@ def job(num_ranks: int, *words: str) -> Iterator[tuple[Trainer, Costs]]:
     built: list[Any] = []
     costs["model"] = calls(lambda: built.append(make_task(config, data, layout)))
     costs["trainer"] = calls(lambda: built.append(Trainer(config, world, layout, built[0], TrainState())))
+    built[1].prefetch.start = lambda *_: None  # batches are made in this thread, and counted
     yield built[1], costs
-    built[1].engine.close()
+    built[1].close()
 
 
 def of_a_job(folder: Path, num_ranks: int, *words: str) -> Costs:

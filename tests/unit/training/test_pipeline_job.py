@@ -164,7 +164,7 @@ def test_the_timeline_shows_every_operation_in_its_lane() -> None:
     job.step(next(plans))  # not recorded
     job.engine.timeline.recording = True
     job.step(next(plans))
-    job.engine.close()
+    job.close()
     events = json.loads(job.engine.timeline.trace())["traceEvents"]
     lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     spans = sorted((event for event in events if event["ph"] == "X"), key=lambda event: event["ts"])

@@ -138,7 +138,7 @@ def test_a_rank_of_two_that_do_the_same_trains_as_if_alone_with_its_samples(batc
         torch.testing.assert_close(weights(job)[name], weight, rtol=1e-10, atol=1e-12)
 
 
-def test_the_sums_of_a_step_travel_with_its_last_backward() -> None:
+def test_the_sums_of_a_step_travel_with_its_last_gradients() -> None:
     world = FakeWorld(size=2)
     words = ["communication.bucket_mb=1e-6", "training.accumulation=2", "communication.embedding_rows=always"]
     job = trainer(settings(*words), world)
@@ -146,7 +146,7 @@ def test_the_sums_of_a_step_travel_with_its_last_backward() -> None:
     job.step(next(job.steps()))
     sends = [event for event in world.events if event.startswith("send")]
     # The rows of the tied embedding are sent in two: their tokens and their values.
-    assert sends[0] == "send step.sums" and len(sends) == 1 + len(job.engine.buffers) + 2
+    assert sends[-1] == "send step.sums" and len(sends) == 1 + len(job.engine.buffers) + 2
     assert sorted(event.replace("wait", "send") for event in world.events if event.startswith("wait")) == sorted(sends)
     first_wait = next(index for index, event in enumerate(world.events) if event.startswith("wait"))
     assert first_wait == len(sends)
@@ -338,3 +338,13 @@ def test_dropout_differs_between_steps_micro_batches_and_replicas() -> None:
         job.step(next(plans))
     assert len(drawn) == 8
     assert all(not torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
+
+
+def test_between_hosts_a_small_model_has_several_buckets_and_on_one_host_one() -> None:
+    words = ["model.d_model=256", "model.d_feedforward=1024", "model.num_heads=4", "communication.embedding_rows=never"]
+    alone, spread = FakeWorld(size=2), FakeWorld(size=2)
+    spread.hosts = ["one", "two"]
+    few, several = (trainer(settings(*words), world).engine.buffers for world in (alone, spread))
+    assert len(few) == 1 and len(several) > 4
+    names = [{slot.name for slot in buffer.slots} for buffer in several]
+    assert {"embedding.embedding.weight"} in names  # complete last: nothing else waits for it
