@@ -29,20 +29,22 @@ class ContestantFailed(RuntimeError):
 class Contestant:
     """What to measure: commands that together start `num_processes` processes which `channel.serve`.
 
-    The word `SOCKET` in a command stands for the address to connect to.
+    The word `SOCKET` in a command stands for the address to connect to. Contestants of equal `trains` take the same
+    steps, so that their losses must agree; None: nobody else takes these steps.
     """
 
     name: str
     commands: Sequence[Sequence[str]]
     num_processes: int
     environment: Mapping[str, str] = field(default_factory=dict)
+    trains: str | None = "the same"
 
 
 class Group:
     """The running processes of one contestant; frozen except in a block."""
 
     def __init__(self, contestant: Contestant, folder: Path, timeout: float) -> None:
-        self.name, self._timeout = contestant.name, timeout
+        self.name, self.trains, self._timeout = contestant.name, contestant.trains, timeout
         self._contestant, self._folder = contestant, folder
         self._listener = Listener(folder / "s")
         self._channels: list[Channel] = []

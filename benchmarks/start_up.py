@@ -17,7 +17,7 @@ from statistics import median
 
 import click
 
-from benchmarks.paired import machine
+from benchmarks.machine import machine
 from hvd_transformer.atomic import write_text
 
 WANTED = 1.2
