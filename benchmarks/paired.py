@@ -29,11 +29,12 @@ LOSS_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Options:
-    """How long to measure."""
+    """How long to measure: `settle` steps before the first round, and `warmup` before each block, are not measured."""
 
     rounds: int = 21
     steps: int = 5
     warmup: int = 1
+    settle: int = 3
     timeout: float = 600.0
 
 
@@ -117,9 +118,10 @@ def measure(contestants: Sequence[Contestant], options: Options, say: Callable[[
             (place := Path(folder) / str(index)).mkdir()
             groups.append(Group(contestant, place, options.timeout))
             groups[-1].start()
+            groups[-1].settle(options.settle)
         for number in range(options.rounds):
             for group in _order(groups, number):
-                rates[group.name].append(group.block(options.steps, options.warmup))
+                rates[group.name].append(group.block(group.steps or options.steps, options.warmup))
             latest = ", ".join(f"{name} {values[-1]:,.0f}" for name, values in rates.items())
             say(f"round {number + 1} of {options.rounds}: {latest}")
         losses = {group.name: group.losses for group in groups}

@@ -23,7 +23,7 @@ def test_loss_and_gradients_are_ours(position: str, tied: bool) -> None:
     losses = [ours.head.loss(ours.hidden(inputs), targets), sum_of_losses(plain(inputs), targets)]
     for loss in losses:
         loss.backward()
-    assert float(losses[1]) == pytest.approx(float(losses[0]), rel=1e-5)
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-5)
     expected = dict(ours.named_parameters())
     for name, weight in plain.named_parameters():
         torch.testing.assert_close(weight.grad, expected[name].grad, rtol=1e-3, atol=1e-4)
