@@ -36,9 +36,15 @@ OURS, LOCAL = "ours, {}", f"ours, {LOCAL_STEPS} local steps"
 _PORTS = count(29600)
 _SSH = """\
 #!/bin/sh
-# ssh [OPTION …] HOST COMMAND: of horovodrun. Run so, its rank on another host ends and stops with its launcher.
-while :; do case "$1" in -o) shift 2 ;; -*) shift ;; *) break ;; esac; done
-host=$1; shift
+# ssh [OPTION …] HOST [OPTION …] COMMAND, of horovodrun: so its rank on another host is a child of the launcher too.
+host=
+while :; do
+    case "$1" in
+        -[oip]) shift 2 ;;
+        -*) shift ;;
+        *) [ -z "$host" ] || break; host=$1; shift ;;
+    esac
+done
 exec nsenter -t "$(cat "$(dirname "$0")/$host")" --net --uts --mount -- sh -c "$*"
 """
 
