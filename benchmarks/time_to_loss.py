@@ -30,7 +30,7 @@ from benchmarks.nanogpt import ITERATIONS
 from benchmarks.settings import ENVIRONMENT, INTERFACE
 
 README_LOSS, WANTED = 1.8857, 0.45
-CORES = 2
+CORES, LOG_EVERY = 2, 10
 _STEP = re.compile(r"^(\S+ \S+) INFO epoch \d+, step (\d+) of \d+, .*?, ([\d.]+) ms a step", re.MULTILINE)
 _VALID = re.compile(r"^(\S+ \S+) INFO step (\d+): valid \{.*, ([\d.]+) s$", re.MULTILINE)
 
@@ -50,10 +50,9 @@ def seconds_to(goal: float, run: Sequence[Evaluated]) -> float | None:
 
 
 def parse_run(log: str, losses: Mapping[int, float]) -> list[Evaluated]:
-    """A run of ours from rank 0's log, a line per step and evaluation, and the losses by step.
+    """A run of ours from rank 0's log and the losses by step.
 
-    The clock begins one step before the first step's line, and stands from the line of a step to that of its
-    evaluation.
+    The clock begins a step before the first step's line, and stands from the line of a step to that of its evaluation.
     """
     steps = {int(step): (_seconds(when), float(took) / 1000) for when, step, took in _STEP.findall(log)}
     evaluations = {int(step): _seconds(when) for when, step, _ in _VALID.findall(log)}
@@ -82,8 +81,8 @@ def ours(text: Path, seed: int, every: int, ranks: int, settings: Iterable[str],
     launcher = ["horovodrun", "-np", str(ranks), "-H", f"localhost:{ranks}", "--gloo", "--network-interfaces"]
     words = [
         "hvd-train", "--preset", "shakespeare-char", f"data.source={text}", f"data.cache_dir={folder / 'cache'}",
-        f"output_dir={run}", f"seed={seed}", "training.device=cpu", "training.log_every=1", "training.text_samples=0",
-        f"training.eval_every={every}", "training.eval_batch_size=64", "checkpoint.keep_best=false", *settings,
+        f"output_dir={run}", f"seed={seed}", "training.device=cpu", "training.text_samples=0",
+        f"training.log_every={LOG_EVERY}", f"training.eval_every={every}", "training.eval_batch_size=64", "checkpoint.keep_best=false", *settings,
     ]  # fmt: skip
     _run([*([*launcher, INTERFACE] if ranks > 1 else []), *words], threads=CORES // ranks)
     lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
@@ -114,6 +113,8 @@ def main(
 ) -> None:
     """Measure the time that our training and nanoGPT's setting take to a loss. Exit code 1 where ours takes more than
     0.45 of nanoGPT's."""
+    if every % LOG_EVERY:
+        raise click.BadParameter(f"{every} is no multiple of {LOG_EVERY}", param_hint="--every")
     runs: dict[str, dict[int, list[Evaluated]]] = {"nanoGPT": {}, "ours": {}}
     with tempfile.TemporaryDirectory(prefix="time-to-loss-") as name:
         starts = {
