@@ -29,7 +29,12 @@ from hvd_transformer.config.schema import CommunicationConfig
 STEPS = {1000: 12, 100: 4, 10: 2}
 WANTED = {1000: 1.05, 100: 1.15, 10: 1.5}
 WARMUP = 1
-PEERS = (Peer(bucket_mb=8), Peer(bucket_mb=25), Peer(hook="fp16"), *(Peer(hook="powersgd", rank=r) for r in (1, 2, 4)))
+PEERS = (
+    Peer(plain=True, bucket_mb=1),
+    Peer(plain=True),
+    Peer(plain=True, hook="fp16"),
+    *(Peer(plain=True, hook="powersgd", rank=rank) for rank in (1, 2, 4)),
+)
 COMPRESSIONS = get_args(CommunicationConfig.model_fields["compression"].annotation)
 LOCAL_STEPS = 16
 OURS, LOCAL = "ours, {}", f"ours, {LOCAL_STEPS} local steps"

@@ -82,7 +82,8 @@ def ours(text: Path, seed: int, every: int, ranks: int, settings: Iterable[str],
     words = [
         "hvd-train", "--preset", "shakespeare-char", f"data.source={text}", f"data.cache_dir={folder / 'cache'}",
         f"output_dir={run}", f"seed={seed}", "training.device=cpu", "training.text_samples=0",
-        f"training.log_every={LOG_EVERY}", f"training.eval_every={every}", "training.eval_batch_size=64", "checkpoint.keep_best=false", *settings,
+        f"training.log_every={LOG_EVERY}", f"training.eval_every={every}", "training.eval_batch_size=64",
+        "checkpoint.keep_best=false", *settings,
     ]  # fmt: skip
     _run([*([*launcher, INTERFACE] if ranks > 1 else []), *words], threads=CORES // ranks)
     lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
