@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from benchmarks.command_line import measuring, run
+from benchmarks.group import Contestant
 from benchmarks.launching import horovod, torchrun
 from benchmarks.paired import Options, Target
 from benchmarks.settings import Peer
@@ -28,18 +29,22 @@ TARGETS = (
 )
 
 
-@click.command()
-@measuring
-def main(rounds: int, steps: int, warmup: int, file: Path | None) -> None:
-    """Measure the step with and without a shared optimizer, and torch's own."""
+def contestants() -> list[Contestant]:
+    """Ours in every way over both backends, and torch's."""
     ways = {"none": (NONE, NONE_MPI), "state": (STATE, STATE_MPI), "gradients": (GRADIENTS, GRADIENTS_MPI)}
     ours = [
         horovod(name, backend, f"parallel.optimizer_shard={way}")
         for way, names in ways.items()
         for backend, name in zip(("gloo", "mpi"), names, strict=True)
     ]
-    peers = [torchrun(name, "zero", peer=peer) for name, peer in ZERO.items()]
-    run([*ours, *peers], TARGETS, Options(rounds, steps, warmup), file)
+    return [*ours, *(torchrun(name, "zero", peer=peer) for name, peer in ZERO.items())]
+
+
+@click.command()
+@measuring
+def main(rounds: int, steps: int, warmup: int, file: Path | None) -> None:
+    """Measure the step with and without a shared optimizer, and torch's own."""
+    run(contestants(), TARGETS, Options(rounds, steps, warmup), file)
 
 
 if __name__ == "__main__":

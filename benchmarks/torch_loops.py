@@ -126,5 +126,5 @@ def make_adamw(
 
 
 def make_units(config: Config, task: SyntheticTask) -> Iterator[range]:
-    """What each round takes, epoch after epoch."""
+    """This rank's items of each accumulation step, epoch after epoch."""
     return (part for _ in range(config.training.epochs) for plan in task.sampler.epoch() for part in plan.accumulation)
