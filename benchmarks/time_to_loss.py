@@ -149,8 +149,8 @@ def _report(name: str, goal: float, runs: Mapping[str, Mapping[int, list[Evaluat
     """Prints the seconds of both; ours over nanoGPT's, if both reached the goal."""
     times = {who: seconds_to(goal, run[seed]) for who, run in runs.items()}
     shown = ", ".join(f"{who} {'never' if took is None else f'{took:.1f} s'}" for who, took in times.items())
-    both = times["ours"], times["nanoGPT"]
-    ratio = None if None in both else both[0] / both[1]
+    own, peer = times["ours"], times["nanoGPT"]
+    ratio = None if own is None or peer is None else own / peer
     click.echo(f"{name}: to loss {goal:.4f}: {shown}" + ("" if ratio is None else f": {ratio:.3f}"))
     return ratio
 
