@@ -70,7 +70,8 @@ docs: install
 	$(BIN)/python -m mkdocs build --strict --quiet
 
 bench: install
-	$(BIN)/python -m benchmarks.data_parallel
+	for model in small medium large; do $(BIN)/python -m benchmarks.data_parallel --model $$model || exit; done
+	for model in small medium; do $(BIN)/python -m benchmarks.one_rank --model $$model || exit; done
 	$(BIN)/python -m benchmarks.pipeline
 	$(BIN)/python -m benchmarks.partition
 	$(BIN)/python -m benchmarks.tensor_parallel

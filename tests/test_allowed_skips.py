@@ -22,7 +22,8 @@ def run(folder: Path, text: str, ci: str, *options: str) -> subprocess.Completed
     (folder / "test_planted.py").write_text(text)
     words = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "--rootdir", folder, *options]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-    environment |= {"PYTHONPATH": str(Path(__file__).parent), "CI": ci}
+    tests = Path(__file__).parent
+    environment |= {"PYTHONPATH": os.pathsep.join(map(str, (tests, tests.parent))), "CI": ci}
     return subprocess.run([*words, folder], cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
 
 

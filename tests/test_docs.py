@@ -30,7 +30,7 @@ OTHERS = {"sbatch", "kubectl", "docker"}
 OTHER_OPTIONS = {
     "--nnodes", "--nproc-per-node", "--master-addr", "--master-port", "--rdzv-endpoint", "--max-restarts",
     "--cpus-per-task", "--batch", "--signal", "--list-gpus", "--shm-size", "--from-env-file", "--partition", "--time",
-    "--published", "--rounds", "--steps", "--warmup", "--strict",
+    "--published", "--rounds", "--steps", "--warmup", "--strict", "--model",
 }  # fmt: skip
 
 
