@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from hvd_transformer import atomic
 from hvd_transformer.errors import UserError
 
-FORMAT = 1
+FORMAT: Literal[1] = 1
 MEASURED = Path("~/.cache/hvd-transformer/constants.yaml")  # what `bench` measured on this machine
 DEVICES = resources.files("hvd_transformer.planning") / "devices"
 
@@ -115,7 +115,7 @@ def step_side(tokens: int, d_model: int, tensor: int = 1) -> float:
 
     `tokens`: of one micro-batch.
     """
-    return float(tokens * d_model * d_model / tensor) ** (1 / 3)
+    return math.exp(math.log(tokens * d_model * d_model / tensor) / 3)
 
 
 def device_names() -> list[str]:

@@ -52,9 +52,7 @@ def test_rate_is_linear_in_the_logarithm_of_the_side() -> None:
 
 
 def test_what_the_constants_lack_is_said() -> None:
-    with pytest.raises(
-        UserError, match=r"precision=bf16: constants of a CPU have no matmul.bf16; known: fp32"
-    ):
+    with pytest.raises(UserError, match=r"precision=bf16: constants of a CPU have no matmul.bf16; known: fp32"):
         SMALL.matmul_rate("bf16", 64)
     with pytest.raises(UserError, match=r"--backend mpi: no constants of a CPU; known: gloo"):
         SMALL.link("mpi", "host")
