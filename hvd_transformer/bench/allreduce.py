@@ -1,8 +1,8 @@
 """Allreduce over message sizes: our communication layer beside raw MPI and torch.distributed.
 
-Bandwidths are those of NCCL's tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md): algorithm bandwidth is the
-message's bytes per second; bus bandwidth is that × 2 (P - 1) / P for P ranks, which is what each rank sends and receives
-in a ring, so it does not depend on P and compares with the speed of the link.
+Bandwidths are those of NCCL's tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md). The algorithm bandwidth is the
+message's bytes per second. The bus bandwidth is that × 2 (P - 1) / P for P ranks: what each rank sends in a ring. It
+does not depend on P and compares with the speed of the link.
 """
 
 import time
@@ -32,6 +32,8 @@ _PATIENCE = 10
 _MEMORY_SHARE, _COPIES = 0.5, 3
 # The size at which the bandwidth of a link is taken: that of a gradient bucket (communication.bucket_mb).
 _BUCKET = 8 << 20
+# A link has constants if there is a size of at most `_SMALL`, for its latency, and another of at least `_LARGE`.
+_SMALL, _LARGE = 4 << 10, 1 << 20
 
 AllReduce = Callable[[Tensor], object]
 
@@ -97,25 +99,25 @@ def bench_allreduce(world: World, device: torch.device, sizes: Sequence[int], se
         found.append(_measure(world, device, size, libraries, seconds))
     for close in closes:
         close()
-    if not found:
-        raise UserError(f"--sizes: the memory does not suffice for {show_size(sizes[0])}")
+    agree(world, lambda: _check_some(found, sizes))
     hosts, backend = len(set(world.hosts)), cast(Backend, world.backend_for(device))
     return AllReduceResult(world.size, hosts, backend, device.type, list(libraries), found, notes)
 
 
-def link_of(result: AllReduceResult) -> Link:
-    """The constants of our layer's link, for `plan`.
+def link_of(result: AllReduceResult) -> Link | None:
+    """The constants of our layer's link, for `plan`; None unless small and large sizes were measured.
 
-    A ring takes 2 (P - 1) messages: latency is that part of the smallest allreduce, and bandwidth what is left of the
-    time of a bucket, or of the largest size below.
+    A ring takes 2 (P - 1) messages: the latency is that part of the smallest allreduce, and the bandwidth what is left
+    of the time of a gradient bucket, or of the largest size below.
     """
     ranks, smallest = result.ranks, result.sizes[0]
     bucket = max((row for row in result.sizes if row.size <= _BUCKET), key=lambda row: row.size, default=smallest)
-    begins = smallest.seconds[OURS]
-    transfer = bucket.seconds[OURS] - begins if bucket.seconds[OURS] > begins else bucket.seconds[OURS]
+    transfer = bucket.seconds[OURS] - smallest.seconds[OURS]
+    if smallest.size > _SMALL or bucket.size < _LARGE or transfer <= 0:
+        return None
     sent = bytes_sent(bucket.size, ranks)
     found = {
-        "latency": begins / (2 * (ranks - 1)),
+        "latency": smallest.seconds[OURS] / (2 * (ranks - 1)),
         "bandwidth": sent / transfer,
         "cpu_seconds_per_byte": 0.0 if result.device == "cuda" else bucket.cpu_seconds / sent,
     }
@@ -199,3 +201,8 @@ def _too_long(found: Sequence[SizeResult], size: int, seconds: float) -> str | N
     if (LEAST + 2) * expected <= _PATIENCE * seconds:
         return None
     return f"one allreduce would take about {expected:.1f} s; --seconds {seconds:g} is too short for it"
+
+
+def _check_some(found: Sequence[SizeResult], sizes: Sequence[int]) -> None:
+    if not found:
+        raise UserError(f"--sizes: the memory of this machine does not suffice for {show_size(sizes[0])}")

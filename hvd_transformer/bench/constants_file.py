@@ -39,8 +39,10 @@ def with_device(known: Constants | None, measured: Constants) -> Constants:
     return known.model_copy(update={name: getattr(measured, name) for name in _OF_THE_DEVICE})
 
 
-def with_link(constants: Constants, backend: Backend, scope: Scope, link: Link) -> Constants:
-    """The constants with one link measured anew."""
+def with_link(constants: Constants, backend: Backend, scope: Scope, link: Link | None) -> Constants:
+    """The constants with one link measured anew, unless it is None."""
+    if link is None:
+        return constants
     links = {**constants.links, backend: {**constants.links.get(backend, {}), scope: link}}
     return constants.model_copy(update={"links": links})
 

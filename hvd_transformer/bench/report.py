@@ -35,15 +35,15 @@ def allreduce_report(world: World, result: AllReduceResult, known: Constants | N
     ranks, names = result.ranks, result.libraries
     columns = ["size"]
     for name in names:
-        columns += [f"{name}: µs", "algbw MB/s", "busbw MB/s"]
-    columns += [f"{OURS} / {name}" for name in names if name != OURS]
+        columns += [f"{name} µs", "algbw", "busbw"]
+    columns += [f"{OURS}/{name}" for name in names if name != OURS]
     rows, sizes = [], []
     for row in result.sizes:
         cells, by_library = [show_size(row.size)], {}
         for name in names:
             seconds = row.seconds[name]
             algorithm, bus = algorithm_bandwidth(row.size, seconds), bus_bandwidth(row.size, seconds, ranks)
-            cells += [f"{1e6 * seconds:.1f}", f"{algorithm / 1e6:.1f}", f"{bus / 1e6:.1f}"]
+            cells += [f"{1e6 * seconds:,.1f}", f"{algorithm / 1e6:,.1f}", f"{bus / 1e6:,.1f}"]
             by_library[name] = {
                 "seconds": seconds,
                 "algorithm_bandwidth": algorithm,
@@ -53,16 +53,19 @@ def allreduce_report(world: World, result: AllReduceResult, known: Constants | N
         cells += [f"{row.seconds[OURS] / row.seconds[name]:.2f}" for name in names if name != OURS]
         rows.append(cells)
         sizes.append({"size": row.size, "cpu_seconds": row.cpu_seconds, "libraries": by_library})
-    backend, device = result.backend, result.device
+    backend, device, link = result.backend, result.device, link_of(result)
+    notes = list(result.notes)
+    if link is None:
+        notes.append("constants: no link, which takes --sizes of at most 4K and of at least 1M")
     values = {"bench": "allreduce", **_world(world), "backend": backend, "device": device, "sizes": sizes}
     return Report(
-        values={**values, "notes": result.notes},
-        fields={"ranks": _ranks(world, backend, device)},
+        values={**values, "notes": notes},
+        fields={"ranks": _ranks(world, backend, device), "units": "time: µs, median; algbw, busbw: MB/s"},
         columns=columns,
         rows=rows,
-        notes=result.notes,
+        notes=notes,
         draw=lambda: chart(result),
-        constants=None if known is None else with_link(known, backend, result.scope, link_of(result)),
+        constants=None if known is None else with_link(known, backend, result.scope, link),
     )
 
 

@@ -102,10 +102,11 @@ def train(vocab_size: int | None, seconds: float, json_file: Path | None, consta
         from hvd_transformer.bench.constants_file import device_constants
         from hvd_transformer.bench.report import train_report
         from hvd_transformer.bench.train import bench_train, checked_mesh
+        from hvd_transformer.comm.world import agree
         from hvd_transformer.planning.memory_plan import vocabulary
 
         stop.end_at_once()
-        size, _ = vocabulary(config, vocab_size)
+        size, _ = agree(world, lambda: vocabulary(config, vocab_size))
         known = device_constants(constants, checked_mesh(config, world).device, world, anew=True)
         return train_report(config, known, bench_train(config, size, seconds, world, watchdog.heartbeat))
 
@@ -138,9 +139,10 @@ def checkpoint(vocab_size: int | None, folder: Path, seconds: float, json_file: 
     def measure(config: "Config", world: "World", stop: "StopRequest", watchdog: "Watchdog") -> "Report":
         from hvd_transformer.bench.checkpoint import bench_checkpoint
         from hvd_transformer.bench.report import checkpoint_report
+        from hvd_transformer.comm.world import agree
         from hvd_transformer.planning.memory_plan import vocabulary
 
-        size, _ = vocabulary(config, vocab_size)
+        size, _ = agree(world, lambda: vocabulary(config, vocab_size))
         return checkpoint_report(
             world, bench_checkpoint(config, size, folder, seconds, world, stop, watchdog.heartbeat)
         )

@@ -1,0 +1,77 @@
+"""`hvd-transformer bench` on real ranks: rank 0 alone prints and writes, and the figures are those of all ranks."""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import BIN
+from jobs import started, tiny, write_corpus
+
+from hvd_transformer.planning.constants import load
+
+pytestmark = pytest.mark.distributed
+
+ALLREDUCE = ["bench", "allreduce", "--sizes", "1K,64K,1M", "--seconds", "0.05"]
+FILES = ["--json", "figures.json", "--constants", "constants.yaml"]
+
+
+def figures(folder: Path) -> dict:
+    return json.loads((folder / "figures.json").read_text(encoding="utf-8"))
+
+
+def check_allreduce(folder: Path, backend: str, libraries: list[str], text: str) -> None:
+    values = figures(folder)
+    assert (values["ranks"], len(values["hosts"]), values["backend"]) == (2, 1, backend)
+    assert [row["size"] for row in values["sizes"]] == [1 << 10, 1 << 16, 1 << 20]
+    for row in values["sizes"]:
+        assert list(row["libraries"]) == libraries
+        for own in row["libraries"].values():
+            assert own["bus_bandwidth"] == own["algorithm_bandwidth"] == pytest.approx(row["size"] / own["seconds"])
+    constants = load(str(folder / "constants.yaml"))
+    assert constants.links[backend]["host"].latency == values["sizes"][0]["libraries"]["ours"]["seconds"] / 2
+    assert text.count("busbw") == len(libraries) + 1  # once: rank 0's; and in the line of units
+
+
+def test_allreduce_over_gloo(world, tmp_path):
+    done = world(2).command("hvd-transformer", *ALLREDUCE, *FILES, "--plot", "chart.png", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    check_allreduce(tmp_path, "gloo", ["ours", "torch gloo"], done.stdout)
+    assert "raw MPI: left out, as the ranks run over gloo; start them with --mpi" in done.stdout
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_training_checkpoints_and_data(world, tmp_path):
+    words = tiny(write_corpus(tmp_path / "text", 4000))
+    for name, more in {"train": FILES, "checkpoint": FILES[:2], "data": FILES[:2]}.items():
+        vocabulary = [] if name == "data" else ["--vocab-size", "40"]
+        given = ["bench", name, "--seconds", "0.1", *vocabulary, *more, *words]
+        done = world(2).command("hvd-transformer", *given, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("figures: figures.json") == 1
+        values = figures(tmp_path)
+        assert (values["bench"], values["ranks"]) == (name, 2)
+        if name == "train":
+            assert values["targets_per_second"] == pytest.approx(2 * 8 * 12 / values["step_seconds"])
+            assert values["parts"]["wait"] > 0 and values["step_seconds_without_communication"] > 0
+            found = load(str(tmp_path / "constants.yaml"))
+            assert found.jitter > 0 and 0 < found.training_fraction["fp32"] <= 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "constants.yaml", "figures.json", "text"]
+
+
+def test_what_one_rank_cannot_do_all_ranks_learn(world, tmp_path):
+    words = ["bench", "checkpoint", "--vocab-size", "40", *tiny(tmp_path)]
+    missing = [*words, "--folder", tmp_path / "absent"]
+    done = world(2).commands(["hvd-transformer", *words], ["hvd-transformer", *missing])
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "rank 1: --folder" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_allreduce_under_the_launcher(tmp_path, monkeypatch, backend):
+    monkeypatch.chdir(tmp_path)
+    launch = [BIN / "hvd-transformer", "launch", f"--{backend}", "-np", "2", "-H", "localhost:2", "--"]
+    with started(1, [*launch, *ALLREDUCE, *FILES], "", tmp_path / "output") as job:
+        assert job.wait(120) == 0, job.text()
+    libraries = ["ours", *(["raw MPI"] if backend == "mpi" else []), "torch gloo"]
+    check_allreduce(tmp_path, backend, libraries, job.text())
