@@ -17,7 +17,7 @@ from hvd_transformer.planning.profile_cache import processor_name
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 _SIDES = {"cpu": (128, 256, 512, 1024, 2048), "cuda": (512, 1024, 2048, 4096, 8192)}
-_SECONDS = 0.1  # per product
+_SECONDS = 0.05  # per product
 _MOST_SECONDS = 1.0  # larger products are left out
 _CALLS = {"cpu": 1, "cuda": 20}  # per timing: a GPU is to be kept busy, as in training
 # Copied for the memory bandwidth: more than the caches of a processor hold.

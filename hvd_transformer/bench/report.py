@@ -105,7 +105,7 @@ def train_report(config: Config, known: Constants | None, result: TrainResult) -
         "step_seconds_without_communication": alone,
         "unit": result.unit,
         "targets_per_second": result.targets_per_second,
-        "flops_per_rank_and_step": result.flops_per_step,
+        "flops_per_rank_and_step": result.flops,
         "matmul_rate": rate,
         "mfu": used,
     }

@@ -70,8 +70,7 @@ class TrainResult:
     step: float
     parts: StepTimes
     alone: Alone | None  # None: with tensor parallelism, where no rank can train alone
-    flops_per_sample: float  # of one rank, without recomputing; 0 on all but rank 0
-    flops_per_step: float
+    flops: float  # of a step of one rank, without recomputing; 0 on all but rank 0
 
     @property
     def targets_per_second(self) -> float:
@@ -79,7 +78,7 @@ class TrainResult:
 
     def utilization(self, rate: float) -> float:
         """Model FLOPs utilization (Chowdhery et al. 2022, arXiv 2204.02311, appendix B) of devices of `rate` FLOP/s."""
-        return self.flops_per_step / self.step / (rate * len(self.mesh.devices))
+        return self.flops / self.step / (rate * len(self.mesh.devices))
 
 
 def bench_train(config: Config, vocab_size: int, seconds: float, world: World, heartbeat: Heartbeat) -> TrainResult:
@@ -89,7 +88,7 @@ def bench_train(config: Config, vocab_size: int, seconds: float, world: World, h
     """
     keep_freed_memory()
     checked_mesh(config, world)  # before a rank is on its own
-    flops = agree(world, lambda: _flops_per_sample(config, vocab_size) if world.rank == 0 else 0.0)
+    flops_per_sample = agree(world, lambda: _flops_per_sample(config, vocab_size) if world.rank == 0 else 0.0)
     alone = None
     if world.size > 1 and config.parallel.tensor == 1:
         alone = _alone(config, vocab_size, seconds, world, heartbeat)
@@ -108,8 +107,7 @@ def bench_train(config: Config, vocab_size: int, seconds: float, world: World, h
             step=median(slowest(world, [step.total for step in steps])),
             parts=StepTimes(*(mean_over_ranks(world, median(own)) for own in zip(*steps, strict=True))),
             alone=alone,
-            flops_per_sample=flops,
-            flops_per_step=flops * samples_per_step(config, mesh.dp) / mesh.dp,
+            flops=flops_per_sample * samples_per_step(config, mesh.dp) / mesh.dp,
         )
 
 
@@ -120,8 +118,7 @@ def training_constants(config: Config, device: Constants, result: TrainResult) -
     first, precision = result.alone.first, config.training.precision
     tokens = math.ceil(samples_per_batch(config) / config.parallel.micro_batches) * config.data.sequence_length
     possible = device.matmul_rate(precision, step_side(tokens, config.model.d_model)) * len(result.mesh.devices)
-    flops = result.flops_per_sample * samples_per_step(config, 1)
-    reached = flops / median(step.compute for step in first)
+    reached = result.flops / median(step.compute for step in first)
     found = {
         "training_fraction": {**device.training_fraction, precision: min(1.0, reached / possible)},
         "optimizer_seconds": median(step.update for step in first) / result.num_parameters,
@@ -188,10 +185,12 @@ def _times(total: float, result: StepResult, num_ranks: int) -> StepTimes:
 
 
 def _alone(config: Config, vocab_size: int, seconds: float, world: World, heartbeat: Heartbeat) -> Alone:
-    """Each rank as a world of its own: first one per host, then all. Collective."""
+    """Each rank as a world of its own, with its share of the samples: first one per host, then all. Collective."""
     own = World()
     own.local_rank, own.local_size = world.local_rank, world.local_size  # for its GPU
-    training = config.training.model_copy(update={"global_batch_size": None})
+    samples = config.training.global_batch_size
+    share = None if samples is None else math.ceil(samples / world.size)
+    training = config.training.model_copy(update={"global_batch_size": share})
     with trainer_of(config.model_copy(update={"training": training}), vocab_size, own, heartbeat) as trainer:
         first = _measure(trainer, seconds / 2, own) if world.local_rank == 0 else None
         world.barrier()

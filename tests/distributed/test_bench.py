@@ -1,17 +1,20 @@
 """`hvd-transformer bench` on real ranks: rank 0 alone prints and writes, and the figures are those of all ranks."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import BIN
+from conftest import BIN, rank_environment
+from hosts import no_space
 from jobs import started, tiny, write_corpus
 
 from hvd_transformer.planning.constants import load
 
 pytestmark = pytest.mark.distributed
 
-ALLREDUCE = ["bench", "allreduce", "--sizes", "1K,64K,1M", "--seconds", "0.05"]
+NUM_HOSTS = 2
+ALLREDUCE = ["bench", "allreduce", "--sizes", "1K,8M", "--seconds", "0.05"]
 FILES = ["--json", "figures.json", "--constants", "constants.yaml"]
 
 
@@ -22,7 +25,7 @@ def figures(folder: Path) -> dict:
 def check_allreduce(folder: Path, backend: str, libraries: list[str], text: str) -> None:
     values = figures(folder)
     assert (values["ranks"], len(values["hosts"]), values["backend"]) == (2, 1, backend)
-    assert [row["size"] for row in values["sizes"]] == [1 << 10, 1 << 16, 1 << 20]
+    assert [row["size"] for row in values["sizes"]] == [1 << 10, 8 << 20]
     for row in values["sizes"]:
         assert list(row["libraries"]) == libraries
         for own in row["libraries"].values():
@@ -75,3 +78,19 @@ def test_allreduce_under_the_launcher(tmp_path, monkeypatch, backend):
         assert job.wait(120) == 0, job.text()
     libraries = ["ours", *(["raw MPI"] if backend == "mpi" else []), "torch gloo"]
     check_allreduce(tmp_path, backend, libraries, job.text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=no_space)])
+def test_allreduce_between_two_hosts(hosts, tmp_path, backend):
+    """torch finds its peers on the hosts' own network, and the link is one between hosts."""
+    launch = [BIN / "hvd-transformer", "launch", "-np", "2", "-H", "h1:1,h2:1", f"--{backend}", "--"]
+    files = ["--json", tmp_path / "figures.json", "--constants", tmp_path / "constants.yaml"]
+    with (tmp_path / "output").open("wb") as file:
+        words = [*launch, *ALLREDUCE, *files]
+        process = hosts.popen("h1", words, env=rank_environment(), stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+        assert process.wait(120) == 0, (tmp_path / "output").read_text()
+    values = figures(tmp_path)
+    assert values["hosts"] == ["h1", "h2"]
+    assert all("torch gloo" in row["libraries"] for row in values["sizes"])
+    assert load(str(tmp_path / "constants.yaml")).links[backend].keys() == {"network"}

@@ -21,12 +21,10 @@ def device(**more: object) -> Constants:
     return Constants.model_validate({**given, **more})
 
 
-def result(world: World, alone: Alone | None, flops_per_sample: float = 0.0, **more: float) -> TrainResult:
+def result(world: World, alone: Alone | None, flops: float = 0.0) -> TrainResult:
+    """Of a step of half a second."""
     mesh = ParallelMesh.of(CONFIG, World())
-    parts = StepTimes(1, 1, 0, 0, 0)
-    given = {"step": 0.5, "flops_per_step": 0.0, **more}
-    return TrainResult(1000, world, mesh, "tokens", B * T, 3, parts=parts, alone=alone,
-                       flops_per_sample=flops_per_sample, **given)  # fmt: skip
+    return TrainResult(1000, world, mesh, "tokens", B * T, 3, 0.5, StepTimes(1, 1, 0, 0, 0), alone, flops)
 
 
 def test_parts_of_a_step_add_up_and_a_gpu_ends_its_step_with_the_update() -> None:
@@ -39,7 +37,7 @@ def test_parts_of_a_step_add_up_and_a_gpu_ends_its_step_with_the_update() -> Non
 
 
 def test_utilization_is_flops_per_second_over_those_of_the_devices() -> None:
-    found = result(World(), None, step=0.5, flops_per_step=1e9)
+    found = result(World(), None, flops=1e9)
     assert found.utilization(8e9) == 0.25
     assert found.targets_per_second == B * T / 0.5
 
@@ -49,11 +47,11 @@ def test_constants_of_training() -> None:
     world = World()
     alone = Alone([StepTimes(3.0, 2.0, 0, 0.5, 0.5)] * 3, together=3.75, jitter=0.02)
     known = device(training_fraction={"bf16": 0.1})
-    flops = 1e6
+    flops = 1e9
     rate = known.matmul_rate("fp32", step_side(B * T, 16))
     assert 1e9 < rate < 4e9
     found = training_constants(CONFIG, known, result(world, alone, flops))
-    assert found.training_fraction == {"bf16": 0.1, "fp32": pytest.approx(B * flops / 2.0 / rate)}
+    assert found.training_fraction == {"bf16": 0.1, "fp32": pytest.approx(flops / 2.0 / rate)}
     assert (found.optimizer_seconds, found.jitter) == (0.5 / 1000, 0.02)
     assert found.crowding == 3.75 / 3.0
     fuller = device(devices_per_host=4)
@@ -73,8 +71,7 @@ def test_real_steps(one_thread: None) -> None:
     # and attention 2 × 2 × T × D per layer and token.
     weights = 2 * (4 * 16 * 16 + 2 * 16 * 32) + V * 16
     wanted = 3 * B * T * (2 * weights + 2 * 2 * 2 * T * 16)
-    assert found.flops_per_step == pytest.approx(wanted, rel=0.05)
-    assert found.flops_per_step == B * found.flops_per_sample
+    assert found.flops == pytest.approx(wanted, rel=0.05)
 
 
 def test_random_tokens_do_not_diverge_whatever_the_rate(one_thread: None) -> None:
