@@ -90,7 +90,12 @@ class SyntheticTask(Task):
         deferred_init(build)  # a second model, whose weights take no memory
         draw = torch.Generator().manual_seed(self.replica.rank)
         inputs = tuple(self._random(tensor, draw) for tensor in found[-1].inputs)
-        return MicroBatch(inputs, found[-1].targets)
+        return MicroBatch(tuple(map(self._pinned, inputs)), tuple(map(self._pinned, found[-1].targets)))
+
+    def _pinned(self, tensor: Tensor) -> Tensor:
+        """As training's batches are where there is a GPU."""
+        on_gpu = torch.cuda.is_available() and self.config.training.device != "cpu"
+        return tensor.pin_memory() if on_gpu else tensor
 
     def _random(self, tensor: Tensor, draw: torch.Generator) -> Tensor:
         if tensor.dtype != torch.int64:  # a mask

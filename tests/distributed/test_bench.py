@@ -5,11 +5,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import BIN, rank_environment
 from hosts import no_space
 from jobs import started, tiny, write_corpus
 
-from hvd_transformer.planning.constants import load
+from hvd_transformer.planning.constants import Constants, load, save
+from hvd_transformer.planning.profile_cache import processor_name
 
 pytestmark = pytest.mark.distributed
 
@@ -36,29 +38,41 @@ def check_allreduce(folder: Path, backend: str, libraries: list[str], text: str)
 
 
 def test_allreduce_over_gloo(world, tmp_path):
+    name = f"{processor_name(torch.device('cpu'))}, 1 thread"
+    known = {"device": name, "matmul": {"fp32": {64: 1.0}}, "memory_bandwidth": 1.0, "memory_bytes": 1}
+    save(Constants.model_validate(known), tmp_path / "constants.yaml")
     done = world(2).command("hvd-transformer", *ALLREDUCE, *FILES, "--plot", "chart.png", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     check_allreduce(tmp_path, "gloo", ["ours", "torch gloo"], done.stdout)
     assert "raw MPI: left out, as the ranks run over gloo; start them with --mpi" in done.stdout
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+    assert load(str(tmp_path / "constants.yaml")).matmul == known["matmul"]  # not measured again
 
 
-def test_training_checkpoints_and_data(world, tmp_path):
+def bench(world, folder: Path, *words: object) -> dict:
+    done = world(2).command("hvd-transformer", "bench", *words, "--seconds", "0.1", *FILES[:2], folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("figures: figures.json") == 1
+    values = figures(folder)
+    assert (values["bench"], values["ranks"]) == (words[0], 2)
+    return values
+
+
+def test_training(world, tmp_path):
+    values = bench(world, tmp_path, "train", "--vocab-size", "40", *FILES[2:], *tiny(tmp_path / "text"))
+    assert values["targets_per_second"] == pytest.approx(2 * 8 * 12 / values["step_seconds"])
+    assert values["parts"]["wait"] > 0 and values["step_seconds_without_communication"] > 0
+    found = load(str(tmp_path / "constants.yaml"))
+    assert found.jitter > 0 and 0 < found.training_fraction["fp32"] <= 1
+
+
+@pytest.mark.slow
+def test_checkpoints_and_data(world, tmp_path):
     words = tiny(write_corpus(tmp_path / "text", 4000))
-    for name, more in {"train": FILES, "checkpoint": FILES[:2], "data": FILES[:2]}.items():
-        vocabulary = [] if name == "data" else ["--vocab-size", "40"]
-        given = ["bench", name, "--seconds", "0.1", *vocabulary, *more, *words]
-        done = world(2).command("hvd-transformer", *given, folder=tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("figures: figures.json") == 1
-        values = figures(tmp_path)
-        assert (values["bench"], values["ranks"]) == (name, 2)
-        if name == "train":
-            assert values["targets_per_second"] == pytest.approx(2 * 8 * 12 / values["step_seconds"])
-            assert values["parts"]["wait"] > 0 and values["step_seconds_without_communication"] > 0
-            found = load(str(tmp_path / "constants.yaml"))
-            assert found.jitter > 0 and 0 < found.training_fraction["fp32"] <= 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "constants.yaml", "figures.json", "text"]
+    saved = bench(world, tmp_path, "checkpoint", "--vocab-size", "40", *words, "parallel.optimizer_shard=state")
+    assert 0 < saved["stall"] < saved["save"]
+    assert bench(world, tmp_path, "data", *words)["num_tokens"] == 4000 + 150 + 90
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "figures.json", "text"]
 
 
 def test_what_one_rank_cannot_do_all_ranks_learn(world, tmp_path):
