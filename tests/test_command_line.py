@@ -83,7 +83,9 @@ CONFIGURATIONS = {
 
 @pytest.mark.parametrize("environment", [{}, {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"}], ids=["alone", "launched"])
 def test_a_wrong_configuration_is_told_before_torch_is_imported(folder: Path, environment: dict[str, str]) -> None:
-    names = ["hvd-train", *(f"hvd-transformer {name}" for name in ("plan", "prepare", "launch --", "doctor --"))]
+    benches = [f"bench {name}" for name in ("train", "checkpoint", "data")]
+    commands = ["plan", "prepare", "launch --", "doctor --", *benches, "launch -- bench train"]
+    names = ["hvd-train", *(f"hvd-transformer {name}" for name in commands)]
     calls = {f"{name} {words}": message for name in names for words, message in CONFIGURATIONS.items()}
     for line, (call, message) in zip(refused_without_torch(folder, *calls, **environment), calls.items(), strict=True):
         assert message in line, call
@@ -128,6 +130,10 @@ NUMBERS = {
     "launch -np 2 --min-np": "nan inf -1 0 3",
     "launch --ssh-port": "nan inf -1 0 65536",
     "doctor --ssh-port": "nan inf -1 0 65536",
+    "bench train --seconds": "nan inf -1 0 1e9 long",
+    "bench data --seconds": "nan inf -1 0 1e9 long",
+    "bench checkpoint --vocab-size": "nan inf 1.5",
+    "bench allreduce --sizes": "nan inf -1 0 1.5 3 1K,much",
 }
 
 
@@ -154,6 +160,7 @@ COMMANDS = {
     },
     "hvd-transformer export": "absent new",
     **{f"hvd-transformer {name}": "lr=1" for name in ("plan", "prepare")},
+    "hvd-transformer bench": "train lr=1",
     **{f"hvd-transformer {name}": "-- lr=1" for name in ("launch", "doctor")},
     **{f"hvd-transformer {name}": "--server absent" for name in ("submit", "queue", "hosts")},
     **{f"hvd-transformer {name}": "0" for name in ("cancel", "hold", "release", "retry", "wait", "compare")},

@@ -42,6 +42,11 @@ def ours(name: str) -> click.Command:
     return found
 
 
+def with_inner(command: click.Command) -> list[click.Command]:
+    """A command and those of a group."""
+    return [command, *(command.commands.values() if isinstance(command, click.Group) else ())]
+
+
 def check_settings(words: list[str]) -> None:
     """As hvd-train takes them."""
     given = train.make_context("hvd-train", list(words)).params
@@ -79,7 +84,8 @@ def test_every_key_and_option_in_the_text_is_one(page: str) -> None:
     keys = {key for span in spans for key in re.findall(rf"(?<![.\w/])(?:{'|'.join(SECTIONS)})\.[a-z_]+", span)}
     assert keys - {"model.safetensors"} <= set(KEYS)
     options = {option for span in spans for option in re.findall(r"(?<!\S)--[a-z][a-z-]+", span)}
-    parameters = [*train.params, *(parameter for name in COMMANDS for parameter in ours(name).params)]
+    commands = [train, *(command for name in COMMANDS for command in with_inner(ours(name)))]
+    parameters = [parameter for command in commands for parameter in command.params]
     known = {option for parameter in parameters for option in (*parameter.opts, *parameter.secondary_opts)}
     assert options <= known | {"--help"} | OTHER_OPTIONS
 

@@ -16,7 +16,7 @@ from pages import RUN, TEXT
 from pages import commands as commands_of
 
 # The same over MPI, and what tests/distributed tries in a shorter way.
-LONG = ("--mpi ", "mpirun -np 2", "output_dir=runs/sharded")
+LONG = ("--mpi ", "mpirun -np 2", "output_dir=runs/sharded", " bench ")
 # They start processes themselves, on every rank or host.
 LAUNCHERS = ("horovodrun", "mpirun", "hvd-transformer launch", "hvd-transformer doctor")
 

@@ -90,7 +90,7 @@ def make_plan(config: Config, vocab_size: int | None = None, ranks: int | None =
     Raises `UserError` if the vocabulary size is unknown or the model cannot be partitioned as configured.
     """
     dp = _num_replicas(config, ranks)
-    vocab_size, origin = _vocabulary(config, vocab_size)
+    vocab_size, origin = vocabulary(config, vocab_size)
     samples = config.training.batch_size
     if config.data.batch_tokens is not None and config.task != "language_model":
         samples = max(1, config.data.batch_tokens // config.data.sequence_length)
@@ -141,7 +141,7 @@ def known_vocabulary(config: Config) -> tuple[int, str] | None:
     return None
 
 
-def _vocabulary(config: Config, given: int | None) -> tuple[int, str]:
+def vocabulary(config: Config, given: int | None) -> tuple[int, str]:
     """The size of the vocabulary, and its origin."""
     data = config.data
     if given is not None:

@@ -45,7 +45,7 @@ class PretrainedTask(Task):
 
     @classmethod
     def sketch(cls, config: Config, vocab_size: int, num_samples: int) -> ModelSketch:
-        raise UserError(f"{origin(folder_of(config))}: plan supports only models of this package")
+        raise UserError(f"{origin(folder_of(config))}: plan and bench support only models of this package")
 
     @property
     def layers(self) -> list[Layer]:

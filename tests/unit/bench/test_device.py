@@ -1,0 +1,30 @@
+"""The constants of a device: of products of the measured sides, in all precisions."""
+
+import pytest
+import torch
+
+from hvd_transformer.bench import device
+from hvd_transformer.bench.device import device_name, free_bytes, measure_device
+
+CPU = torch.device("cpu")
+
+
+def test_constants_of_this_cpu(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    monkeypatch.setattr(device, "_SIDES", {"cpu": (8, 16)})
+    monkeypatch.setattr(device, "_SECONDS", 0.001)
+    monkeypatch.setattr(device, "_COPY_BYTES", {"cpu": 1 << 16})
+    found = measure_device(CPU)
+    assert found.device == device_name(CPU) and found.device.endswith(", 1 thread")
+    assert found.matmul.keys() == {"fp32", "bf16", "fp16", "fp64"}
+    assert all(rates.keys() == {8, 16} for rates in found.matmul.values())
+    assert found.memory_bytes * found.devices_per_host > free_bytes(CPU) > 0
+
+
+def test_rates_are_flops_over_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_SIDES", {"cpu": (8, 16, 32)})
+    seconds = iter([1e-6, 0.2])
+    monkeypatch.setattr(device, "_seconds", lambda action, _: next(seconds))
+    assert dict(device._matmul_rates(CPU, torch.float32)) == {8: 2 * 8**3 / 1e-6, 16: 2 * 16**3 / 0.2}  # 32: too long
+    monkeypatch.setattr(device, "_COPY_BYTES", {"cpu": 1000})
+    monkeypatch.setattr(device, "_seconds", lambda action, _: 0.5)
+    assert device._memory_bandwidth(CPU) == 2 * 1000 / 0.5  # read and written
