@@ -61,7 +61,7 @@ class Constants(_Table):
     memory_bandwidth: Positive = Field(description="bytes per second that one device reads and writes")
     memory_bytes: int = Field(ge=1, description="memory of one device; of a CPU: of its host / devices_per_host")
     training_fraction: Mapping[Precision, Annotated[float, Field(gt=0, le=1)]] = Field(
-        min_length=1,
+        default_factory=dict,  # until `bench train` has run
         description="fraction of `matmul` that forward and backward reach: FLOPs of their matrix products (without "
         "recomputing) / seconds of both on one device without communication / matmul_rate(side of the step)",
     )
@@ -73,7 +73,10 @@ class Constants(_Table):
     )
     step_seconds: NotNegative = Field(0.0, description="seconds of a step that do not depend on the model's size")
     jitter: NotNegative = Field(0.0, description="standard deviation of a rank's step time / its mean")
-    links: Mapping[Backend, Mapping[Scope, Link]] = Field(min_length=1, description="by backend and scope")
+    links: Mapping[Backend, Mapping[Scope, Link]] = Field(
+        default_factory=dict,  # until `bench allreduce` has run
+        description="by backend and scope",
+    )
     price_per_hour: Positive | None = Field(None, description="price of one device-hour, in any currency")
 
     def matmul_rate(self, precision: Precision, side: float) -> float:
@@ -110,12 +113,12 @@ class Constants(_Table):
         return table[precision]
 
 
-def step_side(tokens: int, d_model: int, tensor: int = 1) -> float:
-    """The side of a step's typical matrix product: [tokens, d_model] @ [d_model, d_model / tensor].
+def step_side(tokens: int, d_model: int) -> float:
+    """The side of a step's typical matrix product, [tokens, d_model] @ [d_model, d_model].
 
     `tokens`: of one micro-batch.
     """
-    return math.exp(math.log(tokens * d_model * d_model / tensor) / 3)
+    return math.exp(math.log(tokens * d_model * d_model) / 3)
 
 
 def device_names() -> list[str]:

@@ -48,7 +48,7 @@ def test_rate_is_linear_in_the_logarithm_of_the_side() -> None:
     assert SMALL.matmul_rate("fp32", 128) == pytest.approx(2e9)  # halfway: 64, 128, 256
     assert SMALL.matmul_rate("fp32", 8) == 1e9 and SMALL.matmul_rate("fp32", 9999) == 4e9
     assert SMALL.training_rate("fp32", 128) == pytest.approx(1e9)
-    assert step_side(64, 64) == pytest.approx(64) and step_side(64, 64, tensor=8) == pytest.approx(32)
+    assert step_side(64, 64) == pytest.approx(64) and step_side(8 * 64, 64) == pytest.approx(128)
 
 
 def test_what_the_constants_lack_is_said() -> None:
