@@ -105,16 +105,12 @@ def _scaled(
         raise UserError(f"--devices-per-host {devices_per_host}: must be at least 1")
     constants = load(chosen)
     memory = constants.memory_bytes if memory_gib is None else memory_gib * 2**30
-    if not constants.links:
-        raise UserError(f"constants of {constants.device}: links is missing; run `hvd-transformer bench allreduce`")
-    backend = backend or next(iter(constants.links))
-    constants.link(backend, "host")
     # Imported after the settings are checked: torch takes seconds.
     from hvd_transformer.planning.scaling.layout import Machine
     from hvd_transformer.planning.scaling.measure_work import measure_work
     from hvd_transformer.planning.scaling.scale_text import scale_text
     from hvd_transformer.planning.scaling.search import search
 
-    machine = Machine(constants, backend, devices_per_host or constants.devices_per_host)
+    machine = Machine(constants, constants.backend(backend), devices_per_host or constants.devices_per_host)
     work = measure_work(config, vocab_size, machine.devices_per_host)
     return scale_text(work, machine, [search(work, config, machine, int(number), memory) for number in numbers], memory)

@@ -55,7 +55,12 @@ def test_what_the_constants_lack_is_said() -> None:
     with pytest.raises(UserError, match=r"precision=bf16: constants of a CPU have no matmul.bf16; known: fp32"):
         SMALL.matmul_rate("bf16", 64)
     with pytest.raises(UserError, match=r"--backend mpi: no constants of a CPU; known: gloo"):
-        SMALL.link("mpi", "host")
+        SMALL.backend("mpi")
+    assert SMALL.backend(None) == "gloo"
+    with pytest.raises(UserError, match=r"links is missing; run `hvd-transformer bench allreduce`"):
+        SMALL.model_copy(update={"links": {}}).backend(None)
+    with pytest.raises(UserError, match=r"no training_fraction.fp32; known: none; run `hvd-transformer bench train`"):
+        SMALL.model_copy(update={"training_fraction": {}}).training_rate("fp32", 64)
     with pytest.raises(UserError, match=r"links.gloo.network is missing: its link between hosts"):
         SMALL.link("gloo", "network")
 
