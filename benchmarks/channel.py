@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsFloat
 
 _LARGEST_MESSAGE = 1 << 16
 
@@ -19,7 +19,7 @@ class Done(NamedTuple):
     """What one step of a process brought."""
 
     tokens: int  # of the step's, this process's share
-    loss: float | None  # None: this process does not see it
+    loss: SupportsFloat | None  # read once per block, a tensor too; None: this process does not see it
 
 
 class Channel:
@@ -78,7 +78,9 @@ def serve(address: str, step: Callable[[], Done]) -> None:
         began = time.perf_counter()
         done = [step() for _ in range(request["steps"])]
         seconds = time.perf_counter() - began
-        channel.send({"tokens": sum(one.tokens for one in done), "seconds": seconds, "loss": done[-1].loss})
+        last = done[-1].loss
+        loss = None if last is None else float(last)
+        channel.send({"tokens": sum(one.tokens for one in done), "seconds": seconds, "loss": loss})
     channel.close()
 
 

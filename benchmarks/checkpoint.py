@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import click
 
-from benchmarks.data_parallel import ENVIRONMENT
-from benchmarks.paired import machine
+from benchmarks.machine import machine
+from benchmarks.settings import ENVIRONMENT
 
 EVERY, RANKS = 20, 2
 # Settings, steps, and the most that checkpoints may cost.

@@ -20,8 +20,8 @@ from typing import Any
 
 import click
 
-from benchmarks.data_parallel import ENVIRONMENT
 from benchmarks.model_memory import MODEL, TINY, anonymous
+from benchmarks.settings import ENVIRONMENT
 from benchmarks.workload import SyntheticTask, make_config
 from hvd_transformer.checkpoint.capture import Capture
 from hvd_transformer.checkpoint.store import CheckpointStore

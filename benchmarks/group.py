@@ -29,20 +29,25 @@ class ContestantFailed(RuntimeError):
 class Contestant:
     """What to measure: commands that together start `num_processes` processes which `channel.serve`.
 
-    The word `SOCKET` in a command stands for the address to connect to.
+    The word `SOCKET` in a command stands for the address to connect to. Contestants of equal `trains` take the same
+    steps, so that their losses must agree; None: nobody else takes these steps. `steps`: of its blocks, in place of
+    those that the others take.
     """
 
     name: str
     commands: Sequence[Sequence[str]]
     num_processes: int
     environment: Mapping[str, str] = field(default_factory=dict)
+    trains: str | None = "the same"
+    steps: int | None = None
 
 
 class Group:
     """The running processes of one contestant; frozen except in a block."""
 
     def __init__(self, contestant: Contestant, folder: Path, timeout: float) -> None:
-        self.name, self._timeout = contestant.name, timeout
+        self.name, self.trains, self.steps = contestant.name, contestant.trains, contestant.steps
+        self._timeout = timeout
         self._contestant, self._folder = contestant, folder
         self._listener = Listener(folder / "s")
         self._channels: list[Channel] = []
@@ -69,6 +74,11 @@ class Group:
                 if time.monotonic() > deadline:
                     raise self._failure(f"was not ready within {self._timeout:.0f} s") from None
         self._freeze()
+
+    def settle(self, steps: int) -> None:
+        """Takes the first steps, unmeasured."""
+        self.block(steps, 0)
+        self.losses.clear()
 
     def block(self, steps: int, warmup: int) -> float:
         """Tokens a second over `steps` steps after `warmup` unmeasured ones: the sum of the processes' own rates."""

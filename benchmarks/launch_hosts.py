@@ -26,7 +26,7 @@ from unittest.mock import patch
 
 import click
 
-from benchmarks.paired import machine
+from benchmarks.machine import machine
 from hvd_transformer.config import load
 from hvd_transformer.launch.agents import HostAgents
 from hvd_transformer.launch.connection.connections import HostConnections

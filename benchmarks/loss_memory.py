@@ -20,7 +20,7 @@ import click
 import torch
 import torch.nn.functional as F
 
-from benchmarks.paired import machine
+from benchmarks.machine import machine
 from benchmarks.pipeline_memory import reset_peak, status
 from hvd_transformer.atomic import write_text
 from hvd_transformer.nn.cross_entropy import fused_cross_entropy

@@ -5,61 +5,112 @@
     round 3   C D A B …
 
 What slows the machine down for a while slows neighbours alike, so the ratio of two contestants is taken round by
-round, and the median of these ratios is the result.
+round, and the median of these ratios is the result. A ratio of contestants that train different things says nothing:
+`check_losses` comes first.
 """
 
-import os
-import platform
+import math
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
+from benchmarks.bootstrap import median_interval
 from benchmarks.group import Contestant, Group
+from benchmarks.machine import machine, processor
+
+# Relative, after the same steps in float32: sums in another order. A wrong rate or a lost gradient makes more.
+LOSS_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
 class Options:
-    """How long to measure."""
+    """How long to measure: `settle` steps before the first round, and `warmup` before each block, are not measured."""
 
-    rounds: int = 7
-    steps: int = 10
-    warmup: int = 2
+    rounds: int = 21
+    steps: int = 5
+    warmup: int = 1
+    settle: int = 3
     timeout: float = 600.0
 
 
 @dataclass(frozen=True)
 class Target:
-    """The least ratio that the best of `contestants` (by its median) should have to `base`."""
+    """The least ratio that the best of `contestants` (by its median) should have to `base`, or to the best of them;
+    None: it is only shown."""
 
     contestants: Sequence[str]
-    base: str
-    ratio: float
+    base: str | Sequence[str]
+    ratio: float | None
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """What was divided, and the quotient of each round."""
+
+    name: str
+    rounds: Sequence[float]
+    wanted: float | None
+
+    @property
+    def median(self) -> float:
+        return median(self.rounds)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Of 95 % confidence."""
+        return median_interval(self.rounds)
+
+    @property
+    def verdict(self) -> str:
+        if self.wanted is None:
+            return ""
+        return f"≥ {self.wanted:.2f} {'met' if self.median >= self.wanted else 'MISSED'}"
+
+
+class LossesDiffer(RuntimeError):
+    """Contestants that should train the same do not; the message says which."""
 
 
 @dataclass(frozen=True)
 class Result:
     """Of every contestant: tokens a second and the last loss of every round, and the cores it used while others were
-    measured."""
+    measured. `trains` as in `Contestant`."""
 
     options: Options
     rates: dict[str, list[float]]
     losses: dict[str, list[float]]
     idle: dict[str, float]
+    trains: dict[str, str | None]
 
-    def ratios(self, target: Target) -> tuple[str, list[float]]:
-        """What was divided, and the ratio of each round."""
-        best = max(target.contestants, key=lambda name: median(self.rates[name]))
-        values = [own / base for own, base in zip(self.rates[best], self.rates[target.base], strict=True)]
-        return f"{best} / {target.base}", values
+    def best(self, names: str | Sequence[str]) -> str:
+        """The one with the highest median."""
+        return max([names] if isinstance(names, str) else names, key=lambda name: median(self.rates[name]))
+
+    def ratio(self, target: Target) -> Ratio:
+        """The ratio of each round."""
+        best, base = self.best(target.contestants), self.best(target.base)
+        values = [own / other for own, other in zip(self.rates[best], self.rates[base], strict=True)]
+        return Ratio(f"{best} / {base}", values, target.ratio)
+
+    def check_losses(self, tolerance: float = LOSS_TOLERANCE) -> None:
+        """Compare the last loss of every block. Raises `LossesDiffer`."""
+        for trains in {name: None for name in self.trains.values() if name is not None}:
+            group = [name for name, its in self.trains.items() if its == trains]
+            for number, losses in enumerate(zip(*(self.losses[name] for name in group), strict=True), start=1):
+                first = losses[0]
+                if not all(abs(loss - first) <= tolerance * abs(first) for loss in losses):  # NaN never agrees
+                    text = ", ".join(f"{name} {loss:.6f}" for name, loss in zip(group, losses, strict=True))
+                    raise LossesDiffer(f"the losses at the end of block {number} differ: {text}")
 
 
 def measure(contestants: Sequence[Contestant], options: Options, say: Callable[[str], None]) -> Result:
-    """Starts the contestants, measures, ends them. Raises `ContestantFailed`; leaves nothing behind, also then."""
+    """Starts the contestants, measures, ends them, compares losses. Raises `ContestantFailed` and `LossesDiffer`;
+    leaves nothing behind, also then."""
     rates: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
     with _ending_tidily(), tempfile.TemporaryDirectory(prefix="bench-") as folder, _running() as groups:
         for index, contestant in enumerate(contestants):
@@ -67,55 +118,75 @@ def measure(contestants: Sequence[Contestant], options: Options, say: Callable[[
             (place := Path(folder) / str(index)).mkdir()
             groups.append(Group(contestant, place, options.timeout))
             groups[-1].start()
+            groups[-1].settle(options.settle)
         for number in range(options.rounds):
             for group in _order(groups, number):
-                rates[group.name].append(group.block(options.steps, options.warmup))
+                rates[group.name].append(group.block(group.steps or options.steps, options.warmup))
             latest = ", ".join(f"{name} {values[-1]:,.0f}" for name, values in rates.items())
             say(f"round {number + 1} of {options.rounds}: {latest}")
         losses = {group.name: group.losses for group in groups}
-        return Result(options, rates, losses, {group.name: group.idle_share for group in groups})
+        idle = {group.name: group.idle_share for group in groups}
+        result = Result(options, rates, losses, idle, {group.name: group.trains for group in groups})
+    result.check_losses()
+    return result
 
 
 def table(result: Result, targets: Sequence[Target]) -> str:
     """The result for people."""
-    options, ratios = result.options, [result.ratios(target) for target in targets]
-    width = max(map(len, [*result.rates, *(name for name, _ in ratios)]))
+    options, ratios = result.options, [result.ratio(target) for target in targets]
+    width = max(map(len, [*result.rates, *(ratio.name for ratio in ratios)]))
     lines = [f"{'tokens a second':{width}}  {'min':>8} {'median':>8} {'max':>8}   idle cores"]
     lines += [
         f"{name:{width}}  {_spread(rates, ',.0f')}   {result.idle[name]:.3f}" for name, rates in result.rates.items()
     ]
-    lines += ["", f"{'ratio, round by round':{width}}  {'min':>8} {'median':>8} {'max':>8}   target"]
-    for target, (name, values) in zip(targets, ratios, strict=True):
-        verdict = "met" if median(values) >= target.ratio else "MISSED"
-        lines.append(f"{name:{width}}  {_spread(values, '.3f')}   ≥ {target.ratio:.2f} {verdict}")
-    lines += ["", f"{options.rounds} rounds of {options.steps} steps after {options.warmup} unmeasured; {machine()}"]
+    heading = f"{'min':>8} {'median':>8} {'max':>8}   95 % interval"
+    lines += ["", f"{'ratio, round by round':{width}}  {heading}   target"]
+    for ratio in ratios:
+        spread, (low, high) = _spread(ratio.rounds, ".3f"), ratio.interval
+        lines.append(f"{ratio.name:{width}}  {spread}   {low:.3f} to {high:.3f}   {ratio.verdict}".rstrip())
+    lines += [
+        "",
+        f"{options.rounds} rounds of {options.steps} steps after {options.warmup} unmeasured; the losses at the end of "
+        f"every block agree to {LOSS_TOLERANCE:g}",
+        machine(),
+    ]
     return "\n".join(lines)
 
 
 def as_json(result: Result, targets: Sequence[Target]) -> dict[str, object]:
     """The result for programs: every single figure."""
-    ratios = []
-    for target in targets:
-        name, values = result.ratios(target)
-        ratios.append({"name": name, "rounds": values, "median": median(values), "target": target.ratio})
+    ratios = [result.ratio(target) for target in targets]
     return {
         "machine": machine(),
+        "processor": processor()._asdict(),
         **asdict(result.options),
         "tokens_per_second": result.rates,
         "losses": result.losses,
         "idle_cores": result.idle,
-        "ratios": ratios,
+        "ratios": [
+            {
+                "name": ratio.name,
+                "rounds": ratio.rounds,
+                "median": ratio.median,
+                "interval": ratio.interval,
+                "target": ratio.wanted,
+            }
+            for ratio in ratios
+        ],
     }
+
+
+def rounded(value: object, digits: int = 5) -> object:
+    """The same with all floats rounded to so many significant digits, which keeps files small."""
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}") if math.isfinite(value) else value
+    if isinstance(value, Mapping):
+        return {key: rounded(inner, digits) for key, inner in value.items()}
+    return [rounded(inner, digits) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _spread(values: Sequence[float], form: str) -> str:
     return " ".join(f"{value:>8{form}}" for value in (min(values), median(values), max(values)))
-
-
-def machine() -> str:
-    """Where this was measured, and how busy it is."""
-    cores = len(os.sched_getaffinity(0))
-    return f"{cores} {platform.machine()} cores, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}"
 
 
 def _order(groups: Sequence[Group], number: int) -> list[Group]:

@@ -17,7 +17,7 @@ import click
 import torch
 from torch import nn
 
-from benchmarks.paired import machine
+from benchmarks.machine import machine
 from benchmarks.workload import make_config
 from hvd_transformer.atomic import write_text
 from hvd_transformer.models.layers import Block, TokenEmbedding, VocabularyHead

@@ -1,7 +1,9 @@
-"""Pipeline parallel training: ours in its three schedules, torch's Schedule1F1B over gloo, and no pipeline at all.
+"""Pipeline parallel training: ours in its three schedules, torch's 1F1B and zero bubble, and no pipeline at all.
+
+    python -m benchmarks.pipeline
 
 Tokens a second of one model in 2 stages on this machine, one thread each; see PIPELINE in `benchmarks.workload`. Ours
-are two threads of one process, torch's are two processes.
+are two threads of one process, torch's are two processes over gloo (`benchmarks.torch_pipelines`).
 
 The ideal is what 2 stages that pass tensors on for nothing would gain over none: 2 M / (M + 1) for M micro-batches,
 less what they lose where one stage has more to do. Two cores that work at once may each be slower than one alone: what
@@ -15,8 +17,9 @@ from pathlib import Path
 import click
 import torch
 
-from benchmarks.data_parallel import ENVIRONMENT, measuring, run, torchrun, worker
+from benchmarks.command_line import measuring, run
 from benchmarks.group import Contestant
+from benchmarks.launching import alone, torchrun
 from benchmarks.paired import Options, Target
 from benchmarks.workload import PIPELINE, SyntheticTask, make_config
 from hvd_transformer.data.sampler import Replica
@@ -26,7 +29,13 @@ from hvd_transformer.planning.layer_profile import measure_layers
 from hvd_transformer.training.process import keep_freed_memory
 
 F1B, GPIPE, ZERO = "pipeline of 2, 1F1B", "pipeline of 2, gpipe", "pipeline of 2, zero bubble"
-NONE, TORCH, TWICE = "no pipeline", "torch 1F1B", "no pipeline, twice at once"
+NONE, TWICE, TORCH = "no pipeline", "no pipeline, twice at once", "torch 1F1B"
+# torch's zero-bubble schedules by kind of contestant.
+TORCH_ZERO = {
+    "torch-zb1p": "torch zero bubble (ZB1P)",
+    "torch-interleaved": "torch zero bubble, interleaved",
+    "torch-zbv": "torch zero bubble, V",
+}
 CUT = (5, 5)  # layers a stage, for all: the embedding and 4 blocks, 4 blocks and the head
 STAGES = ("parallel.pipeline=2", f"parallel.partition={list(CUT)}")
 # Of a layer's time; backward has about twice as many multiplications.
@@ -79,36 +88,31 @@ def measure_stages() -> Stages:
 
 
 def contestants() -> list[Contestant]:
-    """All six; ours of one process each, torch's of one a stage."""
+    """All; ours of one process each, torch's of one a rank."""
     return [
         ours(F1B, *STAGES, "parallel.schedule=1f1b"),
         ours(GPIPE, *STAGES, "parallel.schedule=gpipe"),
         ours(ZERO, *STAGES, "parallel.schedule=zero_bubble"),
         ours(NONE),
-        Contestant(TWICE, [worker("trainer", *PIPELINE)] * 2, 2, ENVIRONMENT),
-        torchrun(TORCH, "torch1f1b", *PIPELINE, *STAGES),
+        alone(TWICE, "trainer", *PIPELINE, copies=2),
+        torchrun(TORCH, "torch-1f1b", *PIPELINE),
+        *(torchrun(name, kind, *PIPELINE) for kind, name in TORCH_ZERO.items()),
     ]
 
 
 def ours(name: str, *settings: str) -> Contestant:
     """The package's own training in one process."""
-    return Contestant(name, [worker("trainer", *PIPELINE, *settings)], 1, ENVIRONMENT)
+    return alone(name, "trainer", *PIPELINE, *settings)
 
 
 @click.command()
 @measuring
 def main(rounds: int, steps: int, warmup: int, file: Path | None) -> None:
-    """Measure training in a pipeline of 2 stages against torch's Schedule1F1B and against no pipeline."""
+    """Measure training in a pipeline of 2 stages against torch's schedules and against no pipeline."""
     stages = measure_stages()
-    targets = [
-        target
-        for name in (F1B, ZERO)
-        for target in (
-            Target([name], TORCH, 1.05),
-            Target([name], NONE, 0.95 * stages.ideal),
-            Target([name], TWICE, 0.95 * stages.ideal / 2),
-        )
-    ]
+    targets = [Target([F1B], TORCH, 1.05), Target([ZERO], list(TORCH_ZERO.values()), 1.05), Target([ZERO], TORCH, None)]
+    for name in (F1B, ZERO):
+        targets += [Target([name], NONE, 0.95 * stages.ideal), Target([name], TWICE, 0.95 * stages.ideal / 2)]
     figures = {"seconds": list(stages.seconds), "imbalance": stages.imbalance, "ideal": stages.ideal}
     run(contestants(), targets, Options(rounds, steps, warmup), file, {"stages": figures})
     click.echo(str(stages))

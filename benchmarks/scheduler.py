@@ -27,7 +27,7 @@ from statistics import mean, median
 
 import click
 
-from benchmarks.paired import machine
+from benchmarks.machine import machine
 from benchmarks.simulated_cluster import TRUTH, Knowledge, Report, SimulatedCluster, Work
 from hvd_transformer.atomic import write_text
 from hvd_transformer.service.jobs import Host, Needs, Placement

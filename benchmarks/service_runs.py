@@ -52,7 +52,7 @@ def main(folder: Path | None, json_file: Path | None, part: str | None) -> None:
         print(json.dumps(_PARTS[part](folder)))
         return
     from benchmarks.drawn_page import compare_page
-    from benchmarks.paired import machine
+    from benchmarks.machine import machine
 
     figures: dict[str, float] = {}
     with ExitStack() as stack:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import click
 
-from benchmarks.data_parallel import ENVIRONMENT
 from benchmarks.pipeline_memory import TOLERANCE, reset_peak, status
+from benchmarks.settings import ENVIRONMENT
 from benchmarks.workload import SyntheticTask, make_config
 from hvd_transformer.atomic import write_text
 from hvd_transformer.comm.horovod_env import launched

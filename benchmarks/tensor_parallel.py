@@ -7,8 +7,9 @@ from pathlib import Path
 
 import click
 
-from benchmarks.data_parallel import ENVIRONMENT, horovod, measuring, run, worker
+from benchmarks.command_line import measuring, run
 from benchmarks.group import Contestant
+from benchmarks.launching import alone, horovod
 from benchmarks.paired import Options, Target
 from benchmarks.workload import TENSOR
 
@@ -21,7 +22,7 @@ def contestants() -> list[Contestant]:
     return [
         horovod(MPI, "mpi", *SHARED),
         horovod(GLOO, "gloo", *SHARED),
-        Contestant(ONE, [worker("trainer", *TENSOR)], 1, ENVIRONMENT),
+        alone(ONE, "trainer", *TENSOR),
     ]
 
 
@@ -29,7 +30,7 @@ def contestants() -> list[Contestant]:
 @measuring
 def main(rounds: int, steps: int, warmup: int, file: Path | None) -> None:
     """Measure two ranks that share a model's matrices against one core that has them all."""
-    run(contestants(), [Target([MPI], ONE, 1.5), Target([GLOO], ONE, 1.0)], Options(rounds, steps, warmup), file)
+    run(contestants(), [Target([MPI], ONE, 1.5), Target([GLOO], ONE, 1.5)], Options(rounds, steps, warmup), file)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from statistics import median
 import click
 import torch
 
-from benchmarks.paired import machine
+from benchmarks.machine import machine
 from hvd_transformer.atomic import write_text
 from hvd_transformer.data.text_files import read_lines
 from hvd_transformer.data.tokenizers import Ids

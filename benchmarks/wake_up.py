@@ -17,9 +17,10 @@ from statistics import median
 
 import click
 
-from benchmarks.data_parallel import ENVIRONMENT, torchrun
 from benchmarks.group import REPOSITORY
-from benchmarks.paired import machine
+from benchmarks.launching import torchrun
+from benchmarks.machine import machine
+from benchmarks.settings import ENVIRONMENT
 from hvd_transformer.atomic import write_text
 
 LATE_SECONDS = 0.005

@@ -1,7 +1,7 @@
 """What every contestant trains: a language model on synthetic tokens in memory.
 
-SETTINGS are the data-parallel benchmark's 7.26 million parameters; on top of them PIPELINE, the pipeline's, TENSOR, of
-the matrices that ranks share, and SMALL, whose steps are short.
+SETTINGS are the data-parallel benchmark's 7.26 million parameters; on top of them LARGE, 40 million, SMALL, whose steps
+are short, PIPELINE, the pipeline's, and TENSOR, of the matrices that ranks share.
 """
 
 from collections.abc import Sequence
@@ -48,6 +48,14 @@ TENSOR = (
     "model.num_heads=8",
     "model.d_feedforward=2048",
     "data.vocab_size=4096",
+)
+# 10 blocks of 3,152,384 weights, the tied embedding's 16,000 × 512, a final norm's 1,024: 39,716,864.
+LARGE = (
+    "model.num_layers=10",
+    "model.d_model=512",
+    "model.num_heads=8",
+    "model.d_feedforward=2048",
+    "training.batch_size=4",
 )
 # The model of the preset shakespeare-char, with 257 words: 826,240 parameters.
 SMALL = (

@@ -12,7 +12,7 @@ import click
 
 from benchmarks.growth.child import PARTS
 from benchmarks.growth.fit import LEAST_SIZES, LIMIT, Growth, Point, fit
-from benchmarks.paired import machine
+from benchmarks.machine import machine
 from hvd_transformer.atomic import write_text
 
 # Costs that end so are counts; all others are seconds.

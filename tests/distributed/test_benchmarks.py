@@ -7,6 +7,8 @@ import sys
 import pytest
 from conftest import REPOSITORY
 
+from benchmarks.namespace_hosts import missing
+
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
@@ -23,7 +25,7 @@ def test_all_contestants_train_the_same(tmp_path):
     text = bench("pipeline", "--rounds", 1, "--steps", 1, "--warmup", 1, "--json", tmp_path / "figures.json")
     figures = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
     rates, losses = figures["tokens_per_second"], figures["losses"]
-    assert len(rates) == 6
+    assert len(rates) == 9
     assert all(rate > 0 for (rate,) in rates.values())
     (expected,) = losses["no pipeline"]
     for name, (loss,) in losses.items():
@@ -113,13 +115,49 @@ def test_growth_still_runs(part, most):
 
 SHORT = ["--rounds", 1, "--steps", 1, "--warmup", 1]
 OTHERS = {
-    "data_parallel": SHORT,
+    "data_parallel": ["--model", "small", "--sweep", 1, *SHORT],
+    "one_rank": ["--model", "small", *SHORT],
     "tensor_parallel": SHORT,
     "sharded": SHORT,
     "checkpoint": ["shakespeare-char", "--rounds", 1],
     "wake_up": ["--rounds", 1],
     "start_up": ["--rounds", 1],
 }
+
+
+@pytest.mark.timeout(600)
+def test_time_to_a_loss_leaves_evaluation_out(tmp_path):
+    pytest.importorskip("horovod", reason="needs Horovod")
+    (tmp_path / "text.txt").write_text("the cat sat on my big red rug.\n" * 1000)
+    words = [tmp_path / "text.txt", "--seeds", 1, "--every", 10, "--iterations", 30]
+    words += ["--json", tmp_path / "figures.json", "training.max_steps=30", "optimizer.warmup_steps=5"]
+    text = bench("time_to_loss", *words, statuses=(0, 1), timeout=500)
+    figures = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))["step_seconds_loss"]
+    for who in ("nanoGPT", "ours"):
+        steps, seconds, losses = zip(*figures[who]["1"], strict=True)
+        assert steps == (10, 20, 30) and 0 < seconds[0] < seconds[1] < seconds[2], who
+        assert losses[0] > losses[-1] > 0, who
+    assert "seed 1: to loss" in text
+
+
+def test_prepared_tokens_are_torchtexts(tmp_path):
+    (tmp_path / "text.txt").write_text("The cat's on my \"big\" red rug, isn't it?\n(No.)  \n\n" * 100)
+    words = [tmp_path, "--megabytes", 0.1, "--rounds", 1, "--json", tmp_path / "figures.json"]
+    bench("preparation", *words, statuses=(0, 1))  # it ends with another message where tokens differ
+    figures = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
+    assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in figures["seconds"].values())
+
+
+@pytest.mark.timeout(900)
+def test_slow_links(tmp_path):
+    pytest.importorskip("horovod", reason="needs Horovod")
+    if (why := missing(["tc"])) is not None:
+        pytest.skip(why)
+    bench("slow_link", "--mbit", 100, "--rounds", 1, "--json", tmp_path / "figures.json", timeout=800)
+    rates = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))["100"]["tokens_per_second"]
+    # 3.3 MB of gradients each way take 0.264 s at 100 Mbit/s, and a step has 2 × 12 × 64 tokens.
+    assert all(rate < 1.05 * 1536 / 0.264 for (rate,) in (rates["ours, none"], rates["DDP, 25 MB, our modules"]))
+    assert rates["DDP, 25 MB, our modules, PowerSGD 1"] > rates["DDP, 25 MB, our modules"]
 
 
 @pytest.mark.timeout(900)

@@ -1,0 +1,135 @@
+"""Data parallel training over slow links: ours with each compression, and DistributedDataParallel with its hooks.
+
+    python -m benchmarks.slow_link --mbit 100 --mbit 10
+
+Two hosts on this machine (`namespace_hosts`, needs root), one rank of one thread on each, gloo for all; a token bucket
+limits what each host sends. The model is shakespeare-char's: 3.3 MB of gradients in float32. Tokens a second only:
+compressed gradients are not the same mathematics, and what they do to the loss is measured elsewhere, without shaping.
+Every peer is measured, and the best counts.
+"""
+
+import sys
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import get_args
+
+import click
+
+from benchmarks.command_line import measured, write_figures
+from benchmarks.group import Contestant
+from benchmarks.launching import worker
+from benchmarks.namespace_hosts import PATH, NamespaceHosts, missing
+from benchmarks.paired import Options, Target, as_json, table
+from benchmarks.settings import ENVIRONMENT, Peer
+from benchmarks.workload import SMALL
+from hvd_transformer.config.schema import CommunicationConfig
+
+# By Mbit/s: the steps of a block, a second or more of the slowest contestant, and the ratio that is wanted.
+STEPS = {1000: 12, 100: 4, 10: 2}
+WANTED = {1000: 1.05, 100: 1.15, 10: 1.5}
+WARMUP = 1
+PEERS = (Peer(bucket_mb=8), Peer(bucket_mb=25), Peer(hook="fp16"), *(Peer(hook="powersgd", rank=r) for r in (1, 2, 4)))
+COMPRESSIONS = get_args(CommunicationConfig.model_fields["compression"].annotation)
+LOCAL_STEPS = 16
+OURS, LOCAL = "ours, {}", f"ours, {LOCAL_STEPS} local steps"
+_PORTS = count(29600)
+_SSH = """\
+#!/bin/sh
+# ssh [OPTION …] HOST [OPTION …] COMMAND, of horovodrun: so its rank on another host is a child of the launcher too.
+host=
+while :; do
+    case "$1" in
+        -[oip]) shift 2 ;;
+        -*) shift ;;
+        *) [ -z "$host" ] || break; host=$1; shift ;;
+    esac
+done
+exec nsenter -t "$(cat "$(dirname "$0")/$host")" --net --uts --mount -- sh -c "$*"
+"""
+
+
+class LinkedHosts(NamespaceHosts):
+    """The two hosts, with a stand-in for ssh, and how a contestant is started on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for host in self.names:
+            (self.folder / host).write_text(str(self.keeper(host)))
+        (self.folder / "ssh").write_text(_SSH)
+        (self.folder / "ssh").chmod(0o755)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        path = f"{self.folder}:{ENVIRONMENT['PATH']}:{PATH}"
+        return {**ENVIRONMENT, "PATH": path, "GLOO_SOCKET_IFNAME": "eth0"}
+
+    def horovod(self, name: str, *settings: str) -> Contestant:
+        """Ours over gloo."""
+        launcher = ["horovodrun", "-np", "2", "-H", "h1:1,h2:1", "--gloo", "--network-interfaces", "eth0"]
+        command = [*self.enter("h1"), *launcher, *worker("trainer", *SMALL, *settings)]
+        return Contestant(name, [command], 2, self.environment)
+
+    def torchrun(self, name: str, peer: Peer) -> Contestant:
+        """DistributedDataParallel over gloo."""
+        launcher = ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", "--master-addr", self.address("h1")]
+        launcher += ["--master-port", str(next(_PORTS))]
+        words = worker("ddp", *SMALL, peer=peer)[1:]  # torchrun puts Python before the words itself
+        commands = [
+            [*self.enter(host), *launcher, "--node-rank", str(rank), *words] for rank, host in enumerate(self.names)
+        ]
+        return Contestant(name, commands, 2, self.environment)
+
+
+def compressed(hosts: LinkedHosts, options: Options) -> list[Contestant]:
+    """Ours, each compression once. They know how many steps there will be, as some begin after a part of them."""
+    total = options.settle + options.rounds * (options.warmup + options.steps)
+    return [
+        hosts.horovod(OURS.format(name), f"communication.compression={name}", f"training.max_steps={total + 1}")
+        for name in COMPRESSIONS
+    ]
+
+
+def local(hosts: LinkedHosts) -> list[Contestant]:
+    """Ours with local steps, if the package has them; a block is one period, whichever step it begins with."""
+    if "local_steps" not in CommunicationConfig.model_fields:
+        return []
+    contestant = hosts.horovod(LOCAL, f"communication.local_steps={LOCAL_STEPS}")
+    return [replace(contestant, trains=None, steps=LOCAL_STEPS)]
+
+
+def measure_link(hosts: LinkedHosts, mbit: int, rounds: int) -> dict[str, object]:
+    """The table of one speed, printed, and its figures."""
+    hosts.shape(mbit)
+    steps = STEPS[mbit]
+    # Longer than the first tenth, which PowerSGD leaves uncompressed.
+    options = Options(rounds, steps, WARMUP, settle=3 + rounds * (WARMUP + steps) // 8)
+    ours, of_local = compressed(hosts, options), local(hosts)
+    peers = [hosts.torchrun(f"DDP, {peer}", peer) for peer in PEERS]
+    # Those without compression must have the same losses.
+    plain = {OURS.format("none"), *(f"DDP, {peer}" for peer in PEERS if peer.hook == "none")}
+    marked = [one if one.name in plain else replace(one, trains=None) for one in [*ours, *peers]]
+    result = measured([*marked, *of_local], options)
+    names = [peer.name for peer in peers]
+    targets = [Target([one.name for one in ours], names, WANTED[mbit])]
+    targets += [Target([one.name], names, None) for one in [*ours, *of_local]]
+    click.echo(f"{mbit} Mbit/s\n{table(result, targets)}\n")
+    return as_json(result, targets)
+
+
+@click.command()
+@click.option("--mbit", multiple=True, type=click.Choice([str(speed) for speed in STEPS]), help="Default: all.")
+@click.option("--rounds", default=21, show_default=True, type=click.IntRange(1), help="Blocks of each.")
+@click.option("--json", "file", type=click.Path(path_type=Path), help="Write every figure to this, too.")
+def main(mbit: tuple[str, ...], rounds: int, file: Path | None) -> None:
+    """Measure training of two hosts over slow links against DistributedDataParallel with its hooks."""
+    if (why := missing(["tc"])) is not None:
+        click.echo(f"benchmark: {why}", err=True)
+        sys.exit(1)
+    with LinkedHosts() as hosts:
+        figures = {speed: measure_link(hosts, int(speed), rounds) for speed in mbit or map(str, STEPS)}
+    write_figures(file, figures)
+
+
+if __name__ == "__main__":
+    main()
