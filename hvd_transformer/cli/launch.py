@@ -40,8 +40,10 @@ class Worker:
 
 
 def worker_of(words: Sequence[str]) -> Worker:
-    """The worker for what follows `--`: `evaluate …`, or hvd-train's arguments. Raises `UserError`."""
-    return _evaluate(words) if words[:1] == ("evaluate",) else _train(words)
+    """The worker for what follows `--`: `evaluate …`, `bench …`, or hvd-train's arguments. Raises `UserError`."""
+    if words[:1] == ("evaluate",):
+        return _evaluate(words)
+    return _bench(words) if words[:1] == ("bench",) else _train(words)
 
 
 def _train(words: Sequence[str]) -> Worker:
@@ -65,6 +67,13 @@ def _evaluate(words: Sequence[str]) -> Worker:
     request = Request(given["checkpoint"], given["settings"], given["split"], given["data"], *trusts)
     worker = ["hvd-transformer", *words]
     return Worker(worker, worker, evaluation_config(read_checkpoint(request.checkpoint), request), trains=False)
+
+
+def _bench(words: Sequence[str]) -> Worker:
+    from hvd_transformer.cli.bench import config_of
+
+    worker = ["hvd-transformer", *words]
+    return Worker(worker, worker, config_of(words[1:]), trains=False)
 
 
 @click.command()
@@ -132,13 +141,14 @@ def _evaluate(words: Sequence[str]) -> Worker:
     metavar="N",
     help="Memory per worker to request with --scheduler kubernetes. Default: what `plan` estimates.",
 )
-@click.argument("settings", nargs=-1, type=click.UNPROCESSED, metavar="[-- [evaluate] ARGUMENTS...]")
+@click.argument("settings", nargs=-1, type=click.UNPROCESSED, metavar="[-- [evaluate|bench] ARGUMENTS...]")
 def launch(**given: Any) -> None:
     """Run hvd-train on every slot of the hosts. Its arguments follow `--` and are checked before anything starts.
 
     `hvd-transformer launch -np 4 -H h1:2,h2:2 -- --preset python-docs output_dir=runs/four`
 
-    To run `hvd-transformer evaluate` instead, put that word first: `… -- evaluate runs/four --split valid`.
+    To run `hvd-transformer evaluate` or `bench` instead, put that word first: `… -- evaluate runs/four --split valid`,
+    `… -- bench allreduce`.
 
     The ranks inherit the environment variables that commands, locale, threads, Horovod, NCCL and Open MPI need, and
     those named by --env, whose values appear on no command line. Ctrl-C lets the ranks save and exit; a second Ctrl-C

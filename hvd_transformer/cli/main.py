@@ -35,6 +35,7 @@ def show(name: str, error: Exception | str) -> None:
 # Name → one line of help. Each command is the function of that name in cli/<name>.py.
 COMMANDS = {
     "attach": "Show a job that runs under a launcher.",
+    "bench": "Measure this machine: allreduce, training, checkpoints, data.",
     "cancel": "End jobs of the service.",
     "classify": "Classify lines of text with a trained model.",
     "compare": "Show what differs between jobs or runs, and how they ended.",

@@ -97,6 +97,11 @@ class World(Group):
         process_set = self._process_sets[tuple(ranks)] if 1 < len(ranks) < self.size else None
         return Group(self.link, ranks, list(ranks).index(self.rank), process_set, prompt=prompt)
 
+    def backend_for(self, device: torch.device) -> str:
+        """The library that sums tensors of the device: nccl, if Horovod was built with it, gloo, mpi or none."""
+        hvd = self.link.horovod
+        return "nccl" if hvd is not None and device.type == "cuda" and hvd.nccl_built() else self.backend
+
     def close(self) -> None:
         """Shut Horovod down; all ranks must call it."""
         if self.link.horovod is not None:

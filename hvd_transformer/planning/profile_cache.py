@@ -36,7 +36,7 @@ def file_for(
     settings = {
         "format": FORMAT,
         "versions": [__version__, torch.__version__],
-        "processor": _processor(device),
+        "processor": processor_name(device),
         "threads": threads,
         "model": config.model.model_dump(mode="json"),
         "recompute": config.parallel.recompute,
@@ -52,7 +52,7 @@ def file_for(
     return Path(config.data.cache_dir).expanduser().absolute() / "layers" / f"{digest[:16]}.json"
 
 
-def _processor(device: torch.device) -> str:
+def processor_name(device: torch.device) -> str:
     """The model of the GPU or CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

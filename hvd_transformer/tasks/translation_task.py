@@ -74,8 +74,8 @@ class TranslationTask(ExampleTask):
         """The model for pairs of maximum length, with vocabularies of equal size."""
         model = EncoderDecoder(vocab_size, vocab_size, config.model)
         tokens = torch.zeros(num_samples, config.data.sequence_length, dtype=torch.int64)
-        goals = torch.zeros(tokens.numel(), dtype=torch.int64)
-        batch = MicroBatch((tokens, tokens != PAD, tokens.clone()), (goals, goals.clone()))
+        places = torch.arange(tokens.numel())
+        batch = MicroBatch((tokens, tokens != PAD, tokens.clone()), (places, torch.zeros_like(places)))
         return ModelSketch(model, encoder_decoder_layers(model), batch, model.cuts(config.parallel.vocab_parallel))
 
     @property

@@ -86,3 +86,5 @@ class StepResult(NamedTuple):
     learning_rate: float
     seconds: float  # on this rank
     work: float  # seconds of these in which this rank did not wait for others
+    data: float  # of `work`: seconds for the batches
+    update: float  # of `work`: seconds for norm, clip and optimizer

@@ -140,6 +140,7 @@ class Trainer:
         if not task.model.training:  # `train` visits all modules
             task.model.train()
         accumulation, counts = self._fetch(plan)
+        fetched = time.perf_counter()
         num_micro_batches = sum(map(len, accumulation))
         stats = StepStats(self.world, self.mesh, num_micro_batches, counts, wishes)
 
@@ -153,7 +154,7 @@ class Trainer:
         waiting = time.perf_counter()
         engine.grad_sync.wait()
         totals = stats.wait()
-        waited = time.perf_counter() - waiting
+        arrived = time.perf_counter()
 
         rate = learning_rate(self.config.optimizer, self.lr_replicas, state.step, state.epoch, self.total_steps)
         factor = task.targets_per_step / (totals.targets * self.loss_scaler.scale)
@@ -167,8 +168,11 @@ class Trainer:
         elif not self.loss_scaler.overflowed():
             raise Diverged(state.step + 1, totals.loss, norm)
 
-        seconds = time.perf_counter() - began
-        result = StepResult(state.epoch, totals, norm, rate, seconds, seconds - waited)
+        ended = time.perf_counter()
+        work = ended - began - (arrived - waiting)
+        result = StepResult(
+            state.epoch, totals, norm, rate, ended - began, work, data=fetched - began, update=ended - arrived
+        )
         state.advance(plan.remaining, totals.samples, totals.targets)
         return result
 

@@ -1,0 +1,1 @@
+"""Measures this machine: allreduce, training, checkpoints, data."""

@@ -1,0 +1,99 @@
+"""Any task without data: its model as `plan` sketches it, on random tokens of full length."""
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from hvd_transformer.config.batch_size import step_samples
+from hvd_transformer.config.schema import Config
+from hvd_transformer.data.sampler import Replica, StepSampler
+from hvd_transformer.nn.contracts import Layer, MicroBatch
+from hvd_transformer.parallel.deferred_init import deferred_init
+from hvd_transformer.tasks.registry import task_class
+from hvd_transformer.tasks.task import Batch, Data, ModelSketch, PrepareContext, Task
+
+_SPECIAL_TOKENS = 4  # at the start of a vocabulary, padding among them
+_SAMPLES = 2**40  # of an epoch, which no benchmark reaches
+
+
+def samples_per_batch(config: Config) -> int:
+    """Samples of an accumulation step of one replica, if all have `data.sequence_length` tokens."""
+    data = config.data
+    if data.batch_tokens is None or config.task == "language_model":
+        return config.training.batch_size
+    return max(1, data.batch_tokens // data.sequence_length)
+
+
+def samples_per_step(config: Config, replicas: int) -> int:
+    """Samples of a step of all replicas together."""
+    return step_samples(config.training, replicas) * samples_per_batch(config) // config.training.batch_size
+
+
+class SyntheticTask(Task):
+    """A task of this configuration on random tokens; each replica has others. Raises `UserError` if the task has no
+    `sketch`."""
+
+    def __init__(self, config: Config, vocab_size: int, replica: Replica) -> None:
+        super().__init__(config, None, replica)
+        self._vocab_size = vocab_size
+        self._micro_batch = cache(self._make_micro_batch)
+        per_step = samples_per_step(config, replica.size)
+        self.sampler = StepSampler(_SAMPLES, per_step, samples_per_batch(config), replica)
+        self.targets_per_step = self.num_targets((torch.zeros(per_step),))
+
+    def make_model(self) -> nn.Module:
+        found = self._sketch(1)
+        self._layers = found.layers
+        return found.model
+
+    @classmethod
+    def prepare(cls, config: Config, context: PrepareContext) -> Data:
+        raise NotImplementedError("a synthetic task has no data")
+
+    def describe(self) -> str:
+        return f"random tokens, vocabulary {self._vocab_size:,}"
+
+    @property
+    def layers(self) -> Sequence[Layer]:
+        assert self.model is not None  # made at first use
+        return self._layers
+
+    def batch(self, epoch: int, items: range) -> Batch:
+        """One number per sample [B]: `micro_batch` has the tensors."""
+        return (torch.zeros(len(items)),)
+
+    def micro_batch(self, batch: Batch) -> MicroBatch:
+        return self._micro_batch(batch[0].size(0))
+
+    def num_targets(self, batch: Batch) -> int:
+        return self._micro_batch(1).targets[-1].numel() * batch[0].size(0)
+
+    def has_split(self, split: str) -> bool:
+        return False
+
+    def evaluation_batches(self, split: str) -> Iterator[Batch]:
+        return iter(())
+
+    def _sketch(self, num_samples: int) -> ModelSketch:
+        return task_class(self.config).sketch(self.config, self._vocab_size, num_samples)
+
+    def _make_micro_batch(self, num_samples: int) -> MicroBatch:
+        found: list[MicroBatch] = []
+
+        def build() -> nn.Module:
+            sketch = self._sketch(num_samples)
+            found.append(sketch.micro_batch)
+            return sketch.model
+
+        deferred_init(build)  # a second model, whose weights take no memory
+        draw = torch.Generator().manual_seed(self.replica.rank)
+        inputs = tuple(self._random(tensor, draw) for tensor in found[-1].inputs)
+        return MicroBatch(inputs, found[-1].targets)
+
+    def _random(self, tensor: Tensor, draw: torch.Generator) -> Tensor:
+        if tensor.dtype != torch.int64:  # a mask
+            return torch.ones_like(tensor)
+        low = min(_SPECIAL_TOKENS, self._vocab_size - 1)
+        return torch.randint(low, self._vocab_size, tensor.shape, generator=draw)

@@ -1,0 +1,206 @@
+"""Training on random tokens: tokens per second, model FLOPs utilization (MFU), and where a step's time goes.
+
+Ranks first train alone, without any communication, then together as configured:
+
+    alone      the first rank of each host | all ranks at once      training fraction, crowding, jitter
+    together   all ranks                                            tokens per second, MFU, parts of a step
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
+
+from hvd_transformer.bench.synthetic_task import SyntheticTask, samples_per_batch, samples_per_step
+from hvd_transformer.bench.timing import call_seconds, mean_over_ranks, relative_deviation, repeats, slowest, warm_up
+from hvd_transformer.comm.world import World, agree
+from hvd_transformer.config import Config
+from hvd_transformer.config.batch_size import check_step_size
+from hvd_transformer.data.sampler import Replica
+from hvd_transformer.monitoring.heartbeat import Heartbeat
+from hvd_transformer.parallel.mesh import ParallelMesh
+from hvd_transformer.planning.constants import Constants, step_side
+from hvd_transformer.planning.model_costs import fake_model, layer_costs
+from hvd_transformer.planning.partition import check_partition
+from hvd_transformer.tasks.registry import task_class
+from hvd_transformer.training.job_setup import compile_layers, initial_weights
+from hvd_transformer.training.process import keep_freed_memory
+from hvd_transformer.training.state import StepResult, TrainState
+from hvd_transformer.training.trainer import Trainer
+
+# Random tokens teach nothing: a low rate keeps the loss finite.
+_LEARNING_RATE = 1e-6
+
+
+class StepTimes(NamedTuple):
+    """Seconds of one step on one rank."""
+
+    total: float
+    compute: float  # forward and backward
+    wait: float  # for communication
+    update: float  # norm, clip and optimizer
+    data: float
+
+    @property
+    def work(self) -> float:
+        return self.total - self.wait
+
+
+class Alone(NamedTuple):
+    """Training without communication. `first`: the steps of this rank while the others wait; None: it waits."""
+
+    first: list[StepTimes] | None
+    together: float  # seconds of a step while all ranks compute: the mean over the ranks
+    jitter: float  # standard deviation of a rank's step / its mean: the mean over the ranks
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """Times are in seconds. `step` is the median over the steps of the slowest rank; `parts` are the means over the
+    ranks of each one's median."""
+
+    num_parameters: int
+    world: World
+    mesh: ParallelMesh
+    unit: str  # of targets
+    targets_per_step: int
+    num_steps: int  # that were measured
+    step: float
+    parts: StepTimes
+    alone: Alone | None  # None: with tensor parallelism, where no rank can train alone
+    flops_per_sample: float  # of one rank, without recomputing; 0 on all but rank 0
+    flops_per_step: float
+
+    @property
+    def targets_per_second(self) -> float:
+        return self.targets_per_step / self.step
+
+    def utilization(self, rate: float) -> float:
+        """Model FLOPs utilization (Chowdhery et al. 2022, arXiv 2204.02311, appendix B) of devices of `rate` FLOP/s."""
+        return self.flops_per_step / self.step / (rate * len(self.mesh.devices))
+
+
+def bench_train(config: Config, vocab_size: int, seconds: float, world: World, heartbeat: Heartbeat) -> TrainResult:
+    """Train for about `seconds`, after about as long alone. Collective.
+
+    Raises `UserError` on all ranks if the job cannot run as configured.
+    """
+    keep_freed_memory()
+    checked_mesh(config, world)  # before a rank is on its own
+    flops = agree(world, lambda: _flops_per_sample(config, vocab_size) if world.rank == 0 else 0.0)
+    alone = None
+    if world.size > 1 and config.parallel.tensor == 1:
+        alone = _alone(config, vocab_size, seconds, world, heartbeat)
+    with trainer_of(config, vocab_size, world, heartbeat) as trainer:
+        mesh, steps = trainer.mesh, _measure(trainer, seconds, world)
+        if world.size == 1:
+            work = [step.work for step in steps]
+            alone = Alone(steps, median(work), relative_deviation(work))
+        return TrainResult(
+            num_parameters=trainer.engine.num_parameters,
+            world=world,
+            mesh=mesh,
+            unit=task_class(config).unit,
+            targets_per_step=trainer.task.targets_per_step,
+            num_steps=len(steps),
+            step=median(slowest(world, [step.total for step in steps])),
+            parts=StepTimes(*(mean_over_ranks(world, median(own)) for own in zip(*steps, strict=True))),
+            alone=alone,
+            flops_per_sample=flops,
+            flops_per_step=flops * samples_per_step(config, mesh.dp) / mesh.dp,
+        )
+
+
+def training_constants(config: Config, device: Constants, result: TrainResult) -> Constants:
+    """The constants of the device with those of training, on rank 0."""
+    if result.alone is None or result.alone.first is None:
+        return device
+    first, precision = result.alone.first, config.training.precision
+    tokens = math.ceil(samples_per_batch(config) / config.parallel.micro_batches) * config.data.sequence_length
+    possible = device.matmul_rate(precision, step_side(tokens, config.model.d_model)) * len(result.mesh.devices)
+    flops = result.flops_per_sample * samples_per_step(config, 1)
+    reached = flops / median(step.compute for step in first)
+    found = {
+        "training_fraction": {**device.training_fraction, precision: min(1.0, reached / possible)},
+        "optimizer_seconds": median(step.update for step in first) / result.num_parameters,
+        "jitter": result.alone.jitter,
+    }
+    if result.world.local_size == device.devices_per_host:  # all devices of a host were busy
+        found["crowding"] = max(1.0, result.alone.together / median(step.work for step in first))
+    return device.model_copy(update=found)
+
+
+@contextmanager
+def trainer_of(config: Config, vocab_size: int, world: World, heartbeat: Heartbeat) -> Iterator[Trainer]:
+    """A trainer on random tokens. Collective. Raises `UserError` on all ranks."""
+    optimizer = config.optimizer.model_copy(update={"lr": _LEARNING_RATE})
+    training = config.training.model_copy(update={"max_steps": None})
+    config = config.model_copy(update={"optimizer": optimizer, "training": training})
+    mesh = checked_mesh(config, world)
+
+    def make() -> SyntheticTask:
+        with initial_weights(config):
+            return SyntheticTask(config, vocab_size, Replica(mesh.dp_rank, mesh.dp))
+
+    task = agree(world, make)
+    trainer = Trainer(config, world, mesh, task, TrainState())
+    compile_layers(config, task)
+    heartbeat.timeline = trainer.engine.timeline
+    try:
+        yield trainer
+    finally:
+        heartbeat.timeline = None
+        trainer.engine.close()
+
+
+def checked_mesh(config: Config, world: World) -> ParallelMesh:
+    """The mesh of the job. Collective. Raises `UserError` on all ranks if the job cannot run as configured."""
+    mesh = agree(world, lambda: ParallelMesh.of(config, world))
+    agree(world, lambda: check_partition(config))
+    agree(world, lambda: check_step_size(config, mesh.dp))
+    return mesh
+
+
+def _measure(trainer: Trainer, seconds: float, world: World) -> list[StepTimes]:
+    """This rank's steps, as many as on the other ranks of `world`, which need not be the trainer's. Collective."""
+    device, plans = trainer.mesh.device, trainer.task.sampler.epoch()
+    results: list[StepResult] = []
+
+    def step() -> None:
+        results.append(trainer.step(next(plans)))
+
+    count = repeats(seconds, warm_up(world, step, device))
+    world.barrier()
+    results.clear()
+    totals = [call_seconds(step, device) for _ in range(count)]
+    return [_times(total, result, trainer.world.size) for total, result in zip(totals, results, strict=True)]
+
+
+def _times(total: float, result: StepResult, num_ranks: int) -> StepTimes:
+    """A GPU ends its step after `result.seconds`: with the update."""
+    wait = result.seconds - result.work
+    compute = result.work - result.data - result.update
+    if num_ranks == 1:  # there is nobody to wait for; a GPU still computes
+        compute, wait = compute + wait, 0.0
+    return StepTimes(total, compute, wait, result.update + total - result.seconds, result.data)
+
+
+def _alone(config: Config, vocab_size: int, seconds: float, world: World, heartbeat: Heartbeat) -> Alone:
+    """Each rank as a world of its own: first one per host, then all. Collective."""
+    own = World()
+    own.local_rank, own.local_size = world.local_rank, world.local_size  # for its GPU
+    training = config.training.model_copy(update={"global_batch_size": None})
+    with trainer_of(config.model_copy(update={"training": training}), vocab_size, own, heartbeat) as trainer:
+        first = _measure(trainer, seconds / 2, own) if world.local_rank == 0 else None
+        world.barrier()
+        work = [step.work for step in _measure(trainer, seconds / 2, world)]
+    return Alone(first, mean_over_ranks(world, median(work)), mean_over_ranks(world, relative_deviation(work)))
+
+
+def _flops_per_sample(config: Config, vocab_size: int) -> float:
+    """FLOPs of forward and backward on one rank, without recomputing."""
+    num_samples = math.ceil(samples_per_batch(config) / config.parallel.micro_batches)
+    with fake_model(config, vocab_size, num_samples) as model:
+        return sum(layer.forward_flops + layer.backward_flops for layer in layer_costs(model)) / num_samples
