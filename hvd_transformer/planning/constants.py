@@ -99,9 +99,11 @@ class Constants(_Table):
         """The backend that is wanted, or the first one. Raises `UserError` if the constants have no link of it."""
         if not self.links:
             raise UserError(f"constants of {self.device}: links is missing; run `hvd-transformer bench allreduce`")
-        if wanted is not None and wanted not in self.links:
+        if wanted is None:
+            return next(iter(self.links))
+        if wanted not in self.links:
             raise UserError(f"--backend {wanted}: no constants of {self.device}; known: {', '.join(self.links)}")
-        return wanted or next(iter(self.links))
+        return wanted
 
     def link(self, backend: Backend, scope: Scope) -> Link:
         """A link of a backend that the constants have. Raises `UserError` if they do not have this one."""

@@ -51,8 +51,8 @@ class Machine(NamedTuple):
         return Group(layout.dp, hosts, sharing=layout.tp if hosts > 1 else 1)
 
     def tensor_group(self, layout: Layout) -> Group:
-        """Neighbouring ranks, on one host."""
-        return Group(layout.tp)
+        """Neighbouring ranks, on one host where they fit."""
+        return Group(layout.tp, min(layout.tp, math.ceil(layout.tp * layout.pp / self.devices_per_host)))
 
     def crowding(self, layout: Layout) -> float:
         """How much slower a device is because others of its host compute, too."""
