@@ -19,6 +19,8 @@ from hvd_transformer.planning.constants import Backend, Constants, Link
 
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]
 _TREE_BANDWIDTH = 0.9 / 2  # of a ring's bus bandwidth: each byte goes up the tree and down again
+# NCCL's "plateau effect of ring": an allreduce of so many bytes per rank over several hosts has more latency.
+_PLATEAU_BYTES, _PLATEAU = 4096, 1.9
 
 
 class Group(NamedTuple):
@@ -72,6 +74,8 @@ def collective_time(
         steps = math.ceil(math.log2(group.size))
     between = min(steps, group.hosts - 1)
     latency = rounds * ((steps - between) * host.latency + between * network.latency)
+    if backend == "nccl" and kind == "all_reduce" and group.hosts > 1 and num_bytes >= _PLATEAU_BYTES * group.size:
+        latency *= _PLATEAU
     ring = Seconds(network.overhead + latency, sent / bandwidth, sent * network.cpu_seconds_per_byte)
     if kind != "all_reduce" or backend == "gloo":
         return ring
