@@ -3,7 +3,7 @@
     python -m benchmarks.published_scaling
 
 horovod      512 P100, 4 per host, 25 Gbit/s RoCE: Sergeev & Del Balso 2018 (arXiv 1802.05799) and Horovod's
-             docs/benchmarks.rst. 64 images per GPU; seconds of a step on one GPU from tensorflow.org/performance/benchmarks
+             docs/benchmarks.rst. 64 images per GPU; a step on one GPU from tensorflow.org/performance/benchmarks
              (InceptionV3 142, ResNet-50 219, ResNet-152 91.8, VGG16 154 images per second; ResNet-101 between the two
              by FLOPs); FLOPs and parameters by layers from the networks' papers; one bucket per 64 MB, Horovod's fusion
 torchtitan   Llama 3.1 8B, 8 to 128 H100, FSDP: arXiv 2410.06511 and benchmarks/llama3_h100_202412_torchtitan.md

@@ -24,7 +24,7 @@ def machine(host: Link | None = None, network: Link | None = None) -> Constants:
         matmul={"fp32": {64: 1e9}},
         memory_bandwidth=1e9,
         memory_bytes=2**30,
-        links={backend: links for backend in ("gloo", "mpi", "nccl")},
+        links=dict.fromkeys(("gloo", "mpi", "nccl"), links),
     )
 
 
