@@ -1,4 +1,4 @@
-"""Layouts of a small language model: their memory and FLOPs are those of `plan`, the fastest that fits is recommended."""
+"""Layouts of a small language model: memory and FLOPs are those of `plan`, the fastest that fits is recommended."""
 
 import sys
 from functools import cache
