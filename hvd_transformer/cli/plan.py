@@ -1,13 +1,20 @@
-"""`hvd-transformer plan`: estimates the memory and the pipeline schedule of a configuration."""
+"""`hvd-transformer plan`: estimates memory, pipeline schedule and, with --scale, step time of a configuration."""
 
 import math
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from hvd_transformer.cli import options
 from hvd_transformer.errors import UserError
+
+if TYPE_CHECKING:
+    from hvd_transformer.config import Config
+    from hvd_transformer.planning.constants import Backend
+
+_MOST_DEVICES = 10**6
 
 
 @click.command()
@@ -16,6 +23,10 @@ from hvd_transformer.errors import UserError
 @click.option("--vocab-size", type=int, metavar="N", help="Vocabulary size, if no data is prepared yet.")
 @click.option("-np", "ranks", type=int, metavar="N", help="Number of ranks, if they share the optimizer.")
 @click.option("--memory-gib", type=float, metavar="N", help="Memory of a stage's device: says whether it suffices.")
+@click.option("--scale", metavar="LIST", help="Step time, efficiency and best layout on 8,64,512 devices, for example.")
+@click.option("--constants", metavar="NAME", help="With --scale: a device such as h100, or the file of a machine.")
+@click.option("--devices-per-host", type=int, metavar="N", help="With --scale: GPUs per host, or ranks on a CPU.")
+@click.option("--backend", type=click.Choice(["gloo", "mpi", "nccl"]), help="With --scale: what sends the messages.")
 @click.option("--output", type=options.PATH, metavar="FILE.png", help="Draw the pipeline schedules to this file.")
 @options.settings
 def plan(
@@ -24,6 +35,10 @@ def plan(
     vocab_size: int | None,
     ranks: int | None,
     memory_gib: float | None,
+    scale: str | None,
+    constants: str | None,
+    devices_per_host: int | None,
+    backend: "Backend | None",
     output: Path | None,
     settings: tuple[str, ...],
 ) -> None:
@@ -32,6 +47,9 @@ def plan(
 
     Takes the settings of hvd-train, for example
     `hvd-transformer plan --preset tutorial-1b --memory-gib 16 parallel.recompute=always`.
+
+    With --scale it predicts time per step, tokens per second and memory of every layout of data, tensor and pipeline
+    parallelism on so many devices, from what `hvd-transformer bench` measured on this machine or from --constants.
     """
     from hvd_transformer.config import load
 
@@ -40,6 +58,18 @@ def plan(
     if output is not None and output.suffix.lower() != ".png":
         raise UserError(f"--output {output}: must end in .png")
     config = load(preset, file, settings)
+    if scale is not None:
+        if output is not None or ranks is not None:
+            raise UserError(f"{'--output' if output is not None else '-np'}: not with --scale")
+        click.echo(_scaled(config, scale, constants, devices_per_host, backend, memory_gib, vocab_size))
+        return
+    for option, value in (
+        ("--constants", constants),
+        ("--devices-per-host", devices_per_host),
+        ("--backend", backend),
+    ):
+        if value is not None:
+            raise UserError(f"{option}: only with --scale")
     # Imported after the settings are checked: torch takes seconds.
     from hvd_transformer.parallel.pipeline_schedule import SCHEDULES
     from hvd_transformer.planning.memory_plan import make_plan
@@ -55,3 +85,32 @@ def plan(
         except OSError as error:
             raise UserError(f"--output {output}: cannot be written: {error.strerror}") from error
         click.echo(f"\nschedules: {output}")
+
+
+def _scaled(
+    config: "Config",
+    scale: str,
+    chosen: str | None,
+    devices_per_host: int | None,
+    backend: "Backend | None",
+    memory_gib: float | None,
+    vocab_size: int | None,
+) -> str:
+    from hvd_transformer.planning.constants import load
+
+    numbers = scale.split(",")
+    if not all(number.isdecimal() and 1 <= int(number) <= _MOST_DEVICES for number in numbers):
+        raise UserError(f"--scale {scale}: must be numbers of devices from 1 to {_MOST_DEVICES}, such as 8,64,512")
+    if devices_per_host is not None and devices_per_host < 1:
+        raise UserError(f"--devices-per-host {devices_per_host}: must be at least 1")
+    constants = load(chosen)
+    memory = constants.memory_bytes if memory_gib is None else memory_gib * 2**30
+    # Imported after the settings are checked: torch takes seconds.
+    from hvd_transformer.planning.scaling.layout import Machine
+    from hvd_transformer.planning.scaling.measure_work import measure_work
+    from hvd_transformer.planning.scaling.scale_text import scale_text
+    from hvd_transformer.planning.scaling.search import search
+
+    machine = Machine(constants, constants.backend(backend), devices_per_host or constants.devices_per_host)
+    work = measure_work(config, vocab_size, machine.devices_per_host)
+    return scale_text(work, machine, [search(work, config, machine, int(number), memory) for number in numbers], memory)

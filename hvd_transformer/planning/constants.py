@@ -95,10 +95,18 @@ class Constants(_Table):
         fraction = self._known(self.training_fraction, precision, "training_fraction")
         return fraction * self.matmul_rate(precision, side)
 
+    def backend(self, wanted: Backend | None) -> Backend:
+        """The backend that is wanted, or the first one. Raises `UserError` if the constants have no link of it."""
+        if not self.links:
+            raise UserError(f"constants of {self.device}: links is missing; run `hvd-transformer bench allreduce`")
+        if wanted is None:
+            return next(iter(self.links))
+        if wanted not in self.links:
+            raise UserError(f"--backend {wanted}: no constants of {self.device}; known: {', '.join(self.links)}")
+        return wanted
+
     def link(self, backend: Backend, scope: Scope) -> Link:
-        """The link of a backend. Raises `UserError` if it is not among the constants."""
-        if backend not in self.links:
-            raise UserError(f"--backend {backend}: no constants of {self.device}; known: {', '.join(self.links)}")
+        """A link of a backend that the constants have. Raises `UserError` if they do not have this one."""
         if scope not in self.links[backend]:
             where = "within a host" if scope == "host" else "between hosts"
             raise UserError(f"constants of {self.device}: links.{backend}.{scope} is missing: its link {where}")
@@ -108,17 +116,17 @@ class Constants(_Table):
         if precision not in table:
             raise UserError(
                 f"training.precision={precision}: constants of {self.device} have no {key}.{precision}; "
-                f"known: {', '.join(table)}"
+                f"known: {', '.join(table) or 'none; run `hvd-transformer bench train`'}"
             )
         return table[precision]
 
 
-def step_side(tokens: int, d_model: int, tensor: int = 1) -> float:
-    """The side of a step's typical matrix product: [tokens, d_model] @ [d_model, d_model / tensor].
+def step_side(tokens: int, d_model: int) -> float:
+    """The side of a step's typical matrix product, [tokens, d_model] @ [d_model, d_model].
 
     `tokens`: of one micro-batch.
     """
-    return math.exp(math.log(tokens * d_model * d_model / tensor) / 3)
+    return math.exp(math.log(tokens * d_model * d_model) / 3)
 
 
 def device_names() -> list[str]:

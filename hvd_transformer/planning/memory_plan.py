@@ -91,9 +91,7 @@ def make_plan(config: Config, vocab_size: int | None = None, ranks: int | None =
     """
     dp = _num_replicas(config, ranks)
     vocab_size, origin = vocabulary(config, vocab_size)
-    samples = config.training.batch_size
-    if config.data.batch_tokens is not None and config.task != "language_model":
-        samples = max(1, config.data.batch_tokens // config.data.sequence_length)
+    samples = batch_samples(config)
     micro_batch_size = math.ceil(samples / config.parallel.micro_batches)
     count = math.ceil(samples / micro_batch_size)
     check_partition(config)
@@ -141,8 +139,15 @@ def known_vocabulary(config: Config) -> tuple[int, str] | None:
     return None
 
 
+def batch_samples(config: Config) -> int:
+    """Samples per replica and accumulation step; at most, where they differ in length."""
+    if config.data.batch_tokens is not None and config.task != "language_model":
+        return max(1, config.data.batch_tokens // config.data.sequence_length)
+    return config.training.batch_size
+
+
 def vocabulary(config: Config, given: int | None) -> tuple[int, str]:
-    """The size of the vocabulary, and its origin."""
+    """The size of the vocabulary, and its origin. Raises `UserError` if it is unknown."""
     data = config.data
     if given is not None:
         if not 2 <= given <= 2**31:

@@ -5,7 +5,7 @@ operators are those of the CPU, with autocast. torch's meta device would use oth
 attention weights [B, H, T, T], and has no autocast.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,11 +19,21 @@ from hvd_transformer.config.schema import Config
 from hvd_transformer.gradients.weight_grads import WeightGradStore
 from hvd_transformer.nn.contracts import Layer, MicroBatch, Tensors
 from hvd_transformer.nn.cross_entropy import GPU_CHUNK
+from hvd_transformer.nn.dropout import Dropout
 from hvd_transformer.parallel.pipeline import layer_context
 from hvd_transformer.parallel.precision import weight_dtype
 from hvd_transformer.parallel.tensor_parallel import shard_model
 from hvd_transformer.planning.layer_profile import gradients_as_in_training
-from hvd_transformer.planning.pass_memory import Context, PassMode, backward, forward, received, run_pass
+from hvd_transformer.planning.pass_memory import (
+    PASS_MODES,
+    Context,
+    PassMemory,
+    PassMode,
+    backward,
+    forward,
+    received,
+    run_pass,
+)
 from hvd_transformer.tasks.registry import task_class
 
 # FLOPs, from the shapes of the arguments, of matrix products that torch's FLOP counter does not know.
@@ -51,6 +61,7 @@ class LayerEstimate:
     deferred_flops: int  # of these, the weight gradients that can be deferred
     recompute: bool  # whether `parallel.recompute` applies to this layer
     activation_bytes: int  # kept by forward for backward, the output included
+    passes: Mapping[PassMode, PassMemory]  # alone, without the other layers of its stage
 
 
 class FakeModel(NamedTuple):
@@ -83,16 +94,23 @@ def fake_model(config: Config, vocab_size: int, num_samples: int) -> Iterator[Fa
             yield FakeModel(layers, batch, store, context)
 
 
-def layer_costs(model: FakeModel) -> list[LayerEstimate]:
-    """The cost of each layer, run on its own."""
+def layer_costs(model: FakeModel, modes: Sequence[PassMode] = PASS_MODES[:1]) -> list[LayerEstimate]:
+    """The cost of each layer, run on its own; its memory also in other modes than the plain first one.
+
+    Blocks that are alike are run once, so that time does not grow with the depth of the model.
+    """
     layers, batch, store, context = model
     owner = {id(weight): layer.name for layer in layers for weight in layer.module.parameters()}
+    found: dict[Hashable, tuple[list[int], dict[PassMode, PassMemory], Tensors]] = {}
     tensors, targets, costs = batch.inputs, batch.targets, []
     for layer in layers:
         own_targets = targets if layer is layers[-1] else ()
-        forward_flops, backward_flops, deferred_flops = _flops(model, layer, tensors, own_targets)
-        mode = PassMode(recompute=False, defer=False)
-        memory, tensors = run_pass([layer], tensors, own_targets, store, context, mode)
+        kind = (_kind(layer), *((tensor.shape, tensor.dtype) for tensor in (*tensors, *own_targets)))
+        if kind not in found:
+            flops = _flops(model, layer, tensors, own_targets)
+            runs = {mode: run_pass([layer], tensors, own_targets, store, context, mode) for mode in modes}
+            found[kind] = flops, {mode: memory for mode, (memory, _) in runs.items()}, runs[modes[0]][1]
+        (forward_flops, backward_flops, deferred_flops), passes, tensors = found[kind]
         own = [weight for weight in layer.module.parameters() if owner[id(weight)] == layer.name]
         costs.append(
             LayerEstimate(
@@ -104,10 +122,23 @@ def layer_costs(model: FakeModel) -> list[LayerEstimate]:
                 backward_flops=backward_flops + deferred_flops,
                 deferred_flops=deferred_flops,
                 recompute=layer.recompute,
-                activation_bytes=memory.kept - memory.inputs,
+                activation_bytes=passes[modes[0]].kept - passes[modes[0]].inputs,
+                passes=passes,
             )
         )
     return costs
+
+
+def _kind(layer: Layer) -> Hashable:
+    """The same for layers that do the same with inputs of the same shape, as far as can be told."""
+    run = layer.run.func if isinstance(layer.run, partial) and layer.run.args == (layer.module,) else layer.run
+    plain = tuple(
+        (type(module), *((name, value) for name, value in vars(module).items() if isinstance(value, (int, float, str))))
+        for module in layer.module.modules()
+        if not isinstance(module, Dropout)  # all have the same rate, and a number of their own
+    )
+    shapes = tuple(weight.shape for weight in layer.module.parameters())
+    return layer.recompute, None if run is layer.module else run, plain, shapes
 
 
 def _flops(model: FakeModel, layer: Layer, tensors: Tensors, targets: Tensors) -> list[int]:

@@ -62,7 +62,7 @@ def _layers(plan: MemoryPlan) -> str:
         name = f"{first.name} to {others[-1].name}, each" if others else first.name
         flops = _number(first.forward_flops / 1e9), _number(first.backward_flops / 1e9)
         rows.append([name, f"{first.parameters:,}", *flops, _bytes(first.activation_bytes)])
-    return "Layers, per micro-batch: GFLOPs, and activations kept for backward\n" + _table(rows, 1)
+    return "Layers, per micro-batch: GFLOPs, and activations kept for backward\n" + table(rows, 1)
 
 
 def _stages(plan: MemoryPlan) -> str:
@@ -75,7 +75,7 @@ def _stages(plan: MemoryPlan) -> str:
         rows.append([f"{number}", *cells])
     partition = plan.config.parallel.partition
     how = "auto: here by FLOPs, in training by time" if partition == "auto" else f"{partition}"
-    return f"Stages, per micro-batch (partition {how})\n{_table(rows, 2)}"
+    return f"Stages, per micro-batch (partition {how})\n{table(rows, 2)}"
 
 
 def _memory(plan: MemoryPlan) -> str:
@@ -86,7 +86,7 @@ def _memory(plan: MemoryPlan) -> str:
     if len(plan.stages) > 1:
         columns = zip(*(_sum(plan, stage, number) for stage in plan.stages), strict=True)
         rows.append(["all", *(f"{sum(column):,.2f}" for column in columns)])
-    return f"Peak memory, {unit}\n{_table(rows, 1)}"
+    return f"Peak memory, {unit}\n{table(rows, 1)}"
 
 
 def _sum(plan: MemoryPlan, stage: StageCost, number: int) -> list[float]:
@@ -104,7 +104,7 @@ def _activations(plan: MemoryPlan) -> str:
             mark = " *" if (schedule, recompute) == configured else ""
             values = (stage.activations[schedule, recompute] / number for stage in plan.stages)
             rows.append([schedule, recompute + mark, *(f"{math.ceil(value * 100) / 100:,.2f}" for value in values)])
-    return f"Activations by schedule and recompute, {unit} (* configured)\n{_table(rows, 2)}"
+    return f"Activations by schedule and recompute, {unit} (* configured)\n{table(rows, 2)}"
 
 
 def _fits(plan: MemoryPlan, memory_gib: float) -> str:
@@ -126,7 +126,7 @@ def _bubbles(plan: MemoryPlan) -> str:
         bubble = plan.bubble(schedule)
         rows.append([schedule + mark, f"{bubble:.1%}", f"{len(plan.stages) * (1 - bubble):.2f}"])
     title = f"Pipeline bubble, and ideal speed-up over one device, at most {len(plan.stages)} (* configured)"
-    return f"{title}\n{_table(rows, 1)}"
+    return f"{title}\n{table(rows, 1)}"
 
 
 def _drawing(plan: MemoryPlan, width: int) -> str:
@@ -153,7 +153,7 @@ def _notes(plan: MemoryPlan) -> str:
     return textwrap.fill(text, 78)
 
 
-def _table(rows: Sequence[Sequence[str]], num_left: int) -> str:
+def table(rows: Sequence[Sequence[str]], num_left: int) -> str:
     """Columns two spaces apart, the first `num_left` aligned to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(

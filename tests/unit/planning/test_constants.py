@@ -48,14 +48,19 @@ def test_rate_is_linear_in_the_logarithm_of_the_side() -> None:
     assert SMALL.matmul_rate("fp32", 128) == pytest.approx(2e9)  # halfway: 64, 128, 256
     assert SMALL.matmul_rate("fp32", 8) == 1e9 and SMALL.matmul_rate("fp32", 9999) == 4e9
     assert SMALL.training_rate("fp32", 128) == pytest.approx(1e9)
-    assert step_side(64, 64) == pytest.approx(64) and step_side(64, 64, tensor=8) == pytest.approx(32)
+    assert step_side(64, 64) == pytest.approx(64) and step_side(8 * 64, 64) == pytest.approx(128)
 
 
 def test_what_the_constants_lack_is_said() -> None:
     with pytest.raises(UserError, match=r"precision=bf16: constants of a CPU have no matmul.bf16; known: fp32"):
         SMALL.matmul_rate("bf16", 64)
     with pytest.raises(UserError, match=r"--backend mpi: no constants of a CPU; known: gloo"):
-        SMALL.link("mpi", "host")
+        SMALL.backend("mpi")
+    assert SMALL.backend(None) == "gloo"
+    with pytest.raises(UserError, match=r"links is missing; run `hvd-transformer bench allreduce`"):
+        SMALL.model_copy(update={"links": {}}).backend(None)
+    with pytest.raises(UserError, match=r"no training_fraction.fp32; known: none; run `hvd-transformer bench train`"):
+        SMALL.model_copy(update={"training_fraction": {}}).training_rate("fp32", 64)
     with pytest.raises(UserError, match=r"links.gloo.network is missing: its link between hosts"):
         SMALL.link("gloo", "network")
 

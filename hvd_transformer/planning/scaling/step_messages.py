@@ -1,0 +1,85 @@
+"""One step as stretches of work, with the messages of data parallelism that they send and need."""
+
+import math
+from collections.abc import Sequence
+
+from hvd_transformer.config.schema import Config
+from hvd_transformer.planning.scaling.buckets import Bucket, gathers_rows, make_buckets
+from hvd_transformer.planning.scaling.collectives import Collective, Seconds
+from hvd_transformer.planning.scaling.layer_times import LayerTime
+from hvd_transformer.planning.scaling.layer_work import LayerWork
+from hvd_transformer.planning.scaling.layout import Layout, Machine
+from hvd_transformer.planning.scaling.replay import Work
+
+# Bytes in transit per byte of gradient.
+COMPRESSED = {"none": 1.0, "fp16": 0.5, "fp16_fp32_sum": 0.5}
+
+
+class StepMessages:
+    """The messages of one rank's step. `layers` are its own, `stages` the [start, stop) of each stage in them.
+
+    A replica's step looks up `tokens` tokens.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerWork],
+        stages: Sequence[tuple[int, int]],
+        tokens: int,
+        config: Config,
+        layout: Layout,
+        machine: Machine,
+    ) -> None:
+        self._layout, self._machine, self._overlap = layout, machine, config.communication.overlap
+        self._shard = config.parallel.optimizer_shard if layout.dp > 1 else "none"
+        self._group = machine.data_group(layout)
+        self._number_bytes = 8 if config.training.precision == "fp64" else 4
+        self._sent_bytes = self._number_bytes * COMPRESSED[config.communication.compression]
+        looked_up = {"auto": tokens * layout.dp, "always": 0, "never": math.inf}[config.communication.embedding_rows]
+        most = config.communication.bucket_mb * 2**20 / self._number_bytes
+        self._buckets = [
+            bucket for start, stop in reversed(stages) for bucket in make_buckets(layers, start, stop, most, looked_up)
+        ]
+        self._row_numbers = [
+            weight.width * tokens * layout.dp
+            for layer in layers
+            for weight in layer.weights
+            if gathers_rows(weight, looked_up)
+        ]
+
+        self._totals = machine.seconds("all_reduce", machine.world(layout), 64)  # losses and counts
+
+    def steps(self, times: Sequence[LayerTime], span: float) -> list[Work]:
+        """The step in the order of time; `times` are those of the layers, `span` from first forward to last backward.
+
+        Forward and backward of all layers are the two ends, also of a pipeline: there the first micro-batch fills it,
+        and the last one's backward drains it.
+        """
+        gathered = sorted(self._buckets, key=lambda bucket: bucket.first_layer) if self._shard != "none" else []
+        gathers = [self._seconds("all_gather", self._number_bytes * bucket.numbers) for bucket in gathered]
+        forward = [
+            Work(time.forward, needs=sum(bucket.first_layer <= index for bucket in gathered))
+            for index, time in enumerate(times)
+        ]
+        middle = [Work(0.0, [self._totals]), Work(max(0.0, span - sum(time.both for time in times)))]
+        if self._shard == "gradients":  # every backward sends, and has sent before the last one does
+            again = [self._reduce(bucket) for bucket in self._buckets] * (self._layout.passes - 1)
+            middle = [Work(0.0, again), *middle, Work(0.0, needs=len(gathers) + len(again))]
+        early = [bucket for bucket in self._buckets if self._early(bucket)]
+        backward = [
+            Work(times[index].backward, [self._reduce(bucket) for bucket in early if bucket.first_layer == index])
+            for index in reversed(range(len(times)))
+        ]
+        late = [self._reduce(bucket) for bucket in self._buckets if not self._early(bucket)]
+        rows = [self._seconds("all_gather", self._sent_bytes * numbers) for numbers in self._row_numbers]
+        return [Work(0.0, gathers), *forward, *middle, *backward, Work(0.0, [*late, *rows])]
+
+    def _early(self, bucket: Bucket) -> bool:
+        return self._overlap and not bucket.at_end
+
+    def _reduce(self, bucket: Bucket) -> Seconds:
+        kind: Collective = "all_reduce" if self._shard == "none" else "reduce_scatter"
+        return self._seconds(kind, self._sent_bytes * bucket.numbers)
+
+    def _seconds(self, kind: Collective, num_bytes: float) -> Seconds:
+        return self._machine.seconds(kind, self._group, num_bytes)
