@@ -116,7 +116,7 @@ def _check_pretrained(config: Config) -> None:
 def _check_without_effect(optimizer: OptimizerConfig) -> None:
     """Refuse a key of another optimizer or schedule, unless it has its default."""
     of_name = {"momentum": ("sgd",), "betas": ("adam", "adamw"), "eps": ("adam", "adamw")}
-    of_schedule = {"gamma": ("step", "cosine")}
+    of_schedule = {"gamma": ("step", "cosine"), "decay_fraction": ("wsd",)}
     for other, fitting in (("name", of_name), ("schedule", of_schedule)):
         chosen = getattr(optimizer, other)
         for key, choices in fitting.items():

@@ -64,6 +64,11 @@ class ModelConfig(Section):
     )
     activation: Literal["relu", "gelu"] = fixed("gelu", "activation function of the feed-forward layers")
     position: Literal["sinusoidal", "learned", "rotary"] = fixed("sinusoidal", "type of position encoding")
+    init_output: Literal["default", "zero"] = fixed(
+        "default",
+        "initial weights of the last matrix of each attention and feed-forward layer; zero: with norm=pre each block "
+        "starts as the identity",
+    )
     tie_embeddings: bool = fixed(True, "share the weights of the output layer and the (target) token embedding")
     share_embeddings: bool = fixed(
         False, "one vocabulary, learned from both languages, and one embedding for source and target"
@@ -206,12 +211,14 @@ class OptimizerConfig(Section):
     )
     eps: float = fixed(1e-8, "epsilon of adam and adamw", gt=0)
     clip_norm: OptionalPositive = fixed(1.0, "gradient clipping: maximum norm of the whole gradient; none: no clipping")
-    schedule: Literal["constant", "step", "cosine", "noam"] = fixed(
+    schedule: Literal["constant", "step", "cosine", "linear", "wsd", "noam"] = fixed(
         "cosine",
         "learning rate after warm-up; constant; step: x gamma every epoch; cosine: decays to lr x gamma at the end; "
-        "noam: proportional to the inverse square root of the step",
+        "linear: decays to zero at the end; wsd (warm-up, stable, decay): constant, then decays to zero over the last "
+        "decay_fraction of the steps; noam: proportional to the inverse square root of the step",
     )
     warmup_steps: int = fixed(0, "number of steps of linear warm-up from zero", ge=0)
+    decay_fraction: float = fixed(0.2, "fraction of the steps over which the wsd schedule decays", gt=0, le=1)
     gamma: float = fixed(0.1, "factor of the step and cosine schedules", ge=0, le=1)
 
 

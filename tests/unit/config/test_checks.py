@@ -49,6 +49,11 @@ CASES = [
         ["optimizer.gamma=0.5", "optimizer.schedule=step or cosine", "0.1"],
     ),
     (
+        ["optimizer.decay_fraction=0.5", "optimizer.schedule=wsd"],
+        "optimizer.schedule=linear",
+        ["optimizer.decay_fraction=0.5", "only with optimizer.schedule=wsd", "0.2"],
+    ),
+    (
         ["training.batch_size=4", "parallel.micro_batches=4"],
         "parallel.micro_batches=5",
         ["parallel.micro_batches=5", "training.batch_size=4"],
