@@ -195,7 +195,10 @@ class ParallelConfig(Section):
 class OptimizerConfig(Section):
     """The optimizer and its learning rate."""
 
-    name: Literal["sgd", "adam", "adamw"] = fixed("adamw", "optimizer")
+    name: Literal["sgd", "adam", "adamw", "muon"] = fixed(
+        "adamw",
+        "optimizer; muon orthogonalises the updates of the hidden layers' matrices; adamw updates the other weights",
+    )
     lr: float = fixed(1e-3, "peak learning rate for one data-parallel replica", gt=0)
     lr_scaling: Literal["linear", "sqrt", "none"] = fixed(
         "linear",
@@ -206,10 +209,10 @@ class OptimizerConfig(Section):
     momentum: float = fixed(0.0, "momentum, for sgd", ge=0, lt=1)
     betas: tuple[Beta, Beta] = fixed(
         (0.9, 0.95),
-        "decay rates of adam and adamw",
+        "decay rates of adam and adamw, and of muon's adamw",
         allowed="a list of two numbers from 0 to less than 1, such as [0.9, 0.95]",
     )
-    eps: float = fixed(1e-8, "epsilon of adam and adamw", gt=0)
+    eps: float = fixed(1e-8, "epsilon of adam and adamw, and of muon's adamw", gt=0)
     clip_norm: OptionalPositive = fixed(1.0, "gradient clipping: maximum norm of the whole gradient; none: no clipping")
     schedule: Literal["constant", "step", "cosine", "linear", "wsd", "noam"] = fixed(
         "cosine",

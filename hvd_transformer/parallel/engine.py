@@ -10,8 +10,10 @@ from hvd_transformer.comm.world import World
 from hvd_transformer.config.schema import Config, OptimizerConfig
 from hvd_transformer.gradients.buffers import GradBuffer, make_grad_buffers
 from hvd_transformer.gradients.embedding_grads import plan_embedding_grads
+from hvd_transformer.gradients.muon import hidden_matrices, orthogonalise_cost
 from hvd_transformer.gradients.optimizer import FlatOptimizer, GradNorm, names_without_decay
 from hvd_transformer.gradients.param_all_gather import ParamAllGather, make_param_all_gathers
+from hvd_transformer.gradients.shared_matrices import SharedMatrices
 from hvd_transformer.gradients.sync import make_grad_sync
 from hvd_transformer.gradients.weight_grads import install_stores
 from hvd_transformer.monitoring.timeline import Timeline
@@ -31,9 +33,11 @@ class ModelStage(Stage):
             layer.module.to(device)
         self.all_gather: ParamAllGather | None = None  # ZeRO
 
-    def add_buffers(self, config: OptimizerConfig, buffers: Sequence[GradBuffer]) -> None:
+    def add_buffers(
+        self, config: OptimizerConfig, buffers: Sequence[GradBuffer], matrices: SharedMatrices | None
+    ) -> None:
         self.buffers = buffers
-        self.optimizer = FlatOptimizer(config, buffers)
+        self.optimizer = FlatOptimizer(config, buffers, matrices)
         self._grads = {
             slot.name: buffer.own_gradients[own]
             for buffer in buffers
@@ -192,6 +196,26 @@ class Engine:
         for name, weight in model.named_parameters():
             parameters[stage_of[id(weight)]][name] = weight
         no_decay, size = names_without_decay(model), int(self.config.communication.bucket_mb * 2**20)
-        for stage, own in parameters.items():
-            buffers = make_grad_buffers(own, no_decay, size, alone, self.mesh.zero_shard)
-            stage.add_buffers(self.config.optimizer, buffers)
+        hidden = self._muon_matrices(model)
+        for number, (stage, own) in enumerate(parameters.items()):
+            buffers = make_grad_buffers(own, no_decay, size, alone, self.mesh.zero_shard, apart=hidden)
+            matrices = self._share_matrices(buffers, hidden, f"muon.{number}") if hidden else None
+            stage.add_buffers(self.config.optimizer, buffers, matrices)
+
+    def _muon_matrices(self, model: nn.Module) -> set[str]:
+        """The names of the parameters that Muon updates."""
+        if self.config.optimizer.name != "muon":
+            return set()
+        hidden = {id(weight) for weight in hidden_matrices([model])}
+        return {name for name, weight in model.named_parameters() if id(weight) in hidden}
+
+    def _share_matrices(self, buffers: Sequence[GradBuffer], hidden: set[str], name: str) -> SharedMatrices:
+        return SharedMatrices(
+            [buffer for buffer in buffers if buffer.slots[0].name in hidden],
+            splits=self.splits,
+            shapes=self.shapes,
+            replicas=self.mesh.dp_group,
+            tensor_group=self.mesh.tp_group,
+            cost=orthogonalise_cost,
+            name=name,
+        )
