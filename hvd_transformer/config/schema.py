@@ -36,6 +36,7 @@ ClassWeights = Annotated[
 ]
 OptionalName = Annotated[Annotated[str, Field(min_length=1)] | None, BeforeValidator(_none_word)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+OptionalDecay = Annotated[Annotated[float, Field(gt=0, lt=1)] | None, BeforeValidator(_none_word)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -214,6 +215,11 @@ class OptimizerConfig(Section):
     )
     eps: float = fixed(1e-8, "epsilon of adam and adamw, and of muon's adamw", gt=0)
     clip_norm: OptionalPositive = fixed(1.0, "gradient clipping: maximum norm of the whole gradient; none: no clipping")
+    ema: OptionalDecay = fixed(
+        None,
+        "decay of an exponential moving average of the weights, such as 0.999, which is evaluated and saved for use "
+        "while training goes on with the raw weights; none: no average",
+    )
     schedule: Literal["constant", "step", "cosine", "linear", "wsd", "noam"] = fixed(
         "cosine",
         "learning rate after warm-up; constant; step: x gamma every epoch; cosine: decays to lr x gamma at the end; "

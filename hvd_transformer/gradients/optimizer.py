@@ -18,6 +18,10 @@ from hvd_transformer.config.schema import Config, OptimizerConfig
 from hvd_transformer.gradients.buffers import GradBuffer
 from hvd_transformer.gradients.muon import Muon
 from hvd_transformer.gradients.shared_matrices import SharedMatrices
+from hvd_transformer.gradients.weight_average import WeightAverage
+
+# The key of the weights that training goes on with, in a checkpoint whose model file has the averaged ones.
+RAW = "raw"
 
 
 def names_without_decay(model: nn.Module) -> set[str]:
@@ -35,11 +39,15 @@ def state_keys(config: OptimizerConfig, *, by_muon: bool = False) -> tuple[str, 
     return ("exp_avg", "exp_avg_sq")
 
 
-def copies_per_weight(config: Config, dp: int) -> tuple[float, float]:
-    """The numbers of gradient and of optimizer state that a rank keeps per weight, with `dp` replicas."""
+def copies_per_weight(config: Config, dp: int, *, by_muon: bool = False) -> tuple[float, float]:
+    """The numbers of gradient and of optimizer state that a rank keeps per weight, with `dp` replicas.
+
+    `by_muon`: of a weight that Muon updates.
+    """
     shards = 1 if config.parallel.optimizer_shard == "none" else dp
     of_gradients = shards if config.parallel.optimizer_shard == "gradients" else 1
-    return 1 / of_gradients, len(state_keys(config.optimizer)) / shards
+    of_average = config.optimizer.ema is not None
+    return 1 / of_gradients, (len(state_keys(config.optimizer, by_muon=by_muon)) + of_average) / shards
 
 
 @dataclass
@@ -83,6 +91,11 @@ class FlatOptimizer:
                 for key, flat in state.items():
                     group.state[key].append(flat[place])
         self._groups = [group for group in groups.values() if group.parameters]
+        self.average: WeightAverage | None = None
+        if config.ema is not None:
+            self.average = WeightAverage(buffers, config.ema)
+            for state, beside in zip(self.state, self.average.beside, strict=True):
+                state[RAW] = beside
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
@@ -94,12 +107,16 @@ class FlatOptimizer:
                 self._sgd(group, learning_rate)
             else:
                 self._adam(group, learning_rate)
+        if self.average is not None:
+            self.average.update()
 
     def set_updates(self, number: int) -> None:
         """Set the number of updates behind a loaded state."""
         for group in self._groups:
             for step in group.steps:
                 step.fill_(number)
+        if self.average is not None:
+            self.average.num_updates = number
 
     def _sgd(self, group: _Group, rate: float) -> None:
         sgd(

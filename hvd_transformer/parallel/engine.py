@@ -1,6 +1,7 @@
 """One rank's model, wired for training: stages on their devices, gradient buffers, collectives, optimizer, pipeline."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 
 import torch
@@ -57,6 +58,13 @@ class ModelStage(Stage):
         self.optimizer.step(rate)
         if self.all_gather is not None:
             self.all_gather.start()
+
+    def exchange_weights(self) -> None:
+        """Swap the raw and the averaged weights; starts the all-gather of sharded parameters."""
+        if self.optimizer.average is not None:
+            self.optimizer.average.exchange()
+            if self.all_gather is not None:
+                self.all_gather.start()
 
 
 class Engine:
@@ -156,6 +164,24 @@ class Engine:
         """Tell the optimizers how many updates are behind the state that was loaded."""
         for stage in self.stages:
             stage.optimizer.set_updates(number)
+
+    def exchange_weights(self) -> None:
+        """Swap the raw weights, which are trained, and the averaged ones (`optimizer.ema`). Collective."""
+        if self.config.optimizer.ema is None:
+            return
+        self.wait_params()
+        for stage in self.stages:
+            stage.exchange_weights()
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """The parameters are the averaged weights inside; without `optimizer.ema` nothing changes. Collective.
+
+        An error leaves them so: to swap them back would take the other ranks.
+        """
+        self.exchange_weights()
+        yield
+        self.exchange_weights()
 
     def overflowed_in_transit(self) -> bool:
         """Whether the format of gradients in transit was too narrow for a sum of this step. Collective."""

@@ -11,7 +11,6 @@ from hvd_transformer.config.load import load, preset_names
 from hvd_transformer.config.schema import OptimizerConfig
 from hvd_transformer.training.lr_schedule import learning_rate, peak_rate, scaling_warning
 
-
 SCHEDULES = get_args(OptimizerConfig.model_fields["schedule"].annotation)
 
 
