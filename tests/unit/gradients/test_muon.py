@@ -187,6 +187,15 @@ def test_singular_values_are_about_one_and_vectors_stay(shape: tuple[int, int]) 
     assert not orthogonalise(torch.zeros(shape)).any()
 
 
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("shape", [(40, 40), (20, 39), (20, 40), (80, 20), (7, 1)])
+def test_square_and_long_matrices_are_orthogonalised_as_torch_does(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    matrix = torch.randn(shape, dtype=torch.float64)
+    wanted = torch.optim._muon._zeropower_via_newtonschulz(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7)
+    torch.testing.assert_close(orthogonalise(matrix), wanted, rtol=1e-11, atol=1e-12)
+
+
 def test_float32_is_near_float64() -> None:
     torch.manual_seed(0)
     matrix = torch.randn(64, 200, dtype=torch.float64)
