@@ -62,7 +62,8 @@ def orthogonalise(matrix: Tensor) -> Tensor:
     else:
         for _ in range(STEPS):
             values = _polynomial(values @ values.t()) @ values
-    return (values.t() if is_tall else values).to(matrix.dtype)
+    result: Tensor = values.t() if is_tall else values
+    return result.to(matrix.dtype)
 
 
 def _polynomial(gram: Tensor) -> Tensor:
