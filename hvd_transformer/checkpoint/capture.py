@@ -14,7 +14,6 @@ from hvd_transformer.checkpoint.shards import TensorShard, overlap
 from hvd_transformer.checkpoint.store import FORMAT, MODEL, OPTIMIZER, Snapshot
 from hvd_transformer.checkpoint.tensor_file import FilePart
 from hvd_transformer.comm.group import Group
-from hvd_transformer.gradients.optimizer import state_keys
 from hvd_transformer.parallel.engine import Engine
 
 
@@ -80,7 +79,7 @@ def _optimizer_files(engine: Engine, own: Shards, writers: Writers) -> Files:
     mesh = engine.mesh
     if mesh.zero_shard.count == 1 or not writers.all_see or (mesh.tp > 1 and len(writers.ranks) == 1):
         return SharedFiles(_whole(own), writers)
-    return ShardFiles(engine_state.columns(engine), state_keys(engine.config.optimizer), writers)
+    return ShardFiles(engine_state.columns(engine), own, writers)
 
 
 class _Exchange(NamedTuple):

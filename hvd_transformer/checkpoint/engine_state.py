@@ -9,7 +9,6 @@ from torch import Tensor
 from hvd_transformer.checkpoint.exchange import Held
 from hvd_transformer.checkpoint.layout import BufferLayout, Column, Piece
 from hvd_transformer.checkpoint.shards import StridedBlocks, TensorShard
-from hvd_transformer.gradients.optimizer import state_keys
 from hvd_transformer.parallel.engine import Engine
 
 Shards = Mapping[str, TensorShard]  # by the name of the tensor
@@ -22,10 +21,11 @@ def weights(engine: Engine) -> Shards:
 
 def optimizer_state(engine: Engine) -> Shards:
     """This rank's shard of the optimizer state: views, by names such as "exp_avg.head.weight"."""
+    states = engine.optimizer_state()
     return {
         f"{key}.{name}": own
-        for key in state_keys(engine.config.optimizer)
-        for name, own in _shards(engine, [state[key] for state in engine.optimizer_state()]).items()
+        for key in sorted({key for state in states for key in state})  # in the same order on all ranks
+        for name, own in _shards(engine, [state.get(key) for state in states]).items()
     }
 
 
@@ -81,13 +81,15 @@ def held_by_world(engine: Engine) -> Callable[[int, str], Held | None]:
     return held
 
 
-def _shards(engine: Engine, flats: Iterable[Tensor], *, whole: bool = False) -> Shards:
-    """This rank's shard of each parameter, as views of `flats`, one per buffer.
+def _shards(engine: Engine, flats: Iterable[Tensor | None], *, whole: bool = False) -> Shards:
+    """This rank's shard of each parameter, as views of `flats`, one per buffer; None: not of that buffer's parameters.
 
     They are laid out like the buffer's own part, or with `whole` like all of it.
     """
     mesh, found = engine.mesh, {}
     for buffer, flat in zip(engine.buffers, flats, strict=True):
+        if flat is None:
+            continue
         first = 0 if whole else buffer.own.start
         last = first + flat.numel()
         for slot in buffer.slots:
@@ -96,7 +98,7 @@ def _shards(engine: Engine, flats: Iterable[Tensor], *, whole: bool = False) -> 
             shape = tuple(engine.shapes[slot.name])
             blocks = StridedBlocks.of(shape, engine.splits.get(slot.name), mesh.tp_rank, mesh.tp)
             found[slot.name] = TensorShard(shape, blocks, max(0, start - slot.start), values)
-    return {name: found[name] for name in engine.shapes}
+    return {name: found[name] for name in engine.shapes if name in found}
 
 
 def _piece(engine: Engine, name: str, tp_rank: int) -> Piece:

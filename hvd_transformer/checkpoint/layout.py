@@ -11,7 +11,7 @@ Ranks that hold the same tensors write an equal part each (`SharedFiles`); with 
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -190,13 +190,14 @@ class Column(NamedTuple):
 
 
 class ShardFiles:
-    """Files of the ZeRO shards of each of `keys`, the parts of the optimizer state: each rank writes its own.
+    """Files of the ZeRO shards of the optimizer state: each rank writes its own. `names` are such as "exp_avg.bias".
 
     A tensor whose shards are on several hosts is stored as a piece on each. All ranks see the folder.
     """
 
-    def __init__(self, columns: Sequence[Column], keys: Sequence[str], writers: Writers) -> None:
-        self._columns, self._keys, self._writers = columns, keys, writers
+    def __init__(self, columns: Sequence[Column], names: Collection[str], writers: Writers) -> None:
+        self._columns, self._names, self._writers = columns, set(names), writers
+        self._keys = sorted({name.partition(".")[0] for name in names})
 
     def pieces(self, host: int) -> list[Piece]:
         return _by_size([piece for column in self._columns for piece, _ in self._stored(column, host)])
@@ -223,6 +224,8 @@ class ShardFiles:
             held = column.held(places[0], places[-1] + 1)
             for key in self._keys:
                 for name, (start, count) in held.items():
+                    if f"{key}.{name}" not in self._names:
+                        continue
                     yield replace(column.pieces[name], name=f"{key}.{name}", start=start, count=count), name
 
 

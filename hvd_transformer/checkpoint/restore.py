@@ -50,6 +50,7 @@ def restore(engine: Engine, folder: Path | None, num_updates: int) -> None:
     restore_weights(engine, folder)
     _load(engine.world, folder, OPTIMIZER, engine_state.optimizer_state(engine))
     engine.set_updates(num_updates)
+    engine.exchange_weights()  # the model's file has the averaged weights
 
 
 def restore_weights(engine: Engine, folder: Path | None) -> None:

@@ -113,10 +113,13 @@ def _check_pretrained(config: Config) -> None:
             raise UserError(f"{section}.{key}={value}: not with {origin}, {why}; leave it at {default}")
 
 
+_WITH_ADAM = ("adam", "adamw", "muon")
+
+
 def _check_without_effect(optimizer: OptimizerConfig) -> None:
     """Refuse a key of another optimizer or schedule, unless it has its default."""
-    of_name = {"momentum": ("sgd",), "betas": ("adam", "adamw"), "eps": ("adam", "adamw")}
-    of_schedule = {"gamma": ("step", "cosine")}
+    of_name = {"momentum": ("sgd",), "betas": _WITH_ADAM, "eps": _WITH_ADAM}
+    of_schedule = {"gamma": ("step", "cosine"), "decay_fraction": ("wsd",)}
     for other, fitting in (("name", of_name), ("schedule", of_schedule)):
         chosen = getattr(optimizer, other)
         for key, choices in fitting.items():

@@ -36,6 +36,7 @@ ClassWeights = Annotated[
 ]
 OptionalName = Annotated[Annotated[str, Field(min_length=1)] | None, BeforeValidator(_none_word)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+OptionalDecay = Annotated[Annotated[float, Field(gt=0, lt=1)] | None, BeforeValidator(_none_word)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -64,6 +65,11 @@ class ModelConfig(Section):
     )
     activation: Literal["relu", "gelu"] = fixed("gelu", "activation function of the feed-forward layers")
     position: Literal["sinusoidal", "learned", "rotary"] = fixed("sinusoidal", "type of position encoding")
+    init_output: Literal["default", "zero"] = fixed(
+        "default",
+        "initial weights of the last matrix of each attention and feed-forward layer; zero: with norm=pre each block "
+        "starts as the identity",
+    )
     tie_embeddings: bool = fixed(True, "share the weights of the output layer and the (target) token embedding")
     share_embeddings: bool = fixed(
         False, "one vocabulary, learned from both languages, and one embedding for source and target"
@@ -190,7 +196,10 @@ class ParallelConfig(Section):
 class OptimizerConfig(Section):
     """The optimizer and its learning rate."""
 
-    name: Literal["sgd", "adam", "adamw"] = fixed("adamw", "optimizer")
+    name: Literal["sgd", "adam", "adamw", "muon"] = fixed(
+        "adamw",
+        "optimizer; muon orthogonalises the updates of the hidden layers' matrices; adamw updates the other weights",
+    )
     lr: float = fixed(1e-3, "peak learning rate for one data-parallel replica", gt=0)
     lr_scaling: Literal["linear", "sqrt", "none"] = fixed(
         "linear",
@@ -201,17 +210,24 @@ class OptimizerConfig(Section):
     momentum: float = fixed(0.0, "momentum, for sgd", ge=0, lt=1)
     betas: tuple[Beta, Beta] = fixed(
         (0.9, 0.95),
-        "decay rates of adam and adamw",
+        "decay rates of adam and adamw, and of muon's adamw",
         allowed="a list of two numbers from 0 to less than 1, such as [0.9, 0.95]",
     )
-    eps: float = fixed(1e-8, "epsilon of adam and adamw", gt=0)
+    eps: float = fixed(1e-8, "epsilon of adam and adamw, and of muon's adamw", gt=0)
     clip_norm: OptionalPositive = fixed(1.0, "gradient clipping: maximum norm of the whole gradient; none: no clipping")
-    schedule: Literal["constant", "step", "cosine", "noam"] = fixed(
+    ema: OptionalDecay = fixed(
+        None,
+        "decay of an exponential moving average of the weights, such as 0.999, which is evaluated and saved for use "
+        "while training goes on with the raw weights; none: no average",
+    )
+    schedule: Literal["constant", "step", "cosine", "linear", "wsd", "noam"] = fixed(
         "cosine",
         "learning rate after warm-up; constant; step: x gamma every epoch; cosine: decays to lr x gamma at the end; "
-        "noam: proportional to the inverse square root of the step",
+        "linear: decays to zero at the end; wsd (warm-up, stable, decay): constant, then decays to zero over the last "
+        "decay_fraction of the steps; noam: proportional to the inverse square root of the step",
     )
     warmup_steps: int = fixed(0, "number of steps of linear warm-up from zero", ge=0)
+    decay_fraction: float = fixed(0.2, "fraction of the steps over which the wsd schedule decays", gt=0, le=1)
     gamma: float = fixed(0.1, "factor of the step and cosine schedules", ge=0, le=1)
 
 

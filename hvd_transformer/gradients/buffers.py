@@ -9,7 +9,7 @@ decay first:
     shards      |  rank 0  |  rank 1 | rank 2 |      ZeRO: which rank's optimizer updates what
 """
 
-from collections.abc import Iterator, Set
+from collections.abc import Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -221,22 +221,23 @@ def make_grad_buffers(
     bucket_bytes: int,
     alone: Set[str] = frozenset(),
     shard: ZeroShard = WHOLE,
-    last: Set[str] = frozenset(),
+    *,
+    apart: Sequence[Set[str]] = (),
 ) -> list[GradBuffer]:
     """Group named parameters, given in the model's order, into buffers of about `bucket_bytes`.
 
     A buffer has one dtype and device; a parameter larger than `bucket_bytes` gets one alone. Parameters named in
-    `alone` are matrices that get a buffer each, sharded by rows. Those named in `last` are complete when backward has
-    ended: no other parameter waits for them in a buffer.
+    `alone` are matrices that get a buffer each, sharded by rows. Each set of names in `apart` shares no buffer with
+    others.
     """
     groups: list[list[tuple[str, nn.Parameter]]] = []
-    unfinished: dict[tuple[torch.dtype, torch.device, bool], list[tuple[str, nn.Parameter]]] = {}
-    sizes: dict[tuple[torch.dtype, torch.device, bool], int] = {}
+    unfinished: dict[Hashable, list[tuple[str, nn.Parameter]]] = {}
+    sizes: dict[Hashable, int] = {}
     for name, parameter in reversed(parameters.items()):
         if name in alone:
             groups.append([(name, parameter)])
             continue
-        kind = (parameter.dtype, parameter.device, name in last)
+        kind = (parameter.dtype, parameter.device, *(name in names for names in apart))
         if kind in unfinished and sizes[kind] + parameter.nbytes > bucket_bytes:
             groups.append(unfinished.pop(kind))
         if kind not in unfinished:

@@ -16,6 +16,12 @@ from torch.optim.sgd import sgd
 from hvd_transformer.comm.group import Group
 from hvd_transformer.config.schema import Config, OptimizerConfig
 from hvd_transformer.gradients.buffers import GradBuffer
+from hvd_transformer.gradients.muon import Muon
+from hvd_transformer.gradients.shared_matrices import SharedMatrices
+from hvd_transformer.gradients.weight_average import WeightAverage
+
+# The key of the weights that training goes on with, in a checkpoint whose model file has the averaged ones.
+RAW = "raw"
 
 
 def names_without_decay(model: nn.Module) -> set[str]:
@@ -24,18 +30,24 @@ def names_without_decay(model: nn.Module) -> set[str]:
     return {name for name, weight in model.named_parameters() if weight.ndim < 2 or id(weight) in embeddings}
 
 
-def state_keys(config: OptimizerConfig) -> tuple[str, ...]:
+def state_keys(config: OptimizerConfig, *, by_muon: bool = False) -> tuple[str, ...]:
     """The names of each weight's optimizer state, as in torch's optimizers."""
+    if by_muon:
+        return ("momentum_buffer",)
     if config.name == "sgd":
         return ("momentum_buffer",) if config.momentum else ()
     return ("exp_avg", "exp_avg_sq")
 
 
-def copies_per_weight(config: Config, dp: int) -> tuple[float, float]:
-    """The numbers of gradient and of optimizer state that a rank keeps per weight, with `dp` replicas."""
+def copies_per_weight(config: Config, dp: int, *, by_muon: bool = False) -> tuple[float, float]:
+    """The numbers of gradient and of optimizer state that a rank keeps per weight, with `dp` replicas.
+
+    `by_muon`: of a weight that Muon updates.
+    """
     shards = 1 if config.parallel.optimizer_shard == "none" else dp
     of_gradients = shards if config.parallel.optimizer_shard == "gradients" else 1
-    return 1 / of_gradients, len(state_keys(config.optimizer)) / shards
+    of_average = config.optimizer.ema is not None
+    return 1 / of_gradients, (len(state_keys(config.optimizer, by_muon=by_muon)) + of_average) / shards
 
 
 @dataclass
@@ -50,29 +62,46 @@ class _Group:
 
 
 class FlatOptimizer:
-    """Updates the buffers' own parameters from their gradients.
+    """Updates the buffers' own parameters from their gradients; Muon those of `matrices`.
 
     `state` holds each buffer's state as flat tensors like its own parameters, {"exp_avg": …}; writing into it loads it.
     """
 
-    def __init__(self, config: OptimizerConfig, buffers: Sequence[GradBuffer]) -> None:
-        keys = state_keys(config)
+    def __init__(
+        self, config: OptimizerConfig, buffers: Sequence[GradBuffer], matrices: SharedMatrices | None = None
+    ) -> None:
         self._config = config
-        self.state = [{key: torch.zeros_like(buffer.own_parameters) for key in keys} for buffer in buffers]
+        by_muon = set(matrices.buffers) if matrices else set()
+        self.state = [
+            {key: torch.zeros_like(buffer.own_parameters) for key in state_keys(config, by_muon=buffer in by_muon)}
+            for buffer in buffers
+        ]
+        state_of = dict(zip(buffers, self.state, strict=True))
+        self._muon: Muon | None = None
+        if matrices is not None:
+            momenta = [state_of[buffer]["momentum_buffer"] for buffer in matrices.buffers]
+            self._muon = Muon(matrices, momenta, config.weight_decay)
         groups = {True: _Group(config.weight_decay), False: _Group(0.0)}
-        for buffer, state in zip(buffers, self.state, strict=True):
-            for place, decays in buffer.decay_groups():
+        for buffer, state in state_of.items():
+            for place, decays in () if buffer in by_muon else buffer.decay_groups():
                 group = groups[decays]
                 group.parameters.append(buffer.own_parameters[place])
                 group.gradients.append(buffer.own_gradients[place])
                 group.steps.append(torch.zeros((), dtype=torch.float32, device=buffer.parameters.device))
-                for key in keys:
-                    group.state[key].append(state[key][place])
+                for key, flat in state.items():
+                    group.state[key].append(flat[place])
         self._groups = [group for group in groups.values() if group.parameters]
+        self.average: WeightAverage | None = None
+        if config.ema is not None:
+            self.average = WeightAverage(buffers, config.ema)
+            for state, beside in zip(self.state, self.average.beside, strict=True):
+                state[RAW] = beside
 
     @torch.no_grad()
     def step(self, learning_rate: float, factor: float = 1.0) -> None:
-        """One update at this learning rate with the gradients × `factor`, which may change them."""
+        """One update at this learning rate with the gradients × `factor`, which may change them. Collective with Muon."""
+        if self._muon is not None:
+            self._muon.step(learning_rate, factor)
         for group in self._groups:
             divisor = None
             if factor != 1.0 and group.parameters[0].dtype == torch.float32:
@@ -84,12 +113,16 @@ class FlatOptimizer:
                 self._sgd(group, learning_rate, divisor)
             else:
                 self._adam(group, learning_rate, divisor)
+        if self.average is not None:
+            self.average.update()
 
     def set_updates(self, number: int) -> None:
         """Set the number of updates behind a loaded state."""
         for group in self._groups:
             for step in group.steps:
                 step.fill_(number)
+        if self.average is not None:
+            self.average.num_updates = number
 
     def _sgd(self, group: _Group, rate: float, divisor: Tensor | None) -> None:
         sgd(
@@ -115,7 +148,7 @@ class FlatOptimizer:
             [],
             group.steps,
             fused=True,
-            decoupled_weight_decay=self._config.name == "adamw",
+            decoupled_weight_decay=self._config.name != "adam",
             amsgrad=False,
             lr=rate,
             beta1=self._config.betas[0],

@@ -70,6 +70,18 @@ class FeedForward(nn.Module):
         return output
 
 
+def init_residual(linear: nn.Linear, config: ModelConfig) -> None:
+    """Scale the initial weight of a layer whose output is added to the residual stream, or set it to zero.
+
+    Zero: Zhang et al. 2019, "Fixup", arXiv 1901.09321, section 3. Other weights have the same values either way.
+    """
+    if config.init_output == "zero":
+        nn.init.zeros_(linear.weight)
+    elif config.norm == "pre":
+        # Each block adds twice to the residual stream; this keeps its variance (Radford et al. 2019, section 2.3).
+        linear.weight.data.mul_((2 * config.num_layers) ** -0.5)
+
+
 class Block(nn.Module):
     """Attention and feed-forward, each with a residual connection and a layer norm before (pre) or after (post) it."""
 
@@ -81,10 +93,8 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(config.d_model)
         self.dropout = Dropout(config.dropout)
         self.norm: Literal["pre", "post"] = config.norm
-        if config.norm == "pre":
-            # Each block adds twice to the residual stream; this keeps its variance (Radford et al. 2019, section 2.3).
-            for linear in (self.attention.output, self.feedforward.output):
-                linear.weight.data.mul_((2 * config.num_layers) ** -0.5)
+        for linear in (self.attention.output, self.feedforward.output):
+            init_residual(linear, config)
 
     def forward(self, hidden: Tensor, allowed: Tensor | None = None, past: KVCache | None = None) -> Tensor:
         """[B, T, D] to [B, T, D]; `allowed` and `past` as in `SelfAttention`."""
@@ -113,8 +123,7 @@ class DecoderBlock(Block):
         super().__init__(config)
         self.cross = CrossAttention(config)
         self.norm3 = nn.LayerNorm(config.d_model)  # of the cross-attention, although that is the second in order
-        if config.norm == "pre":
-            self.cross.output.weight.data.mul_((2 * config.num_layers) ** -0.5)
+        init_residual(self.cross.output, config)
 
     def forward(  # type: ignore[override]  # it takes more arguments
         self, hidden: Tensor, memory: Tensor, allowed: Tensor, past: DecoderCache | None = None

@@ -1,6 +1,7 @@
 """One rank's model, wired for training: stages on their devices, gradient buffers, collectives, optimizer, pipeline."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 
 import torch
@@ -10,8 +11,10 @@ from hvd_transformer.comm.world import World
 from hvd_transformer.config.schema import Config, OptimizerConfig
 from hvd_transformer.gradients.buffers import GradBuffer, make_grad_buffers
 from hvd_transformer.gradients.embedding_grads import plan_embedding_grads
+from hvd_transformer.gradients.muon import hidden_matrices, orthogonalise_cost
 from hvd_transformer.gradients.optimizer import FlatOptimizer, GradNorm, names_without_decay
 from hvd_transformer.gradients.param_all_gather import ParamAllGather, make_param_all_gathers
+from hvd_transformer.gradients.shared_matrices import SharedMatrices
 from hvd_transformer.gradients.sync import make_grad_sync
 from hvd_transformer.gradients.weight_grads import install_stores
 from hvd_transformer.monitoring.timeline import Timeline
@@ -34,9 +37,11 @@ class ModelStage(Stage):
             layer.module.to(device)
         self.all_gather: ParamAllGather | None = None  # ZeRO
 
-    def add_buffers(self, config: OptimizerConfig, buffers: Sequence[GradBuffer]) -> None:
+    def add_buffers(
+        self, config: OptimizerConfig, buffers: Sequence[GradBuffer], matrices: SharedMatrices | None
+    ) -> None:
         self.buffers = buffers
-        self.optimizer = FlatOptimizer(config, buffers)
+        self.optimizer = FlatOptimizer(config, buffers, matrices)
 
     def norms(self) -> dict[str, Tensor]:
         """The norm of each parameter's gradient in this rank's shard, by name."""
@@ -47,6 +52,13 @@ class ModelStage(Stage):
         self.optimizer.step(rate, factor)
         if self.all_gather is not None:
             self.all_gather.start()
+
+    def exchange_weights(self) -> None:
+        """Swap the raw and the averaged weights; starts the all-gather of sharded parameters."""
+        if self.optimizer.average is not None:
+            self.optimizer.average.exchange()
+            if self.all_gather is not None:
+                self.all_gather.start()
 
 
 class Engine:
@@ -147,6 +159,24 @@ class Engine:
         for stage in self.stages:
             stage.optimizer.set_updates(number)
 
+    def exchange_weights(self) -> None:
+        """Swap the raw weights, which are trained, and the averaged ones (`optimizer.ema`). Collective."""
+        if self.config.optimizer.ema is None:
+            return
+        self.wait_params()
+        for stage in self.stages:
+            stage.exchange_weights()
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """The parameters are the averaged weights inside; without `optimizer.ema` nothing changes. Collective.
+
+        An error leaves them so: to swap them back would take the other ranks.
+        """
+        self.exchange_weights()
+        yield
+        self.exchange_weights()
+
     def overflowed_in_transit(self) -> bool:
         """Whether the format of gradients in transit was too narrow for a sum of this step. Collective."""
         if self.config.communication.compression == "none":
@@ -192,8 +222,28 @@ class Engine:
         no_decay, most = names_without_decay(model), int(self.config.communication.bucket_mb * 2**20)
         alone = {name for name, gathers in embeddings.items() if gathers}
         travels = len(set(self.world.hosts)) > 1 or self.mesh.device.type == "cuda"
-        for stage, own in parameters.items():
+        hidden = self._muon_matrices(model)
+        for number, (stage, own) in enumerate(parameters.items()):
             part = max(LEAST_BUCKET, sum(weight.nbytes for weight in own.values()) // LEAST_BUCKETS)
             size, last = (min(most, part), embeddings.keys() - alone) if travels else (most, set())
-            buffers = make_grad_buffers(own, no_decay, size, alone, self.mesh.zero_shard, last)
-            stage.add_buffers(self.config.optimizer, buffers)
+            buffers = make_grad_buffers(own, no_decay, size, alone, self.mesh.zero_shard, apart=(hidden, last))
+            matrices = self._share_matrices(buffers, hidden, f"muon.{number}") if hidden else None
+            stage.add_buffers(self.config.optimizer, buffers, matrices)
+
+    def _muon_matrices(self, model: nn.Module) -> set[str]:
+        """The names of the parameters that Muon updates."""
+        if self.config.optimizer.name != "muon":
+            return set()
+        hidden = {id(weight) for weight in hidden_matrices([model])}
+        return {name for name, weight in model.named_parameters() if id(weight) in hidden}
+
+    def _share_matrices(self, buffers: Sequence[GradBuffer], hidden: set[str], name: str) -> SharedMatrices:
+        return SharedMatrices(
+            [buffer for buffer in buffers if buffer.slots[0].name in hidden],
+            splits=self.splits,
+            shapes=self.shapes,
+            replicas=self.mesh.dp_group,
+            tensor_group=self.mesh.tp_group,
+            cost=orthogonalise_cost,
+            name=name,
+        )

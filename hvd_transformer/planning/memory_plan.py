@@ -181,7 +181,11 @@ def _stage(
         for setting in RECOMPUTES
     }
     weights = sum(layer.weight_bytes for layer in layers)
-    gradients, optimizer = (math.ceil(copies * weights) for copies in copies_per_weight(config, dp))
+    by_muon = sum(layer.hidden_bytes for layer in layers) if config.optimizer.name == "muon" else 0
+    of_gradients, of_optimizer = copies_per_weight(config, dp)
+    _, of_muon = copies_per_weight(config, dp, by_muon=True)
+    gradients = math.ceil(of_gradients * weights)
+    optimizer = math.ceil(of_optimizer * (weights - by_muon) + of_muon * by_muon)
     if gradients < weights:  # sharded: also whole gradients, in a bucket that fills and in buckets in flight
         bucket = max(int(config.communication.bucket_mb * 2**20), *(layer.largest_bytes for layer in layers))
         gradients += min(weights, bucket + MAX_IN_FLIGHT)

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from hvd_transformer.config.schema import Config
+from hvd_transformer.gradients.muon import hidden_matrices
 from hvd_transformer.gradients.weight_grads import WeightGradStore
 from hvd_transformer.nn.contracts import Layer, MicroBatch, Tensors
 from hvd_transformer.nn.cross_entropy import GPU_CHUNK
@@ -56,6 +57,7 @@ class LayerEstimate:
     parameters: int  # a tied weight counts at the last layer that uses it
     weight_bytes: int
     largest_bytes: int  # of the largest weight
+    hidden_bytes: int  # of the weights that Muon updates, if it is the optimizer
     forward_flops: int
     backward_flops: int  # weight gradients included
     deferred_flops: int  # of these, the weight gradients that can be deferred
@@ -102,6 +104,7 @@ def layer_costs(model: FakeModel, modes: Sequence[PassMode] = PASS_MODES[:1]) ->
     layers, batch, store, context = model
     owner = {id(weight): layer.name for layer in layers for weight in layer.module.parameters()}
     found: dict[Hashable, tuple[list[int], dict[PassMode, PassMemory], Tensors]] = {}
+    hidden = {id(weight) for weight in hidden_matrices([layer.module for layer in layers])}
     tensors, targets, costs = batch.inputs, batch.targets, []
     for layer in layers:
         own_targets = targets if layer is layers[-1] else ()
@@ -118,6 +121,7 @@ def layer_costs(model: FakeModel, modes: Sequence[PassMode] = PASS_MODES[:1]) ->
                 parameters=sum(weight.numel() for weight in own),
                 weight_bytes=sum(weight.nbytes for weight in own),
                 largest_bytes=max((weight.nbytes for weight in own), default=0),
+                hidden_bytes=sum(weight.nbytes for weight in own if id(weight) in hidden),
                 forward_flops=forward_flops,
                 backward_flops=backward_flops + deferred_flops,
                 deferred_flops=deferred_flops,

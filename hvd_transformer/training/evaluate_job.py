@@ -34,7 +34,7 @@ from hvd_transformer.training.trainer import Trainer
 
 # How the training was parallelized does not matter here; and nothing is updated, so there is no optimizer state.
 _AS_DEFAULT = {key: value for key, value in flatten(Config()).items() if key.startswith("parallel.")}
-_NO_OPTIMIZER = {"optimizer.name": "sgd", "optimizer.momentum": 0.0}
+_NO_OPTIMIZER = {"optimizer.name": "sgd", "optimizer.momentum": 0.0, "optimizer.ema": None}
 
 
 @dataclass(frozen=True)

@@ -38,5 +38,15 @@ def learning_rate(config: OptimizerConfig, replicas: float, step: int, epoch: in
         return peak * config.gamma**epoch
     if config.schedule == "noam":  # Vaswani et al. 2017, section 5.3, scaled so that its highest value is the peak
         return peak * math.sqrt(warmup / (step + 1))
-    done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    if config.schedule == "wsd":  # Hägele et al. 2024, arXiv 2405.18392, section 3: better than a linear decay
+        decay = max(1, round(config.decay_fraction * total_steps))
+        return peak * (1 - math.sqrt(_done(step, max(warmup, total_steps - decay), total_steps)))
+    done = _done(step, warmup, total_steps)
+    if config.schedule == "linear":
+        return peak * (1 - done)
     return peak * (config.gamma + (1 - config.gamma) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def _done(step: int, start: int, stop: int) -> float:
+    """How much of the way from step `start` to `stop` is behind, from 0 to 1."""
+    return min(1.0, max(0, step - start) / max(1, stop - start))

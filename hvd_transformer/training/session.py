@@ -4,7 +4,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from itertools import takewhile
 from typing import Any
 
@@ -89,11 +90,12 @@ class Session:
         summary = self._summary(status)
         if status == "finished":
             best = self._load_best()
-            for split in ("valid", "test"):
-                if self.trainer.task.has_split(split) and not (split == "valid" and self.valid and not best):
-                    self.heartbeat.phase = "evaluation"
-                    summary |= _of_split(split, self.trainer.evaluate(split).metrics)
-                    self.heartbeat.phase = "end"
+            with nullcontext() if best else self.trainer.engine.averaged_weights():
+                for split in ("valid", "test"):
+                    if self.trainer.task.has_split(split) and not (split == "valid" and self.valid and not best):
+                        self.heartbeat.phase = "evaluation"
+                        summary |= _of_split(split, self.trainer.evaluate(split).metrics)
+                        self.heartbeat.phase = "end"
         if self.samples is not None:
             self.samples.close()
         if self.metrics is not None:
@@ -202,7 +204,10 @@ class Session:
         self.saved_step = None  # a checkpoint of this step is to hold what is found
         self.heartbeat.enter_phase("evaluation")
         began = time.perf_counter()
-        self.valid = self.trainer.evaluate("valid").metrics
+        with self.trainer.engine.averaged_weights():
+            self.valid = self.trainer.evaluate("valid").metrics
+            seconds = time.perf_counter() - began
+            samples = self._text_samples()
         value = chosen(self.valid, self.config.training.best_metric)
         best = state.best is None or value < state.best
         state.not_better = 0 if best else state.not_better + 1
@@ -210,8 +215,9 @@ class Session:
             state.best, state.best_step = value, state.step
         mark = "best so far" if best else f"best: step {state.best_step}"
         self.progress.message(f"step {state.step}: {show_metrics('valid', _of_split('valid', self.valid))} ({mark})")
-        log.info("step %d: valid %s, %.1f s", state.step, self.valid, time.perf_counter() - began)
-        self._write_samples()  # before the line of metrics.jsonl, which makes the service look for both
+        log.info("step %d: valid %s, %.1f s", state.step, self.valid, seconds)
+        if samples and self.samples is not None:  # before the line of metrics.jsonl: the service then looks for both
+            self.samples.write(state.step, samples)
         if self.metrics is not None:
             self.metrics.write(
                 state.step,
@@ -220,13 +226,11 @@ class Session:
             )
         return best and self.config.checkpoint.keep_best
 
-    def _write_samples(self) -> None:
-        """Write what the model writes now. Collective."""
+    def _text_samples(self) -> Sequence[Mapping[str, str]]:
+        """What the model writes now. Collective."""
         if not self.trainer.num_text_samples or self.valid is None or not math.isfinite(self.valid["loss"]):
-            return  # nothing can be sampled from logits that are no numbers
-        samples = self.trainer.text_samples("valid")
-        if samples and self.samples is not None:
-            self.samples.write(self.trainer.state.step, samples)
+            return ()  # nothing can be sampled from logits that are no numbers
+        return self.trainer.text_samples("valid")
 
     def _patience_ended(self) -> bool:
         state, patience = self.trainer.state, self.config.training.patience

@@ -218,7 +218,8 @@ class Trainer:
             **task.facts,
         }
         texts = {**task.files, **self.tokenizer_files}
-        return self._capture_for(begun).take(self.state.step, state, texts, best)
+        with self.engine.averaged_weights():
+            return self._capture_for(begun).take(self.state.step, state, texts, best)
 
     def _capture_for(self, begun: Begun | None) -> Capture:
         if begun is None:

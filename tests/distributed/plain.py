@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from hvd_transformer.data.sampler import Permutation
 from hvd_transformer.models.language_model import LanguageModel
 
 Pair = tuple[Tensor, Tensor]  # inputs and targets [B, T]
-MODEL = ("norm", "activation", "position", "tie_embeddings")  # what the cases' models differ in
+MODEL = ("norm", "activation", "position", "tie_embeddings", "init_output")  # what the cases' models differ in
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,12 @@ class Case:
     momentum: float = 0.0
     weight_decay: float = 0.1
     eps: float = 1e-8
+    ema: float | None = None
     norm: str = "pre"
     activation: str = "gelu"
     position: str = "sinusoidal"
     tie_embeddings: bool = True
+    init_output: str = "default"
     precision: str = "fp64"
     num_steps: int = 20
     length: int = 12
@@ -53,7 +56,17 @@ class Case:
     def words(self, dp: float) -> list[str]:
         """As settings of hvd-train."""
         scale = {"none": 1.0, "sqrt": math.sqrt(dp), "linear": float(dp)}[self.lr_scaling]
-        optimizer = ("schedule", "lr_scaling", "warmup_steps", "gamma", "clip_norm", "momentum", "weight_decay", "eps")
+        optimizer = (
+            "schedule",
+            "lr_scaling",
+            "warmup_steps",
+            "gamma",
+            "clip_norm",
+            "momentum",
+            "weight_decay",
+            "eps",
+            "ema",
+        )
         return [
             f"seed={self.seed}",
             f"data.sequence_length={self.length}",
@@ -151,7 +164,7 @@ def train(folder: Path, case: Case, words: Sequence[str], steps: Iterator[tuple[
     optimizer = _optimizer(
         case, [{"params": decayed, "weight_decay": case.weight_decay}, {"params": free, "weight_decay": 0.0}]
     )
-    result = Trained([], [], [], {})
+    result, averaged = Trained([], [], [], {}), {}
     for step, (epoch, pairs) in zip(range(case.num_steps), steps, strict=False):
         optimizer.zero_grad()
         total = sum(
@@ -165,10 +178,13 @@ def train(folder: Path, case: Case, words: Sequence[str], steps: Iterator[tuple[
         for group in optimizer.param_groups:
             group["lr"] = _rate(case, step, epoch)
         optimizer.step()
+        decay = 0.0 if case.ema is None else min(case.ema, step / (step + 9))
+        for name, weight in model.by_our_names().items():
+            averaged[name] = decay * averaged.get(name, 0.0) + (1 - decay) * weight.detach()
         result.losses.append(loss.item())
         result.norms.append(norm.item())
         result.rates.append(_rate(case, step, epoch))
-    result.weights.update({name: weight.detach() for name, weight in model.by_our_names().items()})
+    result.weights.update(averaged)
     return result
 
 
@@ -184,7 +200,43 @@ def evaluate(folder: Path, split: str, case: Case, weights: dict[str, Tensor]) -
     return total / (len(tokens) - 1)
 
 
-def _optimizer(case: Case, groups: list[dict]) -> torch.optim.Optimizer:
+class MuonAndAdam:
+    """torch's Muon for the decayed matrices, query, key and value apart, and its AdamW for the others.
+
+    torch's rounds to bfloat16 in between; not here.
+    """
+
+    def __init__(self, groups: list[dict], case: Case) -> None:
+        decayed, free = groups
+        self._weights = decayed["params"]
+        self._parts = [part.detach() for weight in self._weights for part in self._of(weight, weight)]
+        self._muon = torch.optim.Muon(
+            self._parts, case.lr, weight_decay=case.weight_decay, adjust_lr_fn="match_rms_adamw"
+        )
+        self._adam = torch.optim.AdamW([free], case.lr, (0.9, 0.95), case.eps)
+        self.param_groups = self._muon.param_groups + self._adam.param_groups
+
+    def _of(self, weight: Tensor, values: Tensor) -> Sequence[Tensor]:
+        stacked = weight.size(0) == 3 * weight.size(1)
+        return values.chunk(3) if stacked else [values]
+
+    def zero_grad(self) -> None:
+        for weight in self._weights:
+            weight.grad = None
+        self._adam.zero_grad()
+
+    def step(self) -> None:
+        gradients = [part for weight in self._weights for part in self._of(weight, weight.grad)]
+        for part, gradient in zip(self._parts, gradients, strict=True):
+            part.grad = gradient
+        with patch.object(Tensor, "bfloat16", lambda tensor: tensor.clone()):
+            self._muon.step()
+        self._adam.step()
+
+
+def _optimizer(case: Case, groups: list[dict]) -> torch.optim.Optimizer | MuonAndAdam:
+    if case.optimizer == "muon":
+        return MuonAndAdam(groups, case)
     if case.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=case.lr, momentum=case.momentum)
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[case.optimizer]
@@ -203,4 +255,6 @@ def _rate(case: Case, step: int, epoch: int) -> float:
     if case.schedule == "cosine":
         angle = math.pi * (step - case.warmup_steps) / (case.num_steps - case.warmup_steps)
         return case.lr * case.gamma + case.lr * (1 - case.gamma) * math.cos(angle / 2) ** 2
+    if case.schedule == "linear":
+        return rate * (case.num_steps - step) / (case.num_steps - case.warmup_steps)
     return rate

@@ -27,7 +27,7 @@ from hvd_transformer.checkpoint import manifest
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 STEPS = 60
-DROPOUT = {"gloo": 0.0, "mpirun": 0.1}
+OWN_SETTINGS = {"gloo": [], "mpirun": ["model.dropout=0.1", "optimizer.name=muon", "optimizer.ema=0.9"]}
 # Which ranks die, and whether while a checkpoint is written.
 KILLS = {
     "gloo": [("1", False), ("all", True)],
@@ -67,7 +67,7 @@ def command(corpus, run, backend):
         "training.eval_every=25",
         "checkpoint.every_steps=2",
         "communication.bucket_mb=0.01",
-        f"model.dropout={DROPOUT[backend]}",
+        *OWN_SETTINGS[backend],
     ]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import plain
 import pytest
-from jobs import lines, summary, tiny, write_corpus
+from jobs import lines, relative_difference, summary, tiny, weights, write_corpus
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.distributed
@@ -99,3 +99,27 @@ def test_a_layout_goes_on_from_another_layouts_checkpoint(world, tmp_path):
         tp = 2 if "parallel.tensor=2" in LAYOUTS[there][1] else 1
         assert (summary(tmp_path / pair)["tp"], summary(tmp_path / pair)["world"]) == (tp, LAYOUTS[there][0])
     print(f"largest relative difference of a loss in {len(pairs)} pairs: {worst:.1e}")
+
+
+def test_muon_and_averaged_weights_go_on_under_other_layouts(world, tmp_path):
+    """One run, whose ranks change twice, is the reference's. Its use is that of the averaged weights."""
+    case = plain.Case("muon", "muon", 8e-3, ema=0.9, num_steps=9)
+    corpus = write_corpus(tmp_path / "text", train=4000)
+    common = [*tiny(corpus), *case.words(1), "training.batch_size=4", f"training.global_batch_size={SAMPLES}"]
+    for steps, layout in ((3, "shared gradients"), (6, "everything"), (9, "one rank")):
+        run_all(world, tmp_path, {"run": (layout, [*common, f"training.max_steps={steps}"])})
+    wanted = plain.train(corpus, case, common, plain.window_steps(plain.encode(corpus, "train"), case, SAMPLES))
+    assert [line["loss"] for line in lines(tmp_path / "run") if "loss" in line] == pytest.approx(
+        wanted.losses, rel=1e-9
+    )
+    assert relative_difference(weights(tmp_path / "run"), wanted.weights) < 1e-9
+    assert summary(tmp_path / "run")["valid_loss"] == pytest.approx(
+        plain.evaluate(corpus, "valid", case, wanted.weights), rel=1e-9
+    )
+    found = world(2).command("hvd-transformer", "evaluate", tmp_path / "run")
+    assert f"{summary(tmp_path / 'run')['test_loss']:.4f}" in found.stdout, found.stdout + found.stderr
+    stored = load_file(tmp_path / "run/checkpoints/latest/optimizer.safetensors")
+    by_muon, by_adam = (
+        {name.removeprefix(key) for name in stored if name.startswith(key)} for key in ("momentum_buffer.", "exp_avg.")
+    )
+    assert len(by_muon) == 2 * 4 and by_muon | by_adam == wanted.weights.keys() and not by_muon & by_adam

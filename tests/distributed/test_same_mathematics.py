@@ -27,6 +27,7 @@ CASES = [
     # zero but for it (those of the attention's key biases) from becoming whole updates.
     Case("adamw-fp32", "adamw", 8e-3, schedule="cosine", warmup_steps=4, eps=1e-4, precision="fp32"),
     Case("sgd-fp32", "sgd", 0.2, momentum=0.9, clip_norm=0.3, tie_embeddings=False, precision="fp32"),
+    Case("muon-linear", "muon", 8e-3, schedule="linear", warmup_steps=2, ema=0.6, init_output="zero", num_steps=10),
 ]  # fmt: skip
 
 # Layers are measured, for the even cut, where a run goes on with other shares: the others need not wait for it.

@@ -36,17 +36,22 @@ CASES = [
     (
         ["optimizer.name=adam", "optimizer.betas=[0.9, 0.98]"],
         "optimizer.name=sgd",
-        ["optimizer.betas=[0.9, 0.98]", "optimizer.name=adam or adamw", "[0.9, 0.95]"],
+        ["optimizer.betas=[0.9, 0.98]", "optimizer.name=adam or adamw or muon", "[0.9, 0.95]"],
     ),
     (
         ["optimizer.name=adamw", "optimizer.eps=1e-6"],
         "optimizer.name=sgd",
-        ["optimizer.eps=1e-06", "optimizer.name=adam or adamw", "1e-08"],
+        ["optimizer.eps=1e-06", "optimizer.name=adam or adamw or muon", "1e-08"],
     ),
     (
         ["optimizer.gamma=0.5", "optimizer.schedule=step"],
         "optimizer.schedule=constant",
         ["optimizer.gamma=0.5", "optimizer.schedule=step or cosine", "0.1"],
+    ),
+    (
+        ["optimizer.decay_fraction=0.5", "optimizer.schedule=wsd"],
+        "optimizer.schedule=linear",
+        ["optimizer.decay_fraction=0.5", "only with optimizer.schedule=wsd", "0.2"],
     ),
     (
         ["training.batch_size=4", "parallel.micro_batches=4"],

@@ -146,9 +146,9 @@ def test_the_weights_exist_twice_only_while_there_are_no_gradients() -> None:
         assert tracker.take_peak() == tracker.now == 2 * weights
 
 
-def test_what_is_complete_last_keeps_no_other_parameter_waiting() -> None:
+def test_what_is_set_apart_shares_no_buffer_with_others() -> None:
     parameters = {name: nn.Parameter(torch.ones(4)) for name in ("embedding", "block", "other embedding", "norm")}
-    buffers = make_grad_buffers(parameters, set(), 2**20, last={"embedding", "other embedding"})
+    buffers = make_grad_buffers(parameters, set(), 2**20, apart=({"embedding", "other embedding"},))
     names = [[slot.name for slot in buffer.slots] for buffer in buffers]
     assert sorted(names) == [["norm", "block"], ["other embedding", "embedding"]]
 

@@ -6,7 +6,7 @@ from plain_transformer import PARTS, scatter_weights
 from torch import nn
 
 from hvd_transformer.config.schema import ModelConfig
-from hvd_transformer.models.layers import Block, TokenEmbedding
+from hvd_transformer.models.layers import Block, DecoderBlock, TokenEmbedding
 
 
 def config(**changes: object) -> ModelConfig:
@@ -27,6 +27,24 @@ def test_a_block_equals_torchs_encoder_layer(norm: str, activation: str) -> None
     hidden = torch.randn(3, 7, 8, dtype=torch.float64)
     mask = nn.Transformer.generate_square_subsequent_mask(7, dtype=torch.float64)
     torch.testing.assert_close(block(hidden), layer(hidden, mask, is_causal=True), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [Block, DecoderBlock])
+def test_a_block_with_zero_outputs_starts_as_the_identity_and_is_else_the_same(kind: type[Block]) -> None:
+    def make(init_output: str) -> Block:
+        torch.manual_seed(3)
+        return kind(config(init_output=init_output))
+
+    block, usual = make("zero"), make("default")
+    hidden = torch.randn(3, 7, 8)
+    more = (torch.randn(3, 5, 8), torch.ones(3, 5, dtype=torch.bool)) if kind is DecoderBlock else ()
+    assert torch.equal(block(hidden, *more), hidden)
+    assert not torch.allclose(usual(hidden, *more), hidden)
+    zero = {name for name, weight in block.named_parameters() if not torch.equal(weight, usual.get_parameter(name))}
+    parts = ["attention", "feedforward", "cross"][: 3 if more else 2]
+    assert zero == {f"{part}.output.weight" for part in parts}
+    block(hidden, *more).square().sum().backward()
+    assert all(block.get_parameter(name).grad.any() for name in zero)  # it does not stay so
 
 
 def test_an_embedding_is_its_row_times_the_root_of_the_width() -> None:

@@ -1,14 +1,16 @@
 """The memory and the bubble of a plan, against closed forms, torch's own optimizers and a real pipeline."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 from operator import itemgetter
+from typing import Any
 
 import pytest
 import torch
 from grad_sinks import Sink
 from small_plan import LAYERS, SMALL, D, F, T, V, small_plan
+from torch import Tensor
 from torch._C._profiler import _EventType
 
 from hvd_transformer.config import load
@@ -169,6 +171,24 @@ def test_logits_are_a_gpus_unless_a_cpu_is_asked_for() -> None:
     assert more >= (2 * 640 - 3 * 256) * V * 4
 
 
+class MuonAndAdam:
+    """torch's: Muon for the matrices of the blocks."""
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        model_weights = list(weights)
+        hidden = [weight for weight in model_weights if weight.ndim == 2 and V not in weight.shape]
+        others = [weight for weight in model_weights if not any(weight is one for one in hidden)]
+        self._both = torch.optim.Muon(hidden), torch.optim.AdamW(others)
+
+    def step(self) -> None:
+        for optimizer in self._both:
+            optimizer.step()
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        return dict(self._both[0].state) | dict(self._both[1].state)
+
+
 @pytest.mark.parametrize(
     ("words", "make"),
     [
@@ -176,6 +196,7 @@ def test_logits_are_a_gpus_unless_a_cpu_is_asked_for() -> None:
         (["optimizer.name=sgd", "optimizer.momentum=0.9"], lambda weights: torch.optim.SGD(weights, 0.1, 0.9)),
         (["optimizer.name=adam"], torch.optim.Adam),
         (["optimizer.name=adamw"], torch.optim.AdamW),
+        (["optimizer.name=muon"], lambda weights: MuonAndAdam(weights)),
     ],
 )
 def test_optimizer_state_is_torchs(words: list[str], make) -> None:

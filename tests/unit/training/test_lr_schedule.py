@@ -1,6 +1,7 @@
 """Learning rates against their closed forms and torch's own schedulers."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -10,13 +11,15 @@ from hvd_transformer.config.load import load, preset_names
 from hvd_transformer.config.schema import OptimizerConfig
 from hvd_transformer.training.lr_schedule import learning_rate, peak_rate, scaling_warning
 
+SCHEDULES = get_args(OptimizerConfig.model_fields["schedule"].annotation)
+
 
 def config(**values: object) -> OptimizerConfig:
     return OptimizerConfig(**{"lr": 0.4, "gamma": 0.1, **values})
 
 
 @pytest.mark.parametrize(("scaling", "factor"), [("linear", 9.0), ("sqrt", 3.0), ("none", 1.0)])
-@pytest.mark.parametrize("schedule", ["constant", "step", "cosine", "noam"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_rate_grows_with_the_replicas_as_asked(scaling: str, factor: float, schedule: str) -> None:
     one = config(lr_scaling=scaling, schedule=schedule, warmup_steps=3)
     assert peak_rate(one, 9) == pytest.approx(0.4 * factor)
@@ -57,7 +60,30 @@ def test_cosine_starts_at_the_peak_after_warm_up_and_ends_at_its_share() -> None
     assert learning_rate(made, 1, 500, 0, 110) == pytest.approx(0.04)
 
 
-@pytest.mark.parametrize("schedule", ["constant", "cosine", "noam"])
+def test_linear_is_torchs_down_to_zero() -> None:
+    expected = torch_rates(torch.optim.lr_scheduler.LinearLR, 50, start_factor=1.0, end_factor=0.0, total_iters=50)
+    own = [learning_rate(config(schedule="linear"), 1, step, 0, 50) for step in range(50)]
+    assert own == pytest.approx(expected, rel=1e-9)
+    # After a warm-up over the steps that are left, whatever gamma is.
+    warm = config(schedule="linear", warmup_steps=10)
+    assert [learning_rate(warm, 1, step, 0, 50) for step in (10, 30, 49, 50, 99)] == pytest.approx(
+        [0.4, 0.2, 0.4 / 40, 0, 0]
+    )
+
+
+def test_wsd_is_stable_and_then_falls_like_one_minus_the_root() -> None:
+    made = config(schedule="wsd", warmup_steps=10, decay_fraction=0.25)
+    own = [learning_rate(made, 1, step, 0, 200) for step in range(200)]
+    assert own[:10] == pytest.approx([0.04 * step for step in range(1, 11)])
+    assert set(own[10:150]) == {0.4}
+    assert own[150:] == pytest.approx([0.4 * (1 - ((step - 150) / 50) ** 0.5) for step in range(150, 200)])
+    # A job that goes on longer than was planned stays at the end's rate; one that is all decay begins after warm-up.
+    assert learning_rate(made, 1, 300, 0, 200) == 0
+    whole = config(schedule="wsd", warmup_steps=10, decay_fraction=1)
+    assert [learning_rate(whole, 1, step, 0, 110) for step in (9, 10, 35)] == pytest.approx([0.4, 0.4, 0.2])
+
+
+@pytest.mark.parametrize("schedule", sorted({*SCHEDULES} - {"step"}))
 def test_warm_up_is_a_straight_line_to_the_peak(schedule: str) -> None:
     made = config(schedule=schedule, warmup_steps=8)
     rates = [learning_rate(made, 1, step, 0, 100) for step in range(8)]
@@ -84,7 +110,7 @@ def test_constant_stays_and_needs_no_number_of_steps() -> None:
     assert {learning_rate(config(schedule="constant"), 1, step, step, 1) for step in (0, 5, 10**6)} == {0.4}
 
 
-@pytest.mark.parametrize("schedule", ["constant", "step", "cosine", "noam"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("total", [1, 2, 5])
 def test_a_job_shorter_than_its_warm_up_has_rates_too(schedule: str, total: int) -> None:
     made = config(schedule=schedule, warmup_steps=5)
