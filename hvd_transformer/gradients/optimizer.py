@@ -16,6 +16,7 @@ from torch.optim.sgd import sgd
 from hvd_transformer.comm.group import Group
 from hvd_transformer.config.schema import Config, OptimizerConfig
 from hvd_transformer.gradients.buffers import GradBuffer
+from hvd_transformer.gradients.local_steps import keeps_outer_weights
 
 
 def names_without_decay(model: nn.Module) -> set[str]:
@@ -32,10 +33,14 @@ def state_keys(config: OptimizerConfig) -> tuple[str, ...]:
 
 
 def copies_per_weight(config: Config, dp: int) -> tuple[float, float]:
-    """The numbers of gradient and of optimizer state that a rank keeps per weight, with `dp` replicas."""
+    """The numbers of gradient and of optimizer state that a rank keeps per weight, with `dp` replicas.
+
+    With local steps the state includes outer weights, their momentum and differences in flight.
+    """
     shards = 1 if config.parallel.optimizer_shard == "none" else dp
     of_gradients = shards if config.parallel.optimizer_shard == "gradients" else 1
-    return 1 / of_gradients, len(state_keys(config.optimizer)) / shards
+    outer = 3 if keeps_outer_weights(config.communication, dp) else 0
+    return 1 / of_gradients, len(state_keys(config.optimizer)) / shards + outer
 
 
 @dataclass

@@ -51,12 +51,12 @@ def fail_in_a_backward() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         raise RuntimeError("this rank has a fault")
 
-    def begin_step(sync, *words):
+    def begin_step(sync, *words, **options):
         nonlocal calls
         calls += 1
         if calls == STEP:
             sync.buffers[len(sync.buffers) // 2].slots[0].parameter.register_hook(fail)
-        original(sync, *words)
+        original(sync, *words, **options)
 
     patch.object(GradSync, "begin_step", begin_step).start()
 

@@ -31,7 +31,7 @@ model.num_decoder_layers model.share_embeddings data.too_long data.source_langua
 data.valid data.test data.text_column data.label_column data.positive_label data.class_weights
 training.label_smoothing optimizer.name optimizer.lr optimizer.lr_scaling optimizer.weight_decay optimizer.momentum
 optimizer.betas optimizer.eps optimizer.clip_norm optimizer.schedule optimizer.warmup_steps optimizer.gamma
-training.precision
+training.precision communication.local_steps communication.outer_lr communication.outer_momentum
 """
 
 
