@@ -145,12 +145,7 @@ def column_steps(tokens: Tensor, case: Case, columns: int, dp: int, rounds: int)
 def train(folder: Path, case: Case, words: Sequence[str], steps: Iterator[tuple[int, list[Pair]]]) -> Trained:
     """Plain training in one process: the mean of the cross-entropies, clipped by norm, one torch optimizer."""
     model = case.fresh_model(folder).load(first_weights(folder, case, words))
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    free = [weight for weight in model.parameters() if weight.dim() < 2 or id(weight) in embeddings]
-    decayed = [weight for weight in model.parameters() if not any(weight is other for other in free)]
-    optimizer = _optimizer(
-        case, [{"params": decayed, "weight_decay": case.weight_decay}, {"params": free, "weight_decay": 0.0}]
-    )
+    optimizer = make_optimizer(case, model)
     result = Trained([], [], [], {})
     for step, (epoch, pairs) in zip(range(case.num_steps), steps, strict=False):
         optimizer.zero_grad()
@@ -163,11 +158,11 @@ def train(folder: Path, case: Case, words: Sequence[str], steps: Iterator[tuple[
         limit = math.inf if case.clip_norm is None else case.clip_norm
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
         for group in optimizer.param_groups:
-            group["lr"] = _rate(case, step, epoch)
+            group["lr"] = learning_rate(case, step, epoch)
         optimizer.step()
         result.losses.append(loss.item())
         result.norms.append(norm.item())
-        result.rates.append(_rate(case, step, epoch))
+        result.rates.append(learning_rate(case, step, epoch))
     result.weights.update({name: weight.detach() for name, weight in model.by_our_names().items()})
     return result
 
@@ -184,14 +179,19 @@ def evaluate(folder: Path, split: str, case: Case, weights: dict[str, Tensor]) -
     return total / (len(tokens) - 1)
 
 
-def _optimizer(case: Case, groups: list[dict]) -> torch.optim.Optimizer:
+def make_optimizer(case: Case, model: PlainTransformer) -> torch.optim.Optimizer:
+    """Biases, norms and embeddings without weight decay."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    free = [weight for weight in model.parameters() if weight.dim() < 2 or id(weight) in embeddings]
+    decayed = [weight for weight in model.parameters() if not any(weight is other for other in free)]
+    groups = [{"params": decayed, "weight_decay": case.weight_decay}, {"params": free, "weight_decay": 0.0}]
     if case.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=case.lr, momentum=case.momentum)
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[case.optimizer]
     return kind(groups, lr=case.lr, betas=(0.9, 0.95), eps=case.eps)
 
 
-def _rate(case: Case, step: int, epoch: int) -> float:
+def learning_rate(case: Case, step: int, epoch: int) -> float:
     """The documented schedules, of the step and the epoch counted from 0."""
     rate = case.lr
     if case.schedule == "step":
