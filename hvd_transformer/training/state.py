@@ -76,7 +76,7 @@ class Sums(NamedTuple):
     samples: int = 0
 
     def plus(self, other: "Sums") -> "Sums":
-        return Sums(*map(sum, zip(self, other, strict=True)))
+        return Sums(self.loss + other.loss, self.targets + other.targets, self.samples + other.samples)
 
 
 class StepTotals(NamedTuple):

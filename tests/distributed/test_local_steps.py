@@ -109,7 +109,9 @@ class Simulated:
         for name in self.weights[0]:
             alike([own[name] for own in self.weights])
             if states:
-                found = [optimizer.state[own[name]] for optimizer, own in zip(self.optimizers, self.weights)]
+                found = [
+                    optimizer.state[own[name]] for optimizer, own in zip(self.optimizers, self.weights, strict=True)
+                ]
                 for key in found[0]:
                     if key == "step":
                         for own_state in found:
@@ -151,7 +153,7 @@ def test_replicas_with_a_bucket_per_weight(world, corpus, tmp_path) -> None:
 
 
 def test_stages_with_accumulation_and_embedding_rows(world, corpus, tmp_path) -> None:
-    """Local from the first step on. The embedding, whose rows travel while steps are synchronous, has its own bucket."""
+    """Local from the first step on. The embedding is alone in a bucket, as its rows may be gathered."""
     case = SGD
     words = [
         "communication.local_steps=5", "communication.outer_lr=0.9", "communication.outer_momentum=0.5",
