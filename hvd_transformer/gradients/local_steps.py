@@ -1,6 +1,6 @@
 """Local steps: each replica updates its own weights, and the replicas exchange each bucket every H steps, in turn.
 
-    H = 8, two buckets, DELAY = 2
+    H = 8, two buckets, a delay of 2
     local step    1   2   3   4   5   6   7   8   9  10  11  12  13  14
     bucket 0                                  send  ==  move                the differences travel while the next
     bucket 1                  send  ==  move                  send  ==  move                   steps are computed
@@ -26,8 +26,8 @@ from hvd_transformer.config.schema import CommunicationConfig
 from hvd_transformer.gradients.buffers import GradBuffer
 from hvd_transformer.monitoring.timeline import Timeline
 
-# The local steps that a transfer overlaps, at most.
-DELAY = 5
+# The local steps that a transfer overlaps (the paper's tau), at most.
+MOST_DELAY = 5
 # What a replica keeps of its own weights when the outer ones have arrived (the paper's alpha).
 KEPT = 0.5
 
@@ -58,7 +58,7 @@ class LocalSteps:
         self.active = keeps_outer_weights(config, group.size)
         keys = ("weights", "momentum") if self.active else ()
         self.state = [{key: torch.zeros_like(buffer.parameters) for key in keys} for buffer in buffers]
-        self._delay = min(DELAY, config.local_steps - 1)
+        self._delay = max(1, min(MOST_DELAY, config.local_steps // 8))
         self._in_flight: dict[int, Callable[[], Tensor]] = {}
         self._begun = False  # the outer weights are set
         self._weights_differ = self._states_differ = False  # between replicas

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from hvd_transformer.comm.world import World
 from hvd_transformer.config.schema import CommunicationConfig
 from hvd_transformer.gradients.buffers import GradBuffer, make_grad_buffers
-from hvd_transformer.gradients.local_steps import DELAY, LocalSteps
+from hvd_transformer.gradients.local_steps import LocalSteps
 
 SIZES = (5, 9, 3)  # of the buckets
-FIRST, NUM_STEPS = 2, 31
+FIRST, NUM_STEPS = 2, 59
 
 
 def start() -> list[Tensor]:
@@ -34,6 +34,11 @@ def buckets() -> list[GradBuffer]:
     made = make_grad_buffers(dict(reversed(parameters.items())), set(), 1)
     assert [buffer.slots[0].name for buffer in made] == ["0", "1", "2"]
     return made
+
+
+def delay(period: int) -> int:
+    """An eighth of the period, from 1 to 5."""
+    return min(max(period // 8, 1), 5)
 
 
 def config(local_steps: int, **more: float) -> CommunicationConfig:
@@ -63,7 +68,7 @@ def diloco(num_replicas: int, period: int, averages: set[int], lr: float, moment
             if taken >= turn and (taken - turn) % period == 0:
                 differences = [outer[bucket].detach() - own[bucket] for own in replicas]
                 sent[bucket] = taken, torch.stack(differences).mean(0)
-            elif bucket in sent and taken - sent[bucket][0] == min(DELAY, period - 1):
+            elif bucket in sent and taken - sent[bucket][0] == delay(period):
                 move(bucket)
         if step in averages:
             for bucket in range(len(SIZES)):
@@ -77,7 +82,8 @@ def diloco(num_replicas: int, period: int, averages: set[int], lr: float, moment
 
 @pytest.mark.parametrize("num_replicas", [2, 3])
 @pytest.mark.parametrize(
-    ("period", "lr", "momentum"), [(2, 0.7, 0.9), (7, 0.7, 0.9), (12, 0.5, 0.0), (3, 1.0, 0.0), (100, 0.7, 0.9)]
+    ("period", "lr", "momentum"),
+    [(2, 0.7, 0.9), (7, 0.7, 0.9), (24, 0.7, 0.9), (12, 0.5, 0.0), (3, 1.0, 0.0), (45, 0.7, 0.9)],
 )
 @pytest.mark.parametrize("averages", [set(), {FIRST, 9, 10, 20}])
 def test_the_replicas_follow_streaming_diloco(
@@ -131,16 +137,17 @@ def test_an_average_makes_replicas_equal_once_and_sends_nothing_where_they_are()
 
 def test_every_bucket_is_sent_once_in_each_period_and_waited_for_later() -> None:
     world = FakeWorld(size=2)
-    local = LocalSteps(buckets(), world, config(9), 0)
+    local = LocalSteps(buckets(), world, config(18), 0)
     events: dict[int, list[str]] = {}
-    for step in range(27):
+    for step in range(54):
         local.includes(step)
         world.events.clear()
         local.exchange(step)
         if world.events:
             events[step + 1] = list(world.events)
-    sends = {taken: [f"send outer.{taken // 3 % 3}"] for taken in range(3, 28, 3)}
-    waits = {taken + DELAY: [f"wait outer.{taken // 3 % 3}"] for taken in range(3, 28 - DELAY, 3)}
+    turns = {taken: taken // 6 % 3 for taken in range(6, 55, 6)}
+    sends = {taken: [f"send outer.{bucket}"] for taken, bucket in turns.items()}
+    waits = {taken + 2: [f"wait outer.{bucket}"] for taken, bucket in turns.items() if taken + 2 <= 54}
     assert events == sends | waits
 
 
