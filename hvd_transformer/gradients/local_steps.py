@@ -1,9 +1,9 @@
 """Local steps: each replica updates its own weights, and the replicas exchange each bucket every H steps, in turn.
 
-    H = 8, two buckets, a delay of 2
-    local step    1   2   3   4   5   6   7   8   9  10  11  12  13  14
-    bucket 0                                  send  ==  move                the differences travel while the next
-    bucket 1                  send  ==  move                  send  ==  move                   steps are computed
+    H = 8, two buckets; after local step
+                  1    2    3    4    5    6    7    8    9   10   11   12   13
+    bucket 0                                      send move                          differences travel while the next
+    bucket 1                  send move                               send move      steps are computed
 
 Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512, algorithm 2), after DiLoCo (Douillard et al. 2023, arXiv
 2311.08105). Each bucket has outer weights W and their momentum M, the same on all replicas:
