@@ -291,8 +291,8 @@ class CommunicationConfig(Section):
     local_steps: int = fixed(
         1,
         "steps that each replica takes on its own before its weights and those of the others are averaged (DiLoCo), "
-        "after optimizer.warmup_steps; not the same mathematics, and lr is not scaled with the replicas; 1: the replicas "
-        "average every gradient",
+        "after optimizer.warmup_steps; not the same mathematics, and lr is not scaled with the replicas; 1: all "
+        "replicas average every gradient",
         ge=1,
     )
     outer_lr: float = fixed(0.7, "learning rate of the averaged weights, for local_steps", gt=0)
