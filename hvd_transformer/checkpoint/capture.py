@@ -11,7 +11,7 @@ from hvd_transformer.checkpoint.engine_state import Shards
 from hvd_transformer.checkpoint.exchange import Held, exchange
 from hvd_transformer.checkpoint.layout import Files, Piece, ShardFiles, SharedFiles, Span, Writers, index
 from hvd_transformer.checkpoint.shards import TensorShard, overlap
-from hvd_transformer.checkpoint.store import FORMAT, MODEL, OPTIMIZER, Snapshot
+from hvd_transformer.checkpoint.store import FORMAT, MODEL, OPTIMIZER, OUTER, Snapshot
 from hvd_transformer.checkpoint.tensor_file import FilePart
 from hvd_transformer.comm.group import Group
 from hvd_transformer.parallel.engine import Engine
@@ -33,6 +33,9 @@ class Capture:
             OPTIMIZER: _optimizer_files(engine, shards[OPTIMIZER], self.writers),
         }
         exchanges = {MODEL: _weight_exchange(engine), OPTIMIZER: _optimizer_exchange(engine, files[OPTIMIZER])}
+        if outer := engine_state.outer_state(engine):
+            shards[OUTER], files[OUTER] = outer, SharedFiles(_whole(outer), self.writers)
+            exchanges[OUTER] = exchanges[OPTIMIZER]  # local steps are not for ZeRO
         self._copies = {
             name: _Copy(world.rank, files[name], own, self.writers, exchanges[name]) for name, own in shards.items()
         }

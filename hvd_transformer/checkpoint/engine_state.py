@@ -29,8 +29,18 @@ def optimizer_state(engine: Engine) -> Shards:
     }
 
 
+def outer_state(engine: Engine) -> Shards:
+    """This rank's piece of what local steps keep: views, by names such as "momentum.head.weight"; perhaps none."""
+    states = engine.local_steps.state
+    return {
+        f"{key}.{name}": own
+        for key in states[0]
+        for name, own in _shards(engine, [state[key] for state in states]).items()
+    }
+
+
 def parameter_of(name: str) -> str:
-    """The parameter whose optimizer state has this name."""
+    """The parameter whose optimizer or outer state has this name."""
     return name.partition(".")[2]
 
 

@@ -13,7 +13,7 @@ from hvd_transformer.checkpoint import engine_state
 from hvd_transformer.checkpoint.engine_state import Shards
 from hvd_transformer.checkpoint.shards import StridedBlocks, TensorShard
 from hvd_transformer.checkpoint.shared_folder import SharedFolder
-from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, read_current_state
+from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, OUTER, read_current_state
 from hvd_transformer.checkpoint.stored_tensors import StoredTensors
 from hvd_transformer.comm.world import World, agree
 from hvd_transformer.errors import UserError
@@ -51,6 +51,12 @@ def restore(engine: Engine, folder: Path | None, num_updates: int) -> None:
     _load(engine.world, folder, OPTIMIZER, engine_state.optimizer_state(engine))
     engine.set_updates(num_updates)
     engine.exchange_weights()  # the model's file has the averaged weights
+
+
+def restore_outer_state(engine: Engine, folder: Path | None, num_steps: int) -> None:
+    """Load what local steps keep, as it was after `num_steps` steps. Collective."""
+    _load(engine.world, folder, OUTER, engine_state.outer_state(engine))
+    engine.local_steps.restored(num_steps)
 
 
 def restore_weights(engine: Engine, folder: Path | None) -> None:

@@ -30,6 +30,7 @@ FORMAT, READ_FORMATS = 3, (2, 3)
 _STEP = re.compile(r"step-(\d{8,})")
 _REPLACED = ".replaced-"
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+OUTER = "outer.safetensors"  # of local steps
 
 
 @dataclass(frozen=True)

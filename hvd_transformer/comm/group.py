@@ -77,6 +77,10 @@ class Group:
         self.rank, self.size = rank, len(self.ranks)
         self._poll_seconds = PROMPT_POLL_SECONDS if prompt else POLL_SECONDS
 
+    def alone(self) -> "Group":
+        """This rank as a group of its own, whose collectives send nothing."""
+        return Group(self._link, [self.ranks[self.rank]], 0)
+
     @property
     def _horovod(self) -> ModuleType | None:
         return None if self.size == 1 else self._link.horovod

@@ -9,13 +9,15 @@ def step_samples(training: TrainingConfig, dp: int) -> int:
     return training.global_batch_size or training.batch_size * training.accumulation * dp
 
 
-def rate_replicas(training: TrainingConfig, dp: int) -> float:
+def rate_replicas(training: TrainingConfig, dp: int, local_steps: int = 1) -> float:
     """The number of replicas that `optimizer.lr` is scaled by.
 
     With `global_batch_size` it is the number that would process a step in one accumulation step each, so that the
-    learning rate does not depend on the real number `dp` of replicas. Without accumulation both are the same.
+    learning rate does not depend on the real number `dp` of replicas. Without accumulation both are the same. With
+    local steps each replica updates by its own samples, 1 / dp of a step's.
     """
-    return dp if training.global_batch_size is None else training.global_batch_size / training.batch_size
+    replicas = dp if training.global_batch_size is None else training.global_batch_size / training.batch_size
+    return replicas if local_steps == 1 else replicas / dp
 
 
 def check_step_size(config: Config, dp: int) -> None:

@@ -53,6 +53,7 @@ def check(config: Config) -> None:
             f"training.batch_size={training.batch_size} samples that they divide"
         )
     _check_global_batch_size(config)
+    _check_local_steps(config)
     if training.text_samples and config.task == "classification":
         raise UserError(
             f"training.text_samples={training.text_samples}: not with task=classification, which writes no text; leave "
@@ -144,6 +145,34 @@ def _check_tensor(config: Config) -> None:
         raise UserError("parallel.vocab_parallel=true: needs parallel.tensor of at least 2")
     if tensor > 1 and config.training.compile:
         raise UserError(f"training.compile=true: not with parallel.tensor={tensor}, whose layers wait for other ranks")
+
+
+def _check_local_steps(config: Config) -> None:
+    communication, shard = config.communication, config.parallel.optimizer_shard
+    given = f"communication.local_steps={communication.local_steps}"
+    if communication.local_steps == 1:
+        for key in ("outer_lr", "outer_momentum"):
+            value, default = getattr(communication, key), type(communication).model_fields[key].default
+            if value != default:
+                raise UserError(
+                    f"communication.{key}={value}: only with communication.local_steps of at least 2; leave it at "
+                    f"{default}"
+                )
+    elif shard != "none":
+        raise UserError(
+            f"{given}: not with parallel.optimizer_shard={shard}, since each replica needs an optimizer state of its "
+            "own; use optimizer_shard=none"
+        )
+    elif communication.compression != "none":
+        raise UserError(
+            f"{given}: not with communication.compression={communication.compression}, since local steps send no "
+            "gradients; use compression=none"
+        )
+    elif config.optimizer.ema is not None:
+        raise UserError(
+            f"{given}: not with optimizer.ema={config.optimizer.ema}, since the replicas have different weights between "
+            "averages; use ema=none"
+        )
 
 
 def _check_global_batch_size(config: Config) -> None:

@@ -304,6 +304,15 @@ class CommunicationConfig(Section):
         "send the gradient of an embedding as one row per token instead of a matrix of the vocabulary's size; "
         "auto: if a step has fewer tokens than the vocabulary",
     )
+    local_steps: int = fixed(
+        1,
+        "steps that each replica takes on its own before its weights and those of the others are averaged (DiLoCo), "
+        "after optimizer.warmup_steps; not the same mathematics, and lr is not scaled with the replicas; 1: all "
+        "replicas average every gradient",
+        ge=1,
+    )
+    outer_lr: float = fixed(0.7, "learning rate of the averaged weights, for local_steps", gt=0)
+    outer_momentum: float = fixed(0.9, "Nesterov momentum of the averaged weights, for local_steps", ge=0, lt=1)
 
 
 class CheckpointConfig(Section):

@@ -16,6 +16,7 @@ from torch.optim.sgd import sgd
 from hvd_transformer.comm.group import Group
 from hvd_transformer.config.schema import Config, OptimizerConfig
 from hvd_transformer.gradients.buffers import GradBuffer
+from hvd_transformer.gradients.local_steps import keeps_outer_weights
 from hvd_transformer.gradients.muon import Muon
 from hvd_transformer.gradients.shared_matrices import SharedMatrices
 from hvd_transformer.gradients.weight_average import WeightAverage
@@ -42,12 +43,14 @@ def state_keys(config: OptimizerConfig, *, by_muon: bool = False) -> tuple[str, 
 def copies_per_weight(config: Config, dp: int, *, by_muon: bool = False) -> tuple[float, float]:
     """The numbers of gradient and of optimizer state that a rank keeps per weight, with `dp` replicas.
 
-    `by_muon`: of a weight that Muon updates.
+    `by_muon`: of a weight that Muon updates. With local steps the state includes outer weights, their momentum and
+    differences in flight.
     """
     shards = 1 if config.parallel.optimizer_shard == "none" else dp
     of_gradients = shards if config.parallel.optimizer_shard == "gradients" else 1
     of_average = config.optimizer.ema is not None
-    return 1 / of_gradients, (len(state_keys(config.optimizer, by_muon=by_muon)) + of_average) / shards
+    outer = 3 if keeps_outer_weights(config.communication, dp) else 0
+    return 1 / of_gradients, (len(state_keys(config.optimizer, by_muon=by_muon)) + of_average) / shards + outer
 
 
 @dataclass
@@ -99,7 +102,7 @@ class FlatOptimizer:
 
     @torch.no_grad()
     def step(self, learning_rate: float, factor: float = 1.0) -> None:
-        """One update at this learning rate with the gradients × `factor`, which may change them. Collective with Muon."""
+        """One update at this learning rate with the gradients × `factor`; may change them. Collective with Muon."""
         if self._muon is not None:
             self._muon.step(learning_rate, factor)
         for group in self._groups:

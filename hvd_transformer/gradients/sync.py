@@ -28,7 +28,7 @@ from torch import Tensor
 from hvd_transformer.comm.group import Group
 from hvd_transformer.gradients.buffers import GradBuffer, ParamSlot, add
 from hvd_transformer.gradients.embedding_grads import EmbeddingGrad, EmbeddingGradPlan
-from hvd_transformer.gradients.wire import make_wire
+from hvd_transformer.gradients.wire import Wire, make_wire
 from hvd_transformer.monitoring.timeline import Timeline
 
 # Bytes of one stage's buffers that `ShardedGradSync` has in flight at most.
@@ -62,7 +62,8 @@ class GradSync:
         rows = [slot for buffer in self.buffers for slot in buffer.slots if slot.name in (embeddings or {})]
         sizes = {_name(index): buffer.parameters.numel() for buffer, index in self._index.items()}
         sizes |= {_rows_name(slot): slot.parameter.numel() for slot in rows}
-        self.wire = make_wire(compression, group, sizes)
+        self.wire = self._shared_wire = make_wire(compression, group, sizes)
+        self._local_wire = Wire(group.alone(), sizes)
         # The order in which one micro-batch's backward fills them.
         self._order = list(chain.from_iterable(reversed(stages)))
         self._num_dense = {buffer: len(buffer.slots) for buffer in self.buffers}  # gradients that are not rows alone
@@ -77,13 +78,18 @@ class GradSync:
                     self._plan_rows(buffer, slot, embeddings[slot.name])
                 slot.parameter.register_post_accumulate_grad_hook(partial(self._store_grad, buffer, slot))
 
-    def begin_step(self, num_backwards: int = 1) -> None:
-        """Forget the last step's gradients. `num_backwards`: this rank's micro-batches; ranks may differ."""
+    def begin_step(self, num_backwards: int = 1, *, local: bool = False) -> None:
+        """Forget the last step's gradients. `num_backwards`: this rank's micro-batches; ranks may differ.
+
+        `local`: the sums are over this rank's backwards alone (`gradients.local_steps`).
+        """
+        self.wire = self._local_wire if local else self._shared_wire
         for buffer in self.buffers:
             buffer.begin_step()
             self._num_sent[buffer] = 0
         for embedding_grad in self.embedding_grads.values():
             embedding_grad.clear()
+            embedding_grad.wire = self.wire
 
     def expect_last_backward(self, buffers: Sequence[GradBuffer]) -> None:
         """The next backward is the step's last one for these buffers: send each as soon as it is full.
@@ -189,8 +195,8 @@ class ShardedGradSync(GradSync):
         for stage in stages:
             self._queues.update(dict.fromkeys(stage, _StageQueue()))
 
-    def begin_step(self, num_backwards: int = 1) -> None:
-        super().begin_step(num_backwards)
+    def begin_step(self, num_backwards: int = 1, *, local: bool = False) -> None:
+        super().begin_step(num_backwards, local=local)
         for buffer in self.buffers:
             buffer.missing = self._num_dense[buffer]
         backwards = torch.tensor([num_backwards])

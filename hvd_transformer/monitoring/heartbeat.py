@@ -48,8 +48,8 @@ class Heartbeat:
         self._began = now
         self.tick()
 
-    def stepped(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """Record the end of a step."""
+    def stepped(self, step: int, loss: float | None, tokens_per_second: float | None) -> None:
+        """Record the end of a step; None: not known yet."""
         self.enter_phase("step")
         self.phase = "log"
         self.step, self.loss, self.tokens_per_second = step, loss, tokens_per_second

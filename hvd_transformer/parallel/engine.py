@@ -11,6 +11,7 @@ from hvd_transformer.comm.world import World
 from hvd_transformer.config.schema import Config, OptimizerConfig
 from hvd_transformer.gradients.buffers import GradBuffer, make_grad_buffers
 from hvd_transformer.gradients.embedding_grads import plan_embedding_grads
+from hvd_transformer.gradients.local_steps import LocalSteps
 from hvd_transformer.gradients.muon import hidden_matrices, orthogonalise_cost
 from hvd_transformer.gradients.optimizer import FlatOptimizer, GradNorm, names_without_decay
 from hvd_transformer.gradients.param_all_gather import ParamAllGather, make_param_all_gathers
@@ -106,6 +107,8 @@ class Engine:
             timeline=self.timeline,
         )
         self.buffers = self.grad_sync.buffers
+        first_local = config.optimizer.warmup_steps  # while the rate rises, weights change too much to differ
+        self.local_steps = LocalSteps(self.buffers, mesh.dp_group, config.communication, first_local, self.timeline)
         for name, plan in embeddings.items():
             for embedding in plan.embeddings:
                 embedding.embedding_grads = self.grad_sync.embedding_grads[name]
@@ -242,7 +245,8 @@ class Engine:
             [buffer for buffer in buffers if buffer.slots[0].name in hidden],
             splits=self.splits,
             shapes=self.shapes,
-            replicas=self.mesh.dp_group,
+            # In local steps each replica makes its own update.
+            replicas=self.mesh.dp_group if self.config.communication.local_steps == 1 else self.mesh.dp_group.alone(),
             tensor_group=self.mesh.tp_group,
             cost=orthogonalise_cost,
             name=name,

@@ -33,7 +33,9 @@ from hvd_transformer.training.state import TrainState
 from hvd_transformer.training.trainer import Trainer
 
 # How the training was parallelized does not matter here; and nothing is updated, so there is no optimizer state.
-_AS_DEFAULT = {key: value for key, value in flatten(Config()).items() if key.startswith("parallel.")}
+_AS_DEFAULT = {
+    key: value for key, value in flatten(Config()).items() if key.startswith(("parallel.", "communication."))
+}
 _NO_OPTIMIZER = {"optimizer.name": "sgd", "optimizer.momentum": 0.0, "optimizer.ema": None}
 
 
@@ -68,7 +70,7 @@ class Result:
 
 
 def evaluation_config(saved: Checkpoint, request: Request) -> Config:
-    """The checkpoint's configuration with the request's settings; parallel settings are the request's only.
+    """The checkpoint's configuration with the request's settings; parallel and communication are the request's only.
 
     Raises `UserError`.
     """

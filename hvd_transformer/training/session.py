@@ -15,6 +15,7 @@ from hvd_transformer import atomic
 from hvd_transformer.checkpoint.restore import restore_weights
 from hvd_transformer.checkpoint.shared_folder import with_verification
 from hvd_transformer.checkpoint.writer import Saver
+from hvd_transformer.data.sampler import StepPlan
 from hvd_transformer.errors import UserError
 from hvd_transformer.monitoring.heartbeat import Heartbeat
 from hvd_transformer.monitoring.stall_report import Stragglers
@@ -63,7 +64,8 @@ class Session:
                 self.trainer.engine.timeline.recording = self.config.profile and number in PROFILED
                 self.heartbeat.phase = "step"
                 compare = self._log_due(state.step + 1) and self.stragglers.due
-                result = self.trainer.step(plan, Wishes(bool(stop), self._save_due_by_time(), compare))
+                wishes = Wishes(bool(stop), self._save_due_by_time(), compare)
+                result = self.trainer.step(plan, wishes, report=self._report_due(plan))
                 if number == PROFILED[-1]:
                     self._write_timeline()
                 self._record(result)
@@ -119,6 +121,7 @@ class Session:
         self.run.check()
         self.heartbeat.enter_phase("checkpoint")
         stopped = time.perf_counter()
+        self.trainer.synchronize()
         checksum = self.trainer.engine.check_replicas(f"step {state.step}")
         begun = self.saver.begin(state.step)  # waits for the write before, so that at most one copy exists
         began = time.perf_counter()
@@ -140,15 +143,18 @@ class Session:
 
     def _record(self, result: StepResult) -> None:
         state, totals = self.trainer.state, result.totals
-        self.heartbeat.stepped(state.step, totals.loss, totals.targets / result.seconds)
-        slowest = self._compare_work() if totals.wishes.compare else {}
-        self.stragglers.add(result.work, result.seconds)
         state.seconds += result.seconds
         interval = state.interval
         interval["loss"] += totals.loss * totals.targets
         interval["count"] += totals.targets
         interval["seconds"] += result.seconds
         interval["steps"] += 1
+        known = self.heartbeat.loss, self.heartbeat.tokens_per_second
+        if totals.targets:
+            known = totals.loss, interval["count"] / interval["seconds"]
+        self.heartbeat.stepped(state.step, *known)
+        slowest = self._compare_work() if totals.wishes.compare else {}
+        self.stragglers.add(result.work, result.seconds)
         due = self._log_due(state.step)
         if not due and state.step > 1:
             return
@@ -182,6 +188,12 @@ class Session:
             )
         if due:
             state.interval = dict.fromkeys(interval, 0.0)
+
+    def _report_due(self, plan: StepPlan) -> bool:
+        """Whether what follows this step takes the sums and wishes of all ranks; local steps before go without."""
+        step, every = self.trainer.state.step + 1, (self.config.training.eval_every, self.config.checkpoint.every_steps)
+        due = any(period is not None and step % period == 0 for period in every)
+        return due or step == 1 or not plan.remaining or self._log_due(step)
 
     def _log_due(self, step: int) -> bool:
         return step % self.config.training.log_every == 0 or step == self.trainer.total_steps

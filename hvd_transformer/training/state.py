@@ -68,8 +68,19 @@ class Wishes(NamedTuple):
 NO_WISHES = Wishes()
 
 
+class Sums(NamedTuple):
+    """Sums over the samples of some steps."""
+
+    loss: float = 0.0
+    targets: int = 0
+    samples: int = 0
+
+    def plus(self, other: "Sums") -> "Sums":
+        return Sums(self.loss + other.loss, self.targets + other.targets, self.samples + other.samples)
+
+
 class StepTotals(NamedTuple):
-    """One step of all ranks together."""
+    """One step of all ranks together; with local steps, all since the ranks last told each other, perhaps none."""
 
     loss: float  # the mean over the targets
     targets: int

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hvd_transformer.checkpoint.capture import Capture
-from hvd_transformer.checkpoint.restore import restore
+from hvd_transformer.checkpoint.restore import restore, restore_outer_state
 from hvd_transformer.checkpoint.store import Snapshot
 from hvd_transformer.checkpoint.writer import Begun
 from hvd_transformer.comm.world import World, agree
@@ -39,7 +39,7 @@ from hvd_transformer.tasks.task import Batch, Task, split_batch
 from hvd_transformer.training.job_setup import build_model
 from hvd_transformer.training.lr_schedule import learning_rate
 from hvd_transformer.training.prefetch import Prefetch
-from hvd_transformer.training.state import NO_WISHES, StepResult, StepTotals, TrainState, Wishes
+from hvd_transformer.training.state import NO_WISHES, StepResult, StepTotals, Sums, TrainState, Wishes
 
 log = logging.getLogger(__name__)
 
@@ -58,28 +58,48 @@ class StepStats:
     """Sums of one step over the ranks: losses, targets, samples, wishes.
 
     Of a tensor group, whose ranks see the same samples, one rank counts. `counts` are this rank's targets and samples.
+    They carry `unsent`, the sums of local steps before. Without `sends` nothing is told to the other ranks.
     """
 
-    def __init__(self, world: World, mesh: ParallelMesh, counts: tuple[int, int], wishes: Wishes) -> None:
+    def __init__(
+        self,
+        world: World,
+        mesh: ParallelMesh,
+        counts: tuple[int, int],
+        wishes: Wishes,
+        unsent: Sums,
+        *,
+        sends: bool = True,
+    ) -> None:
         self._world, self._device, self._counts = world, mesh.devices[-1], mesh.tp_rank == 0
         self._loss = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._numbers = [*(counts if self._counts else (0, 0)), *wishes]
+        self._own_counts, self._unsent, self._wishes, self._sends = counts, unsent, wishes, sends
 
     def add_loss(self, loss: Tensor) -> None:
         """Add the loss of a micro-batch; the last stage calls this in their order."""
-        if self._counts:
-            self._loss += loss
+        self._loss += loss
 
     def send(self) -> None:
         """Start to sum, once all losses are there: with the last gradients, so that backward is not interrupted."""
-        numbers = torch.tensor(self._numbers, dtype=torch.float64).to(self._device, non_blocking=True)
-        self._sums = torch.cat([self._loss[None], numbers])
+        if not self._sends:
+            return
+        sums = self._unsent.plus(Sums(0.0, *self._own_counts)) if self._counts else Sums()
+        self._sums = torch.tensor([*sums, *self._wishes], dtype=torch.float64).to(self._device, non_blocking=True)
+        if self._counts:
+            self._sums[0] += self._loss
         self._wait: Callable[[], Tensor] = self._world.all_reduce_async_(self._sums, "step.sums")
 
     def wait(self) -> StepTotals:
+        """The sums of all ranks; zeros without `sends`."""
+        if not self._sends:
+            return StepTotals(0.0, 0, 0, NO_WISHES)
         self._wait()
         loss_sum, targets, samples, *wishes = self._sums.tolist()
         return StepTotals(loss_sum / targets, int(targets), int(samples), Wishes(*(ranks > 0 for ranks in wishes)))
+
+    def own(self) -> Sums:
+        """This replica's sums of this step."""
+        return Sums(float(self._loss), *self._own_counts)
 
 
 class Trainer:
@@ -109,10 +129,11 @@ class Trainer:
         # Samples are generated outside of the pipeline, which takes a model that is on one device.
         self.num_text_samples = config.training.text_samples if len(set(mesh.devices)) == 1 else 0
         self.loss_scaler = LossScaler(config.training.precision)
-        self.lr_replicas = rate_replicas(config.training, mesh.dp)
+        self.lr_replicas = rate_replicas(config.training, mesh.dp, config.communication.local_steps)
         self.total_steps = self._count_steps()
         self.prefetch = Prefetch(self._fetch)
         self._next: StepPlan | None = None  # of the same epoch
+        self._unsent = Sums()  # of the local steps that the other ranks do not know of
 
     def steps(self) -> Iterator[StepPlan]:
         """The steps that are left, over the epochs; `step` advances the state after each."""
@@ -123,10 +144,11 @@ class Trainer:
                 self._next = next(plans, None) if self.state.step + 1 < self.total_steps else None
                 yield plan
 
-    def step(self, plan: StepPlan, wishes: Wishes = NO_WISHES) -> StepResult:
+    def step(self, plan: StepPlan, wishes: Wishes = NO_WISHES, *, report: bool = True) -> StepResult:
         """Take one step: forward and backward, reduce, clip, update, advance.
 
-        `wishes` are this rank's; the result has those of all ranks. Raises `Diverged`.
+        `wishes` are this rank's; the result has those of all ranks. Without `report`, which all ranks give alike, a
+        local step tells the other ranks nothing, and its result has no totals. Raises `Diverged`.
         """
         began, state, engine, task = time.perf_counter(), self.state, self.engine, self.task
         if not task.model.training:  # `train` visits all modules
@@ -135,9 +157,11 @@ class Trainer:
         fetched = time.perf_counter()
         self.prefetch.start(self._next, state.epoch)
         num_micro_batches = sum(map(len, accumulation))
-        stats = StepStats(self.world, self.mesh, counts, wishes)
+        local = engine.local_steps.includes(state.step)
+        sends = report or not local
+        stats = StepStats(self.world, self.mesh, counts, wishes, self._unsent, sends=sends)
 
-        engine.grad_sync.begin_step(num_micro_batches)
+        engine.grad_sync.begin_step(num_micro_batches, local=local)
         scale = self.loss_scaler.scale / task.targets_per_step
         # Full buffers leave during the last backwards.
         engine.pipeline.forward_backward(accumulation, scale, stats.add_loss)
@@ -149,31 +173,55 @@ class Trainer:
         engine.grad_sync.wait()
         totals = stats.wait()
         arrived = time.perf_counter()
+        summed = stats.own() if local else totals  # of the samples that the gradients are sums over
 
         rate = learning_rate(self.config.optimizer, self.lr_replicas, state.step, state.epoch, self.total_steps)
-        factor = task.targets_per_step / (totals.targets * self.loss_scaler.scale)
+        factor = task.targets_per_step / (max(1, summed.targets) * self.loss_scaler.scale)
         norm = factor * engine.grad_norm()
-        if math.isfinite(norm) and math.isfinite(totals.loss):
+        if local:
+            if not math.isfinite(totals.loss):
+                raise Diverged(state.step + 1, totals.loss, norm)
+            self._unsent = Sums() if sends else self._unsent.plus(stats.own())
+        if not summed.targets:
+            log.info("step %d: no samples for this replica, whose weights stay", state.step + 1)
+        elif math.isfinite(norm) and math.isfinite(summed.loss):
             engine.update(factor * clip_factor(norm, self.config.optimizer.clip_norm), rate)
             self.loss_scaler.good()
             state.updates += 1
         elif engine.overflowed_in_transit():
             log.warning("step %d is skipped: a sum of gradients overflowed in transit", state.step + 1)
         elif not self.loss_scaler.overflowed():
-            raise Diverged(state.step + 1, totals.loss, norm)
+            if not local:
+                raise Diverged(state.step + 1, totals.loss, norm)
+            self._unsent = Sums(loss=math.nan)  # all ranks end alike, when they hear of it
+        updated = time.perf_counter()
+        if local:
+            engine.local_steps.exchange(state.step)
 
         ended = time.perf_counter()
-        work = ended - began - (arrived - waiting)
+        work = updated - began - (arrived - waiting)
         result = StepResult(
-            state.epoch, totals, norm, rate, ended - began, work, data=fetched - began, update=ended - arrived
+            state.epoch, totals, norm, rate, ended - began, work, data=fetched - began, update=updated - arrived
         )
         state.advance(plan.remaining, totals.samples, totals.targets)
         return result
+
+    def synchronize(self) -> None:
+        """Make the replicas equal after local steps, with their optimizer states and loss scales. Collective."""
+        if not self.engine.local_steps.average_all(self.engine.optimizer_state()):
+            return
+        own = [self.loss_scaler.scale, self.loss_scaler.good_steps, self.state.updates]
+        numbers = torch.tensor(own, dtype=torch.float64)
+        scale, good_steps, updates = self.mesh.dp_group.all_reduce_(numbers, "average.scales", "min").tolist()
+        self.loss_scaler.load({"scale": scale, "good_steps": good_steps})
+        self.state.updates = int(updates)
+        self.engine.set_updates(self.state.updates)
 
     def evaluate(self, split: str) -> Evaluation:
         """The loss and metrics of a whole split, shared over the ranks. Collective."""
         self.prefetch.wait()
         self.engine.wait_params()
+        self.engine.local_steps.average()
         self.task.model.eval()
         pipeline, num_stages = self.engine.pipeline, len(self.engine.stages)
 
@@ -232,6 +280,8 @@ class Trainer:
     def restore(self, folder: Path | None, saved: Mapping[str, Any]) -> None:
         """Weights, optimizer and scales of a checkpoint, rank 0's `folder`; `saved` is its state. Collective."""
         restore(self.engine, folder, self.state.updates)
+        if self.engine.local_steps.active and saved["dp"] > 1:  # a single replica has no outer weights
+            restore_outer_state(self.engine, folder, self.state.step)
         self.loss_scaler.load(saved["loss_scaler"])
         self.engine.load_wire_states(saved.get("wire", []))
 

@@ -158,12 +158,7 @@ def column_steps(tokens: Tensor, case: Case, columns: int, dp: int, rounds: int)
 def train(folder: Path, case: Case, words: Sequence[str], steps: Iterator[tuple[int, list[Pair]]]) -> Trained:
     """Plain training in one process: the mean of the cross-entropies, clipped by norm, one torch optimizer."""
     model = case.fresh_model(folder).load(first_weights(folder, case, words))
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    free = [weight for weight in model.parameters() if weight.dim() < 2 or id(weight) in embeddings]
-    decayed = [weight for weight in model.parameters() if not any(weight is other for other in free)]
-    optimizer = _optimizer(
-        case, [{"params": decayed, "weight_decay": case.weight_decay}, {"params": free, "weight_decay": 0.0}]
-    )
+    optimizer = make_optimizer(case, model)
     result, averaged = Trained([], [], [], {}), {}
     for step, (epoch, pairs) in zip(range(case.num_steps), steps, strict=False):
         optimizer.zero_grad()
@@ -176,14 +171,14 @@ def train(folder: Path, case: Case, words: Sequence[str], steps: Iterator[tuple[
         limit = math.inf if case.clip_norm is None else case.clip_norm
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
         for group in optimizer.param_groups:
-            group["lr"] = _rate(case, step, epoch)
+            group["lr"] = learning_rate(case, step, epoch)
         optimizer.step()
         decay = 0.0 if case.ema is None else min(case.ema, step / (step + 9))
         for name, weight in model.by_our_names().items():
             averaged[name] = decay * averaged.get(name, 0.0) + (1 - decay) * weight.detach()
         result.losses.append(loss.item())
         result.norms.append(norm.item())
-        result.rates.append(_rate(case, step, epoch))
+        result.rates.append(learning_rate(case, step, epoch))
     result.weights.update(averaged)
     return result
 
@@ -234,7 +229,12 @@ class MuonAndAdam:
         self._adam.step()
 
 
-def _optimizer(case: Case, groups: list[dict]) -> torch.optim.Optimizer | MuonAndAdam:
+def make_optimizer(case: Case, model: PlainTransformer) -> torch.optim.Optimizer | MuonAndAdam:
+    """Biases, norms and embeddings without weight decay."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    free = [weight for weight in model.parameters() if weight.dim() < 2 or id(weight) in embeddings]
+    decayed = [weight for weight in model.parameters() if not any(weight is other for other in free)]
+    groups = [{"params": decayed, "weight_decay": case.weight_decay}, {"params": free, "weight_decay": 0.0}]
     if case.optimizer == "muon":
         return MuonAndAdam(groups, case)
     if case.optimizer == "sgd":
@@ -243,7 +243,7 @@ def _optimizer(case: Case, groups: list[dict]) -> torch.optim.Optimizer | MuonAn
     return kind(groups, lr=case.lr, betas=(0.9, 0.95), eps=case.eps)
 
 
-def _rate(case: Case, step: int, epoch: int) -> float:
+def learning_rate(case: Case, step: int, epoch: int) -> float:
     """The documented schedules, of the step and the epoch counted from 0."""
     rate = case.lr
     if case.schedule == "step":

@@ -1,6 +1,6 @@
 """`hvd-train` with a fault: faulty.py RANK STEP FAULT [KEY=VALUE ...], or `train` in a world that is there already.
 
-corrupt: that rank changes one weight after that step.
+corrupt: that rank changes one weight after that step; diverge: to no number.
 die: that rank kills itself in the middle of the backward of that step.
 raise: the same, with an exception.
 forward-STAGE-NUMBER, backward-STAGE-NUMBER: that stage fails at that micro-batch of that step, and says when.
@@ -9,6 +9,7 @@ prepare: that rank prepares its data for so many seconds, longer than any rank m
 overflow: the loss scale of that rank's float16 starts so high that the first steps are left out.
 """
 
+import math
 import os
 import signal
 import sys
@@ -36,7 +37,7 @@ def corrupt_after_a_step() -> None:
         result = original(trainer, *words, **wishes)
         if trainer.state.step == STEP:
             trainer.engine.wait_params()
-            trainer.engine.buffers[-1].parameters[3] += 1e-6
+            trainer.engine.buffers[-1].parameters[3] += math.nan if FAULT == "diverge" else 1e-6
         return result
 
     patch.object(Trainer, "step", step).start()
@@ -51,12 +52,12 @@ def fail_in_a_backward() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         raise RuntimeError("this rank has a fault")
 
-    def begin_step(sync, *words):
+    def begin_step(sync, *words, **options):
         nonlocal calls
         calls += 1
         if calls == STEP:
             sync.buffers[len(sync.buffers) // 2].slots[0].parameter.register_hook(fail)
-        original(sync, *words)
+        original(sync, *words, **options)
 
     patch.object(GradSync, "begin_step", begin_step).start()
 
@@ -141,6 +142,7 @@ def overflow_at_first() -> None:
 
 FAULTS = {
     "corrupt": corrupt_after_a_step,
+    "diverge": corrupt_after_a_step,
     "die": fail_in_a_backward,
     "raise": fail_in_a_backward,
     "hang": hang_in_a_forward,

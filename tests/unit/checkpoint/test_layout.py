@@ -85,6 +85,8 @@ def engines(case: Case, values: Mapping[str, Tensor]) -> list[Any]:
                 world=world, mesh=mesh, buffers=buffers, shapes=case.shapes, splits=case.splits if tp > 1 else {},
                 optimizer_state=lambda state=state: state, wait_params=lambda: None, set_updates=lambda number: None,
                 exchange_weights=lambda: None,
+                config=SimpleNamespace(optimizer=SimpleNamespace(name="adamw", momentum=0.0)),
+                local_steps=SimpleNamespace(state=[{} for _ in buffers]),
             )
         )  # fmt: skip
     return found

@@ -42,3 +42,11 @@ def test_more_ranks_than_have_work_are_refused(words: list[str], most: int, name
         check_step_size(settings(*words), most + 1)
     assert str(caught.value).startswith(named) and "\n" not in str(caught.value)
     check_step_size(settings(), 10**6)
+
+
+def test_with_local_steps_the_rate_is_that_of_one_replica() -> None:
+    grows = settings("training.batch_size=4", "training.accumulation=3").training
+    fixed = settings("training.batch_size=4", "training.global_batch_size=24").training
+    assert rate_replicas(grows, 3, local_steps=8) == 1
+    assert rate_replicas(fixed, 3, local_steps=8) == 2  # 8 samples of its own are two accumulation steps of 4
+    assert rate_replicas(grows, 1, local_steps=8) == rate_replicas(grows, 1)

@@ -74,6 +74,26 @@ CASES = [
         ["training.global_batch_size=10", "data.batching=columns", "training.batch_size=4"],
     ),
     (
+        ["communication.local_steps=8", "parallel.optimizer_shard=none"],
+        "parallel.optimizer_shard=state",
+        ["communication.local_steps=8", "parallel.optimizer_shard=state", "none"],
+    ),
+    (
+        ["communication.local_steps=8", "communication.compression=none"],
+        "communication.compression=fp16",
+        ["communication.local_steps=8", "communication.compression=fp16", "none"],
+    ),
+    (
+        ["communication.outer_lr=1.0", "communication.local_steps=2"],
+        "communication.local_steps=1",
+        ["communication.outer_lr=1.0", "communication.local_steps", "at least 2", "0.7"],
+    ),
+    (
+        ["communication.outer_momentum=0.5", "communication.local_steps=2"],
+        "communication.local_steps=1",
+        ["communication.outer_momentum=0.5", "communication.local_steps", "at least 2", "0.9"],
+    ),
+    (
         ["communication.compression=fp16", "training.precision=fp32"],
         "training.precision=fp64",
         ["communication.compression=fp16", "training.precision=fp64"],

@@ -32,6 +32,7 @@ data.valid data.test data.text_column data.label_column data.positive_label data
 training.label_smoothing optimizer.name optimizer.lr optimizer.lr_scaling optimizer.weight_decay optimizer.momentum
 optimizer.betas optimizer.eps optimizer.clip_norm optimizer.schedule optimizer.warmup_steps optimizer.gamma
 model.init_output optimizer.ema optimizer.decay_fraction training.precision
+communication.local_steps communication.outer_lr communication.outer_momentum
 """
 
 

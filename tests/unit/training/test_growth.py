@@ -43,6 +43,7 @@ LAYOUTS = {
     "a bucket per weight": (1, ["communication.bucket_mb=0.00001"]),
     "two stages": (1, ["parallel.pipeline=2", "parallel.partition=uniform", "parallel.micro_batches=2"]),
     "replicas": (2, []),
+    "local steps": (2, ["communication.local_steps=2"]),
     "shared state": (2, ["parallel.optimizer_shard=state"]),
     "shared gradients": (2, ["parallel.optimizer_shard=gradients"]),
     "shared matrices": (2, ["parallel.tensor=2", "parallel.vocab_parallel=true"]),

@@ -152,6 +152,25 @@ def test_the_sums_of_a_step_travel_with_its_last_gradients() -> None:
     assert first_wait == len(sends)
 
 
+def test_local_steps_send_nothing_until_they_report() -> None:
+    world = FakeWorld(size=2)
+    job = trainer(settings("communication.local_steps=40", "optimizer.lr_scaling=linear"), world)
+    plans = job.steps()
+    world.events.clear()
+    found = [job.step(next(plans), Wishes(stop=True), report=step == 2) for step in range(3)]
+    assert world.events == ["send step.sums", "wait step.sums"]
+    assert [result.totals.targets for result in found] == [0, 0, 3 * 2 * 4 * 5]  # 2 replicas with 4 windows of 5
+    assert [result.totals.wishes.stop for result in found] == [False, False, True]
+    assert (job.state.samples, found[0].learning_rate) == (3 * 2 * 4, job.config.optimizer.lr)
+    world.events.clear()
+    job.evaluate("valid")
+    job.synchronize()
+    averaged = ["average.weights.0", "average.exp_avg.0", "average.exp_avg_sq.0", "average.scales"]
+    assert [event for event in world.events if "average" in event and "send" in event] == [
+        f"send {name}" for name in averaged
+    ]
+
+
 class OtherRanks(FakeWorld):
     """The other ranks have ten targets with loss 2 each, and add no gradients."""
 
