@@ -197,20 +197,21 @@ def make_grad_buffers(
     bucket_bytes: int,
     alone: Set[str] = frozenset(),
     shard: ZeroShard = WHOLE,
+    apart: Set[str] = frozenset(),
 ) -> list[GradBuffer]:
     """Group named parameters, given in the model's order, into buffers of about `bucket_bytes`.
 
     A buffer has one dtype and device; a parameter larger than `bucket_bytes` gets one alone. Parameters named in
-    `alone` are matrices that get a buffer each, sharded by rows.
+    `alone` are matrices that get a buffer each, sharded by rows. Those named in `apart` share no buffer with others.
     """
     groups: list[list[tuple[str, nn.Parameter]]] = []
-    unfinished: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
-    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    unfinished: dict[tuple[torch.dtype, torch.device, bool], list[tuple[str, nn.Parameter]]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device, bool], int] = {}
     for name, parameter in reversed(parameters.items()):
         if name in alone:
             groups.append([(name, parameter)])
             continue
-        kind = (parameter.dtype, parameter.device)
+        kind = (parameter.dtype, parameter.device, name in apart)
         if kind in unfinished and sizes[kind] + parameter.nbytes > bucket_bytes:
             groups.append(unfinished.pop(kind))
         if kind not in unfinished:

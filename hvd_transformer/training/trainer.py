@@ -144,6 +144,7 @@ class Trainer:
         stats = StepStats(self.world, self.mesh, num_micro_batches, counts, wishes)
 
         engine.grad_sync.begin_step(num_micro_batches)
+        engine.grad_sync.wire.begin_step(state.step, self.total_steps, self.loss_scaler.scale)
         scale = self.loss_scaler.scale / task.targets_per_step
         # Full buffers leave during the last backwards.
         engine.pipeline.forward_backward(accumulation, scale, stats.add_loss)
@@ -162,10 +163,12 @@ class Trainer:
             engine.update(factor * clip_factor(norm, self.config.optimizer.clip_norm), rate)
             self.loss_scaler.good()
             state.updates += 1
-        elif engine.overflowed_in_transit():
-            log.warning("step %d is skipped: a sum of gradients overflowed in transit", state.step + 1)
-        elif not self.loss_scaler.overflowed():
-            raise Diverged(state.step + 1, totals.loss, norm)
+        else:
+            engine.grad_sync.wire.skip_step()
+            if engine.overflowed_in_transit():
+                log.warning("step %d is skipped: a sum of gradients overflowed in transit", state.step + 1)
+            elif not self.loss_scaler.overflowed():
+                raise Diverged(state.step + 1, totals.loss, norm)
 
         seconds = time.perf_counter() - began
         result = StepResult(state.epoch, totals, norm, rate, seconds, seconds - waited)
