@@ -32,10 +32,14 @@ def state_keys(config: OptimizerConfig) -> tuple[str, ...]:
 
 
 def copies_per_weight(config: Config, dp: int) -> tuple[float, float]:
-    """The numbers of gradient and of optimizer state that a rank keeps per weight, with `dp` replicas."""
+    """The numbers of gradient and of optimizer state that a rank keeps per weight, with `dp` replicas.
+
+    The errors of compressed gradients count as state.
+    """
     shards = 1 if config.parallel.optimizer_shard == "none" else dp
     of_gradients = shards if config.parallel.optimizer_shard == "gradients" else 1
-    return 1 / of_gradients, len(state_keys(config.optimizer)) / shards
+    errors = int(dp > 1 and config.communication.compression not in ("none", "fp16_fp32_sum"))
+    return 1 / of_gradients, len(state_keys(config.optimizer)) / shards + errors
 
 
 @dataclass

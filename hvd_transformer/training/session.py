@@ -147,6 +147,9 @@ class Session:
         interval["count"] += totals.targets
         interval["seconds"] += result.seconds
         interval["steps"] += 1
+        if news := self.trainer.engine.grad_sync.wire.take_news():
+            log.info(news)
+            self.progress.message(news)
         due = self._log_due(state.step)
         if not due and state.step > 1:
             return
@@ -284,6 +287,7 @@ class Session:
             "pp": len(trainer.engine.stages),
             "backend": self.world.backend,
             "device": trainer.mesh.device.type,
+            "compression": trainer.engine.grad_sync.wire.format,
             "parameters": trainer.engine.num_parameters,
             "train_loss": state.train_loss,
             "valid_loss": None,

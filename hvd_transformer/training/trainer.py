@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hvd_transformer.checkpoint.capture import Capture
-from hvd_transformer.checkpoint.restore import restore
+from hvd_transformer.checkpoint.restore import restore, restore_wire
 from hvd_transformer.checkpoint.store import Snapshot
 from hvd_transformer.checkpoint.writer import Begun
 from hvd_transformer.comm.world import World, agree
@@ -227,16 +227,18 @@ class Trainer:
     def _capture_for(self, begun: Begun | None) -> Capture:
         if begun is None:
             return Capture(self.engine)
-        if self._capture is None or self._capture.writers != begun.writers:
+        wire = self.engine.grad_sync.wire
+        if self._capture is None or (self._capture.writers, self._capture.compression) != (begun.writers, wire.format):
             self._capture = None  # frees its memory first
             self._capture = Capture(self.engine, begun.writers)
         return self._capture
 
     def restore(self, folder: Path | None, saved: Mapping[str, Any]) -> None:
-        """Weights, optimizer and scales of a checkpoint, rank 0's `folder`; `saved` is its state. Collective."""
+        """Load what a checkpoint has, rank 0's `folder`; `saved` is its state. Collective."""
         restore(self.engine, folder, self.state.updates)
         self.loss_scaler.load(saved["loss_scaler"])
         self.engine.load_wire_states(saved.get("wire", []))
+        restore_wire(self.engine, folder)
 
     @cached_property
     def tokenizer_files(self) -> dict[str, str]:

@@ -68,6 +68,7 @@ class AutoWire(Wire):
         self._inner = Wire(group, layouts, self.options)
         self._chosen = False
         self._num_steps = 0
+        self._news: str | None = None
         self._computation: list[float] = []
         self._sent: list[int] = []  # bytes of each message of buffers in this step
         self._sent_rows: list[int] = []
@@ -121,6 +122,10 @@ class AutoWire(Wire):
     def tensors(self) -> dict[str, Tensor]:
         return self._inner.tensors()
 
+    def take_news(self) -> str | None:
+        news, self._news = self._news, None
+        return news
+
     def _note(self, sent: InTransit, notes: list[int]) -> InTransit:
         notes.append(sent.nbytes)
         return sent
@@ -157,7 +162,7 @@ class AutoWire(Wire):
         measured = Measured(latency, per_byte, computation, seconds, traffic)
         self._become(measured.choose())
         times = ", ".join(f"{kind} {1000 * measured.step_seconds(kind):.0f} ms" for kind in traffic)
-        self.news = (
+        self._news = (
             f"communication.compression=auto: {self.format} (allreduce: {1000 * latency:.2f} ms, "
             f"{8e-6 / per_byte:,.0f} Mbit/s; estimated steps: {times})"
         )
@@ -205,5 +210,5 @@ def make_wire(
     compression: str, group: Group, layouts: Mapping[str, Layout], options: WireOptions | None = None
 ) -> Wire:
     """The format of `communication.compression`; a single rank sends nothing."""
-    kinds = {**_FORMATS, "auto": AutoWire}
-    return (Wire if group.size == 1 else kinds[compression])(group, layouts, options)
+    kind = AutoWire if compression == "auto" else _FORMATS[compression]
+    return (Wire if group.size == 1 else kind)(group, layouts, options)

@@ -165,7 +165,7 @@ class Int8Wire(FeedbackWire):
 
         def decode() -> Tensor:
             levels, scales = wait().split([width, _SCALE_BYTES], 1)
-            return levels.view(torch.int8) * scales.contiguous().view(torch.float32)
+            return torch.mul(levels.view(torch.int8), scales.contiguous().view(torch.float32))
 
         return InTransit(message.nbytes, decode)
 

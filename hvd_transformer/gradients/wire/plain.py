@@ -54,7 +54,6 @@ class Wire:
 
     format = "none"
     overflowed = False  # in the last step a sum may have overflowed because of the format, not because it diverged
-    news: str | None = None  # for the user, once
 
     def __init__(self, group: Group, layouts: Mapping[str, Layout], options: WireOptions | None = None) -> None:
         self.group, self.layouts, self.options = group, dict(layouts), options or WireOptions()
@@ -86,6 +85,10 @@ class Wire:
 
     def skip_step(self) -> None:
         """The sum was not finite: no update is made, and nothing of it may reach a later step."""
+
+    def take_news(self) -> str | None:
+        """What the user should know, once."""
+        return None
 
     def state(self) -> dict[str, Any]:
         """What the next step depends on besides `tensors`, as JSON for a checkpoint; the same on all ranks."""

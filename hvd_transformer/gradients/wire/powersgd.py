@@ -104,9 +104,7 @@ class PowerSgdWire(FeedbackWire):
         factors = [(matrix.of(gradients).t() @ basis).flatten() for matrix, basis in zip(matrices, bases, strict=True)]
         return bases, self.group.all_reduce_async_(torch.cat(factors), f"{name}.q")
 
-    def _decode(
-        self, gradients: Tensor, name: str, bases: Sequence[Tensor], wait: Callable[[], Tensor]
-    ) -> Tensor:
+    def _decode(self, gradients: Tensor, name: str, bases: Sequence[Tensor], wait: Callable[[], Tensor]) -> Tensor:
         """Overwrite the gradients with their sum; what it lacks of this rank's part becomes the error."""
         matrices, error = self._matrices[name], self.errors[name]
         factors = wait().split([matrix.factor.numel() for matrix in matrices])
@@ -127,7 +125,8 @@ class PowerSgdWire(FeedbackWire):
 
 def _orthonormal(factor: Tensor) -> Tensor:
     """Orthonormal columns with the same span; some columns, where the factor is zero."""
-    return torch.linalg.qr(factor).Q
+    basis: Tensor = torch.linalg.qr(factor).Q
+    return basis
 
 
 def _rest(gradients: Tensor, matrices: Sequence[_Matrix]) -> list[Tensor]:
