@@ -251,6 +251,8 @@ NARROW_RUNS = {
     "wire": ("fp32", "fp16", "none"),
     "wire-fp32-sum": ("fp32", "fp16_fp32_sum", "none"),
     "shared-wire-fp32-sum": ("fp32", "fp16_fp32_sum", "gradients"),
+    "wire-int8": ("fp32", "int8", "none"),
+    "shared-wire-int8": ("fp32", "int8", "gradients"),
     "bf16": ("bf16", "none", "none"),
     "fp16": ("fp16", "none", "none"),
     "bf16-wire": ("bf16", "fp16", "none"),

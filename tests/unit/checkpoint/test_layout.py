@@ -85,6 +85,7 @@ def engines(case: Case, values: Mapping[str, Tensor]) -> list[Any]:
                 world=world, mesh=mesh, buffers=buffers, shapes=case.shapes, splits=case.splits if tp > 1 else {},
                 optimizer_state=lambda state=state: state, wait_params=lambda: None, set_updates=lambda number: None,
                 config=SimpleNamespace(optimizer=SimpleNamespace(name="adamw", momentum=0.0)),
+                grad_sync=SimpleNamespace(wire=SimpleNamespace(format="none", tensors=dict)),
             )
         )  # fmt: skip
     return found
