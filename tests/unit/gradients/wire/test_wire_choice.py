@@ -50,23 +50,29 @@ def slow_link(monkeypatch: pytest.MonkeyPatch, per_byte: float) -> None:
     monkeypatch.setattr(choice.statistics, "median", lambda values: 1.0)
 
 
+LAYOUT = {"a": (64, 80), "b": 300}
+
+
+def gradient(step: int, rank: int) -> Tensor:
+    return torch.randn(64, 80, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
 def run(world: World, num_steps: int, saved: Any = None, num_hosts: int = 2) -> tuple[Any, list[Tensor], list[str]]:
-    """The wire after some steps of gradients that differ by rank, what it delivered, and its news."""
-    made = layouts({"a": (64, 80), "b": 300})
-    wire = make_wire("auto", world, made, WireOptions(num_hosts=num_hosts))
+    """The wire after some steps of gradients that differ by rank, what it delivered of "a", and its news."""
+    wire = make_wire("auto", world, layouts(LAYOUT), WireOptions(num_hosts=num_hosts))
     assert isinstance(wire, AutoWire)
     if saved is not None:
         wire.load(saved)
     found, news = [], []
     for step in range(num_steps):
-        own = torch.Generator().manual_seed(10 * step + world.rank)
-        gradients = {name: torch.randn(layout.values.numel(), generator=own) for name, layout in made.items()}
-        found.append(torch.cat(list(all_reduced(wire, gradients, step).values())))
+        found.append(all_reduced(wire, {"a": gradient(step, world.rank), "b": torch.ones(300)}, step)["a"])
         news += filter(None, [wire.take_news()])
     return wire, found, news
 
 
-@pytest.mark.parametrize(("per_byte", "chosen"), [(1e-12, "none"), (5e-5, "fp16"), (1e-4, "int8"), (1e-3, "powersgd")])
+@pytest.mark.parametrize(
+    ("per_byte", "chosen"), [(1e-12, "none"), (2.5e-5, "fp16"), (5e-5, "int8"), (1e-3, "powersgd")]
+)
 def test_all_ranks_measure_then_become_what_the_slowest_needs(
     per_byte: float, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,31 +80,23 @@ def test_all_ranks_measure_then_become_what_the_slowest_needs(
     for wire, found, news in of_ranks(2, lambda world: run(world, MEASURED_STEPS + 2)):
         assert wire.format == chosen and wire.state()["chosen"] == chosen
         assert len(news) == 1 and news[0].startswith(f"communication.compression=auto: {chosen} (")
-        exact = [
-            sum(
-                torch.randn(64 * 80 + 300, generator=torch.Generator().manual_seed(10 * step + rank)) for rank in (0, 1)
-            )
-            for step in range(MEASURED_STEPS)
-        ]
-        first = slice(0, 64 * 80)  # the second buffer's numbers follow in another order
         for step in range(MEASURED_STEPS):
-            torch.testing.assert_close(found[step][first], exact[step][first])
+            assert torch.equal(found[step], gradient(step, 0) + gradient(step, 1))
 
 
 def test_a_resumed_run_keeps_the_choice_unless_the_number_of_hosts_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow_link(monkeypatch, 1e-4)
+    slow_link(monkeypatch, 5e-5)
     (wire, _, _), _ = of_ranks(2, lambda world: run(world, MEASURED_STEPS + 1))
     saved = wire.state()
-    for kept, (again, _, news) in zip(
-        (True, False), (of_ranks(2, lambda world, hosts=hosts: run(world, 1, saved, hosts))[0] for hosts in (2, 3))
-    ):
-        assert again.format == ("int8" if kept else "none") and not news
-        assert bool(again.tensors()) == kept
+    for num_hosts, kept in ((2, "int8"), (3, "none")):
+        again, _, news = of_ranks(2, lambda world, hosts=num_hosts: run(world, 1, saved, hosts))[0]
+        assert again.format == kept and not news
+        assert bool(again.tensors()) == (kept == "int8")
 
 
 def test_the_real_measurements_are_positive() -> None:
     def measure(world: World) -> tuple[float, ...]:
-        made = layouts({"a": (64, 80)})
+        made = layouts(LAYOUT)
         return (*choice._measure_link(world), *choice._measure_encoding(made, WireOptions()).values())
 
     for numbers in of_ranks(2, measure):
