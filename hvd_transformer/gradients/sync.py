@@ -62,7 +62,11 @@ class GradSync:
         self.embedding_grads: dict[str, EmbeddingGrad] = {}
         self._index = {buffer: index for index, buffer in enumerate(self.buffers)}
         rows = [slot for buffer in self.buffers for slot in buffer.slots if slot.name in (embeddings or {})]
-        layouts = {_name(index): Layout(buffer.parameters, buffer.slots) for buffer, index in self._index.items()}
+        of_rows_alone = {name for name, plan in (embeddings or {}).items() if plan.gather and not plan.dense}
+        layouts = {
+            _name(index): Layout(buffer.parameters, [slot for slot in buffer.slots if slot.name not in of_rows_alone])
+            for buffer, index in self._index.items()
+        }
         layouts |= {_rows_name(slot): Layout(slot.parameter.data) for slot in rows}
         self.wire = make_wire(compression, group, layouts, wire_options)
         # The order in which one micro-batch's backward fills them.

@@ -115,7 +115,9 @@ class AutoWire(Wire):
         return {"chosen": self.format, "num_hosts": self.options.num_hosts, "inner": self._inner.state()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        if "chosen" in state and state["num_hosts"] == self.options.num_hosts:
+        if "chosen" not in state or (self.options.sharded and state["chosen"] == "powersgd"):
+            return
+        if state["num_hosts"] == self.options.num_hosts:
             self._become(state["chosen"])
             self._inner.load(state["inner"])
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hvd_transformer.config import load
 from hvd_transformer.config.schema import ModelConfig, OptimizerConfig
 from hvd_transformer.gradients.buffers import GradBuffer, make_grad_buffers
-from hvd_transformer.gradients.optimizer import FlatOptimizer, names_without_decay
+from hvd_transformer.gradients.optimizer import FlatOptimizer, copies_per_weight, names_without_decay
 from hvd_transformer.models.language_model import LanguageModel
 
 KINDS = {
@@ -147,3 +148,10 @@ def test_decay_spares_biases_norms_and_embeddings(tie_embeddings: bool) -> None:
     matrices |= {f"blocks.0.feedforward.{part}.weight" for part in ("input", "output")}
     # A free output layer is a matrix like any other; a tied one is the embedding.
     assert decayed == matrices | (set() if tie_embeddings else {"head.weight"})
+
+
+@pytest.mark.parametrize(("compression", "errors"), [("none", 0), ("fp16_fp32_sum", 0), ("int8", 1), ("powersgd", 1)])
+def test_errors_of_compressed_gradients_are_state_of_several_replicas(compression: str, errors: int) -> None:
+    config = load(overrides=["optimizer.name=adamw", f"communication.compression={compression}"])
+    assert copies_per_weight(config, dp=1) == (1, 2)
+    assert copies_per_weight(config, dp=4) == (1, 2 + errors)
