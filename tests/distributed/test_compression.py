@@ -13,7 +13,7 @@ FORMATS = ("none", "fp16", "fp16_fp32_sum", "int8", "powersgd", "auto")
     [(3, "gloo"), pytest.param(2, "mpi", marks=pytest.mark.slow), pytest.param(3, "mpi", marks=pytest.mark.slow)],
 )
 def test_every_format_trains_with_pipeline_accumulation_and_rows(world, tmp_path, size, backend):
-    corpus = write_corpus(tmp_path / "text")
+    corpus = write_corpus(tmp_path / "text", train=1200)
     words = [
         *tiny(corpus),
         "parallel.pipeline=2",
