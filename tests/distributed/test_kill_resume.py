@@ -259,7 +259,10 @@ def test_goes_on_where_no_update_was_made_yet(world, corpus, tmp_path):
         assert (state(tmp_path / "run")["position"]["updates"] > 0) == updated
 
 
-@pytest.mark.parametrize("compression", ["fp16", "fp16_fp32_sum", "int8", "powersgd"])
+@pytest.mark.parametrize(
+    "compression",
+    ["fp16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp16_fp32_sum", "powersgd")), "int8"],
+)
 def test_a_resumed_run_rounds_gradients_in_transit_as_before(world, corpus, tmp_path, compression):
     """Bit for bit, also where the ranks of a tensor group have buckets of different sizes: the vocabulary is odd."""
     words = [*tiny(corpus), "parallel.tensor=2", "parallel.vocab_parallel=true", "optimizer.schedule=constant"]
