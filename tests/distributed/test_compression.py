@@ -35,7 +35,7 @@ def test_every_format_trains_with_pipeline_accumulation_and_rows(world, tmp_path
     ]
     runs = {name: [*words, f"communication.compression={name}", f"output_dir={tmp_path / name}"] for name in formats}
     runs["powersgd"].append("communication.powersgd_rank=1")
-    world(size, backend, formats).train(*runs.values())
+    world(size, backend).train(*runs.values())
     losses = {name: [loss for _, loss in steps(tmp_path / name, "loss")] for name in formats}
     exact = losses["none"]
     assert exact[-1] < exact[0]
