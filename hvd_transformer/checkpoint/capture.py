@@ -1,4 +1,7 @@
-"""Captures an engine's weights and optimizer state: each rank copies what it writes of a checkpoint."""
+"""Captures an engine's weights, optimizer state and errors of compressed gradients.
+
+Each rank copies what it writes of a checkpoint.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -11,7 +14,7 @@ from hvd_transformer.checkpoint.engine_state import Shards
 from hvd_transformer.checkpoint.exchange import Held, exchange
 from hvd_transformer.checkpoint.layout import Files, Piece, ShardFiles, SharedFiles, Span, Writers, index
 from hvd_transformer.checkpoint.shards import TensorShard, overlap
-from hvd_transformer.checkpoint.store import FORMAT, MODEL, OPTIMIZER, OUTER, Snapshot
+from hvd_transformer.checkpoint.store import FORMAT, MODEL, OPTIMIZER, OUTER, WIRE, Snapshot
 from hvd_transformer.checkpoint.tensor_file import FilePart
 from hvd_transformer.comm.group import Group
 from hvd_transformer.parallel.engine import Engine
@@ -36,6 +39,10 @@ class Capture:
         if outer := engine_state.outer_state(engine):
             shards[OUTER], files[OUTER] = outer, SharedFiles(_whole(outer), self.writers)
             exchanges[OUTER] = exchanges[OPTIMIZER]  # local steps are not for ZeRO
+        self.compression = engine.grad_sync.wire.format
+        if wire := engine_state.wire_state(engine):
+            shards[WIRE] = wire
+            files[WIRE], exchanges[WIRE] = _wire_files(engine, wire, self.writers)
         self._copies = {
             name: _Copy(world.rank, files[name], own, self.writers, exchanges[name]) for name, own in shards.items()
         }
@@ -104,6 +111,13 @@ def _optimizer_exchange(engine: Engine, files: Files) -> _Exchange | None:
     if engine.mesh.zero_shard.count > 1:
         found = _Exchange(engine.world, engine_state.held_by_world(engine))
     return found and _Exchange(found.group, lambda rank, name: found.held(rank, engine_state.parameter_of(name)))
+
+
+def _wire_files(engine: Engine, own: Shards, writers: Writers) -> tuple[Files, _Exchange | None]:
+    """Each rank writes its own errors, unless it sees no folder."""
+    if writers.all_see:
+        return ShardFiles(engine_state.wire_columns(engine, own), [engine_state.WIRE_KEY], writers), None
+    return SharedFiles(_whole(own), writers), _Exchange(engine.world, engine_state.held_by_places(engine, own))
 
 
 class _Copy:

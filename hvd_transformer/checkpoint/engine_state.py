@@ -9,9 +9,11 @@ from torch import Tensor
 from hvd_transformer.checkpoint.exchange import Held
 from hvd_transformer.checkpoint.layout import BufferLayout, Column, Piece
 from hvd_transformer.checkpoint.shards import StridedBlocks, TensorShard
+from hvd_transformer.gradients.wire.feedback import ERROR
 from hvd_transformer.parallel.engine import Engine
 
 Shards = Mapping[str, TensorShard]  # by the name of the tensor
+WIRE_KEY = "wire"
 
 
 def weights(engine: Engine) -> Shards:
@@ -37,6 +39,44 @@ def outer_state(engine: Engine) -> Shards:
         for key in states[0]
         for name, own in _shards(engine, [state[key] for state in states]).items()
     }
+
+
+def wire_state(engine: Engine) -> Shards:
+    """What this rank keeps for gradients in transit, by names such as "wire.0.error.head.weight". Collective.
+
+    The number is the place in the tensor group. Each tensor is [dp, n] and has a row per rank of that place; this rank
+    has one row of those of its own place, and nothing of others.
+    """
+    mesh, own = engine.mesh, engine.grad_sync.wire.tensors()
+    found, nothing = {}, engine.buffers[0].parameters.new_empty(0)
+    for place, sizes in enumerate(mesh.tp_group.all_gather_objects({name: own[name].numel() for name in own})):
+        mine = place == mesh.tp_rank
+        for name, size in sizes.items():
+            start, values = (mesh.dp_rank * size, own[name]) if mine else (0, nothing)
+            shape = (mesh.dp, size)
+            found[f"{WIRE_KEY}.{place}.{name}"] = TensorShard(shape, StridedBlocks.of(shape), start, values)
+    return found
+
+
+def is_error(name: str) -> bool:
+    """Whether this tensor of `wire_state` is of errors, of which only the sum over the ranks matters."""
+    return name.split(".", 2)[2].startswith(ERROR)
+
+
+def wire_columns(engine: Engine, state: Shards) -> list[Column]:
+    """The ranks with the same place in their tensor groups, and what each of them keeps of `wire_state`."""
+    mesh, dtype, found = engine.mesh, engine.buffers[0].parameters.dtype, []
+    for place in range(mesh.tp):
+        prefix = f"{WIRE_KEY}.{place}."
+        shapes = {name.partition(".")[2]: own.shape for name, own in state.items() if name.startswith(prefix)}
+        found.append(
+            Column(
+                range(place, engine.world.size, mesh.tp),
+                [BufferLayout(size, [(name, 0, dp * size)]) for name, (dp, size) in shapes.items()],
+                {name: Piece.of(name, dtype, shape) for name, shape in shapes.items()},
+            )
+        )
+    return found
 
 
 def parameter_of(name: str) -> str:
@@ -87,6 +127,17 @@ def held_by_world(engine: Engine) -> Callable[[int, str], Held | None]:
     def held(rank: int, name: str) -> Held | None:
         found = shards(rank).get(name)
         return found and Held(of_places[rank % tensor].pieces[name].blocks, *found)
+
+    return held
+
+
+def held_by_places(engine: Engine, state: Shards) -> Callable[[int, str], Held | None]:
+    """What a rank of the world keeps of a tensor of `wire_state`: its row."""
+    tensor = engine.mesh.tp
+
+    def held(rank: int, name: str) -> Held | None:
+        size, place = state[name].shape[1], int(name.split(".")[1])
+        return Held(state[name].blocks, rank // tensor * size, size) if rank % tensor == place else None
 
     return held
 

@@ -1,4 +1,7 @@
-"""Restores an engine's weights and optimizer state: each rank reads its part, where it sees the folder."""
+"""Restores an engine's weights, optimizer state and errors of compressed gradients.
+
+Each rank reads its part, where it sees the folder.
+"""
 
 import json
 from collections.abc import Iterator
@@ -13,7 +16,7 @@ from hvd_transformer.checkpoint import engine_state
 from hvd_transformer.checkpoint.engine_state import Shards
 from hvd_transformer.checkpoint.shards import StridedBlocks, TensorShard
 from hvd_transformer.checkpoint.shared_folder import SharedFolder
-from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, OUTER, read_current_state
+from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, OUTER, WIRE, read_current_state
 from hvd_transformer.checkpoint.stored_tensors import StoredTensors
 from hvd_transformer.comm.world import World, agree
 from hvd_transformer.errors import UserError
@@ -65,7 +68,43 @@ def restore_weights(engine: Engine, folder: Path | None) -> None:
     _load(engine.world, folder, MODEL, engine_state.weights(engine))
 
 
-def _load(world: World, folder: Path | None, name: str, shards: Shards) -> None:
+def restore_wire(engine: Engine, folder: Path | None) -> None:
+    """Load what the format of gradients in transit keeps from rank 0's `folder`, as far as it is there. Collective.
+
+    On another number of replicas the sum of their errors stays: replica r takes those of r, r + dp, r + 2 dp, …. With
+    tensor groups of another size it starts without.
+    """
+    own, world, mesh = engine_state.wire_state(engine), engine.world, engine.mesh
+
+    def read() -> dict[str, tuple[int, ...]]:
+        if folder is None or not any((folder / name).is_file() for name in (WIRE, f"{WIRE}.index.json")):
+            return {}
+        stored = StoredTensors(folder, WIRE)
+        return {name: stored.shape(name) for name in stored.names}
+
+    found = world.broadcast_object(agree(world, read))
+    if {name.split(".")[1] for name in found} != {name.split(".")[1] for name in own}:
+        return
+    known = {name: shard for name, shard in own.items() if name in found and found[name][1] == shard.shape[1]}
+    saved = max((found[name][0] for name in known), default=0)
+    for first in range(0, saved, mesh.dp):
+        due = [name for name in known if first == 0 or engine_state.is_error(name)]
+        rows = {name: first + mesh.dp_rank if engine_state.is_error(name) else 0 for name in due}
+        parts = {name: _row(known[name], saved, row) for name, row in rows.items()}
+        _load(world, folder, WIRE, parts, check=False)
+        for name, part in parts.items():
+            if part.values.numel():
+                known[name].values.copy_(part.values if first == 0 else known[name].values + part.values)
+
+
+def _row(own: TensorShard, num_rows: int, row: int) -> TensorShard:
+    """Room for a row of a stored tensor, of which this rank has a row now; none if either has not."""
+    shape = (num_rows, own.shape[1])
+    values = torch.empty_like(own.values) if row < num_rows else own.values[:0]
+    return TensorShard(shape, StridedBlocks.of(shape), row * values.numel(), values)
+
+
+def _load(world: World, folder: Path | None, name: str, shards: Shards, *, check: bool = True) -> None:
     """Fill this rank's shards. Raises `UserError` on all ranks if the tensors are of another model. Collective."""
     shared = SharedFolder.of(world, folder)
 
@@ -73,7 +112,8 @@ def _load(world: World, folder: Path | None, name: str, shards: Shards) -> None:
         if not shared.sees[world.rank]:
             return None
         stored = StoredTensors(shared.path, name)
-        stored.check({tensor: own.shape for tensor, own in shards.items()})
+        if check:
+            stored.check({tensor: own.shape for tensor, own in shards.items()})
         for tensor, own in shards.items():
             stored.fill(tensor, own)
         return stored

@@ -3,7 +3,8 @@
 checkpoints/step-00000200/   model.safetensors  optimizer.safetensors  state.json  tokenizer.json  MANIFEST.json
 checkpoints/latest → step-00000200      checkpoints/best → step-00000150
 
-With several hosts, each host has its own files of tensors, and an index says which tensor is where (`layout.py`).
+Where compressed gradients have errors, these are in wire.safetensors. With several hosts, each host has its own files
+of tensors, and an index says which tensor is where (`layout.py`).
 """
 
 import json
@@ -31,6 +32,7 @@ _STEP = re.compile(r"step-(\d{8,})")
 _REPLACED = ".replaced-"
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 OUTER = "outer.safetensors"  # of local steps
+WIRE = "wire.safetensors"  # of compressed gradients
 
 
 @dataclass(frozen=True)

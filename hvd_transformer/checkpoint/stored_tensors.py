@@ -51,7 +51,7 @@ class StoredTensors:
             where = "in the model but not in the file" if differing[0] in shapes else "in the file but not in the model"
             raise UserError(f"{self.path}: of another model: {differing[0]} is {where}")
         for name, shape in shapes.items():
-            found = self._shape(name)
+            found = self.shape(name)
             if list(found) != list(shape):
                 raise UserError(f"{self.path}: of another model: {name} is {list(found)}, not {list(shape)}")
 
@@ -64,14 +64,15 @@ class StoredTensors:
 
     def whole(self, name: str) -> Tensor:
         """A whole tensor, in memory."""
-        shape = self._shape(name)
+        shape = self.shape(name)
         shard = TensorShard(
             shape, StridedBlocks.of(shape), 0, self._stored(self._parts[name][0]).values.new_empty(prod(shape))
         )
         self.fill(name, shard)
         return shard.values.view(shape)
 
-    def _shape(self, name: str) -> tuple[int, ...]:
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
         return self._shapes[name] if name in self._shapes else self._stored(self._parts[name][0]).shape
 
     def _stored(self, part: _Part) -> StoredTensor:

@@ -63,6 +63,22 @@ def check(config: Config) -> None:
         raise UserError(
             f"communication.compression={config.communication.compression}: not with training.precision=fp64"
         )
+    _check_powersgd(config)
+
+
+def _check_powersgd(config: Config) -> None:
+    compression, rank = config.communication.compression, config.communication.powersgd_rank
+    if compression == "powersgd" and config.parallel.optimizer_shard != "none":
+        raise UserError(
+            "communication.compression=powersgd: not with parallel.optimizer_shard="
+            f"{config.parallel.optimizer_shard}, which reduces gradients to shards; use int8 or fp16"
+        )
+    default = type(config.communication).model_fields["powersgd_rank"].default
+    if compression not in ("powersgd", "auto") and rank != default:
+        raise UserError(
+            f"communication.powersgd_rank={rank}: only with communication.compression=powersgd or auto; leave it at "
+            f"{default}"
+        )
 
 
 # The keys of `data` that only some of the built-in tasks use.
@@ -170,8 +186,8 @@ def _check_local_steps(config: Config) -> None:
         )
     elif config.optimizer.ema is not None:
         raise UserError(
-            f"{given}: not with optimizer.ema={config.optimizer.ema}, since the replicas have different weights between "
-            "averages; use ema=none"
+            f"{given}: not with optimizer.ema={config.optimizer.ema}, since the weights of the replicas differ; "
+            "use ema=none"
         )
 
 

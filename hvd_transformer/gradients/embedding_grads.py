@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from hvd_transformer.gradients.wire import Wire
+from hvd_transformer.gradients.wire.plain import Wire
 from hvd_transformer.nn.parallel_layers import VocabParallelEmbedding
 
 
@@ -75,7 +75,7 @@ class EmbeddingGrad:
         tokens, rows = self._take()
         self._gathered = [
             self.wire.group.all_gather_async(tokens, f"{self.name}.tokens"),
-            self.wire.group.all_gather_async(self.wire.encode(rows, self.name), f"{self.name}.rows"),
+            self.wire.all_gather_async(rows, self.name).wait,
         ]
 
     def add_gathered(self, matrix: Tensor, first_row: int = 0) -> None:
@@ -84,7 +84,7 @@ class EmbeddingGrad:
         `matrix` may be a range of the parameter's rows, from `first_row`.
         """
         tokens, rows = (wait() for wait in self._gathered)
-        tokens, rows = tokens - first_row, self.wire.decode(rows, self.name)
+        tokens = tokens - first_row
         if matrix.size(0) < self.parameter.size(0):
             own = (tokens >= 0) & (tokens < matrix.size(0))
             tokens, rows = tokens[own], rows[own]

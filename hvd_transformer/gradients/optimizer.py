@@ -43,14 +43,15 @@ def state_keys(config: OptimizerConfig, *, by_muon: bool = False) -> tuple[str, 
 def copies_per_weight(config: Config, dp: int, *, by_muon: bool = False) -> tuple[float, float]:
     """The numbers of gradient and of optimizer state that a rank keeps per weight, with `dp` replicas.
 
-    `by_muon`: of a weight that Muon updates. With local steps the state includes outer weights, their momentum and
-    differences in flight.
+    `by_muon`: of a weight that Muon updates. The errors of compressed gradients count as state, and so do, with local
+    steps, outer weights, their momentum and differences in flight.
     """
     shards = 1 if config.parallel.optimizer_shard == "none" else dp
     of_gradients = shards if config.parallel.optimizer_shard == "gradients" else 1
-    of_average = config.optimizer.ema is not None
+    sharded = len(state_keys(config.optimizer, by_muon=by_muon)) + (config.optimizer.ema is not None)
+    errors = int(dp > 1 and config.communication.compression not in ("none", "fp16_fp32_sum"))
     outer = 3 if keeps_outer_weights(config.communication, dp) else 0
-    return 1 / of_gradients, (len(state_keys(config.optimizer, by_muon=by_muon)) + of_average) / shards + outer
+    return 1 / of_gradients, sharded / shards + errors + outer
 
 
 @dataclass

@@ -28,7 +28,8 @@ from torch import Tensor
 from hvd_transformer.comm.group import Group
 from hvd_transformer.gradients.buffers import GradBuffer, ParamSlot, add
 from hvd_transformer.gradients.embedding_grads import EmbeddingGrad, EmbeddingGradPlan
-from hvd_transformer.gradients.wire import Wire, make_wire
+from hvd_transformer.gradients.wire.choice import make_wire
+from hvd_transformer.gradients.wire.plain import Layout, Wire, WireOptions
 from hvd_transformer.monitoring.timeline import Timeline
 
 # Bytes of one stage's buffers that `ShardedGradSync` has in flight at most.
@@ -51,6 +52,7 @@ class GradSync:
         *,
         overlap: bool = True,
         compression: str = "none",
+        wire_options: WireOptions | None = None,
         embeddings: Mapping[str, EmbeddingGradPlan] | None = None,
         timeline: Timeline | None = None,
     ) -> None:
@@ -60,10 +62,14 @@ class GradSync:
         self.embedding_grads: dict[str, EmbeddingGrad] = {}
         self._index = {buffer: index for index, buffer in enumerate(self.buffers)}
         rows = [slot for buffer in self.buffers for slot in buffer.slots if slot.name in (embeddings or {})]
-        sizes = {_name(index): buffer.parameters.numel() for buffer, index in self._index.items()}
-        sizes |= {_rows_name(slot): slot.parameter.numel() for slot in rows}
-        self.wire = self._shared_wire = make_wire(compression, group, sizes)
-        self._local_wire = Wire(group.alone(), sizes)
+        of_rows_alone = {name for name, plan in (embeddings or {}).items() if plan.gather and not plan.dense}
+        layouts = {
+            _name(index): Layout(buffer.parameters, [slot for slot in buffer.slots if slot.name not in of_rows_alone])
+            for buffer, index in self._index.items()
+        }
+        layouts |= {_rows_name(slot): Layout(slot.parameter.data) for slot in rows}
+        self.wire = self._shared_wire = make_wire(compression, group, layouts, wire_options)
+        self._local_wire = Wire(group.alone(), layouts)
         # The order in which one micro-batch's backward fills them.
         self._order = list(chain.from_iterable(reversed(stages)))
         self._num_dense = {buffer: len(buffer.slots) for buffer in self.buffers}  # gradients that are not rows alone
@@ -155,19 +161,17 @@ class GradSync:
             self.count_grad(buffer)
 
     def _send(self, buffer: GradBuffer) -> None:
-        index = self._index[buffer]
-        message = self.wire.encode(buffer.close(), _name(index))
+        index, gradients = self._index[buffer], buffer.close()
         if self._sharded:
-            kind, wait = "reduce-scatter", self.wire.reduce_scatter_async(message, _name(index))
+            kind, sent = "reduce-scatter", self.wire.reduce_scatter_async(gradients, _name(index))
         else:
-            kind, wait = "allreduce", self.wire.all_reduce_async(message, _name(index))
-        size = f"{message.nbytes / 2**20:.1f} MiB"
-        self._in_flight[buffer] = self.timeline.watch(f"{kind} bucket {index}", size, wait)
+            kind, sent = "allreduce", self.wire.all_reduce_async(gradients, _name(index))
+        size = f"{sent.nbytes / 2**20:.1f} MiB"
+        self._in_flight[buffer] = self.timeline.watch(f"{kind} bucket {index}", size, sent.wait)
         self._num_sent[buffer] += 1
 
     def _arrive(self, buffer: GradBuffer) -> None:
-        received, own = self._in_flight.pop(buffer)(), buffer.own_gradients
-        found = self.wire.decode(received, _name(self._index[buffer]))
+        found, own = self._in_flight.pop(buffer)(), buffer.own_gradients
         if not found.is_set_to(own):
             add(own, found, first=self._num_sent[buffer] == 1)
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from hvd_transformer.gradients.param_all_gather import ParamAllGather, make_para
 from hvd_transformer.gradients.shared_matrices import SharedMatrices
 from hvd_transformer.gradients.sync import make_grad_sync
 from hvd_transformer.gradients.weight_grads import install_stores
+from hvd_transformer.gradients.wire.plain import WireOptions
 from hvd_transformer.monitoring.timeline import Timeline
 from hvd_transformer.nn.contracts import Layer
 from hvd_transformer.parallel.mesh import ParallelMesh
@@ -103,6 +105,13 @@ class Engine:
             mesh.dp_group,
             overlap=config.communication.overlap,
             compression=config.communication.compression,
+            wire_options=WireOptions(
+                seed=config.seed,
+                powersgd_rank=config.communication.powersgd_rank,
+                sharded=mesh.zero_shard.count > 1,
+                world=world,
+                num_hosts=len(set(world.hosts)),
+            ),
             embeddings=embeddings,
             timeline=self.timeline,
         )
@@ -187,13 +196,16 @@ class Engine:
         overflowed = torch.tensor([int(self.grad_sync.wire.overflowed)])
         return bool(self.mesh.tp_group.all_reduce_(overflowed, "wire.overflowed", "max").item())
 
-    def wire_states(self) -> list[dict[str, int]]:
-        """What the format of gradients in transit depends on, by `tp_rank`; empty where it has no state. Collective."""
+    def wire_states(self) -> list[dict[str, Any]]:
+        """What the format of gradients in transit depends on, by `tp_rank`; empty where it has no state. Collective.
+
+        Besides the tensors of `grad_sync.wire`.
+        """
         if self.config.communication.compression == "none":
             return []
         return self.mesh.tp_group.all_gather_objects(self.grad_sync.wire.state())  # replicas have the same
 
-    def load_wire_states(self, states: Sequence[dict[str, int]]) -> None:
+    def load_wire_states(self, states: Sequence[dict[str, Any]]) -> None:
         """Restore them; those of another tensor group are of other buckets."""
         self.grad_sync.wire.load(states[self.mesh.tp_rank] if len(states) == self.mesh.tp else {})
 
@@ -226,10 +238,14 @@ class Engine:
         alone = {name for name, gathers in embeddings.items() if gathers}
         travels = len(set(self.world.hosts)) > 1 or self.mesh.device.type == "cuda"
         hidden = self._muon_matrices(model)
+        # What all ranks of a tensor group hold must be rounded alike on all of them, whatever else they hold.
+        rounded = self.mesh.tp > 1 and self.config.communication.compression != "none"
+        unsplit = self.shapes.keys() - self.splits.keys() if rounded else set[str]()
         for number, (stage, own) in enumerate(parameters.items()):
             part = max(LEAST_BUCKET, sum(weight.nbytes for weight in own.values()) // LEAST_BUCKETS)
             size, last = (min(most, part), embeddings.keys() - alone) if travels else (most, set())
-            buffers = make_grad_buffers(own, no_decay, size, alone, self.mesh.zero_shard, apart=(hidden, last))
+            apart = (hidden, last, unsplit)
+            buffers = make_grad_buffers(own, no_decay, size, alone, self.mesh.zero_shard, apart=apart)
             matrices = self._share_matrices(buffers, hidden, f"muon.{number}") if hidden else None
             stage.add_buffers(self.config.optimizer, buffers, matrices)
 

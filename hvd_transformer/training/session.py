@@ -155,6 +155,9 @@ class Session:
         self.heartbeat.stepped(state.step, *known)
         slowest = self._compare_work() if totals.wishes.compare else {}
         self.stragglers.add(result.work, result.seconds)
+        if news := self.trainer.engine.grad_sync.wire.take_news():
+            log.info(news)
+            self.progress.message(news)
         due = self._log_due(state.step)
         if not due and state.step > 1:
             return
@@ -300,6 +303,7 @@ class Session:
             "pp": len(trainer.engine.stages),
             "backend": self.world.backend,
             "device": trainer.mesh.device.type,
+            "compression": trainer.engine.grad_sync.wire.format,
             "parameters": trainer.engine.num_parameters,
             "train_loss": state.train_loss,
             "valid_loss": None,

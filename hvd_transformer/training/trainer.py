@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hvd_transformer.checkpoint.capture import Capture
-from hvd_transformer.checkpoint.restore import restore, restore_outer_state
+from hvd_transformer.checkpoint.restore import restore, restore_outer_state, restore_wire
 from hvd_transformer.checkpoint.store import Snapshot
 from hvd_transformer.checkpoint.writer import Begun
 from hvd_transformer.comm.world import World, agree
@@ -162,6 +162,7 @@ class Trainer:
         stats = StepStats(self.world, self.mesh, counts, wishes, self._unsent, sends=sends)
 
         engine.grad_sync.begin_step(num_micro_batches, local=local)
+        engine.grad_sync.wire.begin_step(state.step, self.total_steps, self.loss_scaler.scale)
         scale = self.loss_scaler.scale / task.targets_per_step
         # Full buffers leave during the last backwards.
         engine.pipeline.forward_backward(accumulation, scale, stats.add_loss)
@@ -188,12 +189,9 @@ class Trainer:
             engine.update(factor * clip_factor(norm, self.config.optimizer.clip_norm), rate)
             self.loss_scaler.good()
             state.updates += 1
-        elif engine.overflowed_in_transit():
-            log.warning("step %d is skipped: a sum of gradients overflowed in transit", state.step + 1)
-        elif not self.loss_scaler.overflowed():
-            if not local:
-                raise Diverged(state.step + 1, totals.loss, norm)
-            self._unsent = Sums(loss=math.nan)  # all ranks end alike, when they hear of it
+        else:
+            engine.grad_sync.wire.skip_step()
+            self._skip(totals, norm, local=local)
         updated = time.perf_counter()
         if local:
             engine.local_steps.exchange(state.step)
@@ -205,6 +203,15 @@ class Trainer:
         )
         state.advance(plan.remaining, totals.samples, totals.targets)
         return result
+
+    def _skip(self, totals: StepTotals, norm: float, *, local: bool) -> None:
+        """What follows from gradients that are no numbers: a smaller loss scale, or `Diverged`. Collective."""
+        if self.engine.overflowed_in_transit():
+            log.warning("step %d is skipped: a sum of gradients overflowed in transit", self.state.step + 1)
+        elif not self.loss_scaler.overflowed():
+            if not local:
+                raise Diverged(self.state.step + 1, totals.loss, norm)
+            self._unsent = Sums(loss=math.nan)  # all ranks end alike, when they hear of it
 
     def synchronize(self) -> None:
         """Make the replicas equal after local steps, with their optimizer states and loss scales. Collective."""
@@ -272,18 +279,20 @@ class Trainer:
     def _capture_for(self, begun: Begun | None) -> Capture:
         if begun is None:
             return Capture(self.engine)
-        if self._capture is None or self._capture.writers != begun.writers:
+        wire = self.engine.grad_sync.wire
+        if self._capture is None or (self._capture.writers, self._capture.compression) != (begun.writers, wire.format):
             self._capture = None  # frees its memory first
             self._capture = Capture(self.engine, begun.writers)
         return self._capture
 
     def restore(self, folder: Path | None, saved: Mapping[str, Any]) -> None:
-        """Weights, optimizer and scales of a checkpoint, rank 0's `folder`; `saved` is its state. Collective."""
+        """Load what a checkpoint has, rank 0's `folder`; `saved` is its state. Collective."""
         restore(self.engine, folder, self.state.updates)
         if self.engine.local_steps.active and saved["dp"] > 1:  # a single replica has no outer weights
             restore_outer_state(self.engine, folder, self.state.step)
         self.loss_scaler.load(saved["loss_scaler"])
         self.engine.load_wire_states(saved.get("wire", []))
+        restore_wire(self.engine, folder)
 
     @cached_property
     def tokenizer_files(self) -> dict[str, str]:

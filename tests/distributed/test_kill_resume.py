@@ -259,16 +259,21 @@ def test_goes_on_where_no_update_was_made_yet(world, corpus, tmp_path):
         assert (state(tmp_path / "run")["position"]["updates"] > 0) == updated
 
 
-@pytest.mark.parametrize("compression", ["fp16", "fp16_fp32_sum"])
-def test_a_resumed_run_scales_gradients_in_transit_as_before(world, corpus, tmp_path, compression):
+@pytest.mark.parametrize(
+    "compression",
+    ["fp16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp16_fp32_sum", "powersgd")), "int8"],
+)
+def test_a_resumed_run_rounds_gradients_in_transit_as_before(world, corpus, tmp_path, compression):
     """Bit for bit, also where the ranks of a tensor group have buckets of different sizes: the vocabulary is odd."""
     words = [*tiny(corpus), "parallel.tensor=2", "parallel.vocab_parallel=true", "optimizer.schedule=constant"]
     words += [f"communication.compression={compression}", "communication.bucket_mb=0.001"]
+    words += ["communication.powersgd_rank=1"] if compression == "powersgd" else []
     parts = [(name, num_steps) for name in ("whole", "resumed") for num_steps in (4, 9)][1:]
     world(4).train(*([*words, f"output_dir={tmp_path / name}", f"training.max_steps={end}"] for name, end in parts))
     whole, resumed = (state(tmp_path / name)["wire"] for name in ("whole", "resumed"))
     assert len(whole) == 2 and all(whole) and resumed == whole
-    for name in ("model.safetensors", "optimizer.safetensors"):
+    kept = [] if compression == "fp16_fp32_sum" else ["wire.safetensors"]
+    for name in ("model.safetensors", "optimizer.safetensors", *kept):
         whole, resumed = (tmp_path / run / "checkpoints/latest" / name for run in ("whole", "resumed"))
         assert resumed.read_bytes() == whole.read_bytes()
 

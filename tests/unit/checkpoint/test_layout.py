@@ -87,6 +87,7 @@ def engines(case: Case, values: Mapping[str, Tensor]) -> list[Any]:
                 exchange_weights=lambda: None,
                 config=SimpleNamespace(optimizer=SimpleNamespace(name="adamw", momentum=0.0)),
                 local_steps=SimpleNamespace(state=[{} for _ in buffers]),
+                grad_sync=SimpleNamespace(wire=SimpleNamespace(format="none", tensors=dict)),
             )
         )  # fmt: skip
     return found

@@ -99,6 +99,16 @@ CASES = [
         ["communication.compression=fp16", "training.precision=fp64"],
     ),
     (
+        ["communication.compression=int8", "parallel.optimizer_shard=state"],
+        "communication.compression=powersgd",
+        ["communication.compression=powersgd", "parallel.optimizer_shard=state", "int8"],
+    ),
+    (
+        ["communication.compression=powersgd", "communication.powersgd_rank=2"],
+        "communication.compression=int8",
+        ["communication.powersgd_rank=2", "powersgd or auto"],
+    ),
+    (
         ["model.num_heads=6", "parallel.tensor=3"],
         "parallel.tensor=4",
         ["parallel.tensor=4", "model.num_heads=6"],

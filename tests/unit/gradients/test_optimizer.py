@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hvd_transformer.config import load
 from hvd_transformer.config.schema import ModelConfig, OptimizerConfig
 from hvd_transformer.gradients.buffers import GradBuffer, make_grad_buffers
-from hvd_transformer.gradients.optimizer import FlatOptimizer, names_without_decay
+from hvd_transformer.gradients.optimizer import FlatOptimizer, copies_per_weight, names_without_decay
 from hvd_transformer.models.language_model import LanguageModel
 
 KINDS = {
@@ -166,3 +167,10 @@ def test_a_factor_scales_the_gradients_of_one_step(kind: str, dtype: torch.dtype
         reference.step()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=1e-6)
+
+
+@pytest.mark.parametrize(("compression", "errors"), [("none", 0), ("fp16_fp32_sum", 0), ("int8", 1), ("powersgd", 1)])
+def test_errors_of_compressed_gradients_are_state_of_several_replicas(compression: str, errors: int) -> None:
+    config = load(overrides=["optimizer.name=adamw", f"communication.compression={compression}"])
+    assert copies_per_weight(config, dp=1) == (1, 2)
+    assert copies_per_weight(config, dp=4) == (1, 2 + errors)

@@ -1,0 +1,216 @@
+"""Which format: the one of `communication.compression`, or with `auto` one that the link decides.
+
+`auto` sends the first steps as they are and measures meanwhile: the link, with a small and a large allreduce, the
+computation of a step, and what encoding costs on this device. The slowest rank counts. From that it estimates the time
+of a step with each format and takes the shortest,
+
+    step = computation + encoding + what the computation cannot hide of: messages × latency + bytes ÷ bandwidth
+
+of `none`, `fp16` and `int8`; of `powersgd` too, if with int8 a step would still take twice its computation.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvd_transformer.comm.group import Group, Link
+from hvd_transformer.gradients.buffers import ParamSlot
+from hvd_transformer.gradients.wire.fp16 import Fp16Fp32SumWire, Fp16Wire
+from hvd_transformer.gradients.wire.int8 import BLOCK, Int8Wire, message_bytes
+from hvd_transformer.gradients.wire.plain import InTransit, Layout, Wire, WireOptions
+from hvd_transformer.gradients.wire.powersgd import PowerSgdWire, num_values
+
+# Steps that are sent as they are, of which the first two are slower than the rest.
+MEASURED_STEPS, SLOW_STEPS = 6, 2
+HIDDEN = 2 / 3  # the part of a step's computation during which gradients are sent: backward
+SMALL, LARGE = 1 << 10, 1 << 18  # float32 values: 4 KiB and 1 MiB
+_FORMATS: dict[str, type[Wire]] = {
+    kind.format: kind for kind in (Wire, Fp16Wire, Fp16Fp32SumWire, Int8Wire, PowerSgdWire)
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the choice follows from: seconds, and bytes per step that travel with each format, with their messages."""
+
+    latency: float
+    seconds_per_byte: float
+    computation: float
+    encoding: Mapping[str, float]
+    traffic: Mapping[str, tuple[float, float]]
+
+    def step_seconds(self, kind: str) -> float:
+        """The estimated time of a step."""
+        num_bytes, messages = self.traffic[kind]
+        sending = messages * self.latency + num_bytes * self.seconds_per_byte
+        return self.computation + self.encoding.get(kind, 0.0) + max(0.0, sending - HIDDEN * self.computation)
+
+    def choose(self) -> str:
+        """The format with the shortest step; the first of equals, in the order of `traffic`."""
+        slow = self.step_seconds("int8") > 2 * self.computation
+        return min((kind for kind in self.traffic if kind != "powersgd" or slow), key=self.step_seconds)
+
+
+class AutoWire(Wire):
+    """Sends as it is while it measures, then becomes what `Measured.choose` says on all ranks.
+
+    A checkpoint has the choice. A resumed run keeps it, unless it is on another number of hosts.
+    """
+
+    def __init__(self, group: Group, layouts: Mapping[str, Layout], options: WireOptions | None = None) -> None:
+        super().__init__(group, layouts, options)
+        self._inner = Wire(group, layouts, self.options)
+        self._chosen = False
+        self._num_steps = 0
+        self._news: str | None = None
+        self._computation: list[float] = []
+        self._sent: list[int] = []  # bytes of each message of buffers in this step
+        self._sent_rows: list[int] = []
+
+    @property
+    def overflowed(self) -> bool:  # type: ignore[override]
+        return self._inner.overflowed
+
+    def begin_step(self, step: int, total_steps: int, scale: float) -> None:
+        if not self._chosen:
+            if self._num_steps == 0:
+                self._link = _measure_link(self.group)
+            if self._num_steps == MEASURED_STEPS:
+                self._choose()
+            self._num_steps += 1
+        self._sent.clear()
+        self._sent_rows.clear()
+        self._inner.begin_step(step, total_steps, scale)
+        self._began = time.perf_counter()
+
+    def all_reduce_async(self, gradients: Tensor, name: str) -> InTransit:
+        return self._note(self._inner.all_reduce_async(gradients, name), self._sent)
+
+    def reduce_scatter_async(self, gradients: Tensor, name: str) -> InTransit:
+        return self._note(self._inner.reduce_scatter_async(gradients, name), self._sent)
+
+    def all_gather_async(self, rows: Tensor, name: str) -> InTransit:
+        return self._note(self._inner.all_gather_async(rows, name), self._sent_rows)
+
+    def finish_sending(self) -> None:
+        if not self._chosen and self._num_steps > SLOW_STEPS:
+            self._computation.append(time.perf_counter() - self._began)
+        self._inner.finish_sending()
+
+    def end_step(self) -> None:
+        self._inner.end_step()
+
+    def skip_step(self) -> None:
+        self._inner.skip_step()
+
+    def state(self) -> dict[str, Any]:
+        if not self._chosen:
+            return {}
+        return {"chosen": self.format, "num_hosts": self.options.num_hosts, "inner": self._inner.state()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        if "chosen" not in state or (self.options.sharded and state["chosen"] == "powersgd"):
+            return
+        if state["num_hosts"] == self.options.num_hosts:
+            self._become(state["chosen"])
+            self._inner.load(state["inner"])
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self._inner.tensors()
+
+    def take_news(self) -> str | None:
+        news, self._news = self._news, None
+        return news
+
+    def _note(self, sent: InTransit, notes: list[int]) -> InTransit:
+        notes.append(sent.nbytes)
+        return sent
+
+    def _become(self, kind: str) -> None:
+        self._inner, self._chosen, self.format = _FORMATS[kind](self.group, self.layouts, self.options), True, kind
+
+    def _choose(self) -> None:
+        """Agree on the largest of all ranks' measurements, and choose from it. Collective."""
+        encoding = _measure_encoding(self.layouts, self.options)
+        # An all-gather of rows takes as long as an allreduce of half of all ranks' rows.
+        rows = sum(self._sent_rows) * self.group.size / 2
+        factors = sum(
+            num_values(slot.parameter.shape, self.options.powersgd_rank) * slot.parameter.itemsize
+            for layout in self.layouts.values()
+            for slot in layout.slots
+        )
+        own = [*self._link, statistics.median(self._computation), sum(self._sent), rows, len(self._sent), factors]
+        numbers = torch.tensor([*own, *encoding.values()], dtype=torch.float64)
+        world = self.options.world or self.group
+        latency, per_byte, computation, whole, rows, messages, factors, *costs = world.all_reduce_(
+            numbers, "wire.choice", "max"
+        ).tolist()
+        exchanges = 1 if self.group.size == 2 or self.options.sharded else 2
+        traffic = {
+            "none": (whole + rows, messages),
+            "fp16": ((whole + rows) / 2, messages + 1),
+            "int8": ((whole + rows) * message_bytes(BLOCK) / (4 * BLOCK), messages * exchanges),
+            "powersgd": (min(factors, whole) + rows, 2 * messages),
+        }
+        if self.options.sharded:
+            del traffic["powersgd"]
+        seconds = {kind: cost * whole for kind, cost in zip(encoding, costs, strict=True)}
+        measured = Measured(latency, per_byte, computation, seconds, traffic)
+        self._become(measured.choose())
+        times = ", ".join(f"{kind} {1000 * measured.step_seconds(kind):.0f} ms" for kind in traffic)
+        self._news = (
+            f"communication.compression=auto: {self.format} (allreduce: {1000 * latency:.2f} ms, "
+            f"{8e-6 / per_byte:,.0f} Mbit/s; estimated steps: {times})"
+        )
+
+
+def _measure_link(group: Group) -> tuple[float, float]:
+    """Seconds of a small allreduce, and seconds per byte of a large one. Collective."""
+
+    def seconds(count: int, repeats: int) -> float:
+        values, found = torch.zeros(count), []
+        for _ in range(repeats):
+            group.barrier()
+            began = time.perf_counter()
+            group.all_reduce_(values, f"wire.link.{count}")
+            found.append(time.perf_counter() - began)
+        return statistics.median(found)
+
+    seconds(SMALL, 1)  # connections may be made now
+    small, large = seconds(SMALL, 5), seconds(LARGE, 3)
+    return small, max(large - small, 1e-9) / (4 * (LARGE - SMALL))
+
+
+def _measure_encoding(layouts: Mapping[str, Layout], options: WireOptions) -> dict[str, float]:
+    """The seconds per byte of gradients that each format computes, for the third of three steps."""
+    device = next(iter(layouts.values())).values.device
+    side = math.isqrt(LARGE)
+    matrix = torch.nn.Parameter(torch.randn(side, side, device=device))
+    layout = Layout(matrix.data.view(-1), [ParamSlot("probe", matrix, 0)])
+    alone, found = Group(Link(None, "probe"), [0], 0), {}
+    for kind in ("fp16", "int8", "powersgd"):
+        wire = _FORMATS[kind](alone, {"probe": layout}, options)
+        for step in range(3):
+            gradients = layout.values.clone()
+            began = time.perf_counter()
+            wire.begin_step(step, 0, 1.0)
+            sent = wire.all_reduce_async(gradients, "probe")
+            wire.finish_sending()
+            sent.wait()[0].item()  # waits for a GPU
+            wire.end_step()
+            found[kind] = (time.perf_counter() - began) / layout.values.nbytes
+    return found
+
+
+def make_wire(
+    compression: str, group: Group, layouts: Mapping[str, Layout], options: WireOptions | None = None
+) -> Wire:
+    """The format of `communication.compression`; a single rank sends nothing."""
+    kind = AutoWire if compression == "auto" else _FORMATS[compression]
+    return (Wire if group.size == 1 else kind)(group, layouts, options)

@@ -1,0 +1,103 @@
+"""`auto`: the estimate written out plainly, one choice on all ranks, and a resumed run that keeps it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from wires import all_reduced, layouts, of_ranks
+
+from hvd_transformer.comm.world import World
+from hvd_transformer.gradients.wire import choice
+from hvd_transformer.gradients.wire.choice import MEASURED_STEPS, AutoWire, Measured, make_wire
+from hvd_transformer.gradients.wire.plain import WireOptions
+
+MB = 2**20
+# 28 MB of gradients in 4 buffers; a step computes for 0.25 s, of which 0.1667 s hide messages.
+TRAFFIC = {"none": (28 * MB, 4), "fp16": (14 * MB, 5), "int8": (7.1 * MB, 4), "powersgd": (0.5 * MB, 8)}
+ENCODING = {"fp16": 0.01, "int8": 0.02, "powersgd": 0.015}
+
+
+def measured(megabits: float, latency: float = 3e-4) -> Measured:
+    return Measured(latency, 8e-6 / megabits, 0.25, ENCODING, TRAFFIC)
+
+
+@pytest.mark.parametrize(
+    ("megabits", "chosen"), [(10_000, "none"), (1000, "fp16"), (500, "int8"), (100, "powersgd"), (10, "powersgd")]
+)
+def test_the_slower_the_link_the_fewer_bytes(megabits: float, chosen: str) -> None:
+    """At 1000 Mbit/s 28 MB take 235 ms: 68 more than can be hidden, and float16 costs 10 ms."""
+    assert measured(megabits).choose() == chosen
+
+
+def test_the_estimate_written_out() -> None:
+    found = measured(100).step_seconds("int8")
+    sending = 4 * 3e-4 + 7.1 * MB * 8 / 100e6
+    assert found == pytest.approx(0.25 + 0.02 + sending - 0.25 * 2 / 3)
+
+
+def test_powersgd_is_for_links_where_int8_still_doubles_the_step() -> None:
+    for megabits in (50, 100, 150, 180, 200, 300):
+        one = measured(megabits)
+        assert one.step_seconds("powersgd") < one.step_seconds("int8")
+        assert (one.choose() == "powersgd") == (one.step_seconds("int8") > 0.5)
+
+
+def slow_link(monkeypatch: pytest.MonkeyPatch, per_byte: float) -> None:
+    """A link as slow as that, and computation that takes no time to measure."""
+    monkeypatch.setattr(choice, "_measure_link", lambda group: (1e-6, per_byte * (1 + group.rank)))
+    monkeypatch.setattr(choice, "_measure_encoding", lambda layouts, options: dict.fromkeys(ENCODING, 1e-12))
+    monkeypatch.setattr(choice.statistics, "median", lambda values: 1.0)
+
+
+LAYOUT = {"a": (64, 80), "b": 300}
+
+
+def gradient(step: int, rank: int) -> Tensor:
+    return torch.randn(64, 80, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def run(world: World, num_steps: int, saved: Any = None, num_hosts: int = 2) -> tuple[Any, list[Tensor], list[str]]:
+    """The wire after some steps of gradients that differ by rank, what it delivered of "a", and its news."""
+    wire = make_wire("auto", world, layouts(LAYOUT), WireOptions(num_hosts=num_hosts))
+    assert isinstance(wire, AutoWire)
+    if saved is not None:
+        wire.load(saved)
+    found, news = [], []
+    for step in range(num_steps):
+        found.append(all_reduced(wire, {"a": gradient(step, world.rank), "b": torch.ones(300)}, step)["a"])
+        news += filter(None, [wire.take_news()])
+    return wire, found, news
+
+
+@pytest.mark.parametrize(
+    ("per_byte", "chosen"), [(1e-12, "none"), (2.5e-5, "fp16"), (5e-5, "int8"), (1e-3, "powersgd")]
+)
+def test_all_ranks_measure_then_become_what_the_slowest_needs(
+    per_byte: float, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_link(monkeypatch, per_byte)
+    for wire, found, news in of_ranks(2, lambda world: run(world, MEASURED_STEPS + 2)):
+        assert wire.format == chosen and wire.state()["chosen"] == chosen
+        assert len(news) == 1 and news[0].startswith(f"communication.compression=auto: {chosen} (")
+        for step in range(MEASURED_STEPS):
+            assert torch.equal(found[step], gradient(step, 0) + gradient(step, 1))
+
+
+def test_a_resumed_run_keeps_the_choice_unless_the_number_of_hosts_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_link(monkeypatch, 5e-5)
+    (wire, _, _), _ = of_ranks(2, lambda world: run(world, MEASURED_STEPS + 1))
+    saved = wire.state()
+    for num_hosts, kept in ((2, "int8"), (3, "none")):
+        again, _, news = of_ranks(2, lambda world, hosts=num_hosts: run(world, 1, saved, hosts))[0]
+        assert again.format == kept and not news
+        assert bool(again.tensors()) == (kept == "int8")
+
+
+def test_the_real_measurements_are_positive() -> None:
+    def measure(world: World) -> tuple[float, ...]:
+        made = layouts(LAYOUT)
+        return (*choice._measure_link(world), *choice._measure_encoding(made, WireOptions()).values())
+
+    for numbers in of_ranks(2, measure):
+        assert len(numbers) == 5 and min(numbers) > 0
