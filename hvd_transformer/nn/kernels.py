@@ -128,9 +128,7 @@ class _Dropout(torch.autograd.Function):
         (bits,) = ctx.saved_tensors
         grad = grad.contiguous()
         out = torch.empty_like(grad)
-        ctx.library.dropout(
-            out.data_ptr(), None, grad.data_ptr(), bits.data_ptr(), grad.numel(), ctx.least, ctx.scale
-        )
+        ctx.library.dropout(out.data_ptr(), None, grad.data_ptr(), bits.data_ptr(), grad.numel(), ctx.least, ctx.scale)
         return None, out, grad if ctx.needs_input_grad[2] else None, None, None, None
 
 

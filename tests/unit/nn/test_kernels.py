@@ -18,8 +18,13 @@ SHAPES = [(3, 5), (7, 33), (260, 131)]
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory) -> Kernels:
-    return Kernels(load_library(tmp_path_factory.mktemp("kernels")))
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(scope="module")
+def kernels(folder: Path) -> Kernels:
+    return Kernels(load_library(folder))
 
 
 def mask(drawn: DropoutBits) -> Tensor:
@@ -110,12 +115,12 @@ def test_tensors_that_do_not_fit_are_left_to_torch() -> None:
         assert not Kernels.fit(values, other)
 
 
-def test_the_library_is_compiled_once(tmp_path: Path, monkeypatch) -> None:
-    load_library(tmp_path)
-    (file,) = tmp_path.iterdir()
+@pytest.mark.usefixtures("kernels")
+def test_the_library_is_compiled_once(folder: Path, monkeypatch) -> None:
+    (file,) = folder.iterdir()
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    load_library(tmp_path)
-    assert list(tmp_path.iterdir()) == [file]
+    load_library(folder)
+    assert list(folder.iterdir()) == [file]
 
 
 @pytest.mark.parametrize(
