@@ -127,7 +127,7 @@ class Attention(FusibleLayer):
             drawn = self.dropout.draw_bits(scores)
             return self.kernels.attention_weights(scores, factor, self.causal, allowed, drawn)
         scores = scores * factor
-        mask = self._mask(*scores.shape[-2:], allowed, scores.device)
+        mask = self._mask(scores.size(-2), scores.size(-1), allowed, scores.device)
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf)
         dropped: Tensor = self.dropout(scores.softmax(-1))
