@@ -23,6 +23,7 @@ from hvd_transformer.comm.world import World
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.parallel.mesh import ParallelMesh, process_groups
 from hvd_transformer.parallel.replica_check import broadcast_parameters
+from hvd_transformer.training.job_setup import compile_layers
 from hvd_transformer.training.process import keep_freed_memory
 from hvd_transformer.training.state import TrainState
 from hvd_transformer.training.trainer import Trainer
@@ -36,6 +37,8 @@ def trainer(socket: str, settings: Sequence[str]) -> None:
     task = SyntheticTask(config, Replica(layout.dp_rank, layout.dp))
     job = Trainer(config, world, layout, task, TrainState())
     broadcast_parameters(job.engine.buffers, layout.dp_group)
+    if (why := compile_layers(config, task, layout, world)) is not None:
+        raise SystemExit(f"training.compile: off, {why}")
     plans = job.steps()
 
     def step() -> Done:

@@ -143,13 +143,14 @@ def trainer_of(config: Config, vocab_size: int, world: World, heartbeat: Heartbe
 
     task = agree(world, make)
     trainer = Trainer(config, world, mesh, task, TrainState())
-    compile_layers(config, task)
+    if (why := compile_layers(config, task, mesh, world)) is not None:
+        raise UserError(f"training.compile=true: {why}")
     heartbeat.timeline = trainer.engine.timeline
     try:
         yield trainer
     finally:
         heartbeat.timeline = None
-        trainer.engine.close()
+        trainer.close()
 
 
 def checked_mesh(config: Config, world: World) -> ParallelMesh:

@@ -103,6 +103,13 @@ def _scaled(
         raise UserError(f"--scale {scale}: must be numbers of devices from 1 to {_MOST_DEVICES}, such as 8,64,512")
     if devices_per_host is not None and devices_per_host < 1:
         raise UserError(f"--devices-per-host {devices_per_host}: must be at least 1")
+    communication = config.communication
+    if communication.compression in ("auto", "powersgd") or communication.local_steps > 1:
+        key = "local_steps" if communication.local_steps > 1 else "compression"
+        raise UserError(
+            f"communication.{key}={getattr(communication, key)}: not modelled by --scale; it takes local_steps=1 and "
+            "compression none, fp16, fp16_fp32_sum or int8"
+        )
     constants = load(chosen)
     memory = constants.memory_bytes if memory_gib is None else memory_gib * 2**30
     # Imported after the settings are checked: torch takes seconds.

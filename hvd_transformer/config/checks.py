@@ -159,8 +159,6 @@ def _check_tensor(config: Config) -> None:
             raise UserError(f"parallel.tensor={tensor}: must divide model.{key}={value}")
     if tensor == 1 and config.parallel.vocab_parallel:
         raise UserError("parallel.vocab_parallel=true: needs parallel.tensor of at least 2")
-    if tensor > 1 and config.training.compile:
-        raise UserError(f"training.compile=true: not with parallel.tensor={tensor}, whose layers wait for other ranks")
 
 
 def _check_local_steps(config: Config) -> None:

@@ -277,7 +277,11 @@ class TrainingConfig(Section):
     label_smoothing: float = fixed(
         0.0, "label smoothing: fraction of the target's weight that is spread over all classes or tokens", ge=0, lt=1
     )
-    compile: bool = changeable(False, "compile the model's layers with torch.compile")
+    compile: bool = changeable(
+        False,
+        "compile fused kernels: on a CPU for training in fp32, with its C++ compiler; on a GPU whole blocks, with "
+        "torch.compile. Where that cannot be, one line says why, and training goes on without",
+    )
 
 
 class TranslationConfig(Section):

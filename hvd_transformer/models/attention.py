@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from hvd_transformer.config.schema import ModelConfig
 from hvd_transformer.nn.dropout import Dropout
+from hvd_transformer.nn.kernels import FusibleLayer
 from hvd_transformer.nn.parallel_layers import ColumnParallelLinear, RowParallelLinear
 
 
@@ -93,7 +94,7 @@ class KVCache:
             self.pair = self.pair[0].index_select(0, rows), self.pair[1].index_select(0, rows)
 
 
-class Attention(nn.Module):
+class Attention(FusibleLayer):
     """Common to self- and cross-attention. Training with dropout materializes the attention weights [B, H, T, S]."""
 
     def __init__(self, config: ModelConfig, causal: bool) -> None:
@@ -107,22 +108,38 @@ class Attention(nn.Module):
 
         `allowed` [B, S] marks the keys to attend to. In causal attention the queries are the last T of the S positions.
         """
-        mask = None if allowed is None else allowed[:, None, None]
-        length, keys = query.size(2), key.size(2)
-        causal = self.causal and length > 1
-        unfused = self.training and self.dropout.rate  # the fused kernels would draw from torch's generator
-        if causal and (unfused or mask is not None or length < keys):  # beyond the kernels' own causal mask
-            past = torch.ones(length, keys, dtype=torch.bool, device=query.device).tril(keys - length)
-            mask, causal = past if mask is None else past & mask, False
-        if unfused:
-            scores = (query @ key.transpose(-2, -1)) * query.size(-1) ** -0.5
-            if mask is not None:
-                scores = scores.masked_fill(~mask, -torch.inf)
-            mixed = self.dropout(scores.softmax(-1)) @ value
+        if self.dropout.active:  # torch's fused attention would draw from torch's generator
+            mixed = self._weights(query @ key.transpose(-2, -1), allowed) @ value
         else:
+            length, keys = query.size(2), key.size(2)
+            mask = None if allowed is None else allowed[:, None, None]
+            causal = self.causal and length > 1
+            if causal and (mask is not None or length < keys):  # beyond torch's own causal mask
+                mask, causal = self._mask(length, keys, allowed, query.device), False
             mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
         output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return output
+
+    def _weights(self, scores: Tensor, allowed: Tensor | None) -> Tensor:
+        """The attention weights after dropout, from products of queries and keys [B, H, T, S]."""
+        factor = self.head_width**-0.5
+        if self.kernels is not None and self.kernels.fit(scores):
+            drawn = self.dropout.draw_bits(scores)
+            return self.kernels.attention_weights(scores, factor, self.causal, allowed, drawn)
+        scores = scores * factor
+        mask = self._mask(scores.size(-2), scores.size(-1), allowed, scores.device)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        dropped: Tensor = self.dropout(scores.softmax(-1))
+        return dropped
+
+    def _mask(self, length: int, keys: int, allowed: Tensor | None, device: torch.device) -> Tensor | None:
+        """Which of the keys the last `length` positions may attend to; None: all."""
+        mask = None if allowed is None else allowed[:, None, None]
+        if not self.causal or length == 1:
+            return mask
+        past = torch.ones(length, keys, dtype=torch.bool, device=device).tril(keys - length)
+        return past if mask is None else past & mask
 
 
 def _split_heads(projected: Tensor, parts: int, width: int) -> list[Tensor]:

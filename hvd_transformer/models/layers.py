@@ -17,6 +17,7 @@ from hvd_transformer.models.attention import (
 )
 from hvd_transformer.nn.cross_entropy import fused_cross_entropy
 from hvd_transformer.nn.dropout import Dropout
+from hvd_transformer.nn.kernels import FusibleLayer
 from hvd_transformer.nn.parallel_layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -52,7 +53,7 @@ class TokenEmbedding(nn.Module):
         return hidden
 
 
-class FeedForward(nn.Module):
+class FeedForward(FusibleLayer):
     """Two linear layers with a nonlinearity between them (Vaswani et al. 2017, section 3.3)."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -66,7 +67,13 @@ class FeedForward(nn.Module):
             nn.init.zeros_(linear.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        output: Tensor = self.output(self.dropout(self.activation(self.input(hidden))))
+        values = self.input(hidden)
+        if self.training and self.kernels is not None and self.activation is F.gelu and self.kernels.fit(values):
+            drawn = self.dropout.draw_bits(values) if self.dropout.active else None
+            values = self.kernels.gelu(values, drawn)
+        else:
+            values = self.dropout(self.activation(values))
+        output: Tensor = self.output(values)
         return output
 
 
@@ -103,9 +110,9 @@ class Block(nn.Module):
 
     def _around(self, norm: nn.Module, hidden: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
         if self.norm == "pre":
-            result: Tensor = hidden + self.dropout(part(norm(hidden)))
+            result: Tensor = self.dropout(part(norm(hidden)), hidden)
         else:
-            result = norm(hidden + self.dropout(part(hidden)))
+            result = norm(self.dropout(part(hidden), hidden))
         return result
 
 
@@ -135,7 +142,7 @@ class DecoderBlock(Block):
         return self._around(self.norm2, hidden, self.feedforward)
 
 
-class VocabularyHead(VocabParallelLayer, WeightGradLayer):
+class VocabularyHead(VocabParallelLayer, WeightGradLayer, FusibleLayer):
     """The final norm (of pre-norm models) and the vocabulary projection. Label `smoothing` applies only in training."""
 
     def __init__(self, vocab_size: int, config: ModelConfig, smoothing: float = 0.0) -> None:
@@ -175,4 +182,5 @@ class VocabularyHead(VocabParallelLayer, WeightGradLayer):
             self.weight_grads,
             self.shard,
             self.smoothing if self.training else 0.0,
+            self.kernels,
         )

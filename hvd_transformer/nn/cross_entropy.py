@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hvd_transformer.nn.contracts import WeightGrads
+from hvd_transformer.nn.kernels import Kernels
 from hvd_transformer.nn.parallel_layers import VocabShard, local_vocab_index, out_of_graph
 
 # Tokens per chunk. On a CPU the logits should stay below the 32 MiB from which glibc maps each block anew, page by
@@ -24,6 +25,7 @@ def fused_cross_entropy(
     weight_grads: WeightGrads | None = None,
     shard: VocabShard | None = None,
     smoothing: float = 0.0,
+    kernels: Kernels | None = None,
 ) -> Tensor:
     """Sum over tokens of the cross-entropy of `hidden @ weight.T + bias`.
 
@@ -50,7 +52,7 @@ def fused_cross_entropy(
     # Inside `forward` gradients look wanted also under no_grad: evaluation would form them in vain.
     wants = torch.is_grad_enabled()
     loss: Tensor = _FusedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, chunk, wants, weight_grads, anchor, shard, smoothing
+        hidden, weight, bias, targets, chunk, wants, weight_grads, anchor, shard, smoothing, kernels
     )
     return loss
 
@@ -69,6 +71,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         anchor: Tensor | None,
         shard: VocabShard | None,
         smoothing: float,
+        kernels: Kernels | None,
     ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         loss = torch.zeros((), dtype=torch.promote_types(wide, weight.dtype), device=hidden.device)
@@ -78,24 +81,16 @@ class _FusedCrossEntropy(torch.autograd.Function):
         grad_weight = torch.empty_like(weight) if wants_gradient and not keeps_slopes else None
         grad_bias = torch.zeros_like(bias) if grad_weight is not None and bias is not None else None
         slopes: list[Tensor] = []
-        even = smoothing / (weight.size(0) if shard is None else shard.total)  # of each token of the vocabulary
         for start in range(0, hidden.size(0), chunk):
             values, goal = hidden[start : start + chunk], targets[start : start + chunk, None]
             logits = F.linear(values, weight, bias)
-            if shard is None:
-                log_probability, hit = F.log_softmax(logits, dim=-1, dtype=loss.dtype), None
-                loss -= (1 - smoothing) * log_probability.gather(1, goal).sum()
+            if grad_hidden is not None and shard is None and kernels is not None and kernels.fit(logits):
+                loss += kernels.cross_entropy_(logits, goal, smoothing).sum()
+                slope = logits
             else:
-                log_probability, hit, goal = _local_log_probabilities(logits.to(loss.dtype), goal, shard)
-                loss -= (1 - smoothing) * (log_probability.gather(1, goal) * hit).sum()
-            if smoothing:
-                loss -= even * log_probability.sum()
+                slope = _add_losses(loss, logits, goal, smoothing, shard, wants_gradient)
             if grad_hidden is None:
                 continue
-            # The gradient of the logits: softmax − targets.
-            slope = log_probability.exp_().sub_(even) if smoothing else log_probability.exp_()
-            ones = torch.ones_like(goal, dtype=slope.dtype) if hit is None else hit.to(slope.dtype)
-            slope.scatter_add_(1, goal, (smoothing - 1) * ones)
             if grad_bias is not None:
                 grad_bias += slope.sum(0)
             slope = slope.to(logits.dtype)
@@ -138,7 +133,29 @@ class _FusedCrossEntropy(torch.autograd.Function):
                 weight_type, bias_type = ctx.types
                 grad_weight = (slope.t() @ values).to(weight_type)
                 grad_bias = None if bias_type is None else slope.sum(0, dtype=bias_type)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, *(None,) * 8
+
+
+def _add_losses(
+    loss: Tensor, logits: Tensor, goal: Tensor, smoothing: float, shard: VocabShard | None, wants_gradient: bool
+) -> Tensor:
+    """Adds the cross-entropies of a chunk to `loss`. Returns the gradient of the logits: softmax − targets."""
+    even = smoothing / (logits.size(-1) if shard is None else shard.total)  # of each token of the vocabulary
+    if shard is None:
+        own = logits if logits.dtype == loss.dtype and logits.device.type == "cpu" else None
+        # In place: a new matrix would push the logits out of the cache.
+        log_probability, hit = torch.log_softmax(logits, -1, dtype=loss.dtype, out=own), None
+        loss -= (1 - smoothing) * log_probability.gather(1, goal).sum()
+    else:
+        log_probability, hit, goal = _local_log_probabilities(logits.to(loss.dtype), goal, shard)
+        loss -= (1 - smoothing) * (log_probability.gather(1, goal) * hit).sum()
+    if smoothing:
+        loss -= even * log_probability.sum()
+    if not wants_gradient:
+        return log_probability
+    slope = log_probability.exp_().sub_(even) if smoothing else log_probability.exp_()
+    ones = torch.ones_like(goal, dtype=slope.dtype) if hit is None else hit.to(slope.dtype)
+    return slope.scatter_add_(1, goal, (smoothing - 1) * ones)
 
 
 def _local_log_probabilities(logits: Tensor, goal: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor, Tensor]:

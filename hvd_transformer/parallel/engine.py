@@ -121,7 +121,7 @@ class Engine:
         for name, plan in embeddings.items():
             for embedding in plan.embeddings:
                 embedding.embedding_grads = self.grad_sync.embedding_grads[name]
-        if not config.training.compile:  # compiled graphs cannot call back
+        if not config.training.compile or mesh.device.type == "cpu":  # compiled graphs of a GPU cannot call back
             stores = [([layer.module for layer in stage.layers], stage.weight_grads) for stage in self.stages]
             install_stores(model, stores, self.grad_sync)
         self.pipeline = Pipeline(

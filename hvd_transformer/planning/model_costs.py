@@ -89,8 +89,10 @@ def fake_model(config: Config, vocab_size: int, num_samples: int) -> Iterator[Fa
         shard_model(model, splits, 0, config.parallel.tensor)
         store = WeightGradStore()
         context = partial(layer_context, config.training.precision, torch.device("cpu"), (0,))
-        # Weight gradients are in gradient buffers, which are counted apart from activations.
-        with gradients_as_in_training(layers, store, weight_grads=not config.training.compile):
+        # Weight gradients are in gradient buffers, which are counted apart from activations. Compiled blocks of a GPU
+        # leave them to autograd.
+        blocks_compiled = config.training.compile and config.training.device != "cpu"
+        with gradients_as_in_training(layers, store, weight_grads=not blocks_compiled):
             # Creates the position tables, which stay.
             forward(layers, batch.inputs, batch.targets, context, recompute=False)
             yield FakeModel(layers, batch, store, context)

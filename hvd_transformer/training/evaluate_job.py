@@ -121,7 +121,8 @@ def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchd
     trainer = Trainer(config, world, mesh, task, TrainState(), draw=False)
     heartbeat.timeline = trainer.engine.timeline
     restore_weights(trainer.engine, saved.folder if world.rank == 0 else None)
-    compile_layers(config, task)
+    if mesh.device.type == "cuda":  # the kernels of a CPU are for training
+        compile_layers(config, task, mesh, world)
     heartbeat.enter_phase("evaluation")
     found = trainer.evaluate(split)
     heartbeat.enter_phase("end")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -12,6 +13,8 @@ from hvd_transformer.config.schema import flatten
 from hvd_transformer.data.build_once import ShouldStop
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.monitoring.heartbeat import Heartbeat
+from hvd_transformer.nn.kernel_library import CannotCompile, load_library
+from hvd_transformer.nn.kernels import FusibleLayer, Kernels
 from hvd_transformer.parallel.deferred_init import deferred_init
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.parallel.precision import weight_dtype
@@ -99,9 +102,39 @@ def build_model(config: Config, task: Task, mesh: ParallelMesh, *, draw: bool = 
         return shard_model(model, task.cuts, mesh.tp_rank, mesh.tp, init, draw=draw)
 
 
-def compile_layers(config: Config, task: Task) -> None:
-    """Compile the blocks if `training.compile` is set. Call when the weights are loaded."""
-    if config.training.compile:
+def compile_layers(config: Config, task: Task, mesh: ParallelMesh, world: World) -> str | None:
+    """Compile what `training.compile` asks for: on a CPU the kernels of `nn.kernels`, on a GPU the blocks.
+
+    Call when the weights are loaded. Returns why nothing is compiled, on any rank; None if all is well. Collective:
+    ranks that repeat each other's work must compute it in the same way.
+    """
+    if not config.training.compile:
+        return None
+    on_gpu = mesh.device.type == "cuda"
+    kernels, reason = (None, _why_no_blocks(mesh)) if on_gpu else _kernels(config)
+    if (found := world.first_object(reason)) is not None:
+        rank, told = found
+        return f"rank {rank}: {told}" if world.size > 1 else str(told)
+    if kernels is None:
         for layer in task.layers:
             if layer.recompute:  # a block
                 layer.module.compile()
+    else:
+        for module in task.model.modules():
+            if isinstance(module, FusibleLayer):
+                module.kernels = kernels
+    return None
+
+
+def _why_no_blocks(mesh: ParallelMesh) -> str | None:
+    return None if mesh.tp == 1 else "torch.compile cannot take layers that wait for other ranks (parallel.tensor)"
+
+
+def _kernels(config: Config) -> tuple[Kernels | None, str | None]:
+    """The kernels, or why there are none."""
+    if config.training.precision != "fp32":
+        return None, f"on a CPU it needs training.precision=fp32, not {config.training.precision}"
+    try:
+        return Kernels(load_library(Path(config.data.cache_dir).expanduser().absolute() / "kernels")), None
+    except CannotCompile as error:
+        return None, str(error)

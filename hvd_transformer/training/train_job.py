@@ -127,7 +127,8 @@ def _assemble(
         broadcast_parameters(trainer.engine.buffers, mesh.dp_group)
     else:
         trainer.restore(checkpoint, saved)
-    compile_layers(config, task)
+    if (why := compile_layers(config, task, mesh, world)) is not None:
+        progress.message(f"training.compile: off, {why}")
     return data, trainer
 
 

@@ -248,7 +248,7 @@ class Trainer:
         if self.mesh.dp_rank != 0:
             return ()
         # Texts that grow would be compiled anew for many lengths.
-        compiled = self.config.training.compile
+        compiled = self.config.training.compile and self.mesh.device.type == "cuda"
         eager: AbstractContextManager[object] = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
         with eager, torch.no_grad():
             return self.task.text_samples(split, self.num_text_samples)

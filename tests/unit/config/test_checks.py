@@ -123,7 +123,6 @@ CASES = [
         "parallel.tensor=1",
         ["parallel.vocab_parallel=true", "at least 2"],
     ),
-    (["parallel.tensor=2"], "training.compile=true", ["parallel.tensor=2", "training.compile=true"]),
     (
         ["parallel.optimizer_shard=state", "parallel.schedule=zero_bubble"],
         "parallel.optimizer_shard=gradients",

@@ -1,0 +1,188 @@
+"""Fused parts of a training step on a CPU: dropout + residual, GELU + dropout, softmax + dropout, and the loss.
+
+They stand where autograd expects operations, between the matrix products. So everything that hangs on the products
+stays as it is: weight-gradient stores, sums of a tensor group, recomputation, stages in threads. The calls run without
+Python's global lock. Results are those of torch's operations, up to rounding; dropout keeps the same values.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_F, _I, _N, _P = ctypes.c_float, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
+_SIGNATURES: dict[str, list[Any]] = {
+    "random_bits": [_P, _P, _N],
+    "dropout": [_P, _P, _P, _P, _N, _I, _F],
+    "gelu_forward": [_P, _P, _P, _N, _I, _F],
+    "gelu_backward": [_P, _P, _P, _P, _N, _I, _F],
+    "softmax_dropout_forward": [_P, _P, _P, _P, _N, _N, _N, _N, _I, _F, _I, _F],
+    "softmax_dropout_backward": [_P, _P, _P, _P, _N, _N, _N, _I, _F, _I, _F],
+    "cross_entropy": [_P, _P, _P, _N, _N, _F],
+}
+
+
+class DropoutBits(NamedTuple):
+    """16 random bits per value: one whose `bits` are less than `least` is dropped, the others grow by `scale`."""
+
+    bits: Tensor  # int16
+    least: int
+    scale: float
+
+
+def dropout_threshold(rate: float) -> tuple[int, float]:
+    """`least` and `scale` of `DropoutBits`: the dropped share is rounded to 65,536ths, and the scale is exactly that
+    share's."""
+    dropped = min(round(rate * 2**16), 2**16 - 1)
+    return dropped - 2**15, 2**16 / (2**16 - dropped)
+
+
+_NONE = (None, 0, 1.0)  # instead of `DropoutBits`, where nothing is dropped
+
+
+class Kernels:
+    """The functions of the compiled library. Tensors that `fit` only."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        for name, types in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = types, None
+        self.library = library
+
+    @staticmethod
+    def fit(*tensors: Tensor | None) -> bool:
+        """Whether these are what the kernels take: contiguous float32 on the CPU."""
+        return all(
+            tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous()
+            for tensor in tensors
+            if tensor is not None
+        )
+
+    def draw(self, shape: Sequence[int], rate: float, seed: int) -> DropoutBits:
+        """Random bits for values of this shape: those of numpy's SFC64 with the seed."""
+        count = torch.Size(shape).numel()
+        state = np.random.SFC64(seed).state["state"]["state"]
+        bits = torch.empty(-(-count // 4), dtype=torch.int64)
+        self.library.random_bits(state.ctypes.data, bits.data_ptr(), bits.numel())
+        return DropoutBits(bits.view(torch.int16)[:count].view(shape), *dropout_threshold(rate))
+
+    def dropout(self, values: Tensor, drawn: DropoutBits, residual: Tensor | None = None) -> Tensor:
+        """`values` after dropout, plus `residual`; all of one shape."""
+        result: Tensor = _Dropout.apply(self.library, values, residual, *drawn)  # type: ignore[no-untyped-call]
+        return result
+
+    def gelu(self, values: Tensor, drawn: DropoutBits | None) -> Tensor:
+        """GELU (Hendrycks and Gimpel 2016, arXiv 1606.08415), then dropout."""
+        result: Tensor = _Gelu.apply(self.library, values, *(drawn or _NONE))  # type: ignore[no-untyped-call]
+        return result
+
+    def attention_weights(
+        self, scores: Tensor, factor: float, causal: bool, allowed: Tensor | None, drawn: DropoutBits
+    ) -> Tensor:
+        """The softmax over the keys of `scores` × `factor` [B, H, T, S], then dropout. Overwrites `scores`.
+
+        `allowed` [B, S] marks the keys to attend to. If `causal`, the queries are the last T of the S positions.
+        """
+        result: Tensor = _AttentionWeights.apply(  # type: ignore[no-untyped-call]
+            self.library, scores, factor, causal, allowed, *drawn
+        )
+        return result
+
+    def cross_entropy_(self, logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+        """The cross-entropies [N] of `targets` [N] given `logits` [N, V]; replaces the logits by their gradient."""
+        losses = logits.new_empty(logits.size(0))
+        self.library.cross_entropy(
+            losses.data_ptr(), logits.data_ptr(), targets.data_ptr(), *logits.shape, smoothing / logits.size(1)
+        )
+        return losses
+
+
+class FusibleLayer(nn.Module):
+    """A layer that trains by `kernels` where it has them and they fit."""
+
+    kernels: Kernels | None = None
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, library: ctypes.CDLL, values: Tensor, residual: Tensor | None, bits: Tensor, least: int, scale: float
+    ) -> Tensor:
+        ctx.save_for_backward(bits)
+        ctx.library, ctx.least, ctx.scale = library, least, scale
+        out = torch.empty_like(values)
+        library.dropout(
+            out.data_ptr(), _address(residual), values.data_ptr(), bits.data_ptr(), values.numel(), least, scale
+        )
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (bits,) = ctx.saved_tensors
+        grad = grad.contiguous()
+        out = torch.empty_like(grad)
+        ctx.library.dropout(out.data_ptr(), None, grad.data_ptr(), bits.data_ptr(), grad.numel(), ctx.least, ctx.scale)
+        return None, out, grad if ctx.needs_input_grad[2] else None, None, None, None
+
+
+class _Gelu(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, library: ctypes.CDLL, values: Tensor, bits: Tensor | None, least: int, scale: float
+    ) -> Tensor:
+        ctx.save_for_backward(values, bits)
+        ctx.library, ctx.least, ctx.scale = library, least, scale
+        out = torch.empty_like(values)
+        library.gelu_forward(out.data_ptr(), values.data_ptr(), _address(bits), values.numel(), least, scale)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        values, bits = ctx.saved_tensors
+        grad, out = grad.contiguous(), torch.empty_like(values)
+        ctx.library.gelu_backward(
+            out.data_ptr(), grad.data_ptr(), values.data_ptr(), _address(bits), values.numel(), ctx.least, ctx.scale
+        )
+        return None, out, None, None, None
+
+
+class _AttentionWeights(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        library: ctypes.CDLL,
+        scores: Tensor,
+        factor: float,
+        causal: bool,
+        allowed: Tensor | None,
+        bits: Tensor,
+        least: int,
+        scale: float,
+    ) -> Tensor:
+        batch, heads, queries, keys = scores.shape
+        dropped = torch.empty_like(scores)
+        allowed = None if allowed is None else allowed.contiguous()
+        rows, each = batch * heads * queries, heads * queries
+        library.softmax_dropout_forward(
+            dropped.data_ptr(), scores.data_ptr(), _address(allowed), bits.data_ptr(),
+            rows, queries, keys, each, causal, factor, least, scale,
+        )  # fmt: skip
+        ctx.save_for_backward(scores.detach(), bits)  # by now the weights; nothing else needs the scores
+        ctx.library, ctx.numbers = library, (rows, queries, keys, causal, factor, least, scale)
+        return dropped
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weights, bits = ctx.saved_tensors
+        grad, out = grad.contiguous(), torch.empty_like(weights)
+        ctx.library.softmax_dropout_backward(
+            out.data_ptr(), grad.data_ptr(), weights.data_ptr(), bits.data_ptr(), *ctx.numbers
+        )
+        return None, out, None, None, None, None, None, None

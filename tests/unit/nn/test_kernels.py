@@ -1,0 +1,143 @@
+"""The fused kernels against torch's own operations, and where there is no compiler."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hvd_transformer.nn.cross_entropy import fused_cross_entropy
+from hvd_transformer.nn.kernel_library import CannotCompile, load_library
+from hvd_transformer.nn.kernels import DropoutBits, Kernels
+
+# Not multiples of a vector's width, and one that threads share.
+SHAPES = [(3, 5), (7, 33), (260, 131)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(scope="module")
+def kernels(folder: Path) -> Kernels:
+    return Kernels(load_library(folder))
+
+
+def mask(drawn: DropoutBits) -> Tensor:
+    return (drawn.bits >= drawn.least).double() * drawn.scale
+
+
+def check(found: Tensor, wanted: Tensor, inputs: list[Tensor], doubles: list[Tensor]) -> None:
+    """The values, and the gradients of a random weighting of them."""
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=2e-6)
+    slope = torch.randn(found.shape)
+    grads = torch.autograd.grad(found, inputs, slope)
+    for grad, want in zip(grads, torch.autograd.grad(wanted, doubles, slope.double()), strict=True):
+        torch.testing.assert_close(grad.double(), want, rtol=1e-5, atol=2e-6)
+
+
+def inputs(*shapes: tuple[int, ...], spread: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
+    """Random float32 leaves, and the same in float64."""
+    torch.manual_seed(3)
+    singles = [(torch.randn(shape) * spread).requires_grad_() for shape in shapes]
+    return singles, [single.detach().double().requires_grad_() for single in singles]
+
+
+def test_random_bits_are_those_of_numpy(kernels: Kernels) -> None:
+    for count in (1, 6, 4096):
+        drawn = kernels.draw((count,), 0.1, seed=12345)
+        wanted = np.random.SFC64(12345).random_raw(-(-count // 4)).view(np.int16)[:count]
+        assert drawn.bits.numpy().tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_dropout_with_and_without_a_residual(kernels: Kernels, shape: tuple[int, int]) -> None:
+    drawn = kernels.draw(shape, 0.25, seed=1)
+    (values, residual), (wide, wide_residual) = both = inputs(shape, shape)
+    check(kernels.dropout(values, drawn), wide * mask(drawn), [values], [wide])
+    check(kernels.dropout(values, drawn, residual), wide_residual + wide * mask(drawn), *both)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("drops", [False, True])
+def test_gelu(kernels: Kernels, shape: tuple[int, int], drops: bool) -> None:
+    drawn = kernels.draw(shape, 0.5, seed=2) if drops else None
+    both = inputs(shape, spread=3.0)
+    wanted = F.gelu(both[1][0]) * (1 if drawn is None else mask(drawn))
+    check(kernels.gelu(both[0][0], drawn), wanted, *both)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (5, 5), (3, 18), (35, 35), (64, 80)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_attention_weights(kernels: Kernels, queries: int, keys: int, causal: bool, padded: bool) -> None:
+    shape = (3, 2, queries, keys)
+    drawn = kernels.draw(shape, 0.25, seed=4)
+    both = inputs(shape, spread=4.0)
+    allowed = torch.arange(keys) < torch.tensor([[keys], [max(1, keys - 2)], [1]]) if padded else None
+    seen = torch.ones(queries, keys, dtype=torch.bool)
+    seen = seen.tril(keys - queries) if causal else seen
+    seen = seen if allowed is None else seen & allowed[:, None, None]
+    wanted = (both[1][0] * 0.3).masked_fill(~seen, -math.inf).softmax(-1) * mask(drawn)
+    # A copy, as the kernel overwrites the scores.
+    found = kernels.attention_weights(both[0][0].clone(), 0.3, causal, allowed, drawn)
+    check(found, wanted, *both)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize(("num_tokens", "width"), [(9, 4), (9, 40), (260, 131)])
+def test_cross_entropy(kernels: Kernels, num_tokens: int, width: int, smoothing: float) -> None:
+    (hidden, weight), (wide, wide_weight) = both = inputs((num_tokens, width), (37, width), spread=0.5)
+    targets = torch.randint(37, (num_tokens,))
+    found = fused_cross_entropy(hidden, weight, None, targets, chunk=100, smoothing=smoothing, kernels=kernels)
+    logits = wide @ wide_weight.T
+    check(found, F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing), *both)
+
+
+def test_what_is_not_a_number_stays_so(kernels: Kernels) -> None:
+    """Training finds out that it has diverged."""
+    bad = torch.full((1, 1, 4, 40), math.nan)
+    drawn = kernels.draw(bad.shape, 0.1, seed=1)
+    assert kernels.gelu(bad, drawn).isnan().any()
+    assert kernels.attention_weights(bad.clone(), 1.0, False, None, drawn).isnan().any()
+    for value in (math.nan, math.inf):
+        assert kernels.cross_entropy_(torch.full((1, 40), value), torch.tensor([3]), 0.0).isnan().all()
+
+
+def test_tensors_that_do_not_fit_are_left_to_torch() -> None:
+    values = torch.zeros(2, 3)
+    assert Kernels.fit(values, None)
+    for other in (values.double(), values.bfloat16(), values.t(), values.to("meta")):
+        assert not Kernels.fit(values, other)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_the_library_is_compiled_once(folder: Path, monkeypatch) -> None:
+    (file,) = folder.iterdir()
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    load_library(folder)
+    assert list(folder.iterdir()) == [file]
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [("/nowhere/g++", "CXX=/nowhere/g++ is not a command"), ("false", "false: exit code 1")],
+)
+def test_without_a_compiler_one_line_says_why(tmp_path: Path, monkeypatch, compiler: str, reason: str) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    with pytest.raises(CannotCompile) as raised:
+        load_library(tmp_path)
+    assert str(raised.value) == reason
+    assert not list(tmp_path.iterdir())
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(CannotCompile, match="there is no C\\+\\+ compiler"):
+        load_library(tmp_path)
+
+
+def test_where_nothing_can_be_kept_it_is_compiled_all_the_same() -> None:
+    assert load_library(Path("/dev/null/kernels")).gelu_forward is not None
