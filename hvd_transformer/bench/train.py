@@ -19,6 +19,7 @@ from hvd_transformer.comm.world import World, agree
 from hvd_transformer.config import Config
 from hvd_transformer.config.batch_size import check_step_size
 from hvd_transformer.data.sampler import Replica
+from hvd_transformer.errors import UserError
 from hvd_transformer.monitoring.heartbeat import Heartbeat
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.planning.constants import Constants, step_side
