@@ -3,14 +3,14 @@
 One step of a rank: each accumulation step is cut into micro-batches, which stream through the pipeline:
 
     accumulation step 1             accumulation step 2
-    forward backward | … | forward backward | forward        backward      | update
-                                              sums =======    buckets ===== |           (Horovod)
+    forward backward | … | forward backward | forward     backward       | update
+                                                        buckets, sums ==== |           (Horovod)
 """
 
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from itertools import islice
@@ -40,6 +40,7 @@ from hvd_transformer.training.job_setup import build_model
 from hvd_transformer.training.lr_schedule import learning_rate
 from hvd_transformer.training.prefetch import Prefetch
 from hvd_transformer.training.state import NO_WISHES, StepResult, StepTotals, Sums, TrainState, Wishes
+from hvd_transformer.training.step_stats import StepStats
 
 log = logging.getLogger(__name__)
 
@@ -52,54 +53,6 @@ class Diverged(RuntimeError):
             f"step {step}: the loss is {loss} and the gradient's norm {norm}; a lower "
             "optimizer.lr, more optimizer.warmup_steps or a smaller optimizer.clip_norm may help"
         )
-
-
-class StepStats:
-    """Sums of one step over the ranks: losses, targets, samples, wishes.
-
-    Of a tensor group, whose ranks see the same samples, one rank counts. `counts` are this rank's targets and samples.
-    They carry `unsent`, the sums of local steps before. Without `sends` nothing is told to the other ranks.
-    """
-
-    def __init__(
-        self,
-        world: World,
-        mesh: ParallelMesh,
-        counts: tuple[int, int],
-        wishes: Wishes,
-        unsent: Sums,
-        *,
-        sends: bool = True,
-    ) -> None:
-        self._world, self._device, self._counts = world, mesh.devices[-1], mesh.tp_rank == 0
-        self._loss = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._own_counts, self._unsent, self._wishes, self._sends = counts, unsent, wishes, sends
-
-    def add_loss(self, loss: Tensor) -> None:
-        """Add the loss of a micro-batch; the last stage calls this in their order."""
-        self._loss += loss
-
-    def send(self) -> None:
-        """Start to sum, once all losses are there: with the last gradients, so that backward is not interrupted."""
-        if not self._sends:
-            return
-        sums = self._unsent.plus(Sums(0.0, *self._own_counts)) if self._counts else Sums()
-        self._sums = torch.tensor([*sums, *self._wishes], dtype=torch.float64).to(self._device, non_blocking=True)
-        if self._counts:
-            self._sums[0] += self._loss
-        self._wait: Callable[[], Tensor] = self._world.all_reduce_async_(self._sums, "step.sums")
-
-    def wait(self) -> StepTotals:
-        """The sums of all ranks; zeros without `sends`."""
-        if not self._sends:
-            return StepTotals(0.0, 0, 0, NO_WISHES)
-        self._wait()
-        loss_sum, targets, samples, *wishes = self._sums.tolist()
-        return StepTotals(loss_sum / targets, int(targets), int(samples), Wishes(*(ranks > 0 for ranks in wishes)))
-
-    def own(self) -> Sums:
-        """This replica's sums of this step."""
-        return Sums(float(self._loss), *self._own_counts)
 
 
 class Trainer:

@@ -1,0 +1,58 @@
+"""The sums of a step over all ranks, in one small message: losses, targets, samples, and what the ranks wish for."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hvd_transformer.comm.world import World
+from hvd_transformer.parallel.mesh import ParallelMesh
+from hvd_transformer.training.state import NO_WISHES, StepTotals, Sums, Wishes
+
+
+class StepStats:
+    """Sums of one step over the ranks: losses, targets, samples, wishes.
+
+    Of a tensor group, whose ranks see the same samples, one rank counts. `counts` are this rank's targets and samples.
+    They carry `unsent`, the sums of local steps before. Without `sends` nothing is told to the other ranks.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        mesh: ParallelMesh,
+        counts: tuple[int, int],
+        wishes: Wishes,
+        unsent: Sums,
+        *,
+        sends: bool = True,
+    ) -> None:
+        self._world, self._device, self._counts = world, mesh.devices[-1], mesh.tp_rank == 0
+        self._loss = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._own_counts, self._unsent, self._wishes, self._sends = counts, unsent, wishes, sends
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Add the loss of a micro-batch; the last stage calls this in their order."""
+        self._loss += loss
+
+    def send(self) -> None:
+        """Start to sum, once all losses are there: with the last gradients, so that backward is not interrupted."""
+        if not self._sends:
+            return
+        sums = self._unsent.plus(Sums(0.0, *self._own_counts)) if self._counts else Sums()
+        self._sums = torch.tensor([*sums, *self._wishes], dtype=torch.float64).to(self._device, non_blocking=True)
+        if self._counts:
+            self._sums[0] += self._loss
+        self._wait: Callable[[], Tensor] = self._world.all_reduce_async_(self._sums, "step.sums")
+
+    def wait(self) -> StepTotals:
+        """The sums of all ranks; zeros without `sends`."""
+        if not self._sends:
+            return StepTotals(0.0, 0, 0, NO_WISHES)
+        self._wait()
+        loss_sum, targets, samples, *wishes = self._sums.tolist()
+        return StepTotals(loss_sum / targets, int(targets), int(samples), Wishes(*(ranks > 0 for ranks in wishes)))
+
+    def own(self) -> Sums:
+        """This replica's sums of this step."""
+        return Sums(float(self._loss), *self._own_counts)
