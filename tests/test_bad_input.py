@@ -72,7 +72,7 @@ def write_folder(folder: Path, **texts: str | bytes) -> Path:
         (["training.stall_seconds=0"], "training.stall_seconds=0 (command line): must be greater than 0"),
         (["training.batch_size=0"], "training.batch_size=0 (command line): must be greater than or equal to 1"),
         (["model.dropout=1.5"], "model.dropout=1.5 (command line): must be less than 1"),
-        (["optimizer.schedule=foo"], "must be 'constant', 'step', 'cosine' or 'noam'"),
+        (["optimizer.schedule=foo"], "must be 'constant', 'step', 'cosine', 'linear', 'wsd' or 'noam'"),
         (["model.d_model=30", "model.num_heads=4"], "model.d_model=30: must be a multiple of model.num_heads=4"),
         (["data.sequence_length=4096"], "data.sequence_length=4096: longer than the model's positions"),
         (

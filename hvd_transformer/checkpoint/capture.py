@@ -116,7 +116,7 @@ def _optimizer_exchange(engine: Engine, files: Files) -> _Exchange | None:
 def _wire_files(engine: Engine, own: Shards, writers: Writers) -> tuple[Files, _Exchange | None]:
     """Each rank writes its own errors, unless it sees no folder."""
     if writers.all_see:
-        return ShardFiles(engine_state.wire_columns(engine, own), [engine_state.WIRE_KEY], writers), None
+        return ShardFiles(engine_state.wire_columns(engine, own), own, writers), None
     return SharedFiles(_whole(own), writers), _Exchange(engine.world, engine_state.held_by_places(engine, own))
 
 
