@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -30,6 +31,12 @@ Ids = NDArray[np.uint32]
 # The byte-pair pattern never joins a character with the white space after it: cutting there changes no token.
 _PART_END = re.compile(r"(?<=\S)(?=[ \n])")
 _PART_CHARACTERS = 2**14
+
+# What torchtext's basic_english replaces in lower-case text before it splits at white space, in this order.
+_BASIC_ENGLISH = {
+    "'": " ' ", '"': "", ".": " . ", "<br />": " ", ",": " , ", "(": " ( ", ")": " ) ", "!": " ! ", "?": " ? ",
+    ";": " ", ":": " ",
+}  # fmt: skip
 
 
 class Tokenizer(ABC):
@@ -145,7 +152,8 @@ class WordTokenizer(VocabularyTokenizer):
 
     def encode(self, text: str) -> Ids:
         get = self._numbers.get
-        return np.fromiter((get(word, 0) for word in _words(text)), np.uint32)
+        words = _words(text)
+        return np.fromiter(map(get, words, repeat(0)), np.uint32, len(words))
 
     @staticmethod
     def count(text: str) -> Counter[str]:
@@ -276,12 +284,13 @@ def sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _words(text: str) -> Iterator[str]:
-    from torchtext.data.utils import get_tokenizer
-
-    split = get_tokenizer("basic_english")
-    for line in text.split("\n"):
-        yield from split(line)
+def _words(text: str) -> list[str]:
+    """The tokens of torchtext's basic_english, line after line, by plain replacements of the whole text: in less than
+    half of the time of its regular expressions."""
+    text = text.lower()
+    for mark, replacement in _BASIC_ENGLISH.items():
+        text = text.replace(mark, replacement)
+    return text.split()
 
 
 def _parts(text: str) -> Iterator[str]:
