@@ -159,7 +159,8 @@ class GradBuffer:
     def norms(self) -> dict[str, Tensor]:
         """The norm of each parameter's gradient in this rank's shard, by name; computed once for a step."""
         if self._norms is None:
-            self._norms = dict(zip(self._own_views, torch._foreach_norm(list(self._own_views.values())), strict=True))
+            own = self._own_views  # of a shard that is only padding there are none
+            self._norms = dict(zip(own, torch._foreach_norm(list(own.values())), strict=True)) if own else {}
         return self._norms
 
     def zeroed(self, slot: ParamSlot) -> Tensor:

@@ -42,10 +42,15 @@ def task(folder: Path, name: str) -> list[str]:
     ("size", "name", "words"),
     [
         (1, "translation", ["data.batch_tokens=60"]),
-        (1, "classification", []),
+        pytest.param(1, "classification", [], marks=pytest.mark.slow),
         (2, "language_model", ["parallel.tensor=2", "parallel.vocab_parallel=true", *LAYOUT]),
-        (2, "translation", ["parallel.tensor=2", "parallel.recompute=always"]),
-        (2, "language_model", [*LAYOUT, "parallel.schedule=zero_bubble", "parallel.optimizer_shard=state"]),
+        pytest.param(2, "translation", ["parallel.tensor=2", "parallel.recompute=always"], marks=pytest.mark.slow),
+        pytest.param(
+            2,
+            "language_model",
+            [*LAYOUT, "parallel.schedule=zero_bubble", "parallel.optimizer_shard=state"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
@@ -59,8 +64,8 @@ def test_compiled_is_eager(world, folder: Path, tmp_path: Path, size: int, name:
     world(size, "gloo").train(*runs.values())
     (_, *eager), (_, *found) = (list(zip(*steps(tmp_path / choice, "loss"), strict=True)) for choice in runs)
     assert found[0] == pytest.approx(eager[0], rel=1e-5)
-    assert found[0] != eager[0]  # other kernels, other rounding
-    assert relative_difference(weights(tmp_path / "true"), weights(tmp_path / "false")) < 1e-4
+    difference = relative_difference(weights(tmp_path / "true"), weights(tmp_path / "false"))
+    assert 0 < difference < 1e-4  # other kernels, other rounding
 
 
 def test_without_a_compiler_training_goes_on(folder: Path, tmp_path: Path) -> None:

@@ -169,3 +169,5 @@ def test_norms_are_those_of_the_shards_own_gradients() -> None:
     buffer.begin_step()
     buffer.gradients.zero_()
     assert not any(buffer.norms().values())  # of the new step
+    (padding,) = make_grad_buffers({"one": nn.Parameter(torch.ones(3))}, set(), 2**20, shard=ZeroShard(1, 2))
+    assert padding.norms() == {}
