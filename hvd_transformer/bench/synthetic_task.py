@@ -11,6 +11,7 @@ from hvd_transformer.config.schema import Config
 from hvd_transformer.data.sampler import Replica, StepSampler
 from hvd_transformer.nn.contracts import Layer, MicroBatch
 from hvd_transformer.parallel.deferred_init import deferred_init
+from hvd_transformer.planning.memory_plan import batch_samples
 from hvd_transformer.tasks.registry import task_class
 from hvd_transformer.tasks.task import Batch, Data, ModelSketch, PrepareContext, Task
 
@@ -18,17 +19,9 @@ _SPECIAL_TOKENS = 4  # at the start of a vocabulary, padding among them
 _SAMPLES = 2**40  # of an epoch, which no benchmark reaches
 
 
-def samples_per_batch(config: Config) -> int:
-    """Samples of an accumulation step of one replica, if all have `data.sequence_length` tokens."""
-    data = config.data
-    if data.batch_tokens is None or config.task == "language_model":
-        return config.training.batch_size
-    return max(1, data.batch_tokens // data.sequence_length)
-
-
 def samples_per_step(config: Config, replicas: int) -> int:
     """Samples of a step of all replicas together."""
-    return step_samples(config.training, replicas) * samples_per_batch(config) // config.training.batch_size
+    return step_samples(config.training, replicas) * batch_samples(config) // config.training.batch_size
 
 
 class SyntheticTask(Task):
@@ -40,7 +33,7 @@ class SyntheticTask(Task):
         self._vocab_size = vocab_size
         self._micro_batch = cache(self._make_micro_batch)
         per_step = samples_per_step(config, replica.size)
-        self.sampler = StepSampler(_SAMPLES, per_step, samples_per_batch(config), replica)
+        self.sampler = StepSampler(_SAMPLES, per_step, batch_samples(config), replica)
         self.targets_per_step = self.num_targets((torch.zeros(per_step),))
 
     def make_model(self) -> nn.Module:

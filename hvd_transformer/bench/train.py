@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-from hvd_transformer.bench.synthetic_task import SyntheticTask, samples_per_batch, samples_per_step
+from hvd_transformer.bench.synthetic_task import SyntheticTask, samples_per_step
 from hvd_transformer.bench.timing import call_seconds, mean_over_ranks, relative_deviation, repeats, slowest, warm_up
 from hvd_transformer.comm.world import World, agree
 from hvd_transformer.config import Config
@@ -23,6 +23,7 @@ from hvd_transformer.errors import UserError
 from hvd_transformer.monitoring.heartbeat import Heartbeat
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.planning.constants import Constants, step_side
+from hvd_transformer.planning.memory_plan import batch_samples
 from hvd_transformer.planning.model_costs import fake_model, layer_costs
 from hvd_transformer.planning.partition import check_partition
 from hvd_transformer.tasks.registry import task_class
@@ -117,7 +118,7 @@ def training_constants(config: Config, device: Constants, result: TrainResult) -
     if result.alone is None or result.alone.first is None:
         return device
     first, precision = result.alone.first, config.training.precision
-    tokens = math.ceil(samples_per_batch(config) / config.parallel.micro_batches) * config.data.sequence_length
+    tokens = math.ceil(batch_samples(config) / config.parallel.micro_batches) * config.data.sequence_length
     possible = device.matmul_rate(precision, step_side(tokens, config.model.d_model)) * len(result.mesh.devices)
     reached = result.flops / median(step.compute for step in first)
     found = {
@@ -202,6 +203,6 @@ def _alone(config: Config, vocab_size: int, seconds: float, world: World, heartb
 
 def _flops_per_sample(config: Config, vocab_size: int) -> float:
     """FLOPs of forward and backward on one rank, without recomputing."""
-    num_samples = math.ceil(samples_per_batch(config) / config.parallel.micro_batches)
+    num_samples = math.ceil(batch_samples(config) / config.parallel.micro_batches)
     with fake_model(config, vocab_size, num_samples) as model:
         return sum(layer.forward_flops + layer.backward_flops for layer in layer_costs(model)) / num_samples

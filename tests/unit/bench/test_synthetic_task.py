@@ -5,12 +5,13 @@ import math
 import pytest
 import torch
 
-from hvd_transformer.bench.synthetic_task import SyntheticTask, samples_per_batch, samples_per_step
+from hvd_transformer.bench.synthetic_task import SyntheticTask, samples_per_step
 from hvd_transformer.bench.train import trainer_of
 from hvd_transformer.comm.world import World
 from hvd_transformer.config import Config, load
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.monitoring.heartbeat import Heartbeat
+from hvd_transformer.planning.memory_plan import batch_samples
 
 V, T, B = 50, 12, 6
 SMALL = [
@@ -43,7 +44,7 @@ def test_tokens_are_of_the_vocabulary_and_differ_between_replicas() -> None:
 
 
 def test_samples_of_a_batch_and_of_a_step() -> None:
-    assert samples_per_batch(small()) == B
-    assert samples_per_batch(small("task=translation", f"data.batch_tokens={5 * T + 1}")) == 5
+    assert batch_samples(small()) == B
+    assert batch_samples(small("task=translation", f"data.batch_tokens={5 * T + 1}")) == 5
     assert samples_per_step(small("training.accumulation=3"), replicas=4) == 3 * 4 * B
     assert samples_per_step(small(f"training.global_batch_size={10 * B}"), replicas=4) == 10 * B
