@@ -9,11 +9,12 @@
 # everything it was compiled from and against: Horovod, the patches, torch, Python, MPI, machine and GPU
 # operations. Only the path goes to standard output; progress goes to standard error.
 #
-# Four changes to the published source: C++17, which torch >= 2.1 asks for, in its two CMake files; a
-# relative RUNPATH, so that the wheel finds the MPI of whichever environment it is installed in;
-# patches/wake_up.patch, with which collectives no longer wait for a cycle (its first lines say how); and
-# patches/process_set_interface.patch, so that gloo uses the chosen network interface only. The version of
-# the patched wheel is 0.28.1+wakeup.
+# Five changes to the published source: C++17, which torch >= 2.1 asks for, in its two CMake files; a
+# relative RUNPATH, so that the wheel finds the MPI of whichever environment it is installed in; and the
+# patches, in the order of their names: process_set_interface.patch, so that gloo uses the chosen network
+# interface only; wake_up.patch, with which collectives no longer wait for a cycle; within_host.patch, with
+# which ranks of one host use shared memory. Their first lines say how. The version of the patched wheel is
+# 0.28.1+wakeup.
 set -euo pipefail
 
 readonly horovod_version=0.28.1

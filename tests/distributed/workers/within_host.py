@@ -1,0 +1,140 @@
+"""Cases for the ranks of a world: Horovod's collectives between processes of one host, against torch alone.
+
+Every rank can compute what every other rank sends, so it knows each result without a message.
+"""
+
+from collections.abc import Callable
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch import Tensor
+
+# A slot has 512 KiB: one value, a few, whole slots and a bit more, and more chunks than there are slots.
+COUNTS = (1, 7, 131_072, 131_073, 900_001)
+TYPES = (torch.float32, torch.float64, torch.float16, torch.int32, torch.int64)
+OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "Sum": torch.add,
+    "Min": torch.minimum,
+    "Max": torch.maximum,
+}
+
+
+def sharing() -> bool:
+    """Whether this process has mapped a block of Horovod's."""
+    return "/dev/shm/horovod-" in Path("/proc/self/maps").read_text(encoding="utf-8")
+
+
+def left_behind() -> list[str]:
+    """Names of blocks that are still there."""
+    return [file.name for file in Path("/dev/shm").glob("horovod-*")]
+
+
+def values(rank: int, count: int, dtype: torch.dtype) -> Tensor:
+    """What a rank sends: small whole numbers, and for floats fractions too."""
+    generator = torch.Generator().manual_seed(1000 * rank + count)
+    if dtype.is_floating_point:
+        return torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randint(0, 20, (count,), generator=generator).to(dtype)
+
+
+def all_reduce() -> int:
+    """Every type, operation and size, in place and not; returns the number of checks."""
+    checks = 0
+    for dtype in TYPES:
+        for name, operation in OPERATIONS.items():
+            for count in COUNTS:
+                each = [values(rank, count, dtype) for rank in range(hvd.size())]
+                if dtype == torch.float16 and name == "Sum":  # added in float32, rounded once
+                    wanted = reduce(operation, [one.float() for one in each]).half()
+                else:
+                    wanted = reduce(operation, each)  # in rank order
+                own, options = each[hvd.rank()], {"op": getattr(hvd, name)}
+                found = hvd.allreduce(own, name=f"sum.{dtype}.{name}.{count}", **options)
+                _same(found, wanted, f"{name} of {count} {dtype}")
+                hvd.allreduce_(own, name=f"in_place.{dtype}.{name}.{count}", **options)
+                _same(own, wanted, f"{name} in place of {count} {dtype}")
+                checks += 2
+    return checks
+
+
+def scaled() -> None:
+    """Averages, factors, and several tensors as one."""
+    each = [values(rank, 1000, torch.float64) for rank in range(hvd.size())]
+    own = each[hvd.rank()]
+    found = hvd.allreduce(own, name="scaled", op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
+    torch.testing.assert_close(found, 2 * sum(each))
+    torch.testing.assert_close(hvd.allreduce(own, name="mean", op=hvd.Average), sum(each) / hvd.size())
+    for part, found in zip(own.split(300), hvd.grouped_allreduce(own.split(300), name="group", op=hvd.Sum), strict=True):
+        start = part.storage_offset()
+        torch.testing.assert_close(found, sum(each)[start : start + part.numel()])
+
+
+def gathered() -> None:
+    """Blocks of different sizes, one of them empty."""
+    for width in (1, 3, 40_000):
+        rows = [0, 5, 1, 17][: hvd.size()]
+        each = [values(rank, number * width, torch.float32).view(number, width) for rank, number in enumerate(rows)]
+        found = hvd.allgather(each[hvd.rank()], name=f"rows.{width}")
+        _same(found, torch.cat(each), f"rows of {width}")
+    text = hvd.allgather(torch.full((hvd.rank() + 1,), hvd.rank(), dtype=torch.uint8), name="bytes")
+    assert text.tolist() == [rank for rank in range(hvd.size()) for _ in range(rank + 1)]
+
+
+def reduce_scattered() -> None:
+    """Parts of equal numbers of rows, and of numbers that differ by one."""
+    for rows in (hvd.size(), hvd.size() + 1, 50_000):
+        each = [values(rank, rows * 7, torch.float32).view(rows, 7) for rank in range(hvd.size())]
+        total = reduce(torch.add, each)
+        sizes = [rows // hvd.size() + (rank < rows % hvd.size()) for rank in range(hvd.size())]
+        found = hvd.reducescatter(each[hvd.rank()], name=f"parts.{rows}", op=hvd.Sum)
+        _same(found, total.split(sizes)[hvd.rank()], f"parts of {rows}")
+
+
+def in_order() -> bool:
+    """Many collectives in flight at once come back with the right sums, each time the same bits."""
+    for turn in range(3):
+        sent = {number: values(hvd.rank(), 1 + number * 5_000, torch.float32) for number in range(40)}
+        order = sorted(sent, key=lambda number: (number * 7 + 13 * hvd.rank()) % 40)
+        handles = {number: hvd.allreduce_async(sent[number], name=f"{turn}.{number}", op=hvd.Sum) for number in order}
+        for number, handle in handles.items():
+            each = [values(rank, 1 + number * 5_000, torch.float32) for rank in range(hvd.size())]
+            _same(hvd.synchronize(handle), reduce(torch.add, each), f"{number} in turn {turn}")
+    return True
+
+
+def everything() -> dict[str, Any]:
+    """All cases, and what they leave."""
+    checks = all_reduce()
+    scaled()
+    gathered()
+    reduce_scattered()
+    in_order()
+    return {"checks": checks, "sharing": sharing(), "left": left_behind()}
+
+
+def _same(found: Tensor, wanted: Tensor, what: str) -> None:
+    assert found.shape == wanted.shape, f"{what}: {found.shape}, not {wanted.shape}"
+    assert torch.equal(found, wanted), f"{what}: {int((found != wanted).sum())} of {wanted.numel()} differ"
+
+
+if __name__ == "__main__":
+    import json
+    import os
+    import sys
+
+    if len(sys.argv) > 1 and os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == sys.argv[1]:
+        os.environ["HOROVOD_SHARED_MEMORY"] = "0"
+    sets = [hvd.ProcessSet([0, 1]), hvd.ProcessSet([2, 3])] if len(sys.argv) == 1 else []
+    hvd.init(process_sets=sets)
+    if sets:
+        own = sets[hvd.rank() // 2]
+        for count in COUNTS:
+            each = [values(rank, count, torch.float32) for rank in own.ranks]
+            found = hvd.allreduce(values(hvd.rank(), count, torch.float32), name=f"set.{count}", op=hvd.Sum, process_set=own)
+            _same(found, sum(each), f"{count} in a set")
+    done = {"rank": hvd.rank(), **everything()}
+    print(json.dumps(done), flush=True)
+    hvd.shutdown()
