@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +26,15 @@ from hvd_transformer.data.build_once import PrepareContext, Stopped, build_once
 from hvd_transformer.data.prepared import INDEX, PreparedData, TokenWriter, read_corpus, token_dtype
 from hvd_transformer.data.text_corpus import Corpus
 from hvd_transformer.data.text_files import PIECE_BYTES, Piece, TextSpan, read_pieces
-from hvd_transformer.data.tokenizers import VOCABULARY_KINDS, BPETokenizer, Tokenizer, build_vocabulary, sha256
+from hvd_transformer.data.tokenizers import (
+    VOCABULARY_KINDS,
+    BPETokenizer,
+    Tokenizer,
+    WordTokenizer,
+    build_vocabulary,
+    sha256,
+)
+from hvd_transformer.data.words import WordEncoder, count_words, is_native
 from hvd_transformer.errors import UserError
 
 FORMAT = 1  # of a prepared corpus; another number prepares all of them anew
@@ -135,9 +143,7 @@ class _TextWriter:
     context: PrepareContext
 
     def write(self, folder: Path) -> dict[str, Any]:
-        megabytes = sum(span.size for span in self.corpus.splits.values()) / 1e6
-        kind = self.tokenizer.kind if self.tokenizer else self.config.tokenizer
-        self.context.report(f"Preparing {self.corpus.name}: {megabytes:.1f} MB of text, tokenizer {kind}")
+        self.context.report(f"Preparing {self.corpus.name}: {self._size / 1e6:.1f} MB of text, tokenizer {self._kind}")
         tokenizer = self.tokenizer or self._learn_tokenizer()
         tokenizer.save(folder)
         return {
@@ -158,7 +164,10 @@ class _TextWriter:
                 texts, config.vocab_size, config.min_frequency, should_stop=self.context.should_stop
             )
         pieces = self._pieces(train, "counting tokens")
-        counts = total(self.context.map(partial(_count, config.tokenizer), pieces))
+        if self._is_native:
+            counts = count_words(self._libraries, pieces, self.context.thread_map)
+        else:
+            counts = total(self.context.map(partial(_count, config.tokenizer), pieces))
         if not counts:
             raise UserError(f"{train.path}: the train split has no token; it must hold text")
         return build_vocabulary(config.tokenizer, counts, config.vocab_size, config.min_frequency)
@@ -176,12 +185,34 @@ class _TextWriter:
         """Write the tokens of a split piece by piece; return its entry in the index."""
         dtype = token_dtype(tokenizer.vocab_size)
         file = TokenWriter(folder, split, dtype)
-        for tokens in self.context.map(partial(_encode, tokenizer, dtype), self._pieces(span, f"encoding {split}")):
+        for tokens in self._encoded(tokenizer, dtype, self._pieces(span, f"encoding {split}")):
             file.add(tokens)
         if not file.count:
             raise UserError(f"{span.path}: the {split} split has no token; it must hold text")
         entry = file.close()
         return {"tokens": entry["count"], "sha256": entry["sha256"]}
+
+    def _encoded(self, tokenizer: Tokenizer, dtype: str, pieces: Iterator[Piece]) -> Iterator[NDArray[Any]]:
+        if isinstance(tokenizer, WordTokenizer) and self._is_native:
+            return WordEncoder(self._libraries, tokenizer, dtype).encode(pieces, self.context.thread_map)
+        return self.context.map(partial(_encode, tokenizer, dtype), pieces)
+
+    @property
+    def _libraries(self) -> Path:
+        return Path(self.config.cache_dir).expanduser().absolute() / "kernels"
+
+    @cached_property
+    def _is_native(self) -> bool:
+        """Whether native code counts and encodes."""
+        return self._kind == WordTokenizer.kind and is_native(self._libraries, self._size, self.context.report)
+
+    @property
+    def _size(self) -> int:
+        return sum(span.size for span in self.corpus.splits.values())
+
+    @property
+    def _kind(self) -> str:
+        return self.tokenizer.kind if self.tokenizer else self.config.tokenizer
 
     def _pieces(self, span: TextSpan, phase: str, piece_bytes: int | None = None) -> Iterator[Piece]:
         """The pieces of the span; reports the progress every ten seconds."""
