@@ -4,9 +4,9 @@
 
 FOLDER holds text files, which are joined and repeated to `--megabytes`. Ours counts the words, numbers them by
 frequency, and writes token files; the peer tokenizes the lines in two processes, one half each, and keeps the words, no
-more. Imports are not counted; starting our workers is. The tokens are compared before any ratio is printed. Ours needs a
-C++ compiler once: the first preparation, which compiles, is printed apart, and those of the rounds find its library, as
-a user's later ones do.
+more. Imports are not counted; starting our workers is. Ours needs a C++ compiler once: the first preparation, which
+compiles, is printed apart; those of the rounds find its library, as a user's later ones do. The tokens are compared
+before any ratio is printed.
 """
 
 import hashlib

@@ -42,6 +42,7 @@ REPORT_SECONDS = 10.0
 LEAST_PIECE = 2**12  # bytes of a sample's pieces, at least
 Prepared = TypeVar("Prepared")
 Item = TypeVar("Item")
+Encode = Callable[[Iterable[Piece]], Iterator[NDArray[Any]]]  # to the token numbers of each piece or part of it (T,)
 
 
 def prepare_folder(
@@ -146,13 +147,16 @@ class _TextWriter:
         self.context.report(f"Preparing {self.corpus.name}: {self._size / 1e6:.1f} MB of text, tokenizer {self._kind}")
         tokenizer = self.tokenizer or self._learn_tokenizer()
         tokenizer.save(folder)
+        dtype = token_dtype(tokenizer.vocab_size)
+        encode = self._encoder(tokenizer, dtype)
         return {
             "format": FORMAT,
-            "dtype": token_dtype(tokenizer.vocab_size),
+            "dtype": dtype,
             "vocab_size": tokenizer.vocab_size,
             "tokenizer": {"kind": tokenizer.kind, "file": tokenizer.file_name, "sha256": tokenizer.digest},
             "splits": {
-                split: self._write_split(split, span, tokenizer, folder) for split, span in self.corpus.splits.items()
+                split: self._write_split(TokenWriter(folder, split, dtype), split, span, encode)
+                for split, span in self.corpus.splits.items()
             },
         }
 
@@ -165,7 +169,7 @@ class _TextWriter:
             )
         pieces = self._pieces(train, "counting tokens")
         if self._is_native:
-            counts = count_words(self._libraries, pieces, self.context.thread_map)
+            counts = count_words(self._libraries, self.context.thread_map, pieces)
         else:
             counts = total(self.context.map(partial(_count, config.tokenizer), pieces))
         if not counts:
@@ -181,21 +185,19 @@ class _TextWriter:
         pieces = self._pieces(span, phase, min(PIECE_BYTES, max(LEAST_PIECE, sample // 256)))
         return evenly(pieces, lambda piece: len(piece.data), sample / span.size)
 
-    def _write_split(self, split: str, span: TextSpan, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+    def _write_split(self, file: TokenWriter, split: str, span: TextSpan, encode: Encode) -> dict[str, Any]:
         """Write the tokens of a split piece by piece; return its entry in the index."""
-        dtype = token_dtype(tokenizer.vocab_size)
-        file = TokenWriter(folder, split, dtype)
-        for tokens in self._encoded(tokenizer, dtype, self._pieces(span, f"encoding {split}")):
+        for tokens in encode(self._pieces(span, f"encoding {split}")):
             file.add(tokens)
         if not file.count:
             raise UserError(f"{span.path}: the {split} split has no token; it must hold text")
         entry = file.close()
         return {"tokens": entry["count"], "sha256": entry["sha256"]}
 
-    def _encoded(self, tokenizer: Tokenizer, dtype: str, pieces: Iterator[Piece]) -> Iterator[NDArray[Any]]:
+    def _encoder(self, tokenizer: Tokenizer, dtype: str) -> Encode:
         if isinstance(tokenizer, WordTokenizer) and self._is_native:
-            return WordEncoder(self._libraries, tokenizer, dtype).encode(pieces, self.context.thread_map)
-        return self.context.map(partial(_encode, tokenizer, dtype), pieces)
+            return partial(WordEncoder(self._libraries, tokenizer, dtype).encode, self.context.thread_map)
+        return partial(self.context.map, partial(_encode, tokenizer, dtype))
 
     @property
     def _libraries(self) -> Path:

@@ -52,7 +52,7 @@ def is_native(folder: Path, size: int, report: Callable[[str], None]) -> bool:
     return not isinstance(library, str)
 
 
-def count_words(folder: Path, pieces: Iterable[Piece], mapped: Map) -> Counter[str]:
+def count_words(folder: Path, mapped: Map, pieces: Iterable[Piece]) -> Counter[str]:
     """The number of occurrences of each word. `mapped` may work on several parts of a piece at once, in threads."""
     library = _library(folder)
     assert not isinstance(library, str), library
@@ -70,7 +70,7 @@ class WordEncoder:
     def __init__(self, folder: Path, tokenizer: WordTokenizer, dtype: str) -> None:
         self.folder, self.tokenizer, self.dtype = folder, tokenizer, dtype
 
-    def encode(self, pieces: Iterable[Piece], mapped: Map) -> Iterator[NDArray[Any]]:
+    def encode(self, mapped: Map, pieces: Iterable[Piece]) -> Iterator[NDArray[Any]]:
         """The token numbers of the pieces, in order (T,)."""
         assert self._table is not None
         return mapped(self, _parts(pieces))
@@ -116,8 +116,7 @@ class Words(NamedTuple):
     def as_dict(self) -> dict[str, int]:
         """The numbers by word."""
         text, ends = self.text.tobytes(), self.ends.tolist()
-        starts = [0, *ends[:-1]]
-        words = (text[start:end].decode() for start, end in zip(starts, ends, strict=True))
+        words = (text[start:end].decode() for start, end in zip([0, *ends], ends, strict=False))
         return dict(zip(words, self.numbers.tolist(), strict=True))
 
 
@@ -126,6 +125,7 @@ class WordTable:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
+        self._lower = lower_case()
         self._address = library.table_new()
 
     def __del__(self) -> None:
@@ -144,13 +144,13 @@ class WordTable:
 
     def count(self, text: bytes) -> None:
         """Add 1 to the number of a word for each time that it occurs."""
-        self.library.count_words(self._address, text, len(text), lower_case().ctypes.data, _LIMIT)
+        self.library.count_words(self._address, text, len(text), self._lower.ctypes.data, _LIMIT)
 
     def encode(self, text: bytes) -> Ids:
         """The numbers of the words (T,); 0 for unknown ones."""
         numbers = np.empty(len(text), np.uint32)
-        table = lower_case().ctypes.data
-        count = self.library.encode_words(self._address, text, len(text), table, _LIMIT, numbers.ctypes.data)
+        lower, out = self._lower.ctypes.data, numbers.ctypes.data
+        count = self.library.encode_words(self._address, text, len(text), lower, _LIMIT, out)
         return numbers[:count]
 
 
