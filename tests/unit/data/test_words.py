@@ -2,6 +2,7 @@
 
 import pickle
 import random
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -126,29 +127,33 @@ def on_another_host(function: Callable[[Any], Any], items: Iterable[Any]) -> Ite
         yield pickle.loads(pickle.dumps(sent[0](sent[1])))
 
 
-@pytest.mark.parametrize("settings", [{}, {"vocab_size": 50}, {"min_frequency": 90}, {"vocab_size": 100}])
-@pytest.mark.parametrize("where", ["here", "in threads", "on another host", "on one without a compiler"])
-def test_files_are_those_of_python(corpus, tmp_path, folder, monkeypatch, settings, where):
+def without_a_compiler(function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+    """The same, where that host has no library."""
+    for item in items:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(words, "_library", lambda _: "there is no C++ compiler")
+            result = list(on_another_host(function, [item]))
+        yield from result
+
+
+@pytest.mark.parametrize("settings", [{}, {"vocab_size": 100, "min_frequency": 90}])
+def test_files_are_those_of_python(corpus, tmp_path, folder, monkeypatch, settings):
     monkeypatch.setattr(prepare_text, "PIECE_BYTES", 16384)
     monkeypatch.setattr(words, "PART_BYTES", 3000)
-    expected = prepare(corpus, tmp_path / "python", PrepareContext(), **settings)
-    assert not (tmp_path / "python" / "kernels").exists()
-    LIBRARY.load(tmp_path / "native" / "kernels")
-    monkeypatch.setattr(WordTokenizer, "count", None)
-    if where == "on one without a compiler":
-        monkeypatch.undo()
-        monkeypatch.setattr(prepare_text, "PIECE_BYTES", 16384)
-        here = words._library(folder)
-        answers = iter([here, here])
-        monkeypatch.setattr(words, "_library", lambda _: next(answers, "there is no C++ compiler"))
-    else:
-        monkeypatch.setattr(WordTokenizer, "encode", None)
-    with process_map(2) as mapped:
-        maps = {"here": map, "in threads": mapped}
-        found = prepare(corpus, tmp_path / "native", PrepareContext(maps.get(where, on_another_host)), **settings)
-    assert found.folder.name == expected.folder.name
-    files = [{path.name: path.read_bytes() for path in own.folder.iterdir()} for own in (found, expected)]
-    assert files[0] == files[1]
+    expected = prepare(corpus, tmp_path, PrepareContext(), **settings)
+    assert not (tmp_path / "kernels").exists()
+    with process_map(2) as in_threads:
+        for mapped in (map, in_threads, on_another_host, without_a_compiler):
+            words._encoder.cache_clear()
+            shutil.rmtree(folder.parent / "prepared", ignore_errors=True)
+            with pytest.MonkeyPatch.context() as patch:
+                if mapped != without_a_compiler:
+                    for name in ("count", "encode"):
+                        patch.setattr(WordTokenizer, name, None)
+                found = prepare(corpus, folder.parent, PrepareContext(mapped), **settings)
+            assert found.folder.name == expected.folder.name
+            files = [{path.name: path.read_bytes() for path in own.folder.iterdir()} for own in (found, expected)]
+            assert files[0] == files[1]
 
 
 def test_a_compiler_is_called_for_large_texts_only(tmp_path, monkeypatch):
