@@ -1,5 +1,6 @@
 // Words of torchtext's basic_english: UTF-8 text to tokens, counted or encoded, without Python's global lock.
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -228,7 +229,7 @@ void table_add(Table* table, const Byte* bytes, const uint64_t* ends, const uint
 }
 
 void table_get(const Table* table, Byte* bytes, uint64_t* ends, uint64_t* values) {
-    memcpy(bytes, table->bytes.data(), table_bytes(table));
+    std::copy(table->bytes.begin(), table->bytes.end(), bytes);
     for (uint64_t word = 1; word < table->words.size(); word++) {
         ends[word - 1] = table->words[word].end;
         values[word - 1] = table->words[word].value;
