@@ -9,7 +9,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from itertools import chain, islice
 from typing import Any, Protocol, TypeVar
@@ -94,6 +94,7 @@ class _LazyMap:
         self.processes = processes
         self.stack = stack
         self.mapped: _ExecutorMap | None = None
+        self.threads: _ExecutorMap | None = None
 
     def __call__(self, function: Callable[[A], B], items: Iterable[A], /) -> Iterator[B]:
         rest = iter(items)
@@ -109,6 +110,13 @@ class _LazyMap:
             self.stack.enter_context(executor)
             self.mapped = _ExecutorMap(executor, self.processes)
         return self.mapped(function, chain(first, rest))
+
+    def in_threads(self, function: Callable[[A], B], items: Iterable[A], /) -> Iterator[B]:
+        """The same over as many threads, for functions that compute without Python's lock."""
+        if self.threads is None:
+            executor = self.stack.enter_context(ThreadPoolExecutor(self.processes))
+            self.threads = _ExecutorMap(executor, self.processes)
+        return self.threads(function, items)
 
 
 def _start_worker() -> None:

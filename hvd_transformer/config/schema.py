@@ -153,7 +153,7 @@ class DataConfig(Section):
     cache_dir: str = changeable(
         "~/.cache/hvd-transformer/data", "cache folder for downloads, token files and measured layer times"
     )
-    workers: int = changeable(0, "number of processes that prepare the token files; 0: one per core", ge=0)
+    workers: int = changeable(0, "number of processes or threads that prepare the token files; 0: one per core", ge=0)
 
 
 class ParallelConfig(Section):

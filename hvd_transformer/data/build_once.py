@@ -38,6 +38,12 @@ class PrepareContext(NamedTuple):
     report: Callable[[str], None] = lambda message: None
     should_stop: ShouldStop = lambda: False
 
+    @property
+    def thread_map(self) -> Callable[..., Iterator[Any]]:
+        """`map`, over threads where that is over local processes: for functions that compute without Python's lock."""
+        in_threads: Callable[..., Iterator[Any]] = getattr(self.map, "in_threads", self.map)
+        return in_threads
+
 
 ALONE = PrepareContext()  # in this process, silently, to the end
 

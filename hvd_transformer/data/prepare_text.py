@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +26,15 @@ from hvd_transformer.data.build_once import PrepareContext, Stopped, build_once
 from hvd_transformer.data.prepared import INDEX, PreparedData, TokenWriter, read_corpus, token_dtype
 from hvd_transformer.data.text_corpus import Corpus
 from hvd_transformer.data.text_files import PIECE_BYTES, Piece, TextSpan, read_pieces
-from hvd_transformer.data.tokenizers import VOCABULARY_KINDS, BPETokenizer, Tokenizer, build_vocabulary, sha256
+from hvd_transformer.data.tokenizers import (
+    VOCABULARY_KINDS,
+    BPETokenizer,
+    Tokenizer,
+    WordTokenizer,
+    build_vocabulary,
+    sha256,
+)
+from hvd_transformer.data.words import WordEncoder, count_words, is_native
 from hvd_transformer.errors import UserError
 
 FORMAT = 1  # of a prepared corpus; another number prepares all of them anew
@@ -34,6 +42,7 @@ REPORT_SECONDS = 10.0
 LEAST_PIECE = 2**12  # bytes of a sample's pieces, at least
 Prepared = TypeVar("Prepared")
 Item = TypeVar("Item")
+Encode = Callable[[Iterable[Piece]], Iterator[NDArray[Any]]]  # to the token numbers of each piece or part of it (T,)
 
 
 def prepare_folder(
@@ -135,18 +144,19 @@ class _TextWriter:
     context: PrepareContext
 
     def write(self, folder: Path) -> dict[str, Any]:
-        megabytes = sum(span.size for span in self.corpus.splits.values()) / 1e6
-        kind = self.tokenizer.kind if self.tokenizer else self.config.tokenizer
-        self.context.report(f"Preparing {self.corpus.name}: {megabytes:.1f} MB of text, tokenizer {kind}")
+        self.context.report(f"Preparing {self.corpus.name}: {self._size / 1e6:.1f} MB of text, tokenizer {self._kind}")
         tokenizer = self.tokenizer or self._learn_tokenizer()
         tokenizer.save(folder)
+        dtype = token_dtype(tokenizer.vocab_size)
+        encode = self._encoder(tokenizer, dtype)
         return {
             "format": FORMAT,
-            "dtype": token_dtype(tokenizer.vocab_size),
+            "dtype": dtype,
             "vocab_size": tokenizer.vocab_size,
             "tokenizer": {"kind": tokenizer.kind, "file": tokenizer.file_name, "sha256": tokenizer.digest},
             "splits": {
-                split: self._write_split(split, span, tokenizer, folder) for split, span in self.corpus.splits.items()
+                split: self._write_split(TokenWriter(folder, split, dtype), split, span, encode)
+                for split, span in self.corpus.splits.items()
             },
         }
 
@@ -158,7 +168,10 @@ class _TextWriter:
                 texts, config.vocab_size, config.min_frequency, should_stop=self.context.should_stop
             )
         pieces = self._pieces(train, "counting tokens")
-        counts = total(self.context.map(partial(_count, config.tokenizer), pieces))
+        if self._is_native:
+            counts = count_words(self._libraries, self.context.thread_map, pieces)
+        else:
+            counts = total(self.context.map(partial(_count, config.tokenizer), pieces))
         if not counts:
             raise UserError(f"{train.path}: the train split has no token; it must hold text")
         return build_vocabulary(config.tokenizer, counts, config.vocab_size, config.min_frequency)
@@ -172,16 +185,36 @@ class _TextWriter:
         pieces = self._pieces(span, phase, min(PIECE_BYTES, max(LEAST_PIECE, sample // 256)))
         return evenly(pieces, lambda piece: len(piece.data), sample / span.size)
 
-    def _write_split(self, split: str, span: TextSpan, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+    def _write_split(self, file: TokenWriter, split: str, span: TextSpan, encode: Encode) -> dict[str, Any]:
         """Write the tokens of a split piece by piece; return its entry in the index."""
-        dtype = token_dtype(tokenizer.vocab_size)
-        file = TokenWriter(folder, split, dtype)
-        for tokens in self.context.map(partial(_encode, tokenizer, dtype), self._pieces(span, f"encoding {split}")):
+        for tokens in encode(self._pieces(span, f"encoding {split}")):
             file.add(tokens)
         if not file.count:
             raise UserError(f"{span.path}: the {split} split has no token; it must hold text")
         entry = file.close()
         return {"tokens": entry["count"], "sha256": entry["sha256"]}
+
+    def _encoder(self, tokenizer: Tokenizer, dtype: str) -> Encode:
+        if isinstance(tokenizer, WordTokenizer) and self._is_native:
+            return partial(WordEncoder(self._libraries, tokenizer, dtype).encode, self.context.thread_map)
+        return partial(self.context.map, partial(_encode, tokenizer, dtype))
+
+    @property
+    def _libraries(self) -> Path:
+        return Path(self.config.cache_dir).expanduser().absolute() / "kernels"
+
+    @cached_property
+    def _is_native(self) -> bool:
+        """Whether native code counts and encodes."""
+        return self._kind == WordTokenizer.kind and is_native(self._libraries, self._size, self.context.report)
+
+    @property
+    def _size(self) -> int:
+        return sum(span.size for span in self.corpus.splits.values())
+
+    @property
+    def _kind(self) -> str:
+        return self.tokenizer.kind if self.tokenizer else self.config.tokenizer
 
     def _pieces(self, span: TextSpan, phase: str, piece_bytes: int | None = None) -> Iterator[Piece]:
         """The pieces of the span; reports the progress every ten seconds."""

@@ -147,11 +147,12 @@ class WordTokenizer(VocabularyTokenizer):
     separator = " "
 
     @cached_property
-    def _numbers(self) -> dict[str, int]:
+    def numbers(self) -> dict[str, int]:
+        """Token → token number."""
         return {token: number for number, token in enumerate(self.tokens)}
 
     def encode(self, text: str) -> Ids:
-        get = self._numbers.get
+        get = self.numbers.get
         words = _words(text)
         return np.fromiter(map(get, words, repeat(0)), np.uint32, len(words))
 
@@ -267,10 +268,9 @@ def build_vocabulary(
 
     Raises `UserError` if nothing but the specials is left.
     """
-    from torchtext.vocab import Vocab
-
-    max_size = None if vocab_size is None else max(0, vocab_size - len(specials))  # without the specials
-    tokens = Vocab(counts, max_size=max_size, min_freq=min_frequency, specials=list(specials)).itos
+    found = sorted(token for token, count in counts.items() if count >= max(1, min_frequency) and token not in specials)
+    found.sort(key=counts.__getitem__, reverse=True)  # stable
+    tokens = [*specials, *found][: None if vocab_size is None else max(vocab_size, len(specials))]
     if len(tokens) <= len(specials):
         raise UserError(
             f"data.min_frequency={min_frequency}: leaves a vocabulary of nothing but {', '.join(specials)}; the most "

@@ -4,12 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from hvd_transformer.comm.process_map import FEW_ITEMS, mpi_size, process_map, worker_map
+from hvd_transformer.comm.process_map import FEW_ITEMS, _LazyMap, mpi_size, process_map, worker_map
 from hvd_transformer.errors import UserError
 
 
@@ -101,3 +102,17 @@ def test_mpi_size_is_the_launchers(monkeypatch, name):
     monkeypatch.delenv("OMPI_COMM_WORLD_SIZE", raising=False)
     monkeypatch.setenv(name, "3")
     assert mpi_size() == 3
+
+
+def test_threads():
+    count = 20
+    with process_map(2) as mapped:
+        assert isinstance(mapped, _LazyMap)
+        # In this process, in the order of the items, two at a time.
+        assert list(mapped.in_threads(square, range(count))) == [number * number for number in range(count)]
+        assert set(mapped.in_threads(process_id, range(count))) == {os.getpid()}
+        both = threading.Barrier(2, timeout=10)
+        assert len(list(mapped.in_threads(lambda _: both.wait(), range(2)))) == 2
+        assert mapped.mapped is None
+        with pytest.raises(UserError, match="^three is wrong$"):
+            list(mapped.in_threads(refuse_three, range(count)))

@@ -1,0 +1,93 @@
+"""Compiles a C++ file of this package for this machine with its compiler, once, and loads it."""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+from uuid import uuid4
+
+from hvd_transformer.errors import UserError
+from hvd_transformer.own_folder import make_own_folder
+
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared")
+_SECONDS = 120.0
+
+
+class CannotCompile(Exception):
+    """Why there is no library on this machine, in one line."""
+
+
+class NativeLibrary(NamedTuple):
+    """A C++ file, and the flags to compile it with."""
+
+    source: Path
+    flags: Sequence[str] = FLAGS
+
+    def load(self, folder: Path) -> ctypes.CDLL:
+        """The compiled library: kept in `folder` if that can be written, compiled anew if not.
+
+        The file's name depends on everything that the machine code depends on, so that hosts can share the folder, and
+        ranks that compile at the same time write the same file. Raises `CannotCompile`.
+        """
+        file = self._file(folder)
+        try:
+            make_own_folder(folder)
+            if not file.exists():
+                partial = file.with_name(f".{uuid4().hex}.so")
+                try:
+                    self._compile(partial)
+                    partial.replace(file)
+                finally:
+                    partial.unlink(missing_ok=True)
+            return self._open(file)
+        except (OSError, UserError):  # nothing can be kept there
+            with tempfile.TemporaryDirectory() as private:
+                file = Path(private) / file.name
+                self._compile(file)
+                return self._open(file)
+
+    def is_kept(self, folder: Path) -> bool:
+        """Whether it has been compiled before, for a machine like this one."""
+        try:
+            return self._file(folder).is_file()
+        except OSError:
+            return False
+
+    def _file(self, folder: Path) -> Path:
+        return folder / f"{self.source.stem}-{self._digest()}.so"
+
+    def _compile(self, file: Path) -> None:
+        chosen = os.environ.get("CXX")
+        words = shlex.split(chosen) if chosen else [next(filter(shutil.which, ("g++", "c++", "clang++")), "")]
+        if not words or shutil.which(words[0]) is None:
+            raise CannotCompile(f"CXX={chosen} is not a command" if chosen else "there is no C++ compiler (g++)")
+        command = [*words, *self.flags, "-o", str(file), str(self.source)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise CannotCompile(f"{words[0]} took longer than {_SECONDS:.0f} seconds") from None
+        if done.returncode != 0:
+            lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+            raise CannotCompile(f"{words[0]}: {next((line for line in lines if 'error' in line), lines[-1])}")
+
+    def _open(self, file: Path) -> ctypes.CDLL:
+        try:
+            return ctypes.CDLL(str(file))
+        except OSError as error:
+            raise CannotCompile(f"the compiled {self.source.stem} cannot be loaded: {error}") from None
+
+    def _digest(self) -> str:
+        """Of the source and the flags, and of what -march=native and the C library are here."""
+        parts = [self.source.read_text(encoding="utf-8"), *self.flags, platform.machine(), *platform.libc_ver()]
+        with suppress(OSError):  # Linux only
+            lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+            parts += sorted({line for line in lines if line.startswith(("flags", "model name", "Features"))})
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
