@@ -74,8 +74,8 @@ def orthogonalise(matrix: Tensor) -> Tensor:
 def _normalised(gram: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A bound on the largest singular value of x, given x xᵀ; x xᵀ of x over the bound, and the square of that.
 
-    The bound is the eighth root of the sum of σ⁸ (Gelfand's formula, as in Grishina et al. 2025, arXiv 2506.10935): near
-    the largest σ, where the Frobenius norm may be ten times that. It saves a step, and its products are needed anyway.
+    The bound is the eighth root of the sum of σ⁸ (Gelfand's formula, Grishina et al. 2025, arXiv 2506.10935): near the
+    largest σ, where the Frobenius norm may be ten times that. It saves a step, and its products are needed anyway.
     """
     trace = gram.trace().clamp_(min=_EPSILON**2)
     gram = gram / trace  # σ⁸ itself may be too small a number
