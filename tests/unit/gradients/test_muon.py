@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from plain_muon import by_singular_values, closed_form_in_torch
 from thread_world import make_worlds, on_ranks
 from torch import Tensor, nn
 
@@ -26,20 +27,9 @@ MODEL = ModelConfig(num_layers=2, d_model=12, num_heads=6, d_feedforward=18, pos
 STEPS = 4
 
 
-def by_singular_values(matrix: Tensor) -> Tensor:
-    """The closed form: each step's polynomial of the singular values, of which the bound makes at most 1."""
-    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
-    values = values / (1.01 * values.pow(8).sum().pow(1 / 8))
-    for a, b, c in ORTHOGONALISING_STEPS:
-        values = a * values + b * values**3 + c * values**5
-    return left @ values.diag() @ right
-
-
 @pytest.fixture
-def closed_form(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In torch's Muon, in place of its own steps in bfloat16."""
-    with monkeypatch.context() as patched:
-        patched.setattr("torch.optim._muon._zeropower_via_newtonschulz", lambda grad, *_: by_singular_values(grad))
+def closed_form() -> Iterator[None]:
+    with closed_form_in_torch():
         yield
 
 
