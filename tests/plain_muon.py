@@ -13,7 +13,7 @@ from hvd_transformer.gradients.muon import STEPS
 def by_singular_values(matrix: Tensor) -> Tensor:
     """Each step's polynomial of the singular values, which a bound has made at most 1."""
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
-    values = values / (1.01 * values.pow(8).sum().pow(1 / 8))
+    values = values / (1.01 * values.pow(8).sum().pow(1 / 8)).clamp(min=1e-30)  # a gradient may be zero
     for a, b, c in STEPS:
         values = a * values + b * values**3 + c * values**5
     return left @ values.diag() @ right
