@@ -33,8 +33,8 @@ from benchmarks.settings import ENVIRONMENT, INTERFACE
 README_LOSS, WANTED = 1.8857, 0.45
 CORES, LOG_EVERY = 2, 10
 SETTINGS = (
-    "optimizer.name=muon", "optimizer.lr=8e-3", "optimizer.lr_scaling=none", "optimizer.schedule=linear",
-    "optimizer.warmup_steps=50", "training.max_steps=700",
+    "optimizer.name=muon", "optimizer.lr=1.6e-2", "optimizer.lr_scaling=none", "optimizer.schedule=linear",
+    "optimizer.warmup_steps=50", "training.max_steps=600",
 )  # fmt: skip
 _STEP = re.compile(r"^(\S+ \S+) INFO epoch \d+, step (\d+) of \d+, .*?, ([\d.]+) ms a step", re.MULTILINE)
 _VALID = re.compile(r"^(\S+ \S+) INFO step (\d+): valid \{.*, ([\d.]+) s$", re.MULTILINE)
