@@ -1,10 +1,11 @@
 """Seconds of training until a loss is reached: `hvd-train --preset shakespeare-char` against nanoGPT's setting.
 
-    python -m benchmarks.time_to_loss input.txt --json benchmarks/results/time_to_loss.json optimizer.schedule=linear
+    python -m benchmarks.time_to_loss input.txt --json benchmarks/results/time_to_loss.json
 
 Both use all cores that are given to them, in turn: a plain script of nanoGPT's setting with as many threads
-(`benchmarks.nanogpt`), and our training with the KEY=VALUE words, as two ranks of one thread each or one rank. The goal
-is what nanoGPT has in the end, after 2,000 iterations of 12 samples, in the same run; nanoGPT's README has 1.8857.
+(`benchmarks.nanogpt`), and our training, as two ranks of one thread each or one rank. The model and the 12 samples per
+step are nanoGPT's; the optimizer, its schedule and the number of steps are those of `SETTINGS`, which KEY=VALUE words
+replace. The goal is what nanoGPT has in the end, after 2,000 iterations, in the same run; nanoGPT's README has 1.8857.
 Evaluations happen every so many steps on both sides, and their time is not counted; start-up is not counted either.
 Our checkpoints are.
 """
@@ -26,11 +27,15 @@ import click
 from benchmarks.bootstrap import median_interval
 from benchmarks.command_line import write_figures
 from benchmarks.machine import machine, processor
-from benchmarks.nanogpt import ITERATIONS
+from benchmarks.nanogpt import BATCH, ITERATIONS
 from benchmarks.settings import ENVIRONMENT, INTERFACE
 
 README_LOSS, WANTED = 1.8857, 0.45
 CORES, LOG_EVERY = 2, 10
+SETTINGS = (
+    "optimizer.name=muon", "optimizer.lr=1.6e-2", "optimizer.lr_scaling=none", "optimizer.schedule=linear",
+    "optimizer.warmup_steps=50", "training.max_steps=600",
+)  # fmt: skip
 _STEP = re.compile(r"^(\S+ \S+) INFO epoch \d+, step (\d+) of \d+, .*?, ([\d.]+) ms a step", re.MULTILINE)
 _VALID = re.compile(r"^(\S+ \S+) INFO step (\d+): valid \{.*, ([\d.]+) s$", re.MULTILINE)
 
@@ -83,7 +88,7 @@ def ours(text: Path, seed: int, every: int, ranks: int, settings: Iterable[str],
         "hvd-train", "--preset", "shakespeare-char", f"data.source={text}", f"data.cache_dir={folder / 'cache'}",
         f"output_dir={run}", f"seed={seed}", "training.device=cpu", "training.text_samples=0",
         f"training.log_every={LOG_EVERY}", f"training.eval_every={every}", "training.eval_batch_size=64",
-        "checkpoint.keep_best=false", *settings,
+        "checkpoint.keep_best=false", f"training.batch_size={BATCH // ranks}", *SETTINGS, *settings,
     ]  # fmt: skip
     _run([*([*launcher, INTERFACE] if ranks > 1 else []), *words], threads=CORES // ranks)
     lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
@@ -113,7 +118,7 @@ def main(
     text: Path, settings: tuple[str, ...], seeds: int, ranks: int, every: int, iterations: int, file: Path | None
 ) -> None:
     """Measure the time that our training and nanoGPT's setting take to a loss. Exit code 1 where ours takes more than
-    0.45 of nanoGPT's."""
+    0.45 of nanoGPT's with any seed."""
     if every % LOG_EVERY:
         raise click.BadParameter(f"{every} is no multiple of {LOG_EVERY}", param_hint="--every")
     runs: dict[str, dict[int, list[Evaluated]]] = {"nanoGPT": {}, "ours": {}}
@@ -132,15 +137,16 @@ def main(
     for seed in goals:
         _report(f"seed {seed}, README", README_LOSS, runs, seed)
     reached = [ratio for ratio in ratios if ratio is not None]
-    met = len(reached) == len(ratios) and median(reached) <= WANTED
+    met = len(reached) == len(ratios) and max(reached) <= WANTED
     if reached:
         low, high = median_interval(reached)
         click.echo(f"ours / nanoGPT to nanoGPT's loss: median {median(reached):.3f} ({low:.3f} to {high:.3f})")
-    click.echo(f"at most {WANTED} at every seed: {'met' if met else 'MISSED'}; {' '.join(settings)}\n{machine()}")
+    words = [*SETTINGS, *settings]
+    click.echo(f"at most {WANTED} at every seed: {'met' if met else 'MISSED'}; {' '.join(words)}\n{machine()}")
     figures = {
         who: {seed: [list(vars(one).values()) for one in run] for seed, run in of.items()} for who, of in runs.items()
     }
-    about = {"machine": machine(), "processor": processor()._asdict(), "ranks": ranks, "settings": settings}
+    about = {"machine": machine(), "processor": processor()._asdict(), "ranks": ranks, "settings": words}
     write_figures(file, {**about, "ratios": ratios, "step_seconds_loss": figures})
     sys.exit(not met)
 

@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from jobs import SIZE
+from plain_muon import closed_form_in_torch
 from plain_transformer import PlainTransformer
 from torch import Tensor, nn
 
@@ -196,10 +196,7 @@ def evaluate(folder: Path, split: str, case: Case, weights: dict[str, Tensor]) -
 
 
 class MuonAndAdam:
-    """torch's Muon for the decayed matrices, query, key and value apart, and its AdamW for the others.
-
-    torch's rounds to bfloat16 in between; not here.
-    """
+    """torch's Muon for the decayed matrices, query, key and value apart, and its AdamW for the others."""
 
     def __init__(self, groups: list[dict], case: Case) -> None:
         decayed, free = groups
@@ -224,7 +221,7 @@ class MuonAndAdam:
         gradients = [part for weight in self._weights for part in self._of(weight, weight.grad)]
         for part, gradient in zip(self._parts, gradients, strict=True):
             part.grad = gradient
-        with patch.object(Tensor, "bfloat16", lambda tensor: tensor.clone()):
+        with closed_form_in_torch():
             self._muon.step()
         self._adam.step()
 

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from plain_muon import by_singular_values, closed_form_in_torch
 from thread_world import make_worlds, on_ranks
 from torch import Tensor, nn
 
 from hvd_transformer.comm.world import World
 from hvd_transformer.config.schema import ModelConfig, OptimizerConfig
 from hvd_transformer.gradients.buffers import WHOLE, ZeroShard, make_grad_buffers
+from hvd_transformer.gradients.muon import STEPS as ORTHOGONALISING_STEPS
 from hvd_transformer.gradients.muon import hidden_matrices, orthogonalise, orthogonalise_cost
 from hvd_transformer.gradients.optimizer import FlatOptimizer, names_without_decay
 from hvd_transformer.gradients.shared_matrices import SharedMatrices
@@ -26,10 +28,8 @@ STEPS = 4
 
 
 @pytest.fixture
-def exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """torch's Muon rounds to bfloat16 in between; not here."""
-    with monkeypatch.context() as patched:
-        patched.setattr(Tensor, "bfloat16", lambda tensor: tensor.clone())
+def closed_form() -> Iterator[None]:
+    with closed_form_in_torch():
         yield
 
 
@@ -140,10 +140,10 @@ def check_is_whole(results: list[dict[str, Tensor]], wanted: dict[str, Tensor], 
             torch.testing.assert_close(weight, want, **limits, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.usefixtures("exact")
+@pytest.mark.usefixtures("closed_form")
 @pytest.mark.parametrize("bucket_bytes", [1, 2000, 2**20])
 def test_a_single_rank_does_what_torchs_optimizers_do(bucket_bytes: int) -> None:
-    check_is_whole(train(bucket_bytes=bucket_bytes), of_torch(), 1, rtol=1e-11, atol=1e-12)
+    check_is_whole(train(bucket_bytes=bucket_bytes), of_torch(), 1, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -174,26 +174,40 @@ def test_replicas_share_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(work.values()) < 1.2 * alone / 4
 
 
-@pytest.mark.parametrize("shape", [(40, 40), (20, 80), (80, 20), (1, 7), (7, 1)])
-def test_singular_values_are_about_one_and_vectors_stay(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("shape", [(40, 40), (20, 39), (20, 40), (20, 80), (80, 20), (1, 7), (7, 1)])
+def test_singular_values_are_about_one_and_vectors_stay(shape: tuple[int, int], size: float) -> None:
     torch.manual_seed(0)
-    matrix = torch.randn(shape, dtype=torch.float64)
-    found = orthogonalise(matrix * 1e-3)
+    matrix = size * torch.randn(shape, dtype=torch.float64)
+    found = orthogonalise(matrix)
+    torch.testing.assert_close(found, by_singular_values(matrix), rtol=1e-10, atol=1e-11)
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     inner = left.t() @ found @ right.t()
-    large = values > 0.01 * torch.linalg.vector_norm(matrix)  # small ones take more steps
-    assert ((inner.diag()[large] > 0.6) & (inner.diag()[large] < 1.3)).all()
-    torch.testing.assert_close(inner, inner.diag().diag(), rtol=0, atol=1e-12)
-    assert not orthogonalise(torch.zeros(shape)).any()
+    large = values > 0.02 * values[0]
+    assert ((inner.diag()[large] > 0.7) & (inner.diag()[large] < 1.3)).all()
+    torch.testing.assert_close(inner, inner.diag().diag(), rtol=0, atol=1e-11)
 
 
-@pytest.mark.usefixtures("exact")
-@pytest.mark.parametrize("shape", [(40, 40), (20, 39), (20, 40), (80, 20), (7, 1)])
-def test_square_and_long_matrices_are_orthogonalised_as_torch_does(shape: tuple[int, int]) -> None:
+def test_a_zero_matrix_stays_zero() -> None:
+    for shape in ((20, 30), (20, 80)):
+        assert not orthogonalise(torch.zeros(shape)).any()
+
+
+def test_the_steps_bring_singular_values_from_a_hundredth_on_near_one() -> None:
+    """Polar Express: no three polynomials of degree 5 do better than 0.27 at the worst."""
+    values = torch.linspace(0.01, 1, 10_000, dtype=torch.float64)
+    for a, b, c in ORTHOGONALISING_STEPS:
+        values = a * values + b * values**3 + c * values**5
+    assert (values - 1).abs().max() < 0.275
+
+
+@pytest.mark.parametrize("rank", [1, 3, 40])
+def test_bfloat16_does_not_diverge(rank: int) -> None:
+    """As on a GPU. The largest singular values are the dangerous ones: of a matrix of low rank they meet the bound."""
     torch.manual_seed(0)
-    matrix = torch.randn(shape, dtype=torch.float64)
-    wanted = torch.optim._muon._zeropower_via_newtonschulz(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7)
-    torch.testing.assert_close(orthogonalise(matrix), wanted, rtol=1e-11, atol=1e-12)
+    matrix = (torch.randn(40, rank) @ torch.randn(rank, 60)).bfloat16()
+    values = torch.linalg.svdvals(orthogonalise(matrix).float())
+    assert 0.6 < values[0] < 1.4
 
 
 def test_float32_is_near_float64() -> None:
