@@ -301,7 +301,7 @@ class CommunicationConfig(Section):
         "none",
         "compression of gradients in transit; fp16: half the bytes, summed by Horovod in fp16, which rounds once per "
         "replica; fp16_fp32_sum: the same bytes, summed in fp32; int8: a quarter; int4: an eighth; powersgd: factors of "
-        "low rank, which learn more slowly; auto: none, fp16, int8 or int4, as the measured link needs",
+        "low rank, which learn more slowly; auto: none, fp16, int8 or int4, whichever suits the link",
     )
     powersgd_rank: int = changeable(4, "rank of the factors of compression=powersgd", ge=1)
     overlap: bool = changeable(True, "send each bucket as soon as it is full, while backward continues")

@@ -1,8 +1,8 @@
 """Blocks of values with one scale each, in 8 or 4 bits: encoded, decoded and summed.
 
-    message   | levels, padded to whole blocks | float32 scale of each block |
-    8 bits    a byte is a level from -127 to 127
-    4 bits    a byte is 16 × a level of the block's first half + one of its second half, each from -7 to 7
+message   | levels, padded to whole blocks | float32 scale of each block |
+8 bits    a byte is a level from -127 to 127
+4 bits    a byte is 16 × a level of the block's first half + one of its second half, each from -7 to 7
 """
 
 from collections.abc import Callable, Sequence
@@ -132,12 +132,10 @@ class BlockCodec:
 
     def _add(self, levels: Tensor, scale: Tensor, work: Tensor, total: Tensor, *, first: bool) -> None:
         """Add levels × scale to `total`, or write it there."""
+        parts = [work.view(-1, *levels.shape)[0].copy_(levels)]
         if self.bits == 4:
-            second, half = work.view(2, *levels.shape)
-            torch.mul(second.copy_(levels), 1 / 16, out=half).round_()
-            parts = (half, second.sub_(half, alpha=16))
-        else:
-            parts = (work.view_as(levels).copy_(levels),)
+            high = torch.mul(parts[0], 1 / 16, out=work.view(2, *levels.shape)[1]).round_()
+            parts = [high, parts[0].sub_(high, alpha=16)]
         for part, place in zip(parts, total.chunk(len(parts), 1), strict=True):
             if first:
                 torch.mul(part, scale, out=place)

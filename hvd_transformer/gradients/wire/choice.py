@@ -22,9 +22,9 @@ from torch import Tensor
 from hvd_transformer.comm.group import Group, Link
 from hvd_transformer.gradients.buffers import ParamSlot
 from hvd_transformer.gradients.wire.fp16 import Fp16Fp32SumWire, Fp16Wire
-from hvd_transformer.gradients.wire.quantized import Int4Wire, Int8Wire
 from hvd_transformer.gradients.wire.plain import InTransit, Layout, Wire, WireOptions
 from hvd_transformer.gradients.wire.powersgd import PowerSgdWire
+from hvd_transformer.gradients.wire.quantized import Int4Wire, Int8Wire
 
 # Steps that are sent as they are, of which the first two are slower than the rest.
 MEASURED_STEPS, SLOW_STEPS = 6, 2
@@ -189,7 +189,7 @@ def _measure_link(group: Group) -> tuple[float, float]:
 
 
 def _measure_encoding(layouts: Mapping[str, Layout], options: WireOptions) -> dict[str, float]:
-    """The seconds per byte of gradients that each format computes: the shortest of some steps, without interruptions."""
+    """The seconds per byte of gradients that each format computes: the shortest of some steps."""
     device = next(iter(layouts.values())).values.device
     weight = torch.nn.Parameter(torch.randn(LARGE, device=device))
     layout = Layout(weight.data, [ParamSlot("probe", weight, 0)])

@@ -1,4 +1,4 @@
-"""8 and 4 bits per value: representable sums are exact, and what rounding loses is fed back; of 8 bits it is unbiased."""
+"""8 and 4 bits per value: representable sums are exact, what rounding loses is fed back; 8 bits are unbiased."""
 
 import math
 

@@ -71,9 +71,7 @@ def run(world: World, num_steps: int, saved: Any = None, num_hosts: int = 2) -> 
     return wire, found, news
 
 
-@pytest.mark.parametrize(
-    ("per_byte", "chosen"), [(1e-12, "none"), (2.5e-5, "fp16"), (5e-5, "int8"), (1e-3, "int4")]
-)
+@pytest.mark.parametrize(("per_byte", "chosen"), [(1e-12, "none"), (2.5e-5, "fp16"), (5e-5, "int8"), (1e-3, "int4")])
 def test_all_ranks_measure_then_become_what_the_slowest_needs(
     per_byte: float, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
