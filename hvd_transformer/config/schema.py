@@ -300,8 +300,8 @@ class CommunicationConfig(Section):
     compression: Literal["none", "auto", "fp16", "fp16_fp32_sum", "int8", "int4", "powersgd"] = changeable(
         "none",
         "compression of gradients in transit; fp16: half the bytes, summed by Horovod in fp16, which rounds once per "
-        "replica; fp16_fp32_sum: the same bytes, summed in fp32; int8: a quarter; int4: an eighth; powersgd: factors of "
-        "low rank, which learn more slowly; auto: none, fp16, int8 or int4, whichever suits the link",
+        "replica; fp16_fp32_sum: the same bytes, summed in fp32; int8: a quarter; int4: an eighth; powersgd: factors "
+        "of low rank, which learn more slowly; auto: none, fp16, int8 or int4, whichever suits the link",
     )
     powersgd_rank: int = changeable(4, "rank of the factors of compression=powersgd", ge=1)
     overlap: bool = changeable(True, "send each bucket as soon as it is full, while backward continues")

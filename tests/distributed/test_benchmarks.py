@@ -150,6 +150,18 @@ def test_prepared_tokens_are_torchtexts(tmp_path):
     assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in figures["seconds"].values())
 
 
+@pytest.mark.timeout(600)
+def test_peers_of_compressed_training_have_our_loss(tmp_path):
+    pytest.importorskip("horovod", reason="needs Horovod")
+    (tmp_path / "text.txt").write_text("the cat sat on my big red rug.\n" * 1000)
+    chosen = [word for name in ("ours, none", "DDP", "DDP, fp16 hook") for word in ("--only", name)]
+    file = tmp_path / "figures.json"
+    bench("compressed_loss", tmp_path / "text.txt", *chosen, "--seeds", 1, "--steps", 3, "--json", file)
+    losses = {name: of["1"] for name, of in json.loads(file.read_text(encoding="utf-8"))["losses"].items()}
+    assert losses["DDP"] == pytest.approx(losses["ours, none"], rel=1e-6)
+    assert losses["DDP, fp16 hook"] != losses["DDP"]
+
+
 @pytest.mark.timeout(900)
 def test_slow_links(tmp_path):
     pytest.importorskip("horovod", reason="needs Horovod")
