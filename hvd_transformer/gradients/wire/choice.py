@@ -1,20 +1,21 @@
 """Which format: the one of `communication.compression`, or with `auto` one that the link decides.
 
-`auto` sends the first steps as they are and measures meanwhile: the link, with a small and a large allreduce, the
-computation of a step, and what encoding costs on this device. The slowest rank counts. From that it estimates the time
-of a step with each format and takes the shortest,
+`auto` sends the first steps as they are and measures meanwhile: the link, with a small and a large allreduce, when each
+message of a step is ready, and what encoding costs on this device. From that each rank estimates the time of a step
+with each format, as if the messages went through one link one after the other:
 
-    step = computation + encoding + what the computation cannot hide of: messages × latency + bytes ÷ bandwidth
+    computation  |------- forward -------|------- backward -------|
+    link                                      | 1 |   | 2 |     | 3 | 4 |      the step ends when both have
 
-of `none`, `fp16`, `int8` and `int4`, with which the loss stays within 0.5 % (`benchmarks.compressed_loss`). `powersgd`
-is not among them: it cost several per cent.
+The slowest rank counts, and the shortest of `none`, `fp16`, `int8` and `int4` is taken: they keep the loss within
+0.5 % (`benchmarks.compressed_loss`). `powersgd` is not among them, as it cost several per cent.
 """
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,40 +29,47 @@ from hvd_transformer.gradients.wire.quantized import Int4Wire, Int8Wire
 
 # Steps that are sent as they are, of which the first two are slower than the rest.
 MEASURED_STEPS, SLOW_STEPS = 6, 2
-HIDDEN = 2 / 3  # the part of a step's computation during which gradients are sent: backward
 SMALL, LARGE = 1 << 10, 1 << 18  # float32 values: 4 KiB and 1 MiB
-# Of a value in transit.
-_BYTES = {wire.format: wire.bits / 8 + 4 / wire.block for wire in (Int8Wire, Int4Wire)}
 _FORMATS: dict[str, type[Wire]] = {
     kind.format: kind for kind in (Wire, Fp16Wire, Fp16Fp32SumWire, Int8Wire, Int4Wire, PowerSgdWire)
 }
+# Bytes in transit per byte of gradients.
+RATIOS = {"none": 1.0, "fp16": 0.5} | {
+    wire.format: (wire.bits / 8 + 4 / wire.block) / 4 for wire in (Int8Wire, Int4Wire)
+}
+
+
+class Message(NamedTuple):
+    """A message of a step: when it is ready, in seconds from the step's beginning, and its bytes uncompressed."""
+
+    ready: float
+    nbytes: float
+    rows: bool = False  # of embeddings, whose format has at least 8 bits
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What the choice follows from: seconds, and bytes per step that travel with each format, with their messages.
+    """What the choice follows from: seconds, of encoding per byte of gradients, and a step's messages.
 
-    `last`: the part of a step's bytes that is sent when backward has ended, which nothing hides.
+    `exchanges` is how often the ranks exchange messages for a sum that Horovod does not form.
     """
 
     latency: float
     seconds_per_byte: float
     computation: float
-    last: float
+    messages: Sequence[Message]
     encoding: Mapping[str, float]
-    traffic: Mapping[str, tuple[float, float]]
+    exchanges: int = 1
 
     def step_seconds(self, kind: str) -> float:
         """The estimated time of a step."""
-        num_bytes, messages = self.traffic[kind]
-        transfer = num_bytes * self.seconds_per_byte
-        sending = messages * self.latency + transfer
-        shown = max(sending - HIDDEN * self.computation, self.latency + self.last * transfer)
-        return self.computation + self.encoding.get(kind, 0.0) + shown
-
-    def choose(self) -> str:
-        """The format with the shortest step; the first of equals, in the order of `traffic`."""
-        return min(self.traffic, key=self.step_seconds)
+        encoding, sent = 0.0, 0.0
+        latency = self.latency * (self.exchanges if kind in ("int8", "int4") else 1)
+        for message in self.messages:
+            ratio = max(RATIOS[kind], RATIOS["int8"]) if message.rows else RATIOS[kind]
+            encoding += message.nbytes * self.encoding.get(kind, 0.0)
+            sent = max(sent, message.ready + encoding) + latency + message.nbytes * ratio * self.seconds_per_byte
+        return max(sent, self.computation + encoding) + (self.latency if kind == "fp16" else 0.0)  # the largest values
 
 
 class AutoWire(Wire):
@@ -76,9 +84,8 @@ class AutoWire(Wire):
         self._chosen = False
         self._num_steps = 0
         self._news: str | None = None
-        self._computation: list[float] = []
-        self._sent: list[int] = []  # bytes of each message of buffers in this step
-        self._sent_rows: list[int] = []
+        self._messages: list[Message] = []  # of this step
+        self._steps: list[tuple[float, list[Message]]] = []  # with their computation
 
     @property
     def overflowed(self) -> bool:  # type: ignore[override]
@@ -91,23 +98,22 @@ class AutoWire(Wire):
             if self._num_steps == MEASURED_STEPS:
                 self._choose()
             self._num_steps += 1
-        self._sent.clear()
-        self._sent_rows.clear()
+        self._messages = []
         self._inner.begin_step(step, total_steps, scale)
         self._began = time.perf_counter()
 
     def all_reduce_async(self, gradients: Tensor, name: str) -> InTransit:
-        return self._note(self._inner.all_reduce_async(gradients, name), self._sent)
+        return self._note(self._inner.all_reduce_async(gradients, name))
 
     def reduce_scatter_async(self, gradients: Tensor, name: str) -> InTransit:
-        return self._note(self._inner.reduce_scatter_async(gradients, name), self._sent)
+        return self._note(self._inner.reduce_scatter_async(gradients, name))
 
     def all_gather_async(self, rows: Tensor, name: str) -> InTransit:
-        return self._note(self._inner.all_gather_async(rows, name), self._sent_rows)
+        return self._note(self._inner.all_gather_async(rows, name), rows=True)
 
     def finish_sending(self) -> None:
         if not self._chosen and self._num_steps > SLOW_STEPS:
-            self._computation.append(time.perf_counter() - self._began)
+            self._steps.append((time.perf_counter() - self._began, self._messages))
         self._inner.finish_sending()
 
     def end_step(self) -> None:
@@ -134,37 +140,29 @@ class AutoWire(Wire):
         news, self._news = self._news, None
         return news
 
-    def _note(self, sent: InTransit, notes: list[int]) -> InTransit:
-        notes.append(sent.nbytes)
+    def _note(self, sent: InTransit, *, rows: bool = False) -> InTransit:
+        # An all-gather of rows takes as long as an allreduce of half of all ranks' rows.
+        nbytes = sent.nbytes * (self.group.size / 2 if rows else 1)
+        self._messages.append(Message(time.perf_counter() - self._began, nbytes, rows))
         return sent
 
     def _become(self, kind: str) -> None:
         self._inner, self._chosen, self.format = _FORMATS[kind](self.group, self.layouts, self.options), True, kind
 
     def _choose(self) -> None:
-        """Agree on the largest of all ranks' measurements, and choose from it. Collective."""
-        encoding = _measure_encoding(self.layouts, self.options)
-        # An all-gather of rows takes as long as an allreduce of half of all ranks' rows.
-        rows = sum(self._sent_rows) * self.group.size / 2
-        of_buffers = sum(self._sent)
-        last = self._sent[-1] / max(1, of_buffers) if self._sent else 1.0
-        own = [*self._link, statistics.median(self._computation), of_buffers, rows, len(self._sent), last]
-        numbers = torch.tensor([*own, *encoding.values()], dtype=torch.float64)
-        world = self.options.world or self.group
-        latency, per_byte, computation, whole, rows, messages, last, *costs = world.all_reduce_(
-            numbers, "wire.choice", "max"
-        ).tolist()
+        """Agree on the largest of all ranks' estimates, and choose. Collective."""
+        latency, per_byte = self._link
+        computation, messages = sorted(self._steps)[len(self._steps) // 2]
         exchanges = 1 if self.group.size == 2 or self.options.sharded else 2
-        traffic = {
-            "none": (whole + rows, messages),
-            "fp16": ((whole + rows) / 2, messages + 1),
-            "int8": ((whole + rows) * _BYTES["int8"] / 4, messages * exchanges),
-            "int4": ((whole * _BYTES["int4"] + rows * _BYTES["int8"]) / 4, messages * exchanges),
-        }
-        seconds = {kind: cost * whole for kind, cost in zip(encoding, costs, strict=True)}
-        measured = Measured(latency, per_byte, computation, last, seconds, traffic)
-        self._become(measured.choose())
-        times = ", ".join(f"{kind} {1000 * measured.step_seconds(kind):.0f} ms" for kind in traffic)
+        encoding = _measure_encoding(self.layouts, self.options)
+        measured = Measured(latency, per_byte, computation, messages, encoding, exchanges)
+        own = [latency, per_byte, *map(measured.step_seconds, RATIOS)]
+        world = self.options.world or self.group
+        slowest = world.all_reduce_(torch.tensor(own, dtype=torch.float64), "wire.choice", "max")
+        latency, per_byte, *seconds = slowest.tolist()
+        estimates = dict(zip(RATIOS, seconds, strict=True))
+        self._become(min(estimates, key=estimates.__getitem__))
+        times = ", ".join(f"{kind} {1000 * step:.0f} ms" for kind, step in estimates.items())
         self._news = (
             f"communication.compression=auto: {self.format} (allreduce: {1000 * latency:.2f} ms, "
             f"{8e-6 / per_byte:,.0f} Mbit/s; estimated steps: {times})"
