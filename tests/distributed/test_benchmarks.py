@@ -156,7 +156,7 @@ def test_peers_of_compressed_training_have_our_loss(tmp_path):
     (tmp_path / "text.txt").write_text("the cat sat on my big red rug.\n" * 1000)
     chosen = [word for name in ("ours, none", "DDP", "DDP, fp16 hook") for word in ("--only", name)]
     file = tmp_path / "figures.json"
-    bench("compressed_loss", tmp_path / "text.txt", *chosen, "--seeds", 1, "--steps", 3, "--json", file)
+    bench("compressed_loss", tmp_path / "text.txt", *chosen, "--seeds", 1, "--steps", 3, "--json", file, timeout=500)
     losses = {name: of["1"] for name, of in json.loads(file.read_text(encoding="utf-8"))["losses"].items()}
     assert losses["DDP"] == pytest.approx(losses["ours, none"], rel=1e-6)
     assert losses["DDP, fp16 hook"] != losses["DDP"]
