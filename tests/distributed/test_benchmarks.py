@@ -157,9 +157,8 @@ def test_peers_of_compressed_training_have_our_loss(tmp_path):
     chosen = [word for name in ("ours, none", "DDP", "DDP, fp16 hook") for word in ("--only", name)]
     file = tmp_path / "figures.json"
     bench("compressed_loss", tmp_path / "text.txt", *chosen, "--seeds", 1, "--steps", 3, "--json", file, timeout=500)
-    losses = {name: of["1"] for name, of in json.loads(file.read_text(encoding="utf-8"))["losses"].items()}
-    assert losses["DDP"] == pytest.approx(losses["ours, none"], rel=1e-6)
-    assert losses["DDP, fp16 hook"] != losses["DDP"]
+    above = json.loads(file.read_text(encoding="utf-8"))["above"]  # per cent
+    assert abs(above["DDP"]) < 1e-4 and above["DDP, fp16 hook"] != above["DDP"]
 
 
 @pytest.mark.timeout(900)
