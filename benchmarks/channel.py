@@ -2,7 +2,7 @@
 
 process:  connects when it is ready to train
 driver:   {"steps": 10, "warmup": 2}
-process:  {"tokens": 10240, "seconds": 3.4, "loss": 9.6}      the driver sends the next block, or closes: the end
+process:  {"tokens": 10240, "seconds": 3.4, "loss": 9.6, "note": ""}    the next block, or it closes: the end
 """
 
 import json
@@ -20,6 +20,7 @@ class Done(NamedTuple):
 
     tokens: int  # of the step's, this process's share
     loss: SupportsFloat | None  # read once per block, a tensor too; None: this process does not see it
+    note: str = ""  # for the table
 
 
 class Channel:
@@ -80,7 +81,8 @@ def serve(address: str, step: Callable[[], Done]) -> None:
         seconds = time.perf_counter() - began
         last = done[-1].loss
         loss = None if last is None else float(last)
-        channel.send({"tokens": sum(one.tokens for one in done), "seconds": seconds, "loss": loss})
+        tokens = sum(one.tokens for one in done)
+        channel.send({"tokens": tokens, "seconds": seconds, "loss": loss, "note": done[-1].note})
     channel.close()
 
 

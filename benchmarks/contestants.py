@@ -44,7 +44,8 @@ def trainer(socket: str, settings: Sequence[str]) -> None:
     def step() -> Done:
         plan = next(plans)
         loss = job.step(plan).totals.loss
-        return Done(sum(map(len, plan.accumulation)) * task.length // layout.tp, loss)  # its share of them
+        tokens = sum(map(len, plan.accumulation)) * task.length // layout.tp  # its share of them
+        return Done(tokens, loss, job.engine.grad_sync.wire.format)
 
     serve(socket, step)
     job.engine.check_replicas("after the benchmark")

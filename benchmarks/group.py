@@ -55,6 +55,7 @@ class Group:
         self._tree = ProcessTree()
         self._frozen: tuple[float, float] | None = None  # when, and the CPU time by then
         self._idle_seconds = self._idle_cpu = 0.0
+        self.note = ""  # the latest
         self.losses: list[float] = []  # of each block's last step, the mean of the processes that know it
 
     def start(self) -> None:
@@ -94,6 +95,7 @@ class Group:
                 raise self._failure(f"did not finish {warmup + steps} steps in {self._timeout:.0f} s") from None
             if answer is None:
                 raise self._failure("lost a process while it trained")
+            self.note = answer["note"]
             rate += answer["tokens"] / answer["seconds"]
             if answer["loss"] is not None:
                 losses.append(answer["loss"])

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -79,13 +79,14 @@ class LossesDiffer(RuntimeError):
 @dataclass(frozen=True)
 class Result:
     """Of every contestant: tokens a second and the last loss of every round, and the cores it used while others were
-    measured. `trains` as in `Contestant`."""
+    measured. `trains` as in `Contestant`, `notes` as in `Done`."""
 
     options: Options
     rates: dict[str, list[float]]
     losses: dict[str, list[float]]
     idle: dict[str, float]
     trains: dict[str, str | None]
+    notes: dict[str, str] = field(default_factory=dict)
 
     def best(self, names: str | Sequence[str]) -> str:
         """The one with the highest median."""
@@ -126,19 +127,22 @@ def measure(contestants: Sequence[Contestant], options: Options, say: Callable[[
             say(f"round {number + 1} of {options.rounds}: {latest}")
         losses = {group.name: group.losses for group in groups}
         idle = {group.name: group.idle_share for group in groups}
-        result = Result(options, rates, losses, idle, {group.name: group.trains for group in groups})
+        trains = {group.name: group.trains for group in groups}
+        notes = {group.name: group.note for group in groups}
+        result = Result(options, rates, losses, idle, trains, notes)
     result.check_losses()
     return result
 
 
-def table(result: Result, targets: Sequence[Target]) -> str:
-    """The result for people."""
+def table(result: Result, targets: Sequence[Target], last: tuple[str, Mapping[str, str]] = ("", {})) -> str:
+    """The result for people. `last`: one more column, its heading and its text by contestant."""
     options, ratios = result.options, [result.ratio(target) for target in targets]
     width = max(map(len, [*result.rates, *(ratio.name for ratio in ratios)]))
-    lines = [f"{'tokens a second':{width}}  {'min':>8} {'median':>8} {'max':>8}   idle cores"]
-    lines += [
-        f"{name:{width}}  {_spread(rates, ',.0f')}   {result.idle[name]:.3f}" for name, rates in result.rates.items()
-    ]
+    heading, texts = last
+    lines = [f"{'tokens a second':{width}}  {'min':>8} {'median':>8} {'max':>8}   idle cores   {heading}".rstrip()]
+    for name, rates in result.rates.items():
+        idle, text = f"{result.idle[name]:.3f}", texts.get(name, "")
+        lines.append(f"{name:{width}}  {_spread(rates, ',.0f')}   {idle:10}   {text}".rstrip())
     heading = f"{'min':>8} {'median':>8} {'max':>8}   95 % interval"
     lines += ["", f"{'ratio, round by round':{width}}  {heading}   target"]
     for ratio in ratios:

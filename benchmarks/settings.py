@@ -49,6 +49,11 @@ class Peer:
         words += {"none": [], "fp16": ["fp16 hook"], "powersgd": [f"PowerSGD {self.rank}"]}[self.hook]
         return ", ".join(words)
 
+    @property
+    def method(self) -> str:
+        """What it sends, without what only its speed depends on."""
+        return "DDP" + {"none": "", "fp16": ", fp16 hook", "powersgd": f", PowerSGD {self.rank}"}[self.hook]
+
     def options(self) -> dict[str, object]:
         """For the command line."""
         return asdict(self)

@@ -72,13 +72,14 @@ def make_model(task: SyntheticTask, peer: Peer) -> LanguageModel | PlainLanguage
     return model
 
 
-def compress(model: DistributedDataParallel, peer: Peer) -> None:
-    """Register the peer's hook. PowerSGD compresses from the second step on, which it allows at the earliest with
-    error feedback; its two sums per bucket are batched by itself."""
+def compress(model: DistributedDataParallel, peer: Peer, num_steps: int | None = None) -> None:
+    """Register the peer's hook. PowerSGD begins with the second step, which it allows at the earliest with error
+    feedback, or after the first tenth of so many steps, like ours; its two sums per bucket are batched by itself."""
     if peer.hook == "fp16":
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif peer.hook == "powersgd":
-        state = powerSGD_hook.PowerSGDState(None, peer.rank, start_powerSGD_iter=2)
+        first = 2 if num_steps is None else max(2, num_steps // 10)
+        state = powerSGD_hook.PowerSGDState(None, peer.rank, start_powerSGD_iter=first)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 

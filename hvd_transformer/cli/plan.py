@@ -108,7 +108,7 @@ def _scaled(
         key = "local_steps" if communication.local_steps > 1 else "compression"
         raise UserError(
             f"communication.{key}={getattr(communication, key)}: not modelled by --scale; it takes local_steps=1 and "
-            "compression none, fp16, fp16_fp32_sum or int8"
+            "compression none, fp16, fp16_fp32_sum, int8 or int4"
         )
     constants = load(chosen)
     memory = constants.memory_bytes if memory_gib is None else memory_gib * 2**30

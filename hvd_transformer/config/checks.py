@@ -71,13 +71,12 @@ def _check_powersgd(config: Config) -> None:
     if compression == "powersgd" and config.parallel.optimizer_shard != "none":
         raise UserError(
             "communication.compression=powersgd: not with parallel.optimizer_shard="
-            f"{config.parallel.optimizer_shard}, which reduces gradients to shards; use int8 or fp16"
+            f"{config.parallel.optimizer_shard}, which reduces gradients to shards; use int8 or int4"
         )
     default = type(config.communication).model_fields["powersgd_rank"].default
-    if compression not in ("powersgd", "auto") and rank != default:
+    if compression != "powersgd" and rank != default:
         raise UserError(
-            f"communication.powersgd_rank={rank}: only with communication.compression=powersgd or auto; leave it at "
-            f"{default}"
+            f"communication.powersgd_rank={rank}: only with communication.compression=powersgd; leave it at {default}"
         )
 
 

@@ -297,13 +297,13 @@ class CommunicationConfig(Section):
     """Gradient communication over Horovod."""
 
     bucket_mb: float = changeable(8.0, "size of a flat gradient bucket in MiB; each bucket is one allreduce", gt=0)
-    compression: Literal["none", "auto", "fp16", "fp16_fp32_sum", "int8", "powersgd"] = changeable(
+    compression: Literal["none", "auto", "fp16", "fp16_fp32_sum", "int8", "int4", "powersgd"] = changeable(
         "none",
         "compression of gradients in transit; fp16: half the bytes, summed by Horovod in fp16, which rounds once per "
-        "replica; fp16_fp32_sum: the same bytes, summed in fp32; int8: a quarter; powersgd: factors of low rank, for "
-        "very slow links; auto: what the measured link needs",
+        "replica; fp16_fp32_sum: the same bytes, summed in fp32; int8: a quarter; int4: an eighth; powersgd: factors "
+        "of low rank, which learn more slowly; auto: none, fp16, int8 or int4, whichever suits the link",
     )
-    powersgd_rank: int = changeable(4, "rank of the factors of compression=powersgd, or of auto if it takes that", ge=1)
+    powersgd_rank: int = changeable(4, "rank of the factors of compression=powersgd", ge=1)
     overlap: bool = changeable(True, "send each bucket as soon as it is full, while backward continues")
     embedding_rows: Literal["auto", "always", "never"] = changeable(
         "auto",

@@ -150,6 +150,17 @@ def test_prepared_tokens_are_torchtexts(tmp_path):
     assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in figures["seconds"].values())
 
 
+@pytest.mark.timeout(600)
+def test_peers_of_compressed_training_have_our_loss(tmp_path):
+    pytest.importorskip("horovod", reason="needs Horovod")
+    (tmp_path / "text.txt").write_text("the cat sat on my big red rug.\n" * 1000)
+    chosen = [word for name in ("ours, none", "DDP", "DDP, fp16 hook") for word in ("--only", name)]
+    file = tmp_path / "figures.json"
+    bench("compressed_loss", tmp_path / "text.txt", *chosen, "--seeds", 1, "--steps", 3, "--json", file, timeout=500)
+    above = json.loads(file.read_text(encoding="utf-8"))["above"]  # per cent
+    assert abs(above["DDP"]) < 1e-4 and above["DDP, fp16 hook"] != above["DDP"]
+
+
 @pytest.mark.timeout(900)
 def test_slow_links(tmp_path):
     pytest.importorskip("horovod", reason="needs Horovod")

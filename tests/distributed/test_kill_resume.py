@@ -261,7 +261,7 @@ def test_goes_on_where_no_update_was_made_yet(world, corpus, tmp_path):
 
 @pytest.mark.parametrize(
     "compression",
-    ["fp16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp16_fp32_sum", "powersgd")), "int8"],
+    ["fp16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp16_fp32_sum", "int4", "powersgd")), "int8"],
 )
 def test_a_resumed_run_rounds_gradients_in_transit_as_before(world, corpus, tmp_path, compression):
     """Bit for bit, also where the ranks of a tensor group have buckets of different sizes: the vocabulary is odd."""

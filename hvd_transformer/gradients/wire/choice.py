@@ -1,20 +1,21 @@
 """Which format: the one of `communication.compression`, or with `auto` one that the link decides.
 
-`auto` sends the first steps as they are and measures meanwhile: the link, with a small and a large allreduce, the
-computation of a step, and what encoding costs on this device. The slowest rank counts. From that it estimates the time
-of a step with each format and takes the shortest,
+`auto` sends the first steps as they are and measures meanwhile: the link, with a small and a large allreduce, when each
+message of a step is ready, and what encoding costs on this device. From that each rank estimates the time of a step
+with each format, as if the messages went through one link one after the other:
 
-    step = computation + encoding + what the computation cannot hide of: messages × latency + bytes ÷ bandwidth
+    computation  |------- forward -------|------- backward -------|
+    link                                      | 1 |   | 2 |     | 3 | 4 |      the step ends when both have
 
-of `none`, `fp16` and `int8`; of `powersgd` too, if with int8 a step would still take twice its computation.
+The slowest rank counts, and the shortest of `none`, `fp16`, `int8` and `int4` is taken: they keep the loss within
+0.5 % (`benchmarks.compressed_loss`). `powersgd` is not among them, as it cost several per cent.
 """
 
-import math
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,39 +23,53 @@ from torch import Tensor
 from hvd_transformer.comm.group import Group, Link
 from hvd_transformer.gradients.buffers import ParamSlot
 from hvd_transformer.gradients.wire.fp16 import Fp16Fp32SumWire, Fp16Wire
-from hvd_transformer.gradients.wire.int8 import BLOCK, Int8Wire, message_bytes
 from hvd_transformer.gradients.wire.plain import InTransit, Layout, Wire, WireOptions
-from hvd_transformer.gradients.wire.powersgd import PowerSgdWire, num_values
+from hvd_transformer.gradients.wire.powersgd import PowerSgdWire
+from hvd_transformer.gradients.wire.quantized import Int4Wire, Int8Wire
 
 # Steps that are sent as they are, of which the first two are slower than the rest.
 MEASURED_STEPS, SLOW_STEPS = 6, 2
-HIDDEN = 2 / 3  # the part of a step's computation during which gradients are sent: backward
 SMALL, LARGE = 1 << 10, 1 << 18  # float32 values: 4 KiB and 1 MiB
 _FORMATS: dict[str, type[Wire]] = {
-    kind.format: kind for kind in (Wire, Fp16Wire, Fp16Fp32SumWire, Int8Wire, PowerSgdWire)
+    kind.format: kind for kind in (Wire, Fp16Wire, Fp16Fp32SumWire, Int8Wire, Int4Wire, PowerSgdWire)
 }
+# Bytes in transit per byte of gradients.
+RATIOS = {"none": 1.0, "fp16": 0.5} | {
+    wire.format: (wire.bits / 8 + 4 / wire.block) / 4 for wire in (Int8Wire, Int4Wire)
+}
+
+
+class Message(NamedTuple):
+    """A message of a step: when it is ready, in seconds from the step's beginning, and its bytes uncompressed."""
+
+    ready: float
+    nbytes: float
+    rows: bool = False  # of embeddings, whose format has at least 8 bits
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What the choice follows from: seconds, and bytes per step that travel with each format, with their messages."""
+    """What the choice follows from: seconds, of encoding per byte of gradients, and a step's messages.
+
+    `exchanges` is how often the ranks exchange messages for a sum that Horovod does not form.
+    """
 
     latency: float
     seconds_per_byte: float
     computation: float
+    messages: Sequence[Message]
     encoding: Mapping[str, float]
-    traffic: Mapping[str, tuple[float, float]]
+    exchanges: int = 1
 
     def step_seconds(self, kind: str) -> float:
         """The estimated time of a step."""
-        num_bytes, messages = self.traffic[kind]
-        sending = messages * self.latency + num_bytes * self.seconds_per_byte
-        return self.computation + self.encoding.get(kind, 0.0) + max(0.0, sending - HIDDEN * self.computation)
-
-    def choose(self) -> str:
-        """The format with the shortest step; the first of equals, in the order of `traffic`."""
-        slow = self.step_seconds("int8") > 2 * self.computation
-        return min((kind for kind in self.traffic if kind != "powersgd" or slow), key=self.step_seconds)
+        encoding, sent = 0.0, 0.0
+        latency = self.latency * (self.exchanges if kind in ("int8", "int4") else 1)
+        for message in self.messages:
+            ratio = max(RATIOS[kind], RATIOS["int8"]) if message.rows else RATIOS[kind]
+            encoding += message.nbytes * self.encoding.get(kind, 0.0)
+            sent = max(sent, message.ready + encoding) + latency + message.nbytes * ratio * self.seconds_per_byte
+        return max(sent, self.computation + encoding) + (self.latency if kind == "fp16" else 0.0)  # the largest values
 
 
 class AutoWire(Wire):
@@ -69,9 +84,8 @@ class AutoWire(Wire):
         self._chosen = False
         self._num_steps = 0
         self._news: str | None = None
-        self._computation: list[float] = []
-        self._sent: list[int] = []  # bytes of each message of buffers in this step
-        self._sent_rows: list[int] = []
+        self._messages: list[Message] = []  # of this step
+        self._steps: list[tuple[float, list[Message]]] = []  # with their computation
 
     @property
     def overflowed(self) -> bool:  # type: ignore[override]
@@ -84,23 +98,22 @@ class AutoWire(Wire):
             if self._num_steps == MEASURED_STEPS:
                 self._choose()
             self._num_steps += 1
-        self._sent.clear()
-        self._sent_rows.clear()
+        self._messages = []
         self._inner.begin_step(step, total_steps, scale)
         self._began = time.perf_counter()
 
     def all_reduce_async(self, gradients: Tensor, name: str) -> InTransit:
-        return self._note(self._inner.all_reduce_async(gradients, name), self._sent)
+        return self._note(self._inner.all_reduce_async(gradients, name))
 
     def reduce_scatter_async(self, gradients: Tensor, name: str) -> InTransit:
-        return self._note(self._inner.reduce_scatter_async(gradients, name), self._sent)
+        return self._note(self._inner.reduce_scatter_async(gradients, name))
 
     def all_gather_async(self, rows: Tensor, name: str) -> InTransit:
-        return self._note(self._inner.all_gather_async(rows, name), self._sent_rows)
+        return self._note(self._inner.all_gather_async(rows, name), rows=True)
 
     def finish_sending(self) -> None:
         if not self._chosen and self._num_steps > SLOW_STEPS:
-            self._computation.append(time.perf_counter() - self._began)
+            self._steps.append((time.perf_counter() - self._began, self._messages))
         self._inner.finish_sending()
 
     def end_step(self) -> None:
@@ -115,9 +128,8 @@ class AutoWire(Wire):
         return {"chosen": self.format, "num_hosts": self.options.num_hosts, "inner": self._inner.state()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        if "chosen" not in state or (self.options.sharded and state["chosen"] == "powersgd"):
-            return
-        if state["num_hosts"] == self.options.num_hosts:
+        # powersgd: an older version's choice
+        if state.get("num_hosts") == self.options.num_hosts and state["chosen"] != PowerSgdWire.format:
             self._become(state["chosen"])
             self._inner.load(state["inner"])
 
@@ -128,42 +140,29 @@ class AutoWire(Wire):
         news, self._news = self._news, None
         return news
 
-    def _note(self, sent: InTransit, notes: list[int]) -> InTransit:
-        notes.append(sent.nbytes)
+    def _note(self, sent: InTransit, *, rows: bool = False) -> InTransit:
+        # An all-gather of rows takes as long as an allreduce of half of all ranks' rows.
+        nbytes = sent.nbytes * (self.group.size / 2 if rows else 1)
+        self._messages.append(Message(time.perf_counter() - self._began, nbytes, rows))
         return sent
 
     def _become(self, kind: str) -> None:
         self._inner, self._chosen, self.format = _FORMATS[kind](self.group, self.layouts, self.options), True, kind
 
     def _choose(self) -> None:
-        """Agree on the largest of all ranks' measurements, and choose from it. Collective."""
-        encoding = _measure_encoding(self.layouts, self.options)
-        # An all-gather of rows takes as long as an allreduce of half of all ranks' rows.
-        rows = sum(self._sent_rows) * self.group.size / 2
-        factors = sum(
-            num_values(slot.parameter.shape, self.options.powersgd_rank) * slot.parameter.itemsize
-            for layout in self.layouts.values()
-            for slot in layout.slots
-        )
-        own = [*self._link, statistics.median(self._computation), sum(self._sent), rows, len(self._sent), factors]
-        numbers = torch.tensor([*own, *encoding.values()], dtype=torch.float64)
-        world = self.options.world or self.group
-        latency, per_byte, computation, whole, rows, messages, factors, *costs = world.all_reduce_(
-            numbers, "wire.choice", "max"
-        ).tolist()
+        """Agree on the largest of all ranks' estimates, and choose. Collective."""
+        latency, per_byte = self._link
+        computation, messages = sorted(self._steps)[len(self._steps) // 2]
         exchanges = 1 if self.group.size == 2 or self.options.sharded else 2
-        traffic = {
-            "none": (whole + rows, messages),
-            "fp16": ((whole + rows) / 2, messages + 1),
-            "int8": ((whole + rows) * message_bytes(BLOCK) / (4 * BLOCK), messages * exchanges),
-            "powersgd": (min(factors, whole) + rows, 2 * messages),
-        }
-        if self.options.sharded:
-            del traffic["powersgd"]
-        seconds = {kind: cost * whole for kind, cost in zip(encoding, costs, strict=True)}
-        measured = Measured(latency, per_byte, computation, seconds, traffic)
-        self._become(measured.choose())
-        times = ", ".join(f"{kind} {1000 * measured.step_seconds(kind):.0f} ms" for kind in traffic)
+        encoding = _measure_encoding(self.layouts, self.options)
+        measured = Measured(latency, per_byte, computation, messages, encoding, exchanges)
+        own = [latency, per_byte, *map(measured.step_seconds, RATIOS)]
+        world = self.options.world or self.group
+        slowest = world.all_reduce_(torch.tensor(own, dtype=torch.float64), "wire.choice", "max")
+        latency, per_byte, *seconds = slowest.tolist()
+        estimates = dict(zip(RATIOS, seconds, strict=True))
+        self._become(min(estimates, key=estimates.__getitem__))
+        times = ", ".join(f"{kind} {1000 * step:.0f} ms" for kind, step in estimates.items())
         self._news = (
             f"communication.compression=auto: {self.format} (allreduce: {1000 * latency:.2f} ms, "
             f"{8e-6 / per_byte:,.0f} Mbit/s; estimated steps: {times})"
@@ -188,23 +187,25 @@ def _measure_link(group: Group) -> tuple[float, float]:
 
 
 def _measure_encoding(layouts: Mapping[str, Layout], options: WireOptions) -> dict[str, float]:
-    """The seconds per byte of gradients that each format computes, for the third of three steps."""
+    """The seconds per byte of gradients that each format computes: the shortest of some steps."""
     device = next(iter(layouts.values())).values.device
-    side = math.isqrt(LARGE)
-    matrix = torch.nn.Parameter(torch.randn(side, side, device=device))
-    layout = Layout(matrix.data.view(-1), [ParamSlot("probe", matrix, 0)])
+    weight = torch.nn.Parameter(torch.randn(LARGE, device=device))
+    layout = Layout(weight.data, [ParamSlot("probe", weight, 0)])
     alone, found = Group(Link(None, "probe"), [0], 0), {}
-    for kind in ("fp16", "int8", "powersgd"):
+
+    def seconds(wire: Wire, step: int) -> float:
+        gradients = layout.values.clone()
+        began = time.perf_counter()
+        wire.begin_step(step, 0, 1.0)
+        sent = wire.all_reduce_async(gradients, "probe")
+        wire.finish_sending()
+        sent.wait()[0].item()  # waits for a GPU
+        wire.end_step()
+        return time.perf_counter() - began
+
+    for kind in ("fp16", "int8", "int4"):
         wire = _FORMATS[kind](alone, {"probe": layout}, options)
-        for step in range(3):
-            gradients = layout.values.clone()
-            began = time.perf_counter()
-            wire.begin_step(step, 0, 1.0)
-            sent = wire.all_reduce_async(gradients, "probe")
-            wire.finish_sending()
-            sent.wait()[0].item()  # waits for a GPU
-            wire.end_step()
-            found[kind] = (time.perf_counter() - began) / layout.values.nbytes
+        found[kind] = min(seconds(wire, step) for step in range(5)) / layout.values.nbytes
     return found
 
 

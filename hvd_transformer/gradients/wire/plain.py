@@ -133,4 +133,4 @@ def chunks(values: Tensor, multiple: int = 1) -> list[slice]:
 
 def chunk_size(device: torch.device) -> int:
     """The largest number of values of a chunk."""
-    return 1 << (22 if device.type == "cuda" else 16)
+    return 1 << (22 if device.type == "cuda" else 18)

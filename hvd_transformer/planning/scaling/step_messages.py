@@ -12,7 +12,7 @@ from hvd_transformer.planning.scaling.layout import Layout, Machine
 from hvd_transformer.planning.scaling.replay import Work
 
 # Bytes in transit per byte of gradient.
-COMPRESSED = {"none": 1.0, "fp16": 0.5, "fp16_fp32_sum": 0.5, "int8": 65 / 256}
+COMPRESSED = {"none": 1.0, "fp16": 0.5, "fp16_fp32_sum": 0.5, "int8": 65 / 256, "int4": 17 / 128}
 
 
 class StepMessages:

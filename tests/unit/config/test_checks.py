@@ -106,7 +106,7 @@ CASES = [
     (
         ["communication.compression=powersgd", "communication.powersgd_rank=2"],
         "communication.compression=int8",
-        ["communication.powersgd_rank=2", "powersgd or auto"],
+        ["communication.powersgd_rank=2", "compression=powersgd"],
     ),
     (
         ["model.num_heads=6", "parallel.tensor=3"],

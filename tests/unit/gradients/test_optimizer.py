@@ -169,7 +169,7 @@ def test_a_factor_scales_the_gradients_of_one_step(kind: str, dtype: torch.dtype
         torch.testing.assert_close(ours, theirs, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=1e-6)
 
 
-@pytest.mark.parametrize(("compression", "errors"), [("none", 0), ("fp16_fp32_sum", 0), ("int8", 1), ("powersgd", 1)])
+@pytest.mark.parametrize(("compression", "errors"), [("none", 0), ("fp16_fp32_sum", 0), ("int4", 1), ("powersgd", 1)])
 def test_errors_of_compressed_gradients_are_state_of_several_replicas(compression: str, errors: int) -> None:
     config = load(overrides=["optimizer.name=adamw", f"communication.compression={compression}"])
     assert copies_per_weight(config, dp=1) == (1, 2)
