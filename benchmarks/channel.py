@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsFloat
 
+from hvd_transformer.training.process import only_new_garbage
+
 _LARGEST_MESSAGE = 1 << 16
 
 
@@ -73,16 +75,17 @@ class Listener:
 def serve(address: str, step: Callable[[], Done]) -> None:
     """A process's side: runs blocks of steps until the driver closes. The loss is that of a block's last step."""
     channel = Channel.connect(address)
-    while (request := channel.receive()) is not None:
-        for _ in range(request["warmup"]):
-            step()
-        began = time.perf_counter()
-        done = [step() for _ in range(request["steps"])]
-        seconds = time.perf_counter() - began
-        last = done[-1].loss
-        loss = None if last is None else float(last)
-        tokens = sum(one.tokens for one in done)
-        channel.send({"tokens": tokens, "seconds": seconds, "loss": loss, "note": done[-1].note})
+    with only_new_garbage():
+        while (request := channel.receive()) is not None:
+            for _ in range(request["warmup"]):
+                step()
+            began = time.perf_counter()
+            done = [step() for _ in range(request["steps"])]
+            seconds = time.perf_counter() - began
+            last = done[-1].loss
+            loss = None if last is None else float(last)
+            tokens = sum(one.tokens for one in done)
+            channel.send({"tokens": tokens, "seconds": seconds, "loss": loss, "note": done[-1].note})
     channel.close()
 
 

@@ -28,7 +28,7 @@ from hvd_transformer.planning.model_costs import fake_model, layer_costs
 from hvd_transformer.planning.partition import check_partition
 from hvd_transformer.tasks.registry import task_class
 from hvd_transformer.training.job_setup import compile_layers, initial_weights
-from hvd_transformer.training.process import keep_freed_memory
+from hvd_transformer.training.process import keep_freed_memory, only_new_garbage
 from hvd_transformer.training.state import StepResult, TrainState
 from hvd_transformer.training.trainer import Trainer
 
@@ -171,10 +171,11 @@ def _measure(trainer: Trainer, seconds: float, world: World) -> list[StepTimes]:
     def step() -> None:
         results.append(trainer.step(next(plans)))
 
-    count = repeats(seconds, warm_up(world, step, device))
-    world.barrier()
-    results.clear()
-    totals = [call_seconds(step, device) for _ in range(count)]
+    with only_new_garbage():
+        count = repeats(seconds, warm_up(world, step, device))
+        world.barrier()
+        results.clear()
+        totals = [call_seconds(step, device) for _ in range(count)]
     return [_times(total, result, trainer.world.size) for total, result in zip(totals, results, strict=True)]
 
 

@@ -23,7 +23,7 @@ from hvd_transformer.tasks.metrics import show_metrics
 from hvd_transformer.tasks.task import Data, Task
 from hvd_transformer.training.job_setup import check_same_data, compile_layers, make_task, prepare_data
 from hvd_transformer.training.lr_schedule import scaling_warning
-from hvd_transformer.training.process import StopRequest, keep_freed_memory
+from hvd_transformer.training.process import StopRequest, keep_freed_memory, only_new_garbage
 from hvd_transformer.training.run_directory import RunDirectory
 from hvd_transformer.training.session import Session
 from hvd_transformer.training.state import TrainState
@@ -91,7 +91,8 @@ def _train(
     if checkpoint is not None:
         progress.message(f"resuming from {checkpoint} after step {state.step} of {trainer.total_steps}")
     session = Session(trainer, directory, progress, data.digest, heartbeat)
-    status = session.train(stop)
+    with only_new_garbage():
+        status = session.train(stop)
     if status == "stopped":  # said first: a launcher may not wait for what follows
         progress.message(
             f"stopped after step {state.step} ({stop.signal or 'asked on another rank'}); everything is saved: "

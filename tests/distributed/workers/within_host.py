@@ -67,7 +67,9 @@ def scaled() -> None:
     found = hvd.allreduce(own, name="scaled", op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
     torch.testing.assert_close(found, 2 * sum(each))
     torch.testing.assert_close(hvd.allreduce(own, name="mean", op=hvd.Average), sum(each) / hvd.size())
-    for part, found in zip(own.split(300), hvd.grouped_allreduce(own.split(300), name="group", op=hvd.Sum), strict=True):
+    for part, found in zip(
+        own.split(300), hvd.grouped_allreduce(own.split(300), name="group", op=hvd.Sum), strict=True
+    ):
         start = part.storage_offset()
         torch.testing.assert_close(found, sum(each)[start : start + part.numel()])
 
@@ -133,7 +135,9 @@ if __name__ == "__main__":
         own = sets[hvd.rank() // 2]
         for count in COUNTS:
             each = [values(rank, count, torch.float32) for rank in own.ranks]
-            found = hvd.allreduce(values(hvd.rank(), count, torch.float32), name=f"set.{count}", op=hvd.Sum, process_set=own)
+            found = hvd.allreduce(
+                values(hvd.rank(), count, torch.float32), name=f"set.{count}", op=hvd.Sum, process_set=own
+            )
             _same(found, sum(each), f"{count} in a set")
     done = {"rank": hvd.rank(), **everything()}
     print(json.dumps(done), flush=True)

@@ -1,5 +1,6 @@
-"""The memory of one step serves the next: counted in page faults, in processes of their own."""
+"""The memory of one step serves the next, counted in page faults in processes of their own; garbage collection."""
 
+import gc
 import os
 import platform
 import subprocess
@@ -7,7 +8,9 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+from hvd_transformer.training.process import only_new_garbage
+
+needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 
 # Five times 30 blocks of 4 MiB, written and freed: 30,720 pages of 4 KiB a time if they come from the kernel anew.
 PROGRAM = """
@@ -44,6 +47,7 @@ def faults(word: str, **environment: str) -> tuple[str, int]:
     return output[0], int(output[1])
 
 
+@needs_glibc
 def test_freed_blocks_are_used_again() -> None:
     answer, count = faults("keep")
     assert answer == "True"
@@ -51,8 +55,27 @@ def test_freed_blocks_are_used_again() -> None:
     assert faults("leave")[1] > 100_000  # else this test shows nothing
 
 
+@needs_glibc
 @pytest.mark.parametrize(
     "environment", [{"MALLOC_TRIM_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}]
 )
 def test_the_users_own_settings_stand(environment: dict[str, str]) -> None:
     assert faults("keep", **environment)[0] == "False"
+
+
+def test_collections_visit_what_is_made_meanwhile_and_everything_afterwards() -> None:
+    before = len(gc.get_objects())
+    with only_new_garbage():
+        assert len(gc.get_objects()) < before / 10
+        loop: list[object] = []
+        loop.append(loop)
+        del loop
+        assert gc.collect() == 1
+    assert gc.get_freeze_count() == 0
+    assert len(gc.get_objects()) > before / 2
+
+
+def test_a_failure_ends_it_too() -> None:
+    with pytest.raises(KeyError), only_new_garbage():
+        raise KeyError
+    assert gc.get_freeze_count() == 0
