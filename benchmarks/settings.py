@@ -33,11 +33,13 @@ class Peer:
     """What whoever writes a torch loop may choose.
 
     `plain`: the model of torch's own modules with whole logits, in place of the package's modules, whose loss is
-    computed in chunks. `keep_gradients`: they are set to zero, so that they stay views of the buckets, instead of freed
-    and copied there. `hook` compresses: "fp16", or "powersgd" of matrices of `rank`.
+    computed in chunks. `compiled`: by torch.compile, the model with its loss; the package's modules call back into
+    Python, so plain ones only. `keep_gradients`: they are set to zero, so that they stay views of the buckets, instead
+    of freed and copied there. `hook` compresses: "fp16", or "powersgd" of matrices of `rank`.
     """
 
     plain: bool = False
+    compiled: bool = False
     bucket_mb: int = 25
     keep_gradients: bool = False
     hook: str = "none"
@@ -45,6 +47,7 @@ class Peer:
 
     def __str__(self) -> str:
         words = [f"{self.bucket_mb} MB", "plain modules" if self.plain else "our modules"]
+        words += ["torch.compile"] if self.compiled else []
         words += ["gradients kept"] if self.keep_gradients else []
         words += {"none": [], "fp16": ["fp16 hook"], "powersgd": [f"PowerSGD {self.rank}"]}[self.hook]
         return ", ".join(words)
@@ -58,4 +61,5 @@ class Peer:
 PEER_VARIANTS = (
     *(Peer(plain=plain, bucket_mb=size) for plain, size in product((False, True), (1, 8, 25, 100))),
     *(Peer(plain=plain, keep_gradients=True) for plain in (False, True)),
+    Peer(plain=True, compiled=True),
 )
