@@ -2,7 +2,7 @@
 //
 // Each reads and writes memory once where a chain of torch's operations does so several times. Threads share the
 // elements or rows of large tensors; the result does not depend on their number. Plain loops, which compilers
-// vectorize: `omp simd` allows them to reorder the sums of a row.
+// vectorize: `omp simd` allows them to reorder the sums of a row. Only `product` names vectors, of any machine's width.
 
 #include <algorithm>
 #include <cmath>
@@ -230,10 +230,10 @@ void gelu_backward(float* out, const float* grad, const float* values, const int
     }
 }
 
-// out [samples, queries, heads, width] = (softmax(query × keyᵀ × factor) × dropout) × value, of `Heads` that the stride of
-// a row is given of; without dropout `bits` is null. Each query sees the keys that `allowed` [samples, keys] marks (null:
-// all) and, if `causal`, those up to its own position; the queries are the last of the keys. `log_totals` [samples,
-// heads, queries] is for backward, which computes the weights anew.
+// out [samples, queries, heads, width] = (softmax(query × keyᵀ × factor) × dropout) × value; without dropout `bits`
+// [samples, heads, queries, keys] is null. A query sees the keys that `allowed` [samples, keys] marks (null: all) and,
+// if `causal`, those up to its own position; the queries are the last of the keys. Backward forms the weights anew from
+// `log_totals` [samples, heads, queries]. Each head is computed by one thread, so no sum depends on their number.
 void attention_forward(float* out, float* log_totals, const Heads* query, const Heads* key, const Heads* value,
                        const bool* allowed, const int16_t* bits, const Attention* sizes) {
     const Attention& is = *sizes;
