@@ -61,5 +61,4 @@ class Peer:
 PEER_VARIANTS = (
     *(Peer(plain=plain, bucket_mb=size) for plain, size in product((False, True), (1, 8, 25, 100))),
     *(Peer(plain=plain, keep_gradients=True) for plain in (False, True)),
-    Peer(plain=True, compiled=True),
 )
