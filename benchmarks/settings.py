@@ -34,11 +34,13 @@ class Peer:
     """What whoever writes a torch loop may choose.
 
     `plain`: the model of torch's own modules with whole logits, in place of the package's modules, whose loss is
-    computed in chunks. `keep_gradients`: they are set to zero, so that they stay views of the buckets, instead of freed
-    and copied there. `hook` compresses: "fp16", or "powersgd" of matrices of `rank`.
+    computed in chunks. `compiled`: by torch.compile, the model with its loss; the package's modules call back into
+    Python, so plain ones only. `keep_gradients`: they are set to zero, so that they stay views of the buckets, instead
+    of freed and copied there. `hook` compresses: "fp16", or "powersgd" of matrices of `rank`.
     """
 
     plain: bool = False
+    compiled: bool = False
     bucket_mb: int = 25
     keep_gradients: bool = False
     hook: str = "none"
@@ -46,6 +48,7 @@ class Peer:
 
     def __str__(self) -> str:
         words = [f"{self.bucket_mb} MB", "plain modules" if self.plain else "our modules"]
+        words += ["torch.compile"] if self.compiled else []
         words += ["gradients kept"] if self.keep_gradients else []
         words += {"none": [], "fp16": ["fp16 hook"], "powersgd": [f"PowerSGD {self.rank}"]}[self.hook]
         return ", ".join(words)

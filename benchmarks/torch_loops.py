@@ -41,7 +41,7 @@ def plain(socket: str, settings: Sequence[str], peer: Peer) -> None:
     """One process without any communication."""
     config = make_config(settings)
     task = SyntheticTask(config, Replica(0, 1))
-    model = LossModule(make_model(task, peer))
+    model = make_loss_module(task, peer)
     optimizer = make_adamw(config, model, list(model.parameters()), 1)
     serve(socket, make_step(config, task, model, optimizer, peer))
 
@@ -52,7 +52,7 @@ def ddp(socket: str, settings: Sequence[str], peer: Peer, *, zero: bool = False)
     torch.distributed.init_process_group("gloo")
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     task = SyntheticTask(config, Replica(rank, size))
-    inner = LossModule(make_model(task, peer))
+    inner = make_loss_module(task, peer)
     model = DistributedDataParallel(
         inner, bucket_cap_mb=peer.bucket_mb, gradient_as_bucket_view=True, static_graph=True, broadcast_buffers=False
     )
@@ -60,6 +60,14 @@ def ddp(socket: str, settings: Sequence[str], peer: Peer, *, zero: bool = False)
     optimizer = make_adamw(config, inner, list(inner.parameters()), size, zero)
     serve(socket, make_step(config, task, model, optimizer, peer))
     torch.distributed.destroy_process_group()
+
+
+def make_loss_module(task: SyntheticTask, peer: Peer) -> LossModule:
+    """The model with its loss, which is compiled in the first steps if the peer chose so."""
+    module = LossModule(make_model(task, peer))
+    if peer.compiled:
+        module.compile()
+    return module
 
 
 def make_model(task: SyntheticTask, peer: Peer) -> LanguageModel | PlainLanguageModel:

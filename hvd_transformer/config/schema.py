@@ -75,7 +75,9 @@ class ModelConfig(Section):
         False, "one vocabulary, learned from both languages, and one embedding for source and target"
     )
     loss_chunk: OptionalCount = changeable(
-        None, "number of tokens whose logits are in memory at once in the loss; none: 256 on a CPU, 4096 on a GPU"
+        None,
+        "number of tokens whose logits are in memory at once in the loss; none: 256 on a CPU, or more up to"
+        " 16 MiB of logits; 4096 on a GPU",
     )
 
 

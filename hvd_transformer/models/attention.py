@@ -95,7 +95,8 @@ class KVCache:
 
 
 class Attention(FusibleLayer):
-    """Common to self- and cross-attention. Training with dropout materializes the attention weights [B, H, T, S]."""
+    """Common to self- and cross-attention. Without `kernels` training with dropout materializes the weights
+    [B, H, T, S]."""
 
     def __init__(self, config: ModelConfig, causal: bool) -> None:
         super().__init__()
@@ -108,25 +109,27 @@ class Attention(FusibleLayer):
 
         `allowed` [B, S] marks the keys to attend to. In causal attention the queries are the last T of the S positions.
         """
-        if self.dropout.active:  # torch's fused attention would draw from torch's generator
-            mixed = self._weights(query @ key.transpose(-2, -1), allowed) @ value
+        kernels = self.kernels
+        if self.training and kernels is not None and kernels.fit(query, key, value, rows=True):
+            shape = (*query.shape[:3], key.size(2))
+            drawn = self.dropout.draw_bits(shape) if self.dropout.active else None
+            mixed = kernels.attention(query, key, value, self.causal, allowed, drawn)
+        elif self.dropout.active:  # torch's fused attention would draw from torch's generator
+            mixed = (self._weights(query @ key.transpose(-2, -1), allowed) @ value).transpose(1, 2)
         else:
             length, keys = query.size(2), key.size(2)
             mask = None if allowed is None else allowed[:, None, None]
             causal = self.causal and length > 1
             if causal and (mask is not None or length < keys):  # beyond torch's own causal mask
                 mask, causal = self._mask(length, keys, allowed, query.device), False
-            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
-        output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+            heads = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
+            mixed = heads.transpose(1, 2)
+        output: Tensor = self.output(mixed.flatten(2))
         return output
 
     def _weights(self, scores: Tensor, allowed: Tensor | None) -> Tensor:
         """The attention weights after dropout, from products of queries and keys [B, H, T, S]."""
-        factor = self.head_width**-0.5
-        if self.kernels is not None and self.kernels.fit(scores):
-            drawn = self.dropout.draw_bits(scores)
-            return self.kernels.attention_weights(scores, factor, self.causal, allowed, drawn)
-        scores = scores * factor
+        scores = scores * self.head_width**-0.5
         mask = self._mask(scores.size(-2), scores.size(-1), allowed, scores.device)
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf)

@@ -69,7 +69,7 @@ class FeedForward(FusibleLayer):
     def forward(self, hidden: Tensor) -> Tensor:
         values = self.input(hidden)
         if self.training and self.kernels is not None and self.activation is F.gelu and self.kernels.fit(values):
-            drawn = self.dropout.draw_bits(values) if self.dropout.active else None
+            drawn = self.dropout.draw_bits(values.shape) if self.dropout.active else None
             values = self.kernels.gelu(values, drawn)
         else:
             values = self.dropout(self.activation(values))

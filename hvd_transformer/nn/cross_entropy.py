@@ -11,9 +11,10 @@ from hvd_transformer.nn.contracts import WeightGrads
 from hvd_transformer.nn.kernels import Kernels
 from hvd_transformer.nn.parallel_layers import VocabShard, local_vocab_index, out_of_graph
 
-# Tokens per chunk. On a CPU the logits should stay below the 32 MiB from which glibc maps each block anew, page by
-# page, which costs a tenth of a step. A GPU wants large matrices.
+# Tokens per chunk: a GPU wants large matrices. On a CPU at least CPU_CHUNK, and up to CPU_LOGITS logits: 16 MiB, which
+# stay in a large cache, and below the 32 MiB from which glibc maps each block anew, page by page.
 CPU_CHUNK, GPU_CHUNK = 256, 4096
+CPU_LOGITS = 1 << 22
 
 
 def fused_cross_entropy(
@@ -43,7 +44,10 @@ def fused_cross_entropy(
     With a `shard`, weight and bias have that shard's rows only. The ranks exchange two numbers per token, not the
     logits (Megatron-LM, arXiv 1909.08053, section 3), and all get the same result.
     """
-    chunk = chunk or (CPU_CHUNK if hidden.device.type == "cpu" else GPU_CHUNK)
+    if chunk is None:
+        vocab_size = weight.size(0) if shard is None else shard.total  # the same on all ranks
+        on_cpu = max(1, CPU_LOGITS // vocab_size // CPU_CHUNK) * CPU_CHUNK
+        chunk = on_cpu if hidden.device.type == "cpu" else GPU_CHUNK
     anchor = None
     if not torch.is_grad_enabled():
         weight_grads = None

@@ -6,7 +6,7 @@ layer drops the same values, and a checkpoint has no random state to keep.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -75,15 +75,15 @@ class Dropout(FusibleLayer):
     def forward(self, values: Tensor, residual: Tensor | None = None) -> Tensor:
         """`values` after dropout; with a `residual` of the same shape, their sum."""
         if self.active and self.kernels is not None and self.kernels.fit(values, residual):
-            return self.kernels.dropout(values, self.draw_bits(values), residual)
+            return self.kernels.dropout(values, self.draw_bits(values.shape), residual)
         dropped = self._drop(values) if self.active else values
         return dropped if residual is None else residual + dropped
 
-    def draw_bits(self, values: Tensor) -> DropoutBits:
-        """The random bits for `values`, which a kernel turns into dropout. Needs `kernels`."""
+    def draw_bits(self, shape: Sequence[int]) -> DropoutBits:
+        """The random bits for values of this shape, which a kernel turns into dropout. Needs `kernels`."""
         assert self.kernels is not None
         seed = int(torch.randint(2**63 - 1, ())) if _here.place is None else self._seed(_here.place)
-        return self.kernels.draw(values.shape, self.rate, seed)
+        return self.kernels.draw(shape, self.rate, seed)
 
     def _drop(self, values: Tensor) -> Tensor:
         if _here.place is None:

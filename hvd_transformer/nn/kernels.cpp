@@ -2,11 +2,13 @@
 //
 // Each reads and writes memory once where a chain of torch's operations does so several times. Threads share the
 // elements or rows of large tensors; the result does not depend on their number. Plain loops, which compilers
-// vectorize: `omp simd` allows them to reorder the sums of a row.
+// vectorize: `omp simd` allows them to reorder the sums of a row. Only `product` names vectors, of any machine's width.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 namespace {
 
@@ -52,15 +54,124 @@ inline Normal normal_at(float x) {
 // What dropout multiplies a value by.
 inline float kept(int16_t bits, int32_t least, float scale) { return bits >= least ? scale : 0.0f; }
 
-// The keys that a query may see, as whole vectors: those beyond `seen` are masked or have the weight zero.
-inline int64_t seen_by(int64_t row, int64_t queries, int64_t keys, bool causal) {
-    return causal ? keys - queries + row % queries + 1 : keys;
+constexpr int64_t kRows = 16;  // queries that attention takes at a time
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;  // float32 values per register here
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+constexpr int kParts = kVector / kLanes, kTile = 8 / kParts;  // a product sums kTile × kParts registers at a time
+
+inline int64_t padded(int64_t count) { return (count + kVector - 1) / kVector * kVector; }
+
+typedef float Vector __attribute__((vector_size(kLanes * sizeof(float))));
+typedef Vector UnalignedVector __attribute__((aligned(sizeof(float)), may_alias));
+
+// c [rows, columns] = a [rows, depth] × b [depth, columns], or += if `adds`. Rows are a multiple of kTile, columns of
+// kVector. The element (i, k) of a is a[i × a_row + k × a_column]; b and c have their rows b_row and c_row apart.
+template <bool adds>
+inline void product(float* c, int64_t c_row, const float* a, int64_t a_row, int64_t a_column, const float* b,
+                    int64_t b_row, int64_t rows, int64_t columns, int64_t depth) {
+    for (int64_t column = 0; column < columns; column += kVector) {
+        for (int64_t row = 0; row < rows; row += kTile) {
+            Vector sums[kTile][kParts] = {};
+            for (int64_t k = 0; k < depth; ++k) {
+                const auto* place = reinterpret_cast<const UnalignedVector*>(b + k * b_row + column);
+                Vector factors[kParts];
+                for (int part = 0; part < kParts; ++part) factors[part] = place[part];
+                for (int i = 0; i < kTile; ++i)
+                    for (int part = 0; part < kParts; ++part)
+                        sums[i][part] += a[(row + i) * a_row + k * a_column] * factors[part];
+            }
+            for (int i = 0; i < kTile; ++i) {
+                auto* place = reinterpret_cast<UnalignedVector*>(c + (row + i) * c_row + column);
+                for (int part = 0; part < kParts; ++part) place[part] = sums[i][part] + (adds ? place[part] : Vector{});
+            }
+        }
+    }
 }
 
-inline int64_t whole_vectors(int64_t seen, int64_t keys) {
-    const int64_t width = (seen + kVector - 1) / kVector * kVector;
-    return width < keys ? width : keys;
+// Memory of one thread, aligned for vectors.
+class Scratch {
+public:
+    explicit Scratch(int64_t count) : memory_(count / kLanes), next_(reinterpret_cast<float*>(memory_.data())) {}
+
+    float* take(int64_t count) {
+        float* taken = next_;
+        next_ += count;
+        return taken;
+    }
+
+private:
+    std::vector<Vector> memory_;
+    float* next_;
+};
+
+// Rows of `width` values, `stride` apart, to rows of `padded_width` values that end with zeros.
+inline void copy_rows(float* out, const float* values, int64_t stride, int64_t rows, int64_t width,
+                      int64_t padded_width) {
+    for (int64_t row = 0; row < rows; ++row) {
+        std::memcpy(out + row * padded_width, values + row * stride, width * sizeof(float));
+        std::fill(out + row * padded_width + width, out + (row + 1) * padded_width, 0.0f);
+    }
 }
+
+// The same rows as columns: [width, padded_rows].
+inline void copy_across(float* out, const float* values, int64_t stride, int64_t rows, int64_t width,
+                        int64_t padded_rows) {
+    for (int64_t i = 0; i < width; ++i) {
+        for (int64_t row = 0; row < rows; ++row) out[i * padded_rows + row] = values[row * stride + i];
+        std::fill(out + i * padded_rows + rows, out + (i + 1) * padded_rows, 0.0f);
+    }
+}
+
+// score × factor of what may be seen, -infinity for the rest of the `width` keys; returns the largest.
+inline float scale_and_mask(float* score, int64_t seen, int64_t width, const bool* may_see, float factor) {
+    float top = -INFINITY;
+#pragma omp simd reduction(max : top)
+    for (int64_t j = 0; j < seen; ++j) {
+        score[j] = !may_see || may_see[j] ? score[j] * factor : -INFINITY;
+        top = score[j] > top ? score[j] : top;
+    }
+    std::fill(score + seen, score + width, -INFINITY);
+    return top;
+}
+
+// Where the queries, keys or values of each head lie: the strides of samples, heads and rows; rows are contiguous.
+struct Heads {
+    const float* start;
+    int64_t sample, head, row;
+
+    const float* of(int64_t index, int64_t heads) const {
+        return start + index / heads * sample + index % heads * head;
+    }
+};
+
+// `least` and `scale`: of dropout.
+struct Attention {
+    int64_t samples, heads, queries, keys, width;
+    int32_t causal, least;
+    float factor, scale;
+
+    int64_t seen_by(int64_t query) const { return causal ? keys - queries + query + 1 : keys; }
+
+    // The keys that kRows queries see, as whole vectors.
+    int64_t seen_by_rows(int64_t first) const { return padded(std::min(keys, seen_by(first + kRows - 1))); }
+
+    template <typename Number>
+    Number* row_of(Number* out, int64_t head, int64_t query) const {
+        return out + ((head / heads * queries + query) * heads + head % heads) * width;
+    }
+
+    void drop(float* out, const float* values, const int16_t* bits, int64_t count) const {
+        const int64_t real = std::min(count, keys);
+#pragma omp simd
+        for (int64_t j = 0; j < real; ++j) out[j] = values[j] * kept(bits[j], least, scale);
+        std::fill(out + real, out + count, 0.0f);
+    }
+};
 
 }  // namespace
 
@@ -119,60 +230,112 @@ void gelu_backward(float* out, const float* grad, const float* values, const int
     }
 }
 
-// Replaces scores [rows, keys] by weights = softmax(scores × factor); dropped = weights × dropout. Row r is query
-// r % queries of sample r / rows_per_sample. It sees the keys that `allowed` [samples, keys] marks (null: all) and, if
-// `causal`, those up to its own position; the queries are the last of the keys.
-void softmax_dropout_forward(float* dropped, float* scores, const bool* allowed, const int16_t* bits, int64_t rows,
-                             int64_t queries, int64_t keys, int64_t rows_per_sample, int32_t causal, float factor,
-                             int32_t least, float scale) {
-#pragma omp parallel for if (rows * keys >= kParallelFrom)
-    for (int64_t row = 0; row < rows; ++row) {
-        const int64_t seen = seen_by(row, queries, keys, causal), width = whole_vectors(seen, keys);
-        const bool* may_see = allowed ? allowed + row / rows_per_sample * keys : nullptr;
-        const int16_t* bit = bits + row * keys;
-        float *weight = scores + row * keys, *result = dropped + row * keys;
-        float top = -INFINITY, total = 0.0f;
-        if (may_see) {
-#pragma omp simd reduction(max : top)
-            for (int64_t i = 0; i < width; ++i) {
-                weight[i] = may_see[i] && i < seen ? weight[i] * factor : -INFINITY;
-                top = weight[i] > top ? weight[i] : top;
-            }
-        } else {
-#pragma omp simd reduction(max : top)
-            for (int64_t i = 0; i < width; ++i) {
-                weight[i] = i < seen ? weight[i] * factor : -INFINITY;
-                top = weight[i] > top ? weight[i] : top;
-            }
-        }
+// out [samples, queries, heads, width] = (softmax(query × keyᵀ × factor) × dropout) × value; without dropout `bits`
+// [samples, heads, queries, keys] is null. A query sees the keys that `allowed` [samples, keys] marks (null: all) and,
+// if `causal`, those up to its own position; the queries are the last of the keys. Backward forms the weights anew from
+// `log_totals` [samples, heads, queries]. Each head is computed by one thread, so no sum depends on their number.
+void attention_forward(float* out, float* log_totals, const Heads* query, const Heads* key, const Heads* value,
+                       const bool* allowed, const int16_t* bits, const Attention* sizes) {
+    const Attention& is = *sizes;
+    const int64_t width = padded(is.width), keys = padded(is.keys);
+#pragma omp parallel if (is.samples * is.heads * is.queries * is.keys >= kParallelFrom)
+    {
+        Scratch scratch(kRows * (2 * width + 2 * keys) + 2 * keys * width);
+        float *asked = scratch.take(kRows * width), *mixed = scratch.take(kRows * width);
+        float *weights = scratch.take(kRows * keys), *dropped = bits ? scratch.take(kRows * keys) : weights;
+        float *keys_across = scratch.take(keys * width), *values = scratch.take(keys * width);
+#pragma omp for
+        for (int64_t head = 0; head < is.samples * is.heads; ++head) {
+            const bool* may_see = allowed ? allowed + head / is.heads * is.keys : nullptr;
+            copy_across(keys_across, key->of(head, is.heads), key->row, is.keys, is.width, keys);
+            copy_rows(values, value->of(head, is.heads), value->row, is.keys, is.width, width);
+            for (int64_t first = 0; first < is.queries; first += kRows) {
+                const int64_t rows = std::min(kRows, is.queries - first), seen = is.seen_by_rows(first);
+                copy_rows(asked, query->of(head, is.heads) + first * query->row, query->row, rows, is.width, width);
+                product<false>(weights, keys, asked, width, 1, keys_across, keys, kRows, seen, is.width);
+                for (int64_t i = 0; i < rows; ++i) {
+                    const int64_t row = head * is.queries + first + i;
+                    float *weight = weights + i * keys, total = 0.0f;
+                    const float top = scale_and_mask(weight, is.seen_by(first + i), seen, may_see, is.factor);
 #pragma omp simd reduction(+ : total)
-        for (int64_t i = 0; i < width; ++i) total += weight[i] = exp_of(weight[i] - top);
-        const float share = 1.0f / total;
-#pragma omp simd
-        for (int64_t i = 0; i < width; ++i) {
-            weight[i] *= share;
-            result[i] = weight[i] * kept(bit[i], least, scale);
+                    for (int64_t j = 0; j < seen; ++j) total += weight[j] = exp_of(weight[j] - top);
+                    log_totals[row] = top + std::log(total);
+                    const float share = 1.0f / total;
+                    for (int64_t j = 0; j < seen; ++j) weight[j] *= share;
+                    if (bits) is.drop(dropped + i * keys, weight, bits + row * is.keys, seen);
+                }
+                product<false>(mixed, width, dropped, keys, 1, values, width, kRows, width, seen);
+                for (int64_t i = 0; i < rows; ++i)
+                    std::memcpy(is.row_of(out, head, first + i), mixed + i * width, is.width * sizeof(float));
+            }
         }
-        std::memset(weight + width, 0, (keys - width) * sizeof(float));
-        std::memset(result + width, 0, (keys - width) * sizeof(float));
     }
 }
 
-// The gradient of the scores, from `grad` of the dropped weights.
-void softmax_dropout_backward(float* out, const float* grad, const float* weights, const int16_t* bits, int64_t rows,
-                              int64_t queries, int64_t keys, int32_t causal, float factor, int32_t least, float scale) {
-#pragma omp parallel for if (rows * keys >= kParallelFrom)
-    for (int64_t row = 0; row < rows; ++row) {
-        const int64_t width = whole_vectors(seen_by(row, queries, keys, causal), keys), start = row * keys;
-        const float *slope = grad + start, *weight = weights + start;
-        const int16_t* bit = bits + start;
-        float *result = out + start, mean = 0.0f;
+// The gradients of query, key and value, laid out as `out`, from `grad` of `out`.
+void attention_backward(float* grad_query, float* grad_key, float* grad_value, const float* grad, const float* out,
+                        const float* log_totals, const Heads* query, const Heads* key, const Heads* value,
+                        const bool* allowed, const int16_t* bits, const Attention* sizes) {
+    const Attention& is = *sizes;
+    const int64_t width = padded(is.width), keys = padded(is.keys), stride = is.heads * is.width;
+#pragma omp parallel if (is.samples * is.heads * is.queries * is.keys >= kParallelFrom)
+    {
+        Scratch scratch(kRows * (3 * width + 3 * keys) + 5 * keys * width);
+        float *asked = scratch.take(kRows * width), *slopes = scratch.take(kRows * width);
+        float *mixed = scratch.take(kRows * width), *weights = scratch.take(kRows * keys);
+        float *grads = scratch.take(kRows * keys), *dropped = bits ? scratch.take(kRows * keys) : weights;
+        float *key_rows = scratch.take(keys * width), *keys_across = scratch.take(keys * width);
+        float *values_across = scratch.take(keys * width), *of_keys = scratch.take(keys * width);
+        float* of_values = scratch.take(keys * width);
+#pragma omp for
+        for (int64_t head = 0; head < is.samples * is.heads; ++head) {
+            const bool* may_see = allowed ? allowed + head / is.heads * is.keys : nullptr;
+            copy_rows(key_rows, key->of(head, is.heads), key->row, is.keys, is.width, width);
+            copy_across(keys_across, key->of(head, is.heads), key->row, is.keys, is.width, keys);
+            copy_across(values_across, value->of(head, is.heads), value->row, is.keys, is.width, keys);
+            std::fill(of_keys, of_keys + keys * width, 0.0f);
+            std::fill(of_values, of_values + keys * width, 0.0f);
+            for (int64_t first = 0; first < is.queries; first += kRows) {
+                const int64_t rows = std::min(kRows, is.queries - first), seen = is.seen_by_rows(first);
+                copy_rows(asked, query->of(head, is.heads) + first * query->row, query->row, rows, is.width, width);
+                copy_rows(slopes, is.row_of(grad, head, first), stride, rows, is.width, width);
+                product<false>(weights, keys, asked, width, 1, keys_across, keys, kRows, seen, is.width);
+                product<false>(grads, keys, slopes, width, 1, values_across, keys, kRows, seen, is.width);
+                for (int64_t i = 0; i < kRows; ++i) {
+                    float *weight = weights + i * keys, *slope = grads + i * keys;
+                    if (i >= rows) {
+                        std::fill(weight, weight + seen, 0.0f);
+                        std::fill(slope, slope + seen, 0.0f);
+                        if (bits) std::fill(dropped + i * keys, dropped + i * keys + seen, 0.0f);
+                        continue;
+                    }
+                    const int64_t row = head * is.queries + first + i;
+                    const float log_total = log_totals[row], *result = is.row_of(out, head, first + i);
+                    float mean = 0.0f;
 #pragma omp simd reduction(+ : mean)
-        for (int64_t i = 0; i < width; ++i) mean += weight[i] * slope[i] * kept(bit[i], least, scale);
+                    for (int64_t j = 0; j < is.width; ++j) mean += result[j] * slopes[i * width + j];
+                    scale_and_mask(weight, is.seen_by(first + i), seen, may_see, is.factor);
 #pragma omp simd
-        for (int64_t i = 0; i < width; ++i)
-            result[i] = factor * weight[i] * (slope[i] * kept(bit[i], least, scale) - mean);
-        std::memset(result + width, 0, (keys - width) * sizeof(float));
+                    for (int64_t j = 0; j < seen; ++j) weight[j] = exp_of(weight[j] - log_total);
+                    if (bits) {
+                        is.drop(slope, slope, bits + row * is.keys, seen);
+                        is.drop(dropped + i * keys, weight, bits + row * is.keys, seen);
+                    }
+#pragma omp simd
+                    for (int64_t j = 0; j < seen; ++j) slope[j] = is.factor * weight[j] * (slope[j] - mean);
+                }
+                product<false>(mixed, width, grads, keys, 1, key_rows, width, kRows, width, seen);
+                for (int64_t i = 0; i < rows; ++i)
+                    std::memcpy(is.row_of(grad_query, head, first + i), mixed + i * width, is.width * sizeof(float));
+                product<true>(of_keys, width, grads, 1, keys, asked, width, seen, width, kRows);
+                product<true>(of_values, width, dropped, 1, keys, slopes, width, seen, width, kRows);
+            }
+            for (int64_t j = 0; j < is.keys; ++j) {
+                const int64_t place = ((head / is.heads * is.keys + j) * is.heads + head % is.heads) * is.width;
+                std::memcpy(grad_key + place, of_keys + j * width, is.width * sizeof(float));
+                std::memcpy(grad_value + place, of_values + j * width, is.width * sizeof(float));
+            }
+        }
     }
 }
 

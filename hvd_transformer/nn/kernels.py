@@ -1,4 +1,4 @@
-"""Fused parts of a training step on a CPU: dropout + residual, GELU + dropout, softmax + dropout, and the loss.
+"""Fused parts of a training step on a CPU: dropout + residual, GELU + dropout, attention, and the loss.
 
 They stand where autograd expects operations, between the matrix products. So everything that hangs on the products
 stays as it is: weight-gradient stores, sums of a tensor group, recomputation, stages in threads. The calls run without
@@ -19,8 +19,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "dropout": [_P, _P, _P, _P, _N, _I, _F],
     "gelu_forward": [_P, _P, _P, _N, _I, _F],
     "gelu_backward": [_P, _P, _P, _P, _N, _I, _F],
-    "softmax_dropout_forward": [_P, _P, _P, _P, _N, _N, _N, _N, _I, _F, _I, _F],
-    "softmax_dropout_backward": [_P, _P, _P, _P, _N, _N, _N, _I, _F, _I, _F],
+    "attention_forward": [_P] * 8,
+    "attention_backward": [_P] * 12,
     "cross_entropy": [_P, _P, _P, _N, _N, _F],
 }
 
@@ -53,10 +53,12 @@ class Kernels:
         self.library = library
 
     @staticmethod
-    def fit(*tensors: Tensor | None) -> bool:
-        """Whether these are what the kernels take: contiguous float32 on the CPU."""
+    def fit(*tensors: Tensor | None, rows: bool = False) -> bool:
+        """Whether these are what the kernels take: float32 on the CPU, contiguous; `rows`: if only each row is."""
         return all(
-            tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous()
+            tensor.dtype == torch.float32
+            and tensor.device.type == "cpu"
+            and (tensor.stride(-1) == 1 if rows else tensor.is_contiguous())
             for tensor in tensors
             if tensor is not None
         )
@@ -79,15 +81,23 @@ class Kernels:
         result: Tensor = _Gelu.apply(self.library, values, *(drawn or _NONE))  # type: ignore[no-untyped-call]
         return result
 
-    def attention_weights(
-        self, scores: Tensor, factor: float, causal: bool, allowed: Tensor | None, drawn: DropoutBits
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        causal: bool,
+        allowed: Tensor | None,
+        drawn: DropoutBits | None,
     ) -> Tensor:
-        """The softmax over the keys of `scores` × `factor` [B, H, T, S], then dropout. Overwrites `scores`.
+        """Scaled dot-product attention with queries [B, H, T, D/H] over keys and values [B, H, S, D/H]: [B, T, H, D/H].
 
         `allowed` [B, S] marks the keys to attend to. If `causal`, the queries are the last T of the S positions.
+        Dropout of the weights has bits [B, H, T, S]. The weights never exist as a whole (FlashAttention, Dao et al.
+        2022, arXiv 2205.14135); rows of queries, keys and values are contiguous.
         """
-        result: Tensor = _AttentionWeights.apply(  # type: ignore[no-untyped-call]
-            self.library, scores, factor, causal, allowed, *drawn
+        result: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+            self.library, query, key, value, causal, allowed, *(drawn or _NONE)
         )
         return result
 
@@ -153,36 +163,65 @@ class _Gelu(torch.autograd.Function):
         return None, out, None, None, None
 
 
-class _AttentionWeights(torch.autograd.Function):
+class _Heads(ctypes.Structure):
+    """`Heads` of kernels.cpp."""
+
+    _fields_ = [("start", _P), ("sample", _N), ("head", _N), ("row", _N)]
+
+    @classmethod
+    def of(cls, values: Tensor) -> "_Heads":
+        return cls(values.data_ptr(), *values.stride()[:3])
+
+
+class _Sizes(ctypes.Structure):
+    """`Attention` of kernels.cpp."""
+
+    _fields_ = [
+        *((name, _N) for name in ("samples", "heads", "queries", "keys", "width")),
+        *((name, _I) for name in ("causal", "least")),
+        *((name, _F) for name in ("factor", "scale")),
+    ]
+
+
+class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         library: ctypes.CDLL,
-        scores: Tensor,
-        factor: float,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         causal: bool,
         allowed: Tensor | None,
-        bits: Tensor,
+        bits: Tensor | None,
         least: int,
         scale: float,
     ) -> Tensor:
-        batch, heads, queries, keys = scores.shape
-        dropped = torch.empty_like(scores)
+        batch, heads, queries, width = query.shape
+        sizes = _Sizes(batch, heads, queries, key.size(2), width, causal, least, width**-0.5, scale)
         allowed = None if allowed is None else allowed.contiguous()
-        rows, each = batch * heads * queries, heads * queries
-        library.softmax_dropout_forward(
-            dropped.data_ptr(), scores.data_ptr(), _address(allowed), bits.data_ptr(),
-            rows, queries, keys, each, causal, factor, least, scale,
+        out, log_totals = query.new_empty(batch, queries, heads, width), query.new_empty(batch, heads, queries)
+        library.attention_forward(
+            out.data_ptr(), log_totals.data_ptr(), *_pointers(query, key, value), _address(allowed), _address(bits),
+            ctypes.byref(sizes),
         )  # fmt: skip
-        ctx.save_for_backward(scores.detach(), bits)  # by now the weights; nothing else needs the scores
-        ctx.library, ctx.numbers = library, (rows, queries, keys, causal, factor, least, scale)
-        return dropped
+        ctx.save_for_backward(out, log_totals, query, key, value, allowed, bits)
+        ctx.library, ctx.sizes = library, sizes
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weights, bits = ctx.saved_tensors
-        grad, out = grad.contiguous(), torch.empty_like(weights)
-        ctx.library.softmax_dropout_backward(
-            out.data_ptr(), grad.data_ptr(), weights.data_ptr(), bits.data_ptr(), *ctx.numbers
-        )
-        return None, out, None, None, None, None, None, None
+        out, log_totals, query, key, value, allowed, bits = ctx.saved_tensors
+        grad, grad_query = grad.contiguous(), torch.empty_like(out)
+        grad_key, grad_value = (out.new_empty(key.transpose(1, 2).shape) for _ in range(2))
+        ctx.library.attention_backward(
+            grad_query.data_ptr(), grad_key.data_ptr(), grad_value.data_ptr(), grad.data_ptr(), out.data_ptr(),
+            log_totals.data_ptr(), *_pointers(query, key, value), _address(allowed), _address(bits),
+            ctypes.byref(ctx.sizes),
+        )  # fmt: skip
+        grads = (tensor.transpose(1, 2) for tensor in (grad_query, grad_key, grad_value))
+        return None, *grads, None, None, None, None, None
+
+
+def _pointers(*tensors: Tensor) -> list[Any]:
+    return [ctypes.byref(_Heads.of(tensor)) for tensor in tensors]

@@ -74,17 +74,19 @@ def test_gelu(kernels: Kernels, shape: tuple[int, int], drops: bool) -> None:
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (5, 5), (3, 18), (35, 35), (64, 80)])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
-def test_attention_weights(kernels: Kernels, queries: int, keys: int, causal: bool, padded: bool) -> None:
-    shape = (3, 2, queries, keys)
-    drawn = kernels.draw(shape, 0.25, seed=4)
-    both = inputs(shape, spread=4.0)
+@pytest.mark.parametrize("drops", [False, True])
+def test_attention(kernels: Kernels, queries: int, keys: int, causal: bool, padded: bool, drops: bool) -> None:
+    batch, heads, width = 3, 2, 12 if padded else 16
+    drawn = kernels.draw((batch, heads, queries, keys), 0.25, seed=4) if drops else None
+    both = inputs((batch, queries, heads, width), *[(batch, keys, heads, width)] * 2)
     allowed = torch.arange(keys) < torch.tensor([[keys], [max(1, keys - 2)], [1]]) if padded else None
     seen = torch.ones(queries, keys, dtype=torch.bool)
     seen = seen.tril(keys - queries) if causal else seen
     seen = seen if allowed is None else seen & allowed[:, None, None]
-    wanted = (both[1][0] * 0.3).masked_fill(~seen, -math.inf).softmax(-1) * mask(drawn)
-    # A copy, as the kernel overwrites the scores.
-    found = kernels.attention_weights(both[0][0].clone(), 0.3, causal, allowed, drawn)
+    query, key, value = (tensor.transpose(1, 2) for tensor in both[1])
+    weights = (query @ key.transpose(-2, -1) * width**-0.5).masked_fill(~seen, -math.inf).softmax(-1)
+    wanted = ((weights if drawn is None else weights * mask(drawn)) @ value).transpose(1, 2)
+    found = kernels.attention(*(tensor.transpose(1, 2) for tensor in both[0]), causal, allowed, drawn)
     check(found, wanted, *both)
 
 
@@ -100,10 +102,11 @@ def test_cross_entropy(kernels: Kernels, num_tokens: int, width: int, smoothing:
 
 def test_what_is_not_a_number_stays_so(kernels: Kernels) -> None:
     """Training finds out that it has diverged."""
-    bad = torch.full((1, 1, 4, 40), math.nan)
-    drawn = kernels.draw(bad.shape, 0.1, seed=1)
-    assert kernels.gelu(bad, drawn).isnan().any()
-    assert kernels.attention_weights(bad.clone(), 1.0, False, None, drawn).isnan().any()
+    good = torch.ones(1, 1, 4, 40)
+    bad = torch.full_like(good, math.nan)
+    assert kernels.gelu(bad, kernels.draw(bad.shape, 0.1, seed=1)).isnan().any()
+    for heads in ((bad, good, good), (good, bad, good), (good, good, bad)):
+        assert kernels.attention(*heads, True, None, None).isnan().all()
     for value in (math.nan, math.inf):
         assert kernels.cross_entropy_(torch.full((1, 40), value), torch.tensor([3]), 0.0).isnan().all()
 
@@ -113,6 +116,8 @@ def test_tensors_that_do_not_fit_are_left_to_torch() -> None:
     assert Kernels.fit(values, None)
     for other in (values.double(), values.bfloat16(), values.t(), values.to("meta")):
         assert not Kernels.fit(values, other)
+    heads = torch.zeros(2, 3, 4, 5).transpose(1, 2)
+    assert Kernels.fit(heads, rows=True) and not Kernels.fit(heads) and not Kernels.fit(heads.mT, rows=True)
 
 
 @pytest.mark.usefixtures("kernels")

@@ -38,7 +38,7 @@ def compiled(*words: str) -> tuple[Trainer, str | None]:
 def test_compiled_training_is_eager_training(cache: str, words: list[str], monkeypatch) -> None:
     fits: list[bool] = []
     fit = Kernels.fit
-    monkeypatch.setattr(Kernels, "fit", lambda _, *tensors: fits.append(fit(*tensors)) or fits[-1])
+    monkeypatch.setattr(Kernels, "fit", lambda _, *tensors, **how: fits.append(fit(*tensors, **how)) or fits[-1])
     # SGD: what Adam divides by magnifies rounding.
     words = ["model.num_layers=2", "optimizer.name=sgd", "optimizer.lr=0.1", "training.max_steps=12", *words, cache]
     eager, (job, reason) = trainer(settings(*words)), compiled(*words)
