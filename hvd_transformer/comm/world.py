@@ -78,8 +78,8 @@ class World(Group):
         world.link.horovod, world.link.who = hvd, f"rank {world.rank} on {world.host}"
         world.link.waits_asleep = horovod_wakes_up()
         world.hosts = world._find_hosts()
-        # Over gloo published Horovod's reduce-scatter takes up to twice the CPU of its allreduce; between hosts bandwidth
-        # counts. Ours uses shared memory there (docker/patches/within_host.patch).
+        # Over gloo published Horovod's reduce-scatter takes up to twice the CPU of its allreduce; between hosts
+        # bandwidth counts. Within a host ours goes through shared memory (docker/patches/within_host.patch).
         world.link.gloo = world.backend == "gloo"
         world.link.sums_whole = world.link.gloo and len(set(world.hosts)) == 1 and not horovod_wakes_up()
         return world
