@@ -17,6 +17,7 @@ from hvd_transformer.config import load
 from hvd_transformer.errors import UserError
 from hvd_transformer.gradients.weight_grads import WeightGradStore
 from hvd_transformer.models.language_model import LanguageModel, language_model_layers
+from hvd_transformer.nn import cross_entropy
 from hvd_transformer.nn.contracts import MicroBatch
 from hvd_transformer.nn.parallel_layers import WeightGradLayer
 from hvd_transformer.parallel.pipeline import Pipeline, Stage
@@ -162,8 +163,9 @@ def test_the_pipelines_peak(schedule: str, recompute: str, more: list[str]) -> N
     assert planned == pytest.approx(measured, rel=0.002)
 
 
-def test_logits_are_a_gpus_unless_a_cpu_is_asked_for() -> None:
-    """A micro-batch of 640 tokens: a GPU takes them at once, a CPU 256 at a time."""
+def test_logits_are_a_gpus_unless_a_cpu_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A micro-batch of 640 tokens: a GPU takes them at once, a CPU 256 at a time where the vocabulary is large."""
+    monkeypatch.setattr(cross_entropy, "CPU_LOGITS", 256 * V)
     words = ["training.batch_size=64", "parallel.pipeline=2", "parallel.partition=[4, 1]"]
     gpu, cpu = (small_plan(*words, f"training.device={device}").stages[1] for device in ("auto", "cpu"))
     more = gpu.activations["1f1b", "never"] - cpu.activations["1f1b", "never"]
