@@ -67,6 +67,10 @@ def _run(command: str, work: "Work", rank: int, watchdog: "Watchdog", groups: Se
         else:
             time.sleep(1)  # a launcher kills all ranks at the first exit
         _leave(WRONG_INPUT)  # an MPI that failed to start would not shut down either
+    except PeerLost as error:
+        if not _ended_by_launcher(stop):  # then the rank that left first has said why
+            show(command, error)
+        _leave(1)
     watchdog.heartbeat.link = world.link
     try:
         code = work(world, stop, watchdog)
@@ -93,6 +97,14 @@ def _run(command: str, work: "Work", rank: int, watchdog: "Watchdog", groups: Se
     except BaseException:
         _report_crash(command, world.rank)
         _leave(1)
+
+
+def _ended_by_launcher(stop: "StopRequest", seconds: float = 5.0) -> bool:
+    """Whether a launcher asks this rank to end, as most do within this time of the first rank's exit."""
+    deadline = time.monotonic() + seconds
+    while not stop and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return bool(stop)
 
 
 def _report_crash(command: str, rank: int) -> None:
