@@ -10,7 +10,6 @@ parts.
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,8 +22,9 @@ import click
 
 from benchmarks.command_line import write_figures
 from benchmarks.compressed_peer import PRESET
+from benchmarks.launching import horovodrun, local_torchrun
 from benchmarks.machine import machine
-from benchmarks.settings import ENVIRONMENT, INTERFACE, RANKS, Peer
+from benchmarks.settings import ENVIRONMENT, Peer
 from hvd_transformer.config.schema import CommunicationConfig
 
 BOUND = 0.5  # per cent that a loss may be above the uncompressed one
@@ -73,23 +73,10 @@ def train(name: str, text: Path, seed: int, steps: int, folder: Path) -> float:
         "training.text_samples=0", "checkpoint.every_steps=none", "checkpoint.keep_best=false",
     ]  # fmt: skip
     if name in PEERS:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
-        launcher = ["torchrun", "--nproc-per-node", str(RANKS), "--master-addr", "127.0.0.1", "--master-port", port]
         chosen = ["--peer", json.dumps(PEERS[name].options())]
-        output = _run([*launcher, "-m", "benchmarks.compressed_peer", *chosen, *words])
+        output = _run([*local_torchrun(), "-m", "benchmarks.compressed_peer", *chosen, *words])
         return float(json.loads(output.splitlines()[-1])["valid_loss"])
-    launcher = [
-        "horovodrun",
-        "-np",
-        str(RANKS),
-        "-H",
-        f"localhost:{RANKS}",
-        "--gloo",
-        "--network-interfaces",
-        INTERFACE,
-    ]
-    _run([*launcher, "hvd-train", "--preset", PRESET, *words, *OURS[name]])
+    _run([*horovodrun("gloo"), "hvd-train", "--preset", PRESET, *words, *OURS[name]])
     return float(json.loads((run / "summary.json").read_text(encoding="utf-8"))["valid_loss"])
 
 

@@ -23,10 +23,10 @@ import click
 
 from benchmarks.command_line import measured, write_figures
 from benchmarks.group import Contestant
-from benchmarks.launching import alone, horovod
+from benchmarks.launching import alone, horovod, horovodrun
 from benchmarks.namespace_hosts import missing
 from benchmarks.paired import Options
-from benchmarks.settings import BIN, ENVIRONMENT, INTERFACE
+from benchmarks.settings import BIN, ENVIRONMENT
 from benchmarks.slow_link import LinkedHosts
 from benchmarks.workload import PIPELINE, SETTINGS, SMALL, make_config
 from hvd_transformer.planning.constants import Backend, load
@@ -119,8 +119,7 @@ def _bench(words: Sequence[str], constants: Path, launcher: Sequence[str], envir
 
 
 def _bench_here(backend: Backend, words: Sequence[str], constants: Path) -> None:
-    launcher = ["horovodrun", "-np", "2", "-H", "localhost:2", f"--{backend}", "--network-interfaces", INTERFACE]
-    _bench(words, constants, launcher, ENVIRONMENT)
+    _bench(words, constants, horovodrun(backend), ENVIRONMENT)
 
 
 def _on_one_host(constants: Path, options: Options) -> dict[str, Any]:

@@ -6,9 +6,10 @@ Two hosts on this machine (`namespace_hosts`, needs root), one rank of one threa
 limits what each host sends. The model is shakespeare-char's: 3.3 MB of gradients in float32. Compressed gradients are
 not the same mathematics: what each contestant does to the loss is shown beside its speed, from the file that
 `compressed_loss` has written. Ours counts only if its loss is at most 0.5 % above the uncompressed one. Its ratio is
-shown twice, to the best of all peers and to the best of those whose loss is within 0.5 %, too.
+shown twice, to the best of all peers and to the best of those whose loss is not known to be further above.
 """
 
+import math
 import sys
 from dataclasses import replace
 from itertools import count
@@ -131,10 +132,10 @@ def measure_link(hosts: LinkedHosts, mbit: int, rounds: int, losses: Path) -> di
     marked = [one if one.name in plain else replace(one, trains=None) for one in [*ours, *peers]]
     result = measured([*marked, *of_local], options)
     above = loss_changes(result, losses)
-    within = {OURS.format("none"), *plain, *(name for name, change in above.items() if change <= BOUND)}
     names = [one.name for one in peers]
-    fair = [name for name in names if name in within]
-    best = [one.name for one in ours if one.name in within]
+    # A loss that was not measured speaks for a peer and against ours.
+    fair = [name for name in names if above.get(name, 0.0) <= BOUND]
+    best = [one.name for one in ours if one.name in plain or above.get(one.name, math.inf) <= BOUND]
     targets = [Target(best, base, WANTED[mbit]) for base in (names, fair)]
     targets += [Target([one.name], base, None) for one in [*ours, *of_local] for base in (names, fair)]
     texts = {name: f"{above[name]:+.2f} %" if name in above else "not measured" for name in result.rates}

@@ -26,9 +26,10 @@ import click
 
 from benchmarks.bootstrap import median_interval
 from benchmarks.command_line import write_figures
+from benchmarks.launching import horovodrun
 from benchmarks.machine import machine, processor
 from benchmarks.nanogpt import BATCH, ITERATIONS
-from benchmarks.settings import ENVIRONMENT, INTERFACE
+from benchmarks.settings import ENVIRONMENT
 
 README_LOSS, WANTED = 1.8857, 0.45
 CORES, LOG_EVERY = 2, 10
@@ -83,14 +84,13 @@ def nanogpt(text: Path, seed: int, every: int, iterations: int) -> list[Evaluate
 def ours(text: Path, seed: int, every: int, ranks: int, settings: Iterable[str], folder: Path) -> list[Evaluated]:
     """Our run, on all cores."""
     run = folder / f"seed-{seed}"
-    launcher = ["horovodrun", "-np", str(ranks), "-H", f"localhost:{ranks}", "--gloo", "--network-interfaces"]
     words = [
         "hvd-train", "--preset", "shakespeare-char", f"data.source={text}", f"data.cache_dir={folder / 'cache'}",
         f"output_dir={run}", f"seed={seed}", "training.device=cpu", "training.text_samples=0",
         f"training.log_every={LOG_EVERY}", f"training.eval_every={every}", "training.eval_batch_size=64",
         "checkpoint.keep_best=false", f"training.batch_size={BATCH // ranks}", *SETTINGS, *settings,
     ]  # fmt: skip
-    _run([*([*launcher, INTERFACE] if ranks > 1 else []), *words], threads=CORES // ranks)
+    _run([*(horovodrun("gloo", ranks) if ranks > 1 else []), *words], threads=CORES // ranks)
     lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     losses = {line["step"]: line["valid_loss"] for line in lines if "valid_loss" in line}
     return parse_run((run / "logs" / "rank-000.log").read_text(encoding="utf-8"), losses)

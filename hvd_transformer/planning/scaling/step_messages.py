@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 from hvd_transformer.config.schema import Config
+from hvd_transformer.gradients.wire.choice import RATIOS
 from hvd_transformer.planning.scaling.buckets import Bucket, gathers_rows, make_buckets
 from hvd_transformer.planning.scaling.collectives import Collective, Seconds
 from hvd_transformer.planning.scaling.layer_times import LayerTime
@@ -12,7 +13,7 @@ from hvd_transformer.planning.scaling.layout import Layout, Machine
 from hvd_transformer.planning.scaling.replay import Work
 
 # Bytes in transit per byte of gradient.
-COMPRESSED = {"none": 1.0, "fp16": 0.5, "fp16_fp32_sum": 0.5, "int8": 65 / 256, "int4": 17 / 128}
+COMPRESSED = {**RATIOS, "fp16_fp32_sum": RATIOS["fp16"]}
 
 
 class StepMessages:
