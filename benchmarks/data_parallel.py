@@ -3,8 +3,9 @@
     python -m benchmarks.data_parallel --model medium
 
 Tokens a second of 2 ranks on this machine, one thread each; see `benchmarks.workload` for the models and
-`benchmarks.settings` for what all contestants get. DistributedDataParallel is first tried in every variant; the two
-best ones are then measured with the others, and the better of them counts.
+`benchmarks.settings` for what all contestants get. DistributedDataParallel is first tried in every variant, compiled
+ones among them; the two best ones are then measured with the others, and the better of them counts. So does the better
+of ours with and without `training.compile`.
 """
 
 from dataclasses import replace
@@ -22,6 +23,7 @@ from benchmarks.settings import PEER_VARIANTS, RANKS, Peer
 from benchmarks.workload import LARGE, SMALL
 
 GLOO, MPI, LIMIT = "ours over gloo", "ours over MPI", "no communication"
+COMPILED = ", training.compile"
 
 
 class Wanted(NamedTuple):
@@ -64,8 +66,11 @@ def find_best(model: Model, options: Options, number: int = 2) -> tuple[list[Pee
 def contestants(settings: tuple[str, ...], peers: list[Peer]) -> list[Contestant]:
     """All, each of as many processes."""
     return [
-        horovod(GLOO, "gloo", *settings),
-        horovod(MPI, "mpi", *settings),
+        *(
+            horovod(name + more, backend, *settings, *words)
+            for name, backend in ((GLOO, "gloo"), (MPI, "mpi"))
+            for more, words in (("", ()), (COMPILED, ("training.compile=true",)))
+        ),
         *(torchrun(ddp_name(peer), "ddp", *settings, peer=peer) for peer in peers),
         # Each trains alone, on samples of its own.
         replace(alone(LIMIT, "trainer", *settings, copies=RANKS), trains="alone"),
@@ -83,8 +88,9 @@ def main(name: str, sweep: int, rounds: int, steps: int, warmup: int, file: Path
     for variant, rate in medians.items():
         click.echo(f"sweep: {variant}: {rate:,.0f} tokens a second")
     ddp = [ddp_name(peer) for peer in peers]
-    targets = [Target([GLOO], ddp, wanted.gloo), Target([MPI], ddp, wanted.mpi)]
-    targets += [] if wanted.limit is None else [Target([MPI], LIMIT, wanted.limit), Target(ddp, LIMIT, None)]
+    targets = [Target([GLOO, GLOO + COMPILED], ddp, wanted.gloo), Target([MPI, MPI + COMPILED], ddp, wanted.mpi)]
+    targets += [Target([name], ddp, None) for name in (GLOO, MPI)]
+    targets += [Target([MPI], LIMIT, wanted.limit), Target([GLOO], LIMIT, None), Target(ddp, LIMIT, None)]
     more = {"model": name, "sweep": medians}
     run(contestants(settings, peers), targets, Options(rounds, steps, warmup), file, more)
 

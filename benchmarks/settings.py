@@ -67,4 +67,5 @@ class Peer:
 PEER_VARIANTS = (
     *(Peer(plain=plain, bucket_mb=size) for plain, size in product((False, True), (1, 8, 25, 100))),
     *(Peer(plain=plain, keep_gradients=True) for plain in (False, True)),
+    *(Peer(plain=True, compiled=True, bucket_mb=size) for size in (1, 25)),
 )
