@@ -44,6 +44,7 @@ class NamespaceHosts:
         self._num_networks = num_networks
         self.folder = Path(tempfile.mkdtemp(prefix="hvd-transformer-hosts-", dir="/var/tmp"))
         self._keepers: dict[str, subprocess.Popen[bytes]] = {}
+        self._networks: dict[str, Path] = {}  # by what /proc calls them, as a keeper can be killed
         try:
             self._write_files()
             self._keep("bridge")
@@ -79,8 +80,7 @@ class NamespaceHosts:
 
     def processes(self, host: str) -> dict[int, str]:
         """The command line of every process on the host, by pid."""
-        keeper, found = self.keeper(host), {}
-        network = Path(f"/proc/{keeper}/ns/net").readlink()
+        keeper, network, found = self.keeper(host), self._networks[host], {}
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # ended meanwhile
                 if folder.name != str(keeper) and (folder / "ns/net").readlink() == network:
@@ -113,12 +113,13 @@ class NamespaceHosts:
 
     def close(self) -> None:
         """Ends everything on all hosts and removes them."""
-        for host in self._keepers:
+        for host in self._networks:
             self.kill_host(host)
         for keeper in self._keepers.values():
             keeper.kill()
             keeper.communicate()
         self._keepers.clear()
+        self._networks.clear()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _write_files(self) -> None:
@@ -141,6 +142,7 @@ class NamespaceHosts:
         keeper = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=system_environment())
         self._keepers[host] = keeper
         assert keeper.stdout and keeper.stdout.readline(), "no namespaces"
+        self._networks[host] = Path(f"/proc/{keeper.pid}/ns/net").readlink()
 
     def _connect(self, host: str) -> None:
         self._ip(host, "link set lo up")

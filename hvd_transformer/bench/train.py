@@ -3,6 +3,7 @@
 Ranks first train alone, without any communication, then together as configured:
 
     alone      the first rank of each host | all ranks at once      training fraction, crowding, jitter
+               in smaller micro-batches    |                        seconds of a layer whatever its size
     together   all ranks                                            tokens per second, MFU, parts of a step
 """
 
@@ -34,6 +35,8 @@ from hvd_transformer.training.trainer import Trainer
 
 # Random tokens teach nothing: a low rate keeps the loss finite.
 _LEARNING_RATE = 1e-6
+# The micro-batches that one is cut into, at most: enough of them to see what each costs.
+_MAX_PIECES = 8
 
 
 class StepTimes(NamedTuple):
@@ -56,6 +59,7 @@ class Alone(NamedTuple):
     first: list[StepTimes] | None
     together: float  # seconds of a step while all ranks compute: the mean over the ranks
     jitter: float  # standard deviation of a rank's step / its mean: the mean over the ranks
+    pieces: list[StepTimes] | None = None  # like `first`, in smaller micro-batches; None: not measured
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class TrainResult:
     num_parameters: int
     world: World
     mesh: ParallelMesh
+    num_layers: int
     unit: str  # of targets
     targets_per_step: int
     num_steps: int  # that were measured
@@ -98,11 +103,13 @@ def bench_train(config: Config, vocab_size: int, seconds: float, world: World, h
         mesh, steps = trainer.mesh, _measure(trainer, seconds, world)
         if world.size == 1:
             work = [step.work for step in steps]
-            alone = Alone(steps, median(work), relative_deviation(work))
+            pieces = _measure_pieces(config, vocab_size, seconds / 2, world, heartbeat)
+            alone = Alone(steps, median(work), relative_deviation(work), pieces)
         return TrainResult(
             num_parameters=trainer.engine.num_parameters,
             world=world,
             mesh=mesh,
+            num_layers=len(trainer.task.layers),
             unit=task_class(config).unit,
             targets_per_step=trainer.task.targets_per_step,
             num_steps=len(steps),
@@ -118,17 +125,56 @@ def training_constants(config: Config, device: Constants, result: TrainResult) -
     if result.alone is None or result.alone.first is None:
         return device
     first, precision = result.alone.first, config.training.precision
-    tokens = math.ceil(batch_samples(config) / config.parallel.micro_batches) * config.data.sequence_length
-    possible = device.matmul_rate(precision, step_side(tokens, config.model.d_model)) * len(result.mesh.devices)
-    reached = result.flops / median(step.compute for step in first)
+    fraction, layer_seconds = _fitted(config, device, result)
     found = {
-        "training_fraction": {**device.training_fraction, precision: min(1.0, reached / possible)},
+        "training_fraction": {**device.training_fraction, precision: fraction},
+        "layer_seconds": layer_seconds,
         "optimizer_seconds": median(step.update for step in first) / result.num_parameters,
         "jitter": result.alone.jitter,
     }
     if result.world.local_size == device.devices_per_host:  # all devices of a host were busy
         found["crowding"] = max(1.0, result.alone.together / median(step.work for step in first))
     return device.model_copy(update=found)
+
+
+class _Passes(NamedTuple):
+    """A step of so many forwards and backwards."""
+
+    count: float
+    products: float  # seconds of its matrix products, at the rate of their size
+    seconds: float
+
+
+def _fitted(config: Config, device: Constants, result: TrainResult) -> tuple[float, float]:
+    """`training_fraction` and `layer_seconds`, from the same step in micro-batches of one or of two sizes:
+
+    seconds = count × layers × layer_seconds + products / training_fraction
+    """
+    assert result.alone is not None and result.alone.first is not None
+    whole = _passes(config, device, result, result.alone.first)
+    if result.alone.pieces is None:
+        return min(1.0, whole.products / whole.seconds), 0.0
+    pieces = _passes(_in_pieces(config), device, result, result.alone.pieces)
+    more_passes = pieces.count * whole.products - whole.count * pieces.products
+    more_seconds = pieces.seconds * whole.products - whole.seconds * pieces.products
+    layer_seconds = max(0.0, more_seconds / more_passes) / result.num_layers if more_passes > 0 else 0.0
+    rest = whole.seconds - whole.count * result.num_layers * layer_seconds
+    return min(1.0, whole.products / rest), layer_seconds
+
+
+def _passes(config: Config, device: Constants, result: TrainResult, steps: list[StepTimes]) -> _Passes:
+    samples = math.ceil(batch_samples(config) / config.parallel.micro_batches)
+    side = step_side(samples * config.data.sequence_length, config.model.d_model)
+    rate = device.matmul_rate(config.training.precision, side) * len(result.mesh.devices)
+    dp = result.mesh.dp
+    count = samples_per_step(config, dp) / dp / samples
+    return _Passes(count, result.flops / rate, median(step.compute for step in steps))
+
+
+def _in_pieces(config: Config) -> Config:
+    """With smaller micro-batches, if they can be smaller."""
+    count = min(batch_samples(config), _MAX_PIECES * config.parallel.micro_batches)
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"micro_batches": count})})
 
 
 @contextmanager
@@ -194,12 +240,28 @@ def _alone(config: Config, vocab_size: int, seconds: float, world: World, heartb
     own.local_rank, own.local_size = world.local_rank, world.local_size  # for its GPU
     samples = config.training.global_batch_size
     share = None if samples is None else math.ceil(samples / world.size)
-    training = config.training.model_copy(update={"global_batch_size": share})
-    with trainer_of(config.model_copy(update={"training": training}), vocab_size, own, heartbeat) as trainer:
+    config = config.model_copy(
+        update={"training": config.training.model_copy(update={"global_batch_size": share})}
+    )
+    with trainer_of(config, vocab_size, own, heartbeat) as trainer:
         first = _measure(trainer, seconds / 2, own) if world.local_rank == 0 else None
         world.barrier()
         work = [step.work for step in _measure(trainer, seconds / 2, world)]
-    return Alone(first, mean_over_ranks(world, median(work)), mean_over_ranks(world, relative_deviation(work)))
+    pieces = _measure_pieces(config, vocab_size, seconds / 2, own, heartbeat) if first is not None else None
+    world.barrier()
+    return Alone(first, mean_over_ranks(world, median(work)), mean_over_ranks(world, relative_deviation(work)), pieces)
+
+
+def _measure_pieces(
+    config: Config, vocab_size: int, seconds: float, own: World, heartbeat: Heartbeat
+) -> list[StepTimes] | None:
+    """Steps in smaller micro-batches on a rank alone. None: they cannot be smaller, or a pipeline or a GPU, which
+    computes while Python goes ahead, hides what each costs."""
+    smaller = _in_pieces(config)
+    if smaller == config or config.parallel.pipeline > 1:
+        return None
+    with trainer_of(smaller, vocab_size, own, heartbeat) as trainer:
+        return _measure(trainer, seconds, own) if trainer.mesh.device.type == "cpu" else None
 
 
 def _flops_per_sample(config: Config, vocab_size: int) -> float:

@@ -68,6 +68,9 @@ class Constants(_Table):
     crowding: Annotated[float, Field(ge=1)] = Field(
         1.0, description="seconds of a step while all devices of a host compute / while only one does"
     )
+    layer_seconds: NotNegative = Field(
+        0.0, description="seconds of a layer's forward and backward per micro-batch that do not depend on its size"
+    )
     optimizer_seconds: NotNegative | None = Field(
         None, description="seconds per parameter of clip and update; none: 36 bytes per parameter / memory_bandwidth"
     )

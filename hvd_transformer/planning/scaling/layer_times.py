@@ -10,6 +10,10 @@ from hvd_transformer.planning.scaling.layer_work import LayerWork, ModelWork
 from hvd_transformer.planning.scaling.layout import Layout, Machine
 
 
+# Of what a layer takes whatever its size; backward has twice as many operations.
+_FORWARD_SHARE = 1 / 3
+
+
 class LayerTime(NamedTuple):
     """Seconds of one layer per micro-batch."""
 
@@ -56,21 +60,22 @@ def _compute(
 
     Matrix products run at the measured rate of their size. By `training_fraction`, the whole layer takes longer than
     that: the rest is work on single numbers, of which a rank of a tensor group has as much as of the activations.
+    `layer_seconds` come on top, however small the micro-batch is.
     """
     constants, precision = machine.constants, config.training.precision
     side = step_side(layout.micro_batch_size * work.tokens, work.d_model)
     rate = constants.matmul_rate(precision, side)
     flops = whole.forward_flops + whole.backward_flops
-    share = (own.forward_flops + own.backward_flops) / flops if flops else 1.0
-    own_rate = constants.matmul_rate(precision, side * share ** (1 / 3))
+    part = (own.forward_flops + own.backward_flops) / flops if flops else 1.0
+    own_rate = constants.matmul_rate(precision, side * part ** (1 / 3))
     rest = (1 / constants.training_rate(precision, side) - 1 / rate) * (
-        own.activations / whole.activations if whole.activations else share
+        own.activations / whole.activations if whole.activations else part
     )
     return [
-        machine.crowding(layout) * (own_flops / own_rate + whole_flops * rest)
-        for own_flops, whole_flops in (
-            (own.forward_flops, whole.forward_flops),
-            (own.backward_flops, whole.backward_flops),
-            (own.deferred_flops, whole.deferred_flops),
+        machine.crowding(layout) * (own_flops / own_rate + whole_flops * rest + share * constants.layer_seconds)
+        for own_flops, whole_flops, share in (
+            (own.forward_flops, whole.forward_flops, _FORWARD_SHARE),
+            (own.backward_flops, whole.backward_flops, 1 - _FORWARD_SHARE),
+            (own.deferred_flops, whole.deferred_flops, 0.0),
         )
     ]

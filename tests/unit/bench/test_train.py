@@ -24,7 +24,7 @@ def device(**more: object) -> Constants:
 def result(world: World, alone: Alone | None, flops: float = 0.0) -> TrainResult:
     """Of a step of half a second."""
     mesh = ParallelMesh.of(CONFIG, World())
-    return TrainResult(1000, world, mesh, "tokens", B * T, 3, 0.5, StepTimes(1, 1, 0, 0, 0), alone, flops)
+    return TrainResult(1000, world, mesh, 4, "tokens", B * T, 3, 0.5, StepTimes(1, 1, 0, 0, 0), alone, flops)
 
 
 def test_parts_of_a_step_add_up_and_a_gpu_ends_its_step_with_the_update() -> None:
@@ -60,6 +60,27 @@ def test_constants_of_training() -> None:
     assert training_constants(CONFIG, known, result(make_worlds(2)[0], None)) is known
 
 
+def test_a_layers_own_seconds_are_what_smaller_micro_batches_take_longer() -> None:
+    """The same step, made from given constants: in one micro-batch, and in one per sample."""
+    known, flops, fraction, seconds = device(), 1e9, 0.25, 0.003
+
+    def step(count: int) -> list[StepTimes]:
+        rate = known.matmul_rate("fp32", step_side(B // count * T, 16))
+        return [StepTimes(9.0, flops / (fraction * rate) + count * 4 * seconds, 0, 0.5, 0.5)] * 3
+
+    def found(pieces: list[StepTimes] | None) -> Constants:
+        alone = Alone(step(1), together=9.0, jitter=0.0, pieces=pieces)
+        return training_constants(CONFIG, known, result(World(), alone, flops))
+
+    both = found(step(B))
+    assert both.layer_seconds == pytest.approx(seconds)
+    assert both.training_fraction["fp32"] == pytest.approx(fraction)
+    alone = found(None)
+    assert alone.layer_seconds == 0.0 and alone.training_fraction["fp32"] < fraction
+    faster = [StepTimes(9.0, 0.9 * step(1)[0].compute, 0, 0.5, 0.5)]  # noise
+    assert found(faster) == alone
+
+
 def test_real_steps(one_thread: None) -> None:
     found = bench_train(CONFIG, V, 0.01, World(), Heartbeat())
     assert (found.targets_per_step, found.unit) == (B * T, "tokens") and found.num_steps >= 3
@@ -67,6 +88,7 @@ def test_real_steps(one_thread: None) -> None:
     assert parts.wait == 0 and min(parts.compute, parts.update, parts.data) > 0
     assert parts.compute + parts.update + parts.data < 3 * found.step
     assert found.alone is not None and found.alone.first is not None and len(found.alone.first) == found.num_steps
+    assert found.num_layers == 4 and found.alone.pieces is not None  # embedding, two blocks, head
     # Kaplan et al. 2020, table 1, with the tied output layer: 2 FLOPs per weight and token, backward twice as many,
     # and attention 2 × 2 × T × D per layer and token.
     weights = 2 * (4 * 16 * 16 + 2 * 16 * 32) + V * 16

@@ -58,6 +58,14 @@ def test_computing_alone_is_flops_over_the_rate_that_training_reached() -> None:
     assert step_time(model(), config(), Layout(1, 1, 1, 4, 1, 3), machine()).total == pytest.approx(12 * STEP)
 
 
+def test_each_layer_takes_its_own_seconds_in_every_micro_batch() -> None:
+    whole = step_time(model(), config(), Layout(1, 1, 1, 4, 1, 3), machine(layer_seconds=0.25))
+    assert whole.total == pytest.approx(12 * (STEP + LAYERS * 0.25))
+    split = step_time(model(), config(), Layout(1, 1, 2, 4, 1), machine(layer_seconds=0.25))
+    # Two equal stages of four micro-batches: one more stage's time at each end.
+    assert split.total == pytest.approx((4 + 1) * (STEP + LAYERS * 0.25) / 2)
+
+
 def test_a_slow_link_shows_what_backward_cannot_hide() -> None:
     seconds = LAYER_SECONDS / 2  # of a bucket, shorter than a layer's backward: only the last one shows
     link = Link(latency=0.0, bandwidth=4 * PARAMETERS / seconds)
