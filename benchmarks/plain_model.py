@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hvd_transformer.config.schema import ModelConfig
-from hvd_transformer.models.attention import sinusoidal_table
+from hvd_transformer.models.positions import sinusoidal_table
 
 
 class PlainEmbedding(nn.Module):

@@ -1,6 +1,6 @@
 """Checks across keys: settings that do not fit together."""
 
-from hvd_transformer.config.schema import Config, OptimizerConfig, allowed
+from hvd_transformer.config.schema import Config, ModelConfig, OptimizerConfig, allowed
 from hvd_transformer.errors import UserError
 
 
@@ -9,21 +9,18 @@ def check(config: Config) -> None:
     model, data, optimizer, training = config.model, config.data, config.optimizer, config.training
     if model.pretrained is not None:
         _check_pretrained(config)
-    if model.d_model % model.num_heads:
-        raise UserError(f"model.d_model={model.d_model}: must be a multiple of model.num_heads={model.num_heads}")
-    if model.position == "rotary" and (model.d_model // model.num_heads) % 2:
-        raise UserError(
-            f"model.position=rotary: needs an even width per head, but model.d_model={model.d_model} / "
-            f"model.num_heads={model.num_heads} is odd"
-        )
+    _check_heads(model)
     if model.position == "sinusoidal" and model.d_model % 2:
         raise UserError(f"model.position=sinusoidal: needs an even model.d_model, not {model.d_model}")
+    _check_rope(model)
     ends = int(config.task == "translation")  # a target also has a start token
-    if data.sequence_length + ends > model.max_length and model.pretrained is None:
+    if data.sequence_length + ends > model.max_length and model.in_own_blocks:
         raise UserError(
             f"data.sequence_length={data.sequence_length}: longer than the model's positions, "
             f"model.max_length={model.max_length}" + (" minus one for the target's start token" if ends else "")
         )
+    if model.vocab_size is not None and config.task in ("translation", "classification"):
+        raise UserError(f"model.vocab_size={model.vocab_size}: not with task={config.task}; leave it at none")
     _check_data_keys(config)
     if sum(data.split) > 1 + 1e-9 or data.split[0] <= 0:
         raise UserError(f"data.split={data.split}: the fractions must add up to at most 1, and train's must be above 0")
@@ -64,6 +61,60 @@ def check(config: Config) -> None:
             f"communication.compression={config.communication.compression}: not with training.precision=fp64"
         )
     _check_powersgd(config)
+
+
+def _check_heads(model: ModelConfig) -> None:
+    if model.head_width is None and model.d_model % model.num_heads:
+        raise UserError(
+            f"model.d_model={model.d_model}: must be a multiple of model.num_heads={model.num_heads}, unless "
+            "model.head_width is given"
+        )
+    if model.num_kv_heads is not None and model.num_heads % model.num_kv_heads:
+        raise UserError(
+            f"model.num_kv_heads={model.num_kv_heads}: must divide model.num_heads={model.num_heads}"
+        )
+    width = model.head_width or model.d_model // model.num_heads
+    if model.position == "rotary" and width % 2:
+        given = f"model.head_width={width}" if model.head_width else (
+            f"model.d_model={model.d_model} / model.num_heads={model.num_heads}"
+        )
+        raise UserError(f"model.position=rotary: needs an even width per head, but {given} is odd")
+
+
+# The keys of model.rope_scaling by its rope_type: those that must be there, and those that may.
+_ROPE_KEYS = {
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (("factor", "original_max_position_embeddings"), ("beta_fast", "beta_slow", "attention_factor")),
+}
+
+
+def _check_rope(model: ModelConfig) -> None:
+    default = type(model).model_fields["rope_theta"].default
+    if model.position != "rotary":
+        if model.rope_theta != default:
+            raise UserError(f"model.rope_theta={model.rope_theta}: only with model.position=rotary; leave it at {default}")
+        if model.rope_scaling is not None:
+            raise UserError("model.rope_scaling: only with model.position=rotary; leave it at none")
+    if model.rope_scaling is None:
+        return
+    scaling = dict(model.rope_scaling)
+    kind = scaling.pop("rope_type", None)
+    if kind not in _ROPE_KEYS:
+        raise UserError(f"model.rope_scaling: rope_type={kind}: must be one of {', '.join(_ROPE_KEYS)}")
+    needed, possible = _ROPE_KEYS[str(kind)]
+    for key in needed:
+        if key not in scaling:
+            raise UserError(f"model.rope_scaling: rope_type={kind} needs {key}")
+    for key, value in scaling.items():
+        if key not in (*needed, *possible):
+            raise UserError(
+                f"model.rope_scaling: {key}: not with rope_type={kind}, which has {', '.join((*needed, *possible))}"
+            )
+        if isinstance(value, str) or value <= 0:
+            raise UserError(f"model.rope_scaling: {key}={value}: must be a number above 0")
+    if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+        raise UserError("model.rope_scaling: high_freq_factor must be above low_freq_factor")
 
 
 def _check_powersgd(config: Config) -> None:
@@ -118,9 +169,12 @@ def _check_pretrained(config: Config) -> None:
     origin = f"model.pretrained={config.model.pretrained}"
     if config.task not in ("language_model", "classification"):
         raise UserError(f"{origin}: with task=classification or task=language_model, not task={config.task}")
-    own = [("model", key) for key in type(config.model).model_fields if key != "pretrained"]
-    own += [("data", key) for key in ("tokenizer", "vocab_size", "min_frequency", "tokenizer_sample_mb")]
-    alone = [("parallel", key) for key in ("pipeline", "tensor", "partition", "recompute")] + [("training", "compile")]
+    own = [("data", key) for key in ("tokenizer", "vocab_size", "min_frequency", "tokenizer_sample_mb")]
+    alone: list[tuple[str, str]] = []
+    if not config.model.in_own_blocks:
+        own += [("model", key) for key in type(config.model).model_fields if key != "pretrained"]
+        alone += [("parallel", key) for key in ("pipeline", "tensor", "partition", "recompute")]
+        alone += [("training", "compile")]
     for section, key in own + alone:
         values = getattr(config, section)
         value, default = getattr(values, key), type(values).model_fields[key].default
@@ -153,7 +207,11 @@ def _shown(value: object) -> object:
 
 def _check_tensor(config: Config) -> None:
     model, tensor = config.model, config.parallel.tensor
-    for key, value in (("num_heads", model.num_heads), ("d_feedforward", model.d_feedforward)):
+    for key, value in (
+        ("num_heads", model.num_heads),
+        ("num_kv_heads", model.num_kv_heads or model.num_heads),
+        ("d_feedforward", model.d_feedforward),
+    ):
         if value % tensor:
             raise UserError(f"parallel.tensor={tensor}: must divide model.{key}={value}")
     if tensor == 1 and config.parallel.vocab_parallel:

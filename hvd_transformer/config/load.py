@@ -13,6 +13,7 @@ import yaml
 from pydantic import ValidationError
 
 from hvd_transformer.config.checks import check
+from hvd_transformer.config.families import with_own_blocks
 from hvd_transformer.config.schema import KEYS, SECTIONS, Config, allowed, field, may_change
 from hvd_transformer.errors import UserError
 
@@ -46,7 +47,7 @@ def load(preset: str | None = None, file: Path | None = None, overrides: Sequenc
     for word in overrides:
         settings.add_word(word)
     settings.check_homes()
-    return settings.build()
+    return settings.build(of_folder=True)
 
 
 def load_again(values: Mapping[str, Any], origin: str, overrides: Sequence[str] = ()) -> Config:
@@ -133,7 +134,7 @@ class _Settings:
         if key not in KEYS:
             raise UserError(f"{shown(key)} ({origin}): unknown key{_nearest(key, KEYS)}")
         given = f"{key}={shown(value)} ({origin})"
-        if _has_bool(value) and field(key).annotation is not bool:  # pydantic would read it as 0 or 1
+        if _has_bool(value) and bool not in (kind := field(key).annotation, *get_args(kind)):  # pydantic would read it as 0 or 1
             raise UserError(f"{given}: must not be true or false, nor yes or no, unless in quotes")
         if not isinstance(value, _PLAIN):  # a date, for example
             raise UserError(f"{given}: must be text, a number, a list or a table; put text in quotes")
@@ -154,8 +155,11 @@ class _Settings:
                         f"{given}: must be a full path, as this machine knows no such home folder"
                     ) from None
 
-    def build(self) -> Config:
+    def build(self, *, of_folder: bool = False) -> Config:
+        """`of_folder`: the folder of `model.pretrained` says what the other keys of `model` are."""
         config = self.validated()
+        if of_folder:
+            config = with_own_blocks(config)
         check(config)
         return config
 

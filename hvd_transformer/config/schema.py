@@ -34,6 +34,19 @@ OptionalPositive = Annotated[Annotated[float, Field(gt=0)] | None, BeforeValidat
 ClassWeights = Annotated[
     Literal["balanced"] | dict[str, Annotated[float, Field(gt=0)]] | None, BeforeValidator(_none_word)
 ]
+# As in the config.json of transformers.
+RopeScaling = Annotated[
+    dict[
+        Literal[
+            "rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+            "beta_fast", "beta_slow", "attention_factor",
+        ],
+        float | str,
+    ]
+    | None,
+    BeforeValidator(_none_word),
+]
+OptionalBool = Annotated[bool | None, BeforeValidator(_none_word)]
 OptionalName = Annotated[Annotated[str, Field(min_length=1)] | None, BeforeValidator(_none_word)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 OptionalDecay = Annotated[Annotated[float, Field(gt=0, lt=1)] | None, BeforeValidator(_none_word)]
@@ -51,20 +64,49 @@ class ModelConfig(Section):
     pretrained: OptionalName = fixed(
         None,
         "Hugging Face folder to fine-tune, with its tokenizer: an encoder for classification, a causal model for "
-        "language_model; its config.json replaces all other keys of model; none: train from scratch",
+        "language_model; its config.json replaces all other keys of model, but for dropout and loss_chunk of a Llama "
+        "or a Qwen3; none: train from scratch",
+    )
+    vocab_size: OptionalCount = fixed(
+        None,
+        "language_model: rows of the embedding and the output layer, at least one per token of the tokenizer; none: as "
+        "many as it has tokens",
     )
     num_layers: int = fixed(4, "number of Transformer blocks; in the encoder, if there is one", ge=1)
     num_decoder_layers: OptionalCount = fixed(None, "number of decoder blocks, for translation; none: num_layers")
     d_model: int = fixed(192, "model width; a multiple of num_heads", ge=1)
     num_heads: int = fixed(6, "number of attention heads", ge=1)
+    num_kv_heads: OptionalCount = fixed(
+        None,
+        "number of key and value heads in self-attention, each for num_heads / num_kv_heads query heads (grouped-query "
+        "attention); none: num_heads",
+    )
+    head_width: OptionalCount = fixed(None, "width of an attention head; none: d_model / num_heads")
     d_feedforward: int = fixed(768, "hidden width of the feed-forward layers", ge=1)
     dropout: float = fixed(0.0, "dropout probability during training", ge=0, lt=1)
     max_length: int = fixed(1024, "longest sequence that the model has positions for, in tokens", ge=1)
     norm: Literal["pre", "post"] = fixed(
         "pre", "layer norm before each sub-layer (and once at the end), or after each sub-layer"
     )
-    activation: Literal["relu", "gelu"] = fixed("gelu", "activation function of the feed-forward layers")
+    norm_type: Literal["layer", "rms"] = fixed("layer", "layer norm, or root mean square norm (RMSNorm)")
+    norm_eps: float = fixed(1e-5, "added to the variance in each norm", gt=0)
+    qk_norm: bool = fixed(False, "RMSNorm of the queries and keys of each head in self-attention")
+    activation: Literal["relu", "gelu", "swiglu"] = fixed(
+        "gelu",
+        "activation function of the feed-forward layers; swiglu: SiLU of one projection times another one, three "
+        "matrices in all",
+    )
+    bias: bool = fixed(True, "biases in attention, feed-forward layers and layer norms")
+    head_bias: OptionalBool = fixed(None, "a bias in the output layer; none: if tie_embeddings=false")
+    scale_embedding: bool = fixed(True, "multiply token embeddings by the square root of d_model")
     position: Literal["sinusoidal", "learned", "rotary"] = fixed("sinusoidal", "type of position encoding")
+    rope_theta: float = fixed(10000.0, "rotary: base of the wavelengths, 2π to 2π × rope_theta positions", gt=1)
+    rope_scaling: RopeScaling = fixed(
+        None,
+        "rotary: how wavelengths are stretched for longer texts, as rope_scaling in a config.json: linear, llama3 or "
+        "yarn, such as {rope_type: linear, factor: 2}",
+        allowed="none, or a table such as {rope_type: linear, factor: 2}, rope_type being linear, llama3 or yarn",
+    )
     init_output: Literal["default", "zero"] = fixed(
         "default",
         "initial weights of the last matrix of each attention and feed-forward layer; zero: with norm=pre each block "
@@ -79,6 +121,12 @@ class ModelConfig(Section):
         "number of tokens whose logits are in memory at once in the loss; none: 256 on a CPU, or more up to"
         " 16 MiB of logits; 4096 on a GPU",
     )
+
+    @property
+    def in_own_blocks(self) -> bool:
+        """Whether the model consists of this package's blocks: not with a `pretrained` of another family, which leaves
+        all other keys at their defaults (`config.families`)."""
+        return self.pretrained is None or self.position == "rotary"
 
 
 class DataConfig(Section):

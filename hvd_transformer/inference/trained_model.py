@@ -83,7 +83,7 @@ def load_trained(path: Path, task: str, device: str = "cpu") -> Trained:
             elif task == "classification":
                 model = Classifier(sizes["text"], len(labels), config)
             else:
-                model = LanguageModel(sizes["text"], config)
+                model = LanguageModel(config.vocab_size or sizes["text"], config)
         _fill(model, StoredTensors(folder, MODEL), device)
     elif task == "classification":
         model, new = pretrained.load_classifier(folder, labels, tokenizers["text"].pad)
@@ -136,7 +136,8 @@ def _read(path: Path) -> tuple[Path, dict[str, Any]]:
         for section, kind in (("model", ModelConfig), ("translation", TranslationConfig))
     }
     if sections["model"].get("pretrained") is not None:
-        sections["model"] = {"pretrained": "."}  # the folder itself
+        own = ModelConfig(**sections["model"]).in_own_blocks
+        sections["model"] = {**sections["model"], "pretrained": None} if own else {"pretrained": "."}  # the folder itself
     facts = {"task": state["task"], **sections, "longest": config["data.sequence_length"]}
     return folder, facts | ({"labels": state["labels"]} if "labels" in state else {})
 

@@ -1,80 +1,22 @@
-"""Multi-head attention (Vaswani et al. 2017, section 3.2), positions, and the key-value cache."""
-
-import math
+"""Multi-head attention (Vaswani et al. 2017, section 3.2), and the key-value cache."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hvd_transformer.config.schema import ModelConfig
+from hvd_transformer.models.norms import HeadNorm
+from hvd_transformer.models.positions import RotaryPositions
 from hvd_transformer.nn.dropout import Dropout
 from hvd_transformer.nn.kernels import FusibleLayer
 from hvd_transformer.nn.parallel_layers import ColumnParallelLinear, RowParallelLinear
-
-
-def sinusoidal_table(length: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Sines and cosines of every position [length, width] (Vaswani et al. 2017, section 3.5)."""
-    positions = torch.arange(length, dtype=torch.float64, device=device)
-    rates = torch.exp(torch.arange(0, width, 2, dtype=torch.float64, device=device) * (-math.log(10000.0) / width))
-    angles = positions[:, None] * rates
-    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1).to(dtype)
-
-
-class SinusoidalPositions(nn.Module):
-    """Adds the fixed sinusoidal table to [B, T, D], starting at position `start`."""
-
-    def __init__(self, max_length: int, width: int) -> None:
-        super().__init__()
-        self.max_length, self.width = max_length, width
-        self.table: Tensor | None = None  # made at first use, with the dtype and device of the input; not a weight
-
-    def forward(self, hidden: Tensor, start: int = 0) -> Tensor:
-        if self.table is None or self.table.dtype != hidden.dtype or self.table.device != hidden.device:
-            self.table = sinusoidal_table(self.max_length, self.width, hidden.dtype, hidden.device)
-        return hidden + self.table[start : start + hidden.size(1)]
-
-
-class LearnedPositions(nn.Module):
-    """Adds one learned vector per position to [B, T, D], starting at position `start`."""
-
-    def __init__(self, max_length: int, width: int, std: float) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(max_length, width)
-        nn.init.normal_(self.embedding.weight, std=std)
-
-    def forward(self, hidden: Tensor, start: int = 0) -> Tensor:
-        return hidden + self.embedding.weight[start : start + hidden.size(1)].to(hidden.dtype)
-
-
-class RotaryPositions(nn.Module):
-    """Rotates pairs of query and key channels by an angle proportional to the position (RoPE, Su et al. 2021, arXiv
-    2104.09864). A pair consists of the channels i and i + width / 2 of a head."""
-
-    def __init__(self, head_width: int) -> None:
-        super().__init__()
-        self.head_width = head_width
-        self.table: Tensor | None = None  # [2, T, head_width], made at first use
-
-    def forward(self, query: Tensor, key: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
-        """Query and key, [B, H, T, head_width] each, for the positions from `start` on."""
-        stop, table = start + query.size(-2), self.table
-        if table is None or table.size(1) < stop or table.dtype != query.dtype or table.device != query.device:
-            pairs = sinusoidal_table(stop, self.head_width, torch.float64, query.device).unflatten(1, (-1, 2))
-            sine, cosine = pairs.unbind(-1)
-            self.table = table = torch.stack([torch.cat([cosine, cosine], -1), torch.cat([-sine, sine], -1)]).to(query)
-        cosine, sine = table[:, start:stop]
-        return _rotate(query, cosine, sine), _rotate(key, cosine, sine)
-
-
-def _rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    return heads * cosine + heads.roll(heads.size(-1) // 2, dims=-1) * sine
 
 
 class KVCache:
     """The keys and values of one attention layer for the positions so far, so that decoding computes them once."""
 
     def __init__(self) -> None:
-        self.pair: tuple[Tensor, Tensor] | None = None  # [B, H, T, D/H] each
+        self.pair: tuple[Tensor, Tensor] | None = None  # [B, H, T, W] each
 
     @property
     def length(self) -> int:
@@ -100,15 +42,18 @@ class Attention(FusibleLayer):
 
     def __init__(self, config: ModelConfig, causal: bool) -> None:
         super().__init__()
-        self.head_width, self.causal = config.d_model // config.num_heads, causal
+        self.head_width, self.causal = config.head_width or config.d_model // config.num_heads, causal
         self.output: RowParallelLinear
         self.dropout = Dropout(config.dropout, sharded=True)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None) -> Tensor:
-        """Attend with queries [B, H, T, D/H] to keys and values [B, H, S, D/H]; returns [B, T, D].
+        """Attend with queries [B, H, T, W] to keys and values [B, G, S, W]; returns [B, T, D].
 
-        `allowed` [B, S] marks the keys to attend to. In causal attention the queries are the last T of the S positions.
+        Each of the G heads of keys and values serves H / G neighbouring heads of queries. `allowed` [B, S] marks the
+        keys to attend to. In causal attention the queries are the last T of the S positions.
         """
+        if key.size(1) != query.size(1):
+            key, value = (heads.repeat_interleave(query.size(1) // key.size(1), 1) for heads in (key, value))
         kernels = self.kernels
         if self.training and kernels is not None and kernels.fit(query, key, value, rows=True):
             shape = (*query.shape[:3], key.size(2))
@@ -145,27 +90,59 @@ class Attention(FusibleLayer):
         return past if mask is None else past & mask
 
 
+def _zero_biases(*layers: nn.Linear) -> None:
+    for layer in layers:
+        if layer.bias is not None:
+            nn.init.zeros_(layer.bias)
+
+
 def _split_heads(projected: Tensor, parts: int, width: int) -> list[Tensor]:
-    """[B, T, parts × D] to as many [B, H, T, D/H]; in this order backward copies their gradients once."""
+    """[B, T, parts × H × W] to as many [B, H, T, W]; in this order backward copies their gradients once."""
     return [part.transpose(1, 2) for part in projected.unflatten(-1, (parts, -1, width)).unbind(2)]
 
 
 class SelfAttention(Attention):
-    """Attention over the sequence itself; the ranks of a tensor group have some of the heads each."""
+    """Attention over the sequence itself; the ranks of a tensor group have some of the heads each.
+
+    With fewer heads of keys and values than of queries it is grouped-query attention (Ainslie et al. 2023, arXiv
+    2305.13245).
+    """
 
     def __init__(self, config: ModelConfig, causal: bool = True) -> None:
         super().__init__(config, causal)
-        # Rows: query, key, value, as in torch.nn.
-        self.qkv = ColumnParallelLinear(config.d_model, 3 * config.d_model, parts=3)
-        self.output = RowParallelLinear(config.d_model, config.d_model)
-        self.rotary = RotaryPositions(self.head_width) if config.position == "rotary" else None
-        nn.init.xavier_uniform_(self.qkv.weight)
-        for bias in (self.qkv.bias, self.output.bias):
-            nn.init.zeros_(bias)
+        num_kv_heads = config.num_kv_heads or config.num_heads
+        width, kv_width = config.num_heads * self.head_width, num_kv_heads * self.head_width
+        self.qkv: ColumnParallelLinear | None = None
+        if num_kv_heads == config.num_heads:
+            # Rows: query, key, value, as in torch.nn.
+            self.qkv = ColumnParallelLinear(config.d_model, 3 * width, parts=3, bias=config.bias)
+            inputs = [self.qkv]
+        else:
+            self.query = ColumnParallelLinear(config.d_model, width, bias=config.bias)
+            self.key_value = ColumnParallelLinear(config.d_model, 2 * kv_width, parts=2, bias=config.bias)
+            inputs = [self.query, self.key_value]
+        self.output = RowParallelLinear(width, config.d_model, bias=config.bias)
+        self.rotary: RotaryPositions | None = None
+        if config.position == "rotary":
+            self.rotary = RotaryPositions(self.head_width, config.rope_theta, config.rope_scaling)
+        if config.qk_norm:
+            self.query_norm, self.key_norm = (HeadNorm(self.head_width, config.norm_eps) for _ in range(2))
+        self.qk_norm = config.qk_norm
+        for linear in inputs:
+            nn.init.xavier_uniform_(linear.weight)
+        _zero_biases(*inputs, self.output)
 
     def forward(self, hidden: Tensor, allowed: Tensor | None = None, past: KVCache | None = None) -> Tensor:
         """[B, T, D] to [B, T, D]. `allowed` [B, T] marks the keys to attend to; `past` caches previous positions."""
-        query, key, value = _split_heads(self.qkv(hidden), 3, self.head_width)
+        if self.qkv is not None:
+            group = self.qkv.column_group
+            query, key, value = _split_heads(self.qkv(hidden), 3, self.head_width)
+        else:
+            group = self.query.column_group
+            (query,) = _split_heads(self.query(hidden), 1, self.head_width)
+            key, value = _split_heads(self.key_value(hidden), 2, self.head_width)
+        if self.qk_norm:
+            query, key = self.query_norm(query, group), self.key_norm(key, group)
         if self.rotary is not None:
             query, key = self.rotary(query, key, 0 if past is None else past.length)
         if past is not None:
@@ -178,15 +155,15 @@ class CrossAttention(Attention):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, causal=False)
-        self.query = ColumnParallelLinear(config.d_model, config.d_model)
-        self.key_value = ColumnParallelLinear(config.d_model, 2 * config.d_model, parts=2)
-        self.output = RowParallelLinear(config.d_model, config.d_model)
+        width = config.num_heads * self.head_width
+        self.query = ColumnParallelLinear(config.d_model, width, bias=config.bias)
+        self.key_value = ColumnParallelLinear(config.d_model, 2 * width, parts=2, bias=config.bias)
+        self.output = RowParallelLinear(width, config.d_model, bias=config.bias)
         # The bound for the three matrices as one (as in torch.nn), so that both kinds of attention start alike.
-        bound = (6 / (4 * config.d_model)) ** 0.5
+        bound = (6 / (config.d_model + 3 * width)) ** 0.5
         for linear in (self.query, self.key_value):
             nn.init.uniform_(linear.weight, -bound, bound)
-        for bias in (self.query.bias, self.key_value.bias, self.output.bias):
-            nn.init.zeros_(bias)
+        _zero_biases(self.query, self.key_value, self.output)
 
     def forward(self, hidden: Tensor, memory: Tensor, allowed: Tensor, past: KVCache | None = None) -> Tensor:
         """[B, T, D] over `memory` [B, S, D] to [B, T, D]. `allowed` [B, S] marks the positions to attend to.

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from hvd_transformer.config.schema import ModelConfig
 from hvd_transformer.models.layers import Block, TokenEmbedding
+from hvd_transformer.models.norms import make_last_norm
 from hvd_transformer.nn.contracts import Layer, Tensors
 from hvd_transformer.nn.dropout import Dropout, number_dropouts
 from hvd_transformer.nn.parallel_layers import Linear, tensor_splits
@@ -24,7 +25,7 @@ class PooledHead(nn.Module):
     ) -> None:
         super().__init__()
         self.smoothing, self.class_weights = smoothing, class_weights
-        self.norm = nn.LayerNorm(config.d_model) if config.norm == "pre" else nn.Identity()
+        self.norm = make_last_norm(config)
         self.dense = Linear(config.d_model, config.d_model)
         self.dropout = Dropout(config.dropout)
         self.output = Linear(config.d_model, num_classes)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from hvd_transformer.config.schema import ModelConfig
 from hvd_transformer.models.attention import KVCache
 from hvd_transformer.models.layers import Block, DecoderBlock, DecoderCache, TokenEmbedding, VocabularyHead
+from hvd_transformer.models.norms import make_last_norm
 from hvd_transformer.nn.contracts import Layer, Tensors
 from hvd_transformer.nn.dropout import number_dropouts
 from hvd_transformer.nn.parallel_layers import tensor_splits
@@ -28,7 +29,7 @@ class EncoderDecoder(nn.Module):
         of_decoder = config.model_copy(update={"num_layers": config.num_decoder_layers or config.num_layers})
         self.source_embedding = TokenEmbedding(source_vocab_size, config)
         self.encoder = nn.ModuleList(Block(config, causal=False) for _ in range(config.num_layers))
-        self.encoder_norm = nn.LayerNorm(config.d_model) if config.norm == "pre" else nn.Identity()
+        self.encoder_norm = make_last_norm(config)
         self.target_embedding = TokenEmbedding(target_vocab_size, of_decoder)
         self.decoder = nn.ModuleList(DecoderBlock(of_decoder) for _ in range(of_decoder.num_layers))
         self.head = VocabularyHead(target_vocab_size, config, smoothing)

@@ -8,13 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hvd_transformer.config.schema import ModelConfig
-from hvd_transformer.models.attention import (
-    CrossAttention,
-    KVCache,
-    LearnedPositions,
-    SelfAttention,
-    SinusoidalPositions,
-)
+from hvd_transformer.models.attention import CrossAttention, KVCache, SelfAttention
+from hvd_transformer.models.norms import make_last_norm, make_norm
+from hvd_transformer.models.positions import LearnedPositions, SinusoidalPositions
 from hvd_transformer.nn.cross_entropy import fused_cross_entropy
 from hvd_transformer.nn.dropout import Dropout
 from hvd_transformer.nn.kernels import FusibleLayer
@@ -29,42 +25,53 @@ from hvd_transformer.nn.parallel_layers import (
 
 
 class TokenEmbedding(nn.Module):
-    """Token numbers [B, T] to vectors [B, T, D]: embedding × √D, positions, dropout (Vaswani et al. 2017, sec. 3.4)."""
+    """Token numbers [B, T] to vectors [B, T, D]: embedding × √D, positions, dropout (Vaswani et al. 2017, sec. 3.4).
+
+    Llama and its kin do not multiply (`scale_embedding`).
+    """
 
     def __init__(self, vocab_size: int, config: ModelConfig) -> None:
         super().__init__()
         self.embedding = VocabParallelEmbedding(vocab_size, config.d_model)
-        self.scale = config.d_model**0.5
+        self.scale = config.d_model**0.5 if config.scale_embedding else None
         # 1 / √D gives vectors of unit variance. With tied embeddings each token would then predict itself at first.
-        std = 0.02 if config.tie_embeddings else 1 / self.scale
+        std = 0.02 if config.tie_embeddings or self.scale is None else 1 / self.scale
         nn.init.normal_(self.embedding.weight, std=std)
         self.positions: nn.Module | None = None  # rotary positions are applied in the attention
         if config.position == "sinusoidal":
             self.positions = SinusoidalPositions(config.max_length, config.d_model)
         elif config.position == "learned":
-            self.positions = LearnedPositions(config.max_length, config.d_model, std * self.scale)
+            self.positions = LearnedPositions(config.max_length, config.d_model, std * (self.scale or 1.0))
         self.dropout = Dropout(config.dropout)
 
     def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
         """[B, T] to [B, T, D]. `start`: the position of the first token."""
-        embedded = self.embedding(tokens) * self.scale
+        embedded = self.embedding(tokens)
+        if self.scale is not None:
+            embedded = embedded * self.scale
         placed = embedded if self.positions is None else self.positions(embedded, start)
         hidden: Tensor = self.dropout(placed)
         return hidden
 
 
 class FeedForward(FusibleLayer):
-    """Two linear layers with a nonlinearity between them (Vaswani et al. 2017, section 3.3)."""
+    """Two linear layers with a nonlinearity between them (Vaswani et al. 2017, section 3.3); with `swiglu` the first
+    one makes gate and values, SiLU(gate) × values (Shazeer 2020, arXiv 2002.05202)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.input = ColumnParallelLinear(config.d_model, config.d_feedforward)
-        self.output = RowParallelLinear(config.d_feedforward, config.d_model)
-        self.activation = F.gelu if config.activation == "gelu" else F.relu
+        parts = 2 if config.activation == "swiglu" else 1
+        self.input = ColumnParallelLinear(
+            config.d_model, parts * config.d_feedforward, parts=parts, bias=config.bias
+        )
+        self.output = RowParallelLinear(config.d_feedforward, config.d_model, bias=config.bias)
+        self.activation = _ACTIVATIONS[config.activation]
         self.dropout = Dropout(config.dropout, sharded=True)
+        for weight in (*self.input.weight.chunk(parts), self.output.weight):
+            nn.init.xavier_uniform_(weight)
         for linear in (self.input, self.output):
-            nn.init.xavier_uniform_(linear.weight)
-            nn.init.zeros_(linear.bias)
+            if linear.bias is not None:
+                nn.init.zeros_(linear.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         values = self.input(hidden)
@@ -75,6 +82,14 @@ class FeedForward(FusibleLayer):
             values = self.dropout(self.activation(values))
         output: Tensor = self.output(values)
         return output
+
+
+def _swiglu(stacked: Tensor) -> Tensor:
+    gate, values = stacked.chunk(2, -1)
+    return F.silu(gate) * values
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swiglu": _swiglu}
 
 
 def init_residual(linear: nn.Linear, config: ModelConfig) -> None:
@@ -90,14 +105,14 @@ def init_residual(linear: nn.Linear, config: ModelConfig) -> None:
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each with a residual connection and a layer norm before (pre) or after (post) it."""
+    """Attention and feed-forward, each with a residual connection and a norm before (pre) or after (post) it."""
 
     def __init__(self, config: ModelConfig, causal: bool = True) -> None:
         super().__init__()
         self.attention = SelfAttention(config, causal)
         self.feedforward = FeedForward(config)
-        self.norm1 = nn.LayerNorm(config.d_model)
-        self.norm2 = nn.LayerNorm(config.d_model)
+        self.norm1 = make_norm(config)
+        self.norm2 = make_norm(config)
         self.dropout = Dropout(config.dropout)
         self.norm: Literal["pre", "post"] = config.norm
         for linear in (self.attention.output, self.feedforward.output):
@@ -129,7 +144,7 @@ class DecoderBlock(Block):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.cross = CrossAttention(config)
-        self.norm3 = nn.LayerNorm(config.d_model)  # of the cross-attention, although that is the second in order
+        self.norm3 = make_norm(config)  # of the cross-attention, although that is the second in order
         init_residual(self.cross.output, config)
 
     def forward(  # type: ignore[override]  # it takes more arguments
@@ -147,10 +162,11 @@ class VocabularyHead(VocabParallelLayer, WeightGradLayer, FusibleLayer):
 
     def __init__(self, vocab_size: int, config: ModelConfig, smoothing: float = 0.0) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(config.d_model) if config.norm == "pre" else nn.Identity()
+        self.norm = make_last_norm(config)
         self.weight: Tensor = nn.Parameter(torch.empty(vocab_size, config.d_model))
         # As in the PyTorch tutorial, an untied output layer has a bias; a tied one is the embedding matrix alone.
-        self.bias = None if config.tie_embeddings else nn.Parameter(torch.zeros(vocab_size))
+        has_bias = not config.tie_embeddings if config.head_bias is None else config.head_bias
+        self.bias = nn.Parameter(torch.zeros(vocab_size)) if has_bias else None
         self.loss_chunk, self.smoothing = config.loss_chunk, smoothing
         nn.init.normal_(self.weight, std=0.02)
 

@@ -51,6 +51,25 @@ class _Sum(torch.autograd.Function):
         return grad, None
 
 
+def copy_to_tensor_group(values: Tensor, group: TensorGroup) -> Tensor:
+    """`values`, which every rank has and uses for other things. In backward their gradient is the sum over the group."""
+    result: Tensor = _Copy.apply(values, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        summed = grad.clone(memory_format=torch.contiguous_format)
+        ctx.group.sum_(summed)()
+        return summed, None
+
+
 class SplitLayer(nn.Module):
     """A layer whose weights the ranks of a tensor group can split between them."""
 
@@ -128,8 +147,8 @@ class Linear(WeightGradLayer, nn.Linear):
 class ColumnParallelLinear(Linear):
     """Each rank of a tensor group computes some of the outputs; a weight that stacks `parts` matrices splits each."""
 
-    def __init__(self, in_features: int, out_features: int, *, parts: int = 1) -> None:
-        super().__init__(in_features, out_features)
+    def __init__(self, in_features: int, out_features: int, *, parts: int = 1, bias: bool = True) -> None:
+        super().__init__(in_features, out_features, bias)
         self.parts = parts
 
     def splits(self) -> dict[str, TensorSplit]:

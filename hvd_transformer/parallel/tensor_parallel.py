@@ -53,6 +53,14 @@ def shard_model(
     return shapes
 
 
+@torch.no_grad()
+def load_pieces(model: nn.Module, splits: Splits, index: int, count: int, read: Callable[[str], Tensor]) -> None:
+    """Give the weights of a sharded model rank `index`'s pieces of the whole ones that `read` returns by name."""
+    for name, weight in model.named_parameters():
+        whole = read(name)
+        weight.copy_(piece(whole, splits[name], index, count) if name in splits and count > 1 else whole)
+
+
 class HorovodTensorGroup:
     """The tensor group of the layer called `name`, over Horovod: implements `TensorGroup`."""
 

@@ -130,6 +130,8 @@ def _num_replicas(config: Config, ranks: int | None) -> int:
 def known_vocabulary(config: Config) -> tuple[int, str] | None:
     """The size of the vocabulary and its origin, where the configuration tells it."""
     data = config.data
+    if config.model.vocab_size is not None:
+        return config.model.vocab_size, "model.vocab_size"
     if data.vocab_size is not None:
         return data.vocab_size, "data.vocab_size"
     if data.tokenizer == "bpe":

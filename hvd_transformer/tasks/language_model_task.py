@@ -63,9 +63,17 @@ class LanguageModelTask(Task):
             )
 
     def make_model(self) -> nn.Module:
-        model = LanguageModel(self.data.tokenizer.vocab_size, self.config.model)
+        model = LanguageModel(self.rows, self.config.model)
         model.head.smoothing = self.config.training.label_smoothing
         return model
+
+    @property
+    def rows(self) -> int:
+        """Of the embedding. Raises `UserError` if the tokenizer has more tokens."""
+        tokens, rows = self.data.tokenizer.vocab_size, self.config.model.vocab_size
+        if rows is not None and rows < tokens:
+            raise UserError(f"model.vocab_size={rows}: must be at least {tokens}, the tokens of the tokenizer")
+        return rows or tokens
 
     @classmethod
     def prepare(cls, config: Config, context: PrepareContext) -> PreparedData:
@@ -89,7 +97,7 @@ class LanguageModelTask(Task):
 
     @classmethod
     def sketch(cls, config: Config, vocab_size: int, num_samples: int) -> ModelSketch:
-        model = LanguageModel(vocab_size, config.model)
+        model = LanguageModel(config.model.vocab_size or vocab_size, config.model)
         tokens = torch.zeros(num_samples, config.data.sequence_length, dtype=torch.int64)
         layers, batch = language_model_layers(model), MicroBatch((tokens,), (tokens,))
         return ModelSketch(model, layers, batch, model.cuts(config.parallel.vocab_parallel))

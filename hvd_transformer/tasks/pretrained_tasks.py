@@ -66,7 +66,7 @@ class PretrainedClassificationTask(PretrainedTask, ClassificationTask):
     @classmethod
     def prepare(cls, config: Config, context: PrepareContext) -> PreparedExamples:
         folder = folder_of(config)
-        tokenizer = _tokenizer(config)
+        tokenizer = folder_tokenizer(config)
         if tokenizer.own_pad is None:
             raise UserError(f"{origin(folder)}: its tokenizer has no pad token, which fills a batch")
         source, own = open_examples(config, context), pretrained.label_names(folder)
@@ -101,7 +101,7 @@ class PretrainedLanguageModelTask(PretrainedTask, LanguageModelTask):
 
     @classmethod
     def prepare(cls, config: Config, context: PrepareContext) -> PreparedData:
-        tokenizer = _tokenizer(config)
+        tokenizer = folder_tokenizer(config)
         corpus = open_corpus(config.data, context)
         return prepare_corpus(config.data, corpus, tokenizer, context)
 

@@ -15,12 +15,16 @@ _PRETRAINED = {
     "classification": "hvd_transformer.tasks.pretrained_tasks:PretrainedClassificationTask",
 }
 
+_OWN_BLOCKS = "hvd_transformer.tasks.own_blocks_task:OwnBlocksTask"
+
 
 def task_class(config: Config) -> type[Task]:
     """The class that `task` names. Raises `UserError` if there is none or it is incomplete."""
     origin = f"task={config.task}"
-    classes = _CLASSES if config.model.pretrained is None else _PRETRAINED
-    found = load_plugin(classes.get(config.task, config.task), origin, "Class")
+    path = (_CLASSES if config.model.pretrained is None else _PRETRAINED).get(config.task, config.task)
+    if config.model.pretrained is not None and config.model.in_own_blocks:
+        path = _OWN_BLOCKS
+    found = load_plugin(path, origin, "Class")
     if not (isinstance(found, type) and issubclass(found, Task)):
         raise UserError(f"{origin}: must be a subclass of hvd_transformer.tasks.task.Task")
     if missing := sorted(getattr(found, "__abstractmethods__", ())):

@@ -195,6 +195,13 @@ class Task(ABC):
         """Remarks on the metrics, printed at the end of a run."""
         return ()
 
+    def stored_weights(self) -> Callable[[str], Tensor] | None:
+        """From the name of a parameter to its whole initial value; None: the modules draw them.
+
+        Raises `UserError`, as does what it returns, if they are not those of this model.
+        """
+        return None
+
     @property
     def cuts(self) -> Mapping[str, TensorSplit]:
         """The weights that the ranks of a tensor group share, and how: as the model says, if it does."""

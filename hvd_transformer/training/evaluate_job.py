@@ -11,7 +11,7 @@ from hvd_transformer.checkpoint.saved_run import Checkpoint, read_checkpoint
 from hvd_transformer.checkpoint.shared_folder import with_verification
 from hvd_transformer.comm.world import World, agree
 from hvd_transformer.config import Config, load_again
-from hvd_transformer.config.schema import flatten
+from hvd_transformer.config.schema import ModelConfig, flatten
 from hvd_transformer.data.load_tokenizer import tokenizer_from_json
 from hvd_transformer.data.splits import WHOLE
 from hvd_transformer.errors import UserError
@@ -76,7 +76,8 @@ def evaluation_config(saved: Checkpoint, request: Request) -> Config:
     """
     values = {**saved.state["config"], **_AS_DEFAULT, **_NO_OPTIMIZER}
     if values.get("model.pretrained") is not None:
-        values["model.pretrained"] = str(saved.folder)  # a checkpoint is a Hugging Face folder, too
+        # A checkpoint of transformers' own modules is a Hugging Face folder, too.
+        values["model.pretrained"] = None if _in_own_blocks(values) else str(saved.folder)
     config = load_again(values, str(request.checkpoint), request.settings)
     if request.kept_code and saved.kept_code is None:
         raise UserError(f"--kept-code: {request.checkpoint} has no code of a job that was submitted to the service")
@@ -91,6 +92,11 @@ def evaluation_config(saved: Checkpoint, request: Request) -> Config:
         raise UserError(f"--data {request.data}: no such file or folder")
     # For messages only; the prepared data is identified by the path itself.
     return config.model_copy(update={"data": config.data.model_copy(update={"source": str(request.data)})})
+
+
+def _in_own_blocks(values: Mapping[str, Any]) -> bool:
+    model = {key: values[f"model.{key}"] for key in ("pretrained", "position") if f"model.{key}" in values}
+    return ModelConfig(**model).in_own_blocks
 
 
 def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchdog, progress: Silent) -> Result:

@@ -18,7 +18,7 @@ from hvd_transformer.nn.kernels import FusibleLayer, Kernels
 from hvd_transformer.parallel.deferred_init import deferred_init
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.parallel.precision import weight_dtype
-from hvd_transformer.parallel.tensor_parallel import Shapes, shard_model
+from hvd_transformer.parallel.tensor_parallel import Shapes, load_pieces, shard_model
 from hvd_transformer.reporting.progress import Silent
 from hvd_transformer.tasks.registry import task_class
 from hvd_transformer.tasks.task import Data, EvaluationSpec, PrepareContext, Task
@@ -97,9 +97,13 @@ def build_model(config: Config, task: Task, mesh: ParallelMesh, *, draw: bool = 
 
     The weights are the same on any number of ranks; without `draw` they are zero, to be loaded.
     """
+    read = task.stored_weights() if draw else None
     with initial_weights(config):
         model, init = deferred_init(lambda: task.model)
-        return shard_model(model, task.cuts, mesh.tp_rank, mesh.tp, init, draw=draw)
+        shapes = shard_model(model, task.cuts, mesh.tp_rank, mesh.tp, init, draw=draw and read is None)
+    if read is not None:
+        load_pieces(model, task.cuts, mesh.tp_rank, mesh.tp, read)
+    return shapes
 
 
 def compile_layers(config: Config, task: Task, mesh: ParallelMesh, world: World) -> str | None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hvd_transformer.models.attention import LearnedPositions, RotaryPositions, SinusoidalPositions, sinusoidal_table
+from hvd_transformer.models.positions import LearnedPositions, RotaryPositions, SinusoidalPositions, sinusoidal_table
 
 
 def test_sinusoids_are_those_of_the_paper() -> None:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hvd_transformer.config.schema import ModelConfig
-from hvd_transformer.models.attention import sinusoidal_table
+from hvd_transformer.models.positions import sinusoidal_table
 from hvd_transformer.models.classifier import Classifier, classifier_layers
 from hvd_transformer.models.encoder_decoder import EncoderDecoder, encoder_decoder_layers
 

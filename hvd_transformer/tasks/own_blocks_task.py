@@ -1,0 +1,48 @@
+"""Fine-tuning a Llama or a Qwen3 of a Hugging Face folder in this package's own blocks (`config.families`)."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hvd_transformer.checkpoint.store import MODEL
+from hvd_transformer.checkpoint.stored_tensors import StoredTensors
+from hvd_transformer.config.schema import Config
+from hvd_transformer.data.prepare_text import prepare_corpus
+from hvd_transformer.data.prepared import PreparedData
+from hvd_transformer.data.text_corpus import open_corpus
+from hvd_transformer.errors import UserError
+from hvd_transformer.huggingface import origin
+from hvd_transformer.models.language_model import LanguageModel
+from hvd_transformer.models.llama_weights import piece_shapes, their_names
+from hvd_transformer.tasks.language_model_task import LanguageModelTask
+from hvd_transformer.tasks.pretrained_tasks import folder_of, folder_tokenizer
+from hvd_transformer.tasks.task import PrepareContext
+
+
+class OwnBlocksTask(LanguageModelTask):
+    """Predicts each next token of a text; the weights begin as the folder's."""
+
+    @classmethod
+    def prepare(cls, config: Config, context: PrepareContext) -> PreparedData:
+        tokenizer = folder_tokenizer(config)
+        return prepare_corpus(config.data, open_corpus(config.data, context), tokenizer, context)
+
+    def stored_weights(self) -> Callable[[str], Tensor]:
+        config, folder = self.config.model, folder_of(self.config)
+        stored, names = StoredTensors(folder, MODEL), their_names(config)
+        theirs = {name for pieces in names.values() for name in pieces}
+        # A tied output layer may be there again, and old versions wrote the angles of the rotation.
+        more = [name for name in stored.names if name not in theirs | {"lm_head.weight"} and "rotary_emb" not in name]
+        if lacking := sorted(theirs - set(stored.names)):
+            raise UserError(f"{origin(folder)}: lacks {lacking[0]}, a weight of its model")
+        if more:
+            raise UserError(f"{origin(folder)}: has {more[0]}, which is no weight of its model")
+        with torch.device("meta"):
+            shapes = {name: weight.shape for name, weight in LanguageModel(self.rows, config).named_parameters()}
+        for name, pieces in names.items():
+            for one, shape in zip(pieces, piece_shapes(config, shapes[name], pieces), strict=True):
+                if stored.shape(one) != shape:
+                    found = list(stored.shape(one))
+                    raise UserError(f"{origin(folder)}: {one} is {found}, but its config.json makes it {list(shape)}")
+        return lambda name: torch.cat([stored.whole(one) for one in names[name]])
