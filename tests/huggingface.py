@@ -44,3 +44,39 @@ def write_gpt(folder: Path) -> Path:
     )  # fmt: skip
     GPT2LMHeadModel(config).save_pretrained(folder)
     return folder
+
+
+# Grouped heads; a Llama of biases and its output layer tied.
+SMALL = {
+    "vocab_size": 5 + len(WORDS) + 3, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 40, "max_position_embeddings": 64, "initializer_range": 0.2,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+ROPE = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+OWN_FAMILIES = {
+    "llama": ("Llama", {"rope_parameters": ROPE}),
+    "llama-biased": (
+        "Llama",
+        {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 8, "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}),
+}
+
+
+def write_own_family(folder: Path, name: str) -> Path:
+    """A causal language model of a family that trains in our blocks, with norms and biases that are not the usual ones;
+    its embedding has three rows that are no token's."""
+    import transformers
+
+    write_tokenizer(folder)
+    kind, more = OWN_FAMILIES[name]
+    torch.manual_seed(5)
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**SMALL | more))
+    for weight in model.parameters():
+        if weight.dim() == 1:
+            torch.nn.init.normal_(weight, 1.0, 0.2)
+    model.save_pretrained(folder)
+    return folder

@@ -10,13 +10,25 @@ from hvd_transformer.cli import options
 @click.command()
 @options.checkpoint
 @click.argument("folder", type=options.PATH)
-def export(checkpoint: Path, folder: Path) -> None:
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["native", "transformers"]),
+    default="native",
+    show_default=True,
+    help="transformers: a language model as Llama, Qwen3, GPT-NeoX or GPT-2, for AutoModelForCausalLM.",
+)
+def export(checkpoint: Path, folder: Path, form: str) -> None:
     """Export the model of CHECKPOINT to FOLDER: model.safetensors, its tokenizers and config.json.
 
     `generate`, `translate` and `classify` accept the exported folder like a checkpoint.
     """
     options.check_checkpoint(checkpoint)
-    from hvd_transformer.inference.trained_model import export as export_model
+    from hvd_transformer.inference.export import export as export_model
+    from hvd_transformer.inference.export import export_transformers
 
-    export_model(checkpoint, folder)
+    if form == "transformers":
+        click.echo(export_transformers(checkpoint, folder), err=True)
+    else:
+        export_model(checkpoint, folder)
     click.echo(folder)

@@ -1,4 +1,4 @@
-"""Load a trained model from a checkpoint, a run directory (its best checkpoint) or an exported folder, and export it.
+"""Load a trained model from a checkpoint, a run directory (its best checkpoint) or an exported folder.
 
 An exported folder holds model.safetensors, the tokenizers, and config.json: {"format": 1, "task": …, "model": {…}, …}.
 The export of a `model.pretrained` is a Hugging Face folder again; its config.json holds the same under
@@ -6,7 +6,6 @@ The export of a `model.pretrained` is a Hugging Face folder again; its config.js
 """
 
 import json
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvd_transformer import __version__, atomic
 from hvd_transformer.checkpoint.saved_run import CONFIG, is_run
 from hvd_transformer.checkpoint.store import MODEL, read_state, resolve
 from hvd_transformer.checkpoint.stored_tensors import StoredTensors
@@ -30,16 +28,6 @@ from hvd_transformer.models.encoder_decoder import EncoderDecoder
 from hvd_transformer.models.language_model import LanguageModel
 
 FORMAT = 1  # of exported folders
-
-_EXPORTED = (
-    "model*.safetensors",
-    f"{MODEL}.index.json",
-    "*tokenizer.json",
-    "*vocabulary.json",
-    "*_config.json",
-    "special_tokens_map.json",
-    "*.jinja",
-)
 
 
 @dataclass(frozen=True)
@@ -66,7 +54,7 @@ class Trained:
 
 def load_trained(path: Path, task: str, device: str = "cpu") -> Trained:
     """Load the model in evaluation mode. Raises `UserError` if it is missing, damaged, or not of `task`."""
-    folder, facts = _read(path)
+    folder, facts = read_facts(path)
     if facts["task"] != task:
         raise UserError(f"{path}: a checkpoint of task={facts['task']}, not of task={task}")
     config, labels = ModelConfig(**facts["model"]), facts.get("labels", [])
@@ -95,28 +83,7 @@ def load_trained(path: Path, task: str, device: str = "cpu") -> Trained:
     return Trained(config, translation, tokenizers, labels, facts["longest"], model.eval())
 
 
-def export(path: Path, folder: Path) -> None:
-    """Write a folder with only what is needed to use the model of a checkpoint.
-
-    Raises `UserError` if the folder is not empty or cannot be written.
-    """
-    source, facts = _read(path)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder}: exists already; choose a new or empty folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for file in [path for pattern in _EXPORTED for path in source.glob(pattern)]:
-            shutil.copyfile(file, folder / file.name)
-        facts = {"format": FORMAT, "made_by": f"hvd-transformer {__version__}", **facts}
-        if facts["model"].get("pretrained") is not None:
-            facts = json.loads((source / CONFIG).read_text(encoding="utf-8")) | {pretrained.OURS: facts}
-        # Written last: without it the folder is not recognized.
-        atomic.write_text(folder / CONFIG, json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written: {error.strerror}") from None
-
-
-def _read(path: Path) -> tuple[Path, dict[str, Any]]:
+def read_facts(path: Path) -> tuple[Path, dict[str, Any]]:
     """The folder with the files, and the contents of config.json in an exported folder, or what they would be."""
     if (path / CONFIG).is_file() and not is_run(path):
         try:
