@@ -140,7 +140,7 @@ def training_constants(config: Config, device: Constants, result: TrainResult) -
 class _Passes(NamedTuple):
     """A step of so many forwards and backwards."""
 
-    count: float
+    number: float
     products: float  # seconds of its matrix products, at the rate of their size
     seconds: float
 
@@ -148,17 +148,17 @@ class _Passes(NamedTuple):
 def _fitted(config: Config, device: Constants, result: TrainResult) -> tuple[float, float]:
     """`training_fraction` and `layer_seconds`, from the same step in micro-batches of one or of two sizes:
 
-    seconds = count × layers × layer_seconds + products / training_fraction
+    seconds = number × layers × layer_seconds + products / training_fraction
     """
     assert result.alone is not None and result.alone.first is not None
     whole = _passes(config, device, result, result.alone.first)
     if result.alone.pieces is None:
         return min(1.0, whole.products / whole.seconds), 0.0
     pieces = _passes(_in_pieces(config), device, result, result.alone.pieces)
-    more_passes = pieces.count * whole.products - whole.count * pieces.products
+    more_passes = pieces.number * whole.products - whole.number * pieces.products
     more_seconds = pieces.seconds * whole.products - whole.seconds * pieces.products
     layer_seconds = max(0.0, more_seconds / more_passes) / result.num_layers if more_passes > 0 else 0.0
-    rest = whole.seconds - whole.count * result.num_layers * layer_seconds
+    rest = whole.seconds - whole.number * result.num_layers * layer_seconds
     return min(1.0, whole.products / rest), layer_seconds
 
 
@@ -167,8 +167,8 @@ def _passes(config: Config, device: Constants, result: TrainResult, steps: list[
     side = step_side(samples * config.data.sequence_length, config.model.d_model)
     rate = device.matmul_rate(config.training.precision, side) * len(result.mesh.devices)
     dp = result.mesh.dp
-    count = samples_per_step(config, dp) / dp / samples
-    return _Passes(count, result.flops / rate, median(step.compute for step in steps))
+    number = samples_per_step(config, dp) / dp / samples
+    return _Passes(number, result.flops / rate, median(step.compute for step in steps))
 
 
 def _in_pieces(config: Config) -> Config:
@@ -240,9 +240,7 @@ def _alone(config: Config, vocab_size: int, seconds: float, world: World, heartb
     own.local_rank, own.local_size = world.local_rank, world.local_size  # for its GPU
     samples = config.training.global_batch_size
     share = None if samples is None else math.ceil(samples / world.size)
-    config = config.model_copy(
-        update={"training": config.training.model_copy(update={"global_batch_size": share})}
-    )
+    config = config.model_copy(update={"training": config.training.model_copy(update={"global_batch_size": share})})
     with trainer_of(config, vocab_size, own, heartbeat) as trainer:
         first = _measure(trainer, seconds / 2, own) if world.local_rank == 0 else None
         world.barrier()

@@ -70,13 +70,13 @@ def _check_heads(model: ModelConfig) -> None:
             "model.head_width is given"
         )
     if model.num_kv_heads is not None and model.num_heads % model.num_kv_heads:
-        raise UserError(
-            f"model.num_kv_heads={model.num_kv_heads}: must divide model.num_heads={model.num_heads}"
-        )
+        raise UserError(f"model.num_kv_heads={model.num_kv_heads}: must divide model.num_heads={model.num_heads}")
     width = model.head_width or model.d_model // model.num_heads
     if model.position == "rotary" and width % 2:
-        given = f"model.head_width={width}" if model.head_width else (
-            f"model.d_model={model.d_model} / model.num_heads={model.num_heads}"
+        given = (
+            f"model.head_width={width}"
+            if model.head_width
+            else (f"model.d_model={model.d_model} / model.num_heads={model.num_heads}")
         )
         raise UserError(f"model.position=rotary: needs an even width per head, but {given} is odd")
 
@@ -93,7 +93,9 @@ def _check_rope(model: ModelConfig) -> None:
     default = type(model).model_fields["rope_theta"].default
     if model.position != "rotary":
         if model.rope_theta != default:
-            raise UserError(f"model.rope_theta={model.rope_theta}: only with model.position=rotary; leave it at {default}")
+            raise UserError(
+                f"model.rope_theta={model.rope_theta}: only with model.position=rotary; leave it at {default}"
+            )
         if model.rope_scaling is not None:
             raise UserError("model.rope_scaling: only with model.position=rotary; leave it at none")
     if model.rope_scaling is None:
@@ -113,7 +115,7 @@ def _check_rope(model: ModelConfig) -> None:
             )
         if isinstance(value, str) or value <= 0:
             raise UserError(f"model.rope_scaling: {key}={value}: must be a number above 0")
-    if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+    if kind == "llama3" and float(scaling["high_freq_factor"]) <= float(scaling["low_freq_factor"]):
         raise UserError("model.rope_scaling: high_freq_factor must be above low_freq_factor")
 
 

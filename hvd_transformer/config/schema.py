@@ -34,18 +34,8 @@ OptionalPositive = Annotated[Annotated[float, Field(gt=0)] | None, BeforeValidat
 ClassWeights = Annotated[
     Literal["balanced"] | dict[str, Annotated[float, Field(gt=0)]] | None, BeforeValidator(_none_word)
 ]
-# As in the config.json of transformers.
-RopeScaling = Annotated[
-    dict[
-        Literal[
-            "rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
-            "beta_fast", "beta_slow", "attention_factor",
-        ],
-        float | str,
-    ]
-    | None,
-    BeforeValidator(_none_word),
-]
+# As in the config.json of transformers; `config.checks` knows the keys.
+RopeScaling = Annotated[dict[str, float | str] | None, BeforeValidator(_none_word)]
 OptionalBool = Annotated[bool | None, BeforeValidator(_none_word)]
 OptionalName = Annotated[Annotated[str, Field(min_length=1)] | None, BeforeValidator(_none_word)]
 Beta = Annotated[float, Field(ge=0, lt=1)]

@@ -3,7 +3,14 @@
 import json
 
 from hvd_transformer.data.pretrained_tokenizer import CONFIG, PretrainedTokenizer
-from hvd_transformer.data.tokenizers import BASIC_ENGLISH, UNKNOWN, BPETokenizer, CharTokenizer, Tokenizer, WordTokenizer
+from hvd_transformer.data.tokenizers import (
+    BASIC_ENGLISH,
+    UNKNOWN,
+    BPETokenizer,
+    CharTokenizer,
+    Tokenizer,
+    WordTokenizer,
+)
 from hvd_transformer.errors import UserError
 
 # White space to Python, but not to the library.
@@ -19,7 +26,9 @@ def transformers_files(tokenizer: Tokenizer, max_length: int) -> dict[str, str]:
     elif isinstance(tokenizer, CharTokenizer | WordTokenizer):
         text = _word_level(tokenizer)
     else:
-        raise UserError(f"--format transformers: a tokenizer of the class {type(tokenizer).__name__} cannot be exported")
+        raise UserError(
+            f"--format transformers: a tokenizer of the class {type(tokenizer).__name__} cannot be exported"
+        )
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "unk_token": UNKNOWN,

@@ -1,4 +1,4 @@
-"""Write a folder with only what is needed to use a trained model: as `trained_model` loads it, or as transformers does."""
+"""Write a folder with what is needed to use a trained model: as `trained_model` loads it, or as transformers does."""
 
 import json
 import shutil

@@ -104,7 +104,9 @@ def read_facts(path: Path) -> tuple[Path, dict[str, Any]]:
     }
     if sections["model"].get("pretrained") is not None:
         own = ModelConfig(**sections["model"]).in_own_blocks
-        sections["model"] = {**sections["model"], "pretrained": None} if own else {"pretrained": "."}  # the folder itself
+        sections["model"] = (
+            {**sections["model"], "pretrained": None} if own else {"pretrained": "."}
+        )  # the folder itself
     facts = {"task": state["task"], **sections, "longest": config["data.sequence_length"]}
     return folder, facts | ({"labels": state["labels"]} if "labels" in state else {})
 

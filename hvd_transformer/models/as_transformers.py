@@ -4,7 +4,7 @@ Those classes do not multiply embeddings by √D, so the embedding is multiplied
 to it becomes a matrix of its own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -77,13 +77,18 @@ def _check_head(config: ModelConfig) -> None:
         _refuse("head_bias", "true", "every class of language models has an output layer without bias")
 
 
+def _rope(config: ModelConfig) -> dict[str, float | str]:
+    scaling: Mapping[str, float | str] = config.rope_scaling or {"rope_type": "default"}
+    return {"rope_theta": config.rope_theta, **scaling}
+
+
 def _as_llama(config: ModelConfig) -> _Family:
     family = "qwen3" if config.qk_norm else "llama"
     _check_head(config)
     _check(config, f"with norm_type=rms, {family}", activation="swiglu", position="rotary")
     if config.qk_norm:
         _check(config, family, bias=False)
-    rope = {"rope_theta": config.rope_theta, **(config.rope_scaling or {"rope_type": "default"})}
+    rope = _rope(config)
     found = {
         "model_type": family,
         "architectures": ["Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM"],
@@ -108,7 +113,7 @@ def _as_llama(config: ModelConfig) -> _Family:
 
 
 def _llama_weights(config: ModelConfig, weights: Weights) -> Weights:
-    converted = {}
+    converted: Weights = {}
     names = their_names(config) | {"head.weight": ("lm_head.weight",)}
     for own, theirs in names.items():
         weight = weights[own]
@@ -130,7 +135,7 @@ def _as_gpt(config: ModelConfig) -> _Family:
 
 
 def _neox_config(config: ModelConfig) -> dict[str, Any]:
-    rope = {"rope_theta": config.rope_theta, **(config.rope_scaling or {"rope_type": "default"})}
+    rope = _rope(config)
     return {
         "model_type": "gpt_neox",
         "architectures": ["GPTNeoXForCausalLM"],
@@ -154,7 +159,8 @@ def _neox_config(config: ModelConfig) -> dict[str, Any]:
 def _neox_weights(config: ModelConfig, weights: Weights) -> Weights:
     def by_head(stacked: Tensor) -> Tensor:
         """Rows of [query, key, value] of all heads to rows of all heads' [query, key, value]."""
-        return stacked.unflatten(0, (3, config.num_heads, -1)).transpose(0, 1).flatten(0, 2)
+        heads: Tensor = stacked.unflatten(0, (3, config.num_heads, -1)).transpose(0, 1)
+        return heads.flatten(0, 2)
 
     converted = {
         "gpt_neox.embed_in.weight": weights["embedding.embedding.weight"],

@@ -61,9 +61,7 @@ class FeedForward(FusibleLayer):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         parts = 2 if config.activation == "swiglu" else 1
-        self.input = ColumnParallelLinear(
-            config.d_model, parts * config.d_feedforward, parts=parts, bias=config.bias
-        )
+        self.input = ColumnParallelLinear(config.d_model, parts * config.d_feedforward, parts=parts, bias=config.bias)
         self.output = RowParallelLinear(config.d_feedforward, config.d_model, bias=config.bias)
         self.activation = _ACTIVATIONS[config.activation]
         self.dropout = Dropout(config.dropout, sharded=True)

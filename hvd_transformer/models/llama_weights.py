@@ -13,7 +13,7 @@ from hvd_transformer.config.schema import ModelConfig
 
 def their_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     """For each parameter of the `LanguageModel`, the weights that make it, from the first row to the last."""
-    names = {
+    names: dict[str, tuple[str, ...]] = {
         "embedding.embedding.weight": ("model.embed_tokens.weight",),
         "head.norm.weight": ("model.norm.weight",),
     }
@@ -29,13 +29,11 @@ def piece_shapes(config: ModelConfig, shape: Sequence[int], pieces: Sequence[str
     width = config.head_width or config.d_model // config.num_heads
     of_keys = width * (config.num_kv_heads or config.num_heads)
     rows = {"q_proj": width * config.num_heads, "k_proj": of_keys, "v_proj": of_keys}
-    return [
-        (rows.get(piece.split(".")[-2], shape[0] // len(pieces)), *shape[1:])
-        for piece in pieces
-    ]
+    return [(rows.get(piece.split(".")[-2], shape[0] // len(pieces)), *shape[1:]) for piece in pieces]
 
 
 def _block(config: ModelConfig, ours: str, theirs: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    linears: dict[str, tuple[str, ...]]
     if config.num_kv_heads in (None, config.num_heads):
         linears = {"attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")}
     else:
@@ -48,7 +46,7 @@ def _block(config: ModelConfig, ours: str, theirs: str) -> Iterator[tuple[str, t
         "feedforward.input": ("mlp.gate_proj", "mlp.up_proj"),
         "feedforward.output": ("mlp.down_proj",),
     }
-    norms = {"norm1": ("input_layernorm",), "norm2": ("post_attention_layernorm",)}
+    norms: dict[str, tuple[str, ...]] = {"norm1": ("input_layernorm",), "norm2": ("post_attention_layernorm",)}
     if config.qk_norm:
         norms |= {"attention.query_norm": ("self_attn.q_norm",), "attention.key_norm": ("self_attn.k_norm",)}
     for name, layers in (linears | norms).items():

@@ -52,7 +52,7 @@ class _Sum(torch.autograd.Function):
 
 
 def copy_to_tensor_group(values: Tensor, group: TensorGroup) -> Tensor:
-    """`values`, which every rank has and uses for other things. In backward their gradient is the sum over the group."""
+    """`values`, which every rank has and uses for other things. In backward the gradient is the sum over the group."""
     result: Tensor = _Copy.apply(values, group)  # type: ignore[no-untyped-call]
     return result
 

@@ -119,7 +119,7 @@ class PretrainedLanguageModelTask(PretrainedTask, LanguageModelTask):
         return class_loss(logits.flatten(0, 1), targets.flatten(), smoothing)
 
 
-def _tokenizer(config: Config) -> PretrainedTokenizer:
+def folder_tokenizer(config: Config) -> PretrainedTokenizer:
     """The tokenizer of the folder. Raises `UserError` if its limit is below the length of the samples."""
     folder, length = folder_of(config), config.data.sequence_length
     tokenizer = PretrainedTokenizer.read(folder)

@@ -9,7 +9,6 @@ from hvd_transformer.planning.scaling.collectives import Seconds, added
 from hvd_transformer.planning.scaling.layer_work import LayerWork, ModelWork
 from hvd_transformer.planning.scaling.layout import Layout, Machine
 
-
 # Of what a layer takes whatever its size; backward has twice as many operations.
 _FORWARD_SHARE = 1 / 3
 

@@ -15,7 +15,8 @@ from hvd_transformer.config.schema import KEYS, flatten
 from hvd_transformer.errors import UserError
 
 PRESET_NAMES = [
-    "chnsenticorp", "gpt-small", "multi30k", "python-docs", "shakespeare-char", "tiny", "tutorial-1b", "tutorial-small",
+    "chnsenticorp", "gpt-small", "llama-1b", "llama-tiny", "multi30k", "python-docs", "shakespeare-char", "tiny",
+    "tutorial-1b", "tutorial-small",
 ]  # fmt: skip
 DEFAULTS = flatten(Config())
 

@@ -31,6 +31,8 @@ model.num_decoder_layers model.share_embeddings data.too_long data.source_langua
 data.valid data.test data.text_column data.label_column data.positive_label data.class_weights
 training.label_smoothing optimizer.name optimizer.lr optimizer.lr_scaling optimizer.weight_decay optimizer.momentum
 optimizer.betas optimizer.eps optimizer.clip_norm optimizer.schedule optimizer.warmup_steps optimizer.gamma
+model.vocab_size model.num_kv_heads model.head_width model.norm_type model.norm_eps model.qk_norm model.bias
+model.head_bias model.scale_embedding model.rope_theta model.rope_scaling
 model.init_output optimizer.ema optimizer.decay_fraction training.precision
 communication.local_steps communication.outer_lr communication.outer_momentum
 """

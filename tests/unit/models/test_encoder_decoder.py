@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hvd_transformer.config.schema import ModelConfig
-from hvd_transformer.models.positions import sinusoidal_table
 from hvd_transformer.models.classifier import Classifier, classifier_layers
 from hvd_transformer.models.encoder_decoder import EncoderDecoder, encoder_decoder_layers
+from hvd_transformer.models.positions import sinusoidal_table
 
 B, S, T, D, SOURCES, TARGETS, PAD = 3, 7, 5, 16, 13, 11, 1
 

@@ -1,0 +1,160 @@
+"""`export --format transformers`: AutoModelForCausalLM and AutoTokenizer read the folder, and do what we do."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from commands import command
+
+from hvd_transformer.data.load_tokenizer import load_tokenizer
+
+transformers = pytest.importorskip("transformers")
+
+TEXT = "The cat's (big, red) hat sat on my rug!\nIs the rug; the cat: “fine”? Äh, no… 12 hats.\n" * 60
+CASES = {
+    "bpe": ["--preset", "tiny", "data.vocab_size=300"],
+    "char": [
+        "--preset",
+        "tiny",
+        "data.tokenizer=char",
+        "data.vocab_size=none",
+        "model.position=learned",
+    ],
+    "words": [
+        "--preset",
+        "tiny",
+        "data.tokenizer=basic_english",
+        "data.vocab_size=none",
+        "model.position=rotary",
+    ],
+    "llama": [
+        "--preset",
+        "llama-tiny",
+        "data.vocab_size=300",
+        "model.num_layers=2",
+        "model.d_model=32",
+    ],
+}
+PROMPT = "the cat's hat sat on"
+
+
+def run(program: str, *words: object, code: int = 0) -> str:
+    result = command(program, *words)
+    assert result.returncode == code, result.stdout + result.stderr
+    return result.stderr if code else result.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run and its export for each case."""
+    root = tmp_path_factory.mktemp("export")
+    (root / "text.txt").write_text(TEXT, encoding="utf-8")
+    for name, words in CASES.items():
+        run(
+            "hvd-train", *words, f"data.source={root / 'text.txt'}", f"data.cache_dir={root / 'cache'}",
+            "data.workers=1", "data.split=[0.8,0.2]", f"output_dir={root / name}", "training.device=cpu", "training.max_steps=12",
+            "data.sequence_length=32", "training.batch_size=4", "training.text_samples=0", "optimizer.warmup_steps=0",
+        )  # fmt: skip
+        run(
+            "hvd-transformer",
+            "export",
+            root / name,
+            root / f"{name}-exported",
+            "--format",
+            "transformers",
+        )
+    return root
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_its_tokenizer_has_our_numbers(folder: Path, name: str) -> None:
+    theirs = transformers.AutoTokenizer.from_pretrained(folder / f"{name}-exported")
+    ours = load_tokenizer(folder / name / "checkpoints" / "latest")
+    for text in (TEXT, PROMPT, "A \t newline\n\n and \x1c µ unknown ☃", ""):
+        found = theirs(text, add_special_tokens=False)["input_ids"]
+        assert found == ours.encode(text).tolist()
+    ids = ours.encode(TEXT).tolist()
+    assert theirs.decode(ids) == ours.decode(ids)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_writes_what_we_write(folder: Path, name: str) -> None:
+    exported = folder / f"{name}-exported"
+    words = ["--prompt", PROMPT, "--tokens", "50", "--temperature", "0", "--json"]
+    own = json.loads(run("hvd-transformer", "generate", folder / name, *words))["text"]
+    assert json.loads(run("hvd-transformer", "generate", exported, *words))["text"] == own
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported).eval()
+    inputs = tokenizer(PROMPT, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    found = model.generate(
+        input_ids=inputs,
+        max_new_tokens=50,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    assert tokenizer.decode(found[0]) == own
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_its_loss_is_that_of_evaluate(folder: Path, name: str) -> None:
+    """The mean over all windows of the validation split, as transformers computes it."""
+    exported = folder / f"{name}-exported"
+    wanted = json.loads(run("hvd-transformer", "evaluate", folder / name, "--split", "valid", "--json"))["metrics"][
+        "loss"
+    ]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported).eval()
+    lines = TEXT.splitlines(keepends=True)
+    text = "".join(lines[round(0.8 * len(lines)) :])
+    tokens = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
+    total = 0.0
+    with torch.no_grad():
+        for start in range(0, len(tokens) - 1, 32):
+            window = tokens[start : start + 33]
+            logits = model(input_ids=window[None, :-1]).logits[0]
+            total += float(F.cross_entropy(logits, window[1:], reduction="sum"))
+    assert total / (len(tokens) - 1) == pytest.approx(wanted, rel=1e-5)
+    assert math.isfinite(wanted)
+
+
+@pytest.mark.parametrize("name", ["bpe", "llama"])
+def test_training_begins_at_its_loss(folder: Path, name: str, tmp_path: Path) -> None:
+    """A Llama in our blocks, on two pipeline stages; a GPT-2 as transformers' own module."""
+    more = ["parallel.pipeline=2", "parallel.micro_batches=2"] if name == "llama" else []
+    run(
+        "hvd-train", f"model.pretrained={folder / f'{name}-exported'}", f"data.source={folder / 'text.txt'}",
+        f"data.cache_dir={folder / 'cache'}", "data.workers=1", "data.split=[0.8,0.2]",
+        f"output_dir={tmp_path / 'run'}", "training.device=cpu", "training.max_steps=1", "optimizer.lr=1e-12", "data.sequence_length=32",
+        "training.batch_size=4", *more,
+    )  # fmt: skip
+    wanted = json.loads(run("hvd-transformer", "evaluate", folder / name, "--split", "valid", "--json"))["metrics"][
+        "loss"
+    ]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["valid_loss"] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_bad_input_gets_one_line(folder: Path, tmp_path: Path) -> None:
+    message = run(
+        "hvd-transformer",
+        "export",
+        folder / "bpe",
+        folder / "bpe",
+        "--format",
+        "transformers",
+        code=2,
+    )
+    assert message == f"hvd-transformer: {folder / 'bpe'}: exists already; choose a new or empty folder\n"
+    words = [
+        "export",
+        folder / "bpe-exported",
+        tmp_path / "again",
+        "--format",
+        "transformers",
+    ]
+    assert "is one already; leave out --format" in run("hvd-transformer", *words, code=2)
+    assert not (tmp_path / "again").exists()
