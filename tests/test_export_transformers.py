@@ -38,6 +38,10 @@ CASES = {
         "model.d_model=32",
     ],
 }
+SETTINGS = [
+    "data.workers=1", "data.split=[0.8,0.2]", "training.device=cpu", "data.sequence_length=32", "training.batch_size=4",
+    "training.text_samples=0", "optimizer.warmup_steps=0",
+]  # fmt: skip
 PROMPT = "the cat's hat sat on"
 
 
@@ -47,25 +51,20 @@ def run(program: str, *words: object, code: int = 0) -> str:
     return result.stderr if code else result.stdout
 
 
+def validation_loss(checkpoint: Path) -> float:
+    shown = run("hvd-transformer", "evaluate", checkpoint, "--split", "valid", "--json")
+    return float(json.loads(shown)["metrics"]["loss"])
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run and its export for each case."""
     root = tmp_path_factory.mktemp("export")
     (root / "text.txt").write_text(TEXT, encoding="utf-8")
     for name, words in CASES.items():
-        run(
-            "hvd-train", *words, f"data.source={root / 'text.txt'}", f"data.cache_dir={root / 'cache'}",
-            "data.workers=1", "data.split=[0.8,0.2]", f"output_dir={root / name}", "training.device=cpu", "training.max_steps=12",
-            "data.sequence_length=32", "training.batch_size=4", "training.text_samples=0", "optimizer.warmup_steps=0",
-        )  # fmt: skip
-        run(
-            "hvd-transformer",
-            "export",
-            root / name,
-            root / f"{name}-exported",
-            "--format",
-            "transformers",
-        )
+        more = [f"data.source={root / 'text.txt'}", f"data.cache_dir={root / 'cache'}", f"output_dir={root / name}"]
+        run("hvd-train", *words, *SETTINGS, *more, "training.max_steps=12")
+        run("hvd-transformer", "export", root / name, root / f"{name}-exported", "--format", "transformers")
     return root
 
 
@@ -103,9 +102,7 @@ def test_it_writes_what_we_write(folder: Path, name: str) -> None:
 def test_its_loss_is_that_of_evaluate(folder: Path, name: str) -> None:
     """The mean over all windows of the validation split, as transformers computes it."""
     exported = folder / f"{name}-exported"
-    wanted = json.loads(run("hvd-transformer", "evaluate", folder / name, "--split", "valid", "--json"))["metrics"][
-        "loss"
-    ]
+    wanted = validation_loss(folder / name)
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
     model = transformers.AutoModelForCausalLM.from_pretrained(exported).eval()
     lines = TEXT.splitlines(keepends=True)
@@ -125,15 +122,14 @@ def test_its_loss_is_that_of_evaluate(folder: Path, name: str) -> None:
 def test_training_begins_at_its_loss(folder: Path, name: str, tmp_path: Path) -> None:
     """A Llama in our blocks, on two pipeline stages; a GPT-2 as transformers' own module."""
     more = ["parallel.pipeline=2", "parallel.micro_batches=2"] if name == "llama" else []
-    run(
-        "hvd-train", f"model.pretrained={folder / f'{name}-exported'}", f"data.source={folder / 'text.txt'}",
-        f"data.cache_dir={folder / 'cache'}", "data.workers=1", "data.split=[0.8,0.2]",
-        f"output_dir={tmp_path / 'run'}", "training.device=cpu", "training.max_steps=1", "optimizer.lr=1e-12", "data.sequence_length=32",
-        "training.batch_size=4", *more,
-    )  # fmt: skip
-    wanted = json.loads(run("hvd-transformer", "evaluate", folder / name, "--split", "valid", "--json"))["metrics"][
-        "loss"
+    more += [
+        f"data.source={folder / 'text.txt'}",
+        f"data.cache_dir={folder / 'cache'}",
+        f"output_dir={tmp_path / 'run'}",
     ]
+    words = ["training.max_steps=1", "optimizer.lr=1e-12"]
+    run("hvd-train", f"model.pretrained={folder / f'{name}-exported'}", *SETTINGS, *more, *words)
+    wanted = validation_loss(folder / name)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["valid_loss"] == pytest.approx(wanted, rel=1e-5)
 
