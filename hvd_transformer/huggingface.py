@@ -11,17 +11,18 @@ def origin(folder: Path) -> str:
     return f"model.pretrained={folder}"
 
 
-def from_folder(kind: str, folder: Path, **options: Any) -> Any:
-    """`transformers.<kind>.from_pretrained(folder)`. Raises `UserError` if transformers is not installed, or the folder
-    is incomplete."""
-    if not (folder / "config.json").is_file():
+def from_folder(kind: str, folder: Path, given: str | None = None, **options: Any) -> Any:
+    """`transformers.<kind>.from_pretrained(folder)`. Raises `UserError`, which begins with `given` (None: `origin`), if
+    transformers is not installed, or the folder is incomplete."""
+    if given is None and not (folder / "config.json").is_file():
         raise UserError(f"{origin(folder)}: must be a folder with config.json, model.safetensors and a tokenizer")
+    given = given or origin(folder)
     try:
         import transformers
         from transformers.utils import logging
     except ImportError:
         raise UserError(
-            f"{origin(folder)}: needs transformers; install it with: pip install 'hvd-transformer[pretrained]'"
+            f"{given}: needs transformers; install it with: pip install 'hvd-transformer[pretrained]'"
         ) from None
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -30,4 +31,4 @@ def from_folder(kind: str, folder: Path, **options: Any) -> Any:
         return getattr(transformers, kind).from_pretrained(folder, **fixed, **options)
     except Exception as error:  # the type depends on the damage
         said = str(error).strip().splitlines() or [""]
-        raise UserError(f"{origin(folder)}: cannot be read: {type(error).__name__}: {said[0]}") from None
+        raise UserError(f"{given}: cannot be read: {type(error).__name__}: {said[0]}") from None

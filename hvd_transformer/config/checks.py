@@ -1,6 +1,6 @@
 """Checks across keys: settings that do not fit together."""
 
-from hvd_transformer.config.schema import Config, ModelConfig, OptimizerConfig, allowed
+from hvd_transformer.config.schema import LEARNED_TOKENIZERS, Config, ModelConfig, OptimizerConfig, allowed
 from hvd_transformer.errors import UserError
 
 
@@ -159,12 +159,28 @@ def _check_data_keys(config: Config) -> None:
                 f"data.{key}={value}: not with task={config.task}, only with {allowed_tasks}; leave it at "
                 f"{'none' if default is None else default}"
             )
+    _check_tokenizer(config)
     sample, default = data.tokenizer_sample_mb, type(data).model_fields["tokenizer_sample_mb"].default
     if sample != default and data.tokenizer != "bpe" and config.task in _BUILT_IN:
         raise UserError(
             f"data.tokenizer_sample_mb={'none' if sample is None else sample}: only with data.tokenizer=bpe; "
-            f"data.tokenizer={data.tokenizer} counts the whole training split"
+            f"data.tokenizer={data.tokenizer} "
+            + ("counts the whole training split" if data.tokenizer in LEARNED_TOKENIZERS else "is not learned")
         )
+
+
+def _check_tokenizer(config: Config) -> None:
+    data = config.data
+    given = f"data.tokenizer={data.tokenizer}"
+    if data.tokenizer in LEARNED_TOKENIZERS:
+        return
+    if config.task in ("translation", "classification"):
+        raise UserError(f"{given}: a Hugging Face tokenizer only with task=language_model, not task={config.task}")
+    for key in ("vocab_size", "min_frequency"):
+        value, default = getattr(data, key), type(data).model_fields[key].default
+        if value != default:
+            shown = "none" if default is None else default
+            raise UserError(f"data.{key}={value}: not with {given}, whose vocabulary is fixed; leave it at {shown}")
 
 
 def _check_pretrained(config: Config) -> None:

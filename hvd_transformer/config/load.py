@@ -182,7 +182,9 @@ class _Settings:
             raise UserError(f"{given}: must {_wanted(key, first['msg'])}") from None
 
 
-_FOLDERS = {"output_dir", "data.source", "data.cache_dir", "checkpoint.resume", "model.pretrained"}
+_FOLDERS = {
+    "output_dir", "data.source", "data.tokenizer", "data.cache_dir", "checkpoint.resume", "model.pretrained"
+}  # fmt: skip
 _PLAIN = (str, int, float, list, dict, type(None))
 
 

@@ -119,6 +119,9 @@ class ModelConfig(Section):
         return self.pretrained is None or self.position == "rotary"
 
 
+LEARNED_TOKENIZERS = ("basic_english", "char", "bpe")
+
+
 class DataConfig(Section):
     """The data set, its tokenizer and its batches."""
 
@@ -136,8 +139,12 @@ class DataConfig(Section):
         min_length=2,
         max_length=3,
     )
-    tokenizer: Literal["basic_english", "char", "bpe"] = fixed(
-        "bpe", "basic_english: words, by torchtext; char: characters; bpe: byte-pair encoding"
+    tokenizer: str = fixed(
+        "bpe",
+        "basic_english: words, by torchtext; char: characters; bpe: byte-pair encoding; for a language model also a "
+        "Hugging Face tokenizer.json, or the folder with it, with a slash in its name (./my-model)",
+        allowed="basic_english, char, bpe, or a Hugging Face tokenizer.json or its folder, such as ./my-model",
+        pattern=r"^(basic_english|char|bpe|.*[/.].*)$",
     )
     vocab_size: OptionalCount = fixed(None, "maximum vocabulary size, including <unk>; none: all tokens (bpe: 4096)")
     min_frequency: int = fixed(1, "tokens that are rarer than this in the training split become <unk>", ge=1)

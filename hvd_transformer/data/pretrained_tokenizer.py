@@ -43,21 +43,38 @@ class PretrainedTokenizer(Tokenizer):
             raise UserError(f"{folder / CONFIG}: no valid tokenizer beside it: {error}") from None
 
     @classmethod
-    def read(cls, folder: Path) -> "PretrainedTokenizer":
+    def read(cls, folder: Path, given: str | None = None) -> "PretrainedTokenizer":
         """Read the tokenizer of a Hugging Face folder, whatever form it has there.
 
-        Raises `UserError` if the folder has none, or none that tokenizer.json can hold.
+        Raises `UserError`, which begins with `given`, if the folder has none, or none that tokenizer.json can hold.
         """
-        tokenizer = from_folder("AutoTokenizer", folder)
+        given = given or origin(folder)
+        tokenizer = from_folder("AutoTokenizer", folder, given)
         if not getattr(tokenizer, "is_fast", False):
-            raise UserError(f"{origin(folder)}: its tokenizer has no tokenizer.json and cannot be converted to one")
+            raise UserError(f"{given}: its tokenizer has no tokenizer.json and cannot be converted to one")
         if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
-            raise UserError(f"{origin(folder)}: has no tokenizer, such as tokenizer.json")
+            raise UserError(f"{given}: has no tokenizer, such as tokenizer.json")
         with TemporaryDirectory() as aside:
             tokenizer.save_pretrained(aside)
             files = _texts(Path(aside))
         config = {key: value for key, value in json.loads(files[CONFIG]).items() if key not in _READ_KEYS}
         return cls(files | {CONFIG: json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False)})
+
+    @classmethod
+    def open(cls, path: Path) -> "PretrainedTokenizer":
+        """Read a tokenizer.json, or a folder with one or with another file that transformers can make one of
+        (`data.tokenizer`). Raises `UserError`."""
+        given, file = f"data.tokenizer={path}", path / cls.file_name if path.is_dir() else path
+        if path.is_dir() and not file.is_file():
+            return cls.read(path, given)
+        try:
+            texts = _texts(path) if path.is_dir() else {cls.file_name: file.read_text(encoding="utf-8")}
+            return cls({CONFIG: "{}", **texts})
+        except OSError as error:
+            raise UserError(f"{given}: cannot be read: {error.strerror}") from None
+        except Exception as error:  # tokenizers raises Exception itself
+            said = str(error).splitlines() or [type(error).__name__]
+            raise UserError(f"{given}: no valid tokenizer.json: {said[0]}") from None
 
     @property
     def vocab_size(self) -> int:

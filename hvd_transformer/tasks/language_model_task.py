@@ -1,15 +1,17 @@
 """The language modelling task: token files in windows or columns, and the decoder-only model."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from hvd_transformer.config.batch_size import step_samples
-from hvd_transformer.config.schema import Config
+from hvd_transformer.config.schema import LEARNED_TOKENIZERS, Config
 from hvd_transformer.data.batches import Batch, ColumnDataset, WindowDataset, evaluation_batches
 from hvd_transformer.data.prepare_text import prepare_corpus
 from hvd_transformer.data.prepared import PreparedData, TokenFile
+from hvd_transformer.data.pretrained_tokenizer import PretrainedTokenizer
 from hvd_transformer.data.sampler import ColumnSampler, Replica, StepSampler
 from hvd_transformer.data.text_corpus import open_corpus, open_text
 from hvd_transformer.data.tokenizers import Tokenizer
@@ -77,7 +79,9 @@ class LanguageModelTask(Task):
 
     @classmethod
     def prepare(cls, config: Config, context: PrepareContext) -> PreparedData:
-        return prepare_corpus(config.data, open_corpus(config.data, context), None, context)
+        chosen = config.data.tokenizer
+        tokenizer = None if chosen in LEARNED_TOKENIZERS else PretrainedTokenizer.open(Path(chosen).expanduser())
+        return prepare_corpus(config.data, open_corpus(config.data, context), tokenizer, context)
 
     @classmethod
     def prepare_evaluation(cls, config: Config, context: PrepareContext, wanted: EvaluationSpec) -> PreparedData:
