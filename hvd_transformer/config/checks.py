@@ -207,7 +207,7 @@ _WITH_ADAM = ("adam", "adamw", "muon")
 def _check_without_effect(optimizer: OptimizerConfig) -> None:
     """Refuse a key of another optimizer or schedule, unless it has its default."""
     of_name = {"momentum": ("sgd",), "betas": _WITH_ADAM, "eps": _WITH_ADAM}
-    of_schedule = {"gamma": ("step", "cosine"), "decay_fraction": ("wsd",)}
+    of_schedule = {"gamma": ("step", "cosine"), "step_epochs": ("step",), "decay_fraction": ("wsd",)}
     for other, fitting in (("name", of_name), ("schedule", of_schedule)):
         chosen = getattr(optimizer, other)
         for key, choices in fitting.items():

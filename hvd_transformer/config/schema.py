@@ -269,13 +269,14 @@ class OptimizerConfig(Section):
     )
     schedule: Literal["constant", "step", "cosine", "linear", "wsd", "noam"] = fixed(
         "cosine",
-        "learning rate after warm-up; constant; step: x gamma every epoch; cosine: decays to lr x gamma at the end; "
+        "learning rate after warm-up; constant; step: x gamma every step_epochs epochs; cosine: decays to lr x gamma at the end; "
         "linear: decays to zero at the end; wsd (warm-up, stable, decay): constant, then decays to zero over the last "
         "decay_fraction of the steps; noam: proportional to the inverse square root of the step",
     )
     warmup_steps: int = fixed(0, "number of steps of linear warm-up from zero", ge=0)
     decay_fraction: float = fixed(0.2, "fraction of the steps over which the wsd schedule decays", gt=0, le=1)
     gamma: float = fixed(0.1, "factor of the step and cosine schedules", ge=0, le=1)
+    step_epochs: int = fixed(1, "epochs between two decays of the step schedule", ge=1)
 
 
 class TrainingConfig(Section):
@@ -374,6 +375,7 @@ class CheckpointConfig(Section):
     every_steps: OptionalCount = changeable(
         200, "steps between two checkpoints; none: only by every_seconds and at the end"
     )
+    every_epochs: OptionalCount = changeable(None, "epochs between two checkpoints, in addition to every_steps")
     every_seconds: OptionalPositive = changeable(None, "seconds between two checkpoints, in addition to every_steps")
     keep_last: int = changeable(3, "number of newest checkpoints to keep", ge=1)
     keep_best: bool = changeable(True, "keep the best checkpoint by training.best_metric, and test it at the end")

@@ -29,13 +29,12 @@ def scaling_warning(config: OptimizerConfig, replicas: float) -> str | None:
 def learning_rate(config: OptimizerConfig, replicas: float, step: int, epoch: int, total_steps: int) -> float:
     """The learning rate of update `step` in `epoch`, both from 0, of a job of `total_steps`."""
     peak, warmup = peak_rate(config, replicas), config.warmup_steps
-    if step < warmup:
-        warm = peak * (step + 1) / warmup
-        return warm * config.gamma**epoch if config.schedule == "step" else warm
-    if config.schedule == "constant":
-        return peak
     if config.schedule == "step":
-        return peak * config.gamma**epoch
+        peak *= config.gamma ** (epoch // config.step_epochs)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if config.schedule in ("constant", "step"):
+        return peak
     if config.schedule == "noam":  # Vaswani et al. 2017, section 5.3, scaled so that its highest value is the peak
         return peak * math.sqrt(warmup / (step + 1))
     if config.schedule == "wsd":  # Hägele et al. 2024, arXiv 2405.18392, section 3: better than a linear decay

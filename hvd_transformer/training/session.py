@@ -71,8 +71,7 @@ class Session:
                 self._record(result)
                 stopped = result.totals.wishes.stop
                 best = not stopped and self._evaluate_if_due()
-                every = self.config.checkpoint.every_steps
-                if best or result.totals.wishes.save or stopped or (every and state.step % every == 0):
+                if best or result.totals.wishes.save or stopped or self._save_due():
                     self.save(best)
                 if stopped:
                     break
@@ -269,6 +268,14 @@ class Session:
             log.info("steps %d to %d of this start are in %s", PROFILED[0], PROFILED[-1], file)
         except OSError as error:
             self.warn(f"{file}: cannot be written: {error}")
+
+    def _save_due(self) -> bool:
+        """Whether a checkpoint is due by the number of steps or epochs."""
+        state, chosen = self.trainer.state, self.config.checkpoint
+        if chosen.every_steps and state.step % chosen.every_steps == 0:
+            return True
+        ended = state.remaining is None
+        return ended and chosen.every_epochs is not None and state.epoch % chosen.every_epochs == 0
 
     def _save_due_by_time(self) -> bool:
         """Whether a checkpoint is due by `checkpoint.every_seconds`. Rank 0's clock decides."""

@@ -34,7 +34,7 @@ optimizer.betas optimizer.eps optimizer.clip_norm optimizer.schedule optimizer.w
 model.vocab_size model.num_kv_heads model.head_width model.norm_type model.norm_eps model.qk_norm model.bias
 model.head_bias model.scale_embedding model.rope_theta model.rope_scaling
 model.init_output optimizer.ema optimizer.decay_fraction training.precision
-communication.local_steps communication.outer_lr communication.outer_momentum
+communication.local_steps communication.outer_lr communication.outer_momentum optimizer.step_epochs
 """
 
 

@@ -45,6 +45,12 @@ def test_step_is_torchs_steplr_with_one_decay_an_epoch() -> None:
     assert own == pytest.approx(expected, rel=1e-12)
 
 
+def test_a_step_may_be_several_epochs() -> None:
+    expected = torch_rates(torch.optim.lr_scheduler.StepLR, 40, step_size=12, gamma=0.5)
+    chosen = config(schedule="step", gamma=0.5, step_epochs=3)
+    assert [learning_rate(chosen, 1, step, step // 4, 40) for step in range(40)] == pytest.approx(expected, rel=1e-12)
+
+
 def test_cosine_is_torchs_annealing() -> None:
     expected = torch_rates(torch.optim.lr_scheduler.CosineAnnealingLR, 50, T_max=50, eta_min=0.04)
     own = [learning_rate(config(schedule="cosine"), 1, step, 0, 50) for step in range(50)]
