@@ -269,7 +269,8 @@ class OptimizerConfig(Section):
     )
     schedule: Literal["constant", "step", "cosine", "linear", "wsd", "noam"] = fixed(
         "cosine",
-        "learning rate after warm-up; constant; step: x gamma every step_epochs epochs; cosine: decays to lr x gamma at the end; "
+        "learning rate after warm-up; constant; step: x gamma every step_epochs epochs; cosine: decays to lr x gamma "
+        "at the end; "
         "linear: decays to zero at the end; wsd (warm-up, stable, decay): constant, then decays to zero over the last "
         "decay_fraction of the steps; noam: proportional to the inverse square root of the step",
     )
