@@ -27,7 +27,7 @@ LONG := EVERY_CASE=1 EVERY_PAIR=1 FAULT_REPEATS=3
 SLOWEST := --durations=20 --durations-min=1
 
 .PHONY: train test unit-tests distributed-tests test-all slow-unit-tests slow-distributed-tests test-docker lint docs \
-	bench install clean
+	bench dist horovod-wheels install clean
 
 train: install
 	horovodrun -np 2 -H localhost:2 hvd-train --preset python-docs output_dir=$(OUTPUT)
@@ -80,6 +80,23 @@ bench: install
 	$(BIN)/python -m benchmarks.checkpoint
 	$(BIN)/python -m benchmarks.wake_up
 
+# The package's own sdist and wheel. Built with the setuptools of .venv, so that nothing is fetched.
+dist: install
+	rm -f dist/hvd_transformer-*
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/python -m twine check --strict dist/hvd_transformer-*
+
+# Horovod for CPUs and, with HOROVOD_GPU_OPERATIONS=NCCL, for GPUs too. The wheels have the same name: the folder says
+# which torch, Python and MPI a wheel is for. auditwheel says which glibc it needs. .venv keeps the Horovod that it has.
+horovod-wheels:
+	$(MAKE) install HOROVOD_GPU_OPERATIONS='$(INSTALLED_GPU_OPERATIONS)'
+	for operations in '' $(HOROVOD_GPU_OPERATIONS); do \
+		wheel=$$(HOROVOD_GPU_OPERATIONS=$$operations bash docker/build_horovod.sh $(BIN)/python) || exit; \
+		folder=dist/$$(basename "$$(dirname "$$wheel")"); \
+		mkdir -p "$$folder" && cp "$$wheel" "$$folder" || exit; \
+		$(BIN)/python -m auditwheel show "$$folder/$$(basename "$$wheel")" || exit; \
+	done
+
 install: $(STAMP)
 
 # torch comes before the rest: Horovod is compiled against the one that is installed.
@@ -92,4 +109,4 @@ $(STAMP): setup.cfg constraints.txt docker/build_horovod.sh $(wildcard docker/pa
 	@echo '$(HOROVOD_GPU_OPERATIONS)' >$@
 
 clean:
-	rm -rf $(VENV) build site *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,4 +1,4 @@
-"""The pages of the documentation: README.md, ARCHITECTURE.md and docs/, and the commands in them."""
+"""The pages of the documentation: README.md, ARCHITECTURE.md, docs/ and three more, and the commands in them."""
 
 import re
 from pathlib import Path
@@ -27,7 +27,9 @@ NAVIGATION = _navigation(yaml.load((REPOSITORY / "mkdocs.yml").read_text(encodin
 RUN = ["README.md", *(f"docs/{page}" for page in NAVIGATION if page.startswith("guide/"))]
 DOCS = sorted((REPOSITORY / "docs").glob("*.md"))
 CHECKED = ["ARCHITECTURE.md", *(f"docs/{page.name}" for page in DOCS)]
-TEXT = {page: (REPOSITORY / page).read_text(encoding="utf-8") for page in (*RUN, *CHECKED)}
+# A site that hosts the repository links them by itself; they are no part of ours.
+BESIDE = ["CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
+TEXT = {page: (REPOSITORY / page).read_text(encoding="utf-8") for page in (*RUN, *CHECKED, *BESIDE)}
 
 
 def commands(page: str) -> list[str]:

@@ -16,14 +16,14 @@ import click
 import pytest
 from click.testing import CliRunner
 from conftest import REPOSITORY
-from pages import CHECKED, NAVIGATION, TEXT, commands, links
+from pages import BESIDE, CHECKED, NAVIGATION, TEXT, commands, links
 
 from hvd_transformer.cli.main import COMMANDS
 from hvd_transformer.cli.train import command as train
 from hvd_transformer.config import load
 from hvd_transformer.config.schema import KEYS, SECTIONS
 
-LINES = [(page, line) for page in CHECKED for line in commands(page)]
+LINES = [(page, line) for page in (*CHECKED, *BESIDE) for line in commands(page)]
 LAUNCHERS = {"horovodrun", "mpirun"}
 OTHERS = {"sbatch", "kubectl", "docker"}
 # Of other programs, named in running text.
@@ -121,7 +121,7 @@ def anchors(page: Path) -> set[str]:
 
 def test_the_readme_links_every_page() -> None:
     linked = {target.resolve() for target, _ in links("README.md")}
-    assert [page for page in TEXT if page != "README.md" and REPOSITORY / page not in linked] == []
+    assert [page for page in TEXT if page not in ("README.md", *BESIDE) and REPOSITORY / page not in linked] == []
 
 
 def test_every_message_in_troubleshooting_is_still_said() -> None:

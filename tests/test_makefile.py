@@ -15,8 +15,10 @@ echo "python $*" >>log
 case "$*" in *"$(cat fails)"*) exit 1 ;; esac
 """
 BUILD = """#!/bin/sh
-echo "horovod for ${HOROVOD_GPU_OPERATIONS:-CPUs}" >>log
-echo wheel.whl
+operations=${HOROVOD_GPU_OPERATIONS:-CPUs}
+echo "horovod for $operations" >>log
+mkdir -p "kept wheels/$operations" && echo "$operations" >"kept wheels/$operations/horovod.whl"
+echo "kept wheels/$operations/horovod.whl"
 """
 
 
@@ -57,7 +59,7 @@ def test_install_runs_once(checkout: Checkout) -> None:
     assert code == 0
     assert ran[0] == "python -m venv .venv"
     assert "horovod for CPUs" in ran
-    assert ran[-1].endswith("--force-reinstall wheel.whl")
+    assert ran[-1].endswith("--force-reinstall kept wheels/CPUs/horovod.whl")
     assert checkout.make("install") == (0, [])
     os.utime(checkout.folder / "setup.cfg", (2**32, 2**32))
     assert checkout.make("install")[1] == ran
@@ -101,3 +103,46 @@ def test_all_tests_leave_nothing_out(checkout: Checkout) -> None:
         "distributed",
     ]
     assert any("tests/docker" in line for line in ran)
+
+
+def test_the_package_is_built_and_checked(checkout: Checkout) -> None:
+    checkout.make("install")
+    dist = checkout.folder / "dist"
+    dist.mkdir()
+    for name in ("hvd_transformer-0.0.1.tar.gz", "horovod.whl"):
+        (dist / name).touch()
+    code, ran = checkout.make("dist")
+    assert code == 0
+    assert [line.split()[2] for line in ran] == ["build", "twine"]
+    assert [path.name for path in dist.iterdir()] == ["horovod.whl"]  # no old sdist that twine would check, too
+    (checkout.folder / "fails").write_text("twine")
+    assert checkout.make("dist")[0] == 2
+
+
+@pytest.mark.parametrize(("installed", "operations", "built"), [
+    ("", None, ["CPUs"]), ("", "", ["CPUs"]), ("", "NCCL", ["CPUs", "NCCL"]), ("NCCL", None, ["CPUs", "NCCL"]),
+])  # fmt: skip
+def test_horovod_wheels_are_built_beside_the_one_that_is_installed(
+    checkout: Checkout, installed: str, operations: str | None, built: list[str]
+) -> None:
+    checkout.make("install", HOROVOD_GPU_OPERATIONS=installed)
+    variables = {} if operations is None else {"HOROVOD_GPU_OPERATIONS": operations}
+    code, ran = checkout.make("horovod-wheels", **variables)
+    assert code == 0
+    found = sorted(checkout.folder.glob("dist/*/horovod.whl"))
+    assert [(path.parent.name, path.read_text().strip()) for path in found] == [(name, name) for name in built]
+    looked_at = [f"python -m auditwheel show dist/{name}/horovod.whl" for name in built]
+    assert [line for line in ran if line.startswith("python")] == looked_at  # nothing is installed
+    assert (checkout.folder / ".venv" / "installed").read_text().strip() == installed
+
+
+@pytest.mark.parametrize("failing", ["auditwheel", "horovod"])
+def test_a_horovod_wheel_that_fails_is_not_passed_over(checkout: Checkout, failing: str) -> None:
+    checkout.make("install")
+    if failing == "horovod":
+        (checkout.folder / "docker" / "build_horovod.sh").write_text(BUILD + "[ $operations = NCCL ]\n")
+        os.utime(checkout.folder / "docker" / "build_horovod.sh", (0, 0))  # .venv is up to date
+    (checkout.folder / "fails").write_text("auditwheel show dist/CPUs" if failing == "auditwheel" else "nothing fails")
+    code, ran = checkout.make("horovod-wheels", HOROVOD_GPU_OPERATIONS="NCCL")
+    assert code == 2
+    assert [line for line in ran if line.startswith("horovod")] == ["horovod for CPUs"]

@@ -1,12 +1,17 @@
-"""What setup.cfg says of the package: its licence, and what it needs."""
+"""What setup.cfg says of the package: its licence, what it needs, and what is in its sdist and wheel."""
 
 import ast
 import re
+import shutil
+import subprocess
 import sys
 from configparser import ConfigParser
 from importlib.metadata import PackageNotFoundError, metadata, packages_distributions
+from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
+import yaml
 from conftest import REPOSITORY
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -15,6 +20,7 @@ CONFIG = ConfigParser()
 CONFIG.read(REPOSITORY / "setup.cfg", encoding="utf-8")
 # Not on the package index in a form that builds: docker/build_horovod.sh makes it.
 OWN_BUILD = {"horovod"}
+BUILD = "from setuptools.build_meta import {0}; print({0}('..'))"
 
 
 def requirements(option: str) -> list[str]:
@@ -78,3 +84,61 @@ def test_every_exact_version_installs_on_every_python_that_is_promised() -> None
         if wanted and not SpecifierSet(wanted).contains(oldest):
             refused.append(f"{line}: requires Python {wanted}")
     assert refused == []
+
+
+def build(what: str, folder: Path) -> Path:
+    """Calls setuptools as `python -m build` does, in the sources in `folder`; the result is beside them."""
+    command = [sys.executable, "-c", BUILD.format(what)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=120)
+    return folder.parent / done.stdout.splitlines()[-1]
+
+
+def files(folder: Path) -> set[str]:
+    """Everything below, as paths relative to the folder's parent."""
+    found = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {str(path.relative_to(folder.parent)) for path in found}
+
+
+def test_the_wheel_from_the_sdist_has_every_file_of_the_package(tmp_path: Path) -> None:
+    """Native code, presets, pages and py.typed too; the sdist also has what builds Horovod, and no tests."""
+    checkout = tmp_path / "checkout"
+    for name in ("hvd_transformer", "docker", "tests"):
+        shutil.copytree(REPOSITORY / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in REPOSITORY.iterdir():
+        if path.is_file():
+            shutil.copy(path, checkout)
+    sdist = build("build_sdist", checkout)
+    shutil.unpack_archive(sdist, tmp_path)
+    sources = tmp_path / sdist.name.removesuffix(".tar.gz")
+    beside = {path.split("/", 1)[1] for path in files(sources) if "egg-info" not in path}
+    expected = {"constraints.txt", "CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "docker/build_horovod.sh"}
+    expected |= {"MANIFEST.in", "PKG-INFO", "pyproject.toml", "setup.cfg"}
+    expected |= {f"docker/{name}" for name in files(REPOSITORY / "docker" / "patches")}
+    assert beside == expected | files(REPOSITORY / "hvd_transformer")
+    with ZipFile(build("build_wheel", sources)) as wheel:
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert names == files(REPOSITORY / "hvd_transformer")
+
+
+def test_the_changelog_has_the_sections_of_keep_a_changelog() -> None:
+    text = (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
+    versions = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert versions[0] == "[Unreleased]"
+    assert re.match(rf"\[{re.escape(CONFIG['metadata']['version'])}\] - \d{{4}}-\d\d-\d\d$", versions[1])
+    kinds = set(re.findall(r"^### (.*)$", text, re.MULTILINE))
+    assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+
+
+def test_the_citation_is_of_this_version() -> None:
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text(encoding="utf-8"))
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()  # what CFF 1.2.0 requires
+    stated = {key: citation[key] for key in ("title", "version", "license")}
+    assert stated == {key: CONFIG["metadata"][of] for key, of in
+                      (("title", "name"), ("version", "version"), ("license", "license"))}  # fmt: skip
+
+
+def test_the_tested_pythons_are_among_those_that_are_promised() -> None:
+    stated = re.findall(r"Python :: (3\.\d+)", CONFIG["metadata"]["classifiers"])
+    assert stated
+    promised = SpecifierSet(CONFIG["options"]["python_requires"])
+    assert [version for version in stated if version not in promised] == []
