@@ -23,7 +23,7 @@ LAUNCHERS = ("horovodrun", "mpirun", "hvd-transformer launch", "hvd-transformer 
 
 def run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """A line of a page: our own commands on one rank run in this process, the rest in a shell."""
-    if line.startswith("hvd-") and not line.startswith(LAUNCHERS):
+    if line.startswith("hvd-") and not line.startswith(LAUNCHERS) and ">" not in line:
         return command(*shlex.split(line), folder=folder, environment={"HOME": str(folder)})
     environment = {**rank_environment(), "HOME": str(folder)}
     return subprocess.run(line, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
@@ -93,6 +93,9 @@ def check_answers(folder: Path, told: dict[str, str], summaries: dict[str, dict]
     assert (folder / "schedules.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "runs/gloo/report.html").exists()
     assert "report.html" in answer("hvd-transformer report")
+    assert "training.max_steps" in answer("config diff runs/alone runs/job")
+    assert json.loads(answer("config diff runs/alone/checkpoints/latest"))["differs"]["training.max_steps"] == [20, 10]
+    assert "optimizer" in json.loads((folder / "hvd-train.schema.json").read_text())["properties"]
 
 
 def test_the_two_commands_are_targets_that_do_what_the_readme_says():

@@ -28,7 +28,7 @@ from hvd_transformer.cli.engine_job import context_of
 from hvd_transformer.cli.launch import launch
 from hvd_transformer.cli.launch_options import LaunchOptions
 from hvd_transformer.cli.service_options import NOT_FOR_JOBS, check_engine_options
-from hvd_transformer.cli.train import command
+from hvd_transformer.cli.train import command, config_of_job
 from hvd_transformer.config.batch_size import check_step_size
 from hvd_transformer.config.load import load
 from hvd_transformer.config.schema import Config, flatten
@@ -59,7 +59,7 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
 def _resolve(words: Sequence[str], request: Mapping[str, Any]) -> dict[str, Any]:
     """One job: its configuration, by dotted key and as words, and what the scheduler must know of it."""
     given = context_of(command, words).params
-    config = load(given["preset"], given["file"], given["settings"])
+    config = config_of_job(given)
     num_ranks, extra = request["num_ranks"] or config.parallel.tensor, list[str]()
     if request["engine"] != "hosts":
         num_ranks, extra = engine_job.complete(config, request)

@@ -39,6 +39,7 @@ COMMANDS = {
     "cancel": "End jobs of the service.",
     "classify": "Classify lines of text with a trained model.",
     "compare": "Show what differs between jobs or runs, and how they ended.",
+    "config": "Print the JSON schema of configuration files, or what differs between two runs.",
     "doctor": "Check the hosts of a job and say how to fix their problems.",
     "evaluate": "Compute a trained model's metrics on a split or a file, on any number of ranks.",
     "export": "Export a trained model: weights, tokenizers, configuration.",
@@ -82,8 +83,12 @@ class LazyGroup(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
 
+# Of both programs, which come with one package.
+version = click.version_option(package_name="hvd-transformer", prog_name="hvd-transformer")
+
+
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="hvd-transformer")
+@version
 def group() -> None:
     """Train Transformers on many hosts with Horovod. The training process itself is `hvd-train`."""
 

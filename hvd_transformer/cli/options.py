@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.core import ParameterSource
 
+from hvd_transformer.cli import completion
 from hvd_transformer.errors import UserError
 from hvd_transformer.launch.time_limits import MANY_HOSTS
 
@@ -59,9 +60,12 @@ class Seconds(click.ParamType):  # type: ignore[type-arg]  # generic from click 
 # The configuration of a job: hvd-train, plan, prepare.
 config_file = click.option("--config", "file", type=PATH, metavar="FILE", help="YAML file with settings.")
 preset = click.option(
-    "--preset", metavar="NAME", help="Settings that ship with the package; `hvd-train --help` lists them."
+    "--preset",
+    metavar="NAME",
+    help="Settings that ship with the package; `hvd-train --help` lists them.",
+    shell_complete=completion.presets,
 )
-settings = click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
+settings = click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=completion.settings)
 
 # The hosts of a job: launch, doctor.
 hosts = click.option(

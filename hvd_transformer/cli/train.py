@@ -1,16 +1,16 @@
 """`hvd-train`: the process that horovodrun or mpirun starts on every rank; started alone it is a world of one."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import click
 
 from hvd_transformer.cli import options
-from hvd_transformer.cli.main import run
+from hvd_transformer.cli.main import run, version
 from hvd_transformer.cli.rank_process import run_ranks, tensor_of
-from hvd_transformer.config.load import load, preset_names, preset_summary, shown
+from hvd_transformer.config.load import dump, load, preset_names, preset_summary, shown
 from hvd_transformer.config.schema import KEYS, SECTIONS, Config, field, flatten
 from hvd_transformer.errors import UserError
 
@@ -46,12 +46,17 @@ class _Help(click.Command):
 @click.command(cls=_Help, context_settings={"help_option_names": ["-h", "--help"]})
 @options.config_file
 @options.preset
+@click.option("--print-config", is_flag=True, help="Print the complete configuration as YAML for --config, and exit.")
+@version
 @options.settings
-def command(file: Path | None, preset: str | None, settings: tuple[str, ...]) -> None:
+def command(file: Path | None, preset: str | None, print_config: bool, settings: tuple[str, ...]) -> None:
     """Train a Transformer, on the ranks that horovodrun or mpirun started or in a single process.
 
     KEY=VALUE settings override --config, which overrides --preset.
     """
+    if print_config:
+        _print_config(load(preset, file, settings))
+        return
     config, mistake = None, None
     try:
         config = load(preset, file, settings)
@@ -75,13 +80,27 @@ def command(file: Path | None, preset: str | None, settings: tuple[str, ...]) ->
 
 def config_of(words: Sequence[str]) -> Config:
     """The configuration for these arguments of hvd-train. Raises `UserError`."""
-    given = command.make_context("hvd-train", list(words)).params
+    return config_of_job(command.make_context("hvd-train", list(words)).params)
+
+
+def config_of_job(given: Mapping[str, Any]) -> Config:
+    """The configuration for these parameters of hvd-train, which shall train. Raises `UserError`."""
+    if given["print_config"]:
+        raise UserError("--print-config: not for a job; use hvd-train --print-config")
     return load(given["preset"], given["file"], given["settings"])
 
 
 def main() -> None:
     """The console script."""
     run(command, "hvd-train")
+
+
+def _print_config(config: Config) -> None:
+    """On several ranks only the first one prints."""
+    from hvd_transformer.comm.horovod_env import launched
+
+    if launched().rank == 0:
+        click.echo(dump(config), nl=False)
 
 
 def _raise_or_return(config: Config | None, mistake: UserError | None) -> Config:
