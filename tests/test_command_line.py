@@ -168,6 +168,7 @@ COMMANDS = {
     "hvd-transformer logs": "7 --rank absent",
     "hvd-transformer priority": "7 absent",
     "hvd-transformer token": "add absent",
+    "hvd-transformer config": "diff absent absent",
     "hvd-transformer serve": "--port absent",
 }
 

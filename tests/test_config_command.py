@@ -1,6 +1,7 @@
 """A configuration is printed and repeats its run; two are compared; both programs tell the same version."""
 
 import json
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -8,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from click.testing import CliRunner
 from commands import Done, command
 from conftest import REPOSITORY, rank_environment
 from jsonschema import Draft7Validator
 
+from hvd_transformer.cli.config import diff
 from hvd_transformer.cli.train import config_of
 from hvd_transformer.config import Config, dump, load
 from hvd_transformer.config.load import preset_names
@@ -46,6 +49,13 @@ def printed(*words: str, folder: Path, **environment: str) -> Done:
     return command("hvd-train", *words, "--print-config", folder=folder, environment=environment)
 
 
+def differs(first: str, second: str) -> dict[str, list[object]]:
+    """By `config diff --json`."""
+    done = CliRunner().invoke(diff, [first, second, "--json"], catch_exceptions=False)
+    found: dict[str, list[object]] = json.loads(done.stdout)["differs"]
+    return found
+
+
 def test_the_configuration_is_printed_without_torch_and_without_touching_output_dir(tmp_path: Path) -> None:
     words = ["--preset", "tiny", "--print-config", "output_dir=run", "optimizer.lr=1e-3", "training.max_steps=none"]
     done = subprocess.run(
@@ -69,7 +79,7 @@ def test_what_is_printed_is_loaded_as_the_same_configuration(name: str | None, t
     assert printed("--config", "job.yaml", folder=tmp_path).stdout == (tmp_path / "job.yaml").read_text()
 
 
-def test_the_printed_file_repeats_the_run_bit_for_bit(tmp_path: Path) -> None:
+def test_the_printed_file_repeats_the_run_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "text.txt").write_text("what is printed repeats the run. " * 40)
     (tmp_path / "job.yaml").write_text(printed(*TINY, "output_dir=again", folder=tmp_path).stdout)
     run("hvd-train", *TINY, "output_dir=first", folder=tmp_path)
@@ -83,14 +93,8 @@ def test_the_printed_file_repeats_the_run_bit_for_bit(tmp_path: Path) -> None:
     assert dump(config) == (tmp_path / "job.yaml").read_text()
 
     # The same runs, compared: as run directories, checkpoints and files.
-    (tmp_path / "other.yaml").write_text(printed(*TINY, "output_dir=other", "seed=8", folder=tmp_path).stdout)
-
-    def differs(first: str, second: str) -> dict[str, list[object]]:
-        found: dict[str, list[object]] = json.loads(
-            run("hvd-transformer", "config", "diff", first, second, "--json", folder=tmp_path)
-        )["differs"]
-        return found
-
+    (tmp_path / "other.yaml").write_text(dump(load(overrides=[*TINY, "output_dir=other", "seed=8"])))
+    monkeypatch.chdir(tmp_path)
     assert differs("first", "again") == {"output_dir": ["first", "again"]}
     assert differs("again", "job.yaml") == differs("again/checkpoints/latest", "again/config.yaml") == {}
     assert differs("first/checkpoints/latest", "other.yaml") == {"output_dir": ["first", "other"], "seed": [7, 8]}
@@ -135,7 +139,8 @@ def test_runs_of_an_earlier_version_are_compared(tmp_path: Path) -> None:
     assert run("hvd-transformer", "config", "diff", EARLIER, checkpoint, folder=tmp_path) == "no key differs\n"
 
 
-def test_what_cannot_be_compared_is_named(tmp_path: Path) -> None:
+def test_what_cannot_be_compared_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "good.yaml").write_text("seed: 2\n")
     (tmp_path / "bad.yaml").write_text("sed: 2\n")
     for name, text in (("list", "[]"), ("old", '{"step": 1}'), ("torn", '{"step"'), ("new", '{"config": {"x": 1}}')):
@@ -151,7 +156,9 @@ def test_what_cannot_be_compared_is_named(tmp_path: Path) -> None:
         "torn": "torn/state.json: cannot be read: ",
         "new": "x (new/state.json): unknown key",
     }.items():
-        assert told in run("hvd-transformer", "config", "diff", "good.yaml", word, folder=tmp_path, code=2)
+        with pytest.raises(UserError, match=rf"^{re.escape(told)}"):
+            differs("good.yaml", word)
+    assert "absent: cannot" in run("hvd-transformer", "config", "diff", "absent", "good.yaml", folder=tmp_path, code=2)
     assert "Missing argument" in run("hvd-transformer", "config", "diff", "good.yaml", folder=tmp_path, code=2)
 
 

@@ -69,7 +69,9 @@ def _configuration(path: Path) -> dict[str, Any]:
     try:
         saved = json.loads(state.read_bytes())
     except FileNotFoundError:
-        raise UserError(f"{path}: neither a run directory nor a checkpoint: it has no config.yaml or state.json") from None
+        raise UserError(
+            f"{path}: neither a run directory nor a checkpoint: it has no config.yaml or state.json"
+        ) from None
     except (OSError, ValueError) as error:
         raise UserError(f"{state}: cannot be read: {error}") from None
     values = saved.get("config") if isinstance(saved, dict) else None

@@ -1,7 +1,7 @@
 """JSON schema of a `--config` FILE: editors complete its keys, explain them, and mark mistakes.
 
-Made from the typed schema. It accepts what `load` reads from a file: `none` or null where a key may have no value, numbers
-as names, and dotted keys. It knows nothing of settings that contradict each other (`config.checks`).
+Made from the typed schema. It accepts what `load` reads from a file: `none` or null where a key may have no value,
+numbers as names, and dotted keys. It knows nothing of settings that contradict each other (`config.checks`).
 """
 
 from typing import Any
