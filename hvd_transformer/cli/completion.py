@@ -45,9 +45,12 @@ def settings(ctx: click.Context, param: click.Parameter, incomplete: str) -> lis
 
 def _choices(key: str) -> list[str]:
     """The words that may be the value of a key, as far as it is a choice; empty for an unknown key."""
-    from hvd_transformer.config.schema import KEYS, field
+    from hvd_transformer.config.schema import KEYS, built_in, field
 
-    return list(_words(field(key).annotation)) if key in KEYS else []
+    if key not in KEYS:
+        return []
+    patterns = [getattr(limit, "pattern", None) for limit in field(key).metadata]
+    return [*_words(field(key).annotation), *(word for pattern in patterns if pattern for word in built_in(pattern))]
 
 
 def _words(kind: Any) -> list[str]:

@@ -6,7 +6,7 @@ numbers as names, and dotted keys. It knows nothing of settings that contradict 
 
 from typing import Any
 
-from hvd_transformer.config.schema import KEYS, SECTIONS, Config
+from hvd_transformer.config.schema import KEYS, SECTIONS, Config, built_in
 
 Schema = dict[str, Any]
 
@@ -68,7 +68,9 @@ def _type(made: Schema) -> Schema:
     kind = made.get("type")
     if kind == "number":
         return {**made, "type": ["number", "string"], "pattern": _EXPONENT}
-    if kind == "string" and not {"enum", "const", "pattern"} & made.keys():
+    if "pattern" in made:
+        return {"anyOf": [{"enum": built_in(made["pattern"])}, made]}
+    if kind == "string" and not {"enum", "const"} & made.keys():
         return {**made, "type": ["string", "number"]}
     if "prefixItems" in made:  # a tuple of equal items; draft 7 has no prefixItems
         (items,) = {str(item): item for item in made["prefixItems"]}.values()

@@ -445,6 +445,11 @@ def allowed(key: str) -> str | None:
     return found
 
 
+def built_in(pattern: str) -> list[str]:
+    """The words among the alternatives of a key's pattern, such as the built-in tasks."""
+    return [word for word in pattern.removeprefix("^(").removesuffix(")$").split("|") if word.isidentifier()]
+
+
 def _extra(key: str) -> dict[str, Any]:
     extra = field(key).json_schema_extra
     assert isinstance(extra, dict)

@@ -45,6 +45,8 @@ def test_keys_are_completed_up_to_the_equals_sign() -> None:
         ("optimizer.name=ad", ["adam", "adamw"]),
         ("training.compile=", ["true", "false"]),
         ("model.head_bias=", ["true", "false", "none"]),
+        ("task=", ["language_model", "translation", "classification"]),
+        ("data.tokenizer=b", ["basic_english", "bpe"]),
         ("data.class_weights=", ["balanced", "none"]),
         ("training.max_steps=n", ["none"]),
         ("optimizer.lr=", []),

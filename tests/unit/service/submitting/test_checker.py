@@ -90,6 +90,12 @@ def test_wrong_input_gets_the_line_of_hvd_train(checker: Checker, tmp_path: Path
     assert f"hvd-train: {refused(checker, tmp_path, *words)}\n" == told.stderr
 
 
+def test_a_job_trains(checker: Checker, tmp_path: Path) -> None:
+    line = "--print-config: not for a job; use hvd-train --print-config"
+    assert refused(checker, tmp_path, "--preset", "tiny", "--print-config") == line
+    assert refused(checker, tmp_path, "--version") == "--version: not for a job"
+
+
 @pytest.mark.parametrize(
     ("launch", "line"),
     [
