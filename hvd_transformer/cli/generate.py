@@ -71,10 +71,11 @@ def generate(
             )
     sampling = Sampling(temperature, top_k, top_p, seed)
     if len(texts) == 1 and not as_json:
-        generate_batch(trained.model, rows, tokens, sampling, longest, _Stream(tokenizer, rows[0]))
+        listener = _Stream(tokenizer, rows[0])
+        generate_batch(trained.model, rows, tokens, sampling, longest, listener, tokenizer.document_end)
         click.echo()
         return
-    found = generate_batch(trained.model, rows, tokens, sampling, longest)
+    found = generate_batch(trained.model, rows, tokens, sampling, longest, end=tokenizer.document_end)
     for number, (text, row, more) in enumerate(zip(texts, rows, found, strict=True)):
         whole = tokenizer.decode([*row, *more])
         if as_json:

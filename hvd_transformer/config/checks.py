@@ -141,7 +141,7 @@ _TASKS_OF_KEY = {
     "batch_tokens": ("translation", "classification"),
     "source_language": ("translation",),
     "target_language": ("translation",),
-    "text_column": ("classification",),
+    "text_column": ("classification", "language_model"),
     "label_column": ("classification",),
     "positive_label": ("classification",),
     "class_weights": ("classification",),

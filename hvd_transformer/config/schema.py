@@ -127,9 +127,9 @@ class DataConfig(Section):
 
     source: str = fixed(
         "python-docs",
-        "a folder with train.txt, valid.txt and test.txt, or one text file, or python-docs (built in), wikitext2, "
-        "wikitext103, penntreebank; for translation: multi30k, iwslt2016, wmt14, or a folder or file of sentence "
-        "pairs; for classification: a folder or file of tables",
+        "a folder with train.txt, valid.txt and test.txt, or one text file; .jsonl instead of .txt: JSON lines with a "
+        "document each; or python-docs (built in), wikitext2, wikitext103, penntreebank; for translation: multi30k, "
+        "iwslt2016, wmt14, or a folder or file of sentence pairs; for classification: a folder or file of tables",
         min_length=1,
     )
     split: list[Fraction] = fixed(
@@ -186,7 +186,7 @@ class DataConfig(Section):
     test: OptionalName = fixed(
         None, "file name of the test split, as for train; none: test or, of pairs, the only name that starts with it"
     )
-    text_column: str = fixed("text", "classification: column with the text", min_length=1)
+    text_column: str = fixed("text", "column with the text: of a table, or of JSON lines with documents", min_length=1)
     label_column: str = fixed("label", "classification: column with the label", min_length=1)
     positive_label: OptionalName = fixed(
         None, "label for precision, recall and f1; default: the second label if there are two, otherwise none"

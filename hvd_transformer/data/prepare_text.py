@@ -27,6 +27,8 @@ from hvd_transformer.data.prepared import INDEX, PreparedData, TokenWriter, read
 from hvd_transformer.data.text_corpus import Corpus
 from hvd_transformer.data.text_files import PIECE_BYTES, Piece, TextSpan, read_pieces
 from hvd_transformer.data.tokenizers import (
+    DOCUMENT_END,
+    UNKNOWN,
     VOCABULARY_KINDS,
     BPETokenizer,
     Tokenizer,
@@ -146,6 +148,11 @@ class _TextWriter:
     def write(self, folder: Path) -> dict[str, Any]:
         self.context.report(f"Preparing {self.corpus.name}: {self._size / 1e6:.1f} MB of text, tokenizer {self._kind}")
         tokenizer = self.tokenizer or self._learn_tokenizer()
+        if self._has_documents and tokenizer.document_end is None:
+            raise UserError(
+                f"data.source={self.config.source}: documents need a tokenizer with an end-of-sequence token "
+                "(eos_token in its tokenizer_config.json)"
+            )
         tokenizer.save(folder)
         dtype = token_dtype(tokenizer.vocab_size)
         encode = self._encoder(tokenizer, dtype)
@@ -162,10 +169,15 @@ class _TextWriter:
 
     def _learn_tokenizer(self) -> Tokenizer:
         config, train = self.config, self.corpus.splits["train"]
+        specials = (UNKNOWN, DOCUMENT_END) if self._has_documents else (UNKNOWN,)
         if config.tokenizer == BPETokenizer.kind:
-            texts = (piece.text() for piece in self._sample(train))
+            texts = (text for piece in self._sample(train) for text in piece.texts())
             return BPETokenizer.train(
-                texts, config.vocab_size, config.min_frequency, should_stop=self.context.should_stop
+                texts,
+                config.vocab_size,
+                config.min_frequency,
+                specials=specials,
+                should_stop=self.context.should_stop,
             )
         pieces = self._pieces(train, "counting tokens")
         if self._is_native:
@@ -174,7 +186,7 @@ class _TextWriter:
             counts = total(self.context.map(partial(_count, config.tokenizer), pieces))
         if not counts:
             raise UserError(f"{train.path}: the train split has no token; it must hold text")
-        return build_vocabulary(config.tokenizer, counts, config.vocab_size, config.min_frequency)
+        return build_vocabulary(config.tokenizer, counts, config.vocab_size, config.min_frequency, specials)
 
     def _sample(self, span: TextSpan) -> Iterator[Piece]:
         """What byte pairs are learned from: all of the span, or small pieces from everywhere in it."""
@@ -206,7 +218,13 @@ class _TextWriter:
     @cached_property
     def _is_native(self) -> bool:
         """Whether native code counts and encodes."""
-        return self._kind == WordTokenizer.kind and is_native(self._libraries, self._size, self.context.report)
+        if self._has_documents or self._kind != WordTokenizer.kind:
+            return False
+        return is_native(self._libraries, self._size, self.context.report)
+
+    @property
+    def _has_documents(self) -> bool:
+        return any(span.column is not None for span in self.corpus.splits.values())
 
     @property
     def _size(self) -> int:
@@ -230,8 +248,12 @@ class _TextWriter:
 
 
 def _count(kind: str, piece: Piece) -> Counter[str]:
-    return VOCABULARY_KINDS[kind].count(piece.text())
+    return total(map(VOCABULARY_KINDS[kind].count, piece.texts()))
 
 
 def _encode(tokenizer: Tokenizer, dtype: str, piece: Piece) -> NDArray[np.unsignedinteger[Any]]:
-    return tokenizer.encode(piece.text()).astype(dtype)
+    if piece.column is None:
+        return tokenizer.encode(piece.text()).astype(dtype)
+    end = np.array([tokenizer.document_end])
+    rows = [row for ids in tokenizer.encode_texts(list(piece.texts())) for row in (ids, end)]
+    return np.concatenate(rows).astype(dtype) if rows else np.empty(0, dtype)

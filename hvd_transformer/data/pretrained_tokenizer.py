@@ -93,12 +93,23 @@ class PretrainedTokenizer(Tokenizer):
     @cached_property
     def own_pad(self) -> int | None:
         """The token number that fills a batch, if the folder has one."""
-        token = self.config.get("pad_token")
+        return self._special("pad_token")
+
+    def _special(self, key: str) -> int | None:
+        token = self.config.get(key)
         found = self.model.token_to_id(token["content"] if isinstance(token, dict) else token) if token else None
         return None if found is None else int(found)
 
     def encode(self, text: str) -> Ids:
         return np.array(self.model.encode(text, add_special_tokens=False).ids, np.uint32)
+
+    def encode_texts(self, texts: Sequence[str]) -> list[Ids]:
+        encodings = self.model.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+    @property
+    def document_end(self) -> int | None:
+        return self._special("eos_token")
 
     def encode_lines(self, lines: Sequence[str]) -> list[Ids]:
         """The token numbers of each line (T,), with special tokens; an empty line has no tokens."""

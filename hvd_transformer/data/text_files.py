@@ -1,10 +1,12 @@
 """Text files: byte ranges of them, read in pieces of bounded size or line by line."""
 
 import gzip
+import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from hvd_transformer.errors import UserError
 
@@ -13,11 +15,13 @@ PIECE_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class TextSpan:
-    """Bytes `start` to `end` - 1 of a UTF-8 file."""
+    """Bytes `start` to `end` - 1 of a UTF-8 file: running text, or with a `column` JSON lines, each with a document in
+    that column."""
 
     path: Path
     start: int
     end: int
+    column: str | None = None
 
     @property
     def size(self) -> int:
@@ -26,11 +30,12 @@ class TextSpan:
 
 @dataclass(frozen=True)
 class Piece:
-    """Some bytes of a file and their position: `data[0]` is byte `start` of the file."""
+    """Some bytes of a file and their position: `data[0]` is byte `start` of the file; `column` as in `TextSpan`."""
 
     path: Path
     start: int
     data: bytes
+    column: str | None = None
 
     def text(self) -> str:
         """Decode the piece. Raises `UserError` with the offset of an invalid byte in the file."""
@@ -42,26 +47,70 @@ class Piece:
                 f"({error.reason}); data must be UTF-8 text"
             ) from None
 
+    def texts(self) -> Iterator[str]:
+        """The documents of JSON lines, or the whole text. Raises `UserError` with the line that is wrong."""
+        if self.column is None:
+            yield self.text()
+            return
+        for number, line in enumerate(self.data.split(b"\n")):
+            if line.strip():
+                try:
+                    yield _document(line, self.column)
+                except ValueError as error:
+                    with self.path.open("rb") as file:  # told once: pieces need not count lines
+                        before = sum(block.count(b"\n") for block in _blocks(file, self.start))
+                    raise UserError(f"{self.path}, line {before + number + 1}: {error}") from None
+
+
+def _document(line: bytes, column: str) -> str:
+    """The text of a JSON line. Raises `ValueError`, which says what is wrong."""
+    try:
+        found = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"no valid UTF-8: {error.reason}") from None
+    except ValueError as error:
+        raise ValueError(f"not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"must be a JSON object with the column {column}")
+    if column not in found:
+        raise ValueError(f"has no column {column} (data.text_column); it has {', '.join(found) or 'none'}")
+    if not isinstance(text := found[column], str):
+        raise ValueError(f"{column} must be a text, not {json.dumps(text)[:40]}")
+    return text
+
+
+def _blocks(file: BinaryIO, size: int) -> Iterator[bytes]:
+    while size > 0 and (block := file.read(min(size, PIECE_BYTES))):
+        size -= len(block)
+        yield block
+
 
 def read_pieces(span: TextSpan, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
     """Yield the span in order, in pieces of at most `piece_bytes`.
 
     A piece ends before white space, at a line end if possible (see `_cut`), so that tokenizing it piece by piece gives
     the same tokens as tokenizing the whole text. The cuts depend on the text alone: results do not depend on which
-    process works on which piece. Raises `UserError` if the file shrinks meanwhile.
+    process works on which piece. JSON lines are cut between lines; a line longer than a piece makes a longer one.
+    Raises `UserError` if the file shrinks meanwhile.
     """
     position = span.start
     rest = b""
     with span.path.open("rb") as file:
         file.seek(span.start)
         while position + len(rest) < span.end:
-            wanted = min(piece_bytes - len(rest), span.end - position - len(rest))
+            room = piece_bytes - len(rest) if len(rest) < piece_bytes else piece_bytes  # a line longer than that
+            wanted = min(room, span.end - position - len(rest))
             more = file.read(wanted)
             if len(more) < wanted:
                 raise UserError(f"{span.path}: shrank while it was read")
             rest += more
-            cut = len(rest) if position + len(rest) == span.end else _cut(rest)
-            yield Piece(span.path, position, rest[:cut])
+            if position + len(rest) == span.end:
+                cut = len(rest)
+            elif span.column is None:
+                cut = _cut(rest)
+            elif not (cut := rest.rfind(b"\n") + 1):
+                continue
+            yield Piece(span.path, position, rest[:cut], span.column)
             position += cut
             rest = rest[cut:]
 
@@ -86,6 +135,16 @@ def _cut(data: bytes) -> int:
         if back < len(data) and data[-back] >= 0xC0:  # the first byte of a character that may continue behind the end
             return len(data) - back
     return len(data)
+
+
+def line_boundary(path: Path, target: int) -> int:
+    """Where the first line begins at or after byte `target`: the size of the file if there is none."""
+    if target <= 0:
+        return 0
+    with path.open("rb") as file:
+        file.seek(target - 1)
+        file.readline()
+        return file.tell()
 
 
 def boundary(path: Path, target: int, reach: int = 2**20) -> int:

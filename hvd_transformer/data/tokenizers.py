@@ -25,6 +25,7 @@ UNKNOWN = "<unk>"  # always token 0
 # The first tokens of tokenizers for sentences: <pad> fills a batch, <s> begins a target and </s> ends it.
 SPECIALS = (UNKNOWN, "<pad>", "<s>", "</s>")
 PAD, BEGIN, END = range(1, 4)
+DOCUMENT_END = "</s>"  # token 1 of a tokenizer that is learned from documents
 BPE_VOCAB_SIZE = 4096
 Ids = NDArray[np.uint32]
 
@@ -61,6 +62,15 @@ class Tokenizer(ABC):
     def encode_lines(self, lines: Sequence[str]) -> list[Ids]:
         """The token numbers of each line (T,)."""
         return [self.encode(line) for line in lines]
+
+    def encode_texts(self, texts: Sequence[str]) -> list[Ids]:
+        """The token numbers of each text (T,), without special tokens."""
+        return [self.encode(text) for text in texts]
+
+    @property
+    def document_end(self) -> int | None:
+        """The token number that ends a document, if there is one."""
+        return None
 
     def shorten(self, ids: Ids, limit: int) -> Ids:
         """Truncate the tokens of a line to at most `limit`."""
@@ -130,6 +140,11 @@ class VocabularyTokenizer(Tokenizer):
         if not tokens or tokens[0] != UNKNOWN or not all(isinstance(token, str) for token in tokens):
             raise ValueError(f"its tokens must be a list of strings, {UNKNOWN} first")
         return cls(tokens)
+
+    @property
+    def document_end(self) -> int | None:
+        first = self.tokens[: len(SPECIALS)]
+        return first.index(DOCUMENT_END) if DOCUMENT_END in first else None
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.separator.join(self.tokens[number] for number in ids)
@@ -207,6 +222,14 @@ class BPETokenizer(Tokenizer):
         encodings = self.model.encode_batch_fast(list(lines), add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
+    def encode_texts(self, texts: Sequence[str]) -> list[Ids]:
+        return self.encode_lines(texts)
+
+    @property
+    def document_end(self) -> int | None:
+        found = self.model.token_to_id(DOCUMENT_END)
+        return None if found is None else int(found)
+
     def decode(self, ids: Iterable[int]) -> str:
         return str(self.model.decode([int(number) for number in ids], skip_special_tokens=False))
 
@@ -228,11 +251,13 @@ class BPETokenizer(Tokenizer):
         min_frequency: int,
         *,
         sentences: bool = False,
+        specials: Sequence[str] = (UNKNOWN,),
         should_stop: ShouldStop = lambda: False,
     ) -> "BPETokenizer":
         """Learn the merges from texts that are read one by one; memory holds only the distinct words.
 
-        The first word of `sentences` is treated like the others, and the vocabulary has the `SPECIALS`.
+        The first word of `sentences` is treated like the others, and the vocabulary has the `SPECIALS`; otherwise it
+        begins with `specials`.
 
         Raises `Stopped` on request.
         """
@@ -245,7 +270,7 @@ class BPETokenizer(Tokenizer):
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size or BPE_VOCAB_SIZE,
             min_frequency=min_frequency,
-            special_tokens=list(SPECIALS) if sentences else [UNKNOWN],
+            special_tokens=list(SPECIALS if sentences else specials),
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )

@@ -66,8 +66,10 @@ def generate(
     sampling: Sampling,
     max_length: int,
     listener: Callable[[int, int], object] = lambda number, token: None,
+    end: int | None = None,
 ) -> list[list[int]]:
-    """Generate `num_tokens` tokens after each prompt, or fewer if `max_length` positions are used up or the text ends.
+    """Generate `num_tokens` tokens after each prompt, or fewer if `max_length` positions are used up or the text ends:
+    with `end`, or with what the configuration of a model of transformers says. That token is not returned.
 
     Prompts must have at least one token. They are processed side by side: while shorter prompts are continued, longer
     ones are still read. The tokens sampled for a prompt depend on the seed and the number of the prompt, not on other
@@ -79,7 +81,7 @@ def generate(
     rows = [list(prompt) for prompt in prompts]
     ends = [min(len(prompt) + num_tokens, max_length) for prompt in prompts]
     steps = LanguageModelSteps(model) if isinstance(model, LanguageModel) else PretrainedSteps(model)
-    last = _last_tokens(model)
+    last = _last_tokens(model) | (set() if end is None else {end})
     active = list(range(len(rows)))
     length = min(map(len, rows))
     tokens = torch.tensor([row[:length] for row in rows], device=device)
@@ -87,10 +89,12 @@ def generate(
         logits = steps.step(tokens)
         for place, number in enumerate(active):
             if len(rows[number]) == length and length < ends[number]:
-                rows[number].append(draw(logits[place], sampling, generators[number]))
-                if rows[number][-1] in last:
-                    ends[number] = len(rows[number])
-                listener(number, rows[number][-1])
+                token = draw(logits[place], sampling, generators[number])
+                if token in last:
+                    ends[number] = length
+                    continue
+                rows[number].append(token)
+                listener(number, token)
         going = [place for place, number in enumerate(active) if length + 1 < ends[number]]
         if not going:
             break

@@ -142,7 +142,9 @@ class LanguageModelTask(Task):
         starts = [len(tokens) * place // number for place in range(number)]
         prompts = [tokens[start : start + size].tolist() for start in starts]
         sampling = Sampling(seed=self.config.seed)
-        found = generate(self.model, prompts, _NEW_TOKENS, sampling, self.length, lambda *_: self.tick())
+        found = generate(
+            self.model, prompts, _NEW_TOKENS, sampling, self.length, lambda *_: self.tick(), tokenizer.document_end
+        )
         return [
             {"prompt": tokenizer.decode(prompt), "continuation": tokenizer.decode(more)}
             for prompt, more in zip(prompts, found, strict=True)

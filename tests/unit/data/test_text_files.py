@@ -1,10 +1,12 @@
 """Reading a file in pieces, against reading it whole."""
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_transformer.data.text_files import Piece, TextSpan, boundary, read_pieces
+from hvd_transformer.data.text_files import Piece, TextSpan, boundary, line_boundary, read_pieces
 from hvd_transformer.errors import UserError
 
 TEXTS = st.text(st.sampled_from("ab  \n\n\t.<br />é\u00a0\u2028日😀"), max_size=300)
@@ -80,3 +82,19 @@ def test_a_text_of_one_line_is_cut_behind_a_space_or_a_character(tmp_path):
     assert boundary(path, 5) == len(b"one two ")
     path.write_text("\u4e00\u4e8c\u4e09", encoding="utf-8")  # three bytes each
     assert [boundary(path, target) for target in (3, 4, 5, 6)] == [3, 6, 6, 6]
+
+
+@settings(deadline=None, max_examples=100)
+@given(texts=st.lists(st.text(max_size=30), min_size=1, max_size=20), size=st.integers(1, 80))
+def test_json_lines_are_cut_between_documents(tmp_path_factory, texts, size):
+    """Also those that are longer than a piece."""
+    path = tmp_path_factory.mktemp("documents") / "a.jsonl"
+    lines = [json.dumps({"text": text}) + "\n" for text in ("before", *texts)]
+    path.write_text("".join(lines), encoding="utf-8")
+    start = line_boundary(path, 1)
+    assert start == len(lines[0])
+    found = list(read_pieces(TextSpan(path, start, path.stat().st_size, "text"), size))
+    assert b"".join(piece.data for piece in found) == path.read_bytes()[start:]
+    assert all(piece.data.endswith(b"\n") for piece in found)
+    assert [text for piece in found for text in piece.texts()] == texts
+    assert all(len(piece.data) < size + max(map(len, lines)) for piece in found)
