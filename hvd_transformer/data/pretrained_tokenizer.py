@@ -48,8 +48,8 @@ class PretrainedTokenizer(Tokenizer):
 
         Raises `UserError`, which begins with `given`, if the folder has none, or none that tokenizer.json can hold.
         """
-        given = given or origin(folder)
         tokenizer = from_folder("AutoTokenizer", folder, given)
+        given = given or origin(folder)
         if not getattr(tokenizer, "is_fast", False):
             raise UserError(f"{given}: its tokenizer has no tokenizer.json and cannot be converted to one")
         if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):

@@ -96,9 +96,9 @@ def test_a_text_ends_with_its_end_token_which_is_not_part_of_it() -> None:
     """Each prompt's continuation up to the first such token; prompts that go on are not disturbed."""
     model, prompts, sampling = random_model(), ragged_prompts(), Sampling(temperature=1.3)
     whole = plain_loop(model, prompts, 12, sampling)
-    end = whole[0][3]
+    end = next(token for token in whole[0][2:] if any(token not in row and len(row) == 12 for row in whole))
     wanted = [row[: row.index(end)] if end in row else row for row in whole]
-    assert len(wanted[0]) <= 3 and any(end not in row and len(row) == 12 for row in whole)
+    assert len(wanted[0]) < 12
     heard: list[list[int]] = [[] for _ in prompts]
     found = generate(model, prompts, 12, sampling, MAX_LENGTH, lambda number, token: heard[number].append(token), end)
     assert found == heard == wanted
