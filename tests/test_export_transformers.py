@@ -152,5 +152,10 @@ def test_bad_input_gets_one_line(folder: Path, tmp_path: Path) -> None:
         "--format",
         "transformers",
     ]
-    assert "is one already; leave out --format" in run("hvd-transformer", *words, code=2)
+    assert "is a Hugging Face folder already; leave out --format" in run("hvd-transformer", *words, code=2)
     assert not (tmp_path / "again").exists()
+    (tmp_path / "rows.csv").write_text("label,text\n" + "good,a clean room\nbad,no sleep\n" * 12)
+    settings = [f"data.source={tmp_path / 'rows.csv'}", f"data.cache_dir={tmp_path}", f"output_dir={tmp_path / 'run'}"]
+    run("hvd-train", "--preset", "tiny", "task=classification", "data.workers=1", *settings, "training.max_steps=1")
+    words = ["export", tmp_path / "run", tmp_path / "again", "--format", "transformers"]
+    assert run("hvd-transformer", *words, code=2).endswith(f"{tmp_path / 'run'}: only for task=language_model\n")

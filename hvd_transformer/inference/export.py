@@ -53,7 +53,8 @@ def export_transformers(path: Path, folder: Path) -> str:
     """
     _, facts = read_facts(path)
     if facts["task"] != "language_model" or facts["model"].get("pretrained") is not None:
-        why = "is one already; leave out --format" if "pretrained" in facts["model"] else "only for a language model"
+        is_one = facts["model"].get("pretrained") is not None
+        why = "is a Hugging Face folder already; leave out --format" if is_one else "only for task=language_model"
         raise UserError(f"--format transformers: {path}: {why}")
     trained = load_trained(path, "language_model")
     made = as_transformers(trained.config, {name: weight.data for name, weight in trained.model.named_parameters()})

@@ -136,6 +136,23 @@ def test_training_is_transformers_own_however_it_is_cut(folder, done, name):
             assert difference < 1e-9, f"{mode}, {own}: {difference}"
 
 
+def test_an_export_is_the_folder_again(world, folder, done, tmp_path):
+    """What was trained on four ranks, as transformers reads it; weights are exported in float64, too."""
+    run = done / "qwen3-dp-tp-pp"
+    exported = world(1).command("hvd-transformer", "export", run, tmp_path / "exported", "--format", "transformers")
+    assert exported.returncode == 0, exported.stderr
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float64)
+    ours = StoredTensors(run / "checkpoints" / "latest", "model.safetensors")
+    names = their_names(load(file=run / "config.yaml").model)
+    theirs = model.state_dict()
+    assert {piece for pieces in names.values() for piece in pieces} == set(theirs)
+    for own, pieces in names.items():
+        assert torch.equal(ours.whole(own), torch.cat([theirs[piece] for piece in pieces])), own
+    tokenizers = [transformers.AutoTokenizer.from_pretrained(place) for place in (folder / "qwen3", tmp_path / "exported")]
+    first, second = (tokenizer("the room was very good")["input_ids"] for tokenizer in tokenizers)
+    assert first == second
+
+
 def test_a_checkpoint_is_evaluated_and_generates(world, folder, done):
     """It needs the folder no more: its configuration and tokenizer are complete."""
     (folder / "llama").rename(folder / "gone")
