@@ -2,15 +2,17 @@
 
 Ranks first train alone, without any communication, then together as configured:
 
-    alone      the first rank of each host | all ranks at once      training fraction, crowding, jitter
-               in smaller micro-batches    |                        seconds of a layer whatever its size
+    alone      the first rank of each host, in turn in smaller      training fraction,
+               micro-batches                                        seconds of a layer whatever its size
+               all ranks at once                                    crowding, jitter
     together   all ranks                                            tokens per second, MFU, parts of a step
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
@@ -100,11 +102,11 @@ def bench_train(config: Config, vocab_size: int, seconds: float, world: World, h
     if world.size > 1 and config.parallel.tensor == 1:
         alone = _alone(config, vocab_size, seconds, world, heartbeat)
     with trainer_of(config, vocab_size, world, heartbeat) as trainer:
-        mesh, steps = trainer.mesh, _measure(trainer, seconds, world)
+        mesh, configs = trainer.mesh, _with_pieces(trainer) if world.size == 1 else [trainer.config]
+        steps, *pieces = _measure(trainer, configs, seconds, world)
         if world.size == 1:
             work = [step.work for step in steps]
-            pieces = _measure_pieces(config, vocab_size, seconds / 2, world, heartbeat)
-            alone = Alone(steps, median(work), relative_deviation(work), pieces)
+            alone = Alone(steps, median(work), relative_deviation(work), *pieces)
         return TrainResult(
             num_parameters=trainer.engine.num_parameters,
             world=world,
@@ -209,20 +211,31 @@ def checked_mesh(config: Config, world: World) -> ParallelMesh:
     return mesh
 
 
-def _measure(trainer: Trainer, seconds: float, world: World) -> list[StepTimes]:
-    """This rank's steps, as many as on the other ranks of `world`, which need not be the trainer's. Collective."""
+def _measure(trainer: Trainer, configs: Sequence[Config], seconds: float, world: World) -> list[list[StepTimes]]:
+    """This rank's steps with each configuration, which differ in micro-batches; as many as on the other ranks of
+    `world`, which need not be the trainer's. Collective.
+
+    They take turns, so that what slows the machine down for a while slows all alike.
+    """
     device, plans = trainer.mesh.device, trainer.task.sampler.epoch()
     results: list[StepResult] = []
 
-    def step() -> None:
+    def step(config: Config) -> None:
+        trainer.config = config
         results.append(trainer.step(next(plans)))
 
+    def turn() -> None:
+        for config in configs:
+            step(config)
+
     with only_new_garbage():
-        count = repeats(seconds, warm_up(world, step, device))
+        count = repeats(seconds, warm_up(world, turn, device))
         world.barrier()
         results.clear()
-        totals = [call_seconds(step, device) for _ in range(count)]
-    return [_times(total, result, trainer.world.size) for total, result in zip(totals, results, strict=True)]
+        totals = [call_seconds(partial(step, config), device) for _ in range(count) for config in configs]
+    trainer.config = configs[0]
+    times = [_times(total, result, trainer.world.size) for total, result in zip(totals, results, strict=True)]
+    return [times[place :: len(configs)] for place in range(len(configs))]
 
 
 def _times(total: float, result: StepResult, num_ranks: int) -> StepTimes:
@@ -242,24 +255,22 @@ def _alone(config: Config, vocab_size: int, seconds: float, world: World, heartb
     share = None if samples is None else math.ceil(samples / world.size)
     config = config.model_copy(update={"training": config.training.model_copy(update={"global_batch_size": share})})
     with trainer_of(config, vocab_size, own, heartbeat) as trainer:
-        first = _measure(trainer, seconds / 2, own) if world.local_rank == 0 else None
+        first: list[StepTimes] | None = None
+        pieces: list[list[StepTimes]] = []
+        if world.local_rank == 0:
+            first, *pieces = _measure(trainer, _with_pieces(trainer), seconds / 2, own)
         world.barrier()
-        work = [step.work for step in _measure(trainer, seconds / 2, world)]
-    pieces = _measure_pieces(config, vocab_size, seconds / 2, own, heartbeat) if first is not None else None
-    world.barrier()
-    return Alone(first, mean_over_ranks(world, median(work)), mean_over_ranks(world, relative_deviation(work)), pieces)
+        (together,) = _measure(trainer, [trainer.config], seconds / 2, world)
+    work = [step.work for step in together]
+    return Alone(first, mean_over_ranks(world, median(work)), mean_over_ranks(world, relative_deviation(work)), *pieces)
 
 
-def _measure_pieces(
-    config: Config, vocab_size: int, seconds: float, own: World, heartbeat: Heartbeat
-) -> list[StepTimes] | None:
-    """Steps in smaller micro-batches on a rank alone. None: they cannot be smaller, or a pipeline or a GPU, which
-    computes while Python goes ahead, hides what each costs."""
-    smaller = _in_pieces(config)
-    if smaller == config or config.parallel.pipeline > 1:
-        return None
-    with trainer_of(smaller, vocab_size, own, heartbeat) as trainer:
-        return _measure(trainer, seconds, own) if trainer.mesh.device.type == "cpu" else None
+def _with_pieces(trainer: Trainer) -> list[Config]:
+    """The configuration, and with smaller micro-batches if they can be smaller. Not with a pipeline or on a GPU, which
+    computes while Python goes ahead: both hide what a micro-batch costs."""
+    config, smaller = trainer.config, _in_pieces(trainer.config)
+    hides = config.parallel.pipeline > 1 or trainer.mesh.device.type != "cpu"
+    return [config] if hides or smaller == config else [config, smaller]
 
 
 def _flops_per_sample(config: Config, vocab_size: int) -> float:
