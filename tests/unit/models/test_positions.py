@@ -46,6 +46,17 @@ def test_llama3_keeps_short_wavelengths_and_stretches_long_ones() -> None:
     assert ((turns > 1) & (turns < 4)).any()
 
 
+def test_a_text_that_grows_by_tokens_makes_few_tables() -> None:
+    rotary, whole, tables = RotaryPositions(8, 500.0), RotaryPositions(8, 500.0), set()
+    heads = torch.randn(1, 1, 300, 8)
+    wanted, _ = whole(heads, heads)
+    for place in range(300):
+        found, _ = rotary(heads[:, :, place : place + 1], heads[:, :, place : place + 1], place)
+        assert torch.equal(found, wanted[:, :, place : place + 1])
+        tables.add(rotary.table.size(1))
+    assert len(tables) <= 10
+
+
 def test_a_product_depends_on_the_distance_alone() -> None:
     torch.manual_seed(1)
     rotary = RotaryPositions(16, 500.0, YARN)
