@@ -134,10 +134,8 @@ class _Settings:
         if key not in KEYS:
             raise UserError(f"{shown(key)} ({origin}): unknown key{_nearest(key, KEYS)}")
         given = f"{key}={shown(value)} ({origin})"
-        if _has_bool(value) and bool not in (
-            kind := field(key).annotation,
-            *get_args(kind),
-        ):  # pydantic would read it as 0 or 1
+        kind = field(key).annotation
+        if _has_bool(value) and bool not in (kind, *get_args(kind)):  # pydantic would read it as 0 or 1
             raise UserError(f"{given}: must not be true or false, nor yes or no, unless in quotes")
         if not isinstance(value, _PLAIN):  # a date, for example
             raise UserError(f"{given}: must be text, a number, a list or a table; put text in quotes")

@@ -76,6 +76,10 @@ def _document(line: bytes, column: str) -> str:
         raise ValueError(f"has no column {column} (data.text_column); it has {', '.join(found) or 'none'}")
     if not isinstance(text := found[column], str):
         raise ValueError(f"{column} must be a text, not {json.dumps(text)[:40]}")
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON may escape what is no character
+        raise ValueError(f"{column} has half of a surrogate pair") from None
     return text
 
 
