@@ -57,6 +57,16 @@ def command(
     return subprocess.CompletedProcess(given, code, out, err)
 
 
+def output(program: str, *words: object, code: int = 0) -> str:
+    """Standard output of a command that ends with this exit code; with another one than 0, its one line of error."""
+    done = command(program, *words)
+    assert done.returncode == code, done.stdout + done.stderr
+    if code == 0:
+        return done.stdout
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
 def captured(
     action: Callable[[], Any],
     folder: str | Path | None = None,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import command
+from commands import output as run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 DOCUMENTS = [f"The naïve cat sat on rug {number}!\n\n“Fine”\r\n" + "and so on " * (number % 7) for number in range(300)]
@@ -14,14 +14,6 @@ SETTINGS = [
     "--preset", "tiny", "data.vocab_size=none", "data.workers=2", "data.split=[0.7,0.3]", "training.device=cpu",
     "data.sequence_length=16", "training.batch_size=4", "training.max_steps=2", "training.text_samples=2",
 ]  # fmt: skip
-
-
-def run(program: str, *words: object, code: int = 0) -> str:
-    result = command(program, *words)
-    assert result.returncode == code, result.stdout + result.stderr
-    if code:
-        assert result.stderr.count("\n") == 1, result.stderr
-    return result.stderr if code else result.stdout
 
 
 def write(path: Path, documents: Sequence[object], column: str = "text") -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from commands import command
+from commands import output as run
 
 from hvd_transformer.data.load_tokenizer import load_tokenizer
 
@@ -43,12 +43,6 @@ SETTINGS = [
     "training.text_samples=0", "optimizer.warmup_steps=0",
 ]  # fmt: skip
 PROMPT = "the cat's hat sat on"
-
-
-def run(program: str, *words: object, code: int = 0) -> str:
-    result = command(program, *words)
-    assert result.returncode == code, result.stdout + result.stderr
-    return result.stderr if code else result.stdout
 
 
 def validation_loss(checkpoint: Path) -> float:

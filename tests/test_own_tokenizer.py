@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import command
+from commands import output as run
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 TEXT = "The naïve cat sat on my rug!\n  And the hat; “the” RUG.\n" * 80
@@ -13,14 +13,6 @@ SETTINGS = [
     "--preset", "tiny", "data.vocab_size=none", "data.workers=1", "data.split=[0.8,0.2]", "training.device=cpu",
     "data.sequence_length=16", "training.batch_size=4", "training.max_steps=2",
 ]  # fmt: skip
-
-
-def run(program: str, *words: object, code: int = 0) -> str:
-    result = command(program, *words)
-    assert result.returncode == code, result.stdout + result.stderr
-    if code:
-        assert result.stderr.count("\n") == 1, result.stderr
-    return result.stderr if code else result.stdout
 
 
 @pytest.fixture(scope="module")
