@@ -1,4 +1,4 @@
-"""The pages with the service itself: `serve --runs` over a run directory that grows."""
+"""The pages with the service itself: `serve --runs` over the run directory of a job at work."""
 
 import json
 import subprocess
@@ -24,14 +24,17 @@ def _line(step: int) -> str:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
-    """A run directory, with a name that is HTML."""
+def run(tmp_path: Path) -> Iterator[Path]:
+    """A run directory, with a name that is HTML. It is locked as by training: the service follows runs at work."""
     folder = tmp_path / "runs" / "<b>first"
     (folder / "logs").mkdir(parents=True)
     (folder / "config.yaml").write_text("task: language_model\nseed: 1\noptimizer:\n  lr: 0.001\n", encoding="utf-8")
     (folder / "metrics.jsonl").write_text("".join(map(_line, range(1, _STEPS + 1))), encoding="utf-8")
     (folder / "logs" / "rank-000.log").write_text("the first line\n", encoding="utf-8")
-    return folder
+    lock = FolderLock(folder / ".lock", "hvd-train")
+    lock.take()
+    yield folder
+    lock.release()
 
 
 @pytest.fixture
@@ -83,8 +86,6 @@ def test_a_run_in_the_table_and_on_its_page(window: Browser, link: str, run: Pat
 @pytest.mark.slow
 def test_twenty_pages_are_live_at_once(window: Browser, link: str, run: Path) -> None:
     """More than the connections that a browser opens to one service."""
-    lock = FolderLock(run / ".lock", "hvd-train")
-    lock.take()  # it is at work, so its metrics are looked at all the time
     window.complaints()
     window.driver.get(link)
     window.sees("<b>first", "tbody")
@@ -103,7 +104,6 @@ def test_twenty_pages_are_live_at_once(window: Browser, link: str, run: Path) ->
         window.driver.switch_to.window(tab)
         window.until(lambda: "0.0077" in window.text("figure[aria-label='Learning rate'] .values"), "the new point")
     print(f"the point was on all 20 pages after {time.monotonic() - began:.2f} s")
-    lock.release()
     assert window.complaints() == []
     for tab in tabs[1:]:
         window.driver.switch_to.window(tab)
