@@ -1,5 +1,6 @@
 """Fixtures that every test may use: real data, and real ranks."""
 
+import gc
 import os
 import shutil
 import subprocess
@@ -33,6 +34,12 @@ Ranks = Callable[..., subprocess.CompletedProcess[str]]
 def pytest_configure(config: pytest.Config) -> None:
     if os.environ.get("CI") == "true" and not hasattr(config, "workerinput"):  # xdist's workers report to one process
         config.pluginmanager.register(UnexpectedSkips())
+
+
+def pytest_collection_finish() -> None:
+    """Every command that runs in this process ends with a full collection; the modules and tests need no look."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

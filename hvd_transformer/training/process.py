@@ -60,9 +60,12 @@ def only_new_garbage() -> Iterator[None]:
     """Within it, Python's garbage collector looks at objects made since it was entered only.
 
     torch's import alone leaves 300,000 objects. A full collection visits each of them, on each rank at another step,
-    and the other ranks wait.
+    and the other ranks wait. In a process that has frozen its objects itself, they stay frozen.
     """
     gc.collect()
+    if gc.get_freeze_count():
+        yield
+        return
     gc.freeze()
     try:
         yield

@@ -4,6 +4,7 @@ It connects to the tests' process, says its rank, and answers each line (a case,
 The commands of a case run as ever, but find the world that is there already.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -50,6 +51,8 @@ def main() -> None:
     ):
         lines.write(json.dumps({"rank": world.rank, "pid": os.getpid()}) + "\n")
         lines.flush()
+        gc.collect()
+        gc.freeze()  # a case ends with a full collection, which need not visit all of torch
         for line in lines:
             lines.write(json.dumps(answer(json.loads(line))) + "\n")
             lines.flush()

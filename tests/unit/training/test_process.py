@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -63,7 +64,16 @@ def test_the_users_own_settings_stand(environment: dict[str, str]) -> None:
     assert faults("keep", **environment)[0] == "False"
 
 
-def test_collections_visit_what_is_made_meanwhile_and_everything_afterwards() -> None:
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    """As in a new process; conftest.py has frozen the tests' own."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
+def test_collections_visit_what_is_made_meanwhile_and_everything_afterwards(thawed: None) -> None:
     before = len(gc.get_objects())
     with only_new_garbage():
         assert len(gc.get_objects()) < before / 10
@@ -75,7 +85,15 @@ def test_collections_visit_what_is_made_meanwhile_and_everything_afterwards() ->
     assert len(gc.get_objects()) > before / 2
 
 
-def test_a_failure_ends_it_too() -> None:
+def test_a_failure_ends_it_too(thawed: None) -> None:
     with pytest.raises(KeyError), only_new_garbage():
         raise KeyError
     assert gc.get_freeze_count() == 0
+
+
+def test_what_the_process_has_frozen_stays_so(thawed: None) -> None:
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with only_new_garbage():
+        assert gc.get_freeze_count() == frozen
+    assert gc.get_freeze_count() == frozen > 0
