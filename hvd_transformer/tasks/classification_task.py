@@ -20,6 +20,7 @@ from hvd_transformer.data.tokenizers import PAD, Tokenizer
 from hvd_transformer.errors import UserError
 from hvd_transformer.inference.predict import padded
 from hvd_transformer.models.classifier import Classifier, classifier_layers
+from hvd_transformer.models.flops import classifier_flops
 from hvd_transformer.nn.contracts import Layer, MicroBatch
 from hvd_transformer.tasks.metrics import classification_metrics
 from hvd_transformer.tasks.task import Batch, EvaluationSpec, ExampleTask, ModelSketch, PrepareContext
@@ -115,6 +116,10 @@ class ClassificationTask(ExampleTask):
 
     def num_targets(self, batch: Batch) -> int:
         return batch[1].numel()
+
+    def flops(self, batch: Batch) -> float:
+        samples, length = batch[0].shape
+        return classifier_flops(self.config.model, len(self.labels), (samples, length))
 
     def metrics(self, sums: Sequence[float], count: int) -> dict[str, float]:
         matrix = np.array(sums[1:]).reshape(len(self.labels), -1)

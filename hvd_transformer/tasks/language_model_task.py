@@ -17,6 +17,7 @@ from hvd_transformer.data.text_corpus import open_corpus, open_text
 from hvd_transformer.data.tokenizers import Tokenizer
 from hvd_transformer.errors import UserError
 from hvd_transformer.inference.generation import Sampling, generate
+from hvd_transformer.models.flops import language_model_flops
 from hvd_transformer.models.language_model import LanguageModel, language_model_layers
 from hvd_transformer.nn.contracts import Layer, MicroBatch
 from hvd_transformer.tasks.task import EvaluationSpec, ModelSketch, PrepareContext, Task
@@ -131,6 +132,10 @@ class LanguageModelTask(Task):
 
     def num_targets(self, batch: tuple[Tensor, ...]) -> int:
         return batch[1].numel()
+
+    def flops(self, batch: tuple[Tensor, ...]) -> float:
+        samples, length = batch[0].shape
+        return language_model_flops(self.config.model, self.rows, (samples, length))
 
     def text_samples(self, split: str, number: int) -> Sequence[Mapping[str, str]]:
         """Continuations of passages that are spread evenly over the split, the first one at its beginning.

@@ -22,7 +22,7 @@ from hvd_transformer.nn.contracts import Layer
 from hvd_transformer.nn.dropout import torch_dropout_key
 from hvd_transformer.tasks.classification_task import ROLE, ClassificationTask, open_examples
 from hvd_transformer.tasks.language_model_task import LanguageModelTask
-from hvd_transformer.tasks.task import ModelSketch, PrepareContext, Task
+from hvd_transformer.tasks.task import Batch, ModelSketch, PrepareContext, Task
 
 _NAME = "model"  # the name of the only layer
 
@@ -54,6 +54,9 @@ class PretrainedTask(Task):
     @abstractmethod
     def loss(self, *tensors: Tensor) -> Tensor:
         """The sum of the losses of a micro-batch, as the last layer of any task."""
+
+    def flops(self, batch: Batch) -> float:
+        return 0.0  # its layers are those of transformers
 
     @property
     def files(self) -> Mapping[str, str]:

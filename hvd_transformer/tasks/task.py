@@ -165,6 +165,11 @@ class Task(ABC):
     def num_targets(self, batch: Batch) -> int:
         """The number of targets of a batch: the sum of the losses divided by it is the mean loss."""
 
+    def flops(self, batch: Batch) -> float:
+        """FLOPs of the matrix products in forward and backward of a training batch, nothing counted twice that is
+        computed again (`models.flops`). With them the metrics have `mfu`; 0: not known."""
+        return 0.0
+
     num_sums: int = 1
     """The number of sums that the last layer returns in evaluation."""
 

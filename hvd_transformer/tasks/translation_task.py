@@ -16,6 +16,7 @@ from hvd_transformer.data.splits import ExampleSource
 from hvd_transformer.data.tokenizers import BEGIN, END, PAD, Tokenizer
 from hvd_transformer.inference.predict import padded, translate
 from hvd_transformer.models.encoder_decoder import EncoderDecoder, encoder_decoder_layers
+from hvd_transformer.models.flops import encoder_decoder_flops
 from hvd_transformer.nn.contracts import Layer, MicroBatch
 from hvd_transformer.tasks.metrics import bleu_metrics, signature
 from hvd_transformer.tasks.task import Batch, EvaluationSpec, ExampleTask, ModelSketch, PrepareContext
@@ -106,6 +107,12 @@ class TranslationTask(ExampleTask):
 
     def num_targets(self, batch: Batch) -> int:
         return int((batch[1][:, 1:] != PAD).sum())
+
+    def flops(self, batch: Batch) -> float:
+        (samples, sources), (_, ends) = batch[0].shape, batch[1].shape
+        vocab_size = self.data.tokenizers["target"].vocab_size
+        source, target = (samples, sources), (samples, ends - 1)
+        return encoder_decoder_flops(self.config.model, vocab_size, source, target, self.num_targets(batch))
 
     @property
     def metric_names(self) -> list[str]:
