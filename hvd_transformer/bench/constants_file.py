@@ -5,9 +5,10 @@ from pathlib import Path
 
 import torch
 
-from hvd_transformer.bench.device import device_name, measure_device
+from hvd_transformer.bench.device import measure_device
 from hvd_transformer.comm.world import World, agree
 from hvd_transformer.planning.constants import Backend, Constants, Link, Scope, load, save
+from hvd_transformer.planning.device_peak import device_name
 
 _OF_THE_DEVICE = ("threads", "devices_per_host", "matmul", "memory_bandwidth", "memory_bytes")
 

@@ -13,7 +13,7 @@ from hvd_transformer.bench.timing import repeats, series, warm_up
 from hvd_transformer.comm.horovod_env import usable_cores
 from hvd_transformer.comm.world import World
 from hvd_transformer.planning.constants import Constants
-from hvd_transformer.planning.profile_cache import processor_name
+from hvd_transformer.planning.device_peak import device_name
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 _SIDES = {"cpu": (128, 256, 512, 1024, 2048), "cuda": (512, 1024, 2048, 4096, 8192)}
@@ -22,14 +22,6 @@ _MOST_SECONDS = 1.0  # larger products are left out
 _CALLS = {"cpu": 1, "cuda": 20}  # per timing: a GPU is to be kept busy, as in training
 # Copied for the memory bandwidth: more than the caches of a processor hold.
 _COPY_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
-
-
-def device_name(device: torch.device) -> str:
-    """The name of the processor; on a CPU also the number of threads of a rank."""
-    if device.type == "cuda":
-        return processor_name(device)
-    threads = torch.get_num_threads()
-    return f"{processor_name(device)}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def measure_device(device: torch.device) -> Constants:

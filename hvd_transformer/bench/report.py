@@ -74,7 +74,7 @@ def train_report(config: Config, known: Constants | None, result: TrainResult) -
     if known is None:  # not rank 0, which reports
         return Report({}, {})
     world, mesh, precision = result.world, result.mesh, config.training.precision
-    side, rate = max(known.matmul[precision].items(), key=lambda item: item[1])
+    side, rate = known.fastest_matmul(precision)
     used, alone = result.utilization(rate), None if result.alone is None else result.alone.together
     shown = StepTimes._fields[1:]
     parts = dict(zip(("forward and backward", "waiting for communication", "update", "data"), shown, strict=True))

@@ -52,6 +52,9 @@ class Constants(_Table):
     version: Literal[1] = Field(FORMAT, description="of this format")
     device: str = Field(min_length=1, description="name of the device; of a CPU also how many threads a rank has")
     origin: str = Field("", description="where the figures come from: date of the measurement, or publications")
+    gpu_names: tuple[str, ...] | None = Field(
+        None, description="of published figures: parts of the names that these GPUs give themselves"
+    )
     threads: int = Field(1, ge=1, description="threads of a rank, on a CPU")
     devices_per_host: int = Field(1, ge=1, description="ranks that fit on a host: its GPUs, or its cores / threads")
     matmul: Mapping[Precision, Mapping[Annotated[int, Field(ge=1)], Positive]] = Field(
@@ -92,6 +95,10 @@ class Constants(_Table):
             return below[-1][1] if below else above[0][1]
         (first, low), (last, high) = below[-1], above[0]
         return low + (high - low) * math.log(side / first) / math.log(last / first)
+
+    def fastest_matmul(self, precision: Precision) -> tuple[int, float]:
+        """The side and the FLOP/s of the fastest matrix product. Raises `UserError` like `matmul_rate`."""
+        return max(self._known(self.matmul, precision, "matmul").items(), key=lambda item: item[1])
 
     def training_rate(self, precision: Precision, side: float) -> float:
         """FLOP/s of forward and backward whose typical product has this side. Raises `UserError` like `matmul_rate`."""

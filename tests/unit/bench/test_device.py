@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from hvd_transformer.bench import device
-from hvd_transformer.bench.device import device_name, free_bytes, measure_device
+from hvd_transformer.bench.device import free_bytes, measure_device
+from hvd_transformer.planning.device_peak import device_name
 
 CPU = torch.device("cpu")
 
