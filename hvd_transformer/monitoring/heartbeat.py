@@ -29,6 +29,7 @@ class Heartbeat:
         self.step = self.total_steps = 0  # `step` counts completed steps
         self.loss: float | None = None
         self.tokens_per_second: float | None = None
+        self.mfu: float | None = None  # on rank 0, where it is known
         self.unit = "tokens"  # what `tokens_per_second` counts: `Task.unit`
         self.work_seconds: float | None = None  # per step, when the ranks' work was last compared: `Stragglers`
         self.link: Collectives | None = None  # a rank is watched before it has joined the world

@@ -146,6 +146,7 @@ class Watchdog:
             "loss": heartbeat.loss,
             "tokens_per_second": heartbeat.tokens_per_second,
             "unit": heartbeat.unit,
+            "mfu": heartbeat.mfu,
             "work_seconds": heartbeat.work_seconds,
             "memory": _resident_bytes(),
             "late": late,

@@ -61,7 +61,15 @@ class Silent:
         """Begin. `first_step`: steps already completed; 0, or those of the checkpoint."""
 
     def step(
-        self, step: int, epoch: int, loss: float, perplexity: float | None, lr: float, per_second: float, unit: str
+        self,
+        step: int,
+        epoch: int,
+        loss: float,
+        perplexity: float | None,
+        lr: float,
+        per_second: float,
+        unit: str,
+        mfu: float | None = None,
     ) -> None:
         """Show the numbers after `step`; cheap enough to call in every step. `per_second` is in `unit`."""
 
@@ -79,7 +87,7 @@ class _State:
     total_steps: int
     step: int
     started: float
-    numbers: tuple[str, ...] = ()  # epoch, loss, perplexity, rate, speed
+    numbers: tuple[str, ...] = ()  # epoch, loss, perplexity, rate, speed, MFU
     at: float = 0.0  # when `step` was shown
     seconds_per_step: float | None = None
 
@@ -123,7 +131,15 @@ class Progress(Silent):
                 self._live.start(refresh=True)
 
     def step(
-        self, step: int, epoch: int, loss: float, perplexity: float | None, lr: float, per_second: float, unit: str
+        self,
+        step: int,
+        epoch: int,
+        loss: float,
+        perplexity: float | None,
+        lr: float,
+        per_second: float,
+        unit: str,
+        mfu: float | None = None,
     ) -> None:
         state = self._state
         assert state is not None, "step() before start()"
@@ -140,6 +156,7 @@ class Progress(Silent):
             *([] if perplexity is None else [f"ppl {perplexity:.1f}" if perplexity < 1e5 else f"ppl {perplexity:.1e}"]),
             f"lr {lr:.1e}",
             f"{per_second:,.0f} {unit}/s",
+            *([] if mfu is None else [f"MFU {100 * mfu:.1f} %"]),
         )
         if now - self._printed_at >= _LINE_SECONDS or step >= state.total_steps:
             self._print_numbers()
@@ -187,7 +204,7 @@ class Progress(Silent):
             yield Text(f" {times}", no_wrap=True, overflow="crop")
         else:
             yield Text("")
-        keep = (2, 0, 1, 4, 3)
+        keep = (2, 0, 1, 4, 3, 5)
         numbers = _fit(zip(state.numbers, keep, strict=False), width)
         yield Text(numbers or "waiting for the first step", no_wrap=True, overflow="crop")
 

@@ -26,6 +26,7 @@ from hvd_transformer.tasks.metrics import chosen, perplexity, show_metrics
 from hvd_transformer.training.process import StopRequest
 from hvd_transformer.training.run_directory import RunDirectory
 from hvd_transformer.training.state import StepResult, Wishes
+from hvd_transformer.training.step_costs import StepCosts, show_costs
 from hvd_transformer.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -37,11 +38,20 @@ class Session:
     """Runs a `Trainer` until the job ends or is stopped; rank 0 writes the run directory."""
 
     def __init__(
-        self, trainer: Trainer, run: RunDirectory, progress: Silent, data_digest: str, heartbeat: Heartbeat
+        self,
+        trainer: Trainer,
+        run: RunDirectory,
+        progress: Silent,
+        data_digest: str,
+        heartbeat: Heartbeat,
+        environment: Mapping[str, Any],
+        peak: float | None = None,
     ) -> None:
         self.config, self.world, self.trainer, self.run = trainer.config, trainer.world, trainer, run
         self.progress, self.data_digest, self.heartbeat = progress, data_digest, heartbeat
+        self.environment = environment
         self.stragglers = Stragglers(self.world.hosts, self.world.rank)
+        self.costs = StepCosts(self.world, trainer.mesh, peak)
         heartbeat.step, heartbeat.total_steps = trainer.state.step, trainer.total_steps
         heartbeat.unit = trainer.task.unit
         self.saver = Saver(run.store, self.world, self.warn)
@@ -63,9 +73,10 @@ class Session:
             for number, plan in enumerate(steps, start=1):
                 self.trainer.engine.timeline.recording = self.config.profile and number in PROFILED
                 self.heartbeat.phase = "step"
-                compare = self._log_due(state.step + 1) and self.stragglers.due
-                wishes = Wishes(bool(stop), self._save_due_by_time(), compare)
-                result = self.trainer.step(plan, wishes, report=self._report_due(plan))
+                log_due = self._log_due(state.step + 1)
+                wishes = Wishes(bool(stop), self._save_due_by_time(), log_due and self.stragglers.due)
+                costs = self.costs.take() if log_due else ()
+                result = self.trainer.step(plan, wishes, costs, report=self._report_due(plan))
                 if number == PROFILED[-1]:
                     self._write_timeline()
                 self._record(result)
@@ -154,6 +165,7 @@ class Session:
         self.heartbeat.stepped(state.step, *known)
         slowest = self._compare_work() if totals.wishes.compare else {}
         self.stragglers.add(result.work, result.seconds)
+        self.costs.add(result)
         if news := self.trainer.engine.grad_sync.wire.take_news():
             log.info(news)
             self.progress.message(news)
@@ -166,13 +178,17 @@ class Session:
         task = self.trainer.task
         shown = perplexity(loss) if "perplexity" in task.metric_names else None
         more = {} if shown is None else {"perplexity": shown}
-        self.progress.step(state.step, result.epoch + 1, loss, shown, result.learning_rate, speed, task.unit)
+        costs = self.costs.metrics(totals.costs) if due else {}
+        mfu = self.heartbeat.mfu = costs.get("mfu")
+        self.progress.step(state.step, result.epoch + 1, loss, shown, result.learning_rate, speed, task.unit, mfu)
         milliseconds = 1000 * interval["seconds"] / interval["steps"]
         log.info(
             "epoch %d, step %d of %d, lr %.3e, %.1f ms a step, loss %.5f, gradient norm %.4f",
             result.epoch + 1, state.step, self.trainer.total_steps, result.learning_rate, milliseconds, loss,
             result.grad_norm,
         )  # fmt: skip
+        if costs:
+            log.info("step %d: %s", state.step, show_costs(costs))
         if self.metrics is not None:
             self.run.check()
             self.metrics.write(
@@ -186,6 +202,7 @@ class Session:
                 tokens_per_second=speed,
                 milliseconds_per_step=milliseconds,
                 loss_scale=self.trainer.loss_scaler.scale,
+                **costs,
                 **slowest,
             )
         if due:
@@ -312,6 +329,7 @@ class Session:
             "device": trainer.mesh.device.type,
             "compression": trainer.engine.grad_sync.wire.format,
             "parameters": trainer.engine.num_parameters,
+            "env": self.environment,
             "train_loss": state.train_loss,
             "valid_loss": None,
             **_of_split("valid", self.valid or {}),

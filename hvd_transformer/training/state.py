@@ -1,5 +1,6 @@
 """How far a job has come, and the result of one step."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -86,6 +87,7 @@ class StepTotals(NamedTuple):
     targets: int
     samples: int
     wishes: Wishes
+    costs: Sequence[float] = ()  # sums of what the ranks' `StepCosts` took
 
 
 class StepResult(NamedTuple):
@@ -99,3 +101,4 @@ class StepResult(NamedTuple):
     work: float  # seconds of these in which this rank did not wait for others
     data: float  # of `work`: seconds for the batches
     update: float  # of `work`: seconds for norm, clip and optimizer
+    flops: float = 0.0  # of this replica, in forward and backward without recomputing; 0: not known

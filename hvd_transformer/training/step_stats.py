@@ -1,6 +1,7 @@
-"""The sums of a step over all ranks, in one small message: losses, targets, samples, and what the ranks wish for."""
+"""The sums of a step over all ranks, in one small message: losses, targets, samples, what the ranks wish for, and, in
+a step that is logged, what steps cost."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from hvd_transformer.training.state import NO_WISHES, StepTotals, Sums, Wishes
 
 
 class StepStats:
-    """Sums of one step over the ranks: losses, targets, samples, wishes.
+    """Sums of one step over the ranks: losses, targets, samples, wishes, `costs`.
 
     Of a tensor group, whose ranks see the same samples, one rank counts. `counts` are this rank's targets and samples.
     They carry `unsent`, the sums of local steps before. Without `sends` nothing is told to the other ranks.
@@ -24,12 +25,14 @@ class StepStats:
         counts: tuple[int, int],
         wishes: Wishes,
         unsent: Sums,
+        costs: Sequence[float] = (),
         *,
         sends: bool = True,
     ) -> None:
         self._world, self._device, self._counts = world, mesh.devices[-1], mesh.tp_rank == 0
         self._loss = torch.zeros((), dtype=torch.float64, device=self._device)
         self._own_counts, self._unsent, self._wishes, self._sends = counts, unsent, wishes, sends
+        self._costs = costs
 
     def add_loss(self, loss: Tensor) -> None:
         """Add the loss of a micro-batch; the last stage calls this in their order."""
@@ -40,18 +43,22 @@ class StepStats:
         if not self._sends:
             return
         sums = self._unsent.plus(Sums(0.0, *self._own_counts)) if self._counts else Sums()
-        self._sums = torch.tensor([*sums, *self._wishes], dtype=torch.float64).to(self._device, non_blocking=True)
+        values = torch.tensor([*sums, *self._wishes, *self._costs], dtype=torch.float64)
+        self._sums = values.to(self._device, non_blocking=True)
         if self._counts:
             self._sums[0] += self._loss
-        self._wait: Callable[[], Tensor] = self._world.all_reduce_async_(self._sums, "step.sums")
+        name = "step.costs" if self._costs else "step.sums"  # Horovod caches the shape by the name
+        self._wait: Callable[[], Tensor] = self._world.all_reduce_async_(self._sums, name)
 
     def wait(self) -> StepTotals:
         """The sums of all ranks; zeros without `sends`."""
         if not self._sends:
             return StepTotals(0.0, 0, 0, NO_WISHES)
         self._wait()
-        loss_sum, targets, samples, *wishes = self._sums.tolist()
-        return StepTotals(loss_sum / targets, int(targets), int(samples), Wishes(*(ranks > 0 for ranks in wishes)))
+        loss_sum, targets, samples, *rest = self._sums.tolist()
+        wishes, costs = rest[: len(self._wishes)], rest[len(self._wishes) :]
+        found = Wishes(*(ranks > 0 for ranks in wishes))
+        return StepTotals(loss_sum / targets, int(targets), int(samples), found, costs)
 
     def own(self) -> Sums:
         """This replica's sums of this step."""

@@ -17,6 +17,7 @@ from hvd_transformer.monitoring.watchdog import Watchdog
 from hvd_transformer.own_folder import make_own_folder
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.parallel.replica_check import broadcast_parameters
+from hvd_transformer.planning.device_peak import find_peak
 from hvd_transformer.planning.partition import check_partition
 from hvd_transformer.reporting.progress import Progress, Silent, screen
 from hvd_transformer.tasks.metrics import show_metrics
@@ -25,6 +26,7 @@ from hvd_transformer.training.job_setup import check_same_data, compile_layers, 
 from hvd_transformer.training.lr_schedule import scaling_warning
 from hvd_transformer.training.process import StopRequest, keep_freed_memory, only_new_garbage
 from hvd_transformer.training.run_directory import RunDirectory
+from hvd_transformer.training.run_environment import environment_lines, run_environment
 from hvd_transformer.training.session import Session
 from hvd_transformer.training.state import TrainState
 from hvd_transformer.training.trainer import Trainer
@@ -90,7 +92,12 @@ def _train(
             progress.message(f"warning: {warning}")
     if checkpoint is not None:
         progress.message(f"resuming from {checkpoint} after step {state.step} of {trainer.total_steps}")
-    session = Session(trainer, directory, progress, data.digest, heartbeat)
+    environment, peak = run_environment(world, mesh), None
+    if world.rank == 0:
+        peak, of_peak = find_peak(mesh.device, config.training.precision)
+        for line in (*environment_lines(environment), of_peak):
+            log.info(line)
+    session = Session(trainer, directory, progress, data.digest, heartbeat, environment, peak and peak.rate)
     with only_new_garbage():
         status = session.train(stop)
     if status == "stopped":  # said first: a launcher may not wait for what follows

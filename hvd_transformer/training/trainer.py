@@ -97,22 +97,25 @@ class Trainer:
                 self._next = next(plans, None) if self.state.step + 1 < self.total_steps else None
                 yield plan
 
-    def step(self, plan: StepPlan, wishes: Wishes = NO_WISHES, *, report: bool = True) -> StepResult:
+    def step(
+        self, plan: StepPlan, wishes: Wishes = NO_WISHES, costs: Sequence[float] = (), *, report: bool = True
+    ) -> StepResult:
         """Take one step: forward and backward, reduce, clip, update, advance.
 
-        `wishes` are this rank's; the result has those of all ranks. Without `report`, which all ranks give alike, a
-        local step tells the other ranks nothing, and its result has no totals. Raises `Diverged`.
+        `wishes` are this rank's; the result has those of all ranks, and the sums of their `costs`. Without `report`,
+        which all ranks give alike, a local step tells the other ranks nothing, and its result has no totals. Raises
+        `Diverged`.
         """
         began, state, engine, task = time.perf_counter(), self.state, self.engine, self.task
         if not task.model.training:  # `train` visits all modules
             task.model.train()
-        accumulation, counts = self.prefetch.take(plan, state.epoch)
+        accumulation, counts, flops = self.prefetch.take(plan, state.epoch)
         fetched = time.perf_counter()
         self.prefetch.start(self._next, state.epoch)
         num_micro_batches = sum(map(len, accumulation))
         local = engine.local_steps.includes(state.step)
         sends = report or not local
-        stats = StepStats(self.world, self.mesh, counts, wishes, self._unsent, sends=sends)
+        stats = StepStats(self.world, self.mesh, counts, wishes, self._unsent, costs, sends=sends)
 
         engine.grad_sync.begin_step(num_micro_batches, local=local)
         engine.grad_sync.wire.begin_step(state.step, self.total_steps, self.loss_scaler.scale)
@@ -152,7 +155,7 @@ class Trainer:
         ended = time.perf_counter()
         work = updated - began - (arrived - waiting)
         result = StepResult(
-            state.epoch, totals, norm, rate, ended - began, work, data=fetched - began, update=updated - arrived
+            state.epoch, totals, norm, rate, ended - began, work, fetched - began, updated - arrived, flops
         )
         state.advance(plan.remaining, totals.samples, totals.targets)
         return result
@@ -261,13 +264,14 @@ class Trainer:
         self.prefetch.close()
         self.engine.close()
 
-    def _fetch(self, plan: StepPlan, epoch: int) -> tuple[list[list[MicroBatch]], tuple[int, int]]:
-        """This rank's micro-batches, one list per accumulation step, and the numbers of their targets and samples."""
+    def _fetch(self, plan: StepPlan, epoch: int) -> tuple[list[list[MicroBatch]], tuple[int, int], float]:
+        """This rank's micro-batches, one list per accumulation step; how many targets and samples; FLOPs."""
         accumulation: list[list[MicroBatch]] = []
-        targets = samples = 0
+        targets, samples, flops = 0, 0, 0.0
         with self.engine.timeline.span("data", "batches"):
             for items in plan.accumulation:
                 batch = self._pinned(self.task.batch(epoch, items))
+                flops += self.task.flops(batch)
                 batches = split_batch(batch, self.config.parallel.micro_batches)
                 targets += sum(map(self.task.num_targets, batches))
                 samples += sum(piece[0].size(0) for piece in batches)
@@ -279,7 +283,7 @@ class Trainer:
                         for number, piece in enumerate(batches)
                     ]
                 )
-        return accumulation, (targets, samples)
+        return accumulation, (targets, samples), flops
 
     def _count_steps(self) -> int:
         """The job's last step, as far as it is known now: another global batch size in mid-epoch changes it."""

@@ -141,6 +141,8 @@ class _View:
             words.append(f"loss {beat['loss']:.3f}")
         if beat.get("tokens_per_second"):
             words.append(f"{beat['tokens_per_second']:,.0f} {beat['unit']}/s")
+        if beat.get("mfu") is not None:
+            words.append(f"MFU {100 * beat['mfu']:.1f} %")
         words += [f"{ranks} rank{'s' * (ranks > 1)} on {hosts} host{'s' * (hosts > 1)}", self._restart]
         return "  ".join(filter(None, words))
 

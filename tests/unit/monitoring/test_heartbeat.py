@@ -105,6 +105,6 @@ def test_a_real_step_passes_through_its_phases_and_reports_work() -> None:
 def test_a_session_tells_how_far_the_job_is_and_what_its_task_counts(tmp_path) -> None:
     job, heartbeat = trainer(settings(f"output_dir={tmp_path}")), Heartbeat()
     job.task.unit = "samples"
-    session = Session(job, RunDirectory(job.config), Silent(), "digest", heartbeat)
+    session = Session(job, RunDirectory(job.config), Silent(), "digest", heartbeat, {})
     session.saver.close()
     assert (heartbeat.step, heartbeat.total_steps, heartbeat.unit) == (0, job.total_steps, "samples")

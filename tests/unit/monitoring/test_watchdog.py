@@ -75,7 +75,7 @@ def test_the_file_says_how_the_rank_is_and_goes_in_the_end(monkeypatch, tmp_path
         watchdog.use(logs, ["h1", "h1", "h2", "h2"])
         watchdog.heartbeat.total_steps, watchdog.heartbeat.unit = 9, "samples"
         watchdog.heartbeat.stepped(7, 2.5, 1000.0)
-        watchdog.heartbeat.work_seconds = 0.25
+        watchdog.heartbeat.work_seconds, watchdog.heartbeat.mfu = 0.25, 0.375
         beat = read(private / "beat-3", time.monotonic() + 20)
         os.kill(os.getpid(), signal.SIGUSR1)
         until = time.monotonic() + 20
@@ -90,7 +90,7 @@ def test_the_file_says_how_the_rank_is_and_goes_in_the_end(monkeypatch, tmp_path
     assert beat == {
         "rank": 3, "host": os.uname().nodename, "pid": os.getpid(), "step": 7, "total_steps": 9, "phase": "log",
         "waits_for": None, "limit_seconds": 600, "loss": 2.5, "tokens_per_second": 1000.0, "unit": "samples",
-        "work_seconds": 0.25, "late": False,
+        "mfu": 0.375, "work_seconds": 0.25, "late": False,
     }  # fmt: skip
     assert list(private.iterdir()) == [] and [path.name for path in logs.iterdir()] == ["rank-003.log"]
 

@@ -1,0 +1,52 @@
+"""What a process and its host use: peak memory, CPU share, network traffic."""
+
+import resource
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+
+def peak_resident_bytes() -> int:
+    """The most memory that this process has had at once: its peak resident set."""
+    # getrusage also counts what the process was before exec.
+    with suppress(OSError):  # Linux only
+        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) << 10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1 << 10)
+
+
+class HostUsage(NamedTuple):
+    """Of all processes of a host, over a time. Traffic that bypasses the kernel (RDMA) is not in it."""
+
+    cpu: float  # busy share of all cores
+    sent: float  # bytes per second, without those to the host itself
+    received: float
+
+
+class HostMeter:
+    """Measures the host from one `read` to the next; the first counts from here.
+
+    It needs psutil, as Horovod does; without it there is nothing to read.
+    """
+
+    def __init__(self) -> None:
+        self._before: tuple[float, int, int] | None = None
+        self.read()
+
+    def read(self) -> HostUsage | None:
+        """The usage since the last call; None: not known."""
+        try:
+            import psutil
+        except ImportError:
+            return None
+        counters = [card for name, card in psutil.net_io_counters(pernic=True).items() if not name.startswith("lo")]
+        now = time.monotonic(), sum(card.bytes_sent for card in counters), sum(card.bytes_recv for card in counters)
+        cpu = psutil.cpu_percent() / 100  # since its last call
+        before, self._before = self._before, now
+        if before is None or now[0] <= before[0]:
+            return None
+        seconds, sent, received = (new - old for new, old in zip(now, before, strict=True))
+        return HostUsage(cpu, max(0.0, sent / seconds), max(0.0, received / seconds))

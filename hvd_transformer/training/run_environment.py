@@ -1,0 +1,67 @@
+"""Where a run runs: packages, hosts, devices. It goes into the log and, as `env`, into summary.json."""
+
+import platform
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from hvd_transformer import __version__
+from hvd_transformer.comm.horovod_env import usable_cores
+from hvd_transformer.comm.world import World
+from hvd_transformer.parallel.mesh import ParallelMesh
+from hvd_transformer.planning.profile_cache import processor_name
+
+_IF_USED = ("horovod", "mpi4py", "transformers")
+
+
+def run_environment(world: World, mesh: ParallelMesh) -> dict[str, Any]:
+    """The packages of rank 0, and all hosts, those that are alike together; empty on other ranks. Collective.
+
+    Call when the model is loaded: a package counts as used when it is imported.
+    """
+    devices = [processor_name(device) for device in dict.fromkeys(mesh.devices) if device.type != "cpu"]
+    own = {"cpu": processor_name(torch.device("cpu")), "cores": usable_cores(), "devices": devices}
+    found = world.gather_objects(own)
+    if not found:
+        return {}
+    by_host: dict[str, dict[str, Any]] = {}
+    for host, of_rank in zip(world.hosts, found, strict=True):
+        if host in by_host:
+            by_host[host]["devices"] += of_rank["devices"]
+            by_host[host]["ranks"] += 1
+        else:
+            by_host[host] = {"ranks": 1, **of_rank}
+    alike: list[dict[str, Any]] = []
+    for host, values in by_host.items():
+        group = next((group for group in alike if {**values, "names": group["names"]} == group), None)
+        if group is None:
+            alike.append({"names": [host], **values})
+        else:
+            group["names"].append(host)
+    return {"packages": _packages(), "hosts": alike}
+
+
+def _packages() -> dict[str, str]:
+    """Versions by name."""
+    found = {"hvd-transformer": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    return found | {name: metadata.version(name) for name in _IF_USED if name in sys.modules}
+
+
+def environment_lines(environment: Mapping[str, Any]) -> list[str]:
+    """The environment as lines for the log."""
+    packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items())
+    return [f"packages: {packages}", *map(_host_line, environment["hosts"])]
+
+
+def _host_line(host: Mapping[str, Any]) -> str:
+    names, devices = host["names"], host["devices"]
+    counts = [f"{devices.count(name)} × {name}" for name in dict.fromkeys(devices)]
+    words = [_number(host["ranks"], "rank"), _number(host["cores"], "core"), host["cpu"], *counts]
+    return f"{'host' if len(names) == 1 else 'hosts'} {', '.join(names)}: {', '.join(words)}"
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
