@@ -109,6 +109,38 @@ def test_the_metrics_are_those_that_training_ended_with(trained, folder: Path, t
     assert contents(directory) == before
 
 
+@pytest.mark.parametrize("task", TASKS)
+def test_a_limit_takes_the_first_samples_of_the_split(trained, folder: Path, task: str) -> None:
+    directory, file = trained(task), TASKS[task][1]
+    limit = ["training.eval_batches=2", "training.eval_batch_size=2"]
+    found = evaluated(directory, "--data", folder / file, *limit)
+    assert found["eval_samples"] == 4
+    if task == "language_model":
+        assert found["count"] == 4 * 16
+    else:
+        head = 1 if task == "classification" else 0  # the line with the columns' names
+        short = folder / f"short-{file}"
+        short.write_text("".join((folder / file).read_text().splitlines(keepends=True)[: 4 + head]))
+        whole = evaluated(directory, "--data", short)
+        assert found["metrics"] == pytest.approx(whole["metrics"], rel=1e-6)
+        assert (found["count"], whole["eval_samples"]) == (whole["count"], None)
+
+
+def test_a_limited_training_says_so_and_evaluate_takes_the_whole_split(trained, folder: Path) -> None:
+    whole = trained("classification")
+    words = ["--config", whole / "config.yaml", "training.eval_batches=1", "training.eval_batch_size=8"]
+    told = run("hvd-train", *words, f"output_dir={folder / 'limited'}")
+    said = "training.eval_batches=1: only the first 8 samples of a split are evaluated"
+    assert [line for line in told.splitlines() if said in line] == [f"warning: {said}", said]
+    assert said in (folder / "limited" / "logs" / "rank-000.log").read_text()
+    summary = json.loads((folder / "limited" / "summary.json").read_text())
+    assert summary["eval_samples"] == 8 and "eval_samples" not in json.loads((whole / "summary.json").read_text())
+    again = run("hvd-transformer", "evaluate", folder / "limited", "--split", "valid", *words[2:])
+    accuracy = of_split(folder / "limited", "valid")["accuracy"]
+    assert f"accuracy {accuracy:.4f}," in again and again.endswith(f" (8 samples, 1 rank)\n{said}\n")
+    assert evaluated(folder / "limited", "--split", "valid")["count"] == 20
+
+
 def test_the_text_is_one_line_and_the_notes(trained) -> None:
     *_, line, note = run("hvd-transformer", "evaluate", trained("translation")).splitlines()
     assert line.startswith("test loss ")

@@ -50,7 +50,8 @@ def evaluate(
 
     Runs in one process or on any number of ranks: `horovodrun -np 2 hvd-transformer evaluate …`, or
     `hvd-transformer launch -np 2 -- evaluate …`. KEY=VALUE may set keys that a resumed run may change, such as
-    training.eval_batch_size, translation.beam or parallel.pipeline.
+    training.eval_batch_size, translation.beam or parallel.pipeline. The whole split is evaluated, whatever
+    training.eval_batches was in training, unless KEY=VALUE sets it.
     """
     mistake = None
     try:
@@ -101,6 +102,7 @@ def _as_json(result: "Result", num_ranks: int) -> str:
             "count": result.count,
             "unit": result.unit,
             "left_out": result.left_out,
+            "eval_samples": result.eval_samples,
             "ranks": num_ranks,
         },
         ensure_ascii=False,

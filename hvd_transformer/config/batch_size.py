@@ -1,4 +1,4 @@
-"""Samples per step, and the number of replicas that the learning rate is scaled by."""
+"""Samples per step and per evaluation, and the number of replicas that the learning rate is scaled by."""
 
 from hvd_transformer.config.schema import Config, TrainingConfig
 from hvd_transformer.errors import UserError
@@ -7,6 +7,13 @@ from hvd_transformer.errors import UserError
 def step_samples(training: TrainingConfig, dp: int) -> int:
     """Samples per full step, over all `dp` replicas and their accumulation steps."""
     return training.global_batch_size or training.batch_size * training.accumulation * dp
+
+
+def eval_samples(training: TrainingConfig) -> int | None:
+    """How many samples of a split are evaluated at most, the first ones in the order of the data; None: all."""
+    if training.eval_batches is None:
+        return None
+    return training.eval_batches * (training.eval_batch_size or training.batch_size)
 
 
 def rate_replicas(training: TrainingConfig, dp: int, local_steps: int = 1) -> float:

@@ -287,6 +287,11 @@ class TrainingConfig(Section):
     max_steps: OptionalCount = changeable(None, "stop after this many steps; none: after `epochs`")
     batch_size: int = changeable(8, "samples per replica and accumulation step", ge=1)
     eval_batch_size: OptionalCount = changeable(None, "batch size in evaluation; none: batch_size")
+    eval_batches: OptionalCount = changeable(
+        None,
+        "evaluate only the first eval_batches x eval_batch_size samples of a split, on any number of ranks; none: all "
+        "of it",
+    )
     accumulation: int = changeable(1, "gradient accumulation: number of accumulation steps per step", ge=1)
     global_batch_size: OptionalCount = changeable(
         None,

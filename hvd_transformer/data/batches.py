@@ -63,10 +63,12 @@ class ColumnDataset:
         return _batch([self.tokens[start + first : start + last + 1] for start in starts])
 
 
-def evaluation_batches(tokens: TokenFile, length: int, batch_size: int, replica: Replica) -> Iterator[Batch]:
-    """This replica's part of all windows. Together, the replicas see every token but the first as a target exactly
-    once."""
-    last = len(tokens) - 1
+def evaluation_batches(
+    tokens: TokenFile, length: int, batch_size: int, replica: Replica, most: int | None = None
+) -> Iterator[Batch]:
+    """This replica's part of the first `most` windows, or of all. Together, the replicas see every token of these but
+    the first as a target exactly once."""
+    last = len(tokens) - 1 if most is None else min(len(tokens) - 1, most * length)
     windows = share(range(-(-last // length)), replica)
     whole = range(windows.start, min(windows.stop, last // length))
     for first in range(whole.start, whole.stop, batch_size):

@@ -56,6 +56,14 @@ class LengthOrder:
         """The sum of all lengths."""
         return int(self.lengths @ np.diff(self.ends, prepend=0))
 
+    def first(self, count: int) -> "LengthOrder":
+        """Only the samples that are the first `count` in the order of the data."""
+        starts = range(0, len(self), _CHUNK)
+        found = [start + np.flatnonzero(self.numbers[start : start + _CHUNK] < count) for start in starts]
+        places = np.concatenate([np.empty(0, np.int64), *found])
+        counts = np.bincount(np.searchsorted(self.ends, places, side="right"), minlength=len(self.lengths))
+        return LengthOrder(self.numbers[places], self.lengths[counts > 0], counts[counts > 0])
+
     def samples(self, start: int, stop: int) -> NDArray[np.int64]:
         """The numbers of the samples at these places."""
         return self.numbers[start:stop].astype(np.int64)

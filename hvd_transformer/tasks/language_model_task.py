@@ -119,7 +119,8 @@ class LanguageModelTask(Task):
 
     def evaluation_batches(self, split: str) -> Iterator[Batch]:
         batch_size = self.config.training.eval_batch_size or self.config.training.batch_size
-        return evaluation_batches(self.data.splits[split], self.length, batch_size, self.replica)
+        tokens = self.data.splits[split]
+        return evaluation_batches(tokens, self.length, batch_size, self.replica, self.eval_samples)
 
     @property
     def layers(self) -> list[Layer]:

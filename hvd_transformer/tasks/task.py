@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hvd_transformer.comm.group import Group
-from hvd_transformer.config.batch_size import step_samples
+from hvd_transformer.config.batch_size import eval_samples, step_samples
 from hvd_transformer.config.schema import Config
 from hvd_transformer.data.batches import LengthBuckets, dealt_batches
 from hvd_transformer.data.build_once import PrepareContext as PrepareContext
@@ -155,7 +155,12 @@ class Task(ABC):
 
     @abstractmethod
     def evaluation_batches(self, split: str) -> Iterator[Batch]:
-        """This replica's part of a whole split."""
+        """This replica's part of a split: of the first `eval_samples` samples, or of all."""
+
+    @property
+    def eval_samples(self) -> int | None:
+        """How many samples of a split are evaluated at most, the first ones in the order of the data; None: all."""
+        return eval_samples(self.config.training)
 
     @abstractmethod
     def micro_batch(self, batch: Batch) -> MicroBatch:
@@ -249,6 +254,7 @@ class ExampleTask(Task):
     def __init__(self, config: Config, data: Any, replica: Replica) -> None:
         super().__init__(config, data, replica)
         self.splits: Mapping[str, Samples] = data.splits
+        self._orders: dict[str, LengthOrder] = {}  # of evaluation, by split
         self.sampler: Sampler = StepSampler(0, 1, 1, replica)
         self.targets_per_step = 1  # no steps without a training split
         if "train" in self.splits:
@@ -278,12 +284,19 @@ class ExampleTask(Task):
         """The numbers of this replica's samples of a split, one array per batch."""
         training = self.config.training
         size = training.eval_batch_size or training.batch_size
-        for numbers in dealt_batches(self._order(split), size, self.config.data.batch_tokens, self.replica):
+        for numbers in dealt_batches(self._evaluated(split), size, self.config.data.batch_tokens, self.replica):
             self.tick()
             yield numbers
 
     def evaluation_batches(self, split: str) -> Iterator[Batch]:
         return (self.collate(split, numbers) for numbers in self.evaluation_numbers(split))
+
+    def _evaluated(self, split: str) -> LengthOrder:
+        """The samples that evaluation sees."""
+        if split not in self._orders:
+            order, most = self._order(split), self.eval_samples
+            self._orders[split] = order if most is None or most >= len(order) else order.first(most)
+        return self._orders[split]
 
     def _order(self, split: str) -> LengthOrder:
         lengths = self.splits[split].lengths

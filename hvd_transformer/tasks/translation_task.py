@@ -134,8 +134,8 @@ class TranslationTask(ExampleTask):
         every = dict(pair for pairs in group.gather_objects(own) for pair in pairs)
         metrics: dict[str, float] = {}
         if group.rank == 0:
-            hypotheses = [every[number] for number in range(len(examples))]
-            pairs = self.data.raw_texts(split)
+            hypotheses = [every[number] for number in range(len(every))]
+            pairs = self.data.raw_texts(split)[: len(every)]
             metrics = bleu_metrics(hypotheses, [reference for _, reference in pairs])
             number = self.config.training.text_samples
             self._samples = [

@@ -25,6 +25,7 @@ from hvd_transformer.training.job_setup import (
     check_same_configuration,
     check_same_data,
     compile_layers,
+    limited_evaluation,
     make_task,
     prepare_data,
 )
@@ -36,6 +37,7 @@ from hvd_transformer.training.trainer import Trainer
 _AS_DEFAULT = {
     key: value for key, value in flatten(Config()).items() if key.startswith(("parallel.", "communication."))
 }
+_ALL_SAMPLES = {"training.eval_batches": None}
 _NO_OPTIMIZER = {"optimizer.name": "sgd", "optimizer.momentum": 0.0, "optimizer.ema": None}
 
 
@@ -57,7 +59,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Result:
-    """The loss is the mean over `count` units; `left_out` are samples by reason; `notes` are about the metrics."""
+    """The loss is the mean over `count` units; `left_out` are samples by reason; `notes` are about the metrics.
+
+    `eval_samples`: only so many samples of the split were evaluated; None: all.
+    """
 
     folder: Path
     split: str
@@ -67,14 +72,16 @@ class Result:
     unit: str
     left_out: dict[str, int]
     notes: Sequence[str]
+    eval_samples: int | None = None
 
 
 def evaluation_config(saved: Checkpoint, request: Request) -> Config:
-    """The checkpoint's configuration with the request's settings; parallel and communication are the request's only.
+    """The checkpoint's configuration with the request's settings; parallel, communication and a limit on the samples
+    are the request's only.
 
     Raises `UserError`.
     """
-    values = {**saved.state["config"], **_AS_DEFAULT, **_NO_OPTIMIZER}
+    values = {**saved.state["config"], **_AS_DEFAULT, **_NO_OPTIMIZER, **_ALL_SAMPLES}
     if values.get("model.pretrained") is not None:
         # A checkpoint of transformers' own modules is a Hugging Face folder, too.
         values["model.pretrained"] = None if _in_own_blocks(values) else str(saved.folder)
@@ -135,7 +142,10 @@ def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchd
     trainer.close()
     left_out = getattr(data, "left_out", {}).get(split, {})
     source = config.data.source
-    return Result(saved.folder, split, source, found.metrics, found.num_targets, task.unit, left_out, task.notes)
+    limited = limited_evaluation(config)
+    notes = [*task.notes, *([] if limited is None else [limited])]
+    count, most = found.num_targets, task.eval_samples
+    return Result(saved.folder, split, source, found.metrics, count, task.unit, left_out, notes, most)
 
 
 def _choose_code(task: str, request: Request, kept: Path | None, progress: Silent) -> None:

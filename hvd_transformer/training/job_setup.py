@@ -9,6 +9,7 @@ import torch
 from hvd_transformer.comm.process_map import process_map
 from hvd_transformer.comm.world import AgreedError, World
 from hvd_transformer.config import Config
+from hvd_transformer.config.batch_size import eval_samples
 from hvd_transformer.config.schema import flatten
 from hvd_transformer.data.build_once import ShouldStop
 from hvd_transformer.data.sampler import Replica
@@ -73,6 +74,15 @@ def _raise_first(message: str | None, world: World) -> None:
     if (found := world.first_object(message)) is not None:
         rank, told = found
         raise AgreedError(told, rank)
+
+
+def limited_evaluation(config: Config) -> str | None:
+    """That evaluation sees a part of the data only; None: it sees all."""
+    most = eval_samples(config.training)
+    if most is None:
+        return None
+    chosen = config.training.eval_batches
+    return f"training.eval_batches={chosen}: only the first {most:,} samples of a split are evaluated"
 
 
 @contextmanager

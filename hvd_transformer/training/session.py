@@ -313,6 +313,7 @@ class Session:
 
     def _summary(self, status: str) -> dict[str, Any]:
         trainer, state = self.trainer, self.trainer.state
+        most = trainer.task.eval_samples
         return {
             "status": status,
             "steps": state.step,
@@ -330,6 +331,7 @@ class Session:
             "compression": trainer.engine.grad_sync.wire.format,
             "parameters": trainer.engine.num_parameters,
             "env": self.environment,
+            **({} if most is None else {"eval_samples": most}),
             "train_loss": state.train_loss,
             "valid_loss": None,
             **_of_split("valid", self.valid or {}),

@@ -22,7 +22,13 @@ from hvd_transformer.planning.partition import check_partition
 from hvd_transformer.reporting.progress import Progress, Silent, screen
 from hvd_transformer.tasks.metrics import show_metrics
 from hvd_transformer.tasks.task import Data, Task
-from hvd_transformer.training.job_setup import check_same_data, compile_layers, make_task, prepare_data
+from hvd_transformer.training.job_setup import (
+    check_same_data,
+    compile_layers,
+    limited_evaluation,
+    make_task,
+    prepare_data,
+)
 from hvd_transformer.training.lr_schedule import scaling_warning
 from hvd_transformer.training.process import StopRequest, keep_freed_memory, only_new_garbage
 from hvd_transformer.training.run_directory import RunDirectory
@@ -87,9 +93,12 @@ def _train(
     state = trainer.state
     progress.message(_headline(config, world, trainer))
     across_hosts, scaling = mesh.across_hosts(config, world), scaling_warning(config.optimizer, trainer.lr_replicas)
-    for warning in (across_hosts, scaling, _samples_warning(config, trainer)):
+    limited = limited_evaluation(config)
+    for warning in (across_hosts, scaling, _samples_warning(config, trainer), limited):
         if warning is not None:
             progress.message(f"warning: {warning}")
+    if limited is not None:
+        log.info(limited)
     if checkpoint is not None:
         progress.message(f"resuming from {checkpoint} after step {state.step} of {trainer.total_steps}")
     environment, peak = run_environment(world, mesh), None
@@ -110,7 +119,8 @@ def _train(
     summary = session.finish(status)
     trainer.close()
     if status == "finished":
-        progress.message("\n".join([_results(summary), *trainer.task.notes, f"run directory: {directory.path}"]))
+        notes = [*trainer.task.notes, *([] if limited is None else [limited]), f"run directory: {directory.path}"]
+        progress.message("\n".join([_results(summary), *notes]))
     return summary
 
 

@@ -154,6 +154,17 @@ def test_evaluation_predicts_every_token_but_the_first_once(
     assert contexts == {(start, min(length, count - 1 - start)) for start in range(0, count - 1, length)}
 
 
+@settings(deadline=None, max_examples=150)
+@given(st.integers(2, 150), st.integers(1, 12), st.integers(1, 9), st.integers(1, 5), st.integers(1, 20))
+def test_limited_evaluation_is_that_of_a_shorter_text(
+    count: int, length: int, batch_size: int, size: int, most: int
+) -> None:
+    """On any number of ranks: the first windows."""
+    limited = [evaluation_batches(text(count), length, batch_size, Replica(rank, size), most) for rank in range(size)]
+    targets = sorted(number for batch in chain.from_iterable(limited) for number in batch.targets.flatten().tolist())
+    assert targets == list(range(1, count))[: most * length]
+
+
 def resident() -> int:
     """Memory of this process that is no mapped file, in bytes."""
     status = Path("/proc/self/status").read_text()

@@ -53,6 +53,17 @@ def test_the_table_of_a_cut_grows_with_the_different_lengths_alone() -> None:
     assert order.num_tokens == 10**9 * 50 * 51 // 2
 
 
+@settings(max_examples=200)
+@given(lengths, st.integers(1, 250), st.integers(1, 50))
+def test_the_first_samples_are_ordered_as_if_there_were_no_others(values: Lengths, count: int, chunk: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(length_order, "_CHUNK", chunk)
+        found = LengthOrder.of(values).first(count)
+    wanted = LengthOrder.of(values[:count])
+    for part in ("numbers", "lengths", "ends"):
+        assert getattr(found, part).tolist() == getattr(wanted, part).tolist()
+
+
 @settings(max_examples=200, deadline=None)
 @given(lengths, st.integers(1, 50))
 def test_a_counting_sort_chunk_by_chunk_is_a_stable_sort(
