@@ -107,8 +107,11 @@ def learning_rate_chart(rows: Rows) -> bytes:
 
 
 def throughput_chart(rows: Rows, unit: str) -> bytes:
-    """Tokens, or whatever `unit` says, per second of the whole job, with the median."""
-    figure, (axes,) = _figure("Throughput", 1)
+    """Tokens, or whatever `unit` says, per second of the whole job, with the median; below it, where they are known, the
+    parts of a step in which a rank waits."""
+    waits = {name: _series(rows, f"{name}_wait_milliseconds") for name in ("communication", "data")}
+    waits = {name: series for name, series in waits.items() if series[0].size}
+    figure, (axes, *more) = _figure("Throughput", 2 if waits else 1)
     speed = _series(rows, "tokens_per_second")
     axes.plot(*speed, color=BLUE, linewidth=1.2, **_markers(speed, 10))
     if speed[0].size:
@@ -118,7 +121,23 @@ def throughput_chart(rows: Rows, unit: str) -> bytes:
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter("{x:,.0f}")
     _legend(axes, "lower right")
-    return _png(figure, [axes], [speed])
+    for panel in more:
+        _draw_waits(panel, rows, waits)
+    return _png(figure, [axes, *more], [speed, *waits.values()])
+
+
+def _draw_waits(axes: Axes, rows: Rows, waits: Mapping[str, Curve]) -> None:
+    """Milliseconds of a step, and of these the time that a rank waits: the mean over the ranks."""
+    colours = {"communication": ORANGE, "data": GREEN}
+    curves = {"step": _series(rows, "milliseconds_per_step")} | {f"waiting for {name}": waits[name] for name in waits}
+    for name, series in curves.items():
+        if series[0].size:
+            colour = colours.get(name.removeprefix("waiting for "), BLUE)
+            label = f"{name} {float(np.median(series[1])):,.2f}"
+            axes.plot(*series, color=colour, linewidth=1.2, label=label, **_markers(series, 10))
+    axes.set_ylabel("ms per step")
+    axes.set_ylim(bottom=0)
+    _legend(axes, "upper left", (1.0, 1.0))
 
 
 def _series(rows: Rows, key: str, average: bool = True) -> Curve:

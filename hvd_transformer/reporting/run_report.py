@@ -27,6 +27,8 @@ HEADLINES = {
     "valid_f1": "valid F1",
     "step": "steps",
     "tokens_per_second": "{unit} per second",
+    "mfu": "MFU",
+    "peak_memory_bytes": "peak memory",
     "seconds": "time",
     "world": "ranks",
 }
@@ -89,13 +91,17 @@ def _page(run: Path, rows: list[dict[str, Any]], summary: Mapping[str, Any], ima
 
 
 def _words(key: str, value: object) -> str:
-    """A value in readable form: 12,345; 0.001234; 1:23."""
+    """A value in readable form: 12,345; 0.001234; 1:23; 43.1 %."""
     if value is None:
         return "none"
     if not is_number(value):
         return value if isinstance(value, str) else json.dumps(value)
     if key == "seconds":
         return duration(value)
+    if key == "mfu":
+        return f"{100 * value:.1f} %"
+    if key == "peak_memory_bytes":
+        return f"{value / 2**30:.2f} GiB"
     if isinstance(value, int) or abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.4g}"

@@ -82,7 +82,9 @@ def test_the_best_of_some_values(page: Browser) -> None:
     best = "[...m.best(a[0], a[1])]"
     assert _call(page, "metrics", best, "valid_loss", [2.0, 1.0, None, 1.0]) == [1, 3]
     assert _call(page, "metrics", best, "valid_bleu", [2.0, 1.0]) == [0]
+    assert _call(page, "metrics", best, "mfu", [0.2, 0.4]) == [1]
     assert _call(page, "metrics", best, "lr", [2.0, 1.0]) == []
+    assert _call(page, "metrics", best, "network_sent_bytes_per_second", [2.0, 1.0]) == []
     assert _call(page, "metrics", best, "loss", [1.0, 1.0]) == []
 
 

@@ -18,6 +18,12 @@ def shown(beats: dict[int, Beat]) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
+def test_mfu_is_shown_where_it_is_known() -> None:
+    beat = {"rank": 0, "step": 5, "total_steps": 20, "loss": 2.5, "age": 0.1, "phase": "forward", "mfu": 0.4312}
+    _, numbers, *_ = shown({0: {**beat, "tokens_per_second": 12345.6, "unit": "tokens"}})
+    assert numbers.strip() == "loss 2.500  12,346 tokens/s  MFU 43.1 %  3 ranks on 2 hosts"
+
+
 @pytest.mark.parametrize("unit", ["tokens", "samples"])
 def test_the_speed_is_in_what_the_task_counts(unit: str) -> None:
     beat = {"rank": 0, "step": 5, "total_steps": 20, "loss": 2.5, "age": 0.1, "phase": "forward"}

@@ -46,6 +46,14 @@ def test_a_line_of_a_pipe(clock: Clock) -> None:
     )
 
 
+def test_mfu_follows_the_speed(clock: Clock) -> None:
+    stream = io.StringIO()
+    progress = Progress(stream, terminal=False)
+    progress.start(600, 0)
+    progress.step(50, 1, 5.0, None, 1e-3, 12345.4, "tokens", 0.4312)
+    assert "  12,345 tokens/s  MFU 43.1 %  eta " in stream.getvalue()
+
+
 def test_two_minutes_are_some_25_lines_with_first_and_last(clock: Clock) -> None:
     stream = io.StringIO()
     progress = Progress(stream, terminal=False)

@@ -98,6 +98,19 @@ def test_the_speed_is_in_what_the_task_counts(tmp_path: Path) -> None:
     assert "tokens per second" not in words
 
 
+def test_what_a_step_costs_is_at_the_top_and_below_the_throughput(tmp_path: Path) -> None:
+    write_run(tmp_path, 200)
+    check(tmp_path)
+    before = Image.open(tmp_path / "throughput.png").height
+    for step in (100, 200):
+        waits = {"data_wait_milliseconds": 1.5, "communication_wait_milliseconds": 9.0, "milliseconds_per_step": 80.0}
+        add_metrics(tmp_path, {"step": step, "mfu": 0.431, "peak_memory_bytes": 3 * 2**29, **waits})
+    words = check(tmp_path).words
+    assert words[words.index("MFU") + 1] == "43.1 %"
+    assert words[words.index("peak memory") + 1] == "1.50 GiB"
+    assert Image.open(tmp_path / "throughput.png").height > before  # a second panel
+
+
 def add_metrics(folder: Path, *lines: dict[str, float | None]) -> None:
     with (folder / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)

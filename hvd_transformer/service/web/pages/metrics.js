@@ -7,6 +7,13 @@ const TITLES = {
   grad_norm: "Gradient norm",
   tokens_per_second: "Throughput (tokens/s)",
   milliseconds_per_step: "Time per step (ms)",
+  mfu: "Model FLOPs utilization (MFU)",
+  data_wait_milliseconds: "Waiting for data (ms per step)",
+  communication_wait_milliseconds: "Waiting for communication (ms per step)",
+  peak_memory_bytes: "Peak memory of the worst rank (bytes)",
+  host_cpu_share: "CPU share of a host",
+  network_sent_bytes_per_second: "Network: sent (bytes/s per host)",
+  network_received_bytes_per_second: "Network: received (bytes/s per host)",
   loss_scale: "Loss scale",
   bleu: "BLEU",
   accuracy: "Accuracy",
@@ -22,8 +29,15 @@ const ORDER = [
   "grad_norm",
   "tokens_per_second",
   "milliseconds_per_step",
+  "mfu",
+  "data_wait_milliseconds",
+  "communication_wait_milliseconds",
+  "peak_memory_bytes",
+  "host_cpu_share",
+  "network_sent_bytes_per_second",
+  "network_received_bytes_per_second",
 ];
-const MORE_IS_BETTER = /(^|_)(bleu|chrf|accuracy|f1|precision|recall|mcc|tokens_per_second|samples_per_second)$/;
+const MORE_IS_BETTER = /(^|_)(bleu|chrf|accuracy|f1|precision|recall|mcc|mfu|tokens_per_second|samples_per_second)$/;
 const NO_CURVE = new Set(["step", "epoch", "samples", "tokens", "seconds", "time"]);
 
 /**
@@ -80,7 +94,7 @@ function splitOf(key) {
  */
 export function best(key, values) {
   const known = values.filter((value) => typeof value === "number" && Number.isFinite(value));
-  if (known.length < 2 || /(^|_)(lr|loss_scale|grad_norm)$|^slow/.test(key)) return new Set();
+  if (known.length < 2 || /(^|_)(lr|loss_scale|grad_norm)$|^(slow|host_|network_)/.test(key)) return new Set();
   const wanted = MORE_IS_BETTER.test(key) ? Math.max(...known) : Math.min(...known);
   if (known.every((value) => value === wanted)) return new Set();
   return new Set(values.flatMap((value, index) => (value === wanted ? [index] : [])));
