@@ -21,8 +21,8 @@ CHECKOUT = Path(os.environ.get("GOLDEN_CHECKOUT", TESTS.parent))
 BIN = Path(sys.executable).parent
 WORDS = ["ein", "zwei", "drei", "rot", "blau", "Haus", "Hund", "geht", "nicht", "sehr"]
 STEPS, MORE = 6, 10
-# Lines of metrics.jsonl and summary.json hold times, and who was slow.
-TIMES = ("second", "slow", "wait", "straggler", "work")
+# Lines of metrics.jsonl and summary.json hold times, who was slow, what steps cost, and where they ran.
+TIMES = ("second", "slow", "wait", "straggler", "work", "mfu", "memory", "host_cpu", "env")
 
 COMMON = [
     "seed=3", "data.workers=1", "data.sequence_length=12", "training.device=cpu", "training.log_every=1",

@@ -26,6 +26,10 @@ class HostUsage(NamedTuple):
     received: float
 
 
+# Between two measurements: the kernel counts CPU time in hundredths of a second.
+_LEAST_SECONDS = 0.25
+
+
 class HostMeter:
     """Measures the host from one `read` to the next; the first counts from here.
 
@@ -34,10 +38,13 @@ class HostMeter:
 
     def __init__(self) -> None:
         self._before: tuple[float, int, int] | None = None
+        self._usage: HostUsage | None = None
         self.read()
 
     def read(self) -> HostUsage | None:
-        """The usage since the last call; None: not known."""
+        """The usage since the last measurement, which this is unless it was just now; None: not known."""
+        if self._before is not None and time.monotonic() - self._before[0] < _LEAST_SECONDS:
+            return self._usage
         try:
             import psutil
         except ImportError:
@@ -46,7 +53,7 @@ class HostMeter:
         now = time.monotonic(), sum(card.bytes_sent for card in counters), sum(card.bytes_recv for card in counters)
         cpu = psutil.cpu_percent() / 100  # since its last call
         before, self._before = self._before, now
-        if before is None or now[0] <= before[0]:
-            return None
-        seconds, sent, received = (new - old for new, old in zip(now, before, strict=True))
-        return HostUsage(cpu, max(0.0, sent / seconds), max(0.0, received / seconds))
+        if before is not None:
+            seconds, sent, received = (new - old for new, old in zip(now, before, strict=True))
+            self._usage = HostUsage(cpu, max(0.0, sent / seconds), max(0.0, received / seconds))
+        return self._usage

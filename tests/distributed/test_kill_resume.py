@@ -104,6 +104,8 @@ def end_and_check(job, run):
 TIMES = {
     "tokens_per_second", "milliseconds_per_step",
     "slowest_rank", "slowest_work_milliseconds", "others_work_milliseconds",
+    "mfu", "peak_memory_bytes", "data_wait_milliseconds", "communication_wait_milliseconds", "host_cpu_share",
+    "network_sent_bytes_per_second", "network_received_bytes_per_second",
 }  # fmt: skip
 
 

@@ -152,6 +152,17 @@ def test_the_sums_of_a_step_travel_with_its_last_gradients() -> None:
     assert first_wait == len(sends)
 
 
+def test_costs_travel_with_the_sums_of_a_step() -> None:
+    world = FakeWorld(size=2)
+    job = trainer(settings(), world)
+    plans = job.steps()
+    world.events.clear()
+    found = job.step(next(plans), Wishes(save=True), [0.5, 3e15])
+    assert found.totals.costs == [1.0, 6e15] and found.totals.wishes == Wishes(save=True)
+    assert [event for event in world.events if "step." in event] == ["send step.costs", "wait step.costs"]
+    assert job.step(next(plans)).totals.costs == []
+
+
 def test_local_steps_send_nothing_until_they_report() -> None:
     world = FakeWorld(size=2)
     job = trainer(settings("communication.local_steps=40", "optimizer.lr_scaling=linear"), world)
