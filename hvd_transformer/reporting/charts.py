@@ -107,8 +107,8 @@ def learning_rate_chart(rows: Rows) -> bytes:
 
 
 def throughput_chart(rows: Rows, unit: str) -> bytes:
-    """Tokens, or whatever `unit` says, per second of the whole job, with the median; below it, where they are known, the
-    parts of a step in which a rank waits."""
+    """Tokens, or whatever `unit` says, per second of the whole job, with the median; below it, where it is known, for how
+    long a rank waits in a step."""
     waits = {name: _series(rows, f"{name}_wait_milliseconds") for name in ("communication", "data")}
     waits = {name: series for name, series in waits.items() if series[0].size}
     figure, (axes, *more) = _figure("Throughput", 2 if waits else 1)
