@@ -107,7 +107,7 @@ def learning_rate_chart(rows: Rows) -> bytes:
 
 
 def throughput_chart(rows: Rows, unit: str) -> bytes:
-    """Tokens, or whatever `unit` says, per second of the whole job, with the median; below it, where it is known, for how
+    """Tokens, or whatever `unit` says, per second of the whole job, with the median; below it, where it is known, how
     long a rank waits in a step."""
     waits = {name: _series(rows, f"{name}_wait_milliseconds") for name in ("communication", "data")}
     waits = {name: series for name, series in waits.items() if series[0].size}
@@ -137,7 +137,7 @@ def _draw_waits(axes: Axes, rows: Rows, waits: Mapping[str, Curve]) -> None:
             axes.plot(*series, color=colour, linewidth=1.2, label=label, **_markers(series, 10))
     axes.set_ylabel("ms per step")
     axes.set_ylim(bottom=0)
-    _legend(axes, "upper left", (1.0, 1.0))
+    _legend(axes, "upper right")
 
 
 def _series(rows: Rows, key: str, average: bool = True) -> Curve:
