@@ -47,7 +47,14 @@ def run_environment(world: World, mesh: ParallelMesh) -> dict[str, Any]:
 def _packages() -> dict[str, str]:
     """Versions by name."""
     found = {"hvd-transformer": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    return found | {name: metadata.version(name) for name in _IF_USED if name in sys.modules}
+    return found | {name: _version(name) for name in _IF_USED if name in sys.modules}
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # imported from a folder
+        return "unknown"
 
 
 def environment_lines(environment: Mapping[str, Any]) -> list[str]:

@@ -16,9 +16,10 @@ pytestmark = pytest.mark.distributed
 STEPS = 50
 SUMMARY = {
     "status", "steps", "samples", "seconds", "tokens_per_second", "world", "dp", "tp", "pp", "parameters", "train_loss",
-    "valid_loss", "valid_perplexity", "test_loss", "test_perplexity", "best_step",
+    "valid_loss", "valid_perplexity", "test_loss", "test_perplexity", "best_step", "env",
 }  # fmt: skip
 TRAINING_LINE = {"step", "epoch", "samples", "loss", "lr", "grad_norm", "tokens_per_second", "milliseconds_per_step"}
+COSTS = {"peak_memory_bytes", "data_wait_milliseconds"}  # of the steps before: not in the first line
 CHECKPOINT = {"model.safetensors", "optimizer.safetensors", "state.json", "vocabulary.json", "MANIFEST.json"}
 WAYS = [
     pytest.param(2, "gloo", "gloo", id="gloo"),
@@ -63,6 +64,8 @@ def _check_metrics(run, size):
     training = [line for line in lines(run) if "loss" in line]
     assert [line["step"] for line in training] == list(range(1, STEPS + 1))
     assert all(line.keys() >= TRAINING_LINE and None not in line.values() for line in training)
+    costs = COSTS | ({"communication_wait_milliseconds"} if size > 1 else set())
+    assert all(line.keys() >= costs for line in training[1:]) and not training[0].keys() & costs
     assert [line["samples"] for line in training][:3] == [8 * size, 16 * size, 24 * size]
     assert training[-1]["loss"] < training[0]["loss"]
     assert [line["step"] for line in lines(run) if "valid_loss" in line] == [20, 40, STEPS]
