@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hvd_transformer.config.schema import ModelConfig
+from hvd_transformer.models.documents import Documents
 from hvd_transformer.models.norms import HeadNorm
 from hvd_transformer.models.positions import RotaryPositions
 from hvd_transformer.nn.dropout import Dropout
@@ -46,11 +47,14 @@ class Attention(FusibleLayer):
         self.output: RowParallelLinear
         self.dropout = Dropout(config.dropout, sharded=True)
 
-    def mix(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None) -> Tensor:
+    def mix(
+        self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, documents: Documents | None = None
+    ) -> Tensor:
         """Attend with queries [B, H, T, W] to keys and values [B, G, S, W]; returns [B, T, D].
 
         Each of the G heads of keys and values serves H / G neighbouring heads of queries. `allowed` [B, S] marks the
-        keys to attend to. In causal attention the queries are the last T of the S positions.
+        keys to attend to. In causal attention the queries are the last T of the S positions. With `documents`, which
+        needs causal attention and no `allowed`, T = S and each query attends to its own document only.
         """
         if key.size(1) != query.size(1):
             key, value = (heads.repeat_interleave(query.size(1) // key.size(1), 1) for heads in (key, value))
@@ -58,25 +62,29 @@ class Attention(FusibleLayer):
         if self.training and kernels is not None and kernels.fit(query, key, value, rows=True):
             shape = (*query.shape[:3], key.size(2))
             drawn = self.dropout.draw_bits(shape) if self.dropout.active else None
-            mixed = kernels.attention(query, key, value, self.causal, allowed, drawn)
+            starts = None if documents is None else documents.starts
+            mixed = kernels.attention(query, key, value, self.causal, allowed, drawn, starts)
         elif self.dropout.active:  # torch's fused attention would draw from torch's generator
-            mixed = (self._weights(query @ key.transpose(-2, -1), allowed) @ value).transpose(1, 2)
+            mixed = (self._weights(query @ key.transpose(-2, -1), allowed, documents) @ value).transpose(1, 2)
         else:
             length, keys = query.size(2), key.size(2)
             mask = None if allowed is None else allowed[:, None, None]
             causal = self.causal and length > 1
-            if causal and (mask is not None or length < keys):  # beyond torch's own causal mask
+            if documents is not None:
+                mask, causal = documents.added(query.dtype), False
+            elif causal and (mask is not None or length < keys):  # beyond torch's own causal mask
                 mask, causal = self._mask(length, keys, allowed, query.device), False
             heads = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
             mixed = heads.transpose(1, 2)
         output: Tensor = self.output(mixed.flatten(2))
         return output
 
-    def _weights(self, scores: Tensor, allowed: Tensor | None) -> Tensor:
+    def _weights(self, scores: Tensor, allowed: Tensor | None, documents: Documents | None) -> Tensor:
         """The attention weights after dropout, from products of queries and keys [B, H, T, S]."""
         scores = scores * self.head_width**-0.5
-        mask = self._mask(scores.size(-2), scores.size(-1), allowed, scores.device)
-        if mask is not None:
+        if documents is not None:
+            scores = scores + documents.added(scores.dtype)
+        elif (mask := self._mask(scores.size(-2), scores.size(-1), allowed, scores.device)) is not None:
             scores = scores.masked_fill(~mask, -torch.inf)
         dropped: Tensor = self.dropout(scores.softmax(-1))
         return dropped
@@ -132,8 +140,15 @@ class SelfAttention(Attention):
             nn.init.xavier_uniform_(linear.weight)
         _zero_biases(*inputs, self.output)
 
-    def forward(self, hidden: Tensor, allowed: Tensor | None = None, past: KVCache | None = None) -> Tensor:
-        """[B, T, D] to [B, T, D]. `allowed` [B, T] marks the keys to attend to; `past` caches previous positions."""
+    def forward(
+        self,
+        hidden: Tensor,
+        allowed: Tensor | None = None,
+        past: KVCache | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """[B, T, D] to [B, T, D]. `allowed` [B, T] marks the keys to attend to; `past` caches previous positions;
+        `documents` keeps documents apart, where rotary positions, which are relative, need not start anew."""
         if self.qkv is not None:
             group = self.qkv.column_group
             query, key, value = _split_heads(self.qkv(hidden), 3, self.head_width)
@@ -147,7 +162,7 @@ class SelfAttention(Attention):
             query, key = self.rotary(query, key, 0 if past is None else past.length)
         if past is not None:
             key, value = past.add(key, value)
-        return self.mix(query, key, value, allowed)
+        return self.mix(query, key, value, allowed, documents)
 
 
 class CrossAttention(Attention):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hvd_transformer.config.schema import ModelConfig
 from hvd_transformer.models.attention import CrossAttention, KVCache, SelfAttention
+from hvd_transformer.models.documents import Documents
 from hvd_transformer.models.norms import make_last_norm, make_norm
 from hvd_transformer.models.positions import LearnedPositions, SinusoidalPositions
 from hvd_transformer.nn.cross_entropy import fused_cross_entropy
@@ -44,12 +45,12 @@ class TokenEmbedding(nn.Module):
             self.positions = LearnedPositions(config.max_length, config.d_model, std * (self.scale or 1.0))
         self.dropout = Dropout(config.dropout)
 
-    def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
-        """[B, T] to [B, T, D]. `start`: the position of the first token."""
+    def forward(self, tokens: Tensor, start: int = 0, places: Tensor | None = None) -> Tensor:
+        """[B, T] to [B, T, D]. `start`: the position of the first token; `places` [B, T]: of each token."""
         embedded = self.embedding(tokens)
         if self.scale is not None:
             embedded = embedded * self.scale
-        placed = embedded if self.positions is None else self.positions(embedded, start)
+        placed = embedded if self.positions is None else self.positions(embedded, start, places)
         hidden: Tensor = self.dropout(placed)
         return hidden
 
@@ -116,9 +117,15 @@ class Block(nn.Module):
         for linear in (self.attention.output, self.feedforward.output):
             init_residual(linear, config)
 
-    def forward(self, hidden: Tensor, allowed: Tensor | None = None, past: KVCache | None = None) -> Tensor:
-        """[B, T, D] to [B, T, D]; `allowed` and `past` as in `SelfAttention`."""
-        hidden = self._around(self.norm1, hidden, lambda values: self.attention(values, allowed, past))
+    def forward(
+        self,
+        hidden: Tensor,
+        allowed: Tensor | None = None,
+        past: KVCache | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """[B, T, D] to [B, T, D]; the others as in `SelfAttention`."""
+        hidden = self._around(self.norm1, hidden, lambda values: self.attention(values, allowed, past, documents))
         return self._around(self.norm2, hidden, self.feedforward)
 
     def _around(self, norm: nn.Module, hidden: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:

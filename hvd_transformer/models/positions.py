@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -20,29 +21,31 @@ def sinusoidal_table(length: int, width: int, dtype: torch.dtype, device: torch.
 
 
 class SinusoidalPositions(nn.Module):
-    """Adds the fixed sinusoidal table to [B, T, D], starting at position `start`."""
+    """Adds the fixed sinusoidal table to [B, T, D], from position `start` on or at the positions `places` [B, T]."""
 
     def __init__(self, max_length: int, width: int) -> None:
         super().__init__()
         self.max_length, self.width = max_length, width
         self.table: Tensor | None = None  # made at first use, with the dtype and device of the input; not a weight
 
-    def forward(self, hidden: Tensor, start: int = 0) -> Tensor:
+    def forward(self, hidden: Tensor, start: int = 0, places: Tensor | None = None) -> Tensor:
         if self.table is None or self.table.dtype != hidden.dtype or self.table.device != hidden.device:
             self.table = sinusoidal_table(self.max_length, self.width, hidden.dtype, hidden.device)
-        return hidden + self.table[start : start + hidden.size(1)]
+        return hidden + self.table[slice(start, start + hidden.size(1)) if places is None else places]
 
 
 class LearnedPositions(nn.Module):
-    """Adds one learned vector per position to [B, T, D], starting at position `start`."""
+    """Adds one learned vector per position to [B, T, D], from position `start` on or at the positions `places` [B, T]."""
 
     def __init__(self, max_length: int, width: int, std: float) -> None:
         super().__init__()
         self.embedding = nn.Embedding(max_length, width)
         nn.init.normal_(self.embedding.weight, std=std)
 
-    def forward(self, hidden: Tensor, start: int = 0) -> Tensor:
-        return hidden + self.embedding.weight[start : start + hidden.size(1)].to(hidden.dtype)
+    def forward(self, hidden: Tensor, start: int = 0, places: Tensor | None = None) -> Tensor:
+        weight = self.embedding.weight
+        rows = weight[start : start + hidden.size(1)] if places is None else F.embedding(places, weight)
+        return hidden + rows.to(hidden.dtype)
 
 
 def rotary_rates(width: int, base: float, scaling: Mapping[str, float | str] | None) -> tuple[Tensor, float]:

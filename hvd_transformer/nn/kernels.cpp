@@ -127,15 +127,21 @@ inline void copy_across(float* out, const float* values, int64_t stride, int64_t
     }
 }
 
-// score × factor of what may be seen, -infinity for the rest of the `width` keys; returns the largest.
-inline float scale_and_mask(float* score, int64_t seen, int64_t width, const bool* may_see, float factor) {
+// Which keys a query sees, of those that `may_see` marks (null: all): `begin` to `end` - 1.
+struct Seen {
+    int64_t begin, end;
+};
+
+// score × factor of what is seen, -infinity for the rest of the keys in `range`; returns the largest.
+inline float scale_and_mask(float* score, Seen seen, Seen range, const bool* may_see, float factor) {
     float top = -INFINITY;
+    std::fill(score + range.begin, score + seen.begin, -INFINITY);
 #pragma omp simd reduction(max : top)
-    for (int64_t j = 0; j < seen; ++j) {
+    for (int64_t j = seen.begin; j < seen.end; ++j) {
         score[j] = !may_see || may_see[j] ? score[j] * factor : -INFINITY;
         top = score[j] > top ? score[j] : top;
     }
-    std::fill(score + seen, score + width, -INFINITY);
+    std::fill(score + seen.end, score + range.end, -INFINITY);
     return top;
 }
 
@@ -155,21 +161,27 @@ struct Attention {
     int32_t causal, least;
     float factor, scale;
 
-    int64_t seen_by(int64_t query) const { return causal ? keys - queries + query + 1 : keys; }
+    // `starts` [samples, queries]: the first key that each query sees, which never decreases; null: key 0.
+    Seen seen_by(int64_t head, int64_t query, const int64_t* starts) const {
+        return {starts ? starts[head / heads * queries + query] : 0, causal ? keys - queries + query + 1 : keys};
+    }
 
     // The keys that kRows queries see, as whole vectors.
-    int64_t seen_by_rows(int64_t first) const { return padded(std::min(keys, seen_by(first + kRows - 1))); }
+    Seen seen_by_rows(int64_t head, int64_t first, const int64_t* starts) const {
+        const int64_t begin = seen_by(head, first, starts).begin, end = seen_by(head, first + kRows - 1, nullptr).end;
+        return {begin / kVector * kVector, padded(std::min(keys, end))};
+    }
 
     template <typename Number>
     Number* row_of(Number* out, int64_t head, int64_t query) const {
         return out + ((head / heads * queries + query) * heads + head % heads) * width;
     }
 
-    void drop(float* out, const float* values, const int16_t* bits, int64_t count) const {
-        const int64_t real = std::min(count, keys);
+    void drop(float* out, const float* values, const int16_t* bits, Seen range) const {
+        const int64_t real = std::min(range.end, keys);
 #pragma omp simd
-        for (int64_t j = 0; j < real; ++j) out[j] = values[j] * kept(bits[j], least, scale);
-        std::fill(out + real, out + count, 0.0f);
+        for (int64_t j = range.begin; j < real; ++j) out[j] = values[j] * kept(bits[j], least, scale);
+        std::fill(out + real, out + range.end, 0.0f);
     }
 };
 
@@ -232,10 +244,11 @@ void gelu_backward(float* out, const float* grad, const float* values, const int
 
 // out [samples, queries, heads, width] = (softmax(query × keyᵀ × factor) × dropout) × value; without dropout `bits`
 // [samples, heads, queries, keys] is null. A query sees the keys that `allowed` [samples, keys] marks (null: all) and,
-// if `causal`, those up to its own position; the queries are the last of the keys. Backward forms the weights anew from
-// `log_totals` [samples, heads, queries]. Each head is computed by one thread, so no sum depends on their number.
+// if `causal`, those up to its own position; the queries are the last of the keys. `starts` as in `Seen`. Backward forms
+// the weights anew from `log_totals` [samples, heads, queries]. Each head is computed by one thread, so no sum depends
+// on their number.
 void attention_forward(float* out, float* log_totals, const Heads* query, const Heads* key, const Heads* value,
-                       const bool* allowed, const int16_t* bits, const Attention* sizes) {
+                       const bool* allowed, const int64_t* starts, const int16_t* bits, const Attention* sizes) {
     const Attention& is = *sizes;
     const int64_t width = padded(is.width), keys = padded(is.keys);
 #pragma omp parallel if (is.samples * is.heads * is.queries * is.keys >= kParallelFrom)
@@ -250,21 +263,26 @@ void attention_forward(float* out, float* log_totals, const Heads* query, const 
             copy_across(keys_across, key->of(head, is.heads), key->row, is.keys, is.width, keys);
             copy_rows(values, value->of(head, is.heads), value->row, is.keys, is.width, width);
             for (int64_t first = 0; first < is.queries; first += kRows) {
-                const int64_t rows = std::min(kRows, is.queries - first), seen = is.seen_by_rows(first);
+                const int64_t rows = std::min(kRows, is.queries - first);
+                const Seen range = is.seen_by_rows(head, first, starts);
+                const int64_t begin = range.begin, count = range.end - begin;
                 copy_rows(asked, query->of(head, is.heads) + first * query->row, query->row, rows, is.width, width);
-                product<false>(weights, keys, asked, width, 1, keys_across, keys, kRows, seen, is.width);
+                product<false>(weights + begin, keys, asked, width, 1, keys_across + begin, keys, kRows, count,
+                               is.width);
                 for (int64_t i = 0; i < rows; ++i) {
                     const int64_t row = head * is.queries + first + i;
                     float *weight = weights + i * keys, total = 0.0f;
-                    const float top = scale_and_mask(weight, is.seen_by(first + i), seen, may_see, is.factor);
+                    const Seen seen = is.seen_by(head, first + i, starts);
+                    const float top = scale_and_mask(weight, seen, range, may_see, is.factor);
 #pragma omp simd reduction(+ : total)
-                    for (int64_t j = 0; j < seen; ++j) total += weight[j] = exp_of(weight[j] - top);
+                    for (int64_t j = begin; j < range.end; ++j) total += weight[j] = exp_of(weight[j] - top);
                     log_totals[row] = top + std::log(total);
                     const float share = 1.0f / total;
-                    for (int64_t j = 0; j < seen; ++j) weight[j] *= share;
-                    if (bits) is.drop(dropped + i * keys, weight, bits + row * is.keys, seen);
+                    for (int64_t j = begin; j < range.end; ++j) weight[j] *= share;
+                    if (bits) is.drop(dropped + i * keys, weight, bits + row * is.keys, range);
                 }
-                product<false>(mixed, width, dropped, keys, 1, values, width, kRows, width, seen);
+                product<false>(mixed, width, dropped + begin, keys, 1, values + begin * width, width, kRows, width,
+                               count);
                 for (int64_t i = 0; i < rows; ++i)
                     std::memcpy(is.row_of(out, head, first + i), mixed + i * width, is.width * sizeof(float));
             }
@@ -275,7 +293,7 @@ void attention_forward(float* out, float* log_totals, const Heads* query, const 
 // The gradients of query, key and value, laid out as `out`, from `grad` of `out`.
 void attention_backward(float* grad_query, float* grad_key, float* grad_value, const float* grad, const float* out,
                         const float* log_totals, const Heads* query, const Heads* key, const Heads* value,
-                        const bool* allowed, const int16_t* bits, const Attention* sizes) {
+                        const bool* allowed, const int64_t* starts, const int16_t* bits, const Attention* sizes) {
     const Attention& is = *sizes;
     const int64_t width = padded(is.width), keys = padded(is.keys), stride = is.heads * is.width;
 #pragma omp parallel if (is.samples * is.heads * is.queries * is.keys >= kParallelFrom)
@@ -296,17 +314,21 @@ void attention_backward(float* grad_query, float* grad_key, float* grad_value, c
             std::fill(of_keys, of_keys + keys * width, 0.0f);
             std::fill(of_values, of_values + keys * width, 0.0f);
             for (int64_t first = 0; first < is.queries; first += kRows) {
-                const int64_t rows = std::min(kRows, is.queries - first), seen = is.seen_by_rows(first);
+                const int64_t rows = std::min(kRows, is.queries - first);
+                const Seen range = is.seen_by_rows(head, first, starts);
+                const int64_t begin = range.begin, count = range.end - begin;
                 copy_rows(asked, query->of(head, is.heads) + first * query->row, query->row, rows, is.width, width);
                 copy_rows(slopes, is.row_of(grad, head, first), stride, rows, is.width, width);
-                product<false>(weights, keys, asked, width, 1, keys_across, keys, kRows, seen, is.width);
-                product<false>(grads, keys, slopes, width, 1, values_across, keys, kRows, seen, is.width);
+                product<false>(weights + begin, keys, asked, width, 1, keys_across + begin, keys, kRows, count,
+                               is.width);
+                product<false>(grads + begin, keys, slopes, width, 1, values_across + begin, keys, kRows, count,
+                               is.width);
                 for (int64_t i = 0; i < kRows; ++i) {
                     float *weight = weights + i * keys, *slope = grads + i * keys;
                     if (i >= rows) {
-                        std::fill(weight, weight + seen, 0.0f);
-                        std::fill(slope, slope + seen, 0.0f);
-                        if (bits) std::fill(dropped + i * keys, dropped + i * keys + seen, 0.0f);
+                        std::fill(weight + begin, weight + range.end, 0.0f);
+                        std::fill(slope + begin, slope + range.end, 0.0f);
+                        if (bits) std::fill(dropped + i * keys + begin, dropped + i * keys + range.end, 0.0f);
                         continue;
                     }
                     const int64_t row = head * is.queries + first + i;
@@ -314,21 +336,24 @@ void attention_backward(float* grad_query, float* grad_key, float* grad_value, c
                     float mean = 0.0f;
 #pragma omp simd reduction(+ : mean)
                     for (int64_t j = 0; j < is.width; ++j) mean += result[j] * slopes[i * width + j];
-                    scale_and_mask(weight, is.seen_by(first + i), seen, may_see, is.factor);
+                    scale_and_mask(weight, is.seen_by(head, first + i, starts), range, may_see, is.factor);
 #pragma omp simd
-                    for (int64_t j = 0; j < seen; ++j) weight[j] = exp_of(weight[j] - log_total);
+                    for (int64_t j = begin; j < range.end; ++j) weight[j] = exp_of(weight[j] - log_total);
                     if (bits) {
-                        is.drop(slope, slope, bits + row * is.keys, seen);
-                        is.drop(dropped + i * keys, weight, bits + row * is.keys, seen);
+                        is.drop(slope, slope, bits + row * is.keys, range);
+                        is.drop(dropped + i * keys, weight, bits + row * is.keys, range);
                     }
 #pragma omp simd
-                    for (int64_t j = 0; j < seen; ++j) slope[j] = is.factor * weight[j] * (slope[j] - mean);
+                    for (int64_t j = begin; j < range.end; ++j) slope[j] = is.factor * weight[j] * (slope[j] - mean);
                 }
-                product<false>(mixed, width, grads, keys, 1, key_rows, width, kRows, width, seen);
+                product<false>(mixed, width, grads + begin, keys, 1, key_rows + begin * width, width, kRows, width,
+                               count);
                 for (int64_t i = 0; i < rows; ++i)
                     std::memcpy(is.row_of(grad_query, head, first + i), mixed + i * width, is.width * sizeof(float));
-                product<true>(of_keys, width, grads, 1, keys, asked, width, seen, width, kRows);
-                product<true>(of_values, width, dropped, 1, keys, slopes, width, seen, width, kRows);
+                product<true>(of_keys + begin * width, width, grads + begin, 1, keys, asked, width, count, width,
+                              kRows);
+                product<true>(of_values + begin * width, width, dropped + begin, 1, keys, slopes, width, count, width,
+                              kRows);
             }
             for (int64_t j = 0; j < is.keys; ++j) {
                 const int64_t place = ((head / is.heads * is.keys + j) * is.heads + head % is.heads) * is.width;

@@ -19,8 +19,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "dropout": [_P, _P, _P, _P, _N, _I, _F],
     "gelu_forward": [_P, _P, _P, _N, _I, _F],
     "gelu_backward": [_P, _P, _P, _P, _N, _I, _F],
-    "attention_forward": [_P] * 8,
-    "attention_backward": [_P] * 12,
+    "attention_forward": [_P] * 9,
+    "attention_backward": [_P] * 13,
     "cross_entropy": [_P, _P, _P, _N, _N, _F],
 }
 
@@ -89,15 +89,17 @@ class Kernels:
         causal: bool,
         allowed: Tensor | None,
         drawn: DropoutBits | None,
+        starts: Tensor | None = None,
     ) -> Tensor:
         """Scaled dot-product attention with queries [B, H, T, D/H] over keys and values [B, H, S, D/H]: [B, T, H, D/H].
 
         `allowed` [B, S] marks the keys to attend to. If `causal`, the queries are the last T of the S positions.
+        `starts` [B, T] is the first key that each query attends to and must not decrease; earlier keys cost no time.
         Dropout of the weights has bits [B, H, T, S]. The weights never exist as a whole (FlashAttention, Dao et al.
         2022, arXiv 2205.14135); rows of queries, keys and values are contiguous.
         """
         result: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-            self.library, query, key, value, causal, allowed, *(drawn or _NONE)
+            self.library, query, key, value, causal, allowed, starts, *(drawn or _NONE)
         )
         return result
 
@@ -193,34 +195,35 @@ class _Attention(torch.autograd.Function):
         value: Tensor,
         causal: bool,
         allowed: Tensor | None,
+        starts: Tensor | None,
         bits: Tensor | None,
         least: int,
         scale: float,
     ) -> Tensor:
         batch, heads, queries, width = query.shape
         sizes = _Sizes(batch, heads, queries, key.size(2), width, causal, least, width**-0.5, scale)
-        allowed = None if allowed is None else allowed.contiguous()
+        allowed, starts = (None if tensor is None else tensor.contiguous() for tensor in (allowed, starts))
         out, log_totals = query.new_empty(batch, queries, heads, width), query.new_empty(batch, heads, queries)
         library.attention_forward(
-            out.data_ptr(), log_totals.data_ptr(), *_pointers(query, key, value), _address(allowed), _address(bits),
-            ctypes.byref(sizes),
+            out.data_ptr(), log_totals.data_ptr(), *_pointers(query, key, value), _address(allowed),
+            _address(starts), _address(bits), ctypes.byref(sizes),
         )  # fmt: skip
-        ctx.save_for_backward(out, log_totals, query, key, value, allowed, bits)
+        ctx.save_for_backward(out, log_totals, query, key, value, allowed, starts, bits)
         ctx.library, ctx.sizes = library, sizes
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        out, log_totals, query, key, value, allowed, bits = ctx.saved_tensors
+        out, log_totals, query, key, value, allowed, starts, bits = ctx.saved_tensors
         grad, grad_query = grad.contiguous(), torch.empty_like(out)
         grad_key, grad_value = (out.new_empty(key.transpose(1, 2).shape) for _ in range(2))
         ctx.library.attention_backward(
             grad_query.data_ptr(), grad_key.data_ptr(), grad_value.data_ptr(), grad.data_ptr(), out.data_ptr(),
-            log_totals.data_ptr(), *_pointers(query, key, value), _address(allowed), _address(bits),
+            log_totals.data_ptr(), *_pointers(query, key, value), _address(allowed), _address(starts), _address(bits),
             ctypes.byref(ctx.sizes),
         )  # fmt: skip
         grads = (tensor.transpose(1, 2) for tensor in (grad_query, grad_key, grad_value))
-        return None, *grads, None, None, None, None, None
+        return None, *grads, None, None, None, None, None, None
 
 
 def _pointers(*tensors: Tensor) -> list[Any]:

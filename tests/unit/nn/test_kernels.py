@@ -90,6 +90,22 @@ def test_attention(kernels: Kernels, queries: int, keys: int, causal: bool, padd
     check(found, wanted, *both)
 
 
+@pytest.mark.parametrize("length", [5, 35, 80])
+@pytest.mark.parametrize("drops", [False, True])
+def test_attention_within_documents(kernels: Kernels, length: int, drops: bool) -> None:
+    batch, heads, width = 3, 2, 12
+    drawn = kernels.draw((batch, heads, length, length), 0.25, seed=4) if drops else None
+    both = inputs(*[(batch, length, heads, width)] * 3)
+    numbers = (torch.rand(batch, length) < 0.1).cumsum(1)  # of the document that each place belongs to
+    starts = (numbers[:, :, None] == numbers[:, None]).int().argmax(-1)
+    seen = (numbers[:, :, None] == numbers[:, None]).tril()[:, None]
+    query, key, value = (tensor.transpose(1, 2) for tensor in both[1])
+    weights = (query @ key.transpose(-2, -1) * width**-0.5).masked_fill(~seen, -math.inf).softmax(-1)
+    wanted = ((weights if drawn is None else weights * mask(drawn)) @ value).transpose(1, 2)
+    found = kernels.attention(*(tensor.transpose(1, 2) for tensor in both[0]), True, None, drawn, starts)
+    check(found, wanted, *both)
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize(("num_tokens", "width"), [(9, 4), (9, 40), (260, 131)])
 def test_cross_entropy(kernels: Kernels, num_tokens: int, width: int, smoothing: float) -> None:
