@@ -17,6 +17,7 @@ from hvd_transformer.comm.horovod_env import usable_cores
 from hvd_transformer.comm.process_map import process_map
 from hvd_transformer.comm.world import World, agree
 from hvd_transformer.config import Config
+from hvd_transformer.config.mixture import origin
 from hvd_transformer.data.build_once import ShouldStop
 from hvd_transformer.data.prepared import PreparedData, PreparedExamples
 from hvd_transformer.errors import UserError
@@ -121,7 +122,7 @@ def _rates(task: Task, seconds: float) -> tuple[float, float]:
 
 def _checked(task: Task) -> Task:
     if not task.sampler.num_steps():
-        raise UserError(f"data.source={task.config.data.source}: the training split is too small for one step")
+        raise UserError(f"{origin(task.config.data)}: the training split is too small for one step")
     return task
 
 

@@ -13,6 +13,7 @@ from hvd_transformer.bench.sizes import show_size
 from hvd_transformer.bench.train import StepTimes, TrainResult, training_constants
 from hvd_transformer.comm.world import World
 from hvd_transformer.config import Config
+from hvd_transformer.config.mixture import source_name
 from hvd_transformer.planning.constants import Constants
 
 
@@ -135,13 +136,19 @@ def data_report(config: Config, world: World, result: DataResult) -> Report:
     processes = "1 process" if result.workers == 1 else f"{result.workers} processes"
     prepared = f"{seconds:.2f} s" if tokens is None else f"{tokens / seconds:,.0f} tokens per second ({seconds:.2f} s)"
     fields = {
-        "data": f"{config.data.source}, {config.task}",
+        "data": f"{source_name(config.data)}, {config.task}",
         "ranks": _ranks(world, world.backend, ""),
         "preparation": f"{prepared} by {processes} per host",
         "batches per second": f"{result.batches:,.1f}",
         f"{result.unit} per second": f"{result.targets:,.0f}",
     }
-    values = {"bench": "data", **_world(world), "source": config.data.source, "task": config.task, **asdict(result)}
+    values = {
+        "bench": "data",
+        **_world(world),
+        "source": source_name(config.data),
+        "task": config.task,
+        **asdict(result),
+    }
     return Report(values, fields)
 
 

@@ -1,5 +1,6 @@
 """Checks across keys: settings that do not fit together."""
 
+from hvd_transformer.config.mixture import check_mixture
 from hvd_transformer.config.schema import LEARNED_TOKENIZERS, Config, ModelConfig, OptimizerConfig, allowed
 from hvd_transformer.errors import UserError
 
@@ -137,6 +138,8 @@ def _check_powersgd(config: Config) -> None:
 _BUILT_IN = ("language_model", "translation", "classification")
 _TASKS_OF_KEY = {
     "batching": ("language_model",),
+    "sources": ("language_model",),
+    "document_mask": ("language_model",),
     "too_long": ("translation", "classification"),
     "batch_tokens": ("translation", "classification"),
     "source_language": ("translation",),
@@ -159,6 +162,9 @@ def _check_data_keys(config: Config) -> None:
                 f"data.{key}={value}: not with task={config.task}, only with {allowed_tasks}; leave it at "
                 f"{'none' if default is None else default}"
             )
+    check_mixture(data)
+    if data.document_mask and data.batching == "columns":
+        raise UserError("data.document_mask=true: not with data.batching=columns, whose rows go on; use windows")
     _check_tokenizer(config)
     sample, default = data.tokenizer_sample_mb, type(data).model_fields["tokenizer_sample_mb"].default
     if sample != default and data.tokenizer != "bpe" and config.task in _BUILT_IN:

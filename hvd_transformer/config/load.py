@@ -148,8 +148,11 @@ class _Settings:
         """Raise `UserError` for a folder ~name of a user whom this machine does not know."""
         for key in _FOLDERS & self.values.keys():
             if self.origins[key] != but:
+                value = self.values[key]
+                paths = _sources(value) if key == "data.sources" else [str(value)]
                 try:
-                    Path(str(self.values[key])).expanduser()
+                    for path in paths:
+                        Path(path).expanduser()
                 except RuntimeError:
                     given = f"{key}={shown(self.values[key])} ({self.origins[key]})"
                     raise UserError(
@@ -181,9 +184,15 @@ class _Settings:
 
 
 _FOLDERS = {
-    "output_dir", "data.source", "data.tokenizer", "data.cache_dir", "checkpoint.resume", "model.pretrained"
+    "output_dir", "data.source", "data.sources", "data.tokenizer", "data.cache_dir", "checkpoint.resume",
+    "model.pretrained",
 }  # fmt: skip
 _PLAIN = (str, int, float, list, dict, type(None))
+
+
+def _sources(value: Any) -> list[str]:
+    entries = value if isinstance(value, list) else []
+    return [str(entry.get("source", "")) for entry in entries if isinstance(entry, dict)]
 
 
 def _wanted(key: str, message: str) -> str:
@@ -196,7 +205,7 @@ def _wanted(key: str, message: str) -> str:
 
 def _has_bool(value: Any) -> bool:
     parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
-    return any(isinstance(part, bool) for part in parts)
+    return any(isinstance(part, bool) or (isinstance(part, (dict, list)) and _has_bool(part)) for part in parts)
 
 
 def shown(value: Any) -> str:

@@ -36,6 +36,8 @@ ClassWeights = Annotated[
 ]
 # As in the config.json of transformers; `config.checks` knows the keys.
 RopeScaling = Annotated[dict[str, float | str] | None, BeforeValidator(_none_word)]
+# `config.mixture` knows the keys.
+Sources = Annotated[list[dict[str, float | str]] | None, Field(min_length=1), BeforeValidator(_none_word)]
 OptionalBool = Annotated[bool | None, BeforeValidator(_none_word)]
 OptionalName = Annotated[Annotated[str, Field(min_length=1)] | None, BeforeValidator(_none_word)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -132,6 +134,13 @@ class DataConfig(Section):
         "iwslt2016, wmt14, or a folder or file of sentence pairs; for classification: a folder or file of tables",
         min_length=1,
     )
+    sources: Sources = fixed(
+        None,
+        "language_model: a mixture instead of source: a list of tables such as {source: a.jsonl, weight: 0.7, epochs: "
+        "2}; weight: its share of the samples, relative to the others (by default each sample counts the same); epochs "
+        "(1): how often an epoch reads it or, with weights, at most; text_column: its own. none: only source",
+        allowed="none, or a list of tables such as [{source: a.jsonl, weight: 0.7}, {source: b.jsonl, weight: 0.3}]",
+    )
     split: list[Fraction] = fixed(
         [0.9, 0.05, 0.05],
         "fractions for train, valid and test if source is one file; two numbers: no test split",
@@ -157,6 +166,10 @@ class DataConfig(Section):
         "windows",
         "windows: fixed-length samples, shuffled by seed and epoch; columns: the text in batch_size columns, with "
         "a separate stretch of rows for each rank (as in the PyTorch tutorial)",
+    )
+    document_mask: bool = fixed(
+        False,
+        "with batching=windows of documents: no token attends to another document, and positions start anew at each",
     )
     sequence_length: int = fixed(
         128, "tokens per sample; if samples differ in length: of the longest sample, on either side", ge=1

@@ -12,9 +12,10 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 
 from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data.build_once import PrepareContext, Stopped, build_once
+from hvd_transformer.data.load_tokenizer import load_tokenizer
 from hvd_transformer.data.prepared import INDEX, PreparedData, TokenWriter, read_corpus, token_dtype
 from hvd_transformer.data.text_corpus import Corpus
 from hvd_transformer.data.text_files import PIECE_BYTES, Piece, TextSpan, read_pieces
@@ -138,6 +140,28 @@ def prepare_corpus(
     return prepare_folder(config, corpus.name, settings, write, read_corpus, context)
 
 
+def learn_tokenizer(config: DataConfig, corpora: Sequence[Corpus], context: PrepareContext) -> Tokenizer:
+    """One tokenizer for several corpora, learned from all their training splits now unless it exists.
+
+    Raises as `prepare_corpus`.
+    """
+    own = tokenizer_settings(config, sum(corpus.train_bytes for corpus in corpora))
+    settings = {"format": FORMAT, "corpora": [corpus.identity for corpus in corpora], **own}
+
+    def write(folder: Path) -> dict[str, Any]:
+        context.report(f"Learning one tokenizer {config.tokenizer} for {', '.join(corpus.name for corpus in corpora)}")
+        first, *others = (_TextWriter(config, corpus, None, context) for corpus in corpora)
+        tokenizer = first.learn_tokenizer(others)
+        tokenizer.save(folder)
+        return {"format": FORMAT, "tokenizer": tokenizer.digest}
+
+    def read(folder: Path, index: dict[str, Any]) -> Tokenizer | None:
+        tokenizer = load_tokenizer(folder)
+        return tokenizer if tokenizer.digest == index["tokenizer"] else None
+
+    return prepare_folder(config, "mixture", settings, write, read, context)
+
+
 @dataclass(frozen=True)
 class _TextWriter:
     config: DataConfig
@@ -147,7 +171,7 @@ class _TextWriter:
 
     def write(self, folder: Path) -> dict[str, Any]:
         self.context.report(f"Preparing {self.corpus.name}: {self._size / 1e6:.1f} MB of text, tokenizer {self._kind}")
-        tokenizer = self.tokenizer or self._learn_tokenizer()
+        tokenizer = self.tokenizer or self.learn_tokenizer()
         if self._has_documents and tokenizer.document_end is None:
             raise UserError(
                 f"data.source={self.config.source}: documents need a tokenizer with an end-of-sequence token "
@@ -167,11 +191,14 @@ class _TextWriter:
             },
         }
 
-    def _learn_tokenizer(self) -> Tokenizer:
-        config, train = self.config, self.corpus.splits["train"]
-        specials = (UNKNOWN, DOCUMENT_END) if self._has_documents else (UNKNOWN,)
+    def learn_tokenizer(self, others: Sequence["_TextWriter"] = ()) -> Tokenizer:
+        """Learn from this training split, and those of `others`."""
+        config, writers = self.config, (self, *others)
+        has_documents = any(writer._has_documents for writer in writers)
+        specials = (UNKNOWN, DOCUMENT_END) if has_documents else (UNKNOWN,)
         if config.tokenizer == BPETokenizer.kind:
-            texts = (text for piece in self._sample(train) for text in piece.texts())
+            whole = sum(writer._train.size for writer in writers)
+            texts = (text for writer in writers for piece in writer._sample(whole) for text in piece.texts())
             return BPETokenizer.train(
                 texts,
                 config.vocab_size,
@@ -179,23 +206,23 @@ class _TextWriter:
                 specials=specials,
                 should_stop=self.context.should_stop,
             )
-        pieces = self._pieces(train, "counting tokens")
-        if self._is_native:
+        pieces = chain.from_iterable(writer._pieces(writer._train, "counting tokens") for writer in writers)
+        if all(writer._is_native for writer in writers):
             counts = count_words(self._libraries, self.context.thread_map, pieces)
         else:
             counts = total(self.context.map(partial(_count, config.tokenizer), pieces))
         if not counts:
-            raise UserError(f"{train.path}: the train split has no token; it must hold text")
+            raise UserError(f"{self._train.path}: the train split has no token; it must hold text")
         return build_vocabulary(config.tokenizer, counts, config.vocab_size, config.min_frequency, specials)
 
-    def _sample(self, span: TextSpan) -> Iterator[Piece]:
-        """What byte pairs are learned from: all of the span, or small pieces from everywhere in it."""
-        phase, sample = "learning byte pairs", sample_bytes(self.config, span.size)
+    def _sample(self, whole: int) -> Iterator[Piece]:
+        """What byte pairs are learned from, of `whole` bytes: all of this corpus, or small pieces from everywhere."""
+        span, phase, sample = self._train, "learning byte pairs", sample_bytes(self.config, whole)
         if sample is None:
             return self._pieces(span, phase)
-        report_sample(self.context, self.corpus.name, sample, span.size)
+        report_sample(self.context, self.corpus.name, sample * span.size // whole, span.size)
         pieces = self._pieces(span, phase, min(PIECE_BYTES, max(LEAST_PIECE, sample // 256)))
-        return evenly(pieces, lambda piece: len(piece.data), sample / span.size)
+        return evenly(pieces, lambda piece: len(piece.data), sample / whole)
 
     def _write_split(self, file: TokenWriter, split: str, span: TextSpan, encode: Encode) -> dict[str, Any]:
         """Write the tokens of a split piece by piece; return its entry in the index."""
@@ -221,6 +248,10 @@ class _TextWriter:
         if self._has_documents or self._kind != WordTokenizer.kind:
             return False
         return is_native(self._libraries, self._size, self.context.report)
+
+    @property
+    def _train(self) -> TextSpan:
+        return self.corpus.splits["train"]
 
     @property
     def _has_documents(self) -> bool:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import mmap
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -64,6 +64,20 @@ class TokenFile:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         mapped.madvise(mmap.MADV_RANDOM)  # windows are read in shuffled order: reading ahead would be useless
         return np.frombuffer(mapped, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class MixedTokens:
+    """A split of a mixture: the token files of its sources."""
+
+    files: Sequence[TokenFile]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.files))
+
+    @property
+    def sha256(self) -> str:
+        return sha256(json.dumps([tokens.sha256 for tokens in self.files]))
 
 
 class TokenWriter:
@@ -214,8 +228,9 @@ class PreparedData:
 
     folder: Path
     tokenizer: Tokenizer
-    splits: dict[str, TokenFile]
+    splits: Mapping[str, TokenFile | MixedTokens]
     digest: str
+    has_documents: bool = False  # whether each document is followed by an end token
 
     @property
     def split_digests(self) -> dict[str, str]:
@@ -239,4 +254,5 @@ def read_corpus(folder: Path, index: dict[str, Any]) -> PreparedData | None:
     same = tokenizer.digest == index["tokenizer"]["sha256"]
     if not same or not all(tokens.is_whole() for tokens in splits.values()):
         return None
-    return PreparedData(folder, tokenizer, splits, index["digest"])
+    has_documents = bool(index["settings"]["corpus"].get("columns"))
+    return PreparedData(folder, tokenizer, splits, index["digest"], has_documents)

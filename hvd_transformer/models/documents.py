@@ -1,7 +1,7 @@
 """Several documents in one window: where each begins, and a mask by which none attends to another.
 
-As `reset_position_ids` and `reset_attention_mask` of Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053): the token that
-ends a document belongs to it.
+The token that ends a document belongs to it, as with `reset_position_ids` and `reset_attention_mask` of Megatron-LM
+(Shoeybi et al. 2019, arXiv 1909.08053).
 """
 
 from typing import NamedTuple

@@ -70,9 +70,9 @@ def _document_layers(model: LanguageModel, document_end: int) -> list[Layer]:
     def loss(hidden: Tensor, starts: Tensor, targets: Tensor) -> Tensor:
         return model.head.loss(hidden, targets)
 
-    blocks = (partial(attend, block) for block in model.blocks)
+    blocks = [block for block in model.blocks if isinstance(block, Block)]
     return [
         Layer("embedding", model.embedding, embed, recompute=False),
-        *(Layer(f"blocks.{number}", run.args[0], run) for number, run in enumerate(blocks)),
+        *(Layer(f"blocks.{number}", block, partial(attend, block)) for number, block in enumerate(blocks)),
         Layer("head", model.head, loss, recompute=False),
     ]

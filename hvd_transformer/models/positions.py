@@ -35,7 +35,7 @@ class SinusoidalPositions(nn.Module):
 
 
 class LearnedPositions(nn.Module):
-    """Adds one learned vector per position to [B, T, D], from position `start` on or at the positions `places` [B, T]."""
+    """Adds a learned vector per position to [B, T, D], from position `start` on or at the positions `places` [B, T]."""
 
     def __init__(self, max_length: int, width: int, std: float) -> None:
         super().__init__()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hvd_transformer.errors import UserError
 from hvd_transformer.huggingface import from_folder, origin
+from hvd_transformer.models.documents import document_mask, document_places, document_starts
 from hvd_transformer.nn.dropout import torch_dropout_key
 
 OURS = "hvd_transformer"  # our key in config.json of an exported folder
@@ -57,6 +58,37 @@ def _is_causal(model: nn.Module) -> bool:
     """Whether changing the last token leaves all logits before it unchanged."""
     before, after = (model(input_ids=torch.tensor([[0, 1, 2, last]])).logits[:, :-1] for last in (0, 1))
     return bool((before - after).abs().max() <= 1e-5 * before.abs().max())
+
+
+def text_logits(model: nn.Module, tokens: Tensor, document_end: int | None) -> Tensor:
+    """The logits [B, T, V] of a causal language model for tokens [B, T]; with a `document_end`, the token that ends a
+    document, each document by itself."""
+    inputs: dict[str, Any] = {}
+    if document_end is not None:
+        starts = document_starts(tokens, document_end)
+        mask = document_mask(starts, next(model.parameters()).dtype)
+        inputs = {"position_ids": document_places(starts), "attention_mask": mask}
+    logits: Tensor = model(input_ids=tokens, use_cache=False, **inputs).logits
+    return logits
+
+
+@torch.no_grad()
+def check_documents(model: nn.Module, folder: Path) -> None:
+    """Raise `UserError` if `text_logits` cannot keep documents apart: not every family has positions to start anew."""
+    tokens = torch.tensor([[1, 2, 0, 3, 4], [2, 1, 0, 3, 4]])
+    trains = model.training
+    model.eval()
+    try:
+        both = text_logits(model, tokens, 0)[:, 3:]
+        alone = text_logits(model, tokens[:1, 3:], None)
+        is_apart = torch.equal(both[0], both[1]) and torch.allclose(both[0], alone[0], rtol=1e-2, atol=1e-3)
+    except (TypeError, ValueError, RuntimeError, IndexError):
+        is_apart = False
+    model.train(trains)
+    if not is_apart:
+        raise UserError(
+            f"data.document_mask=true: not with {origin(folder)}; {type(model).__name__} cannot keep documents apart"
+        )
 
 
 def _load(kind: str, folder: Path, **options: Any) -> tuple[Any, list[str]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import get_args
 
+from hvd_transformer.config.mixture import origin
 from hvd_transformer.config.schema import Config
 from hvd_transformer.data.tokenizers import BPE_VOCAB_SIZE
 from hvd_transformer.errors import UserError
@@ -158,7 +159,7 @@ def vocabulary(config: Config, given: int | None) -> tuple[int, str]:
     if known := known_vocabulary(config):
         return known
     raise UserError(
-        f"data.source={data.source}, data.tokenizer={data.tokenizer}: the vocabulary size is known only after the "
+        f"{origin(data)}, data.tokenizer={data.tokenizer}: the vocabulary size is known only after the "
         "data is prepared; give --vocab-size N"
     )
 

@@ -7,13 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from hvd_transformer.config.batch_size import step_samples
+from hvd_transformer.config.mixture import mixed_sources, origin
 from hvd_transformer.config.schema import LEARNED_TOKENIZERS, Config
 from hvd_transformer.data.batches import Batch, ColumnDataset, WindowDataset, evaluation_batches
+from hvd_transformer.data.blend import Blend, BlendedDataset, blend_sizes
+from hvd_transformer.data.prepare_mixture import prepare_split, prepare_text
 from hvd_transformer.data.prepare_text import prepare_corpus
-from hvd_transformer.data.prepared import PreparedData, TokenFile
+from hvd_transformer.data.prepared import MixedTokens, PreparedData, TokenFile
 from hvd_transformer.data.pretrained_tokenizer import PretrainedTokenizer
 from hvd_transformer.data.sampler import ColumnSampler, Replica, StepSampler
-from hvd_transformer.data.text_corpus import open_corpus, open_text
+from hvd_transformer.data.text_corpus import open_text
 from hvd_transformer.data.tokenizers import Tokenizer
 from hvd_transformer.errors import UserError
 from hvd_transformer.inference.generation import Sampling, generate
@@ -36,21 +39,38 @@ class LanguageModelTask(Task):
         self.length = config.data.sequence_length
         self.sampler: StepSampler | ColumnSampler = StepSampler(0, 1, 1, replica)
         self.targets_per_step = 1  # no steps without a training split
+        self.document_end = self._document_end() if config.data.document_mask else None
         if "train" in data.splits:
             self._begin_training(data.splits["train"])
         for split, tokens in data.splits.items():
-            if split != "train" and len(tokens) < 2:
+            shortest = min(map(len, _files(tokens)))
+            if split != "train" and shortest < 2:
                 raise UserError(
-                    f"data.source={config.data.source}: the {split} split has {len(tokens)} tokens; "
-                    "evaluation needs at least 2"
+                    f"{origin(config.data)}: the {split} split has {shortest} tokens; evaluation needs at least 2"
                 )
 
-    def _begin_training(self, tokens: TokenFile) -> None:
+    def _document_end(self) -> int:
+        """The token that ends a document. Raises `UserError` if there are no documents."""
+        if "train" in self.data.splits and not self.data.has_documents:
+            raise UserError(
+                f"data.document_mask=true: {origin(self.config.data)} has no documents; give JSON lines (.jsonl)"
+            )
+        found = self.data.tokenizer.document_end
+        if found is None:
+            raise UserError("data.document_mask=true: the tokenizer has no end-of-document token")
+        return found
+
+    def _begin_training(self, tokens: TokenFile | MixedTokens) -> None:
         config, training, replica, length = self.config, self.config.training, self.replica, self.length
         num_samples = step_samples(training, replica.size)
         self.targets_per_step = num_samples * length
-        self.samples: WindowDataset | ColumnDataset
-        if config.data.batching == "windows":
+        self.samples: WindowDataset | BlendedDataset | ColumnDataset
+        shortest = min(map(len, _files(tokens)))
+        if isinstance(tokens, MixedTokens):
+            needed = length + 1
+            self.samples = self._mixture(tokens)
+            self.sampler = StepSampler(self.samples.num_items, num_samples, training.batch_size, replica)
+        elif config.data.batching == "windows":
             needed = length + 1
             self.samples = WindowDataset(tokens, length, config.seed)
             self.sampler = StepSampler(self.samples.num_items, num_samples, training.batch_size, replica)
@@ -59,11 +79,18 @@ class LanguageModelTask(Task):
             self.samples = ColumnDataset(tokens, training.batch_size, length)
             num_stretches = num_samples // (training.batch_size * training.accumulation)
             self.sampler = ColumnSampler(self.samples.num_items, num_stretches, training.accumulation, replica)
-        if len(tokens) < needed:
+        if shortest < needed:
             raise UserError(
-                f"data.source={config.data.source}: the training split has {len(tokens)} tokens, but one sample of "
+                f"{origin(config.data)}: the training split has {shortest} tokens, but one sample of "
                 f"data.sequence_length={length} needs {needed}"
             )
+
+    def _mixture(self, tokens: MixedTokens) -> BlendedDataset:
+        seed, sources = self.config.seed, mixed_sources(self.config.data)
+        datasets = [WindowDataset(file, self.length, seed + number) for number, file in enumerate(tokens.files)]
+        available = [dataset.num_items for dataset in datasets]
+        weights, epochs = [source.weight for source in sources], [source.epochs for source in sources]
+        return BlendedDataset(datasets, blend_sizes(available, weights, epochs))
 
     def make_model(self) -> nn.Module:
         model = LanguageModel(self.rows, self.config.model)
@@ -82,16 +109,14 @@ class LanguageModelTask(Task):
     def prepare(cls, config: Config, context: PrepareContext) -> PreparedData:
         chosen = config.data.tokenizer
         tokenizer = None if chosen in LEARNED_TOKENIZERS else PretrainedTokenizer.open(Path(chosen).expanduser())
-        return prepare_corpus(config.data, open_corpus(config.data, context), tokenizer, context)
+        return prepare_text(config.data, tokenizer, context)
 
     @classmethod
     def prepare_evaluation(cls, config: Config, context: PrepareContext, wanted: EvaluationSpec) -> PreparedData:
-        data = config.data
-        if wanted.path is not None:
-            corpus = open_text(data, wanted.path, wanted.split)
-        else:
-            corpus = open_corpus(data, context).only(wanted.split, f"data.source={data.source}")
-        return prepare_corpus(data, corpus, wanted.tokenizers[""], context)
+        data, tokenizer = config.data, wanted.tokenizers[""]
+        if wanted.path is None:
+            return prepare_split(data, wanted.split, tokenizer, context)
+        return prepare_corpus(data, open_text(data, wanted.path, wanted.split), tokenizer, context)
 
     def describe(self) -> str:
         return f"{len(self.data.splits['train']):,} training tokens, vocabulary {self.data.tokenizer.vocab_size:,}"
@@ -104,7 +129,8 @@ class LanguageModelTask(Task):
     def sketch(cls, config: Config, vocab_size: int, num_samples: int) -> ModelSketch:
         model = LanguageModel(config.model.vocab_size or vocab_size, config.model)
         tokens = torch.zeros(num_samples, config.data.sequence_length, dtype=torch.int64)
-        layers, batch = language_model_layers(model), MicroBatch((tokens,), (tokens,))
+        document_end = -1 if config.data.document_mask else None  # another token than all of these
+        layers, batch = language_model_layers(model, document_end), MicroBatch((tokens,), (tokens,))
         return ModelSketch(model, layers, batch, model.cuts(config.parallel.vocab_parallel))
 
     @property
@@ -119,13 +145,17 @@ class LanguageModelTask(Task):
 
     def evaluation_batches(self, split: str) -> Iterator[Batch]:
         batch_size = self.config.training.eval_batch_size or self.config.training.batch_size
-        tokens = self.data.splits[split]
-        return evaluation_batches(tokens, self.length, batch_size, self.replica, self.eval_samples)
+        files, most = _files(self.data.splits[split]), self.eval_samples
+        windows = [-(-(len(tokens) - 1) // self.length) for tokens in files]
+        if most is not None and most < sum(windows):
+            windows = Blend(windows).counts(most)  # of a mixture, some of each source
+        for tokens, limit in zip(files, windows, strict=True):
+            yield from evaluation_batches(tokens, self.length, batch_size, self.replica, limit)
 
     @property
     def layers(self) -> list[Layer]:
         assert isinstance(self.model, LanguageModel)
-        return language_model_layers(self.model)
+        return language_model_layers(self.model, self.document_end)
 
     def micro_batch(self, batch: tuple[Tensor, ...]) -> MicroBatch:
         inputs, targets = batch
@@ -143,10 +173,11 @@ class LanguageModelTask(Task):
 
         Prompt and continuation together have at most `data.sequence_length` tokens, the length that the model learns.
         """
-        tokens, tokenizer = self.data.splits[split], self.data.tokenizer
+        files, tokenizer = _files(self.data.splits[split]), self.data.tokenizer
         size = min(_PROMPT_TOKENS, max(1, self.length // 4))
-        starts = [len(tokens) * place // number for place in range(number)]
-        prompts = [tokens[start : start + size].tolist() for start in starts]
+        chosen = [files[place % len(files)] for place in range(number)]  # of a mixture, its sources in turn
+        starts = [len(tokens) * place // number for place, tokens in enumerate(chosen)]
+        prompts = [tokens[start : start + size].tolist() for tokens, start in zip(chosen, starts, strict=True)]
         sampling = Sampling(seed=self.config.seed)
         found = generate(
             self.model, prompts, _NEW_TOKENS, sampling, self.length, lambda *_: self.tick(), tokenizer.document_end
@@ -155,3 +186,8 @@ class LanguageModelTask(Task):
             {"prompt": tokenizer.decode(prompt), "continuation": tokenizer.decode(more)}
             for prompt, more in zip(prompts, found, strict=True)
         ]
+
+
+def _files(tokens: TokenFile | MixedTokens) -> Sequence[TokenFile]:
+    """The token files of a split: of a mixture, one per source."""
+    return tokens.files if isinstance(tokens, MixedTokens) else [tokens]

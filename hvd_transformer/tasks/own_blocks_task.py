@@ -8,9 +8,8 @@ from torch import Tensor
 from hvd_transformer.checkpoint.store import MODEL
 from hvd_transformer.checkpoint.stored_tensors import StoredTensors
 from hvd_transformer.config.schema import Config
-from hvd_transformer.data.prepare_text import prepare_corpus
+from hvd_transformer.data.prepare_mixture import prepare_text
 from hvd_transformer.data.prepared import PreparedData
-from hvd_transformer.data.text_corpus import open_corpus
 from hvd_transformer.errors import UserError
 from hvd_transformer.huggingface import origin
 from hvd_transformer.models.language_model import LanguageModel
@@ -25,8 +24,7 @@ class OwnBlocksTask(LanguageModelTask):
 
     @classmethod
     def prepare(cls, config: Config, context: PrepareContext) -> PreparedData:
-        tokenizer = folder_tokenizer(config)
-        return prepare_corpus(config.data, open_corpus(config.data, context), tokenizer, context)
+        return prepare_text(config.data, folder_tokenizer(config), context)
 
     def stored_weights(self) -> Callable[[str], Tensor]:
         config, folder = self.config.model, folder_of(self.config)

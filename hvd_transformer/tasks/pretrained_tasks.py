@@ -9,11 +9,10 @@ from torch import Tensor, nn
 
 from hvd_transformer.config.schema import Config
 from hvd_transformer.data.prepare_examples import TrainedVocabulary, prepare_examples
-from hvd_transformer.data.prepare_text import prepare_corpus
+from hvd_transformer.data.prepare_mixture import prepare_text
 from hvd_transformer.data.prepared import PreparedData, PreparedExamples
 from hvd_transformer.data.pretrained_tokenizer import PretrainedTokenizer
 from hvd_transformer.data.sampler import Replica
-from hvd_transformer.data.text_corpus import open_corpus
 from hvd_transformer.errors import UserError
 from hvd_transformer.huggingface import origin
 from hvd_transformer.models import pretrained
@@ -104,13 +103,13 @@ class PretrainedLanguageModelTask(PretrainedTask, LanguageModelTask):
 
     @classmethod
     def prepare(cls, config: Config, context: PrepareContext) -> PreparedData:
-        tokenizer = folder_tokenizer(config)
-        corpus = open_corpus(config.data, context)
-        return prepare_corpus(config.data, corpus, tokenizer, context)
+        return prepare_text(config.data, folder_tokenizer(config), context)
 
     def make_model(self) -> nn.Module:
         folder = folder_of(self.config)
         model = pretrained.load_language_model(folder)
+        if self.document_end is not None:
+            pretrained.check_documents(model, folder)
         pretrained.check_fits(model, folder, self.data.tokenizer.vocab_size, self.length)
         return model
 
@@ -118,7 +117,7 @@ class PretrainedLanguageModelTask(PretrainedTask, LanguageModelTask):
         tokens, targets = tensors
         smoothing = self.config.training.label_smoothing if self.model.training else 0.0
         with torch_dropout_key(tokens.device):
-            logits = self.model(input_ids=tokens, use_cache=False).logits  # [B, T, V]
+            logits = pretrained.text_logits(self.model, tokens, self.document_end)
         return class_loss(logits.flatten(0, 1), targets.flatten(), smoothing)
 
 

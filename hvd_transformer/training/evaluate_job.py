@@ -11,6 +11,7 @@ from hvd_transformer.checkpoint.saved_run import Checkpoint, read_checkpoint
 from hvd_transformer.checkpoint.shared_folder import with_verification
 from hvd_transformer.comm.world import World, agree
 from hvd_transformer.config import Config, load_again
+from hvd_transformer.config.mixture import origin, source_name
 from hvd_transformer.config.schema import ModelConfig, flatten
 from hvd_transformer.data.load_tokenizer import tokenizer_from_json
 from hvd_transformer.data.splits import WHOLE
@@ -98,7 +99,9 @@ def evaluation_config(saved: Checkpoint, request: Request) -> Config:
     if not request.data.exists():
         raise UserError(f"--data {request.data}: no such file or folder")
     # For messages only; the prepared data is identified by the path itself.
-    return config.model_copy(update={"data": config.data.model_copy(update={"source": str(request.data)})})
+    return config.model_copy(
+        update={"data": config.data.model_copy(update={"source": str(request.data), "sources": None})}
+    )
 
 
 def _in_own_blocks(values: Mapping[str, Any]) -> bool:
@@ -141,7 +144,7 @@ def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchd
     heartbeat.enter_phase("end")
     trainer.close()
     left_out = getattr(data, "left_out", {}).get(split, {})
-    source = config.data.source
+    source = source_name(config.data)
     limited = limited_evaluation(config)
     notes = [*task.notes, *([] if limited is None else [limited])]
     count, most = found.num_targets, task.eval_samples
@@ -176,7 +179,7 @@ def _check_unchanged(data: Data, split: str, state: Mapping[str, Any], config: C
     wanted = state.get("splits", {}).get(split)
     if wanted is not None and wanted != getattr(data, "split_digests", {}).get(split):
         raise UserError(
-            f"data.source={config.data.source}: its {split} split is not what it was in training; was it changed? With "
+            f"{origin(config.data)}: its {split} split is not what it was in training; was it changed? With "
             "--data a file or folder is evaluated as it is"
         )
 
@@ -186,5 +189,5 @@ def _split(task: Task, wanted: str | None, config: Config) -> str:
     there = [split for split in (WHOLE, "test", "valid", "train") if task.has_split(split)]
     if there in ([], ["train"]) and wanted is None or wanted not in (None, *there):
         what = wanted or "valid and no test"
-        raise UserError(f"data.source={config.data.source}: no {what} split; there is {' and '.join(there) or 'none'}")
+        raise UserError(f"{origin(config.data)}: no {what} split; there is {' and '.join(there) or 'none'}")
     return wanted or there[0]

@@ -11,6 +11,7 @@ from hvd_transformer.checkpoint.shared_folder import with_verification
 from hvd_transformer.comm.world import World, agree
 from hvd_transformer.config import Config
 from hvd_transformer.config.batch_size import check_step_size
+from hvd_transformer.config.mixture import source_name
 from hvd_transformer.errors import UserError
 from hvd_transformer.monitoring.heartbeat import Heartbeat
 from hvd_transformer.monitoring.watchdog import Watchdog
@@ -192,7 +193,7 @@ def _headline(config: Config, world: World, trainer: Trainer) -> str:
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks over {world.backend}"
     return (
         f"{config.task}: {trainer.engine.num_parameters:,} parameters on {ranks} ({trainer.mesh.device.type})\n"
-        f"{config.data.source}: {trainer.task.describe()}; "
+        f"{source_name(config.data)}: {trainer.task.describe()}; "
         f"{trainer.total_steps:,} steps of {trainer.task.targets_per_step:,} {trainer.task.unit}"
     )
 

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from hvd_transformer.config import Config
+from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.errors import UserError
 from hvd_transformer.launch.horovodrun_command import Horovodrun
 from hvd_transformer.launch.hostfile import Host
@@ -59,13 +60,19 @@ class Job(NamedTuple):
         """The job as started from the current folder. Without `trains` it writes nothing to `output_dir`."""
         folders = {
             **({"output_dir": config.output_dir} if trains else {}),
-            "data.source": config.data.source,
+            **_sources(config.data),
             "data.cache_dir": config.data.cache_dir,
             **({} if config.model.pretrained is None else {"model.pretrained": config.model.pretrained}),
             "/tmp": "/tmp",
         }
         stages, device = config.parallel.pipeline, config.training.device
         return cls(horovodrun.hosts, stages, device, str(Path.cwd()), folders, horovodrun.network_interface)
+
+
+def _sources(data: DataConfig) -> dict[str, str]:
+    if data.sources is None:
+        return {"data.source": data.source}
+    return {f"data.sources, entry {number}": str(one["source"]) for number, one in enumerate(data.sources, start=1)}
 
 
 class Link(NamedTuple):
@@ -239,7 +246,7 @@ def _folders(job: Job, answers: Answers) -> Iterator[Finding]:
             yield Finding(host, f"the folder {job.cwd} is not there", cure)
         for label, folder in answer["folders"].items():
             where = label if label == job.folders[label] else f"{label}={job.folders[label]}"
-            if label in ("data.source", "model.pretrained"):
+            if label.startswith("data.source") or label == "model.pretrained":
                 if not folder["exists"] and any(other["folders"][label]["exists"] for other in answers.values()):
                     cure = "copy it there, or keep it on a file system that all hosts share"
                     yield Finding(host, f"{where} is not there", cure)

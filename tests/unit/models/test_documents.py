@@ -114,7 +114,8 @@ def test_a_changed_document_changes_no_other_by_anything(position: str, way: str
             return run(ours, tokens, until=-1)
 
     before = hidden(tokens)
-    for row, (first, last) in [(number, piece) for number, row in enumerate(tokens) for piece in pieces(row)]:
+    documents_of = [(number, piece) for number in range(len(tokens)) for piece in pieces(tokens[number])]
+    for row, (first, last) in documents_of:
         if last - first < 2:
             continue  # nothing but its end, or one token that must stay none
         changed = tokens.clone()

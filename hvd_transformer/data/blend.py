@@ -1,0 +1,114 @@
+"""Samples of several sources in fixed proportions, in an order that any number of replicas can start anywhere in."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from hvd_transformer.data.batches import Batch, WindowDataset
+
+
+class Blend:
+    """The order of an epoch that has `sizes[i]` samples of source i: `blend[items]` are (source, number) at the
+    positions `items`, number counting the samples of the source.
+
+    Each position takes the source that is furthest behind its share: sample j of source i is due at
+    (j + 1/2) / `sizes[i]` of the epoch, and the next one is always the one that is due first. This is stride scheduling
+    (Waldspurger and Weihl 1995), or Webster's method of apportionment (Balinski and Young 1982). Blended datasets of
+    Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053) take the source that lacks the most samples, which needs a table
+    of the whole epoch; here a position follows from the sizes alone.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes, self.num_items = sizes, sum(sizes)
+
+    def __getitem__(self, items: range) -> list[tuple[int, int]]:
+        found, counts = [], self.counts(items.start)
+        for _ in items:
+            source = self._next(counts)
+            found.append((source, counts[source]))
+            counts[source] += 1
+        return found
+
+    def counts(self, position: int) -> list[int]:
+        """The number of samples of each source before this position."""
+        time = position / self.num_items
+        counts = [self._due_before(source, time) for source in range(len(self.sizes))]
+        # Rounded to whole samples these may be a few more or less than wanted, half a one per source.
+        for _ in range(position - sum(counts)):
+            counts[self._next(counts)] += 1
+        for _ in range(sum(counts) - position):
+            counts[self._last(counts)] -= 1
+        return counts
+
+    def _due(self, source: int, number: int) -> float:
+        return (number + 0.5) / self.sizes[source]
+
+    def _due_before(self, source: int, time: float) -> int:
+        size = self.sizes[source]
+        count = min(size, math.floor(time * size + 0.5))
+        while count and self._due(source, count - 1) >= time:  # of the rounding of `time`
+            count -= 1
+        while count < size and self._due(source, count) < time:
+            count += 1
+        return count
+
+    def _next(self, counts: Sequence[int]) -> int:
+        """The source of the next sample; of two that are due at once, the first."""
+        return min((self._due(source, count), source) for source, count in self._left(counts))[1]
+
+    def _last(self, counts: Sequence[int]) -> int:
+        """The source of the sample before."""
+        return max((self._due(source, count - 1), source) for source, count in enumerate(counts) if count)[1]
+
+    def _left(self, counts: Sequence[int]) -> list[tuple[int, int]]:
+        return [(source, count) for source, count in enumerate(counts) if count < self.sizes[source]]
+
+
+def blend_sizes(available: Sequence[int], weights: Sequence[float | None], epochs: Sequence[float]) -> list[int]:
+    """The samples of each source in an epoch of the mixture, of `available` ones.
+
+    Without weights each source is read `epochs` times. With weights they are in these proportions, and the epoch ends
+    when the first source has been read `epochs` times.
+    """
+    most = [count * passes for count, passes in zip(available, epochs, strict=True)]
+    given = [0.0 if weight is None else weight for weight in weights]
+    if not any(given):
+        return [max(1, round(count)) for count in most]
+    scale = min(count / weight for count, weight in zip(most, given, strict=True) if weight)
+    return [max(1, round(scale * weight)) if weight else 0 for weight in given]
+
+
+class BlendedDataset:
+    """Training samples of several datasets of equal length, in the order of `Blend`.
+
+    A source goes on in the next epoch after the sample that it stopped at: it is read as a whole, in random order,
+    before any of its samples comes again. Memory does not grow with the number of samples.
+    """
+
+    def __init__(self, datasets: Sequence[WindowDataset], sizes: Sequence[int]) -> None:
+        self.datasets, self.blend = datasets, Blend(sizes)
+        self.num_items = self.blend.num_items
+
+    def batch(self, epoch: int, items: range) -> Batch:
+        """The samples at these positions of the epoch's order."""
+        sources, numbers = np.array(self.blend[items]).T
+        length = self.datasets[0].length
+        inputs, targets = (torch.empty(len(items), length, dtype=torch.int64) for _ in range(2))
+        for source in np.unique(sources).tolist():
+            (places,) = np.nonzero(sources == source)
+            first = epoch * self.blend.sizes[source] + int(numbers[places[0]])
+            found = self._samples(source, range(first, first + len(places)))
+            inputs[places], targets[places] = found
+        return Batch(inputs, targets)
+
+    def _samples(self, source: int, numbers: range) -> Batch:
+        """These samples of a source, counted from its very first one."""
+        dataset, parts = self.datasets[source], []
+        while numbers:
+            passed, place = divmod(numbers.start, dataset.num_items)
+            stop = min(place + len(numbers), dataset.num_items)
+            parts.append(dataset.batch(passed, range(place, stop)))
+            numbers = numbers[stop - place :]
+        return Batch(torch.cat([part.inputs for part in parts]), torch.cat([part.targets for part in parts]))

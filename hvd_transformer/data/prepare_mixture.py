@@ -1,0 +1,67 @@
+"""Prepare the text of a language model: one source, or a mixture with one tokenizer for all its sources."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hvd_transformer.config.mixture import mixed_sources, origin
+from hvd_transformer.config.schema import DataConfig
+from hvd_transformer.data.build_once import PrepareContext
+from hvd_transformer.data.prepare_text import learn_tokenizer, prepare_corpus
+from hvd_transformer.data.prepared import MixedTokens, PreparedData, TokenFile
+from hvd_transformer.data.splits import SPLITS, chosen_split
+from hvd_transformer.data.text_corpus import Corpus, open_corpus
+from hvd_transformer.data.tokenizers import Tokenizer, sha256
+
+
+@dataclass(frozen=True)
+class PreparedMixture(PreparedData):
+    """The prepared sources of a mixture; a split consists of the splits of those that have it."""
+
+    parts: Sequence[PreparedData] = ()
+
+    def report(self) -> list[str]:
+        return [line for part in self.parts for line in part.report()]
+
+
+def prepare_text(config: DataConfig, tokenizer: Tokenizer | None, context: PrepareContext) -> PreparedData:
+    """All splits of `data.source` or `data.sources`. Without a `tokenizer` one is learned from the training splits.
+
+    Raises `UserError` if the data cannot be used, `Stopped` on request.
+    """
+    if config.sources is None:
+        return prepare_corpus(config, open_corpus(config, context), tokenizer, context)
+    corpora = [open_corpus(source.config, context) for source in mixed_sources(config)]
+    tokenizer = tokenizer or learn_tokenizer(config, corpora, context)
+    return _mixture(config, corpora, tokenizer, context)
+
+
+def prepare_split(
+    config: DataConfig, wanted: str | None, tokenizer: Tokenizer, context: PrepareContext
+) -> PreparedData:
+    """One split of `data.source` or `data.sources` (see `splits.chosen_split`). Raises as `prepare_text`."""
+    if config.sources is None:
+        corpus = open_corpus(config, context).only(wanted, origin(config))
+        return prepare_corpus(config, corpus, tokenizer, context)
+    corpora = [open_corpus(source.config, context) for source in mixed_sources(config)]
+    split = chosen_split(wanted, {name for corpus in corpora for name in corpus.splits}, origin(config))
+    parts = [corpus.only(split, origin(config)) if split in corpus.splits else None for corpus in corpora]
+    return _mixture(config, parts, tokenizer, context)
+
+
+def _mixture(
+    config: DataConfig, corpora: Sequence[Corpus | None], tokenizer: Tokenizer, context: PrepareContext
+) -> PreparedMixture:
+    """None: a source without the split that is wanted."""
+    parts = [
+        prepare_corpus(source.config, corpus, tokenizer, context)
+        for source, corpus in zip(mixed_sources(config), corpora, strict=True)
+        if corpus is not None
+    ]
+    files = {
+        split: [tokens for part in parts if isinstance(tokens := part.splits.get(split), TokenFile)] for split in SPLITS
+    }
+    splits = {split: MixedTokens(found) for split, found in files.items() if found}
+    digest = sha256(json.dumps([part.digest for part in parts]))
+    has_documents = any(part.has_documents for part in parts)
+    return PreparedMixture(parts[0].folder.parent, tokenizer, splits, digest, has_documents, parts)
