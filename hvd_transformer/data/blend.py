@@ -8,20 +8,24 @@ import torch
 
 from hvd_transformer.data.batches import Batch, WindowDataset
 
+# Multiples of it, modulo 1, lie apart however many there are.
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
 
 class Blend:
     """The order of an epoch that has `sizes[i]` samples of source i: `blend[items]` are (source, number) at the
     positions `items`, number counting the samples of the source.
 
-    Each position takes the source that is furthest behind its share: sample j of source i is due at
-    (j + 1/2) / `sizes[i]` of the epoch, and the next one is always the one that is due first. This is stride scheduling
-    (Waldspurger and Weihl 1995), or Webster's method of apportionment (Balinski and Young 1982). Blended datasets of
-    Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053) take the source that lacks the most samples, which needs a table
-    of the whole epoch; here a position follows from the sizes alone.
+    Each position takes the source that is furthest behind its share: the samples of source i are due at equal distances
+    of 1 / `sizes[i]` of the epoch, and the next one is always the one that is due first. This is stride scheduling
+    (Waldspurger and Weihl 1995); the sources start at different fractions of their distance, so that equal ones take
+    turns. Blended datasets of Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053) take the source that lacks the most
+    samples, which needs a table of the whole epoch; here any position follows from the sizes alone.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes, self.num_items = sizes, sum(sizes)
+        self._phases = [(0.5 + source * _GOLDEN) % 1 for source in range(len(sizes))]
 
     def __getitem__(self, items: range) -> list[tuple[int, int]]:
         found, counts = [], self.counts(items.start)
@@ -35,7 +39,7 @@ class Blend:
         """The number of samples of each source before this position."""
         time = position / self.num_items
         counts = [self._due_before(source, time) for source in range(len(self.sizes))]
-        # Rounded to whole samples these may be a few more or less than wanted, half a one per source.
+        # Rounded to whole samples these may be a few more or less than wanted: less than one per source.
         for _ in range(position - sum(counts)):
             counts[self._next(counts)] += 1
         for _ in range(sum(counts) - position):
@@ -43,11 +47,11 @@ class Blend:
         return counts
 
     def _due(self, source: int, number: int) -> float:
-        return (number + 0.5) / self.sizes[source]
+        return (number + self._phases[source]) / self.sizes[source]
 
     def _due_before(self, source: int, time: float) -> int:
         size = self.sizes[source]
-        count = min(size, math.floor(time * size + 0.5))
+        count = max(0, min(size, math.ceil(time * size - self._phases[source])))
         while count and self._due(source, count - 1) >= time:  # of the rounding of `time`
             count -= 1
         while count < size and self._due(source, count) < time:

@@ -73,15 +73,17 @@ def text_logits(model: nn.Module, tokens: Tensor, document_end: int | None) -> T
 
 
 @torch.no_grad()
-def check_documents(model: nn.Module, folder: Path) -> None:
-    """Raise `UserError` if `text_logits` cannot keep documents apart: not every family has positions to start anew."""
-    tokens = torch.tensor([[1, 2, 0, 3, 4], [2, 1, 0, 3, 4]])
+def check_documents(model: nn.Module, folder: Path, length: int) -> None:
+    """Raise `UserError` if `text_logits` cannot keep documents of texts of this length apart: not every family has
+    positions to start anew, and a mask replaces the window of those that do not attend far back."""
     trains = model.training
     model.eval()
     try:
-        both = text_logits(model, tokens, 0)[:, 3:]
-        alone = text_logits(model, tokens[:1, 3:], None)
-        is_apart = torch.equal(both[0], both[1]) and torch.allclose(both[0], alone[0], rtol=1e-2, atol=1e-3)
+        one, other = (text_logits(model, torch.tensor([[*first, 0, 3, 4]]), 0)[:, 3:] for first in ((1, 2), (2, 1)))
+        alone = text_logits(model, torch.tensor([[3, 4]]), None)
+        windows = (getattr(model.config, key, None) for key in ("sliding_window", "attention_chunk_size"))
+        is_apart = all(window is None or window >= length for window in windows)
+        is_apart &= torch.equal(one, other) and torch.allclose(one, alone, rtol=1e-2, atol=1e-3)
     except (TypeError, ValueError, RuntimeError, IndexError):
         is_apart = False
     model.train(trains)

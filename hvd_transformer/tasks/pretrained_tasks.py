@@ -109,7 +109,7 @@ class PretrainedLanguageModelTask(PretrainedTask, LanguageModelTask):
         folder = folder_of(self.config)
         model = pretrained.load_language_model(folder)
         if self.document_end is not None:
-            pretrained.check_documents(model, folder)
+            pretrained.check_documents(model, folder, self.length)
         pretrained.check_fits(model, folder, self.data.tokenizer.vocab_size, self.length)
         return model
 

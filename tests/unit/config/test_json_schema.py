@@ -65,6 +65,8 @@ model: {position: rotary, rope_scaling: {rope_type: linear, factor: 2}}
 {task: classification, data: {class_weights: none, positive_label: 1}}
 data: {source: 7}
 data: {tokenizer_sample_mb: none}
+data: {sources: [{source: a.jsonl, weight: 0.7}, {source: b.jsonl, weight: 1e-1, epochs: 2}]}
+data: {sources: none, document_mask: true}
 parallel: {pipeline: 2, partition: [1, 3]}
 communication: {compression: none}
 training: {max_steps: 5, eval_every: none}
@@ -97,6 +99,9 @@ data: {split: [1]}
 data: {split: [0.5, 0.2, 0.2, 0.1]}
 data: {split: [0.9, 1.1]}
 data: {source: true}
+data: {sources: a.jsonl}
+data: {sources: [a.jsonl]}
+data: {sources: []}
 data: {batching: null}
 data: {class_weights: {good: 0}}
 data: {class_weights: even}

@@ -125,3 +125,39 @@ def test_a_folder_without_a_tokenizer_is_refused(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
     with pytest.raises(UserError, match="tokenizer"):
         PretrainedTokenizer.read(folder)
+
+
+SHAPE = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+DOCUMENTS = {
+    "GPT2": {"vocab_size": 20, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 24},
+    "GPTNeoX": {**SHAPE, "intermediate_size": 24},
+    "Mistral": {**SHAPE, "num_key_value_heads": 1, "intermediate_size": 24, "sliding_window": 12},
+}
+
+
+@pytest.mark.parametrize("family", DOCUMENTS)
+def test_documents_are_kept_apart(family: str, folder: Path) -> None:
+    torch.manual_seed(2)
+    config = getattr(transformers, f"{family}Config")(**DOCUMENTS[family], initializer_range=0.3)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    pretrained.check_documents(model, folder, 12)
+    tokens = torch.randint(1, 20, (2, 12))
+    tokens[0, [3, 4]] = tokens[1, 8] = 0
+    logits = pretrained.text_logits(model, tokens, 0)
+    for row, first, last in ((0, 0, 4), (0, 4, 5), (0, 5, 12), (1, 0, 9), (1, 9, 12)):
+        alone = model(input_ids=tokens[row : row + 1, first:last]).logits[0]
+        torch.testing.assert_close(logits[row, first:last], alone, rtol=1e-4, atol=1e-5)
+    changed = tokens.clone()
+    changed[0, 6] = 1 + changed[0, 6] % 19
+    after = pretrained.text_logits(model, changed, 0)
+    assert torch.equal(after[0, :5], logits[0, :5]) and torch.equal(after[1], logits[1])
+    assert not torch.equal(after[0, 6:], logits[0, 6:])
+
+
+def test_models_without_positions_or_with_a_window_cannot_keep_documents_apart(folder: Path) -> None:
+    bloom = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=20, hidden_size=16, n_layer=1, n_head=2))
+    with pytest.raises(UserError, match="document_mask=true: .*BloomForCausalLM cannot keep documents apart"):
+        pretrained.check_documents(bloom, folder, 12)
+    mistral = transformers.MistralForCausalLM(transformers.MistralConfig(**DOCUMENTS["Mistral"]))
+    with pytest.raises(UserError, match="MistralForCausalLM cannot keep documents apart"):
+        pretrained.check_documents(mistral, folder, 13)
