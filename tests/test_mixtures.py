@@ -105,8 +105,8 @@ def test_losses_of_a_mixture_are_those_of_all_its_sources(folder: Path, tmp_path
     ("entries", "words", "told"),
     [
         (["a.jsonl, weight: 0", "c.txt, weight: 0"], [], "data.sources: all weights are 0"),
-        (["a.jsonl, weight: -1"], [], "data.sources, entry 1 .*a.jsonl.: weight=-1.0: must be at least 0"),
-        (["a.jsonl, epochs: 0"], [], "entry 1 .*: epochs=0.0: must be above 0"),
+        (["a.jsonl, weight: -1"], [], "data.sources, entry 1 .*a.jsonl.: weight=-1.0: must be a number of at least 0"),
+        (["a.jsonl, epochs: 0"], [], "entry 1 .*: epochs=0.0: must be a number above 0"),
         (["a.jsonl", "c.txt, weight: 1"], [], "entry 1: has no weight, as others have"),
         (["a.jsonl, wait: 1"], [], "entry 1: unknown key wait; an entry has source, weight, epochs, text_column"),
         (["a.jsonl, weight: yes"], [], "data.sources=.* must not be true or false"),

@@ -1,5 +1,6 @@
 """The entries of `data.sources`: what is mixed, and in which proportions."""
 
+import math
 from typing import NamedTuple
 
 from hvd_transformer.config.schema import DataConfig
@@ -47,7 +48,7 @@ def check_mixture(data: DataConfig) -> None:
         raise UserError("data.sources: not with data.batching=columns, which reads one text in order; use windows")
     for number, entry in enumerate(data.sources, start=1):
         _check_entry(entry, f"data.sources, entry {number}")
-    weights = [entry.get("weight") for entry in data.sources]
+    weights = [source.weight for source in mixed_sources(data)]
     if None in weights and any(weight is not None for weight in weights):
         raise UserError(
             f"data.sources, entry {weights.index(None) + 1}: has no weight, as others have; give each a weight, or none"
@@ -65,7 +66,11 @@ def _check_entry(entry: dict[str, float | str], place: str) -> None:
         if not isinstance(value, str) or not value:
             wrong = f"{key}={value} must be a text" if key in entry else f"has no {key}"
             raise UserError(f"{place}: {wrong}; an entry is a table such as {{source: a.jsonl, weight: 0.7}}")
-    for key, least in (("weight", "at least 0"), ("epochs", "above 0")):
+    for key, least in (("weight", "of at least 0"), ("epochs", "above 0")):
         value = entry.get(key, 1.0)
-        if isinstance(value, str) or value < 0 or (value == 0 and key == "epochs"):
-            raise UserError(f"{place} ({entry['source']}): {key}={value}: must be {least}")
+        try:
+            number = float(value)  # YAML reads 1e-1 as text
+        except ValueError:
+            number = math.nan
+        if not (0 < number < math.inf or (number == 0 and key == "weight")):
+            raise UserError(f"{place} ({entry['source']}): {key}={value}: must be a number {least}")
