@@ -12,7 +12,7 @@ from commands import output as run
 
 from hvd_transformer.config import load
 from hvd_transformer.data.build_once import ALONE
-from hvd_transformer.data.prepare_mixture import prepare_text
+from hvd_transformer.data.prepare_mixture import prepare_sources
 
 SETTINGS = [
     "--preset", "tiny", "data.vocab_size=none", "data.workers=1", "data.split=[0.8,0.1,0.1]", "training.device=cpu",
@@ -48,7 +48,7 @@ def documents(path: Path, column: str) -> list[str]:
 def test_one_tokenizer_is_learned_from_all_training_splits(folder: Path, tmp_path: Path) -> None:
     mixed = sources(folder, "a.jsonl", "b.jsonl, text_column: body", "c.txt")
     words = [mixed, f"data.cache_dir={tmp_path}", "data.split=[0.8,0.1,0.1]", "data.tokenizer=char"]
-    data = prepare_text(load(overrides=words).data, None, ALONE)
+    data = prepare_sources(load(overrides=words).data, None, ALONE)
     assert set(data.tokenizer.tokens) == {"<unk>", "</s>", "\n", *"abcdwxyz 0123456789"}
     texts = [documents(folder / "a.jsonl", "text"), documents(folder / "b.jsonl", "body")]
     for name in ("train", "valid", "test"):
@@ -69,8 +69,8 @@ def test_byte_pairs_of_a_mixture_are_those_of_its_texts_together(folder: Path, t
             chosen = rows.get(name, [*rows["one"], *rows["two"]])
             text = "".join(json.dumps({"text": row}) + "\n" for row in chosen)
             (tmp_path / name / f"{split}.jsonl").write_text(text)
-    mixed = prepare_text(load(overrides=[*common, sources(tmp_path, "one", "two")]).data, None, ALONE)
-    whole = prepare_text(load(overrides=[*common, f"data.source={tmp_path / 'both'}"]).data, None, ALONE)
+    mixed = prepare_sources(load(overrides=[*common, sources(tmp_path, "one", "two")]).data, None, ALONE)
+    whole = prepare_sources(load(overrides=[*common, f"data.source={tmp_path / 'both'}"]).data, None, ALONE)
     assert mixed.tokenizer.digest == whole.tokenizer.digest
     assert mixed.tokenizer.vocab_size == 300
     assert (

@@ -1,4 +1,4 @@
-"""Prepare the text of a language model: one source, or a mixture with one tokenizer for all its sources."""
+"""Prepare the sources of a language model: one, or a mixture with one tokenizer for all."""
 
 import json
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class PreparedMixture(PreparedData):
         return [line for part in self.parts for line in part.report()]
 
 
-def prepare_text(config: DataConfig, tokenizer: Tokenizer | None, context: PrepareContext) -> PreparedData:
+def prepare_sources(config: DataConfig, tokenizer: Tokenizer | None, context: PrepareContext) -> PreparedData:
     """All splits of `data.source` or `data.sources`. Without a `tokenizer` one is learned from the training splits.
 
     Raises `UserError` if the data cannot be used, `Stopped` on request.
@@ -39,7 +39,7 @@ def prepare_text(config: DataConfig, tokenizer: Tokenizer | None, context: Prepa
 def prepare_split(
     config: DataConfig, wanted: str | None, tokenizer: Tokenizer, context: PrepareContext
 ) -> PreparedData:
-    """One split of `data.source` or `data.sources` (see `splits.chosen_split`). Raises as `prepare_text`."""
+    """One split of `data.source` or `data.sources` (see `splits.chosen_split`). Raises as `prepare_sources`."""
     if config.sources is None:
         corpus = open_corpus(config, context).only(wanted, origin(config))
         return prepare_corpus(config, corpus, tokenizer, context)

@@ -11,7 +11,7 @@ from hvd_transformer.config.mixture import mixed_sources, origin
 from hvd_transformer.config.schema import LEARNED_TOKENIZERS, Config
 from hvd_transformer.data.batches import Batch, ColumnDataset, WindowDataset, evaluation_batches
 from hvd_transformer.data.blend import Blend, BlendedDataset, blend_sizes
-from hvd_transformer.data.prepare_mixture import prepare_split, prepare_text
+from hvd_transformer.data.prepare_mixture import prepare_sources, prepare_split
 from hvd_transformer.data.prepare_text import prepare_corpus
 from hvd_transformer.data.prepared import MixedTokens, PreparedData, TokenFile
 from hvd_transformer.data.pretrained_tokenizer import PretrainedTokenizer
@@ -109,7 +109,7 @@ class LanguageModelTask(Task):
     def prepare(cls, config: Config, context: PrepareContext) -> PreparedData:
         chosen = config.data.tokenizer
         tokenizer = None if chosen in LEARNED_TOKENIZERS else PretrainedTokenizer.open(Path(chosen).expanduser())
-        return prepare_text(config.data, tokenizer, context)
+        return prepare_sources(config.data, tokenizer, context)
 
     @classmethod
     def prepare_evaluation(cls, config: Config, context: PrepareContext, wanted: EvaluationSpec) -> PreparedData:

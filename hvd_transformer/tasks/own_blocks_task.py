@@ -8,7 +8,7 @@ from torch import Tensor
 from hvd_transformer.checkpoint.store import MODEL
 from hvd_transformer.checkpoint.stored_tensors import StoredTensors
 from hvd_transformer.config.schema import Config
-from hvd_transformer.data.prepare_mixture import prepare_text
+from hvd_transformer.data.prepare_mixture import prepare_sources
 from hvd_transformer.data.prepared import PreparedData
 from hvd_transformer.errors import UserError
 from hvd_transformer.huggingface import origin
@@ -24,7 +24,7 @@ class OwnBlocksTask(LanguageModelTask):
 
     @classmethod
     def prepare(cls, config: Config, context: PrepareContext) -> PreparedData:
-        return prepare_text(config.data, folder_tokenizer(config), context)
+        return prepare_sources(config.data, folder_tokenizer(config), context)
 
     def stored_weights(self) -> Callable[[str], Tensor]:
         config, folder = self.config.model, folder_of(self.config)

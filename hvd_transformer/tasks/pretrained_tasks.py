@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hvd_transformer.config.schema import Config
 from hvd_transformer.data.prepare_examples import TrainedVocabulary, prepare_examples
-from hvd_transformer.data.prepare_mixture import prepare_text
+from hvd_transformer.data.prepare_mixture import prepare_sources
 from hvd_transformer.data.prepared import PreparedData, PreparedExamples
 from hvd_transformer.data.pretrained_tokenizer import PretrainedTokenizer
 from hvd_transformer.data.sampler import Replica
@@ -103,7 +103,7 @@ class PretrainedLanguageModelTask(PretrainedTask, LanguageModelTask):
 
     @classmethod
     def prepare(cls, config: Config, context: PrepareContext) -> PreparedData:
-        return prepare_text(config.data, folder_tokenizer(config), context)
+        return prepare_sources(config.data, folder_tokenizer(config), context)
 
     def make_model(self) -> nn.Module:
         folder = folder_of(self.config)
