@@ -5,6 +5,7 @@ import json
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,9 @@ from commands import output as run
 from hvd_transformer.config import load
 from hvd_transformer.data.build_once import ALONE
 from hvd_transformer.data.prepare_mixture import prepare_sources
+from hvd_transformer.data.prepared import MixedTokens
+from hvd_transformer.data.sampler import Replica
+from hvd_transformer.tasks.language_model_task import LanguageModelTask
 
 SETTINGS = [
     "--preset", "tiny", "data.vocab_size=none", "data.workers=1", "data.split=[0.8,0.1,0.1]", "training.device=cpu",
@@ -136,3 +140,18 @@ def test_what_is_no_mixture_gets_one_line(
 def test_where_documents_cannot_be_kept_apart(words: list[str], told: str, folder: Path, tmp_path: Path) -> None:
     source = f"data.source={folder / 'c.txt'}"
     assert told in train(tmp_path, source, *words, "data.tokenizer=char", "data.document_mask=true", code=2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("limit", "counts"), [("none", (204, 60)), ("2", (60, 20)), ("3", (90, 30))])
+def test_evaluation_sees_all_sources_also_where_it_is_limited(limit: str, counts: tuple[int, int], ranks: int) -> None:
+    """Every token but the first of each source once; of 21 and 6 windows, a part of each."""
+    files = [np.arange(1000, 1205, dtype="<u2"), np.arange(2000, 2061, dtype="<u2")]
+    data = SimpleNamespace(splits={"valid": MixedTokens(files)}, has_documents=False)
+    words = ["data.sources=[{source: a}, {source: b}]", "data.sequence_length=10", "training.batch_size=4"]
+    config, found = load(overrides=[*words, f"training.eval_batches={limit}"]), []
+    for rank in range(ranks):
+        task = LanguageModelTask(config, data, Replica(rank, ranks))
+        found += [token for batch in task.evaluation_batches("valid") for token in batch.targets.flatten().tolist()]
+    assert len(found) == len(set(found))
+    assert (sum(token < 2000 for token in found), sum(token >= 2000 for token in found)) == counts
