@@ -53,7 +53,7 @@ def translation(folder: Path) -> Path:
         (folder / "pairs" / f"{split}.en").write_text("".join(f"{target}\n" for target in targets))
     words = ["task=translation", "data.tokenizer=basic_english", "training.epochs=12", "training.best_metric=bleu"]
     words += ["optimizer.lr=0.004", "optimizer.schedule=cosine", "optimizer.warmup_steps=40", "training.eval_every=100"]
-    return train(folder, "translation", folder / "pairs", *words)
+    return train(folder, "translation", folder / "pairs", *words, "data.target_length=12")
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +93,7 @@ def test_a_translation_is_what_was_learned(translation: Path, folder: Path) -> N
     assert sorted(path.name for path in exported.iterdir()) == [
         "config.json", "model.safetensors", "source-vocabulary.json", "target-vocabulary.json"
     ]  # fmt: skip
+    assert json.loads((exported / "config.json").read_text())["target_length"] == 12
     again = run("hvd-transformer", "translate", exported, "--batch-size", 1, text=file.read_text()).splitlines()
     assert again == found
     assert f"{exported}: exists already" in run("hvd-transformer", "export", translation, exported, code=2)

@@ -39,7 +39,9 @@ def translate(
         if len(sources[-1]) > longest:
             raise UserError(f"a line of {len(sources[-1])} tokens; the model has model.max_length={longest} positions")
         penalty = settings.length_penalty if length_penalty is None else length_penalty
-        found = translate_batch(model, sources, longest, beam=beam or settings.beam, length_penalty=penalty)
+        found = translate_batch(
+            model, sources, longest, trained.target_length, beam=beam or settings.beam, length_penalty=penalty
+        )
         return [trained.tokenizers["target"].decode_line(best[0].tokens) for best in found]
 
     encode = trained.tokenizers["source"].encode_lines

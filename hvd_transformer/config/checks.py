@@ -14,12 +14,8 @@ def check(config: Config) -> None:
     if model.position == "sinusoidal" and model.d_model % 2:
         raise UserError(f"model.position=sinusoidal: needs an even model.d_model, not {model.d_model}")
     _check_rope(model)
-    ends = int(config.task == "translation")  # a target also has a start token
-    if data.sequence_length + ends > model.max_length and model.in_own_blocks:
-        raise UserError(
-            f"data.sequence_length={data.sequence_length}: longer than the model's positions, "
-            f"model.max_length={model.max_length}" + (" minus one for the target's start token" if ends else "")
-        )
+    if model.in_own_blocks:
+        _check_lengths(config)
     if model.vocab_size is not None and config.task in ("translation", "classification"):
         raise UserError(f"model.vocab_size={model.vocab_size}: not with task={config.task}; leave it at none")
     _check_data_keys(config)
@@ -62,6 +58,20 @@ def check(config: Config) -> None:
             f"communication.compression={config.communication.compression}: not with training.precision=fp64"
         )
     _check_powersgd(config)
+
+
+def _check_lengths(config: Config) -> None:
+    data, most = config.data, config.model.max_length
+    ends = int(config.task == "translation")  # a target also has a start token
+    lengths = {"sequence_length": data.sequence_length + (0 if data.target_length else ends)}
+    if data.target_length:
+        lengths["target_length"] = data.target_length + ends
+    for key, length in lengths.items():
+        if length > most:
+            raise UserError(
+                f"data.{key}={getattr(data, key)}: longer than the model's positions, model.max_length={most}"
+                + (" minus one for the target's start token" if length > getattr(data, key) else "")
+            )
 
 
 def _check_heads(model: ModelConfig) -> None:
@@ -140,6 +150,7 @@ _TASKS_OF_KEY = {
     "batching": ("language_model",),
     "sources": ("language_model",),
     "document_mask": ("language_model",),
+    "target_length": ("translation",),
     "too_long": ("translation", "classification"),
     "batch_tokens": ("translation", "classification"),
     "source_language": ("translation",),

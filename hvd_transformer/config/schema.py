@@ -174,10 +174,15 @@ class DataConfig(Section):
     sequence_length: int = fixed(
         128, "tokens per sample; if samples differ in length: of the longest sample, on either side", ge=1
     )
+    target_length: OptionalCount = fixed(
+        None,
+        "translation: tokens of the longest target; sequence_length is then that of the longest source only. Also the "
+        "limit of what `translate` writes; none: sequence_length, and translations of up to 2 x source + 10 tokens",
+    )
     too_long: Literal["drop", "cut", "error"] = fixed(
         "drop",
-        "if samples differ in length: drop and count those of more than sequence_length tokens, truncate them, or stop "
-        "with an error",
+        "if samples differ in length: drop and count those of more than sequence_length (or target_length) tokens, "
+        "truncate them, or stop with an error",
     )
     batch_tokens: OptionalCount = changeable(
         None,
@@ -214,6 +219,10 @@ class DataConfig(Section):
         "~/.cache/hvd-transformer/data", "cache folder for downloads, token files and measured layer times"
     )
     workers: int = changeable(0, "number of processes or threads that prepare the token files; 0: one per core", ge=0)
+
+    def length_of(self, role: str) -> int:
+        """The maximum number of tokens of a sample's text in this role, such as "source" and "target"."""
+        return self.target_length or self.sequence_length if role == "target" else self.sequence_length
 
 
 class ParallelConfig(Section):

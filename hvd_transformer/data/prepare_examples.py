@@ -88,6 +88,7 @@ def prepare_examples(
         "shared": shared,
         "sequence_length": config.sequence_length,
         "too_long": config.too_long,
+        **({"target_length": config.target_length} if config.target_length else {}),  # as before there was such a key
         **own,
     }
     write = _ExampleWriter(config, source, roles, shared, learned, context).write
@@ -199,7 +200,7 @@ class _ExampleWriter:
             if raw is not None:
                 raw.writelines(json.dumps(example.texts, ensure_ascii=False) + "\n" for example, _ in kept)
             for column, (role, tokenizer) in enumerate(tokenizers.items()):
-                short = [tokenizer.shorten(texts[column], self.config.sequence_length) for _, texts in kept]
+                short = [tokenizer.shorten(texts[column], self.config.length_of(role)) for _, texts in kept]
                 ends = np.cumsum([len(text) for text in short], dtype=np.int64) + files[role].count
                 files[f"{role}-ends"].add(ends)
                 files[role].add(np.concatenate(short) if short else np.empty(0, np.uint32))
@@ -243,20 +244,24 @@ class _ExampleWriter:
 
     def _keeps(self, example: RawExample, texts: Encoded, left_out: Counter[str]) -> bool:
         """Whether the sample is used; if not, its reason is counted."""
-        limit = self.config.sequence_length
         if not all(len(text) for text in texts) or not all(text.strip() for text in example.texts):
             left_out["empty"] += 1
             return False
-        longest = max(map(len, texts))
-        if longest <= limit or self.config.too_long == "cut":
+        if self.config.too_long == "cut":
             return True
-        if self.config.too_long == "error":
-            raise UserError(
-                f"{example.place}: {longest} tokens, more than data.sequence_length={limit}; raise it, or set "
-                "data.too_long=drop or cut"
-            )
-        left_out[f"of more than {limit} tokens"] += 1
-        return False
+        apart = self.config.target_length is not None
+        for role, text in zip(self.roles, texts, strict=True):
+            if len(text) <= (limit := self.config.length_of(role)):
+                continue
+            if self.config.too_long == "error":
+                key = "target_length" if apart and role == "target" else "sequence_length"
+                raise UserError(
+                    f"{example.place}: {len(text)} tokens, more than data.{key}={limit}; raise it, or set "
+                    "data.too_long=drop or cut"
+                )
+            left_out[f"of more than {limit} tokens" + (f" in the {role}" if apart else "")] += 1
+            return False
+        return True
 
     def _read(self, split: str) -> Iterator[RawExample]:
         for number, example in enumerate(self.source.splits[split]()):

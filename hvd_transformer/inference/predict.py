@@ -58,15 +58,23 @@ class DecoderSteps:
 
 @torch.no_grad()
 def translate(
-    model: EncoderDecoder, sources: Sequence[Tokens], max_length: int, *, beam: int = 1, length_penalty: float = 0.6
+    model: EncoderDecoder,
+    sources: Sequence[Tokens],
+    max_length: int,
+    target_length: int | None = None,
+    *,
+    beam: int = 1,
+    length_penalty: float = 0.6,
 ) -> list[list[Hypothesis]]:
     """The hypotheses of each source, best first; all sources form one batch.
 
-    A target has at most 2 × (tokens of its source) + 10 tokens, and at most `max_length` including its begin token.
+    A target has at most `target_length` tokens (None: 2 × the tokens of its source + 10), and at most `max_length`
+    including its begin token.
     """
     device = next(model.parameters()).device
     source = padded(sources).to(device)
-    limits = torch.tensor([min(2 * len(own) + 10, max_length - 1) for own in sources], device=device)
+    most = [target_length or 2 * len(own) + 10 for own in sources]
+    limits = torch.tensor(most, device=device).clamp_max(max_length - 1)
     return beam_search(DecoderSteps(model, source), limits, BEGIN, END, beam=beam, length_penalty=length_penalty)
 
 

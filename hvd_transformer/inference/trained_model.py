@@ -35,6 +35,7 @@ class Trained:
     """A model in evaluation mode and what is needed to use it.
 
     `tokenizers` by role: "text", or "source" and "target". `longest`: tokens of the longest training sample.
+    `target_length`: `data.target_length`.
     """
 
     config: ModelConfig
@@ -42,6 +43,7 @@ class Trained:
     tokenizers: dict[str, Tokenizer]
     labels: list[str]
     longest: int
+    target_length: int | None
     model: nn.Module
 
     @property
@@ -80,7 +82,8 @@ def load_trained(path: Path, task: str, device: str = "cpu") -> Trained:
         model = pretrained.ClassLogits(model).to(device)
     else:
         model = pretrained.load_language_model(folder).to(device)
-    return Trained(config, translation, tokenizers, labels, facts["longest"], model.eval())
+    lengths = facts["longest"], facts.get("target_length")
+    return Trained(config, translation, tokenizers, labels, *lengths, model.eval())
 
 
 def read_facts(path: Path) -> tuple[Path, dict[str, Any]]:
@@ -108,6 +111,8 @@ def read_facts(path: Path) -> tuple[Path, dict[str, Any]]:
             {**sections["model"], "pretrained": None} if own else {"pretrained": "."}
         )  # the folder itself
     facts = {"task": state["task"], **sections, "longest": config["data.sequence_length"]}
+    if (target_length := config.get("data.target_length")) is not None:
+        facts["target_length"] = target_length
     return folder, facts | ({"labels": state["labels"]} if "labels" in state else {})
 
 

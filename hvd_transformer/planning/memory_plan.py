@@ -145,7 +145,8 @@ def known_vocabulary(config: Config) -> tuple[int, str] | None:
 def batch_samples(config: Config) -> int:
     """Samples per replica and accumulation step; at most, where they differ in length."""
     if config.data.batch_tokens is not None and config.task != "language_model":
-        return max(1, config.data.batch_tokens // config.data.sequence_length)
+        longest = max(config.data.length_of(role) for role in ("source", "target"))
+        return max(1, config.data.batch_tokens // longest)
     return config.training.batch_size
 
 

@@ -38,7 +38,8 @@ def _headline(plan: MemoryPlan) -> str:
         "parameters": f"{plan.parameters:,}",
         "vocabulary": f"{plan.vocab_size:,} ({plan.vocab_origin})",
         "micro-batches": f"{plan.num_micro_batches} per accumulation step: {samples}",
-        "sequence": f"{'' if config.task == 'language_model' else 'at most '}{config.data.sequence_length} tokens",
+        "sequence": f"{'' if config.task == 'language_model' else 'at most '}{config.data.sequence_length} tokens"
+        + (f", targets {config.data.target_length}" if config.data.target_length else ""),
         "pipeline": f"{parallel.pipeline} stage{'s' if parallel.pipeline > 1 else ''}, schedule {parallel.schedule}, "
         f"recompute {parallel.recompute}",
         "computation": f"{training.precision}, optimizer {config.optimizer.name}",

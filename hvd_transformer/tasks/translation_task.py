@@ -74,9 +74,9 @@ class TranslationTask(ExampleTask):
     def sketch(cls, config: Config, vocab_size: int, num_samples: int) -> ModelSketch:
         """The model for pairs of maximum length, with vocabularies of equal size."""
         model = EncoderDecoder(vocab_size, vocab_size, config.model)
-        tokens = torch.zeros(num_samples, config.data.sequence_length, dtype=torch.int64)
-        places = torch.arange(tokens.numel())
-        batch = MicroBatch((tokens, tokens != PAD, tokens.clone()), (places, torch.zeros_like(places)))
+        source, target = (torch.zeros(num_samples, config.data.length_of(role), dtype=torch.int64) for role in ROLES)
+        places = torch.arange(target.numel())
+        batch = MicroBatch((source, source != PAD, target), (places, torch.zeros_like(places)))
         return ModelSketch(model, encoder_decoder_layers(model), batch, model.cuts(config.parallel.vocab_parallel))
 
     @property
@@ -128,7 +128,14 @@ class TranslationTask(ExampleTask):
         own: list[tuple[int, str]] = []
         for numbers in self.evaluation_numbers(split):
             sources = [examples.texts["source"][number] for number in numbers]
-            found = translate(self.model, sources, longest, beam=settings.beam, length_penalty=settings.length_penalty)
+            found = translate(
+                self.model,
+                sources,
+                longest,
+                self.config.data.target_length,
+                beam=settings.beam,
+                length_penalty=settings.length_penalty,
+            )
             texts = [self.data.tokenizers["target"].decode_line(best[0].tokens) for best in found]
             own += zip(numbers.tolist(), texts, strict=True)
         every = dict(pair for pairs in group.gather_objects(own) for pair in pairs)

@@ -19,6 +19,16 @@ CASES = [
         "data.sequence_length=65",
         ["data.sequence_length=65", "model.max_length=64"],
     ),
+    (
+        ["task=translation", "model.max_length=64", "data.sequence_length=64", "data.target_length=63"],
+        "data.target_length=64",
+        ["data.target_length=64", "model.max_length=64 minus one for the target's start token"],
+    ),
+    (
+        ["task=translation", "model.max_length=64", "data.sequence_length=64", "data.target_length=9"],
+        "data.sequence_length=65",
+        ["data.sequence_length=65: longer than the model's positions, model.max_length=64"],
+    ),
     (["data.split=[0.9, 0.1]"], "data.split=[0.9, 0.05, 0.06]", ["data.split=[0.9, 0.05, 0.06]", "1"]),
     (["data.split=[0.1, 0.0]"], "data.split=[0.0, 1.0]", ["data.split=[0.0, 1.0]", "above 0"]),
     (["data.vocab_size=257"], "data.vocab_size=256", ["data.vocab_size=256", "data.tokenizer=bpe", "257"]),
@@ -154,6 +164,7 @@ def test_a_small_bpe_vocabulary_is_only_refused_for_bpe() -> None:
 
 USED_BY = {
     "data.batching=columns": ["language_model"],
+    "data.target_length=64": ["translation"],
     "data.too_long=cut": ["translation", "classification"],
     "data.batch_tokens=1000": ["translation", "classification"],
     "data.source_language=fr": ["translation"],

@@ -98,6 +98,24 @@ def test_long_samples_are_dropped_cut_or_refused(pairs: Path) -> None:
         prepared(pairs, "data.sequence_length=3", "data.too_long=error")
 
 
+def test_targets_have_a_limit_of_their_own(pairs: Path) -> None:
+    """The first pair has 3 + 3 tokens, the second 4 + 4, the last 2 + 2."""
+    before = prepared(pairs)
+    data = prepared(pairs, "data.target_length=2")
+    assert texts(data, "train") == [("ein haus", "a house")]
+    assert data.left_out["train"] == {"empty": 1, "of more than 2 tokens in the target": 2}
+    data = prepared(pairs, "data.sequence_length=3", "data.target_length=200")
+    assert data.left_out["train"] == {"empty": 1, "of more than 3 tokens in the source": 1}
+    cut = prepared(pairs, "data.sequence_length=3", "data.target_length=1", "data.too_long=cut")
+    assert texts(cut, "train") == [("ein hund bellt", "a"), ("zwei hunde bellen", "two"), ("ein haus", "a")]
+    assert cut.splits["train"].lengths.lengths.tolist() == [2, 3]  # a batch of tokens is filled by the longer text
+    with pytest.raises(UserError, match=r"train.de, line 1: 3 tokens, more than data.target_length=2; raise it"):
+        prepared(pairs, "data.target_length=2", "data.too_long=error")
+    with pytest.raises(UserError, match=r"train.de, line 2: 4 tokens, more than data.sequence_length=3; raise it"):
+        prepared(pairs, "data.sequence_length=3", "data.target_length=3", "data.too_long=error")
+    assert prepared(pairs, "data.target_length=none", report=pytest.fail).folder == before.folder
+
+
 def table(folder: Path, **splits: list[tuple[str, str]]) -> PreparedExamples:
     folder.mkdir(exist_ok=True)
     for split, rows in splits.items():

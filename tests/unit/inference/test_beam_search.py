@@ -83,6 +83,18 @@ def test_other_sentences_change_nothing() -> None:
         assert all(math.isfinite(hypothesis.score) for hypothesis in together[sentence])
 
 
+def test_a_translation_is_as_long_as_the_target_may_be() -> None:
+    """A model that never says </s> fills whatever limit there is."""
+    torch.manual_seed(1)
+    sizes = {"num_layers": 1, "d_model": 16, "num_heads": 4, "d_feedforward": 24, "max_length": 30}
+    model = EncoderDecoder(30, 25, ModelConfig(**sizes, tie_embeddings=False)).eval()
+    model.head.bias.data[END] = -1e9
+    sources = [torch.randint(4, 30, (length,)).numpy() for length in (3, 12)]
+    for target_length, wanted in {None: [16, 29], 7: [7, 7], 25: [25, 25], 100: [29, 29]}.items():
+        found = translate(model, sources, 30, target_length, beam=2)
+        assert [len(hypotheses[0].tokens) for hypotheses in found] == wanted, target_length
+
+
 @pytest.mark.parametrize("position", ["sinusoidal", "rotary"])
 def test_the_cache_gives_the_tokens_of_computing_all_again(position: str) -> None:
     torch.manual_seed(1)
