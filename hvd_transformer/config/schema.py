@@ -99,6 +99,11 @@ class ModelConfig(Section):
         "yarn, such as {rope_type: linear, factor: 2}",
         allowed="none, or a table such as {rope_type: linear, factor: 2}, rope_type being linear, llama3 or yarn",
     )
+    init: Literal["default", "tutorial"] = fixed(
+        "default",
+        "initial weights; tutorial: as in the PyTorch tutorial, embeddings and output layer uniform within ±0.1, all "
+        "other layers as torch.nn.TransformerEncoderLayer",
+    )
     init_output: Literal["default", "zero"] = fixed(
         "default",
         "initial weights of the last matrix of each attention and feed-forward layer; zero: with norm=pre each block "

@@ -37,7 +37,7 @@ class TokenEmbedding(nn.Module):
         self.scale = config.d_model**0.5 if config.scale_embedding else None
         # 1 / √D gives vectors of unit variance. With tied embeddings each token would then predict itself at first.
         std = 0.02 if config.tie_embeddings or self.scale is None else 1 / self.scale
-        nn.init.normal_(self.embedding.weight, std=std)
+        init_vocabulary(self.embedding.weight, config, std)
         self.positions: nn.Module | None = None  # rotary positions are applied in the attention
         if config.position == "sinusoidal":
             self.positions = SinusoidalPositions(config.max_length, config.d_model)
@@ -66,6 +66,8 @@ class FeedForward(FusibleLayer):
         self.output = RowParallelLinear(config.d_feedforward, config.d_model, bias=config.bias)
         self.activation = _ACTIVATIONS[config.activation]
         self.dropout = Dropout(config.dropout, sharded=True)
+        if config.init == "tutorial":
+            return  # they have the values of nn.Linear
         for weight in (*self.input.weight.chunk(parts), self.output.weight):
             nn.init.xavier_uniform_(weight)
         for linear in (self.input, self.output):
@@ -91,6 +93,14 @@ def _swiglu(stacked: Tensor) -> Tensor:
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swiglu": _swiglu}
 
 
+def init_vocabulary(weight: Tensor, config: ModelConfig, std: float) -> None:
+    """Initial values of an embedding or an output layer [V, D]; `std` of the default ones."""
+    if config.init == "tutorial":
+        nn.init.uniform_(weight, -0.1, 0.1)
+    else:
+        nn.init.normal_(weight, std=std)
+
+
 def init_residual(linear: nn.Linear, config: ModelConfig) -> None:
     """Scale the initial weight of a layer whose output is added to the residual stream, or set it to zero.
 
@@ -98,7 +108,7 @@ def init_residual(linear: nn.Linear, config: ModelConfig) -> None:
     """
     if config.init_output == "zero":
         nn.init.zeros_(linear.weight)
-    elif config.norm == "pre":
+    elif config.norm == "pre" and config.init == "default":
         # Each block adds twice to the residual stream; this keeps its variance (Radford et al. 2019, section 2.3).
         linear.weight.data.mul_((2 * config.num_layers) ** -0.5)
 
@@ -173,7 +183,7 @@ class VocabularyHead(VocabParallelLayer, WeightGradLayer, FusibleLayer):
         has_bias = not config.tie_embeddings if config.head_bias is None else config.head_bias
         self.bias = nn.Parameter(torch.zeros(vocab_size)) if has_bias else None
         self.loss_chunk, self.smoothing = config.loss_chunk, smoothing
-        nn.init.normal_(self.weight, std=0.02)
+        init_vocabulary(self.weight, config, 0.02)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., D] to logits [..., V], or of its part."""

@@ -83,6 +83,7 @@ def test_the_tutorial_preset_has_the_tutorials_settings() -> None:
         "model.dropout": 0.2,
         "model.norm": "post",
         "model.activation": "relu",
+        "model.init": "tutorial",
         "optimizer.name": "sgd",
         "optimizer.lr": 5.0,
         "optimizer.schedule": "step",
