@@ -19,7 +19,8 @@ SETTINGS = [
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text, and a tokenizer unlike ours: it normalizes, and puts tokens around a sentence."""
     root = tmp_path_factory.mktemp("tokenizer")
-    (root / "text.txt").write_text(TEXT, encoding="utf-8")
+    for name in ("text.txt", "text.tiktoken"):
+        (root / name).write_text(TEXT, encoding="utf-8")
     model = Tokenizer(models.BPE(unk_token="[UNK]"))
     model.normalizer = normalizers.NFD()
     model.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -52,6 +53,8 @@ def test_its_token_numbers_are_trained_on_and_kept(folder: Path, given: str) -> 
     [
         (["data.tokenizer=words"], "must be basic_english, char, bpe, or a Hugging Face tokenizer.json or its folder"),
         (["data.tokenizer={}/none/tokenizer.json"], "none/tokenizer.json: cannot be read: No such file or directory"),
+        (["data.tokenizer={}/none.model"], "none.model: cannot be read: No such file or directory"),
+        (["data.tokenizer={}/text.tiktoken"], "text.tiktoken: line 1: must be a token in base64, a space and its rank"),
         (["data.tokenizer={}/text.txt"], "text.txt: no valid tokenizer.json: "),
         (["data.tokenizer={}/own", "data.vocab_size=100"], "own, whose vocabulary is fixed; leave it at none"),
         (["data.tokenizer={}/own", "data.tokenizer_sample_mb=1"], "own is not learned"),

@@ -156,8 +156,10 @@ class DataConfig(Section):
     tokenizer: str = fixed(
         "bpe",
         "basic_english: words, by torchtext; char: characters; bpe: byte-pair encoding; for a language model also a "
-        "Hugging Face tokenizer.json, or the folder with it, with a slash in its name (./my-model)",
-        allowed="basic_english, char, bpe, or a Hugging Face tokenizer.json or its folder, such as ./my-model",
+        "Hugging Face tokenizer.json, or the folder with it, with a slash in its name (./my-model), a .tiktoken file, "
+        "or a .model file of SentencePiece",
+        allowed="basic_english, char, bpe, or a Hugging Face tokenizer.json or its folder, such as ./my-model, or a "
+        ".tiktoken or .model file",
         pattern=r"^(basic_english|char|bpe|.*[/.].*)$",
     )
     vocab_size: OptionalCount = fixed(None, "maximum vocabulary size, including <unk>; none: all tokens (bpe: 4096)")

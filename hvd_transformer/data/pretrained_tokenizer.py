@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_transformer.data.convert_tokenizer import convert
 from hvd_transformer.data.tokenizers import Ids, Tokenizer, sha256
 from hvd_transformer.errors import UserError
 from hvd_transformer.huggingface import from_folder, origin
@@ -62,14 +63,18 @@ class PretrainedTokenizer(Tokenizer):
 
     @classmethod
     def open(cls, path: Path) -> "PretrainedTokenizer":
-        """Read a tokenizer.json, or a folder with one or with another file that transformers can make one of
-        (`data.tokenizer`). Raises `UserError`."""
+        """Read a tokenizer.json, a .tiktoken file, a .model file of SentencePiece, or a folder with a tokenizer.json or
+        with another file that transformers can make one of (`data.tokenizer`). Raises `UserError`."""
         given, file = f"data.tokenizer={path}", path / cls.file_name if path.is_dir() else path
         if path.is_dir() and not file.is_file():
             return cls.read(path, given)
         try:
+            if not path.is_dir() and (converted := convert(path, given)):
+                return cls({cls.file_name: converted.tokenizer.to_str(), CONFIG: json.dumps(converted.special)})
             texts = _texts(path) if path.is_dir() else {cls.file_name: file.read_text(encoding="utf-8")}
             return cls({CONFIG: "{}", **texts})
+        except UserError:
+            raise
         except OSError as error:
             raise UserError(f"{given}: cannot be read: {error.strerror}") from None
         except Exception as error:  # tokenizers raises Exception itself
