@@ -209,7 +209,9 @@ class DataConfig(Section):
         None, "file name of the validation split, as for train; none: valid, val, validation or, of samples, dev"
     )
     test: OptionalName = fixed(
-        None, "file name of the test split, as for train; none: test or, of pairs, the only name that starts with it"
+        None,
+        "file name of the test split, as for train; none: test or, of pairs, the only name that starts with it; for "
+        "translation also a test set that sacrebleu downloads, such as sacrebleu:wmt14",
     )
     text_column: str = fixed("text", "column with the text: of a table, or of JSON lines with documents", min_length=1)
     label_column: str = fixed("label", "classification: column with the label", min_length=1)

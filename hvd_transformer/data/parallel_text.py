@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 
+from hvd_transformer.data.sacrebleu_sets import PREFIX, sacrebleu_files
 from hvd_transformer.data.splits import ExampleFiles, Files, RawExample, Reader, find_splits, first_file
 from hvd_transformer.data.text_files import read_lines
 from hvd_transformer.errors import UserError
@@ -18,6 +19,8 @@ class PairFiles(ExampleFiles):
 
     def find(self, folder: Path) -> dict[str, Files]:
         found = find_splits(self.stems, lambda stem: self._named(folder, stem))
+        if (self.config.test or "").startswith(PREFIX):
+            found["test"] = sacrebleu_files(self.config)
         if "test" not in found and not self.config.test and (files := self._other_test(folder)):
             found["test"] = files
         return found

@@ -31,6 +31,7 @@ class Published:
     lines: Mapping[str, int] = field(default_factory=dict)
     addresses: Sequence[Sequence[str]] = ()
     md5: Mapping[str, str] = field(default_factory=dict)
+    test: str = ""
 
 
 _TABLE = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))
@@ -78,6 +79,7 @@ def fetch_published(config: DataConfig, table: Mapping[str, Published], context:
         raise UserError(
             f"data.source={config.source}: cannot be downloaded by a program; put train.{languages}, "
             f"valid.{languages} and test.{languages} into {folder} by hand"
+            + (f"; {data_set.test}" if data_set.test else "")
         )
     return build_once(folder, load, lambda aside: _fetch(data_set, aside, folder, context), context.should_stop)
 

@@ -155,7 +155,8 @@ def test_names_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         found(tmp_path, "wmt14")
     wanted = f"put train.{{de,en}}, valid.{{de,en}} and test.{{de,en}} into {folder} by hand"
-    assert str(caught.value) == f"data.source=wmt14: cannot be downloaded by a program; {wanted}"
+    more = "its test sets are at https://statmt.org/wmt14/test-full.tgz, or data.test=sacrebleu:wmt14 downloads them"
+    assert str(caught.value) == f"data.source=wmt14: cannot be downloaded by a program; {wanted}; {more}"
     folder.mkdir(parents=True)
     (folder / "train.de").write_text("a\n")
     assert found(tmp_path, "wmt14") == folder
