@@ -36,7 +36,6 @@ model.head_bias model.scale_embedding model.rope_theta model.rope_scaling
 model.init_output optimizer.ema optimizer.decay_fraction training.precision
 communication.local_steps communication.outer_lr communication.outer_momentum optimizer.step_epochs
 data.sources data.document_mask
-data.target_length
 data.target_length model.init
 """
 
