@@ -13,6 +13,8 @@ from hvd_transformer import __version__, atomic
 from hvd_transformer.checkpoint.saved_run import CONFIG
 from hvd_transformer.checkpoint.store import MODEL
 from hvd_transformer.data.as_transformers_tokenizer import tokenizer_json, transformers_files, vocabulary_of
+from hvd_transformer.data.load_tokenizer import load_tokenizer
+from hvd_transformer.data.pair_tokenizer import PairTokenizer
 from hvd_transformer.data.tokenizers import BEGIN, END, BPETokenizer
 from hvd_transformer.errors import UserError
 from hvd_transformer.inference.trained_model import FORMAT, Trained, load_trained, read_facts
@@ -57,13 +59,22 @@ def export(path: Path, folder: Path, form: str = "native") -> str:
 
 def _native(path: Path) -> _Export:
     source, facts = read_facts(path)
-    own = _our_facts(facts)
+    own, tokenizer_files = _our_facts(facts), dict[str, bytes]()
     if facts["model"].get("pretrained") is not None:
         own = json.loads((source / CONFIG).read_text(encoding="utf-8")) | {pretrained.OURS: own}
+        if facts["task"] == "translation":
+            tokenizer = load_tokenizer(source, "target-")
+            assert isinstance(tokenizer, PairTokenizer)
+            tokenizer_files = tokenizer.folder_files
+    copied = {path for pattern in _EXPORTED for path in source.glob(pattern)}
+    if tokenizer_files:  # which the checkpoint has in one file per side
+        copied -= set(source.glob(f"*-{PairTokenizer.file_name}"))
 
     def write(folder: Path) -> None:
-        for file in [path for pattern in _EXPORTED for path in source.glob(pattern)]:
+        for file in copied:
             shutil.copyfile(file, folder / file.name)
+        for name, content in tokenizer_files.items():
+            (folder / name).write_bytes(content)
         _write_config(folder, own)
 
     return _Export(write)
