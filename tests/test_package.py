@@ -42,7 +42,7 @@ def imported() -> set[str]:
 
 
 def test_every_import_is_declared() -> None:
-    options = ["install_requires", "distributed", "service", "pretrained", "ctranslate2"]
+    options = ["install_requires", "distributed", "service", "pretrained", "ctranslate2", "gguf"]
     declared = {re.split(r"[^\w.-]", line)[0].lower() for option in options for line in requirements(option)}
     distributions = packages_distributions()
     needed = {name: {one.lower() for one in distributions[name]} for name in imported() - OWN_BUILD}

@@ -7,7 +7,7 @@ import click
 from hvd_transformer.cli import options
 
 # Those of `inference.export.FORMATS`, which imports torch.
-FORMATS = ("native", "transformers", "ctranslate2")
+FORMATS = ("native", "transformers", "ctranslate2", "gguf")
 
 
 @click.command()
@@ -20,7 +20,7 @@ FORMATS = ("native", "transformers", "ctranslate2")
     default="native",
     show_default=True,
     help="native: for this program. transformers: a language model as Llama, Qwen3, GPT-NeoX or GPT-2, for "
-    "AutoModelForCausalLM. ctranslate2: a translation model.",
+    "AutoModelForCausalLM. ctranslate2: a translation model. gguf: a Llama for llama.cpp.",
 )
 def export(checkpoint: Path, folder: Path, form: str) -> None:
     """Export the model of CHECKPOINT to FOLDER: its weights, tokenizers and configuration.

@@ -12,6 +12,7 @@ from torch import Tensor
 from hvd_transformer import __version__, atomic
 from hvd_transformer.checkpoint.saved_run import CONFIG
 from hvd_transformer.checkpoint.store import MODEL
+from hvd_transformer.data.as_gguf_tokenizer import add_tokenizer
 from hvd_transformer.data.as_transformers_tokenizer import tokenizer_json, transformers_files, vocabulary_of
 from hvd_transformer.data.load_tokenizer import load_tokenizer
 from hvd_transformer.data.pair_tokenizer import PairTokenizer
@@ -20,6 +21,7 @@ from hvd_transformer.errors import UserError
 from hvd_transformer.inference.trained_model import FORMAT, Trained, load_trained, read_facts
 from hvd_transformer.models import pretrained
 from hvd_transformer.models.as_ctranslate2 import Vocabularies, as_ctranslate2
+from hvd_transformer.models.as_gguf import add_llama
 from hvd_transformer.models.as_transformers import as_transformers
 
 _EXPORTED = (
@@ -46,7 +48,10 @@ def export(path: Path, folder: Path, form: str = "native") -> str:
 
     Raises `UserError` if the format cannot hold the model, or the folder is not empty or cannot be written.
     """
-    made = FORMATS[form](path)
+    try:
+        made = FORMATS[form](path)
+    except UserError as error:
+        raise error if form == "native" else UserError(f"--format {form}: {error}") from None
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: exists already; choose a new or empty folder")
     try:
@@ -81,7 +86,7 @@ def _native(path: Path) -> _Export:
 
 
 def _transformers(path: Path) -> _Export:
-    trained, facts = _load(path, "transformers", "language_model")
+    trained, facts = _load(path, "language_model")
     made = as_transformers(trained.config, _weights(trained))
     texts = transformers_files(trained.tokenizers["text"], trained.num_positions)
     own = {**made.config, pretrained.OURS: _our_facts(facts) | {"model": {"pretrained": "."}}}
@@ -96,7 +101,7 @@ def _transformers(path: Path) -> _Export:
 
 
 def _ctranslate2(path: Path) -> _Export:
-    trained, _ = _load(path, "ctranslate2", "translation")
+    trained, _ = _load(path, "translation")
     texts = {role: tokenizer_json(tokenizer) for role, tokenizer in trained.tokenizers.items()}
     source, target = (vocabulary_of(texts[role]) for role in ("source", "target"))
     vocabularies = Vocabularies(source, target, target[0], target[BEGIN], target[END])
@@ -109,20 +114,41 @@ def _ctranslate2(path: Path) -> _Export:
     return _Export(write, "for ctranslate2.Translator; its tokens are those of source- and target-tokenizer.json")
 
 
+def _gguf(path: Path) -> _Export:
+    trained, _ = _load(path, "language_model")
+    try:
+        import gguf
+    except ImportError:
+        raise UserError("needs gguf; install it with: pip install 'hvd-transformer[gguf]'") from None
+    weights, name = _weights(trained), "model.gguf"
+    writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.LLAMA])
+    add_llama(writer, trained.config, weights)
+    add_tokenizer(writer, trained.tokenizers["text"], weights["embedding.embedding.weight"].size(0))
+
+    def write(folder: Path) -> None:
+        writer.write_header_to_file(folder / name)
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+    return _Export(write, f"{name} for llama.cpp, in 32 bits; llama-quantize makes it smaller")
+
+
 FORMATS: Mapping[str, Callable[[Path], _Export]] = {
     "native": _native,
     "transformers": _transformers,
     "ctranslate2": _ctranslate2,
+    "gguf": _gguf,
 }
 
 
-def _load(path: Path, form: str, task: str) -> tuple[Trained, dict[str, Any]]:
+def _load(path: Path, task: str) -> tuple[Trained, dict[str, Any]]:
     """A model of our own blocks and what its config.json would say. Raises `UserError` if it is not of this task."""
     _, facts = read_facts(path)
     if facts["model"].get("pretrained") is not None:
-        raise UserError(f"--format {form}: {path}: is a Hugging Face folder already; leave out --format")
+        raise UserError(f"{path}: is a Hugging Face folder already; leave out --format")
     if facts["task"] != task:
-        raise UserError(f"--format {form}: {path}: only for task={task}")
+        raise UserError(f"{path}: only for task={task}")
     return load_trained(path, task), facts
 
 

@@ -11,8 +11,6 @@ from hvd_transformer.config.schema import ModelConfig
 from hvd_transformer.errors import UserError
 from hvd_transformer.models.positions import sinusoidal_table
 
-_FORMAT = "--format ctranslate2"
-
 
 class Vocabularies(NamedTuple):
     """The tokens of both sides in the order of their numbers, and the special tokens of the target."""
@@ -33,9 +31,7 @@ def as_ctranslate2(config: ModelConfig, weights: Mapping[str, Tensor], vocabular
     try:
         from ctranslate2.specs import common_spec, transformer_spec
     except ImportError:
-        raise UserError(
-            f"{_FORMAT}: needs ctranslate2; install it with: pip install 'hvd-transformer[ctranslate2]'"
-        ) from None
+        raise UserError("needs ctranslate2; install it with: pip install 'hvd-transformer[ctranslate2]'") from None
     activations = common_spec.Activation
     spec = transformer_spec.TransformerSpec.from_config(
         (config.num_layers, config.num_decoder_layers or config.num_layers),
@@ -67,7 +63,7 @@ def _check(config: ModelConfig) -> None:
         value = getattr(config, key)
         if value not in wanted:
             shown = str(value).lower() if isinstance(value, bool) else value
-            raise UserError(f"{_FORMAT}: model.{key}={shown}: this export has {key}={allowed}")
+            raise UserError(f"model.{key}={shown}: this export has {key}={allowed}")
 
 
 class _Filler:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from hvd_transformer.comm.world import World
 from hvd_transformer.tasks.metrics import (
-    translation_metrics,
     classification_metrics,
     evaluate,
     perplexity,
     signature,
+    translation_metrics,
 )
 
 
