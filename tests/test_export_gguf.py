@@ -6,6 +6,8 @@ import pytest
 import torch
 from commands import output as run
 
+from hvd_transformer.cli import export
+from hvd_transformer.inference.export import FORMATS
 from hvd_transformer.inference.trained_model import load_trained
 
 gguf = pytest.importorskip("gguf")
@@ -63,6 +65,10 @@ def test_its_tokens_are_ours(folder: Path) -> None:
     assert fields["tokenizer.ggml.pre"].contents() == "gpt-2"
     assert fields["tokenizer.ggml.tokens"].contents()[0] == "<unk>"
     assert not fields["tokenizer.ggml.add_bos_token"].contents()
+
+
+def test_the_command_offers_every_format() -> None:
+    assert tuple(FORMATS) == export.FORMATS
 
 
 def test_what_is_no_llama_gets_one_line(tmp_path: Path) -> None:
