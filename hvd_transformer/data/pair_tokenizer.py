@@ -57,7 +57,8 @@ class PairTokenizer(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
-        return 1 + int(max(self._theirs.get_vocab().values()))  # some numbers may be unused
+        languages = getattr(self._theirs, "lang_code_to_id", {})  # which M2M100's vocabulary lacks
+        return 1 + int(max((*self._theirs.get_vocab().values(), *languages.values())))  # some numbers may be unused
 
     @property
     def pad(self) -> int:
@@ -91,7 +92,9 @@ class PairTokenizer(Tokenizer):
         return str(self._theirs.decode([int(number) for number in ids]))
 
     def decode_line(self, ids: Iterable[int]) -> str:
-        return str(self._theirs.decode([int(number) for number in ids], skip_special_tokens=True)).strip()
+        # To M2M100's a language is no special token.
+        kept = [int(number) for number in ids if number != self.forced_begin]
+        return str(self._theirs.decode(kept, skip_special_tokens=True)).strip()
 
     @cached_property
     def json_text(self) -> str:
