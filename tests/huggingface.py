@@ -1,5 +1,7 @@
 """Tiny Hugging Face folders, made on the spot: their weights are random, nothing is fetched."""
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -80,3 +82,63 @@ def write_own_family(folder: Path, name: str) -> Path:
             torch.nn.init.normal_(weight, 1.0, 0.2)
     model.save_pretrained(folder)
     return folder
+
+
+def write_marian(folder: Path, lines: Sequence[str]) -> Path:
+    """A translator of 32 positions, its SentencePiece models learned from the lines; its output layer has a bias."""
+    import sentencepiece
+    from transformers import MarianConfig, MarianMTModel, MarianTokenizer
+
+    folder.mkdir(parents=True)
+    pieces = {}
+    for side in ("source", "target"):
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines), model_prefix=str(folder / side), vocab_size=40, hard_vocab_limit=False,
+            minloglevel=2,
+        )  # fmt: skip
+        (folder / f"{side}.model").rename(folder / f"{side}.spm")
+        (folder / f"{side}.vocab").unlink()
+        own = sentencepiece.SentencePieceProcessor(model_file=str(folder / f"{side}.spm"))
+        pieces |= {own.id_to_piece(number): None for number in range(own.get_piece_size())}
+    tokens = ["</s>", "<unk>", *(piece for piece in pieces if piece not in ("<s>", "</s>", "<unk>")), "<pad>"]
+    (folder / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
+    tokenizer = MarianTokenizer(
+        source_spm=str(folder / "source.spm"), target_spm=str(folder / "target.spm"), vocab=str(folder / "vocab.json")
+    )
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(6)
+    end, pad = tokens.index("</s>"), tokens.index("<pad>")
+    model = MarianMTModel(MarianConfig(**_TRANSLATOR, vocab_size=len(tokens), eos_token_id=end, pad_token_id=pad,
+        decoder_start_token_id=pad, forced_eos_token_id=end, decoder_vocab_size=len(tokens), scale_embedding=True,
+    ))  # fmt: skip
+    torch.nn.init.normal_(model.final_logits_bias, std=0.3)
+    model.save_pretrained(folder)
+    return folder
+
+
+def write_nllb(folder: Path, lines: Sequence[str]) -> Path:
+    """A translator of many languages, as NLLB is one: M2M100's class and a tokenizer of byte pairs."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import M2M100Config, M2M100ForConditionalGeneration, NllbTokenizer
+
+    learned = Tokenizer(models.BPE(unk_token="<unk>"))
+    learned.pre_tokenizer = pre_tokenizers.Metaspace()
+    specials = ["<s>", "<pad>", "</s>", "<unk>"]
+    learned.train_from_iterator(lines, trainers.BpeTrainer(vocab_size=60, special_tokens=specials, show_progress=False))
+    found = json.loads(learned.to_str())["model"]
+    merges = [tuple(pair) for pair in found["merges"]]
+    tokenizer = NllbTokenizer(vocab=found["vocab"], merges=merges, src_lang="deu_Latn", tgt_lang="eng_Latn")
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(7)
+    size = len(tokenizer) + 2
+    model = M2M100ForConditionalGeneration(M2M100Config(**_TRANSLATOR, vocab_size=size, decoder_start_token_id=2))
+    model.save_pretrained(folder)
+    return folder
+
+
+_TRANSLATOR = {
+    "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "max_position_embeddings": 32, "dropout": 0.0,
+    "attention_dropout": 0.0, "activation_dropout": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0,
+    "init_std": 0.2,
+}  # fmt: skip

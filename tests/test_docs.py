@@ -82,7 +82,7 @@ def test_every_command_is_one(page: str, line: str, monkeypatch: pytest.MonkeyPa
 def test_every_key_and_option_in_the_text_is_one(page: str) -> None:
     spans = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", TEXT[page], flags=re.DOTALL))
     keys = {key for span in spans for key in re.findall(rf"(?<![.\w/])(?:{'|'.join(SECTIONS)})\.[a-z_]+", span)}
-    assert keys - {"model.safetensors", "optimizer.safetensors"} <= set(KEYS)
+    assert keys - {"model.safetensors", "model.gguf", "optimizer.safetensors"} <= set(KEYS)
     options = {option for span in spans for option in re.findall(r"(?<!\S)--[a-z][a-z-]+", span)}
     commands = [train, *(command for name in COMMANDS for command in with_inner(ours(name)))]
     parameters = [parameter for command in commands for parameter in command.params]

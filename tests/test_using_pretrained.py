@@ -165,7 +165,7 @@ def test_evaluate_needs_the_checkpoint_alone(folder: Path, classifier: Path) -> 
         (["model.num_layers=2"], "model.num_layers=2: not with model.pretrained="),
         (["data.tokenizer=char"], "data.tokenizer=char: not with model.pretrained="),
         (["parallel.pipeline=2"], "which only supports data parallelism; leave it at 1"),
-        (["task=translation"], "with task=classification or task=language_model, not task=translation"),
+        (["task=translation"], "a bert, not a model that translates: must be Marian, M2M100 or NLLB"),
         (["data.sequence_length=17"], "data.sequence_length=17: longer than model.pretrained="),
         (["data.too_long=error", "data.sequence_length=5"], "reviews.csv, line 2: 9 tokens, more than"),
     ],

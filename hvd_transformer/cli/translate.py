@@ -28,21 +28,19 @@ def translate(
     """
     trained = options.load_model(checkpoint, "translation", device)
     from hvd_transformer.data.tokenizers import Ids
-    from hvd_transformer.inference.predict import in_batches
-    from hvd_transformer.inference.predict import translate as translate_batch
-    from hvd_transformer.models.encoder_decoder import EncoderDecoder
+    from hvd_transformer.inference.predict import in_batches, translate_texts
 
-    model, settings, longest = trained.model, trained.translation, trained.config.max_length
-    assert isinstance(model, EncoderDecoder)
+    given = {"beam": beam, "length_penalty": length_penalty}
+    settings = trained.translation.model_copy(update={key: value for key, value in given.items() if value is not None})
+    longest = trained.num_positions
 
     def work(sources: list[Ids]) -> list[str]:
         if len(sources[-1]) > longest:
-            raise UserError(f"a line of {len(sources[-1])} tokens; the model has model.max_length={longest} positions")
-        penalty = settings.length_penalty if length_penalty is None else length_penalty
-        found = translate_batch(
-            model, sources, longest, trained.target_length, beam=beam or settings.beam, length_penalty=penalty
+            key = "" if trained.config.pretrained else "model.max_length="
+            raise UserError(f"a line of {len(sources[-1])} tokens; the model has {key}{longest} positions")
+        return translate_texts(
+            trained.model, longest, trained.tokenizers["target"], sources, settings, trained.target_length
         )
-        return [trained.tokenizers["target"].decode_line(best[0].tokens) for best in found]
 
     encode = trained.tokenizers["source"].encode_lines
     for _, text in in_batches(options.lines_of(file), encode, work, batch_size, **options.window(file)):

@@ -202,8 +202,8 @@ def _check_tokenizer(config: Config) -> None:
 
 def _check_pretrained(config: Config) -> None:
     origin = f"model.pretrained={config.model.pretrained}"
-    if config.task not in ("language_model", "classification"):
-        raise UserError(f"{origin}: with task=classification or task=language_model, not task={config.task}")
+    if config.task not in _BUILT_IN:
+        raise UserError(f"{origin}: with task={', '.join(_BUILT_IN[:-1])} or {_BUILT_IN[-1]}, not task={config.task}")
     own = [("data", key) for key in ("tokenizer", "vocab_size", "min_frequency", "tokenizer_sample_mb")]
     alone: list[tuple[str, str]] = []
     if not config.model.in_own_blocks:

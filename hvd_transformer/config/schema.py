@@ -56,8 +56,8 @@ class ModelConfig(Section):
     pretrained: OptionalName = fixed(
         None,
         "Hugging Face folder to fine-tune, with its tokenizer: an encoder for classification, a causal model for "
-        "language_model; its config.json replaces all other keys of model, but for dropout and loss_chunk of a Llama "
-        "or a Qwen3; none: train from scratch",
+        "language_model, a Marian, M2M100 or NLLB for translation; its config.json replaces all other keys of model, "
+        "but for dropout and loss_chunk of a Llama or a Qwen3; none: train from scratch",
     )
     vocab_size: OptionalCount = fixed(
         None,
@@ -197,11 +197,12 @@ class DataConfig(Section):
         "batch_size samples; none: batch_size",
     )
     source_language: str = fixed(
-        "de", "translation: source language, the extension of its files (train.de)", min_length=1
+        "de",
+        "translation: source language, the extension of its files (train.de); its code in a model.pretrained of many "
+        "languages",
+        min_length=1,
     )
-    target_language: str = fixed(
-        "en", "translation: target language, the extension of its files (train.en)", min_length=1
-    )
+    target_language: str = fixed("en", "translation: target language, as source_language (train.en)", min_length=1)
     train: OptionalName = fixed(
         None, "file name of the training split if source is a folder, without the ending (.txt, .csv, …); none: train"
     )

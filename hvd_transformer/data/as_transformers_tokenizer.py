@@ -1,4 +1,4 @@
-"""Tokenizers of ours as the files that transformers' AutoTokenizer reads."""
+"""Tokenizers of ours as tokenizer.json, and as the files that transformers' AutoTokenizer reads."""
 
 import json
 
@@ -21,21 +21,30 @@ def transformers_files(tokenizer: Tokenizer, max_length: int) -> dict[str, str]:
     """tokenizer.json and tokenizer_config.json, as texts by file name. Raises `UserError` if they cannot hold it."""
     if isinstance(tokenizer, PretrainedTokenizer):
         return tokenizer.files()
-    if isinstance(tokenizer, BPETokenizer):
-        text = tokenizer.json_text
-    elif isinstance(tokenizer, CharTokenizer | WordTokenizer):
-        text = _word_level(tokenizer)
-    else:
-        raise UserError(
-            f"--format transformers: a tokenizer of the class {type(tokenizer).__name__} cannot be exported"
-        )
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "unk_token": UNKNOWN,
         "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,
     }
-    return {BPETokenizer.file_name: text, CONFIG: json.dumps(config, indent=2) + "\n"}
+    return {BPETokenizer.file_name: tokenizer_json(tokenizer), CONFIG: json.dumps(config, indent=2) + "\n"}
+
+
+def tokenizer_json(tokenizer: Tokenizer) -> str:
+    """The text of a tokenizer.json with the same token numbers. Raises `UserError` if it cannot hold the tokenizer."""
+    if isinstance(tokenizer, BPETokenizer):
+        return tokenizer.json_text
+    if isinstance(tokenizer, CharTokenizer | WordTokenizer):
+        return _word_level(tokenizer)
+    raise UserError(f"a tokenizer of the class {type(tokenizer).__name__} cannot be exported")
+
+
+def vocabulary_of(text: str) -> list[str]:
+    """The tokens of a tokenizer.json, in the order of their numbers."""
+    from tokenizers import Tokenizer as Model
+
+    numbers: dict[str, int] = Model.from_str(text).get_vocab()
+    return sorted(numbers, key=numbers.__getitem__)
 
 
 def _word_level(tokenizer: CharTokenizer | WordTokenizer) -> str:

@@ -26,9 +26,13 @@ RAW = "raw"
 
 
 def names_without_decay(model: nn.Module) -> set[str]:
-    """The parameters without weight decay: biases, norms and embeddings."""
+    """The parameters without weight decay: biases (also of the shape [1, D]), norms and embeddings."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    return {name for name, weight in model.named_parameters() if weight.ndim < 2 or id(weight) in embeddings}
+    return {
+        name
+        for name, weight in model.named_parameters()
+        if weight.numel() == max(weight.shape) or id(weight) in embeddings
+    }
 
 
 def state_keys(config: OptimizerConfig, *, by_muon: bool = False) -> tuple[str, ...]:

@@ -1,18 +1,27 @@
-"""Write a folder with what is needed to use a trained model: as `trained_model` loads it, or as transformers does."""
+"""Write a folder with what is needed to use a trained model: by these commands, or by another library."""
 
 import json
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from safetensors.torch import save_file
+from torch import Tensor
 
 from hvd_transformer import __version__, atomic
 from hvd_transformer.checkpoint.saved_run import CONFIG
 from hvd_transformer.checkpoint.store import MODEL
-from hvd_transformer.data.as_transformers_tokenizer import transformers_files
+from hvd_transformer.data.as_gguf_tokenizer import add_tokenizer
+from hvd_transformer.data.as_transformers_tokenizer import tokenizer_json, transformers_files, vocabulary_of
+from hvd_transformer.data.load_tokenizer import load_tokenizer
+from hvd_transformer.data.pair_tokenizer import PairTokenizer
+from hvd_transformer.data.tokenizers import BEGIN, END, BPETokenizer
 from hvd_transformer.errors import UserError
-from hvd_transformer.inference.trained_model import FORMAT, load_trained, read_facts
+from hvd_transformer.inference.trained_model import FORMAT, Trained, load_trained, read_facts
 from hvd_transformer.models import pretrained
+from hvd_transformer.models.as_ctranslate2 import Vocabularies, as_ctranslate2
+from hvd_transformer.models.as_gguf import add_llama
 from hvd_transformer.models.as_transformers import as_transformers
 
 _EXPORTED = (
@@ -26,54 +35,136 @@ _EXPORTED = (
 )
 
 
-def export(path: Path, folder: Path) -> None:
-    """Write a folder with only what is needed to use the model of a checkpoint.
+class _Export(NamedTuple):
+    """What is written into a new folder, and a sentence about it."""
 
-    Raises `UserError` if the folder is not empty or cannot be written.
+    write: Callable[[Path], None]
+    said: str = ""
+
+
+def export(path: Path, folder: Path, form: str = "native") -> str:
+    """Write a folder with only what is needed to use the model of a checkpoint, in one of the `FORMATS`. Returns a
+    sentence about it, which may be empty.
+
+    Raises `UserError` if the format cannot hold the model, or the folder is not empty or cannot be written.
     """
-    source, facts = read_facts(path)
-    _check_new(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for file in [path for pattern in _EXPORTED for path in source.glob(pattern)]:
-            shutil.copyfile(file, folder / file.name)
-        facts = {"format": FORMAT, "made_by": f"hvd-transformer {__version__}", **facts}
-        if facts["model"].get("pretrained") is not None:
-            facts = json.loads((source / CONFIG).read_text(encoding="utf-8")) | {pretrained.OURS: facts}
-        # Written last: without it the folder is not recognized.
-        atomic.write_text(folder / CONFIG, json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written: {error.strerror}") from None
-
-
-def export_transformers(path: Path, folder: Path) -> str:
-    """Write a folder that transformers reads. Returns a sentence about it.
-
-    Raises `UserError` if no class of transformers is the same model, the folder is not empty or cannot be written.
-    """
-    _, facts = read_facts(path)
-    if facts["task"] != "language_model" or facts["model"].get("pretrained") is not None:
-        is_one = facts["model"].get("pretrained") is not None
-        why = "is a Hugging Face folder already; leave out --format" if is_one else "only for task=language_model"
-        raise UserError(f"--format transformers: {path}: {why}")
-    trained = load_trained(path, "language_model")
-    made = as_transformers(trained.config, {name: weight.data for name, weight in trained.model.named_parameters()})
-    texts = transformers_files(trained.tokenizers["text"], trained.num_positions)
-    own = {"format": FORMAT, "made_by": f"hvd-transformer {__version__}", **facts, "model": {"pretrained": "."}}
-    _check_new(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
-        save_file(made.weights, folder / MODEL, {"format": "pt"})
-        config = json.dumps({**made.config, pretrained.OURS: own}, indent=1, ensure_ascii=False)
-        atomic.write_text(folder / CONFIG, config + "\n")
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written: {error.strerror}") from None
-    more = f"; its output layer is not tied: {made.untied:,} more parameters" if made.untied else ""
-    return f"{made.config['architectures'][0]} of transformers{more}"
-
-
-def _check_new(folder: Path) -> None:
+        made = FORMATS[form](path)
+    except UserError as error:
+        raise error if form == "native" else UserError(f"--format {form}: {error}") from None
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: exists already; choose a new or empty folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        made.write(folder)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written: {error.strerror}") from None
+    return made.said
+
+
+def _native(path: Path) -> _Export:
+    source, facts = read_facts(path)
+    own, tokenizer_files = _our_facts(facts), dict[str, bytes]()
+    if facts["model"].get("pretrained") is not None:
+        own = json.loads((source / CONFIG).read_text(encoding="utf-8")) | {pretrained.OURS: own}
+        if facts["task"] == "translation":
+            tokenizer = load_tokenizer(source, "target-")
+            assert isinstance(tokenizer, PairTokenizer)
+            tokenizer_files = tokenizer.folder_files
+    copied = {path for pattern in _EXPORTED for path in source.glob(pattern)}
+    if tokenizer_files:  # which the checkpoint has in one file per side
+        copied -= set(source.glob(f"*-{PairTokenizer.file_name}"))
+
+    def write(folder: Path) -> None:
+        for file in copied:
+            shutil.copyfile(file, folder / file.name)
+        for name, content in tokenizer_files.items():
+            (folder / name).write_bytes(content)
+        _write_config(folder, own)
+
+    return _Export(write)
+
+
+def _transformers(path: Path) -> _Export:
+    trained, facts = _load(path, "language_model")
+    made = as_transformers(trained.config, _weights(trained))
+    texts = transformers_files(trained.tokenizers["text"], trained.num_positions)
+    own = {**made.config, pretrained.OURS: _our_facts(facts) | {"model": {"pretrained": "."}}}
+
+    def write(folder: Path) -> None:
+        _write_texts(folder, texts)
+        save_file(made.weights, folder / MODEL, {"format": "pt"})
+        _write_config(folder, own)
+
+    more = f"; its output layer is not tied: {made.untied:,} more parameters" if made.untied else ""
+    return _Export(write, f"{made.config['architectures'][0]} of transformers{more}")
+
+
+def _ctranslate2(path: Path) -> _Export:
+    trained, _ = _load(path, "translation")
+    texts = {role: tokenizer_json(tokenizer) for role, tokenizer in trained.tokenizers.items()}
+    source, target = (vocabulary_of(texts[role]) for role in ("source", "target"))
+    vocabularies = Vocabularies(source, target, target[0], target[BEGIN], target[END])
+    spec = as_ctranslate2(trained.config, _weights(trained), vocabularies)
+
+    def write(folder: Path) -> None:
+        _write_texts(folder, {f"{role}-{BPETokenizer.file_name}": text for role, text in texts.items()})
+        spec.save(str(folder))
+
+    return _Export(write, "for ctranslate2.Translator; its tokens are those of source- and target-tokenizer.json")
+
+
+def _gguf(path: Path) -> _Export:
+    trained, _ = _load(path, "language_model")
+    try:
+        import gguf
+    except ImportError:
+        raise UserError("needs gguf; install it with: pip install 'hvd-transformer[gguf]'") from None
+    weights, name = _weights(trained), "model.gguf"
+    writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.LLAMA])
+    add_llama(writer, trained.config, weights)
+    add_tokenizer(writer, trained.tokenizers["text"], weights["embedding.embedding.weight"].size(0))
+
+    def write(folder: Path) -> None:
+        writer.write_header_to_file(folder / name)
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+    return _Export(write, f"{name} for llama.cpp, in 32 bits; llama-quantize makes it smaller")
+
+
+FORMATS: Mapping[str, Callable[[Path], _Export]] = {
+    "native": _native,
+    "transformers": _transformers,
+    "ctranslate2": _ctranslate2,
+    "gguf": _gguf,
+}
+
+
+def _load(path: Path, task: str) -> tuple[Trained, dict[str, Any]]:
+    """A model of our own blocks and what its config.json would say. Raises `UserError` if it is not of this task."""
+    _, facts = read_facts(path)
+    if facts["model"].get("pretrained") is not None:
+        raise UserError(f"{path}: is a Hugging Face folder already; leave out --format")
+    if facts["task"] != task:
+        raise UserError(f"{path}: only for task={task}")
+    return load_trained(path, task), facts
+
+
+def _weights(trained: Trained) -> dict[str, Tensor]:
+    return {name: weight.data for name, weight in trained.model.named_parameters()}
+
+
+def _our_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    return {"format": FORMAT, "made_by": f"hvd-transformer {__version__}", **facts}
+
+
+def _write_texts(folder: Path, texts: Mapping[str, str]) -> None:
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Last: without it the folder is not recognized."""
+    atomic.write_text(folder / CONFIG, json.dumps(config, indent=1, ensure_ascii=False) + "\n")

@@ -9,7 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hvd_transformer.data.tokenizers import BEGIN, END, PAD
+from hvd_transformer.config.schema import TranslationConfig
+from hvd_transformer.data.pair_tokenizer import PairTokenizer
+from hvd_transformer.data.tokenizers import BEGIN, END, PAD, Tokenizer
 from hvd_transformer.inference.beam_search import Hypothesis, beam_search
 from hvd_transformer.models.encoder_decoder import EncoderDecoder
 
@@ -76,6 +78,39 @@ def translate(
     most = [target_length or 2 * len(own) + 10 for own in sources]
     limits = torch.tensor(most, device=device).clamp_max(max_length - 1)
     return beam_search(DecoderSteps(model, source), limits, BEGIN, END, beam=beam, length_penalty=length_penalty)
+
+
+@torch.no_grad()
+def translate_texts(
+    model: nn.Module,
+    num_positions: int,
+    tokenizer: Tokenizer,
+    sources: Sequence[Tokens],
+    settings: TranslationConfig,
+    target_length: int | None = None,
+) -> list[str]:
+    """The best translation of each source as text; all sources form one batch. `tokenizer` is the target's.
+
+    A model of a Hugging Face folder (`PairTokenizer`) searches by its own `generate`, which divides the log probability
+    of n tokens by n ** length_penalty; a target has at most `target_length` tokens (None: 2 × those of the longest
+    source + 10).
+    """
+    beam, length_penalty = settings.beam, settings.length_penalty
+    if isinstance(model, EncoderDecoder):
+        found = translate(model, sources, num_positions, target_length, beam=beam, length_penalty=length_penalty)
+        return [tokenizer.decode_line(best[0].tokens) for best in found]
+    assert isinstance(tokenizer, PairTokenizer)
+    source = padded(sources, tokenizer.pad).to(next(model.parameters()).device)
+    rows = model.generate(  # type: ignore[operator]  # of transformers
+        input_ids=source,
+        attention_mask=(source != tokenizer.pad).long(),
+        num_beams=beam,
+        length_penalty=length_penalty,
+        do_sample=False,
+        max_new_tokens=min(target_length or 2 * source.size(1) + 10, num_positions - 1),
+        forced_bos_token_id=tokenizer.forced_begin,
+    )
+    return [tokenizer.decode_line(row.tolist()) for row in rows]
 
 
 def padded(rows: Sequence[Tokens], pad: int = PAD) -> Tensor:

@@ -80,6 +80,8 @@ def load_trained(path: Path, task: str, device: str = "cpu") -> Trained:
         if new:
             raise UserError(f"{folder / MODEL}: of another model: {new[0]} is in the model but not in the file")
         model = pretrained.ClassLogits(model).to(device)
+    elif task == "translation":
+        model = pretrained.load_translator(folder).to(device)
     else:
         model = pretrained.load_language_model(folder).to(device)
     lengths = facts["longest"], facts.get("target_length")

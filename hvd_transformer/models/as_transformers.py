@@ -61,7 +61,7 @@ def as_transformers(config: ModelConfig, weights: Weights) -> TransformersModel:
 
 
 def _refuse(key: str, value: object, why: str) -> None:
-    raise UserError(f"--format transformers: model.{key}={value}: {why}")
+    raise UserError(f"model.{key}={value}: {why}")
 
 
 def _check(config: ModelConfig, family: str, **wanted: object) -> None:

@@ -1,5 +1,5 @@
-"""Models of Hugging Face folders: classifiers on encoders, and causal language models. Parameters keep their names, so
-that the weights of a checkpoint can be used as those of a folder."""
+"""Models of Hugging Face folders: classifiers on encoders, causal language models, translators. Parameters keep their
+names, so that the weights of a checkpoint can be used as those of a folder."""
 
 import json
 from collections.abc import Sequence
@@ -53,6 +53,27 @@ def load_language_model(folder: Path) -> nn.Module:
     return model
 
 
+# Families of encoder-decoders that translate.
+_TRANSLATORS = {"marian": "Marian", "m2m_100": "M2M100 or NLLB"}
+
+
+def check_translates(folder: Path) -> None:
+    """Raise `UserError` if the folder does not hold a model that translates."""
+    family = from_folder("AutoConfig", folder).model_type
+    if family not in _TRANSLATORS:
+        known = ", ".join(_TRANSLATORS.values())
+        raise UserError(f"{origin(folder)}: a {family}, not a model that translates: must be {known}")
+
+
+def load_translator(folder: Path) -> nn.Module:
+    """Load a model that translates, in the default dtype. Raises `UserError` if the folder holds none."""
+    model: nn.Module
+    model, new = _load("AutoModelForSeq2SeqLM", folder)
+    if new:
+        raise UserError(f"{origin(folder)}: lacks {new[0]}, a weight of {type(model).__name__}")
+    return model
+
+
 @torch.no_grad()
 def _is_causal(model: nn.Module) -> bool:
     """Whether changing the last token leaves all logits before it unchanged."""
@@ -98,11 +119,26 @@ def _load(kind: str, folder: Path, **options: Any) -> tuple[Any, list[str]]:
     options |= {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
     model, info = from_folder(kind, folder, **options)
     model.config.architectures = [type(model).__name__]
+    _train_whole(model)
     kept = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if buffers := sorted(model.state_dict().keys() - kept):
         raise UserError(f"{origin(folder)}: {type(model).__name__} has {buffers[0]}, which is not a trainable weight")
     new = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
     return model, sorted(new)
+
+
+def _train_whole(model: nn.Module) -> None:
+    """Marian's table of positions is no weight, since its class makes it anew; the bias of its output layer, which its
+    class keeps fixed, is one and is trained, as by the program Marian."""
+    for module in model.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if not weight.requires_grad:
+                delattr(module, name)
+                module.register_buffer(name, weight.data, persistent=False)
+    bias = getattr(model, "final_logits_bias", None)
+    if bias is not None:
+        del model.final_logits_bias
+        model.final_logits_bias = nn.Parameter(bias)
 
 
 def check_fits(model: nn.Module, folder: Path, vocab_size: int, length: int) -> None:

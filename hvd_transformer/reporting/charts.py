@@ -22,7 +22,7 @@ BLUE, ORANGE, GREY, INK = "#2265ad", "#d1600a", "#8a8f98", "#2b2f36"
 GREEN, PURPLE, RED, TEAL = "#2f8f4e", "#7a4fb3", "#c2334d", "#1f8f99"
 _COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED, TEAL)
 _DRAWN_WITH_THE_LOSS = {"valid_loss", "valid_perplexity"}
-_PERCENT, _FRACTIONS = {"bleu", "bleu_words"}, {"accuracy", "precision", "recall", "f1"}
+_PERCENT, _FRACTIONS = {"bleu", "bleu_words", "chrf"}, {"accuracy", "precision", "recall", "f1"}
 # A chart is about 1,000 pixels wide: longer series are averaged to this many points.
 _MOST_POINTS = 1000
 

@@ -48,9 +48,11 @@ def signature() -> str:
     return str(metric.get_signature())
 
 
-def bleu_metrics(hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """BLEU of a whole split, in percent: "bleu" by sacrebleu, "bleu_words" by torchtext on basic_english words."""
+def translation_metrics(hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    """BLEU and chrF of a whole split, in percent: "bleu" and "chrf" by sacrebleu, "bleu_words" by torchtext on
+    basic_english words."""
     from sacrebleu.metrics.bleu import BLEU
+    from sacrebleu.metrics.chrf import CHRF
     from torchtext.data.metrics import bleu_score
     from torchtext.data.utils import get_tokenizer
 
@@ -59,6 +61,7 @@ def bleu_metrics(hypotheses: Sequence[str], references: Sequence[str]) -> dict[s
     return {
         "bleu": float(BLEU().corpus_score(list(hypotheses), [list(references)]).score),
         "bleu_words": 100 * float(of_words),
+        "chrf": float(CHRF().corpus_score(list(hypotheses), [list(references)]).score),
     }
 
 
@@ -96,7 +99,7 @@ def chosen(metrics: Mapping[str, float], name: str) -> float:
 
 def show_metrics(split: str, values: Mapping[str, Any]) -> str:
     """The metrics of a split as one line for the screen; empty if there are none."""
-    digits = {"perplexity": 2, "bleu": 2, "bleu_words": 2}
+    digits = {"perplexity": 2, "bleu": 2, "bleu_words": 2, "chrf": 2}
     shown = ", ".join(
         f"{name.replace('_', ' ')} {value:.{digits.get(name, 4)}f}"
         for key, value in values.items()

@@ -13,6 +13,7 @@ _CLASSES = {
 _PRETRAINED = {
     "language_model": "hvd_transformer.tasks.pretrained_tasks:PretrainedLanguageModelTask",
     "classification": "hvd_transformer.tasks.pretrained_tasks:PretrainedClassificationTask",
+    "translation": "hvd_transformer.tasks.pretrained_translation_task:PretrainedTranslationTask",
 }
 
 _OWN_BLOCKS = "hvd_transformer.tasks.own_blocks_task:OwnBlocksTask"

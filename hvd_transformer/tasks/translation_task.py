@@ -14,11 +14,11 @@ from hvd_transformer.data.prepared import PreparedExamples, tokenizer_prefix
 from hvd_transformer.data.published import PAIRS, source_path
 from hvd_transformer.data.splits import ExampleSource
 from hvd_transformer.data.tokenizers import BEGIN, END, PAD, Tokenizer
-from hvd_transformer.inference.predict import padded, translate
+from hvd_transformer.inference.predict import padded, translate_texts
 from hvd_transformer.models.encoder_decoder import EncoderDecoder, encoder_decoder_layers
 from hvd_transformer.models.flops import encoder_decoder_flops
 from hvd_transformer.nn.contracts import Layer, MicroBatch
-from hvd_transformer.tasks.metrics import bleu_metrics, signature
+from hvd_transformer.tasks.metrics import signature, translation_metrics
 from hvd_transformer.tasks.task import Batch, EvaluationSpec, ExampleTask, ModelSketch, PrepareContext
 
 ROLES = ("source", "target")
@@ -38,7 +38,7 @@ class TranslationTask(ExampleTask):
     @classmethod
     def prepare(cls, config: Config, context: PrepareContext) -> PreparedExamples:
         shared = config.model.share_embeddings
-        return prepare_examples(config.data, _open(config, context), ROLES, shared=shared, context=context)
+        return prepare_examples(config.data, open_pairs(config, context), ROLES, shared=shared, context=context)
 
     @classmethod
     def prepare_evaluation(cls, config: Config, context: PrepareContext, wanted: EvaluationSpec) -> PreparedExamples:
@@ -46,7 +46,7 @@ class TranslationTask(ExampleTask):
         if wanted.path is not None:
             source = PairFiles(data).open_split(wanted.path, wanted.split)
         else:
-            source = _open(config, context).only(wanted.split, f"data.source={data.source}")
+            source = open_pairs(config, context).only(wanted.split, f"data.source={data.source}")
         learned = TrainedVocabulary(
             {role: wanted.tokenizers[tokenizer_prefix(role, ROLES, shared)] for role in ROLES}, []
         )
@@ -116,34 +116,33 @@ class TranslationTask(ExampleTask):
 
     @property
     def metric_names(self) -> list[str]:
-        return [*super().metric_names, "bleu", "bleu_words"]
+        return [*super().metric_names, "bleu", "bleu_words", "chrf"]
+
+    @property
+    def num_positions(self) -> int:
+        """The maximum number of tokens of a source, and of a target with its begin token."""
+        return self.config.model.max_length
 
     @property
     def notes(self) -> list[str]:
-        return [f"bleu is sacrebleu's, {signature()}; bleu_words is computed on lower-cased words"]
+        return [f"bleu and chrf are sacrebleu's, bleu {signature()}; bleu_words is computed on lower-cased words"]
 
     def more_metrics(self, split: str, group: Group) -> dict[str, float]:
-        """BLEU of the translations of the split; each replica translates its part, and the first one compares."""
-        settings, examples, longest = self.config.translation, self.data.splits[split], self.config.model.max_length
+        """BLEU and chrF of the translations of the split; each replica translates its part, the first one compares."""
+        settings, examples, tokenizer = self.config.translation, self.data.splits[split], self.data.tokenizers["target"]
         own: list[tuple[int, str]] = []
         for numbers in self.evaluation_numbers(split):
             sources = [examples.texts["source"][number] for number in numbers]
-            found = translate(
-                self.model,
-                sources,
-                longest,
-                self.config.data.target_length,
-                beam=settings.beam,
-                length_penalty=settings.length_penalty,
+            texts = translate_texts(
+                self.model, self.num_positions, tokenizer, sources, settings, self.config.data.target_length
             )
-            texts = [self.data.tokenizers["target"].decode_line(best[0].tokens) for best in found]
             own += zip(numbers.tolist(), texts, strict=True)
         every = dict(pair for pairs in group.gather_objects(own) for pair in pairs)
         metrics: dict[str, float] = {}
         if group.rank == 0:
             hypotheses = [every[number] for number in range(len(every))]
             pairs = self.data.raw_texts(split)[: len(every)]
-            metrics = bleu_metrics(hypotheses, [reference for _, reference in pairs])
+            metrics = translation_metrics(hypotheses, [reference for _, reference in pairs])
             number = self.config.training.text_samples
             self._samples = [
                 {"source": source, "reference": reference, "translation": translation}
@@ -156,5 +155,5 @@ class TranslationTask(ExampleTask):
         return self._samples[:number]
 
 
-def _open(config: Config, context: PrepareContext) -> ExampleSource:
+def open_pairs(config: Config, context: PrepareContext) -> ExampleSource:
     return PairFiles(config.data).open(source_path(config.data, PAIRS, context), config.seed)

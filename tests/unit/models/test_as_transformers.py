@@ -91,5 +91,5 @@ def test_transformers_computes_the_same_logits(name: str, tmp_path: Path) -> Non
 def test_what_no_class_computes_is_refused(words: list[str], message: str) -> None:
     config = load(overrides=["data.sequence_length=48", *SIZE, *words]).model
     weights = {name: weight.data for name, weight in LanguageModel(V, config).named_parameters()}
-    with pytest.raises(UserError, match=f"^--format transformers: {message}"):
+    with pytest.raises(UserError, match=f"^{message}"):
         as_transformers(config, weights)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from hvd_transformer.comm.world import World
 from hvd_transformer.tasks.metrics import (
-    bleu_metrics,
     classification_metrics,
     evaluate,
     perplexity,
     signature,
+    translation_metrics,
 )
 
 
@@ -110,12 +110,12 @@ CASE = "a dog runs in the big park today", "a Dog runs in the big park today"  #
 
 def test_bleu_of_one_sentence() -> None:
     expected = 100 * math.exp(1 - 8 / 7) * (7 / 7 * 5 / 6 * 3 / 5 * 2 / 4) ** 0.25
-    found = bleu_metrics([LOWER[1]], [LOWER[0]])
-    assert found == pytest.approx({"bleu": expected, "bleu_words": expected}, rel=1e-6)
+    found = translation_metrics([LOWER[1]], [LOWER[0]])
+    assert (found["bleu"], found["bleu_words"]) == pytest.approx((expected, expected), rel=1e-6)
 
 
 def test_bleu_of_a_corpus_adds_the_counts_and_only_words_ignore_the_case() -> None:
-    found = bleu_metrics([LOWER[1], CASE[1]], [LOWER[0], CASE[0]])
+    found = translation_metrics([LOWER[1], CASE[1]], [LOWER[0], CASE[0]])
     brevity = 100 * math.exp(1 - 16 / 15)
     assert found["bleu"] == pytest.approx(brevity * (14 / 15 * 10 / 13 * 7 / 11 * 5 / 9) ** 0.25, rel=1e-6)
     assert found["bleu_words"] == pytest.approx(brevity * (15 / 15 * 12 / 13 * 9 / 11 * 7 / 9) ** 0.25, rel=1e-6)
@@ -124,13 +124,13 @@ def test_bleu_of_a_corpus_adds_the_counts_and_only_words_ignore_the_case() -> No
 def test_bleu_separates_punctuation_from_words() -> None:
     """As one word, "today." would not match "today"."""
     expected = 100 * math.exp(1 - 9 / 8) * (8 / 8 * 6 / 7 * 4 / 6 * 2 / 5) ** 0.25
-    found = bleu_metrics([f"{LOWER[1]} ."], [f"{LOWER[0]}."])
-    assert found == pytest.approx({"bleu": expected, "bleu_words": expected}, rel=1e-6)
+    found = translation_metrics([f"{LOWER[1]} ."], [f"{LOWER[0]}."])
+    assert (found["bleu"], found["bleu_words"]) == pytest.approx((expected, expected), rel=1e-6)
 
 
 def test_bleu_without_a_matching_4_gram_is_smoothed_and_zero_for_words() -> None:
     """4/5, 2/4, 0/3, 0/2, smoothed as in mteval-v13a (Chen and Cherry 2014, method 3): 1/2, 1/4 for the zeros."""
-    found = bleu_metrics(["a man rides a horse"], ["a man is riding a horse"])
+    found = translation_metrics(["a man rides a horse"], ["a man is riding a horse"])
     expected = 100 * math.exp(1 - 6 / 5) * (4 / 5 * 2 / 4 * (1 / 2) / 3 * (1 / 4) / 2) ** 0.25
     assert found["bleu"] == pytest.approx(expected, rel=1e-6)
     assert found["bleu_words"] == 0
@@ -138,7 +138,15 @@ def test_bleu_without_a_matching_4_gram_is_smoothed_and_zero_for_words() -> None
 
 def test_bleu_of_the_reference_itself_is_a_hundred() -> None:
     references = ["A man is riding a horse in the park.", "Two dogs are running.", "Three women are talking to a man."]
-    assert bleu_metrics(references, references) == pytest.approx({"bleu": 100, "bleu_words": 100}, rel=1e-6)
+    wanted = dict.fromkeys(("bleu", "bleu_words", "chrf"), 100)
+    assert translation_metrics(references, references) == pytest.approx(wanted, rel=1e-6)
+
+
+def test_chrf_of_one_sentence() -> None:
+    """Popović 2015: the mean over 1- to 6-grams of characters without spaces of precision and recall, F with beta 2."""
+    hypothesis, reference = "a cat", "a cap"  # acat and acap: 1- to 4-grams match 3/4, 2/3, 1/2, 0/1
+    mean = (3 / 4 + 2 / 3 + 1 / 2 + 0) / 4
+    assert translation_metrics([hypothesis], [reference])["chrf"] == pytest.approx(100 * mean)
 
 
 def test_the_signature_says_how_it_was_counted() -> None:

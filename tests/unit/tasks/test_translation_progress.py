@@ -42,13 +42,13 @@ def test_each_batch_that_is_translated_is_progress(tmp_path: Path, monkeypatch: 
     mesh = ParallelMesh.of(config, world)
     task = translation_task.TranslationTask(config, data, Replica(0, 1))
     trainer = Trainer(config, world, mesh, task, TrainState())
-    heartbeat, signs, translate = Heartbeat(), [], translation_task.translate
+    heartbeat, signs, translate = Heartbeat(), [], translation_task.translate_texts
     heartbeat.timeline = trainer.engine.timeline
 
     def recording(*args: Any, **kwargs: Any) -> Any:
         signs.append(heartbeat.signs())
         return translate(*args, **kwargs)
 
-    monkeypatch.setattr(translation_task, "translate", recording)
+    monkeypatch.setattr(translation_task, "translate_texts", recording)
     trainer.evaluate("valid")
     assert len(signs) == SENTENCES // 2 == len(set(signs))

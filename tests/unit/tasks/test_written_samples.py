@@ -16,6 +16,7 @@ from hvd_transformer.config import Config, load
 from hvd_transformer.data.build_once import PrepareContext
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.errors import UserError
+from hvd_transformer.inference import predict
 from hvd_transformer.inference.predict import translate
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.tasks import translation_task
@@ -135,7 +136,7 @@ def test_translations_are_those_of_bleu_and_searched_once(tmp_path: Path, monkey
         searched.append(len(sources))
         return translate(model, sources, *args, **kwargs)
 
-    monkeypatch.setattr(translation_task, "translate", counting)
+    monkeypatch.setattr(predict, "translate", counting)
     samples = written(job)
     assert sum(searched) == 5
     assert [sample["source"] for sample in samples] == lines["de"][:3]
