@@ -1,4 +1,4 @@
-"""Prepare token files once per cache; those of running text are cut into pieces, counted and encoded.
+"""Prepare token files of running text and documents once per cache: cut into pieces, counted and encoded.
 
 ```
 <cache_dir>/prepared/<name>-<digest of the source and of every setting that matters>/
@@ -8,12 +8,11 @@
 ```
 """
 
-import json
-import re
+import errno
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,10 +21,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvd_transformer.config.schema import DataConfig
-from hvd_transformer.data.build_once import PrepareContext, Stopped, build_once
-from hvd_transformer.data.prepared import INDEX, PreparedData, TokenWriter, read_corpus, token_dtype
+from hvd_transformer.data.build_once import PrepareContext, Stopped
+from hvd_transformer.data.parquet import Rows
+from hvd_transformer.data.prepare_folder import prepare_folder
+from hvd_transformer.data.prepared import PreparedData, read_corpus, token_dtype
+from hvd_transformer.data.progress import BEGIN, Place, Progress
+from hvd_transformer.data.shards import change, check_shards, cut_splits, read_pieces, text_bytes
 from hvd_transformer.data.text_corpus import Corpus
-from hvd_transformer.data.text_files import PIECE_BYTES, Piece, TextSpan, read_pieces
+from hvd_transformer.data.text_files import PIECE_BYTES, Piece, TextSpan
+from hvd_transformer.data.token_corpus import TokenCorpus, prepare_tokens
 from hvd_transformer.data.tokenizers import (
     DOCUMENT_END,
     UNKNOWN,
@@ -34,52 +38,16 @@ from hvd_transformer.data.tokenizers import (
     Tokenizer,
     WordTokenizer,
     build_vocabulary,
-    sha256,
 )
-from hvd_transformer.data.words import WordEncoder, count_words, is_native
+from hvd_transformer.data.words import WordEncoder, count_words, is_native, parts
 from hvd_transformer.errors import UserError
 
 FORMAT = 1  # of a prepared corpus; another number prepares all of them anew
 REPORT_SECONDS = 10.0
 LEAST_PIECE = 2**12  # bytes of a sample's pieces, at least
-Prepared = TypeVar("Prepared")
+SAVED_BYTES = 64 * 2**20  # of text: a kill loses no more work
 Item = TypeVar("Item")
-Encode = Callable[[Iterable[Piece]], Iterator[NDArray[Any]]]  # to the token numbers of each piece or part of it (T,)
-
-
-def prepare_folder(
-    config: DataConfig,
-    name: str,
-    settings: dict[str, Any],
-    write: Callable[[Path], dict[str, Any]],
-    read: Callable[[Path, dict[str, Any]], Prepared | None],
-    context: PrepareContext,
-) -> Prepared:
-    """Prepare the folder of these settings unless it exists, and read it.
-
-    `settings` are all that the folder depends on, with the format of its files: another value gives another folder.
-    `write(aside)` writes all files
-    but the index and returns the index, which must not mention paths. Raises `UserError` and `Stopped`.
-    """
-    key = sha256(json.dumps(settings, sort_keys=True))[:12]
-    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[:60] or "text"
-    folder = Path(config.cache_dir).expanduser().absolute() / "prepared" / f"{stem}-{key}"
-
-    def load(folder: Path) -> Prepared | None:
-        try:
-            return read(folder, json.loads((folder / INDEX).read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError):
-            return None
-
-    def build(aside: Path) -> None:
-        if folder.exists():
-            context.report(f"{folder} is damaged: preparing it again")
-        index = write(aside)
-        index["digest"] = sha256(json.dumps(index, sort_keys=True))  # without the paths, which differ between hosts
-        index["settings"] = {"source": config.source, **settings}
-        (aside / INDEX).write_text(json.dumps(index, indent=2, ensure_ascii=False), encoding="utf-8")
-
-    return build_once(folder, load, build, context.should_stop)
+Spans = tuple[TextSpan, ...]
 
 
 def tokenizer_settings(config: DataConfig, train_bytes: int) -> dict[str, Any]:
@@ -124,14 +92,17 @@ def total(counts: Iterable[Counter[str]]) -> Counter[str]:
 
 
 def prepare_corpus(
-    config: DataConfig, corpus: Corpus, tokenizer: Tokenizer | None, context: PrepareContext
+    config: DataConfig, corpus: Corpus | TokenCorpus, tokenizer: Tokenizer | None, context: PrepareContext
 ) -> PreparedData:
     """The corpus as token files, prepared now unless they exist. Without a `tokenizer` one is learned from the training
     split.
 
-    Memory is bounded by a few pieces of text and the counts of the vocabulary. Several processes may call this at once:
-    one prepares, the others wait. Raises `UserError` if the data cannot be used, `Stopped` on request.
+    Memory is bounded by a few pieces of text and the counts of the vocabulary. What was encoded before a kill or a stop
+    is kept. Several processes may call this at once: one prepares, the others wait. Raises `UserError` if the data
+    cannot be used, `Stopped` on request.
     """
+    if isinstance(corpus, TokenCorpus):
+        return prepare_tokens(config, corpus, tokenizer, context)
     own = tokenizer_settings(config, corpus.train_bytes) if tokenizer is None else {"tokenizer": tokenizer.digest}
     settings = {"format": FORMAT, "corpus": corpus.identity, **own}
     write = _TextWriter(config, corpus, tokenizer, context).write
@@ -146,29 +117,32 @@ class _TextWriter:
     context: PrepareContext
 
     def write(self, folder: Path) -> dict[str, Any]:
-        self.context.report(f"Preparing {self.corpus.name}: {self._size / 1e6:.1f} MB of text, tokenizer {self._kind}")
-        tokenizer = self.tokenizer or self._learn_tokenizer()
-        if self._has_documents and tokenizer.document_end is None:
+        settings = {"source": self.config.source, "corpus": self.corpus.identity}
+        check_shards(settings, folder.parent)
+        if self._has_documents and self.tokenizer is not None and self.tokenizer.document_end is None:
             raise UserError(
                 f"data.source={self.config.source}: documents need a tokenizer with an end-of-sequence token "
                 "(eos_token in its tokenizer_config.json)"
             )
-        tokenizer.save(folder)
+        self.context.report(f"Preparing {self.corpus.name}: {self._amount}, tokenizer {self._kind}")
+        if (found := Progress.read(folder)) is not None:
+            progress, tokenizer = found
+            self.context.report(f"{self.corpus.name}: resumes after {progress.num_tokens:,} tokens")
+        else:
+            spans = cut_splits(self.corpus.splits, self.context)
+            tokenizer = self.tokenizer or self._learn_tokenizer(spans["train"])
+            progress = Progress.begin(folder, settings, tokenizer, spans)
         dtype = token_dtype(tokenizer.vocab_size)
-        encode = self._encoder(tokenizer, dtype)
         return {
             "format": FORMAT,
             "dtype": dtype,
             "vocab_size": tokenizer.vocab_size,
             "tokenizer": {"kind": tokenizer.kind, "file": tokenizer.file_name, "sha256": tokenizer.digest},
-            "splits": {
-                split: self._write_split(TokenWriter(folder, split, dtype), split, span, encode)
-                for split, span in self.corpus.splits.items()
-            },
+            "splits": {split: self._write_split(split, progress, tokenizer, dtype) for split in self.corpus.splits},
         }
 
-    def _learn_tokenizer(self) -> Tokenizer:
-        config, train = self.config, self.corpus.splits["train"]
+    def _learn_tokenizer(self, train: Spans) -> Tokenizer:
+        config = self.config
         specials = (UNKNOWN, DOCUMENT_END) if self._has_documents else (UNKNOWN,)
         if config.tokenizer == BPETokenizer.kind:
             texts = (text for piece in self._sample(train) for text in piece.texts())
@@ -179,37 +153,63 @@ class _TextWriter:
                 specials=specials,
                 should_stop=self.context.should_stop,
             )
-        pieces = self._pieces(train, "counting tokens")
+        pieces = (piece for _, piece in self._pieces(train, "counting tokens"))
         if self._is_native:
-            counts = count_words(self._libraries, self.context.thread_map, pieces)
+            running = (piece for piece in pieces if isinstance(piece, Piece))
+            counts = count_words(self._libraries, self.context.thread_map, running)
         else:
             counts = total(self.context.map(partial(_count, config.tokenizer), pieces))
         if not counts:
-            raise UserError(f"{train.path}: the train split has no token; it must hold text")
+            raise UserError(f"{train[0].path}: the train split has no token; it must hold text")
         return build_vocabulary(config.tokenizer, counts, config.vocab_size, config.min_frequency, specials)
 
-    def _sample(self, span: TextSpan) -> Iterator[Piece]:
-        """What byte pairs are learned from: all of the span, or small pieces from everywhere in it."""
-        phase, sample = "learning byte pairs", sample_bytes(self.config, span.size)
-        if sample is None:
-            return self._pieces(span, phase)
-        report_sample(self.context, self.corpus.name, sample, span.size)
-        pieces = self._pieces(span, phase, min(PIECE_BYTES, max(LEAST_PIECE, sample // 256)))
-        return evenly(pieces, lambda piece: len(piece.data), sample / span.size)
+    def _sample(self, train: Spans) -> Iterator[Piece | Rows]:
+        """What byte pairs are learned from: all of the split, or small pieces from everywhere in it."""
+        sample, piece_bytes = sample_bytes(self.config, self.corpus.train_bytes), PIECE_BYTES
+        if sample is not None:  # there may be more than the sample
+            size = text_bytes(train, self.context)
+            if (sample := sample_bytes(self.config, size)) is not None:
+                report_sample(self.context, self.corpus.name, sample, size)
+                piece_bytes = min(PIECE_BYTES, max(LEAST_PIECE, sample // 256))
+        pieces = (piece for _, piece in self._pieces(train, "learning byte pairs", piece_bytes))
+        return pieces if sample is None else evenly(pieces, lambda piece: piece.size, sample / size)
 
-    def _write_split(self, file: TokenWriter, split: str, span: TextSpan, encode: Encode) -> dict[str, Any]:
+    def _write_split(self, split: str, progress: Progress, tokenizer: Tokenizer, dtype: str) -> dict[str, Any]:
         """Write the tokens of a split piece by piece; return its entry in the index."""
-        for tokens in encode(self._pieces(span, f"encoding {split}")):
+        spans = progress.spans[split]
+        file, start = progress.resume(split, dtype, self.context.should_stop)
+        unsaved = 0
+        for place, size, tokens in self._encoded(spans, start, f"encoding {split}", tokenizer, dtype):
             file.add(tokens)
+            unsaved += size
+            if unsaved >= SAVED_BYTES:
+                progress.save(split, file.checkpoint(), place)
+                unsaved = 0
         if not file.count:
-            raise UserError(f"{span.path}: the {split} split has no token; it must hold text")
-        entry = file.close()
+            raise UserError(f"{spans[0].path}: the {split} split has no token; it must hold text")
+        progress.save(split, entry := file.checkpoint(), Place(len(spans), 0))
+        file.close()
         return {"tokens": entry["count"], "sha256": entry["sha256"]}
 
-    def _encoder(self, tokenizer: Tokenizer, dtype: str) -> Encode:
-        if isinstance(tokenizer, WordTokenizer) and self._is_native:
-            return partial(WordEncoder(self._libraries, tokenizer, dtype).encode, self.context.thread_map)
-        return partial(self.context.map, partial(_encode, tokenizer, dtype))
+    def _encoded(
+        self, spans: Spans, start: Place, phase: str, tokenizer: Tokenizer, dtype: str
+    ) -> Iterator[tuple[Place, int, NDArray[Any]]]:
+        """From a place on: the place after each piece, its size in bytes and its token numbers (T,)."""
+        sizes: deque[tuple[Place, int]] = deque()  # of the pieces that are being encoded
+        is_native = isinstance(tokenizer, WordTokenizer) and self._is_native
+
+        def pieces() -> Iterator[Piece | Rows]:
+            for number, whole in self._pieces(spans, phase, start=start):
+                for piece in parts([whole]) if is_native and isinstance(whole, Piece) else (whole,):
+                    sizes.append((Place(number, piece.end), piece.size))
+                    yield piece
+
+        if isinstance(tokenizer, WordTokenizer) and is_native:
+            encoded = self.context.thread_map(WordEncoder(self._libraries, tokenizer, dtype), pieces())
+        else:
+            encoded = self.context.map(partial(_encode, tokenizer, dtype), pieces())
+        for tokens in encoded:
+            yield *sizes.popleft(), tokens
 
     @property
     def _libraries(self) -> Path:
@@ -224,35 +224,59 @@ class _TextWriter:
 
     @property
     def _has_documents(self) -> bool:
-        return any(span.column is not None for span in self.corpus.splits.values())
+        return any(split.spans[0].column is not None for split in self.corpus.splits.values())
 
     @property
     def _size(self) -> int:
-        return sum(span.size for span in self.corpus.splits.values())
+        """Bytes of all files or parts of them; more if they are compressed."""
+        spans = dict.fromkeys(span for split in self.corpus.splits.values() for span in split.spans)
+        return sum(span.size for span in spans)
+
+    @property
+    def _amount(self) -> str:
+        size, shards = f"{self._size / 1e6:.1f} MB", self.corpus.identity.get("shards")
+        return f"{size} of text" if shards is None else f"{size} in {len(shards)} files"
 
     @property
     def _kind(self) -> str:
         return self.tokenizer.kind if self.tokenizer else self.config.tokenizer
 
-    def _pieces(self, span: TextSpan, phase: str, piece_bytes: int | None = None) -> Iterator[Piece]:
-        """The pieces of the span; reports the progress every ten seconds."""
-        reported = time.monotonic()
-        for piece in read_pieces(span, piece_bytes or PIECE_BYTES):
-            if self.context.should_stop():
-                raise Stopped
-            if time.monotonic() - reported > REPORT_SECONDS:
-                reported = time.monotonic()
-                done = 100 * (piece.start - span.start) / span.size
-                self.context.report(f"{self.corpus.name}: {phase}, {done:.0f} %")
-            yield piece
+    def _pieces(
+        self, spans: Spans, phase: str, piece_bytes: int | None = None, start: Place = BEGIN
+    ) -> Iterator[tuple[int, Piece | Rows]]:
+        """The pieces from a place on, each with the number of its span; reports the progress every ten seconds."""
+        reported, sizes = time.monotonic(), [span.size for span in spans]
+        for number, span in enumerate(spans[start.span :], start=start.span):
+            self._check_unchanged(span.path)
+            first = max(start.position, span.start) if number == start.span else span.start
+            for piece in read_pieces(replace(span, start=first), piece_bytes or PIECE_BYTES):
+                if self.context.should_stop():
+                    raise Stopped
+                if time.monotonic() - reported > REPORT_SECONDS:
+                    reported = time.monotonic()
+                    done = sum(sizes[:number]) + (0 if span.end is None else piece.start - span.start)
+                    self.context.report(f"{self.corpus.name}: {phase}, {100 * done / sum(sizes):.0f} %")
+                yield number, piece
+            self._check_unchanged(span.path)
+
+    def _check_unchanged(self, path: Path) -> None:
+        """Raise `OSError`, after which the next start resumes, if a shard is not what it was when this one began."""
+        known = self._shards.get(str(path))
+        if known is not None and (what := change(path, *known)) is not None:
+            raise OSError(errno.ESTALE, f"{what} while it was prepared; restore it to resume", str(path))
+
+    @cached_property
+    def _shards(self) -> dict[str, list[int]]:
+        """Size and time of the last change of each."""
+        return {path: known for path, *known in self.corpus.identity.get("shards", ())}
 
 
-def _count(kind: str, piece: Piece) -> Counter[str]:
+def _count(kind: str, piece: Piece | Rows) -> Counter[str]:
     return total(map(VOCABULARY_KINDS[kind].count, piece.texts()))
 
 
-def _encode(tokenizer: Tokenizer, dtype: str, piece: Piece) -> NDArray[np.unsignedinteger[Any]]:
-    if piece.column is None:
+def _encode(tokenizer: Tokenizer, dtype: str, piece: Piece | Rows) -> NDArray[np.unsignedinteger[Any]]:
+    if isinstance(piece, Piece) and piece.column is None:
         return tokenizer.encode(piece.text()).astype(dtype)
     end = np.array([tokenizer.document_end])
     rows = [row for ids in tokenizer.encode_texts(list(piece.texts())) for row in (ids, end)]
