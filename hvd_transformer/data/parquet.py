@@ -1,8 +1,10 @@
 """Documents in the rows of Parquet files, read by pyarrow a few rows at a time."""
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -66,15 +68,9 @@ def read_rows(span: TextSpan, piece_bytes: int) -> Iterator[Rows]:
 
 def _column(file: Any, name: str, start: int, end: int | None) -> Iterator[str | None]:
     """The values of a column from row `start` on. Earlier row groups are not read."""
-    first, groups = 0, []
-    for group in range(file.num_row_groups):
-        size = file.metadata.row_group(group).num_rows
-        if start < first + size:
-            groups.append(group)
-        else:
-            first += size
-        if end is not None and first >= end:
-            break
+    ends = list(accumulate(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)))
+    skipped = bisect_right(ends, start)
+    groups, first = list(range(skipped, len(ends))), ends[skipped - 1] if skipped else 0
     for batch in file.iter_batches(_ROWS, row_groups=groups, columns=[name], use_threads=False):
         values = batch.column(0).to_pylist()
         before, first = first, first + len(values)
