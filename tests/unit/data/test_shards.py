@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import pytest
+from commands import command
 from documents import DOCUMENTS, FORMATS, compressed, own_tokenizer, reference, table_bytes, write, write_shards
 
 from hvd_transformer.comm.process_map import process_map
@@ -174,3 +175,13 @@ def test_bad_sources(tokenizer: Path, tmp_path: Path) -> None:
     one = write(tmp_path / "one.jsonl.gz", DOCUMENTS[:1])
     with pytest.raises(UserError, match="one.jsonl.gz: data.split leaves the valid split of 1 files empty"):
         prepare(one, tokenizer, tmp_path)
+
+
+@pytest.mark.parametrize(("ending", "package"), [(".parquet", "pyarrow"), (".jsonl.zst", "zstandard")])
+def test_a_library_that_is_not_installed_is_named(ending: str, package: str, tmp_path: Path) -> None:
+    file = write(tmp_path / f"a{ending}", DOCUMENTS)
+    words = [f"data.source={file}", f"data.cache_dir={tmp_path / 'cache'}", "data.tokenizer=char"]
+    done = command("hvd-transformer", "prepare", *words, hide=[package])
+    extra = {"pyarrow": "parquet", "zstandard": "zstd"}[package]
+    message = f"{file}: needs {package}; install it with: pip install 'hvd-transformer[{extra}]'\n"
+    assert (done.returncode, done.stderr.endswith(message)) == (2, True)
