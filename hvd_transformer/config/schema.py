@@ -129,9 +129,9 @@ class DataConfig(Section):
         "python-docs",
         "a folder with train.txt, valid.txt and test.txt, or one text file; .jsonl or .parquet instead of .txt: a "
         "document per line or row, also in shards: train-*.parquet, train/*.jsonl.gz, or a pattern such as "
-        "'shards/*.jsonl.zst'; token files of nanoGPT (train.bin) and Megatron (.bin, .idx); or python-docs (built in), "
-        "wikitext2, wikitext103, penntreebank; for translation: multi30k, iwslt2016, wmt14, or a folder or file of "
-        "sentence pairs; for classification: a folder or file of tables",
+        "'shards/*.jsonl.zst'; token files of nanoGPT (train.bin) and Megatron (.bin, .idx); or python-docs "
+        "(built in), wikitext2, wikitext103, penntreebank; for translation: multi30k, iwslt2016, wmt14, or a folder or "
+        "file of sentence pairs; for classification: a folder or file of tables",
         min_length=1,
     )
     split: list[Fraction] = fixed(
@@ -188,7 +188,9 @@ class DataConfig(Section):
     test: OptionalName = fixed(
         None, "file name of the test split, as for train; none: test or, of pairs, the only name that starts with it"
     )
-    text_column: str = fixed("text", "column with the text: of a table, or of documents in JSON lines or Parquet", min_length=1)
+    text_column: str = fixed(
+        "text", "column with the text: of a table, or of documents in JSON lines or Parquet", min_length=1
+    )
     label_column: str = fixed("label", "classification: column with the label", min_length=1)
     positive_label: OptionalName = fixed(
         None, "label for precision, recall and f1; default: the second label if there are two, otherwise none"
