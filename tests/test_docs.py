@@ -31,6 +31,8 @@ OTHER_OPTIONS = {
     "--nnodes", "--nproc-per-node", "--master-addr", "--master-port", "--rdzv-endpoint", "--max-restarts",
     "--cpus-per-task", "--batch", "--signal", "--list-gpus", "--shm-size", "--from-env-file", "--partition", "--time",
     "--published", "--rounds", "--steps", "--warmup", "--strict", "--model",
+    "--append-eod", "--data-path", "--json-keys", "--tokenizer-model", "--train-data-path", "--valid-data-path",
+    "--workers",
 }  # fmt: skip
 
 

@@ -102,7 +102,7 @@ def test_a_broken_line_is_named(line: str, message: str, tmp_path: Path) -> None
 def test_bad_settings(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a cat\n" * 50)
     message = train(tmp_path, tmp_path / "text.txt", "data.text_column=body", code=2)
-    assert message.endswith("text.txt has no columns; it must end in .jsonl\n")
+    assert message.endswith("text.txt has no columns; it must end in .jsonl or .parquet\n")
     own = own_tokenizer(tmp_path / "own", {})
     message = train(tmp_path, write(tmp_path / "a.jsonl", DOCUMENTS), f"data.tokenizer={own}", code=2)
     assert "documents need a tokenizer with an end-of-sequence token" in message

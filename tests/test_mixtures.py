@@ -132,7 +132,7 @@ def test_what_is_no_mixture_gets_one_line(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([], "c.txt has no documents; give JSON lines (.jsonl)"),
+        ([], "c.txt has no documents; give JSON lines (.jsonl), Parquet"),
         (["data.batching=columns"], "document_mask=true: not with data.batching=columns"),
         (["task=classification"], "data.document_mask=True: not with task=classification"),
     ],

@@ -134,9 +134,11 @@ class DataConfig(Section):
 
     source: str = fixed(
         "python-docs",
-        "a folder with train.txt, valid.txt and test.txt, or one text file; .jsonl instead of .txt: JSON lines with a "
-        "document each; or python-docs (built in), wikitext2, wikitext103, penntreebank; for translation: multi30k, "
-        "iwslt2016, wmt14, or a folder or file of sentence pairs; for classification: a folder or file of tables",
+        "a folder with train.txt, valid.txt and test.txt, or one text file; .jsonl or .parquet instead of .txt: a "
+        "document per line or row, also in shards: train-*.parquet, train/*.jsonl.gz, or a pattern such as "
+        "'shards/*.jsonl.zst'; token files of nanoGPT (train.bin) and Megatron (.bin, .idx); or python-docs "
+        "(built in), wikitext2, wikitext103, penntreebank; for translation: multi30k, iwslt2016, wmt14, or a folder or "
+        "file of sentence pairs; for classification: a folder or file of tables",
         min_length=1,
     )
     sources: Sources = fixed(
@@ -148,7 +150,7 @@ class DataConfig(Section):
     )
     split: list[Fraction] = fixed(
         [0.9, 0.05, 0.05],
-        "fractions for train, valid and test if source is one file; two numbers: no test split",
+        "fractions for train, valid and test if source is one file or a pattern; two numbers: no test split",
         allowed="a list of two or three fractions from 0 to 1, such as [0.9, 0.05, 0.05]",
         min_length=2,
         max_length=3,
@@ -214,7 +216,9 @@ class DataConfig(Section):
         "file name of the test split, as for train; none: test or, of pairs, the only name that starts with it; for "
         "translation also a test set that sacrebleu downloads, such as sacrebleu:wmt14",
     )
-    text_column: str = fixed("text", "column with the text: of a table, or of JSON lines with documents", min_length=1)
+    text_column: str = fixed(
+        "text", "column with the text: of a table, or of documents in JSON lines or Parquet", min_length=1
+    )
     label_column: str = fixed("label", "classification: column with the label", min_length=1)
     positive_label: OptionalName = fixed(
         None, "label for precision, recall and f1; default: the second label if there are two, otherwise none"

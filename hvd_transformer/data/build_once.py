@@ -1,4 +1,7 @@
-"""Build a folder exactly once although several processes ask for it: file lock, temporary folder, atomic rename."""
+"""Build a folder exactly once although several processes ask for it: file lock, temporary folder, atomic rename.
+
+A build that keeps the file `PROGRESS` in its folder finds all its files again after a kill, a stop or a full disk.
+"""
 
 import errno
 import fcntl
@@ -18,9 +21,19 @@ from hvd_transformer.own_folder import check_own, make_own_folder
 T = TypeVar("T")
 ShouldStop = Callable[[], bool]
 
+PROGRESS, PLACES = "progress.json", "places.json"
 POLL_SECONDS = 0.2
 # Errors that a user can fix. Any other error keeps its traceback.
-_USER_ERRNOS = {errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.ENOSPC, errno.ENOTDIR, errno.EPERM, errno.EROFS}
+_USER_ERRNOS = {
+    errno.EACCES,
+    errno.EDQUOT,
+    errno.EEXIST,
+    errno.ENOSPC,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ESTALE,
+}
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
@@ -57,7 +70,7 @@ def build_once(
     """Return `load(folder)`; if that is None (missing or damaged), call `build(aside)` first.
 
     One process builds; the others wait and then load. If the builder fails with a `UserError`, the waiting processes
-    raise the same error; if it dies, the next process removes its leftovers and builds again.
+    raise the same error; if it dies, the next process removes its leftovers, unless they have `PROGRESS`, and builds.
     Raises `UserError`, also for a place that another user has prepared (`own_folder.py`), and `Stopped`.
     """
     try:
@@ -82,12 +95,14 @@ def _build_aside(folder: Path, build: Callable[[Path], None], lock_file: IO[str]
     """Build in a temporary folder, then rename it. An error of the user is recorded in the lock file for the waiting
     processes."""
     aside = folder.with_name(f".{folder.name}.tmp")
+    keep = True
     try:
+        check_own(aside)
         if aside.is_symlink():
             aside.unlink()
-        elif aside.exists():  # left by a process that died: we hold the lock
+        elif not (aside / PROGRESS).is_file() and aside.exists():  # left by a process that died: we hold the lock
             shutil.rmtree(aside)
-        aside.mkdir()
+        aside.mkdir(exist_ok=True)
         build(aside)
         for path in aside.iterdir():
             with path.open("rb") as file:
@@ -96,8 +111,11 @@ def _build_aside(folder: Path, build: Callable[[Path], None], lock_file: IO[str]
         if folder.exists():  # damaged
             shutil.rmtree(folder.rename(aside / "damaged"))
         aside.rename(folder)
+        for name in (PROGRESS, PLACES):
+            (folder / name).unlink(missing_ok=True)
         sync_folder(folder.parent)
     except (UserError, OSError) as error:
+        keep = not isinstance(error, UserError)  # with other data it is another folder
         message = str(error) if isinstance(error, UserError) else _explain(error, Path(lock_file.name))
         failures = _read_failure(lock_file)[0] + 1
         with suppress(OSError):  # full disk: the waiting processes will notice themselves
@@ -106,7 +124,8 @@ def _build_aside(folder: Path, build: Callable[[Path], None], lock_file: IO[str]
             lock_file.flush()
         raise UserError(message) from None
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        if not (keep and (aside / PROGRESS).is_file()):
+            shutil.rmtree(aside, ignore_errors=True)
 
 
 @contextmanager

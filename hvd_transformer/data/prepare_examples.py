@@ -26,15 +26,9 @@ from numpy.typing import NDArray
 
 from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data.build_once import ALONE, PrepareContext, Stopped
+from hvd_transformer.data.learn_tokenizer import evenly, report_sample, sample_bytes, tokenizer_settings, total
 from hvd_transformer.data.length_order import order_dtype, write_length_order
-from hvd_transformer.data.prepare_text import (
-    evenly,
-    prepare_folder,
-    report_sample,
-    sample_bytes,
-    tokenizer_settings,
-    total,
-)
+from hvd_transformer.data.prepare_folder import prepare_folder
 from hvd_transformer.data.prepared import (
     PreparedExamples,
     TokenFile,

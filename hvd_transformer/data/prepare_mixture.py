@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from hvd_transformer.config.mixture import mixed_sources, origin
 from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data.build_once import PrepareContext
-from hvd_transformer.data.prepare_text import learn_tokenizer, prepare_corpus
+from hvd_transformer.data.learn_tokenizer import learn_common_tokenizer
+from hvd_transformer.data.prepare_text import prepare_corpus
 from hvd_transformer.data.prepared import MixedTokens, PreparedData, TokenFile
 from hvd_transformer.data.splits import SPLITS, chosen_split
 from hvd_transformer.data.text_corpus import Corpus, open_corpus
+from hvd_transformer.data.token_corpus import TokenCorpus, needs_tokenizer
 from hvd_transformer.data.tokenizers import Tokenizer, sha256
 
 
@@ -32,8 +34,15 @@ def prepare_sources(config: DataConfig, tokenizer: Tokenizer | None, context: Pr
     if config.sources is None:
         return prepare_corpus(config, open_corpus(config, context), tokenizer, context)
     corpora = [open_corpus(source.config, context) for source in mixed_sources(config)]
-    tokenizer = tokenizer or learn_tokenizer(config, corpora, context)
+    tokenizer = tokenizer or _learned(config, corpora, context)
     return _mixture(config, corpora, tokenizer, context)
+
+
+def _learned(config: DataConfig, corpora: Sequence[Corpus | TokenCorpus], context: PrepareContext) -> Tokenizer:
+    texts = [corpus for corpus in corpora if not isinstance(corpus, TokenCorpus)]
+    if len(texts) < len(corpora):
+        raise needs_tokenizer(config)
+    return learn_common_tokenizer(config, texts, context)
 
 
 def prepare_split(
@@ -50,7 +59,7 @@ def prepare_split(
 
 
 def _mixture(
-    config: DataConfig, corpora: Sequence[Corpus | None], tokenizer: Tokenizer, context: PrepareContext
+    config: DataConfig, corpora: Sequence[Corpus | TokenCorpus | None], tokenizer: Tokenizer, context: PrepareContext
 ) -> PreparedMixture:
     """None: a source without the split that is wanted."""
     parts = [

@@ -3,15 +3,17 @@
 import hashlib
 import json
 import mmap
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hvd_transformer.data.compressed import blocks
 from hvd_transformer.data.length_order import LengthOrder
 from hvd_transformer.data.load_tokenizer import load_tokenizer
 from hvd_transformer.data.tokenizers import Tokenizer, sha256
@@ -27,7 +29,7 @@ def token_dtype(vocab_size: int) -> str:
 
 @dataclass
 class TokenFile:
-    """A file of `count` numbers that need not fit into memory.
+    """A file of `count` numbers that need not fit into memory; with `start` those from there on of a file with more.
 
     `tokens[start:stop]` is a read-only array (T,) of the stored number format that maps the file without a copy.
     """
@@ -36,6 +38,7 @@ class TokenFile:
     dtype: str
     count: int
     sha256: str
+    start: int | None = None
 
     def __len__(self) -> int:
         return self.count
@@ -49,7 +52,12 @@ class TokenFile:
 
     def is_whole(self) -> bool:
         """Whether the file exists and has the size recorded in the index."""
-        return self.path.is_file() and self.path.stat().st_size == self.num_bytes
+        size = self.path.stat().st_size if self.path.is_file() else -1
+        return size == self.num_bytes if self.start is None else size >= self._offset + self.num_bytes
+
+    @property
+    def _offset(self) -> int:
+        return (self.start or 0) * np.dtype(self.dtype).itemsize
 
     @cached_property
     def _mapped(self) -> NDArray[Any]:
@@ -63,7 +71,7 @@ class TokenFile:
         with self.path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         mapped.madvise(mmap.MADV_RANDOM)  # windows are read in shuffled order: reading ahead would be useless
-        return np.frombuffer(mapped, dtype=self.dtype)
+        return np.frombuffer(mapped, self.dtype, self.count, self._offset)
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,26 @@ class TokenWriter:
 
     def __init__(self, folder: Path, name: str, dtype: str) -> None:
         self.dtype, self.count, self._digest = dtype, 0, hashlib.sha256()
-        self._file = (folder / f"{name}.bin").open("wb")
+        self._file: BinaryIO = (folder / f"{name}.bin").open("wb")
+
+    @classmethod
+    def resume(cls, folder: Path, name: str, entry: dict[str, Any]) -> "TokenWriter | None":
+        """Go on after what `checkpoint` returned; None if the file is not what it was then."""
+        writer = cls.__new__(cls)
+        writer.dtype, writer.count, writer._digest = entry["dtype"], entry["count"], hashlib.sha256()
+        size = writer.count * np.dtype(writer.dtype).itemsize
+        try:
+            writer._file = (folder / f"{name}.bin").open("r+b")
+        except FileNotFoundError:
+            return None
+        for data in blocks(writer._file, size):
+            writer._digest.update(data)
+        if writer._digest.hexdigest() != entry["sha256"]:
+            writer._file.close()
+            return None
+        writer._file.seek(size)
+        writer._file.truncate()
+        return writer
 
     def add(self, values: NDArray[Any]) -> None:
         """Append numbers (T,)."""
@@ -94,9 +121,18 @@ class TokenWriter:
         self._file.write(data)
         self.count += len(values)
 
+    def checkpoint(self) -> dict[str, Any]:
+        """Write all to the disk and return the entry in the index so far."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._entry()
+
     def close(self) -> dict[str, Any]:
         """Close the file and return its entry in the index."""
         self._file.close()
+        return self._entry()
+
+    def _entry(self) -> dict[str, Any]:
         return {"dtype": self.dtype, "count": self.count, "sha256": self._digest.hexdigest()}
 
 

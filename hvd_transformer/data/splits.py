@@ -16,6 +16,7 @@ from hvd_transformer.data.sampler import Permutation
 from hvd_transformer.errors import UserError
 
 T = TypeVar("T")
+AnySource = TypeVar("AnySource", bound="Source[Any]")
 SPLITS = ("train", "valid", "test")
 WHOLE = "data"  # the split's name when a single file is evaluated as a whole
 # File stems accepted for each split of examples, in order of preference.
@@ -96,10 +97,10 @@ class Source(Generic[T]):
     splits: dict[str, T]
     train_bytes: int = 0
 
-    def only(self, wanted: str | None, origin: str) -> "Source[T]":
+    def only(self: AnySource, wanted: str | None, origin: str) -> AnySource:
         """One split of it, chosen by `chosen_split`."""
         split = chosen_split(wanted, self.splits, origin)
-        return Source(self.name, {**self.identity, "only": split}, {split: self.splits[split]})
+        return type(self)(self.name, {**self.identity, "only": split}, {split: self.splits[split]})
 
 
 ExampleSource = Source[Reader]

@@ -1,11 +1,18 @@
-"""Running text and documents: `data.source` and `data.split` give a range of bytes for every split."""
+"""Running text and documents: `data.source` and `data.split` give the files of every split, and their parts."""
 
+import glob
+import sys
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data import python_docs
 from hvd_transformer.data.build_once import ALONE, PrepareContext, build_once
+from hvd_transformer.data.compressed import COMPRESSED
+from hvd_transformer.data.parquet import PARQUET
 from hvd_transformer.data.published import TEXTS, fetch_published, unknown_source
+from hvd_transformer.data.shards import ENDINGS, TextSplit, ending, find_shards, has_documents
 from hvd_transformer.data.splits import (
     SPLITS,
     WHOLE,
@@ -20,19 +27,22 @@ from hvd_transformer.data.splits import (
     split_stems,
 )
 from hvd_transformer.data.text_files import TextSpan, boundary, line_boundary
+from hvd_transformer.data.token_corpus import TokenCorpus, open_token_file, open_token_folder
 from hvd_transformer.errors import UserError
 
 SOURCES = ("python-docs", *TEXTS)
 # File names accepted for each split of a folder: stems, unless data.train and so on name others, and patterns, in order
 # of preference.
 _STEMS = {"train": ("train",), "valid": ("valid", "validation", "val"), "test": ("test",)}
-_PATTERNS = ("{}.txt", "{}.raw", "wiki.{}.tokens", "wiki.{}.raw", "ptb.{}.txt", "{}.jsonl")
-DOCUMENTS = ".jsonl"  # JSON lines
-Corpus = Source[TextSpan]
+_TEXTS = ("{}.txt", "{}.raw", "wiki.{}.tokens", "wiki.{}.raw", "ptb.{}.txt", "{}.jsonl")
+_PATTERNS = (*_TEXTS, *(pattern for ending in ENDINGS if (pattern := f"{{}}{ending}") not in _TEXTS))
+_SHARDS = "{}[-_.]*"  # as Hugging Face names them: train-00000-of-00008.parquet
+Corpus = Source[TextSplit]
 
 
-def open_corpus(config: DataConfig, context: PrepareContext = ALONE) -> Corpus:
-    """The splits of `data.source`: a file, a folder, or one of `SOURCES`, which is downloaded or written first.
+def open_corpus(config: DataConfig, context: PrepareContext = ALONE) -> Corpus | TokenCorpus:
+    """The splits of `data.source`: a file, a folder, a pattern of files, or one of `SOURCES`, which is downloaded or
+    written first.
 
     Raises `UserError` with what is missing or empty, and what is allowed.
     """
@@ -42,36 +52,46 @@ def open_corpus(config: DataConfig, context: PrepareContext = ALONE) -> Corpus:
     if source == "python-docs":
         return _open_python_docs(Path(config.cache_dir).expanduser().absolute(), context)
     if source in TEXTS:
-        return _corpus(source, _folder_spans(fetch_published(config, TEXTS, context), config))
+        return _open_folder(fetch_published(config, TEXTS, context), config, source)
     path = Path(source).expanduser()
     try:
         if path.is_dir():
             path = path.resolve()
-            return _corpus(path.name, _folder_spans(path, config))
+            stems = split_stems(config, _STEMS)
+            return (None if _find(path, config) else open_token_folder(path, stems)) or _open_folder(path, config)
+        if (tokens := open_token_file(path, config.split)) is not None:
+            check_no_names(config, f"{path} is one file, which data.split splits")
+            return tokens
         if path.is_file():
             check_no_names(config, f"{path} is one file, which data.split splits")
-            path = path.resolve()
-            return _corpus(path.stem, _file_spans(path, config))
+            there = path.resolve()  # in the cache of huggingface_hub it has no ending
+            return _open_file(there if ending(there) == ending(path) else path.absolute(), config)
+        if glob.has_magic(source):
+            check_no_names(config, f"{source} is cut by data.split")
+            return _open_pattern(path, config)
     except OSError as error:
         raise UserError(f"{error.filename or path}: cannot be read: {error.strerror}") from None
     raise unknown_source(source, SOURCES)
 
 
-def open_text(config: DataConfig, path: Path, wanted: str | None) -> Corpus:
-    """One text file as a whole, or one split of a folder (see `splits.chosen_split`), which needs no other splits.
+def open_text(config: DataConfig, path: Path, wanted: str | None) -> Corpus | TokenCorpus:
+    """One file as a whole, or one split of a folder (see `splits.chosen_split`), which needs no other splits.
 
     Raises `UserError` with what is missing or empty.
     """
     if path.is_dir():
         files = _find(path, config)
+        if not files and (folder := open_token_folder(path, split_stems(config, _STEMS))) is not None:
+            return folder.only(wanted, str(path))
         split = chosen_split(wanted, files, str(path))
-        span = _whole(files[split][0], config)
+        found = _whole(files[split], config)
     else:
         check_whole(wanted, path)
-        split, span = WHOLE, _whole(path, config)
-    if not span.size:
-        raise UserError(f"{span.path}: the file is empty; it must hold text")
-    return _corpus(path.stem, {split: span})
+        if (tokens := open_token_file(path, None)) is not None:
+            return tokens
+        split, found = WHOLE, _whole((path,), config)
+    _check_not_empty(found, "the file is empty")
+    return _corpus(path.stem, {split: found})
 
 
 def _open_python_docs(cache: Path, context: PrepareContext) -> Corpus:
@@ -94,36 +114,53 @@ def _open_python_docs(cache: Path, context: PrepareContext) -> Corpus:
             )
 
     spans = build_once(folder, load, build, context.should_stop)
-    sizes = {split: span.size for split, span in spans.items()}
-    return Corpus("python-docs", {"python": python_docs.version(), "bytes": sizes}, spans, sizes["train"])
+    sizes, splits = (
+        {split: span.size for split, span in spans.items()},
+        {split: TextSplit((spans[split],)) for split in spans},
+    )
+    return Corpus("python-docs", {"python": python_docs.version(), "bytes": sizes}, splits, sizes["train"])
 
 
 def _find(folder: Path, config: DataConfig) -> dict[str, Files]:
-    return find_splits(split_stems(config, _STEMS), lambda stem: first_file(folder, stem, _PATTERNS))
+    def find(stem: str) -> Files:
+        shards = f"{folder}: {stem}"
+        return (
+            first_file(folder, stem, _PATTERNS)
+            or find_shards((folder / stem).glob("*"), shards)
+            or find_shards(folder.glob(_SHARDS.format(stem)), shards)
+        )
+
+    return find_splits(split_stems(config, _STEMS), find)
 
 
-def _folder_spans(folder: Path, config: DataConfig) -> dict[str, TextSpan]:
+def _open_folder(folder: Path, config: DataConfig, name: str | None = None) -> Corpus:
     if not any(folder.iterdir()):
         raise UserError(f"{folder}: the folder is empty; it must hold train.txt, valid.txt and test.txt")
-    files, spans = _find(folder, config), {}
-    for split in SPLITS:
-        if split not in files:
+    files, splits = _find(folder, config), dict[str, TextSplit]()
+    for number, split in enumerate(SPLITS):
+        if split in files:
+            splits[split] = _whole(files[split], config)
+            _check_not_empty(splits[split], f"the {split} split is empty")
+        elif number < len(config.split):
             stems = split_stems(config, _STEMS)[split]
-            accepted = ", ".join(pattern.format(stem) for stem in stems for pattern in _PATTERNS)
-            raise UserError(f"{folder}: no file of the {split} split; accepted names: {accepted}")
-        spans[split] = _whole(files[split][0], config)
-        if not spans[split].size:
-            raise UserError(f"{spans[split].path}: the {split} split is empty; it must hold text")
-    return spans
+            accepted = ", ".join(pattern.format(stem) for stem in stems for pattern in _TEXTS)
+            raise UserError(
+                f"{folder}: no file of the {split} split; accepted names: {accepted}, or shards of documents such as "
+                f"{stems[0]}-*.parquet or {stems[0]}/*.jsonl.gz"
+                + ("; two numbers in data.split: no test split" if split == "test" else "")
+            )
+    return _corpus(name or folder.name, splits)
 
 
-def _file_spans(path: Path, config: DataConfig) -> dict[str, TextSpan]:
+def _open_file(path: Path, config: DataConfig) -> Corpus:
     """Cut one file by shares of its bytes, each cut moved to the next line end (see `text_files.boundary`)."""
+    if not path.stat().st_size:
+        raise UserError(f"{path}: the file is empty; it must hold text")
+    if not _is_plain(path):
+        return _corpus(path.stem, _shares(_whole((path,), config), config.split))
     size, shares, column = path.stat().st_size, config.split, _column(path, config)
     cut = boundary if column is None else line_boundary
-    if not size:
-        raise UserError(f"{path}: the file is empty; it must hold text")
-    spans: dict[str, TextSpan] = {}
+    splits: dict[str, TextSplit] = {}
     start, total = 0, 0.0
     for split, share in zip(SPLITS, shares, strict=False):
         total += share
@@ -133,26 +170,71 @@ def _file_spans(path: Path, config: DataConfig) -> dict[str, TextSpan]:
                 f"{path}: data.split={list(shares)} leaves the {split} split empty (cuts are at line ends); "
                 "give it a larger share, two shares for no test split, or a file with more lines"
             )
-        spans[split] = TextSpan(path, start, end, column)
+        splits[split] = TextSplit((TextSpan(path, start, end, column),))
         start = end
-    return spans
+    return _corpus(path.stem, splits)
 
 
-def _whole(path: Path, config: DataConfig) -> TextSpan:
-    return TextSpan(path, 0, path.stat().st_size, _column(path, config))
+def _open_pattern(pattern: Path, config: DataConfig) -> Corpus:
+    """Cut all files of a pattern, such as shards/*.jsonl.gz, by shares of their text."""
+    given = f"data.source={config.source}"
+    pattern = pattern.absolute()
+    files = find_shards(Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor))), given)
+    if not files:
+        raise UserError(f"{given}: no such file; names must end in {', '.join(ENDINGS)}")
+    named = [split for split in SPLITS if any(file.name.startswith(_STEMS[split]) for file in files)]
+    if len(named) > 1:
+        raise UserError(
+            f"{given}: has files of the splits {' and '.join(named)}; name their folder, or the files of one split"
+        )
+    folder = files[0].parent
+    return _corpus(folder.name, _shares(_whole(files, config), config.split))
+
+
+def _shares(whole: TextSplit, shares: list[float]) -> dict[str, TextSplit]:
+    ends = accumulate(shares, initial=0.0)
+    return {split: replace(whole, share=share) for split, share in zip(SPLITS, pairwise(ends), strict=False)}
+
+
+def _whole(files: Files, config: DataConfig) -> TextSplit:
+    plain = len(files) == 1 and _is_plain(files[0])
+    return TextSplit(
+        tuple(TextSpan(path, 0, path.stat().st_size if plain else None, _column(path, config)) for path in files)
+    )
+
+
+def _is_plain(path: Path) -> bool:
+    """Whether positions in it are bytes of the file."""
+    return path.suffix not in (*COMPRESSED, PARQUET)
+
+
+def _check_not_empty(split: TextSplit, what: str) -> None:
+    if not any(span.path.stat().st_size for span in split.spans):
+        raise UserError(f"{split.spans[0].path}: {what}; it must hold text")
 
 
 def _column(path: Path, config: DataConfig) -> str | None:
-    """The column with the text, of JSON lines. Raises `UserError` if one is named for another file."""
-    if path.suffix == DOCUMENTS:
+    """The column with the text, of documents. Raises `UserError` if one is named for another file."""
+    if has_documents(path):
         return config.text_column
     if config.text_column != type(config).model_fields["text_column"].default:
-        raise UserError(f"data.text_column={config.text_column}: {path} has no columns; it must end in {DOCUMENTS}")
+        raise UserError(
+            f"data.text_column={config.text_column}: {path} has no columns; it must end in .jsonl or {PARQUET}"
+        )
     return None
 
 
-def _corpus(name: str, spans: dict[str, TextSpan]) -> Corpus:
-    files = {split: [*file_identity(span.path), span.start, span.end] for split, span in spans.items()}
-    columns = {split: span.column for split, span in spans.items() if span.column is not None}
-    identity = {"files": files, **({"columns": columns} if columns else {})}
-    return Corpus(name, identity, spans, spans["train"].size if "train" in spans else 0)
+def _corpus(name: str, splits: dict[str, TextSplit]) -> Corpus:
+    """Its identity is that of its files, so that a start with prepared data reads none of them."""
+    columns = {split: own.spans[0].column for split, own in splits.items() if own.spans[0].column is not None}
+    with_columns = {"columns": columns} if columns else {}
+    spans = [span for split in splits.values() for span in split.spans]
+    if len(spans) == len(splits) and all(span.end is not None for span in spans):
+        files = {
+            split: [*file_identity(span.path), span.start, span.end] for split, span in zip(splits, spans, strict=True)
+        }
+        return Corpus(name, {"files": files, **with_columns}, splits, spans[0].size if "train" in splits else 0)
+    shards = [file_identity(path) for path in dict.fromkeys(span.path for span in spans)]
+    parts = {split: own.share or [str(span.path) for span in own.spans] for split, own in splits.items()}
+    identity = {"shards": shards, "splits": parts, **with_columns}
+    return Corpus(name, identity, splits, sys.maxsize if "train" in splits else 0)

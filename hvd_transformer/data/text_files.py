@@ -1,4 +1,4 @@
-"""Text files: byte ranges of them, read in pieces of bounded size or line by line."""
+"""Text files: parts of them, read in pieces of bounded size or line by line."""
 
 import gzip
 import json
@@ -6,8 +6,8 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
+from hvd_transformer.data.compressed import blocks, opened
 from hvd_transformer.errors import UserError
 
 PIECE_BYTES = 4 * 2**20
@@ -15,17 +15,21 @@ PIECE_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class TextSpan:
-    """Bytes `start` to `end` - 1 of a UTF-8 file: running text, or with a `column` JSON lines, each with a document in
-    that column."""
+    """Bytes `start` to `end` - 1 of a UTF-8 text, decompressed if the file is compressed: running text, or with a
+    `column` JSON lines, each with a document in that column. Of a Parquet file rows `start` to `end` - 1.
+
+    `end` is None for all up to an end that only reading the file tells.
+    """
 
     path: Path
     start: int
-    end: int
+    end: int | None
     column: str | None = None
 
     @property
     def size(self) -> int:
-        return self.end - self.start
+        """Of a span whose end is known, or bytes of the file."""
+        return (self.path.stat().st_size if self.end is None else self.end) - self.start
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,14 @@ class Piece:
     start: int
     data: bytes
     column: str | None = None
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.data)
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
 
     def text(self) -> str:
         """Decode the piece. Raises `UserError` with the offset of an invalid byte in the file."""
@@ -57,8 +69,8 @@ class Piece:
                 try:
                     yield _document(line, self.column)
                 except ValueError as error:
-                    with self.path.open("rb") as file:  # told once: pieces need not count lines
-                        before = sum(block.count(b"\n") for block in _blocks(file, self.start))
+                    with opened(self.path) as file:  # told once: pieces need not count lines
+                        before = sum(block.count(b"\n") for block in blocks(file, self.start))
                     raise UserError(f"{self.path}, line {before + number + 1}: {error}") from None
 
 
@@ -83,12 +95,6 @@ def _document(line: bytes, column: str) -> str:
     return text
 
 
-def _blocks(file: BinaryIO, size: int) -> Iterator[bytes]:
-    while size > 0 and (block := file.read(min(size, PIECE_BYTES))):
-        size -= len(block)
-        yield block
-
-
 def read_pieces(span: TextSpan, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
     """Yield the span in order, in pieces of at most `piece_bytes`.
 
@@ -97,24 +103,24 @@ def read_pieces(span: TextSpan, piece_bytes: int = PIECE_BYTES) -> Iterator[Piec
     process works on which piece. JSON lines are cut between lines; a line longer than a piece makes a longer one.
     Raises `UserError` if the file shrinks meanwhile.
     """
-    position = span.start
-    rest = b""
-    with span.path.open("rb") as file:
-        file.seek(span.start)
-        while position + len(rest) < span.end:
+    position, rest, at_end = span.start, b"", False
+    with opened(span.path, span.start) as file:
+        while not at_end:
             room = piece_bytes - len(rest) if len(rest) < piece_bytes else piece_bytes  # a line longer than that
-            wanted = min(room, span.end - position - len(rest))
+            wanted = room if span.end is None else min(room, span.end - position - len(rest))
             more = file.read(wanted)
-            if len(more) < wanted:
+            if len(more) < wanted and span.end is not None:
                 raise UserError(f"{span.path}: shrank while it was read")
             rest += more
-            if position + len(rest) == span.end:
+            at_end = len(more) < wanted if span.end is None else position + len(rest) == span.end
+            if at_end:
                 cut = len(rest)
             elif span.column is None:
                 cut = _cut(rest)
             elif not (cut := rest.rfind(b"\n") + 1):
                 continue
-            yield Piece(span.path, position, rest[:cut], span.column)
+            if cut:
+                yield Piece(span.path, position, rest[:cut], span.column)
             position += cut
             rest = rest[cut:]
 
@@ -142,13 +148,11 @@ def _cut(data: bytes) -> int:
 
 
 def line_boundary(path: Path, target: int) -> int:
-    """Where the first line begins at or after byte `target`: the size of the file if there is none."""
+    """Where the first line begins at or after byte `target`: the size of the text if there is none."""
     if target <= 0:
         return 0
-    with path.open("rb") as file:
-        file.seek(target - 1)
-        file.readline()
-        return file.tell()
+    with opened(path, target - 1) as file:
+        return target - 1 + len(file.readline())
 
 
 def boundary(path: Path, target: int, reach: int = 2**20) -> int:

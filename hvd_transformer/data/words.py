@@ -57,7 +57,7 @@ def count_words(folder: Path, mapped: Map, pieces: Iterable[Piece]) -> Counter[s
     library = _library(folder)
     assert not isinstance(library, str), library
     table = WordTable(library)
-    for words in mapped(partial(_count, folder), _parts(pieces)):
+    for words in mapped(partial(_count, folder), parts(pieces)):
         table.add(words)
     found = table.words()
     del table
@@ -70,12 +70,8 @@ class WordEncoder:
     def __init__(self, folder: Path, tokenizer: WordTokenizer, dtype: str) -> None:
         self.folder, self.tokenizer, self.dtype = folder, tokenizer, dtype
 
-    def encode(self, mapped: Map, pieces: Iterable[Piece]) -> Iterator[NDArray[Any]]:
-        """The token numbers of the pieces, in order (T,)."""
-        assert self._table is not None
-        return mapped(self, _parts(pieces))
-
     def __call__(self, piece: Piece) -> NDArray[Any]:
+        """The token numbers of one of the `parts` (T,)."""
         if self._table is None:  # another host, without a compiler
             return self.tokenizer.encode(piece.text()).astype(self.dtype)
         return self._table.encode(_checked(self._table.library, piece)).astype(self.dtype)
@@ -179,7 +175,7 @@ def _library(folder: Path) -> ctypes.CDLL | str:
     return library
 
 
-def _parts(pieces: Iterable[Piece]) -> Iterator[Piece]:
+def parts(pieces: Iterable[Piece]) -> Iterator[Piece]:
     """Smaller pieces, so that all threads work to the end. No token and no lower case depends on what is behind a line
     feed; where there is none, as in text8, nothing is cut."""
     for piece in pieces:

@@ -53,7 +53,8 @@ class LanguageModelTask(Task):
         """The token that ends a document. Raises `UserError` if there are no documents."""
         if "train" in self.data.splits and not self.data.has_documents:
             raise UserError(
-                f"data.document_mask=true: {origin(self.config.data)} has no documents; give JSON lines (.jsonl)"
+                f"data.document_mask=true: {origin(self.config.data)} has no documents; give JSON lines (.jsonl), "
+                "Parquet files, or token files with end tokens"
             )
         found = self.data.tokenizer.document_end
         if found is None:

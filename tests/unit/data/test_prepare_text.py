@@ -17,7 +17,7 @@ from torchtext.data.utils import get_tokenizer
 
 from hvd_transformer.comm.process_map import _LazyMap, process_map
 from hvd_transformer.config.schema import DataConfig
-from hvd_transformer.data import prepare_text
+from hvd_transformer.data import corpus_pieces, prepare_text
 from hvd_transformer.data.build_once import ALONE, PrepareContext, Stopped
 from hvd_transformer.data.prepared import PreparedData
 from hvd_transformer.data.text_corpus import open_corpus
@@ -44,7 +44,7 @@ def corpus(tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(prepare_text, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(corpus_pieces, "PIECE_BYTES", 4096)
 
 
 def configure(corpus, cache, **settings) -> DataConfig:
@@ -227,7 +227,7 @@ def test_memory_stays_bounded(corpus, tmp_path, small_pieces, monkeypatch):
             yield function(item)
             done[0] += 1
 
-    monkeypatch.setattr(prepare_text, "read_pieces", counting_pieces)
+    monkeypatch.setattr(corpus_pieces, "read_pieces", counting_pieces)
     prepare(configure(corpus, tmp_path, tokenizer="basic_english"), PrepareContext(one_by_one))
     assert taken[0] > 40
     assert most[0] == 1

@@ -75,7 +75,7 @@ def open_tiny(server, monkeypatch, tmp_path):
 
 
 def check(corpus, folder):
-    assert {split: span.path.read_text() for split, span in corpus.splits.items()} == TEXTS
+    assert {split: own.spans[0].path.read_text() for split, own in corpus.splits.items()} == TEXTS
     assert sorted(path.name for path in folder.iterdir()) == ["wikitext2", "wikitext2.lock"]
     assert sorted(path.name for path in (folder / "wikitext2").iterdir()) == sorted(FILES.values())
 

@@ -20,6 +20,11 @@ def read(span):
     return span.path.read_bytes()[span.start : span.end]
 
 
+def spans(corpus):
+    """Of splits that have one each."""
+    return [span for split in corpus.splits.values() for (span,) in [split.spans]]
+
+
 def fill(folder: Path, *names: str) -> Path:
     folder.mkdir(exist_ok=True)
     for name in names:
@@ -34,7 +39,7 @@ def docs(tmp_path_factory):
 
 def test_python_docs(docs):
     assert list(docs.splits) == ["train", "valid", "test"]
-    texts = {split: read(span).decode() for split, span in docs.splits.items()}
+    texts = {split: read(span).decode() for split, span in zip(docs.splits, spans(docs), strict=True)}
     total = sum(map(len, texts.values()))
     assert total > 1_000_000
     assert 0.85 < len(texts["train"]) / total < 0.93
@@ -53,8 +58,8 @@ def test_python_docs(docs):
 
 def test_python_docs_are_the_same_again_and_a_document_is_in_one_split(docs, tmp_path):
     python_docs.write_splits(tmp_path)
-    splits = [span.path.read_text() for span in docs.splits.values()]
-    assert [(tmp_path / span.path.name).read_text() for span in docs.splits.values()] == splits
+    splits = [span.path.read_text() for span in spans(docs)]
+    assert [(tmp_path / span.path.name).read_text() for span in spans(docs)] == splits
     documents = list(python_docs.documents())
     for document in documents:
         if len(document) > 200:
@@ -76,14 +81,14 @@ def test_python_docs_are_the_same_again_and_a_document_is_in_one_split(docs, tmp
 def test_folder(tmp_path, names):
     folder = fill(tmp_path / "corpus", *names, "README.md")
     corpus = open_corpus(DataConfig(source=str(folder), cache_dir=str(tmp_path)))
-    assert [read(span).decode() for span in corpus.splits.values()] == [f"text of {name}\n" for name in names]
+    assert [read(span).decode() for span in spans(corpus)] == [f"text of {name}\n" for name in names]
     assert corpus.name == "corpus"
 
 
 def test_the_files_of_splits_can_be_named(tmp_path):
     folder = fill(tmp_path / "corpus", "train.txt", "first.txt", "wiki.second.tokens", "test.txt")
     config = DataConfig(source=str(folder), train="first", valid="second")
-    texts = [read(span).decode() for span in open_corpus(config).splits.values()]
+    texts = [read(span).decode() for span in spans(open_corpus(config))]
     assert texts == ["text of first.txt\n", "text of wiki.second.tokens\n", "text of test.txt\n"]
     assert list(open_text(config, folder, "valid").splits) == ["valid"]
     with pytest.raises(UserError, match="corpus: no file of the test split; accepted names: third.txt, third.raw"):
@@ -103,7 +108,7 @@ def test_published_folder_filled_by_hand_needs_no_network(tmp_path):
     names = ("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens")
     fill(tmp_path / "wikitext2", *names)
     corpus = open_corpus(DataConfig(source="wikitext2", cache_dir=str(tmp_path)))
-    assert [span.path for span in corpus.splits.values()] == [tmp_path / "wikitext2" / name for name in names]
+    assert [span.path for span in spans(corpus)] == [tmp_path / "wikitext2" / name for name in names]
 
 
 def test_published_folder_filled_in_part(tmp_path):
@@ -130,7 +135,7 @@ def test_one_file_is_cut_at_line_ends(tmp_path_factory, lines, split):
     assert list(corpus.splits) == ["train", "valid", "test"][: len(split)]
     position, share = 0, 0.0
     longest = max(len(line.encode()) + 1 for line in lines)
-    for span, fraction in zip(corpus.splits.values(), split, strict=True):
+    for span, fraction in zip(spans(corpus), split, strict=True):
         share += fraction
         assert span.start == position
         assert 0 <= span.end - share * len(data) + 1 <= longest + 1

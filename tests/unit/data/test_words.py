@@ -15,13 +15,13 @@ from torchtext.data.utils import get_tokenizer
 
 from hvd_transformer.comm.process_map import process_map
 from hvd_transformer.config.schema import DataConfig
-from hvd_transformer.data import prepare_text, words
+from hvd_transformer.data import corpus_pieces, prepare_text, words
 from hvd_transformer.data.build_once import PrepareContext
 from hvd_transformer.data.prepared import PreparedData
 from hvd_transformer.data.text_corpus import open_corpus
 from hvd_transformer.data.text_files import Piece
 from hvd_transformer.data.tokenizers import WordTokenizer
-from hvd_transformer.data.words import LIBRARY, WordEncoder, Words, WordTable, count_words, is_native
+from hvd_transformer.data.words import LIBRARY, WordEncoder, Words, WordTable, count_words, is_native, parts
 from hvd_transformer.errors import UserError
 
 ODD = st.sampled_from(
@@ -53,7 +53,7 @@ def test_words_are_pythons_and_torchtexts(folder, text):
     assert counts == Counter(reference) == WordTokenizer.count(text)
     known = sorted(counts.keys() - {"<unk>"})[::2]  # the others are unknown
     tokenizer = WordTokenizer(["<unk>", *known])
-    (ids,) = WordEncoder(folder, tokenizer, "<u2").encode(map, pieces(text.encode())) if text else ([],)
+    (ids,) = map(WordEncoder(folder, tokenizer, "<u2"), parts(pieces(text.encode()))) if text else ([],)
     assert list(ids) == tokenizer.encode(text).tolist()
 
 
@@ -72,7 +72,7 @@ def test_a_large_vocabulary(folder):
     counts = count_words(folder, map, pieces(text.encode()))
     assert counts == Counter(map(str, numbers * 2))
     tokens = sorted(counts, key=int)
-    (ids,) = WordEncoder(folder, WordTokenizer(["<unk>", *tokens]), "<u4").encode(map, pieces(text.encode()))
+    (ids,) = map(WordEncoder(folder, WordTokenizer(["<unk>", *tokens]), "<u4"), parts(pieces(text.encode())))
     assert [tokens[number - 1] for number in ids[: len(numbers)]] == list(map(str, numbers))
 
 
@@ -138,7 +138,7 @@ def without_a_compiler(function: Callable[[Any], Any], items: Iterable[Any]) -> 
 
 @pytest.mark.parametrize("settings", [{}, {"vocab_size": 100, "min_frequency": 90}])
 def test_files_are_those_of_python(corpus, tmp_path, folder, monkeypatch, settings):
-    monkeypatch.setattr(prepare_text, "PIECE_BYTES", 16384)
+    monkeypatch.setattr(corpus_pieces, "PIECE_BYTES", 16384)
     monkeypatch.setattr(words, "PART_BYTES", 3000)
     expected = prepare(corpus, tmp_path, PrepareContext(), **settings)
     assert not (tmp_path / "kernels").exists()

@@ -1,0 +1,187 @@
+"""Shards of documents in every form: their tokens are those of the library, and a bad one is named."""
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+from commands import command
+from documents import DOCUMENTS, FORMATS, compressed, own_tokenizer, reference, table_bytes, write, write_shards
+
+from hvd_transformer.comm.process_map import process_map
+from hvd_transformer.config.schema import DataConfig
+from hvd_transformer.data import corpus_pieces, prepare_text
+from hvd_transformer.data.build_once import ALONE, PrepareContext
+from hvd_transformer.data.prepared import PreparedData
+from hvd_transformer.data.pretrained_tokenizer import PretrainedTokenizer
+from hvd_transformer.data.text_corpus import open_corpus, open_text
+from hvd_transformer.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Path:
+    return own_tokenizer(tmp_path_factory.mktemp("tokenizer") / "own")
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(corpus_pieces, "PIECE_BYTES", 2000)
+
+
+def prepare(source: object, own: Path | None, root: Path, context=ALONE, **settings) -> PreparedData:
+    config = DataConfig(source=str(source), cache_dir=str(root / "cache"), **settings)
+    tokenizer = own and PretrainedTokenizer.open(own)
+    return prepare_text.prepare_corpus(config, open_corpus(config, context), tokenizer, context)
+
+
+def tokens(prepared: PreparedData) -> list[list[int]]:
+    return [own[:].tolist() for own in prepared.splits.values()]
+
+
+@pytest.mark.parametrize("ending", FORMATS)
+def test_a_pattern_is_cut_by_shares_between_documents(ending: str, tokenizer: Path, tmp_path: Path) -> None:
+    write_shards(tmp_path / "data", ending)
+    found = tokens(prepare(tmp_path / f"data/*{ending}", tokenizer, tmp_path, split=[0.5, 0.3, 0.2]))
+    assert sum(found, []) == reference(tokenizer)
+    assert [own[-1] for own in found] == [2, 2, 2]
+    sizes = np.array([own.count(2) for own in found]) / len(DOCUMENTS)
+    assert np.abs(sizes - [0.5, 0.3, 0.2]).max() < 0.01
+
+
+@pytest.mark.parametrize("ending", FORMATS)
+def test_one_file_is_cut_by_shares(ending: str, tokenizer: Path, tmp_path: Path) -> None:
+    """As many documents go to each split as of a file that is not compressed."""
+    plain = tokens(prepare(write(tmp_path / "a.jsonl", DOCUMENTS), tokenizer, tmp_path, split=[0.6, 0.2]))
+    found = tokens(prepare(write(tmp_path / f"b{ending}", DOCUMENTS), tokenizer, tmp_path, split=[0.6, 0.2]))
+    if ending == ".parquet":  # by rows
+        found, plain = [[own.count(2) for own in found], [180, 60]]
+    assert found == plain
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.zst", ".parquet"])
+@pytest.mark.parametrize("layout", ["sub-folders", "train-*", "files", "named"])
+def test_folders(ending: str, layout: str, tokenizer: Path, tmp_path: Path) -> None:
+    parts = {"train": DOCUMENTS[:200], "validation": DOCUMENTS[200:260], "test": DOCUMENTS[260:]}
+    names = {"train": "first"} if layout == "named" else {}
+    for stem, texts in parts.items():
+        if layout == "files":
+            write(tmp_path / "data" / f"{stem}{ending}", texts)
+        elif layout == "sub-folders":
+            write_shards(tmp_path / "data" / stem, ending, texts)
+        else:
+            write_shards(tmp_path / "data", ending, texts, stem=names.get(stem, stem))
+    prepared = prepare(tmp_path / "data", tokenizer, tmp_path, **names)
+    assert tokens(prepared) == [reference(tokenizer, texts) for texts in parts.values()]
+    config = DataConfig(source="x", cache_dir=str(tmp_path / "cache"), **names)
+    corpus = open_text(config, tmp_path / "data", "valid")  # as `evaluate --data` reads it
+    alone = prepare_text.prepare_corpus(config, corpus, PretrainedTokenizer.open(tokenizer), ALONE)
+    assert tokens(alone) == [reference(tokenizer, parts["validation"])]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("kind", ["basic_english", "char", "bpe"])
+def test_compressed_text_has_the_tokens_of_the_text(kind: str, suffix: str, tmp_path: Path) -> None:
+    for folder, ending in (("plain", ""), ("compressed", suffix)):
+        (tmp_path / folder).mkdir()
+        for number, split in enumerate(("train", "valid", "test")):
+            data = "".join(DOCUMENTS[number * 100 : number * 100 + 100]).encode()
+            (tmp_path / folder / f"{split}.txt{ending}").write_bytes(compressed(data, ending))
+    plain, found = (
+        prepare(tmp_path / folder, None, tmp_path, tokenizer=kind, vocab_size=300) for folder in ("plain", "compressed")
+    )
+    assert tokens(found) == tokens(plain)
+    assert found.tokenizer.digest == plain.tokenizer.digest
+
+
+@pytest.mark.parametrize("ending", [".jsonl.gz", ".parquet"])
+def test_the_same_with_workers_and_from_a_sample(ending: str, tmp_path: Path) -> None:
+    """And byte pairs are learned from no more than the sample."""
+    write_shards(tmp_path / "data", ending)
+    settings = {"split": [0.9, 0.1], "tokenizer_sample_mb": 4 / 1024, "vocab_size": 300}
+    messages: list[str] = []
+    alone = prepare(tmp_path / f"data/*{ending}", None, tmp_path, PrepareContext(report=messages.append), **settings)
+    assert any("byte pairs are learned from 0.0 of 0.0 MiB" in message for message in messages)
+    with process_map(2) as mapped:
+        shared = prepare(tmp_path / f"data/*{ending}", None, tmp_path / "2", PrepareContext(mapped), **settings)
+    assert tokens(shared) == tokens(alone)
+    assert sum(own.count(1) for own in tokens(alone)) == len(DOCUMENTS)
+
+
+def test_a_link_into_the_cache_of_huggingface_hub(tokenizer: Path, tmp_path: Path) -> None:
+    """The files there are links to others, which have no ending."""
+    write(tmp_path / "blob.parquet", DOCUMENTS).rename(tmp_path / "abcdef")
+    (tmp_path / "train-00000-of-00001.parquet").symlink_to("abcdef")
+    for source in ("train-00000-of-00001.parquet", "train-*"):
+        found = tokens(prepare(tmp_path / source, tokenizer, tmp_path, split=[0.5, 0.5]))
+        assert sum(found, []) == reference(tokenizer)
+
+
+TABLE = pyarrow.table({"id": [1], "url": ["x"], "text": [["a"]]})
+GOOD = b'{"text": "a cat"}\n'
+BAD = [
+    ("x.parquet", table_bytes(TABLE.drop(["text"])), "has no column text (data.text_column); it has id, url"),
+    ("x.parquet", table_bytes(TABLE), "text (data.text_column) must be a column of strings, not list<"),
+    ("x.parquet", table_bytes(TABLE)[:-9], "no valid Parquet file: "),
+    ("x.parquet", table_bytes(pyarrow.table({"text": ["a", "b", None]})), "row 2: text must be a text, not null"),
+    ("x.jsonl.gz", gzip.compress(GOOD * 9)[:-5], "damaged: Compressed file ended before"),
+    ("x.jsonl.gz", GOOD, "damaged: Not a gzipped file"),
+    ("x.jsonl.zst", compressed(GOOD * 9, ".zst")[:-5], "damaged: the file ends within a frame"),
+    ("x.jsonl.zst", GOOD, "damaged: "),
+    ("x.jsonl.gz", gzip.compress(GOOD * 2 + b"{\n" + GOOD), ", line 3: not valid JSON: "),
+    ("x.jsonl.zst", compressed(GOOD + b'{"body": "a"}\n' + GOOD, ".zst"), ", line 2: has no column text"),
+    ("x.txt.gz", gzip.compress(b"caf\xe9"), "no valid UTF-8 at byte 3"),
+]
+
+
+@pytest.mark.parametrize(("name", "data", "message"), BAD)
+def test_a_bad_shard_is_named(name: str, data: bytes, message: str, tokenizer: Path, tmp_path: Path) -> None:
+    """Also among good ones. Nothing is left of the preparation: a better file makes it another one."""
+    for split in ("valid", "test"):
+        good = compressed(b"a cat" if ".txt" in name else GOOD, Path(name).suffix)
+        data_of = table_bytes(pyarrow.table({"text": ["a cat"]})) if name.endswith("parquet") else good
+        (tmp_path / split).mkdir()
+        (tmp_path / split / name).write_bytes(data_of)
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / name.replace("x", "a")).write_bytes(data_of)
+    (tmp_path / "train" / name).write_bytes(data)
+    with pytest.raises(UserError) as error:
+        prepare(tmp_path, tokenizer, tmp_path)
+    told = str(error.value)
+    assert told.startswith(str(tmp_path / "train" / name))
+    assert message in told and "\n" not in told
+    assert [path.suffix for path in (tmp_path / "cache" / "prepared").iterdir()] == [".lock"]
+
+
+def test_bad_sources(tokenizer: Path, tmp_path: Path) -> None:
+    write_shards(tmp_path / "mixed", ".jsonl.gz")
+    write_shards(tmp_path / "mixed", ".parquet")
+    for stem in ("train", "validation"):
+        write_shards(tmp_path / "splits", ".jsonl", stem=stem)
+    cases = {
+        "mixed/*": r"mixed/\*: files that end in .jsonl.gz and in .parquet; give one kind",
+        "nothing/*.jsonl": r"nothing/\*.jsonl: no such file; names must end in .txt, .jsonl, ",
+        "splits/*": "has files of the splits train and valid; name their folder, or the files of one split",
+        "splits": "no file of the test split; accepted names: .*; two numbers in data.split: no test split",
+    }
+    for source, message in cases.items():
+        with pytest.raises(UserError, match=message) as error:
+            prepare(tmp_path / source, tokenizer, tmp_path)
+        assert "\n" not in str(error.value)
+    found = tokens(prepare(tmp_path / "splits", tokenizer, tmp_path, split=[0.9, 0.1]))
+    assert found == [reference(tokenizer)] * 2
+    with pytest.raises(UserError, match="data.valid=x: only if data.source is a folder"):
+        prepare(tmp_path / "mixed/*.parquet", tokenizer, tmp_path, valid="x")
+    one = write(tmp_path / "one.jsonl.gz", DOCUMENTS[:1])
+    with pytest.raises(UserError, match="one.jsonl.gz: data.split leaves the valid split of 1 files empty"):
+        prepare(one, tokenizer, tmp_path)
+
+
+@pytest.mark.parametrize(("ending", "package"), [(".parquet", "pyarrow"), (".jsonl.zst", "zstandard")])
+def test_a_library_that_is_not_installed_is_named(ending: str, package: str, tmp_path: Path) -> None:
+    file = write(tmp_path / f"a{ending}", DOCUMENTS)
+    words = [f"data.source={file}", f"data.cache_dir={tmp_path / 'cache'}", "data.tokenizer=char"]
+    done = command("hvd-transformer", "prepare", *words, hide=[package])
+    extra = {"pyarrow": "parquet", "zstandard": "zstd"}[package]
+    message = f"{file}: needs {package}; install it with: pip install 'hvd-transformer[{extra}]'\n"
+    assert (done.returncode, done.stderr.endswith(message)) == (2, True)

@@ -1,0 +1,153 @@
+"""Token files of nanoGPT and Megatron are mapped where they are; what does not fit is told in a line."""
+
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import output as run
+from documents import DOCUMENTS, own_tokenizer, reference
+
+from hvd_transformer.config.schema import DataConfig
+from hvd_transformer.data.build_once import ALONE
+from hvd_transformer.data.prepare_text import prepare_corpus
+from hvd_transformer.data.prepared import PreparedData
+from hvd_transformer.data.pretrained_tokenizer import PretrainedTokenizer
+from hvd_transformer.data.text_corpus import open_corpus, open_text
+from hvd_transformer.errors import UserError
+
+SPLITS = {"train": DOCUMENTS[:200], "val": DOCUMENTS[200:260], "test": DOCUMENTS[260:]}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Path:
+    return own_tokenizer(tmp_path_factory.mktemp("tokenizer") / "own")
+
+
+def write_nanogpt(path: Path, ids: list[int]) -> Path:
+    """As its prepare.py does."""
+    np.array(ids, np.uint16).tofile(path)
+    return path
+
+
+def write_megatron(prefix: Path, documents: list[list[list[int]]], code: int = 4, dtype: type = np.int32) -> Path:
+    """As described in megatron/core/datasets/indexed_dataset.py: documents of sequences of tokens."""
+    sequences = [ids for document in documents for ids in document]
+    np.concatenate([np.array(ids, dtype) for ids in sequences]).tofile(prefix.with_suffix(".bin"))
+    lengths = np.array([len(ids) for ids in sequences], np.int32)
+    pointers = np.cumsum([0, *lengths[:-1]], dtype=np.int64) * np.dtype(dtype).itemsize
+    begins = np.cumsum([0, *map(len, documents)], dtype=np.int64)
+    head = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + struct.pack("<B", code)
+    counts = struct.pack("<Q", len(sequences)) + struct.pack("<Q", len(begins))
+    prefix.with_suffix(".idx").write_bytes(head + counts + b"".join(a.tobytes() for a in (lengths, pointers, begins)))
+    return prefix
+
+
+def prepare(source: Path, own: Path | None, root: Path, **settings) -> PreparedData:
+    config = DataConfig(source=str(source), cache_dir=str(root / "cache"), **settings)
+    tokenizer = own and PretrainedTokenizer.open(own)
+    return prepare_corpus(config, open_corpus(config), tokenizer, ALONE)
+
+
+def tokens(prepared: PreparedData) -> list[list[int]]:
+    return [own[:].tolist() for own in prepared.splits.values()]
+
+
+def documents_of(tokenizer: Path, texts: list[str]) -> list[list[list[int]]]:
+    """Each document as one sequence or two."""
+    found = [reference(tokenizer, [text]) for text in texts]
+    return [[ids] if len(ids) % 2 else [ids[:5], ids[5:]] for ids in found]
+
+
+def test_nanogpt(tokenizer: Path, tmp_path: Path) -> None:
+    files = [
+        write_nanogpt(tmp_path / f"{split}.bin", reference(tokenizer, SPLITS[split])) for split in ("train", "val")
+    ]
+    prepared = prepare(tmp_path, tokenizer, tmp_path)
+    assert tokens(prepared) == [reference(tokenizer, SPLITS[split]) for split in ("train", "val")]
+    assert [own.path for own in prepared.splits.values()] == files
+    assert not list(prepared.folder.glob("*.bin"))
+    assert prepare(tmp_path, tokenizer, tmp_path).digest == prepared.digest
+    write_nanogpt(files[1], reference(tokenizer, SPLITS["test"]))
+    assert prepare(tmp_path, tokenizer, tmp_path).digest != prepared.digest
+
+
+@pytest.mark.parametrize(("code", "dtype"), [(1, np.uint8), (4, np.int32), (5, np.int64), (8, np.uint16)])
+@pytest.mark.parametrize("name", ["{}", "{}_text_document"])
+def test_megatron(name: str, code: int, dtype: type, tokenizer: Path, tmp_path: Path) -> None:
+    for split, texts in SPLITS.items():
+        write_megatron(tmp_path / name.format(split), documents_of(tokenizer, texts), code, dtype)
+    prepared = prepare(tmp_path, tokenizer, tmp_path)
+    assert list(prepared.splits) == ["train", "valid", "test"]
+    assert tokens(prepared) == [reference(tokenizer, texts) for texts in SPLITS.values()]
+    assert {own.dtype for own in prepared.splits.values()} == {np.dtype(dtype).str.replace("|", "<")}
+
+
+@pytest.mark.parametrize("ending", ["", ".idx", ".bin"])
+def test_one_file_is_cut(ending: str, tokenizer: Path, tmp_path: Path) -> None:
+    """Megatron's between documents."""
+    prefix = write_megatron(tmp_path / "my_text_document", documents_of(tokenizer, DOCUMENTS))
+    found = tokens(prepare(prefix.with_suffix(ending), tokenizer, tmp_path, split=[0.5, 0.3, 0.2]))
+    assert sum(found, []) == reference(tokenizer)
+    assert [own[-1] for own in found] == [2, 2, 2]
+    assert [len(own) / len(sum(found, [])) for own in found] == pytest.approx([0.5, 0.3, 0.2], abs=0.01)
+    config = DataConfig(source="x", cache_dir=str(tmp_path / "cache"))
+    whole = open_text(config, prefix.with_suffix(ending), None)
+    assert tokens(prepare_corpus(config, whole, PretrainedTokenizer.open(tokenizer), ALONE)) == [sum(found, [])]
+    file = write_nanogpt(tmp_path / "a.bin", reference(tokenizer))
+    ids = reference(tokenizer)
+    first, second = (round(len(ids) * share) for share in (0.25, 0.75))
+    assert tokens(prepare(file, tokenizer, tmp_path, split=[0.25, 0.5])) == [ids[:first], ids[first:second]]
+
+
+def test_training_evaluation_and_text(tokenizer: Path, tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        write_nanogpt(tmp_path / f"{split}.bin", reference(tokenizer, SPLITS[split]))
+    words = ["--preset", "tiny", f"data.source={tmp_path}", f"data.tokenizer={tokenizer}", "data.vocab_size=none"]
+    words += [f"data.cache_dir={tmp_path / 'cache'}", f"output_dir={tmp_path / 'run'}", "training.device=cpu"]
+    run("hvd-train", *words, "data.sequence_length=16", "training.batch_size=4", "training.max_steps=2")
+    found = json.loads(run("hvd-transformer", "evaluate", tmp_path / "run", "--json"))
+    assert found["split"] == "valid"
+    shown = run("hvd-transformer", "generate", tmp_path / "run", "--prompt", "The cat", "--tokens", 4)
+    assert shown.startswith("The cat")
+
+
+def test_bad_files(tokenizer: Path, tmp_path: Path) -> None:
+    def told(source: Path, own: Path | None = tokenizer) -> str:
+        with pytest.raises(UserError) as error:
+            prepare(source, own, tmp_path)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    good = documents_of(tokenizer, DOCUMENTS)
+    good_file = write_nanogpt(tmp_path / "good.bin", reference(tokenizer))
+    assert told(good_file, None).startswith(
+        f"data.source={good_file}: has token numbers; name the tokenizer that made them with data.tokenizer="
+    )
+    large = write_nanogpt(tmp_path / "large.bin", [1] * 70 + [90] * 30)
+    assert told(large).startswith(f"{large}: token 70 is 90, but the tokenizer has 90 tokens")
+    odd = tmp_path / "odd.bin"
+    odd.write_bytes(b"123")
+    assert told(odd) == f"{odd}: 3 bytes are no tokens of 2 bytes each"
+    prefix = write_megatron(tmp_path / "cut", good)
+    index = prefix.with_suffix(".idx")
+    data = index.read_bytes()
+    index.write_bytes(data[:-1])
+    assert told(prefix).startswith(f"{index}: damaged: shorter than its ")
+    index.write_bytes(b"x" + data[1:])
+    assert told(prefix).startswith(f"{index}: no index of Megatron's token files")
+    index.write_bytes(data[:9] + struct.pack("<Q", 2) + data[17:])
+    assert told(prefix).startswith(f"{index}: version 2, number format 4; can read version 1 ")
+    index.write_bytes(data[:17] + b"\x07" + data[18:])
+    assert "number format 7" in told(prefix)
+    index.write_bytes(data)
+    prefix.with_suffix(".bin").write_bytes(b"1234" * 9)
+    assert told(prefix).startswith(f"{index}: describes ")
+    prefix.with_suffix(".bin").unlink()
+    assert told(prefix) == f"{prefix.with_suffix('.bin')}: cannot be read: No such file or directory"
+    (tmp_path / "folder").mkdir()
+    write_nanogpt(tmp_path / "folder" / "train.bin", [1, 2, 3])
+    assert told(tmp_path / "folder").endswith(
+        "none of the valid split; it must hold valid.bin or validation.bin or val.bin"
+    )
