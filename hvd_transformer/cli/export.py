@@ -18,16 +18,20 @@ from hvd_transformer.cli import options
     show_default=True,
     help="transformers: a language model as Llama, Qwen3, GPT-NeoX or GPT-2, for AutoModelForCausalLM.",
 )
-def export(checkpoint: Path, folder: Path, form: str) -> None:
-    """Export the model of CHECKPOINT to FOLDER: model.safetensors, its tokenizers and config.json.
+@click.option("--merge", is_flag=True, help="LoRA: a Hugging Face folder of the whole model, adapters added.")
+def export(checkpoint: Path, folder: Path, form: str, merge: bool) -> None:
+    """Export the model of CHECKPOINT to FOLDER: model.safetensors, its tokenizers and config.json; with LoRA the
+    adapters, as peft writes them.
 
     `generate`, `translate` and `classify` accept the exported folder like a checkpoint.
     """
     options.check_checkpoint(checkpoint)
     from hvd_transformer.inference.export import export as export_model
-    from hvd_transformer.inference.export import export_transformers
+    from hvd_transformer.inference.export import export_merged, export_transformers
 
-    if form == "transformers":
+    if merge:
+        export_merged(checkpoint, folder)
+    elif form == "transformers":
         click.echo(export_transformers(checkpoint, folder), err=True)
     else:
         export_model(checkpoint, folder)

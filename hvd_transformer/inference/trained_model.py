@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hvd_transformer.checkpoint.saved_run import CONFIG, is_run
 from hvd_transformer.checkpoint.store import MODEL, read_state, resolve
 from hvd_transformer.checkpoint.stored_tensors import StoredTensors
-from hvd_transformer.config.schema import ModelConfig, TranslationConfig
+from hvd_transformer.config.schema import LORA_KEYS, ModelConfig, TranslationConfig
 from hvd_transformer.data.load_tokenizer import load_tokenizer
 from hvd_transformer.data.prepared import tokenizer_prefix
 from hvd_transformer.data.tokenizers import Tokenizer
 from hvd_transformer.errors import UserError
-from hvd_transformer.models import pretrained
+from hvd_transformer.models import lora, pretrained
 from hvd_transformer.models.classifier import Classifier
 from hvd_transformer.models.encoder_decoder import EncoderDecoder
 from hvd_transformer.models.language_model import LanguageModel
@@ -78,6 +78,8 @@ def load_trained(path: Path, task: str, device: str = "cpu") -> Trained:
         if new:
             raise UserError(f"{folder / MODEL}: of another model: {new[0]} is in the model but not in the file")
         model = pretrained.ClassLogits(model).to(device)
+    elif config.lora_rank is not None:
+        model = _merged(folder, config).to(device)
     else:
         model = pretrained.load_language_model(folder).to(device)
     return Trained(config, translation, tokenizers, labels, facts["longest"], model.eval())
@@ -103,12 +105,33 @@ def read_facts(path: Path) -> tuple[Path, dict[str, Any]]:
         for section, kind in (("model", ModelConfig), ("translation", TranslationConfig))
     }
     if sections["model"].get("pretrained") is not None:
-        own = ModelConfig(**sections["model"]).in_own_blocks
-        sections["model"] = (
-            {**sections["model"], "pretrained": None} if own else {"pretrained": "."}
-        )  # the folder itself
+        model = ModelConfig(**sections["model"])
+        if model.in_own_blocks:
+            sections["model"]["pretrained"] = None
+        else:  # the folder itself
+            kept = {key: value for key in LORA_KEYS if (value := getattr(model, key)) is not None}
+            sections["model"] = {"pretrained": ".", **kept}
     facts = {"task": state["task"], **sections, "longest": config["data.sequence_length"]}
     return folder, facts | ({"labels": state["labels"]} if "labels" in state else {})
+
+
+def read_adapters(folder: Path) -> dict[str, Tensor]:
+    """LoRA's adapters of a checkpoint or an exported folder, by the names that peft's files give them."""
+    stored = StoredTensors(folder, lora.ADAPTER if (folder / lora.ADAPTER).is_file() else MODEL)
+    return {lora.their_name(name): stored.whole(name) for name in stored.names}
+
+
+@torch.no_grad()
+def _merged(folder: Path, config: ModelConfig) -> nn.Module:
+    """The language model with the adapters in `folder` added to its weights."""
+    model, found = lora.load_adapters(folder, config), read_adapters(folder)
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            stored = found.get(lora.their_name(name))
+            if stored is None or stored.shape != weight.shape:
+                raise UserError(f"{folder}: its adapters are not those of {lora.base_folder(folder)}: {name} differs")
+            weight.copy_(stored)
+    return lora.merged(model)
 
 
 def _fill(model: nn.Module, stored: StoredTensors, device: str) -> None:

@@ -71,6 +71,13 @@ def _load(kind: str, folder: Path, **options: Any) -> tuple[Any, list[str]]:
     return model, sorted(new)
 
 
+def recompute(model: nn.Module, folder: Path) -> None:
+    """Let the model recompute its blocks in backward (activation checkpointing). Raises `UserError` if it cannot."""
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise UserError(f"parallel.recompute=always: {origin(folder)}: its model cannot recompute; leave it at never")
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+
+
 def check_fits(model: nn.Module, folder: Path, vocab_size: int, length: int) -> None:
     """Raise `UserError` if the tokenizer has more tokens than the model, or samples of this length exceed its
     positions."""

@@ -15,18 +15,15 @@ from hvd_transformer.errors import UserError
 from hvd_transformer.huggingface import origin
 from hvd_transformer.models.language_model import LanguageModel
 from hvd_transformer.models.llama_weights import piece_shapes, their_names
+from hvd_transformer.tasks.chat_task import ChatTask
+from hvd_transformer.tasks.decoder_task import DecoderTask
 from hvd_transformer.tasks.language_model_task import LanguageModelTask
-from hvd_transformer.tasks.pretrained_tasks import folder_of, folder_tokenizer
+from hvd_transformer.tasks.pretrained_folder import folder_of, folder_tokenizer
 from hvd_transformer.tasks.task import PrepareContext
 
 
-class OwnBlocksTask(LanguageModelTask):
-    """Predicts each next token of a text; the weights begin as the folder's."""
-
-    @classmethod
-    def prepare(cls, config: Config, context: PrepareContext) -> PreparedData:
-        tokenizer = folder_tokenizer(config)
-        return prepare_corpus(config.data, open_corpus(config.data, context), tokenizer, context)
+class OwnBlocks(DecoderTask):
+    """Predicts each next token; the weights begin as the folder's."""
 
     def stored_weights(self) -> Callable[[str], Tensor]:
         config, folder = self.config.model, folder_of(self.config)
@@ -46,3 +43,16 @@ class OwnBlocksTask(LanguageModelTask):
                     found = list(stored.shape(one))
                     raise UserError(f"{origin(folder)}: {one} is {found}, but its config.json makes it {list(shape)}")
         return lambda name: torch.cat([stored.whole(one) for one in names[name]])
+
+
+class OwnBlocksTask(OwnBlocks, LanguageModelTask):
+    """Of a text."""
+
+    @classmethod
+    def prepare(cls, config: Config, context: PrepareContext) -> PreparedData:
+        tokenizer = folder_tokenizer(config)
+        return prepare_corpus(config.data, open_corpus(config.data, context), tokenizer, context)
+
+
+class OwnBlocksChatTask(OwnBlocks, ChatTask):
+    """Of the assistant, in a conversation."""

@@ -35,6 +35,7 @@ model.vocab_size model.num_kv_heads model.head_width model.norm_type model.norm_
 model.head_bias model.scale_embedding model.rope_theta model.rope_scaling
 model.init_output optimizer.ema optimizer.decay_fraction training.precision
 communication.local_steps communication.outer_lr communication.outer_momentum optimizer.step_epochs
+model.lora_rank model.lora_alpha model.lora_targets data.messages_column
 """
 
 
