@@ -1,6 +1,6 @@
 """Checks of settings for fine-tuning: Hugging Face folders, LoRA, instruction tuning."""
 
-from hvd_transformer.config.schema import LORA_KEYS, Config
+from hvd_transformer.config.schema import Config
 from hvd_transformer.errors import UserError
 
 
@@ -13,10 +13,13 @@ def check_fine_tuning(config: Config) -> None:
         _check_messages(config)
 
 
+_LORA = ("lora_rank", "lora_alpha", "lora_targets")
+
+
 def _check_lora(config: Config) -> None:
     model = config.model
     if model.lora_rank is None:
-        for key in LORA_KEYS[1:]:
+        for key in _LORA[1:]:
             if (value := getattr(model, key)) is not None:
                 raise UserError(f"model.{key}={value}: only with model.lora_rank; leave it at none")
     elif model.pretrained is None or config.task != "language_model":
@@ -30,7 +33,7 @@ def _check_pretrained(config: Config) -> None:
     own = [("data", key) for key in ("tokenizer", "vocab_size", "min_frequency", "tokenizer_sample_mb")]
     alone: list[tuple[str, str]] = []
     if not config.model.in_own_blocks:
-        own += [("model", key) for key in type(config.model).model_fields if key not in ("pretrained", *LORA_KEYS)]
+        own += [("model", key) for key in type(config.model).model_fields if key not in ("pretrained", *_LORA)]
         alone += [("parallel", key) for key in ("pipeline", "tensor", "partition")]
         alone += [("training", "compile")]
         if config.model.lora_rank is not None:
@@ -47,8 +50,6 @@ def _check_pretrained(config: Config) -> None:
 
 def _check_messages(config: Config) -> None:
     data, given = config.data, f"data.messages_column={config.data.messages_column}"
-    if config.model.pretrained is None:
-        raise UserError(f"{given}: needs model.pretrained, a causal model's folder with a chat template")
     for key in ("batching", "text_column"):
         value, default = getattr(data, key), type(data).model_fields[key].default
         if value != default:

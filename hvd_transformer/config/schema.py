@@ -136,7 +136,6 @@ class ModelConfig(Section):
         return self.pretrained is None or self.position == "rotary"
 
 
-LORA_KEYS = ("lora_rank", "lora_alpha", "lora_targets")
 LEARNED_TOKENIZERS = ("basic_english", "char", "bpe")
 
 

@@ -17,11 +17,11 @@ from hvd_transformer.inference.trained_model import FORMAT, load_trained, read_a
 from hvd_transformer.models import lora, pretrained
 from hvd_transformer.models.as_transformers import as_transformers
 
-_WEIGHTS = ("model*.safetensors", f"{MODEL}.index.json")
-_EXPORTED = (
+_MODEL = ("model*.safetensors", f"{MODEL}.index.json", "generation_config.json")
+_TOKENIZERS = (
     "*tokenizer.json",
     "*vocabulary.json",
-    "*_config.json",
+    "tokenizer_config.json",
     "special_tokens_map.json",
     "*.jinja",
 )
@@ -35,14 +35,15 @@ def export(path: Path, folder: Path) -> None:
     source, facts = read_facts(path)
     _check_new(folder)
     adapters = facts["model"].get("lora_rank") is not None
-    patterns = _EXPORTED if adapters else (*_WEIGHTS, *_EXPORTED)
+    patterns = (*_TOKENIZERS, lora.ADAPTER_CONFIG) if adapters else (*_TOKENIZERS, *_MODEL)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file in [path for pattern in patterns for path in source.glob(pattern)]:
             shutil.copyfile(file, folder / file.name)
         if adapters:
             save_file(read_adapters(source), folder / lora.ADAPTER, {"format": "pt"})
-        _write_config(folder, facts, None if facts["model"].get("pretrained") is None else source)
+        else:
+            _write_config(folder, facts, None if facts["model"].get("pretrained") is None else source)
     except OSError as error:
         raise UserError(f"{folder}: cannot be written: {error.strerror}") from None
 

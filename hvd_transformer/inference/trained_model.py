@@ -2,7 +2,7 @@
 
 An exported folder holds model.safetensors, the tokenizers, and config.json: {"format": 1, "task": …, "model": {…}, …}.
 The export of a `model.pretrained` is a Hugging Face folder again; its config.json holds the same under
-"hvd_transformer".
+"hvd_transformer". With LoRA it is a folder of peft, which names the folder of the model that the adapters belong to.
 """
 
 import json
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hvd_transformer.checkpoint.saved_run import CONFIG, is_run
 from hvd_transformer.checkpoint.store import MODEL, read_state, resolve
 from hvd_transformer.checkpoint.stored_tensors import StoredTensors
-from hvd_transformer.config.schema import LORA_KEYS, ModelConfig, TranslationConfig
+from hvd_transformer.config.schema import ModelConfig, TranslationConfig
 from hvd_transformer.data.load_tokenizer import load_tokenizer
 from hvd_transformer.data.prepared import tokenizer_prefix
 from hvd_transformer.data.tokenizers import Tokenizer
@@ -79,7 +79,7 @@ def load_trained(path: Path, task: str, device: str = "cpu") -> Trained:
             raise UserError(f"{folder / MODEL}: of another model: {new[0]} is in the model but not in the file")
         model = pretrained.ClassLogits(model).to(device)
     elif config.lora_rank is not None:
-        model = _merged(folder, config).to(device)
+        model = _merged(folder).to(device)
     else:
         model = pretrained.load_language_model(folder).to(device)
     return Trained(config, translation, tokenizers, labels, facts["longest"], model.eval())
@@ -97,6 +97,13 @@ def read_facts(path: Path) -> tuple[Path, dict[str, Any]]:
         if not known:
             raise UserError(f"{path / CONFIG}: not a configuration written by `hvd-transformer export`")
         return path.resolve(), facts
+    if (path / lora.ADAPTER).is_file():  # a folder of peft, which has nothing of ours
+        rank = lora.check_adapters(path).get("r")
+        return path.resolve(), {
+            "task": "language_model",
+            "model": {"pretrained": ".", "lora_rank": rank},
+            "longest": sys.maxsize,
+        }
     folder = resolve(path)
     state = read_state(folder)
     config = state["config"]
@@ -109,8 +116,7 @@ def read_facts(path: Path) -> tuple[Path, dict[str, Any]]:
         if model.in_own_blocks:
             sections["model"]["pretrained"] = None
         else:  # the folder itself
-            kept = {key: value for key in LORA_KEYS if (value := getattr(model, key)) is not None}
-            sections["model"] = {"pretrained": ".", **kept}
+            sections["model"] = {"pretrained": ".", "lora_rank": model.lora_rank}
     facts = {"task": state["task"], **sections, "longest": config["data.sequence_length"]}
     return folder, facts | ({"labels": state["labels"]} if "labels" in state else {})
 
@@ -122,9 +128,9 @@ def read_adapters(folder: Path) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _merged(folder: Path, config: ModelConfig) -> nn.Module:
+def _merged(folder: Path) -> nn.Module:
     """The language model with the adapters in `folder` added to its weights."""
-    model, found = lora.load_adapters(folder, config), read_adapters(folder)
+    model, found = lora.load_adapted(folder), read_adapters(folder)
     for name, weight in model.named_parameters():
         if weight.requires_grad:
             stored = found.get(lora.their_name(name))

@@ -24,38 +24,38 @@ def add_adapters(model: nn.Module, folder: Path, config: ModelConfig) -> nn.Modu
 
     `folder` is the model's. Raises `UserError` if peft is not installed or the model has no such layers.
     """
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
-        raise UserError(
-            f"model.lora_rank={config.lora_rank}: needs peft; install it with: pip install 'hvd-transformer[lora]'"
-        ) from None
     given: dict[str, Any] = {"r": config.lora_rank, "target_modules": config.lora_targets, "task_type": "CAUSAL_LM"}
     if config.lora_alpha is not None:
         given["lora_alpha"] = config.lora_alpha
+    lora_config = _peft(f"model.lora_rank={config.lora_rank}").LoraConfig(**given)
+    lora_config.base_model_name_or_path = str(folder.absolute())
+    return _adapted(model, lora_config, f"model.lora_targets: {origin(folder)}")
+
+
+def load_adapted(folder: Path) -> nn.Module:
+    """The language model of the adapters in a checkpoint or a folder of peft, whose own weights are not read yet."""
+    check_adapters(folder)
+    config = _peft(str(folder)).LoraConfig.from_pretrained(folder)
+    config.inference_mode = False
+    return _adapted(load_language_model(base_folder(folder)), config, str(folder))
+
+
+def check_adapters(folder: Path) -> dict[str, Any]:
+    """peft's configuration. Raises `UserError` if it is not of LoRA's adapters of a causal language model."""
+    path = folder / ADAPTER_CONFIG
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it corrects fan_in_fan_out itself
-            adapted: nn.Module = get_peft_model(model, LoraConfig(**given))
-    except ValueError as error:
-        raise UserError(f"model.lora_targets: {origin(folder)}: {str(error).splitlines()[0]}") from None
-    _peft_config(adapted).base_model_name_or_path = str(folder.absolute())
-    return adapted
-
-
-def load_adapters(folder: Path, config: ModelConfig) -> nn.Module:
-    """A language model with the adapters of a checkpoint or an exported folder, whose weights are not read yet."""
-    base = base_folder(folder)
-    return add_adapters(load_language_model(base), base, config)
+        found = json.loads(path.read_text(encoding="utf-8"))
+        kind = found["peft_type"], found["task_type"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    if kind != ("LORA", "CAUSAL_LM"):
+        raise UserError(f"{path}: only LoRA's adapters of causal language models are supported")
+    return dict(found)
 
 
 def base_folder(folder: Path) -> Path:
     """The folder of the model that the adapters in `folder` belong to."""
-    try:
-        found = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        return Path(found["base_model_name_or_path"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder / ADAPTER_CONFIG}: cannot be read: {error}") from None
+    return Path(str(check_adapters(folder).get("base_model_name_or_path")))
 
 
 def merged(model: nn.Module) -> nn.Module:
@@ -85,6 +85,24 @@ def describe(model: nn.Module) -> str:
     adapted = (name.partition(".lora_A.")[0] for name, _ in model.named_parameters() if ".lora_A." in name)
     targets = sorted({name.rpartition(".")[2] for name in adapted})
     return f"LoRA of rank {config.r} on {', '.join(targets)}: {trained:,} of {total:,} parameters are trained"
+
+
+def _adapted(model: nn.Module, config: Any, given: str) -> nn.Module:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it corrects fan_in_fan_out itself
+            found: nn.Module = _peft(given).get_peft_model(model, config)
+    except ValueError as error:
+        raise UserError(f"{given}: {str(error).splitlines()[0]}") from None
+    return found
+
+
+def _peft(given: str) -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise UserError(f"{given}: needs peft; install it with: pip install 'hvd-transformer[lora]'") from None
+    return peft
 
 
 def _peft_config(model: nn.Module) -> Any:

@@ -16,6 +16,7 @@ from hvd_transformer.data.pretrained_tokenizer import PretrainedTokenizer
 from hvd_transformer.data.published import source_path
 from hvd_transformer.data.splits import ExampleSource
 from hvd_transformer.data.tokenizers import Tokenizer
+from hvd_transformer.errors import UserError
 from hvd_transformer.huggingface import origin
 from hvd_transformer.inference.generation import Sampling, generate
 from hvd_transformer.inference.predict import padded
@@ -35,6 +36,9 @@ class ChatTask(ExampleTask):
 
     @classmethod
     def prepare(cls, config: Config, context: PrepareContext) -> PreparedExamples:
+        if config.model.pretrained is None:
+            column = config.data.messages_column
+            raise UserError(f"data.messages_column={column}: needs model.pretrained, a folder with a chat template")
         template = ChatTemplate(folder_tokenizer(config), origin(folder_of(config)))
         return _prepared(config, _open(config, context), template, context)
 

@@ -25,12 +25,10 @@ def task_class(config: Config) -> type[Task]:
     """The class that `task` names. Raises `UserError` if there is none or it is incomplete."""
     origin = f"task={config.task}"
     path = (_CLASSES if config.model.pretrained is None else _PRETRAINED).get(config.task, config.task)
-    if config.model.pretrained is not None and config.task == "language_model":
-        chats, own = config.data.messages_column is not None, config.model.in_own_blocks
-        if own:
-            path = _OWN_BLOCKS_CHAT if chats else _OWN_BLOCKS
-        elif chats:
-            path = _CHAT
+    if config.task == "language_model" and config.data.messages_column is not None:
+        path = _OWN_BLOCKS_CHAT if config.model.in_own_blocks else _CHAT
+    elif config.model.pretrained is not None and config.model.in_own_blocks:
+        path = _OWN_BLOCKS
     found = load_plugin(path, origin, "Class")
     if not (isinstance(found, type) and issubclass(found, Task)):
         raise UserError(f"{origin}: must be a subclass of hvd_transformer.tasks.task.Task")
