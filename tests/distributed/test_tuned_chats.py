@@ -36,7 +36,10 @@ LORA = ["model.lora_rank=4", "model.lora_alpha=16"]
 CASES = {
     "gpt": ([], {"replicas": (2, ["parallel.micro_batches=2"])}),
     "llama": ([], {"replicas": (2, ["parallel.pipeline=2"])}),
-    "lora": (LORA, {"alone": (1, []), "replicas": (2, ["parallel.optimizer_shard=state", "parallel.recompute=always"])}),
+    "lora": (
+        LORA,
+        {"alone": (1, []), "replicas": (2, ["parallel.optimizer_shard=state", "parallel.recompute=always"])},
+    ),
 }
 
 
