@@ -13,13 +13,14 @@ from hvd_transformer.data.prepared import PreparedData
 from hvd_transformer.data.text_corpus import open_corpus
 from hvd_transformer.errors import UserError
 from hvd_transformer.huggingface import origin
+from hvd_transformer.models.flops import language_model_flops
 from hvd_transformer.models.language_model import LanguageModel
 from hvd_transformer.models.llama_weights import piece_shapes, their_names
 from hvd_transformer.tasks.chat_task import ChatTask
 from hvd_transformer.tasks.decoder_task import DecoderTask
 from hvd_transformer.tasks.language_model_task import LanguageModelTask
 from hvd_transformer.tasks.pretrained_folder import folder_of, folder_tokenizer
-from hvd_transformer.tasks.task import PrepareContext
+from hvd_transformer.tasks.task import Batch, PrepareContext
 
 
 class OwnBlocks(DecoderTask):
@@ -56,3 +57,7 @@ class OwnBlocksTask(OwnBlocks, LanguageModelTask):
 
 class OwnBlocksChatTask(OwnBlocks, ChatTask):
     """Of the assistant, in a conversation."""
+
+    def flops(self, batch: Batch) -> float:
+        samples, length = batch[0].shape
+        return language_model_flops(self.config.model, self.rows, (samples, length - 1), self.num_targets(batch))
