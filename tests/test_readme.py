@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from chats import write_chat_model
 from commands import command
 from conftest import REPOSITORY, rank_environment
 from huggingface import write_bert
@@ -37,6 +38,7 @@ def test_every_command_works_in_the_guide_s_order(tmp_path, left_out):
     pytest.importorskip("transformers", reason="needs transformers")
     shutil.copy(REPOSITORY / "README.md", tmp_path)
     write_bert(tmp_path / "my-bert")  # what a reader has
+    write_chat_model(tmp_path / "my-chat-model")
     told = {}
     for page in RUN:
         for line in commands_of(page):
@@ -86,7 +88,8 @@ def check_answers(folder: Path, told: dict[str, str], summaries: dict[str, dict]
     (line,) = (line for line in answer("-- evaluate runs/pairs").splitlines() if line.startswith("{"))
     evaluated = json.loads(line)
     assert evaluated["metrics"]["loss"] == pytest.approx(summaries["pairs"]["valid_loss"], rel=1e-5)
-    for name in ("exported", "tuned"):
+    assert (folder / "adapters" / "adapter_model.safetensors").stat().st_size > 0
+    for name in ("exported", "tuned", "merged"):
         assert (folder / name / "model.safetensors").stat().st_size > 0
     assert "[KEY=VALUE]..." in answer("hvd-train --help")
     assert "node01" in answer("--dry-run") and "hvd-train" in answer("--dry-run")

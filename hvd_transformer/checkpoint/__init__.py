@@ -1,1 +1,1 @@
-"""Saves, verifies and restores checkpoints, in safetensors and JSON only: nothing is ever unpickled."""
+"""Saves, verifies and restores checkpoints, in safetensors and text files only: nothing is ever unpickled."""

@@ -20,7 +20,7 @@ from hvd_transformer.checkpoint.crc import Range, merge
 from hvd_transformer.errors import UserError
 
 NAME = "MANIFEST.json"
-SUFFIXES = (".safetensors", ".json")
+SUFFIXES = (".safetensors", ".json", ".jinja")  # chat templates, which transformers runs in a sandbox
 # Ranges are joined until they have this many bytes: the manifest does not grow with ranks and layers.
 RANGE_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
@@ -81,7 +81,7 @@ def verify(folder: Path, index: int = 0, count: int = 1) -> None:
     for path in sorted(folder.iterdir()):
         if path.suffix not in SUFFIXES:
             raise DamagedCheckpoint(
-                f"{path}: not a file of a checkpoint; only {' and '.join(SUFFIXES)} files are ever read, never pickles"
+                f"{path}: not a file of a checkpoint; only {', '.join(SUFFIXES)} files are ever read, never pickles"
             )
         if path.name not in expected and path.name != NAME:
             raise DamagedCheckpoint(f"{path}: not in {NAME}")

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     help="Nucleus sampling: sample from the fewest tokens with this total probability.",
 )
 @click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="Seed of the sampling.")
+@click.option("--chat", is_flag=True, help="Each prompt is a user's message, by the chat template; print the answers.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per prompt.")
 @options.device
 def generate(
@@ -44,6 +45,7 @@ def generate(
     top_k: int | None,
     top_p: float | None,
     seed: int,
+    chat: bool,
     as_json: bool,
     device: str,
 ) -> None:
@@ -60,7 +62,7 @@ def generate(
     from hvd_transformer.inference.generation import generate as generate_batch
 
     tokenizer, longest = trained.tokenizers["text"], trained.num_positions
-    rows = [tokenizer.encode(text).tolist() for text in texts]
+    rows = _as_messages(tokenizer, texts, checkpoint) if chat else [tokenizer.encode(text).tolist() for text in texts]
     for text, row in zip(texts, rows, strict=True):
         if not row:
             raise UserError(f"--prompt {text!r}: has no token; a prompt needs at least one")
@@ -71,17 +73,31 @@ def generate(
             )
     sampling = Sampling(temperature, top_k, top_p, seed)
     if len(texts) == 1 and not as_json:
-        listener = _Stream(tokenizer, rows[0])
+        listener = _Stream(tokenizer, [] if chat else rows[0])
         generate_batch(trained.model, rows, tokens, sampling, longest, listener, tokenizer.document_end)
         click.echo()
         return
     found = generate_batch(trained.model, rows, tokens, sampling, longest, end=tokenizer.document_end)
     for number, (text, row, more) in enumerate(zip(texts, rows, found, strict=True)):
-        whole = tokenizer.decode([*row, *more])
+        whole = tokenizer.decode(more if chat else [*row, *more])
         if as_json:
-            click.echo(json.dumps({"prompt": text, "text": whole}, ensure_ascii=False))
+            click.echo(json.dumps({"prompt": text, "answer" if chat else "text": whole}, ensure_ascii=False))
         else:
             click.echo(("\n" if number else "") + whole)
+
+
+def _as_messages(tokenizer: "Tokenizer", texts: list[str], checkpoint: Path) -> list[list[int]]:
+    """The tokens of each text as a user's message, up to the assistant's answer."""
+    from hvd_transformer.data.chat_template import ChatTemplate
+    from hvd_transformer.data.pretrained_tokenizer import PretrainedTokenizer
+
+    if not isinstance(tokenizer, PretrainedTokenizer):
+        raise UserError(f"--chat: {checkpoint}: its tokenizer has no chat template")
+    template = ChatTemplate(tokenizer, f"--chat: {checkpoint}")
+    try:
+        return [template.prompt([{"role": "user", "content": text}]).tolist() for text in texts]
+    except ValueError as error:
+        raise UserError(f"--chat: {error}") from None
 
 
 class _Stream:

@@ -121,7 +121,9 @@ def check_checkpoint(path: Path) -> None:
     """Raise `UserError` if `path` cannot be a checkpoint; runs before torch is imported, which takes seconds."""
     if not path.is_dir():
         raise UserError(f"{path}: no such checkpoint folder")
-    if not any((path / name).exists() for name in ("checkpoints", "MANIFEST.json", "config.json")):
+    if not any(
+        (path / name).exists() for name in ("checkpoints", "MANIFEST.json", "config.json", "adapter_config.json")
+    ):
         raise UserError(f"{path}: neither a run directory nor a checkpoint nor an exported folder")
 
 

@@ -1,5 +1,6 @@
 """Checks across keys: settings that do not fit together."""
 
+from hvd_transformer.config.fine_tuning_checks import check_fine_tuning
 from hvd_transformer.config.mixture import check_mixture
 from hvd_transformer.config.schema import LEARNED_TOKENIZERS, Config, ModelConfig, OptimizerConfig, allowed
 from hvd_transformer.errors import UserError
@@ -8,8 +9,7 @@ from hvd_transformer.errors import UserError
 def check(config: Config) -> None:
     """Raise `UserError`, which names the keys that do not fit together and what is allowed."""
     model, data, optimizer, training = config.model, config.data, config.optimizer, config.training
-    if model.pretrained is not None:
-        _check_pretrained(config)
+    check_fine_tuning(config)
     _check_heads(model)
     if model.position == "sinusoidal" and model.d_model % 2:
         raise UserError(f"model.position=sinusoidal: needs an even model.d_model, not {model.d_model}")
@@ -151,11 +151,12 @@ _TASKS_OF_KEY = {
     "sources": ("language_model",),
     "document_mask": ("language_model",),
     "target_length": ("translation",),
-    "too_long": ("translation", "classification"),
-    "batch_tokens": ("translation", "classification"),
+    "too_long": ("translation", "classification", "data.messages_column"),
+    "batch_tokens": ("translation", "classification", "data.messages_column"),
     "source_language": ("translation",),
     "target_language": ("translation",),
     "text_column": ("classification", "language_model"),
+    "messages_column": ("language_model",),
     "label_column": ("classification",),
     "positive_label": ("classification",),
     "class_weights": ("classification",),
@@ -165,10 +166,11 @@ _TASKS_OF_KEY = {
 def _check_data_keys(config: Config) -> None:
     """Refuse values without effect. A task of one's own may use every key."""
     data = config.data
+    here = {config.task} if data.messages_column is None else {config.task, "data.messages_column"}
     for key, tasks in _TASKS_OF_KEY.items():
         value, default = getattr(data, key), type(data).model_fields[key].default
-        if value != default and config.task in _BUILT_IN and config.task not in tasks:
-            allowed_tasks = " or ".join(f"task={task}" for task in tasks)
+        if value != default and config.task in _BUILT_IN and here.isdisjoint(tasks):
+            allowed_tasks = " or ".join(task if "." in task else f"task={task}" for task in tasks)
             raise UserError(
                 f"data.{key}={value}: not with task={config.task}, only with {allowed_tasks}; leave it at "
                 f"{'none' if default is None else default}"
@@ -198,24 +200,6 @@ def _check_tokenizer(config: Config) -> None:
         if value != default:
             shown = "none" if default is None else default
             raise UserError(f"data.{key}={value}: not with {given}, whose vocabulary is fixed; leave it at {shown}")
-
-
-def _check_pretrained(config: Config) -> None:
-    origin = f"model.pretrained={config.model.pretrained}"
-    if config.task not in _BUILT_IN:
-        raise UserError(f"{origin}: with task={', '.join(_BUILT_IN[:-1])} or {_BUILT_IN[-1]}, not task={config.task}")
-    own = [("data", key) for key in ("tokenizer", "vocab_size", "min_frequency", "tokenizer_sample_mb")]
-    alone: list[tuple[str, str]] = []
-    if not config.model.in_own_blocks:
-        own += [("model", key) for key in type(config.model).model_fields if key != "pretrained"]
-        alone += [("parallel", key) for key in ("pipeline", "tensor", "partition", "recompute")]
-        alone += [("training", "compile")]
-    for section, key in own + alone:
-        values = getattr(config, section)
-        value, default = getattr(values, key), type(values).model_fields[key].default
-        if value != default:
-            why = "which has its own" if (section, key) in own else "which only supports data parallelism"
-            raise UserError(f"{section}.{key}={value}: not with {origin}, {why}; leave it at {default}")
 
 
 _WITH_ADAM = ("adam", "adamw", "muon")

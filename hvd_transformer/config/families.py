@@ -27,11 +27,12 @@ def read_folder(folder: Path) -> dict[str, Any] | None:
 
 
 def with_own_blocks(config: Config) -> Config:
-    """The configuration with the folder's `model`, if `model.pretrained` is of one of the families.
+    """The configuration with the folder's `model`, if `model.pretrained` is of one of the families. With LoRA it stays
+    transformers' own module, since peft's adapters are for that.
 
     Raises `UserError` if it is a variant that the blocks cannot be, or if a key of `model` contradicts it.
     """
-    if config.model.pretrained is None or config.task != "language_model":
+    if config.model.pretrained is None or config.task != "language_model" or config.model.lora_rank is not None:
         return config
     folder = Path(config.model.pretrained)
     found = read_folder(folder)

@@ -38,6 +38,9 @@ ClassWeights = Annotated[
 RopeScaling = Annotated[dict[str, float | str] | None, BeforeValidator(_none_word)]
 # `config.mixture` knows the keys.
 Sources = Annotated[list[dict[str, float | str]] | None, Field(min_length=1), BeforeValidator(_none_word)]
+LoraTargets = Annotated[
+    Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] | None, BeforeValidator(_none_word)
+]
 OptionalBool = Annotated[bool | None, BeforeValidator(_none_word)]
 OptionalName = Annotated[Annotated[str, Field(min_length=1)] | None, BeforeValidator(_none_word)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -58,6 +61,20 @@ class ModelConfig(Section):
         "Hugging Face folder to fine-tune, with its tokenizer: an encoder for classification, a causal model for "
         "language_model, a Marian, M2M100 or NLLB for translation; its config.json replaces all other keys of model, "
         "but for dropout and loss_chunk of a Llama or a Qwen3; none: train from scratch",
+    )
+    lora_rank: OptionalCount = fixed(
+        None,
+        "LoRA, for a causal pretrained: train nothing but two matrices of this rank beside each of lora_targets; none: "
+        "train all weights",
+    )
+    lora_alpha: OptionalPositive = fixed(
+        None, "LoRA: what the matrices add is multiplied by lora_alpha / lora_rank; none: 8, as in peft"
+    )
+    lora_targets: LoraTargets = fixed(
+        None,
+        "LoRA: names of the layers, such as [q_proj, v_proj]; all-linear: all linear layers but the last one; none: "
+        "peft's choice for the family",
+        allowed="none, all-linear, or a list of layer names such as [q_proj, v_proj]",
     )
     vocab_size: OptionalCount = fixed(
         None,
@@ -121,8 +138,8 @@ class ModelConfig(Section):
 
     @property
     def in_own_blocks(self) -> bool:
-        """Whether the model consists of this package's blocks: not with a `pretrained` of another family, which leaves
-        all other keys at their defaults (`config.families`)."""
+        """Whether the model consists of this package's blocks: not with a `pretrained` of another family or with LoRA,
+        which leaves all other keys at their defaults (`config.families`)."""
         return self.pretrained is None or self.position == "rotary"
 
 
@@ -218,6 +235,12 @@ class DataConfig(Section):
     )
     text_column: str = fixed(
         "text", "column with the text: of a table, or of documents in JSON lines or Parquet", min_length=1
+    )
+    messages_column: OptionalName = fixed(
+        None,
+        "instruction tuning: column of JSON lines with conversations, lists of messages with role and content, such as "
+        "messages; model.pretrained's chat template makes it text, and the loss is on the assistant's tokens; none: "
+        "plain text",
     )
     label_column: str = fixed("label", "classification: column with the label", min_length=1)
     positive_label: OptionalName = fixed(

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data.build_once import ALONE, PrepareContext, Stopped
+from hvd_transformer.data.example_encoder import Encoded, Encoder, TextEncoder
 from hvd_transformer.data.learn_tokenizer import evenly, report_sample, sample_bytes, tokenizer_settings, total
 from hvd_transformer.data.length_order import order_dtype, write_length_order
 from hvd_transformer.data.prepare_folder import prepare_folder
@@ -45,7 +46,6 @@ from hvd_transformer.errors import UserError
 
 FORMAT = 2  # of prepared examples; another number prepares all of them anew
 _CHUNK = 2000  # samples encoded at a time
-Encoded = list[NDArray[Any]]  # the token numbers (T,) of each text of a sample
 
 
 class TrainedVocabulary(NamedTuple):
@@ -63,13 +63,15 @@ def prepare_examples(
     *,
     shared: bool = False,
     learned: TrainedVocabulary | None = None,
+    encoder: Encoder | None = None,
     context: PrepareContext = ALONE,
 ) -> PreparedExamples:
     """The examples as token files, prepared now unless they exist.
 
     `roles` name the texts of an example; with `shared` all roles have one vocabulary. Tokenizers and labels are learned
-    from the training split unless they are given as `learned`. Several processes may call this at once: one prepares,
-    the others wait. Raises `UserError` if the data cannot be used, `Stopped` on request.
+    from the training split unless they are given as `learned`. Without an `encoder` the tokenizer of each role encodes
+    its text. Several processes may call this at once: one prepares, the others wait. Raises `UserError` if the data
+    cannot be used, `Stopped` on request.
     """
     if learned is None:
         own = tokenizer_settings(config, source.train_bytes)
@@ -85,7 +87,9 @@ def prepare_examples(
         **({"target_length": config.target_length} if config.target_length else {}),  # as before there was such a key
         **own,
     }
-    write = _ExampleWriter(config, source, roles, shared, learned, context).write
+    if encoder is not None:
+        settings["encoder"] = encoder.digest
+    write = _ExampleWriter(config, source, roles, shared, learned, encoder, context).write
     return prepare_folder(config, source.name, settings, write, read_examples, context)
 
 
@@ -105,6 +109,7 @@ class _ExampleWriter:
     roles: tuple[str, ...]
     shared: bool
     learned: TrainedVocabulary | None
+    encoder: Encoder | None
     context: PrepareContext
 
     def write(self, folder: Path) -> dict[str, Any]:
@@ -178,26 +183,29 @@ class _ExampleWriter:
         """Write the samples of a split chunk by chunk, then their order by length."""
         files = {}
         for role, tokenizer in tokenizers.items():
-            files[role] = TokenWriter(folder, f"{split}-{role}", token_dtype(tokenizer.vocab_size))
+            highest = max(tokenizer.vocab_size, self.config.sequence_length)  # some roles are places
+            files[role] = TokenWriter(folder, f"{split}-{role}", token_dtype(highest))
             files[f"{role}-ends"] = TokenWriter(folder, f"{split}-{role}-ends", "<i8")
         if labels:
             files["label"] = TokenWriter(folder, f"{split}-label", "<i4")
         left_out: Counter[str] = Counter()
         label_counts = np.zeros(len(labels), np.int64)
-        encode = partial(_encode, list(tokenizers.values()))
+        encoder = self.encoder or TextEncoder(list(tokenizers.values()))
         # The raw texts of the training split are needed only where it is evaluated.
         keep_raw = split != "train" or len(self.source.splits) == 1
         raw = (folder / f"{split}.jsonl").open("w", encoding="utf-8") if keep_raw else None
-        for chunk, encoded in self.context.map(encode, _chunks(self._read(split))):
+        for chunk, encoded in self.context.map(partial(_encode, encoder), _chunks(self._read(split))):
             samples = zip(chunk, encoded, strict=True)
             kept = [(example, texts) for example, texts in samples if self._keeps(example, texts, left_out)]
             if raw is not None:
                 raw.writelines(json.dumps(example.texts, ensure_ascii=False) + "\n" for example, _ in kept)
-            for column, (role, tokenizer) in enumerate(tokenizers.items()):
-                short = [tokenizer.shorten(texts[column], self.config.length_of(role)) for _, texts in kept]
-                ends = np.cumsum([len(text) for text in short], dtype=np.int64) + files[role].count
+            limits = [self.config.length_of(role) for role in tokenizers]
+            short = [encoder.shorten(arrays, limits) for _, arrays in kept]
+            for column, role in enumerate(tokenizers):
+                own = [arrays[column] for arrays in short]
+                ends = np.cumsum([len(array) for array in own], dtype=np.int64) + files[role].count
                 files[f"{role}-ends"].add(ends)
-                files[role].add(np.concatenate(short) if short else np.empty(0, np.uint32))
+                files[role].add(np.concatenate(own) if own else np.empty(0, np.uint32))
             if labels:
                 numbers = self._label_numbers(split, labels, [example for example, _ in kept])
                 files["label"].add(numbers)
@@ -274,10 +282,5 @@ def _count(kind: str, texts: list[str]) -> Counter[str]:
     return total(VOCABULARY_KINDS[kind].count(text) for text in texts)
 
 
-def _encode(tokenizers: list[Tokenizer], examples: list[RawExample]) -> tuple[list[RawExample], list[Encoded]]:
-    """The examples with the token numbers of their texts."""
-    columns = [
-        tokenizer.encode_lines([example.texts[column] for example in examples])
-        for column, tokenizer in enumerate(tokenizers)
-    ]
-    return examples, [list(texts) for texts in zip(*columns, strict=True)]
+def _encode(encoder: Encoder, examples: list[RawExample]) -> tuple[list[RawExample], list[Encoded]]:
+    return examples, encoder.encode(examples)

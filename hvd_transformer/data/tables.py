@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,18 +74,27 @@ def _column(path: Path, names: list[str], key: str, name: str) -> int:
 
 
 def _json_lines(path: Path, text: str, label: str) -> Iterator[RawExample]:
+    for place, values in json_objects(path, {"data.text_column": text, "data.label_column": label}):
+        if not isinstance(values[text], str):
+            raise UserError(f"{place}: {text} must be a string")
+        yield RawExample((values[text],), str(values[label]), place)
+
+
+def json_objects(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of JSON lines, each with its place (file and line). They have these columns, by the key that names
+    each. Raises `UserError`."""
     for number, line in enumerate(read_lines(path), start=1):
         if not line.strip():
             continue
+        place = f"{path}, line {number}"
         try:
             values = json.loads(line)
         except ValueError as error:
-            raise UserError(f"{path}, line {number}: no valid JSON: {error}") from None
+            raise UserError(f"{place}: no valid JSON: {error}") from None
         if not isinstance(values, dict):
-            raise UserError(f'{path}, line {number}: must be an object, such as {{"{text}": …, "{label}": …}}')
-        for key, name in (("data.text_column", text), ("data.label_column", label)):
+            shape = ", ".join(f'"{name}": …' for name in columns.values())
+            raise UserError(f"{place}: must be an object, such as {{{shape}}}")
+        for key, name in columns.items():
             if name not in values:
-                raise UserError(f"{key}={name}: {path}, line {number} has no such column; it has {', '.join(values)}")
-        if not isinstance(values[text], str):
-            raise UserError(f"{path}, line {number}: {text} must be a string")
-        yield RawExample((values[text],), str(values[label]), f"{path}, line {number}")
+                raise UserError(f"{key}={name}: {place} has no such column; it has {', '.join(values)}")
+        yield place, values

@@ -79,7 +79,8 @@ def make_param_all_gathers(
     names = {buffer: f"shards.{index}" for index, buffer in enumerate(chain.from_iterable(stages))}
     home = {id(slot.parameter): buffer for buffer in names for slot in buffer.slots}
     needs = {
-        layer.name: list(dict.fromkeys(home[id(weight)] for weight in layer.module.parameters())) for layer in layers
+        layer.name: list(dict.fromkeys(home[id(own)] for own in layer.module.parameters() if id(own) in home))
+        for layer in layers  # a weight that is not trained is in no buffer
     }
     order = list(dict.fromkeys(chain.from_iterable(needs.values())))
     gathers = []

@@ -18,18 +18,17 @@ from hvd_transformer.data.load_tokenizer import load_tokenizer
 from hvd_transformer.data.pair_tokenizer import PairTokenizer
 from hvd_transformer.data.tokenizers import BEGIN, END, BPETokenizer
 from hvd_transformer.errors import UserError
-from hvd_transformer.inference.trained_model import FORMAT, Trained, load_trained, read_facts
-from hvd_transformer.models import pretrained
+from hvd_transformer.inference.trained_model import FORMAT, Trained, load_trained, read_adapters, read_facts
+from hvd_transformer.models import lora, pretrained
 from hvd_transformer.models.as_ctranslate2 import Vocabularies, as_ctranslate2
 from hvd_transformer.models.as_gguf import add_llama
 from hvd_transformer.models.as_transformers import as_transformers
 
-_EXPORTED = (
-    "model*.safetensors",
-    f"{MODEL}.index.json",
+_MODEL = ("model*.safetensors", f"{MODEL}.index.json", "generation_config.json")
+_TOKENIZERS = (
     "*tokenizer.json",
     "*vocabulary.json",
-    "*_config.json",
+    "tokenizer_config.json",
     "special_tokens_map.json",
     "*.jinja",
 )
@@ -51,7 +50,8 @@ def export(path: Path, folder: Path, form: str = "native") -> str:
     try:
         made = FORMATS[form](path)
     except UserError as error:
-        raise error if form == "native" else UserError(f"--format {form}: {error}") from None
+        given = {"native": "", "merged": "--merge: "}.get(form, f"--format {form}: ")
+        raise UserError(f"{given}{error}") from None
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: exists already; choose a new or empty folder")
     try:
@@ -64,6 +64,8 @@ def export(path: Path, folder: Path, form: str = "native") -> str:
 
 def _native(path: Path) -> _Export:
     source, facts = read_facts(path)
+    if facts["model"].get("lora_rank") is not None:
+        return _adapters(source)
     own, tokenizer_files = _our_facts(facts), dict[str, bytes]()
     if facts["model"].get("pretrained") is not None:
         own = json.loads((source / CONFIG).read_text(encoding="utf-8")) | {pretrained.OURS: own}
@@ -71,7 +73,7 @@ def _native(path: Path) -> _Export:
             tokenizer = load_tokenizer(source, "target-")
             assert isinstance(tokenizer, PairTokenizer)
             tokenizer_files = tokenizer.folder_files
-    copied = {path for pattern in _EXPORTED for path in source.glob(pattern)}
+    copied = {path for pattern in (*_TOKENIZERS, *_MODEL) for path in source.glob(pattern)}
     if tokenizer_files:  # which the checkpoint has in one file per side
         copied -= set(source.glob(f"*-{PairTokenizer.file_name}"))
 
@@ -81,6 +83,33 @@ def _native(path: Path) -> _Export:
         for name, content in tokenizer_files.items():
             (folder / name).write_bytes(content)
         _write_config(folder, own)
+
+    return _Export(write)
+
+
+def _adapters(source: Path) -> _Export:
+    """peft's folder of LoRA's adapters."""
+
+    def write(folder: Path) -> None:
+        for file in [path for pattern in (*_TOKENIZERS, lora.ADAPTER_CONFIG) for path in source.glob(pattern)]:
+            shutil.copyfile(file, folder / file.name)
+        save_file(read_adapters(source), folder / lora.ADAPTER, {"format": "pt"})
+
+    return _Export(write)
+
+
+def _merged(path: Path) -> _Export:
+    """A Hugging Face folder whose weights are those that the adapters were trained on, and the adapters added."""
+    _, facts = read_facts(path)
+    if facts["model"].get("lora_rank") is None:
+        raise UserError(f"{path}: its model has no adapters (model.lora_rank); leave out --merge")
+    trained, own = load_trained(path, facts["task"]), _our_facts({**facts, "model": {"pretrained": "."}})
+
+    def write(folder: Path) -> None:
+        trained.model.save_pretrained(folder)  # type: ignore[operator]
+        _write_texts(folder, trained.tokenizers["text"].files())
+        theirs = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        _write_config(folder, theirs | {pretrained.OURS: own})
 
     return _Export(write)
 
@@ -136,6 +165,7 @@ def _gguf(path: Path) -> _Export:
 
 FORMATS: Mapping[str, Callable[[Path], _Export]] = {
     "native": _native,
+    "merged": _merged,
     "transformers": _transformers,
     "ctranslate2": _ctranslate2,
     "gguf": _gguf,

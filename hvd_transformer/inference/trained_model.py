@@ -2,7 +2,7 @@
 
 An exported folder holds model.safetensors, the tokenizers, and config.json: {"format": 1, "task": …, "model": {…}, …}.
 The export of a `model.pretrained` is a Hugging Face folder again; its config.json holds the same under
-"hvd_transformer".
+"hvd_transformer". With LoRA it is a folder of peft, which names the folder of the model that the adapters belong to.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hvd_transformer.checkpoint.saved_run import CONFIG, is_run
 from hvd_transformer.checkpoint.store import MODEL, read_state, resolve
@@ -22,7 +22,7 @@ from hvd_transformer.data.load_tokenizer import load_tokenizer
 from hvd_transformer.data.prepared import tokenizer_prefix
 from hvd_transformer.data.tokenizers import Tokenizer
 from hvd_transformer.errors import UserError
-from hvd_transformer.models import pretrained
+from hvd_transformer.models import lora, pretrained
 from hvd_transformer.models.classifier import Classifier
 from hvd_transformer.models.encoder_decoder import EncoderDecoder
 from hvd_transformer.models.language_model import LanguageModel
@@ -82,6 +82,8 @@ def load_trained(path: Path, task: str, device: str = "cpu") -> Trained:
         model = pretrained.ClassLogits(model).to(device)
     elif task == "translation":
         model = pretrained.load_translator(folder).to(device)
+    elif config.lora_rank is not None:
+        model = _merged(folder).to(device)
     else:
         model = pretrained.load_language_model(folder).to(device)
     lengths = facts["longest"], facts.get("target_length")
@@ -100,6 +102,13 @@ def read_facts(path: Path) -> tuple[Path, dict[str, Any]]:
         if not known:
             raise UserError(f"{path / CONFIG}: not a configuration written by `hvd-transformer export`")
         return path.resolve(), facts
+    if (path / lora.ADAPTER).is_file():  # a folder of peft, which has nothing of ours
+        rank = lora.check_adapters(path).get("r")
+        return path.resolve(), {
+            "task": "language_model",
+            "model": {"pretrained": ".", "lora_rank": rank},
+            "longest": sys.maxsize,
+        }
     folder = resolve(path)
     state = read_state(folder)
     config = state["config"]
@@ -108,14 +117,34 @@ def read_facts(path: Path) -> tuple[Path, dict[str, Any]]:
         for section, kind in (("model", ModelConfig), ("translation", TranslationConfig))
     }
     if sections["model"].get("pretrained") is not None:
-        own = ModelConfig(**sections["model"]).in_own_blocks
-        sections["model"] = (
-            {**sections["model"], "pretrained": None} if own else {"pretrained": "."}
-        )  # the folder itself
+        model = ModelConfig(**sections["model"])
+        if model.in_own_blocks:
+            sections["model"]["pretrained"] = None
+        else:  # the folder itself
+            sections["model"] = {"pretrained": ".", "lora_rank": model.lora_rank}
     facts = {"task": state["task"], **sections, "longest": config["data.sequence_length"]}
     if (target_length := config.get("data.target_length")) is not None:
         facts["target_length"] = target_length
     return folder, facts | ({"labels": state["labels"]} if "labels" in state else {})
+
+
+def read_adapters(folder: Path) -> dict[str, Tensor]:
+    """LoRA's adapters of a checkpoint or an exported folder, by the names that peft's files give them."""
+    stored = StoredTensors(folder, lora.ADAPTER if (folder / lora.ADAPTER).is_file() else MODEL)
+    return {lora.their_name(name): stored.whole(name) for name in stored.names}
+
+
+@torch.no_grad()
+def _merged(folder: Path) -> nn.Module:
+    """The language model with the adapters in `folder` added to its weights."""
+    model, found = lora.load_adapted(folder), read_adapters(folder)
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            stored = found.get(lora.their_name(name))
+            if stored is None or stored.shape != weight.shape:
+                raise UserError(f"{folder}: its adapters are not those of {lora.base_folder(folder)}: {name} differs")
+            weight.copy_(stored)
+    return lora.merged(model)
 
 
 def _fill(model: nn.Module, stored: StoredTensors, device: str) -> None:

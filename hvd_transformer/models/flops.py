@@ -11,12 +11,16 @@ from hvd_transformer.config.schema import ModelConfig
 _BOTH_WAYS = 6  # per position and number of a weight
 
 
-def language_model_flops(config: ModelConfig, vocab_size: int, shape: tuple[int, int]) -> float:
-    """Of the decoder-only language model; `shape` of the tokens: (B, T)."""
+def language_model_flops(
+    config: ModelConfig, vocab_size: int, shape: tuple[int, int], num_targets: int | None = None
+) -> float:
+    """Of the decoder-only language model; `shape` of the tokens: (B, T). Of these B × T, `num_targets` (None: all)
+    reach the output layer of `vocab_size` tokens."""
     samples, length = shape
-    weights = config.num_layers * _block_weights(config) + config.d_model * vocab_size
+    blocks = config.num_layers * _block_weights(config)
     scores = config.num_layers * length * length
-    return _BOTH_WAYS * samples * (length * weights + 2 * scores * _width(config))
+    head = (samples * length if num_targets is None else num_targets) * config.d_model * vocab_size
+    return _BOTH_WAYS * (samples * (length * blocks + 2 * scores * _width(config)) + head)
 
 
 def classifier_flops(config: ModelConfig, num_classes: int, shape: tuple[int, int]) -> float:

@@ -141,6 +141,15 @@ def _train_whole(model: nn.Module) -> None:
         model.final_logits_bias = nn.Parameter(bias)
 
 
+def recompute(model: nn.Module, folder: Path) -> None:
+    """Let the model recompute its blocks in backward (activation checkpointing). Raises `UserError` if it cannot."""
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise UserError(f"parallel.recompute=always: {origin(folder)}: its model cannot recompute; leave it at never")
+    name = "activation_checkpointing_enable"  # its name in newer versions
+    enable: Any = getattr(model, name, None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
 def check_fits(model: nn.Module, folder: Path, vocab_size: int, length: int) -> None:
     """Raise `UserError` if the tokenizer has more tokens than the model, or samples of this length exceed its
     positions."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -24,7 +25,7 @@ from hvd_transformer.monitoring.timeline import Timeline
 from hvd_transformer.nn.contracts import Layer
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.parallel.pipeline import Pipeline, Stage, worker_threads
-from hvd_transformer.parallel.replica_check import check_replicas
+from hvd_transformer.parallel.replica_check import check_replicas, checksum
 from hvd_transformer.parallel.tensor_parallel import HorovodTensorGroup, Shapes, Splits, set_tensor_groups
 
 # Where buffers travel beside backward: their number per stage, unless that made them smaller than this many bytes.
@@ -68,7 +69,8 @@ class Engine:
     """The wiring between model, pipeline, gradients and optimizer on one rank.
 
     `layers` is the whole model in order and `partition` the number of layers per stage. `shapes` are those of the
-    unsplit weights; the model is sharded by `splits` already. A step looks up about `num_tokens` tokens.
+    unsplit weights that are trained, the others are frozen; the model is sharded by `splits` already. A step looks up
+    about `num_tokens` tokens.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Engine:
     ) -> None:
         self.config, self.world, self.mesh = config, world, mesh
         self.splits, self.shapes = splits, shapes
+        self._frozen = [weight.data for name, weight in model.named_parameters() if name not in shapes]
         if mesh.tp > 1:
             set_tensor_groups(model, splits, shapes, lambda name: HorovodTensorGroup(mesh.tp_group, name))
         ends = pairwise(accumulate(partition, initial=0))
@@ -139,7 +142,7 @@ class Engine:
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model."""
+        """Of the whole model, as far as it is trained."""
         return sum(torch.Size(shape).numel() for shape in self.shapes.values())
 
     def wait_params(self) -> None:
@@ -209,10 +212,16 @@ class Engine:
         """Restore them; those of another tensor group are of other buckets."""
         self.grad_sync.wire.load(states[self.mesh.tp_rank] if len(states) == self.mesh.tp else {})
 
+    @cached_property
+    def frozen_checksum(self) -> int | None:
+        """Of the weights that are not trained; None: there are none."""
+        return checksum(self._frozen) if self._frozen else None
+
     def check_replicas(self, when: str) -> int:
         """The checksum of the weights. Raises `ReplicasDiffer`. Collective."""
         self.wait_params()
-        return check_replicas(self.buffers, self.world, when, self.mesh.tp, self.splits)
+        frozen = self.frozen_checksum or 0
+        return check_replicas(self.buffers, self.world, when, self.mesh.tp, self.splits, frozen)
 
     def close(self) -> None:
         """End the threads of the stages."""
@@ -233,7 +242,8 @@ class Engine:
         }
         parameters: dict[ModelStage, dict[str, nn.Parameter]] = {stage: {} for stage in self.stages}
         for name, weight in model.named_parameters():
-            parameters[stage_of[id(weight)]][name] = weight
+            if name in self.shapes:
+                parameters[stage_of[id(weight)]][name] = weight
         no_decay, most = names_without_decay(model), int(self.config.communication.bucket_mb * 2**20)
         alone = {name for name, gathers in embeddings.items() if gathers}
         travels = len(set(self.world.hosts)) > 1 or self.mesh.device.type == "cuda"

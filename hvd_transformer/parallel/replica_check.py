@@ -44,15 +44,21 @@ def checksum(tensors: Sequence[Tensor]) -> int:
 
 
 def check_replicas(
-    buffers: Sequence[GradBuffer], world: World, when: str, tensor: int = 1, cut: Collection[str] = ()
+    buffers: Sequence[GradBuffer],
+    world: World,
+    when: str,
+    tensor: int = 1,
+    cut: Collection[str] = (),
+    frozen: int = 0,
 ) -> int:
     """The checksum of the weights. Raises `ReplicasDiffer` with the ranks that differ from the others.
 
     Groups of `tensor` neighbouring ranks split the weights named in `cut`; all other weights are equal on all ranks.
+    `frozen` is this rank's checksum of those that are in no buffer.
     """
     split = set(cut) if tensor > 1 else set()
     common = _by_name(buffers, split) if split else _runs(buffers, lambda slot: True)
-    own = [checksum(common), checksum(_runs(buffers, lambda slot: slot.name in split))]
+    own = [(checksum(common) + frozen) % 2**64, checksum(_runs(buffers, lambda slot: slot.name in split))]
     if not _equal(own, world, tensor):
         _raise_strangers(own, world, when, tensor)
     return (own[0] * 31 + own[1]) % 2**64

@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hvd_transformer.config.batch_size import step_samples
 from hvd_transformer.config.mixture import mixed_sources, origin
@@ -21,15 +20,15 @@ from hvd_transformer.data.tokenizers import Tokenizer
 from hvd_transformer.errors import UserError
 from hvd_transformer.inference.generation import Sampling, generate
 from hvd_transformer.models.flops import language_model_flops
-from hvd_transformer.models.language_model import LanguageModel, language_model_layers
-from hvd_transformer.nn.contracts import Layer, MicroBatch
-from hvd_transformer.tasks.task import EvaluationSpec, ModelSketch, PrepareContext, Task
+from hvd_transformer.nn.contracts import MicroBatch
+from hvd_transformer.tasks.decoder_task import DecoderTask
+from hvd_transformer.tasks.task import EvaluationSpec, PrepareContext
 
 # Of a text sample, at most: tokens of the prompt, and tokens that continue it.
 _PROMPT_TOKENS, _NEW_TOKENS = 32, 128
 
 
-class LanguageModelTask(Task):
+class LanguageModelTask(DecoderTask):
     """Predicts each next token of a text."""
 
     data: PreparedData
@@ -93,19 +92,6 @@ class LanguageModelTask(Task):
         weights, epochs = [source.weight for source in sources], [source.epochs for source in sources]
         return BlendedDataset(datasets, blend_sizes(available, weights, epochs))
 
-    def make_model(self) -> nn.Module:
-        model = LanguageModel(self.rows, self.config.model)
-        model.head.smoothing = self.config.training.label_smoothing
-        return model
-
-    @property
-    def rows(self) -> int:
-        """Of the embedding. Raises `UserError` if the tokenizer has more tokens."""
-        tokens, rows = self.data.tokenizer.vocab_size, self.config.model.vocab_size
-        if rows is not None and rows < tokens:
-            raise UserError(f"model.vocab_size={rows}: must be at least {tokens}, the tokens of the tokenizer")
-        return rows or tokens
-
     @classmethod
     def prepare(cls, config: Config, context: PrepareContext) -> PreparedData:
         chosen = config.data.tokenizer
@@ -121,18 +107,6 @@ class LanguageModelTask(Task):
 
     def describe(self) -> str:
         return f"{len(self.data.splits['train']):,} training tokens, vocabulary {self.data.tokenizer.vocab_size:,}"
-
-    @classmethod
-    def layer_names(cls, config: Config) -> list[str]:
-        return ["embedding", *(f"blocks.{number}" for number in range(config.model.num_layers)), "head"]
-
-    @classmethod
-    def sketch(cls, config: Config, vocab_size: int, num_samples: int) -> ModelSketch:
-        model = LanguageModel(config.model.vocab_size or vocab_size, config.model)
-        tokens = torch.zeros(num_samples, config.data.sequence_length, dtype=torch.int64)
-        document_end = -1 if config.data.document_mask else None  # another token than all of these
-        layers, batch = language_model_layers(model, document_end), MicroBatch((tokens,), (tokens,))
-        return ModelSketch(model, layers, batch, model.cuts(config.parallel.vocab_parallel))
 
     @property
     def tokenizers(self) -> Mapping[str, Tokenizer]:
@@ -152,11 +126,6 @@ class LanguageModelTask(Task):
             windows = Blend(windows).counts(most)  # of a mixture, some of each source
         for tokens, limit in zip(files, windows, strict=True):
             yield from evaluation_batches(tokens, self.length, batch_size, self.replica, limit)
-
-    @property
-    def layers(self) -> list[Layer]:
-        assert isinstance(self.model, LanguageModel)
-        return language_model_layers(self.model, self.document_end)
 
     def micro_batch(self, batch: tuple[Tensor, ...]) -> MicroBatch:
         inputs, targets = batch

@@ -12,19 +12,18 @@ from hvd_transformer.data.prepare_mixture import prepare_sources
 from hvd_transformer.data.prepared import PreparedData
 from hvd_transformer.errors import UserError
 from hvd_transformer.huggingface import origin
+from hvd_transformer.models.flops import language_model_flops
 from hvd_transformer.models.language_model import LanguageModel
 from hvd_transformer.models.llama_weights import piece_shapes, their_names
+from hvd_transformer.tasks.chat_task import ChatTask
+from hvd_transformer.tasks.decoder_task import DecoderTask
 from hvd_transformer.tasks.language_model_task import LanguageModelTask
-from hvd_transformer.tasks.pretrained_tasks import folder_of, folder_tokenizer
-from hvd_transformer.tasks.task import PrepareContext
+from hvd_transformer.tasks.pretrained_folder import folder_of, folder_tokenizer
+from hvd_transformer.tasks.task import Batch, PrepareContext
 
 
-class OwnBlocksTask(LanguageModelTask):
-    """Predicts each next token of a text; the weights begin as the folder's."""
-
-    @classmethod
-    def prepare(cls, config: Config, context: PrepareContext) -> PreparedData:
-        return prepare_sources(config.data, folder_tokenizer(config), context)
+class OwnBlocks(DecoderTask):
+    """Predicts each next token; the weights begin as the folder's."""
 
     def stored_weights(self) -> Callable[[str], Tensor]:
         config, folder = self.config.model, folder_of(self.config)
@@ -44,3 +43,19 @@ class OwnBlocksTask(LanguageModelTask):
                     found = list(stored.shape(one))
                     raise UserError(f"{origin(folder)}: {one} is {found}, but its config.json makes it {list(shape)}")
         return lambda name: torch.cat([stored.whole(one) for one in names[name]])
+
+
+class OwnBlocksTask(OwnBlocks, LanguageModelTask):
+    """Of a text."""
+
+    @classmethod
+    def prepare(cls, config: Config, context: PrepareContext) -> PreparedData:
+        return prepare_sources(config.data, folder_tokenizer(config), context)
+
+
+class OwnBlocksChatTask(OwnBlocks, ChatTask):
+    """Of the assistant, in a conversation."""
+
+    def flops(self, batch: Batch) -> float:
+        samples, length = batch[0].shape
+        return language_model_flops(self.config.model, self.rows, (samples, length - 1), self.num_targets(batch))

@@ -1,8 +1,7 @@
 """Fine-tuning the model of a Hugging Face folder (`model.pretrained`): the same tasks with its model and tokenizer."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,24 +10,20 @@ from hvd_transformer.config.schema import Config
 from hvd_transformer.data.prepare_examples import TrainedVocabulary, prepare_examples
 from hvd_transformer.data.prepare_mixture import prepare_sources
 from hvd_transformer.data.prepared import PreparedData, PreparedExamples
-from hvd_transformer.data.pretrained_tokenizer import PretrainedTokenizer
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.errors import UserError
 from hvd_transformer.huggingface import origin
-from hvd_transformer.models import pretrained
+from hvd_transformer.models import lora, pretrained
 from hvd_transformer.models.classifier import class_loss, classification_loss
 from hvd_transformer.nn.contracts import Layer
 from hvd_transformer.nn.dropout import torch_dropout_key
+from hvd_transformer.tasks.chat_task import ChatTask
 from hvd_transformer.tasks.classification_task import ROLE, ClassificationTask, open_examples
 from hvd_transformer.tasks.language_model_task import LanguageModelTask
+from hvd_transformer.tasks.pretrained_folder import folder_of, folder_tokenizer
 from hvd_transformer.tasks.task import Batch, ModelSketch, PrepareContext, Task
 
 _NAME = "model"  # the name of the only layer
-
-
-def folder_of(config: Config) -> Path:
-    """The folder of `model.pretrained`."""
-    return Path(str(config.model.pretrained)).expanduser()
 
 
 class PretrainedTask(Task):
@@ -37,6 +32,8 @@ class PretrainedTask(Task):
     def __init__(self, config: Config, data: Any, replica: Replica) -> None:
         super().__init__(config, data, replica)
         self.model = self.make_model()  # at once: its weights come from the folder
+        if config.parallel.recompute == "always":
+            pretrained.recompute(self.model, folder_of(config))
 
     @classmethod
     def layer_names(cls, config: Config) -> list[str]:
@@ -98,35 +95,59 @@ class PretrainedClassificationTask(PretrainedTask, ClassificationTask):
         return classification_loss(logits, labels, self.smoothing, self.weights, training=self.model.training)
 
 
-class PretrainedLanguageModelTask(PretrainedTask, LanguageModelTask):
-    """Predicts each next token of a text by a causal language model."""
+class _CausalTask(PretrainedTask):
+    """Predicts each next token by a causal language model."""
+
+    document_end: int | None = None
+
+    def make_model(self) -> nn.Module:
+        folder, data, model = folder_of(self.config), self.config.data, self.config.model
+        found = pretrained.load_language_model(folder)
+        if self.document_end is not None:
+            pretrained.check_documents(found, folder, data.sequence_length)
+        pretrained.check_fits(found, folder, self.tokenizers[""].vocab_size, data.sequence_length)
+        return found if model.lora_rank is None else lora.add_adapters(found, folder, model)
+
+    def loss(self, *tensors: Tensor) -> Tensor:
+        """Of the targets [B, T] of tokens [B, T]; with places [N], of targets [N] at these of B × T."""
+        tokens, targets, *places = tensors
+        smoothing = self.config.training.label_smoothing if self.model.training else 0.0
+        with torch_dropout_key(tokens.device):
+            logits = pretrained.text_logits(self.model, tokens, self.document_end).flatten(0, 1)  # [B × T, V]
+        if places:
+            logits = logits.index_select(0, places[0])
+        return class_loss(logits, targets.flatten(), smoothing)
+
+    @property
+    def adapters(self) -> str:
+        """What LoRA trains, for `describe`."""
+        return "" if self.config.model.lora_rank is None else f"; {lora.describe(self.model)}"
+
+    @property
+    def frozen(self) -> Collection[str]:
+        if self.config.model.lora_rank is None:
+            return ()
+        return {name for name, weight in self.model.named_parameters() if not weight.requires_grad}
+
+    @property
+    def files(self) -> Mapping[str, str]:
+        adapters = {} if self.config.model.lora_rank is None else lora.config_files(self.model)
+        return {**super().files, **adapters}
+
+
+class PretrainedLanguageModelTask(_CausalTask, LanguageModelTask):
+    """Of a text."""
+
+    def describe(self) -> str:
+        return super().describe() + self.adapters
 
     @classmethod
     def prepare(cls, config: Config, context: PrepareContext) -> PreparedData:
         return prepare_sources(config.data, folder_tokenizer(config), context)
 
-    def make_model(self) -> nn.Module:
-        folder = folder_of(self.config)
-        model = pretrained.load_language_model(folder)
-        if self.document_end is not None:
-            pretrained.check_documents(model, folder, self.length)
-        pretrained.check_fits(model, folder, self.data.tokenizer.vocab_size, self.length)
-        return model
 
-    def loss(self, *tensors: Tensor) -> Tensor:
-        tokens, targets = tensors
-        smoothing = self.config.training.label_smoothing if self.model.training else 0.0
-        with torch_dropout_key(tokens.device):
-            logits = pretrained.text_logits(self.model, tokens, self.document_end)
-        return class_loss(logits.flatten(0, 1), targets.flatten(), smoothing)
+class PretrainedChatTask(_CausalTask, ChatTask):
+    """Of the assistant, in a conversation."""
 
-
-def folder_tokenizer(config: Config) -> PretrainedTokenizer:
-    """The tokenizer of the folder. Raises `UserError` if its limit is below the length of the samples."""
-    folder, length = folder_of(config), config.data.sequence_length
-    tokenizer = PretrainedTokenizer.read(folder)
-    if tokenizer.longest is not None and length > tokenizer.longest:
-        raise UserError(
-            f"data.sequence_length={length}: longer than {origin(folder)} can take, {tokenizer.longest} tokens"
-        )
-    return tokenizer
+    def describe(self) -> str:
+        return super().describe() + self.adapters

@@ -20,7 +20,8 @@ from hvd_transformer.models import pretrained
 from hvd_transformer.models.classifier import class_loss
 from hvd_transformer.nn.contracts import MicroBatch
 from hvd_transformer.nn.dropout import torch_dropout_key
-from hvd_transformer.tasks.pretrained_tasks import PretrainedTask, folder_of
+from hvd_transformer.tasks.pretrained_folder import folder_of
+from hvd_transformer.tasks.pretrained_tasks import PretrainedTask
 from hvd_transformer.tasks.task import Batch, PrepareContext
 from hvd_transformer.tasks.translation_task import ROLES, TranslationTask, open_pairs
 

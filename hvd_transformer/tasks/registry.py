@@ -17,13 +17,18 @@ _PRETRAINED = {
 }
 
 _OWN_BLOCKS = "hvd_transformer.tasks.own_blocks_task:OwnBlocksTask"
+# The same two for conversations.
+_CHAT = "hvd_transformer.tasks.pretrained_tasks:PretrainedChatTask"
+_OWN_BLOCKS_CHAT = "hvd_transformer.tasks.own_blocks_task:OwnBlocksChatTask"
 
 
 def task_class(config: Config) -> type[Task]:
     """The class that `task` names. Raises `UserError` if there is none or it is incomplete."""
     origin = f"task={config.task}"
     path = (_CLASSES if config.model.pretrained is None else _PRETRAINED).get(config.task, config.task)
-    if config.model.pretrained is not None and config.model.in_own_blocks:
+    if config.task == "language_model" and config.data.messages_column is not None:
+        path = _OWN_BLOCKS_CHAT if config.model.in_own_blocks else _CHAT
+    elif config.model.pretrained is not None and config.model.in_own_blocks:
         path = _OWN_BLOCKS
     found = load_plugin(path, origin, "Class")
     if not (isinstance(found, type) and issubclass(found, Task)):

@@ -5,7 +5,7 @@ A user-defined task is a subclass of `Task`, or of `ExampleTask` for samples tha
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -211,6 +211,11 @@ class Task(ABC):
         Raises `UserError`, as does what it returns, if they are not those of this model.
         """
         return None
+
+    @property
+    def frozen(self) -> Collection[str]:
+        """Names of parameters that are not trained, sent or saved, as the model always begins with the same values."""
+        return ()
 
     @property
     def cuts(self) -> Mapping[str, TensorSplit]:

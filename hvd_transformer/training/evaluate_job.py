@@ -16,6 +16,7 @@ from hvd_transformer.config.schema import ModelConfig, flatten
 from hvd_transformer.data.load_tokenizer import tokenizer_from_json
 from hvd_transformer.data.splits import WHOLE
 from hvd_transformer.errors import UserError
+from hvd_transformer.models.lora import base_folder
 from hvd_transformer.monitoring.watchdog import Watchdog
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.planning.partition import check_partition
@@ -84,8 +85,7 @@ def evaluation_config(saved: Checkpoint, request: Request) -> Config:
     """
     values = {**saved.state["config"], **_AS_DEFAULT, **_NO_OPTIMIZER, **_ALL_SAMPLES}
     if values.get("model.pretrained") is not None:
-        # A checkpoint of transformers' own modules is a Hugging Face folder, too.
-        values["model.pretrained"] = None if _in_own_blocks(values) else str(saved.folder)
+        values["model.pretrained"] = _pretrained(values, saved.folder)
     config = load_again(values, str(request.checkpoint), request.settings)
     if request.kept_code and saved.kept_code is None:
         raise UserError(f"--kept-code: {request.checkpoint} has no code of a job that was submitted to the service")
@@ -104,9 +104,13 @@ def evaluation_config(saved: Checkpoint, request: Request) -> Config:
     )
 
 
-def _in_own_blocks(values: Mapping[str, Any]) -> bool:
+def _pretrained(values: Mapping[str, Any], folder: Path) -> str | None:
+    """The Hugging Face folder that a checkpoint's model is made of."""
+    if values.get("model.lora_rank") is not None:
+        return str(base_folder(folder))
     model = {key: values[f"model.{key}"] for key in ("pretrained", "position") if f"model.{key}" in values}
-    return ModelConfig(**model).in_own_blocks
+    # A checkpoint of transformers' own modules is such a folder, too.
+    return None if ModelConfig(**model).in_own_blocks else str(folder)
 
 
 def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchdog, progress: Silent) -> Result:

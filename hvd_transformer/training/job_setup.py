@@ -103,7 +103,7 @@ def make_task(config: Config, data: Data, mesh: ParallelMesh) -> Task:
 
 
 def build_model(config: Config, task: Task, mesh: ParallelMesh, *, draw: bool = True) -> Shapes:
-    """Build this rank's part of the task's model. Returns the shapes of the unsplit weights.
+    """Build this rank's part of the task's model. Returns the shapes of the unsplit weights that are trained.
 
     The weights are the same on any number of ranks; without `draw` they are zero, to be loaded.
     """
@@ -113,7 +113,8 @@ def build_model(config: Config, task: Task, mesh: ParallelMesh, *, draw: bool = 
         shapes = shard_model(model, task.cuts, mesh.tp_rank, mesh.tp, init, draw=draw and read is None)
     if read is not None:
         load_pieces(model, task.cuts, mesh.tp_rank, mesh.tp, read)
-    return shapes
+    frozen = task.frozen
+    return {name: shape for name, shape in shapes.items() if name not in frozen}
 
 
 def compile_layers(config: Config, task: Task, mesh: ParallelMesh, world: World) -> str | None:

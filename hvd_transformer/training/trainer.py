@@ -28,6 +28,7 @@ from hvd_transformer.comm.world import World, agree
 from hvd_transformer.config.batch_size import rate_replicas
 from hvd_transformer.config.schema import Config, flatten
 from hvd_transformer.data.sampler import StepPlan
+from hvd_transformer.errors import UserError
 from hvd_transformer.gradients.optimizer import clip_factor
 from hvd_transformer.nn.contracts import MicroBatch
 from hvd_transformer.parallel.engine import Engine
@@ -226,6 +227,7 @@ class Trainer:
             "position": self.state.state(),
             "loss_scaler": self.loss_scaler.state(),
             "wire": self.engine.wire_states(),
+            "frozen_checksum": self.engine.frozen_checksum,
             **task.facts,
         }
         texts = {**task.files, **self.tokenizer_files}
@@ -242,13 +244,24 @@ class Trainer:
         return self._capture
 
     def restore(self, folder: Path | None, saved: Mapping[str, Any]) -> None:
-        """Load what a checkpoint has, rank 0's `folder`; `saved` is its state. Collective."""
+        """Load what a checkpoint has, rank 0's `folder`; `saved` is its state. Collective.
+
+        Raises `UserError` if the weights that are not trained differ from those it was trained with.
+        """
+        agree(self.world, lambda: self._check_frozen(saved))
         restore(self.engine, folder, self.state.updates)
         if self.engine.local_steps.active and saved["dp"] > 1:  # a single replica has no outer weights
             restore_outer_state(self.engine, folder, self.state.step)
         self.loss_scaler.load(saved["loss_scaler"])
         self.engine.load_wire_states(saved.get("wire", []))
         restore_wire(self.engine, folder)
+
+    def _check_frozen(self, saved: Mapping[str, Any]) -> None:
+        if saved.get("frozen_checksum") != self.engine.frozen_checksum:
+            raise UserError(
+                f"model.pretrained={self.config.model.pretrained}: is not the model that the checkpoint's adapters "
+                "were trained on; was it changed?"
+            )
 
     @cached_property
     def tokenizer_files(self) -> dict[str, str]:

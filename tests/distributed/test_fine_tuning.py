@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from fine_tuning import SEED, SETTINGS, difference, reference
 from huggingface import WORDS, write_bert, write_gpt
 from jobs import steps, summary, weights
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from hvd_transformer.data.sampler import Permutation, Replica
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.distributed
 
-SEED, STEPS, LENGTH = 3, 14, 12
+STEPS, LENGTH = 14, 12
 LABELS = ["bad", "good"]
 # A step sees four batches of six samples; by name: world size, and how the work is cut.
 MODES = {
@@ -51,11 +52,8 @@ def settings(folder: Path, model: str, source: str) -> list[str]:
     task = {"texts": "classification", "text": "language_model"}[source]
     return [
         f"task={task}", f"model.pretrained={folder / model}", f"data.source={folder / source}",
-        f"data.cache_dir={folder / 'cache'}", "data.workers=1", f"data.sequence_length={LENGTH}", f"seed={SEED}",
-        "training.batch_size=6", "training.global_batch_size=24", "training.precision=fp64", "training.device=cpu",
-        "training.label_smoothing=0.1", "training.epochs=100", f"training.max_steps={STEPS}", "training.log_every=1",
-        "training.eval_every=100", "optimizer.lr_scaling=none", "optimizer.lr=0.005", "optimizer.schedule=constant",
-        "optimizer.clip_norm=0.5", "optimizer.eps=1e-6", "optimizer.weight_decay=0.1",
+        f"data.cache_dir={folder / 'cache'}", f"data.sequence_length={LENGTH}", "training.batch_size=6",
+        "training.global_batch_size=24", "training.label_smoothing=0.1", f"training.max_steps={STEPS}", *SETTINGS,
     ]  # fmt: skip
 
 
@@ -67,33 +65,6 @@ def done(world, folder, tmp_path_factory) -> Path:
         for model, source in (("bert", "texts"), ("gpt", "text"), ("dropping", "texts")):
             world(size).train([*settings(folder, model, source), *words, f"output_dir={root / f'{model}-{name}'}"])
     return root
-
-
-def difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """The largest of a weight. Not relative to it: a key's bias has no gradient but rounding."""
-    assert found.keys() == wanted.keys()
-    return max(float((found[name] - wanted[name]).detach().abs().max()) for name in wanted)
-
-
-def reference(model: nn.Module, steps_: Iterator[list[tuple[Tensor, int]]]) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and the last weights of a plain loop; a step's parts are (sum of losses, its targets)."""
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    free = [weight for weight in model.parameters() if weight.dim() < 2 or id(weight) in embeddings]
-    decayed = [weight for weight in model.parameters() if all(weight is not other for other in free)]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": free, "weight_decay": 0.0}],
-        lr=0.005, betas=(0.9, 0.95), eps=1e-6,
-    )  # fmt: skip
-    model.train()
-    found = []
-    for _, parts in zip(range(STEPS), steps_, strict=False):
-        optimizer.zero_grad()
-        loss = sum(part for part, _ in parts) / sum(count for _, count in parts)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        found.append(loss.item())
-    return found, dict(model.named_parameters())
 
 
 def of_reviews(folder: Path, model: nn.Module) -> Iterator[list[tuple[Tensor, int]]]:
@@ -154,7 +125,7 @@ def test_fine_tuning_is_a_plain_loops(folder, done, name):
     make: Callable = getattr(transformers, kind).from_pretrained
     torch.manual_seed(SEED)  # of the new head
     model = make(folder / name, dtype=torch.float64, **options)
-    wanted_losses, wanted = reference(model, parts_of(folder, model))
+    wanted_losses, wanted = reference(model, parts_of(folder, model), STEPS)
     for mode in MODES:
         run = done / f"{name}-{mode}"
         assert [loss for _, loss in steps(run, "loss")] == pytest.approx(wanted_losses, rel=1e-9), mode

@@ -37,6 +37,7 @@ model.init_output optimizer.ema optimizer.decay_fraction training.precision
 communication.local_steps communication.outer_lr communication.outer_momentum optimizer.step_epochs
 data.sources data.document_mask
 data.target_length model.init
+model.lora_rank model.lora_alpha model.lora_targets data.messages_column
 """
 
 
