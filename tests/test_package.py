@@ -44,7 +44,7 @@ def imported() -> set[str]:
 
 
 def test_every_import_is_declared() -> None:
-    options = ["install_requires", "distributed", "service", "pretrained", "wandb", "mlflow", "trackio"]
+    options = ["install_requires", "distributed", "service", "pretrained", "wandb", "mlflow", "trackio", "sweep"]
     declared = {re.split(r"[^\w.-]", line)[0].lower() for option in options for line in requirements(option)}
     distributions = {**ELSEWHERE, **packages_distributions()}
     needed = {name: {one.lower() for one in distributions[name]} for name in imported() - OWN_BUILD}
