@@ -170,6 +170,7 @@ COMMANDS = {
     "hvd-transformer token": "add absent",
     "hvd-transformer config": "diff absent absent",
     "hvd-transformer serve": "--port absent",
+    "hvd-transformer sweep": "absent",
 }
 
 

@@ -36,6 +36,6 @@ def export(checkpoint: Path, folder: Path, form: str, merge: bool) -> None:
     options.check_checkpoint(checkpoint)
     from hvd_transformer.inference.export import export as export_model
 
-    if said := export_model(checkpoint, folder, "merged" if merge else form):
+    if said := export_model(checkpoint, folder, form, merge=merge):
         click.echo(said, err=True)
     click.echo(folder)

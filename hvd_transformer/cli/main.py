@@ -59,6 +59,7 @@ COMMANDS = {
     "show": "Show everything about a job or run.",
     "stop": "End a job that runs under a launcher, after it has saved.",
     "submit": "Queue a job, to start when hosts are free.",
+    "sweep": "Train with many settings and show which are best: grid, random, Optuna, successive halving.",
     "token": "Make, list and revoke tokens for the service.",
     "translate": "Translate lines of text with a trained encoder-decoder.",
     "wait": "Wait for jobs to end; the exit code is the job's.",

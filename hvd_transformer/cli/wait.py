@@ -28,7 +28,7 @@ def wait(jobs: list[int], server: str | None, as_json: bool) -> None:
     Goes on waiting while the service is restarted.
     """
     found: dict[int, dict[str, Any]] = {}
-    for job in _ends(service_options.client_of(server), jobs):
+    for job in ends(service_options.client_of(server), jobs):
         found[job["id"]] = job
         if not as_json:
             why = f": {job['reason']}" if job["reason"] else ""
@@ -40,7 +40,7 @@ def wait(jobs: list[int], server: str | None, as_json: bool) -> None:
     sys.exit(code)
 
 
-def _ends(client: "Client", jobs: list[int]) -> Iterator[dict[str, Any]]:
+def ends(client: "Client", jobs: list[int]) -> Iterator[dict[str, Any]]:
     """The jobs, each when it has ended. The first look at them tells whether the service is there and knows them."""
     from hvd_transformer.service.jobs import ENDED
     from hvd_transformer.service.remote.client import NoService

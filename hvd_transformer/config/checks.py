@@ -46,6 +46,8 @@ def check(config: Config) -> None:
             f"parallel.micro_batches={config.parallel.micro_batches}: more than the "
             f"training.batch_size={training.batch_size} samples that they divide"
         )
+    if len(set(config.tracking)) < len(config.tracking):
+        raise UserError(f"tracking=[{', '.join(config.tracking)}]: name each tracker once")
     _check_global_batch_size(config)
     _check_local_steps(config)
     if training.text_samples and config.task == "classification":

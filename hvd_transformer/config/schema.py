@@ -464,6 +464,17 @@ class Config(Section):
     profile: bool = changeable(
         False, "write timeline-NNN.json, a Chrome trace per rank, of steps 3 to 7 after this start"
     )
+    tracking: list[Literal["wandb", "mlflow", "trackio"]] = changeable(
+        [],
+        "experiment trackers that get the configuration, the metrics and the summary: a list of wandb, mlflow and "
+        "trackio; their keys come from the environment or their own login",
+        allowed="a list of wandb, mlflow and trackio, such as [wandb, mlflow]",
+    )
+    tracking_project: OptionalName = changeable(
+        None,
+        "project (MLflow: experiment) in the trackers; none: WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME or TRACKIO_PROJECT, "
+        "otherwise hvd-transformer",
+    )
     seed: int = fixed(1, "random seed of the weights, the data order and dropout", ge=0, lt=2**63)
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()

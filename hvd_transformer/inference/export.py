@@ -41,16 +41,16 @@ class _Export(NamedTuple):
     said: str = ""
 
 
-def export(path: Path, folder: Path, form: str = "native") -> str:
-    """Write a folder with only what is needed to use the model of a checkpoint, in one of the `FORMATS`. Returns a
-    sentence about it, which may be empty.
+def export(path: Path, folder: Path, form: str = "native", *, merge: bool = False) -> str:
+    """Write a folder with only what is needed to use the model of a checkpoint, in one of the `FORMATS`; `merge`: a
+    Hugging Face folder of the whole model, LoRA's adapters added. Returns a sentence about it, which may be empty.
 
     Raises `UserError` if the format cannot hold the model, or the folder is not empty or cannot be written.
     """
     try:
-        made = FORMATS[form](path)
+        made = _merged(path) if merge else FORMATS[form](path)
     except UserError as error:
-        given = {"native": "", "merged": "--merge: "}.get(form, f"--format {form}: ")
+        given = "--merge: " if merge else "" if form == "native" else f"--format {form}: "
         raise UserError(f"{given}{error}") from None
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: exists already; choose a new or empty folder")
@@ -165,7 +165,6 @@ def _gguf(path: Path) -> _Export:
 
 FORMATS: Mapping[str, Callable[[Path], _Export]] = {
     "native": _native,
-    "merged": _merged,
     "transformers": _transformers,
     "ctranslate2": _ctranslate2,
     "gguf": _gguf,

@@ -22,6 +22,7 @@ from hvd_transformer.monitoring.stall_report import Stragglers
 from hvd_transformer.reporting.metrics_log import MetricsLog
 from hvd_transformer.reporting.progress import Silent
 from hvd_transformer.reporting.samples_log import SamplesLog
+from hvd_transformer.reporting.trackers.processes import Trackers
 from hvd_transformer.tasks.metrics import chosen, perplexity, show_metrics
 from hvd_transformer.training.process import StopRequest
 from hvd_transformer.training.run_directory import RunDirectory
@@ -44,6 +45,7 @@ class Session:
         progress: Silent,
         data_digest: str,
         heartbeat: Heartbeat,
+        trackers: Trackers,
         environment: Mapping[str, Any],
         peak: float | None = None,
     ) -> None:
@@ -57,6 +59,8 @@ class Session:
         self.saver = Saver(run.store, self.world, self.warn)
         self.metrics = MetricsLog(run.path, trainer.state.step, self.warn) if self.world.rank == 0 else None
         self.samples = SamplesLog(run.path, trainer.state.step, self.warn) if self.world.rank == 0 else None
+        self.trackers = trackers
+        trackers.follow(run.path, self.config, trainer.state.step)
         self.saved_step = trainer.state.step if trainer.state.step else None
         self.saved_at = time.monotonic()
         self.valid: dict[str, float] | None = None
@@ -120,6 +124,7 @@ class Session:
                 write_report(self.run.path)
             except (OSError, UserError) as error:
                 self.warn(f"{self.run.path}: summary and report could not be written: {error}")
+        self.trackers.end(status, _finite(summary), self.warn)
         self.saver.close()
         return summary
 
@@ -205,6 +210,8 @@ class Session:
                 **costs,
                 **slowest,
             )
+            for news in self.trackers.news():
+                self.warn(news)
         if due:
             state.interval = dict.fromkeys(interval, 0.0)
 

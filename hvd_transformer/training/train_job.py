@@ -21,6 +21,7 @@ from hvd_transformer.parallel.replica_check import broadcast_parameters
 from hvd_transformer.planning.device_peak import find_peak
 from hvd_transformer.planning.partition import check_partition
 from hvd_transformer.reporting.progress import Progress, Silent, screen
+from hvd_transformer.reporting.trackers.processes import Trackers
 from hvd_transformer.tasks.metrics import show_metrics
 from hvd_transformer.tasks.task import Data, Task
 from hvd_transformer.training.job_setup import (
@@ -60,16 +61,21 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | No
         world, lambda: with_verification(world, lambda verify: directory.claim(config, progress.message, verify))
     )
     _log_to(directory.path / "logs" / f"rank-{world.rank:03d}.log")
+    trackers = Trackers([])
     try:
+        trackers = agree(world, lambda: Trackers(config.tracking if world.rank == 0 else []))
         data, trainer = _assemble(config, world, mesh, checkpoint, progress, stop, heartbeat)
+        agree(world, trackers.check)
         first_on_host = world.hosts.index(world.host) == world.rank
         agree(world, lambda: directory.begin(config, world.rank, first_on_host=first_on_host))
     except BaseException:
+        trackers.close()
         directory.abandon()
         raise
     try:
-        return _train(config, world, directory, data, trainer, checkpoint, progress, stop, watchdog)
+        return _train(config, world, directory, data, trainer, checkpoint, progress, stop, watchdog, trackers)
     finally:
+        trackers.close()
         directory.release()
 
 
@@ -83,6 +89,7 @@ def _train(
     progress: Silent,
     stop: StopRequest,
     watchdog: Watchdog,
+    trackers: Trackers,
 ) -> dict[str, Any]:
     """Everything from the first thing that is written to the summary."""
     mesh, heartbeat = trainer.mesh, watchdog.heartbeat
@@ -107,7 +114,7 @@ def _train(
         peak, of_peak = find_peak(mesh.device, config.training.precision)
         for line in (*environment_lines(environment), of_peak):
             log.info(line)
-    session = Session(trainer, directory, progress, data.digest, heartbeat, environment, peak and peak.rate)
+    session = Session(trainer, directory, progress, data.digest, heartbeat, trackers, environment, peak and peak.rate)
     with only_new_garbage():
         status = session.train(stop)
     if status == "stopped":  # said first: a launcher may not wait for what follows

@@ -93,6 +93,6 @@ def test_an_encoder_goes_to_worker_processes_and_cuts(folder: Path) -> None:
     (arrays,) = encoder.encode([RawExample((json.dumps(CHATS[0]),), None, "here")])
     tokens, places = wanted(folder, CHATS[0])
     limit = len(tokens) - 3
-    short, kept = encoder.shorten(arrays, limit)
+    short, kept = encoder.shorten(arrays, [limit, limit])
     assert short.tolist() == tokens[:limit]
     assert kept.tolist() == np.flatnonzero(places[:limit]).tolist()

@@ -9,6 +9,7 @@ from hvd_transformer.comm.world import World
 from hvd_transformer.monitoring.heartbeat import Heartbeat
 from hvd_transformer.monitoring.timeline import Timeline
 from hvd_transformer.reporting.progress import Silent
+from hvd_transformer.reporting.trackers.processes import Trackers
 from hvd_transformer.training.run_directory import RunDirectory
 from hvd_transformer.training.session import Session
 
@@ -105,6 +106,6 @@ def test_a_real_step_passes_through_its_phases_and_reports_work() -> None:
 def test_a_session_tells_how_far_the_job_is_and_what_its_task_counts(tmp_path) -> None:
     job, heartbeat = trainer(settings(f"output_dir={tmp_path}")), Heartbeat()
     job.task.unit = "samples"
-    session = Session(job, RunDirectory(job.config), Silent(), "digest", heartbeat, {})
+    session = Session(job, RunDirectory(job.config), Silent(), "digest", heartbeat, Trackers([]), {})
     session.saver.close()
     assert (heartbeat.step, heartbeat.total_steps, heartbeat.unit) == (0, job.total_steps, "samples")

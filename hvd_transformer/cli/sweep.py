@@ -1,0 +1,55 @@
+"""`hvd-transformer sweep`: trains with many settings and shows which are best."""
+
+from pathlib import Path
+
+import click
+
+from hvd_transformer.cli import options, service_options
+
+
+@click.command()
+@click.argument("file", type=options.PATH)
+@service_options.server
+@click.option("--local", is_flag=True, help="Train here, one trial after the other, also if a service runs.")
+@service_options.as_json
+def sweep(file: Path, server: str | None, local: bool, as_json: bool) -> None:
+    """Run the sweep that the YAML file FILE describes: its parameters, metric, trials, ranks and early stopping.
+
+    `hvd-transformer sweep lr.yaml`
+
+    Where a service runs, trials are its jobs; else they are launched here one after the other. The same command goes
+    on with a sweep that was interrupted. The results are in its folder: results.csv, results.png, and a run directory
+    per trial.
+    """
+    from hvd_transformer.cli.sweep_runners import runner_of
+    from hvd_transformer.sweep.definition import check_trial, read_sweep
+    from hvd_transformer.sweep.results import table, write_results
+    from hvd_transformer.sweep.run import run_sweep
+    from hvd_transformer.sweep.sampling import all_values, check_optuna, corners
+    from hvd_transformer.sweep.trials import Trial, Trials
+
+    chosen = read_sweep(file)
+    if chosen.method == "optuna":
+        check_optuna()
+    for values in corners(chosen) if chosen.method == "optuna" else all_values(chosen):
+        check_trial(chosen, values, file)
+    folder = Path(chosen.output_dir or f"runs/{file.stem}").expanduser()
+    trials = Trials(chosen, folder)
+
+    def show(trial: Trial, max_steps: int | None) -> None:
+        at = "" if max_steps is None else f" at step {max_steps}"
+        result = "failed" if trial.failed else f"{chosen.metric} {trial.value:.6g}"
+        values = " ".join(chosen.settings_of(trial.values)[len(chosen.settings) :])
+        click.echo(f"{trial.name}{at}: {result}  ({values})", err=as_json)
+        write_results(trials)
+
+    run_sweep(trials, runner_of(chosen, server, local=local, silent=as_json), show)
+    write_results(trials)
+    columns, rows = table(trials)
+    if as_json:
+        service_options.print_json({"trials": [dict(zip(columns, row, strict=True)) for row in rows]})
+        return
+    from hvd_transformer.cli.service_tables import print_table
+
+    print_table(columns, rows)
+    click.echo(f"{folder}: results.csv, results.png")

@@ -1,0 +1,106 @@
+"""How the trainings of a sweep run: as jobs of the service, or here through `launch`, one after the other."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from hvd_transformer.cli import service_options
+from hvd_transformer.cli.main import show as show_error
+from hvd_transformer.cli.wait import ends, exit_code
+from hvd_transformer.sweep.definition import Sweep
+from hvd_transformer.sweep.run import Runner, Task
+
+if TYPE_CHECKING:
+    from hvd_transformer.service.remote.client import Client
+
+
+def runner_of(sweep: Sweep, server: str | None, *, local: bool, silent: bool) -> Runner:
+    """The service of --server or this user's, else this machine. Raises `UserError` if --server does not answer.
+
+    `silent`: nothing but ours on standard output.
+    """
+    from hvd_transformer.service.remote.address import SERVER
+    from hvd_transformer.service.remote.client import NoService
+
+    options = shlex.split(sweep.launch)
+    if not local:
+        client = service_options.client_of(server)
+        try:
+            client.get("me")
+        except NoService:
+            if server or os.environ.get(SERVER):
+                raise
+        else:
+            return Queued(client, sweep.ranks, options)
+    return Launched(sweep.ranks, options, sys.stderr.fileno() if silent else None)
+
+
+class Launched:
+    """One `hvd-transformer launch` after the other."""
+
+    def __init__(self, ranks: int, options: Sequence[str], output: int | None) -> None:
+        self._output = output
+        self._words = [sys.executable, "-m", "hvd_transformer.cli.main", "launch", "-np", str(ranks), *options, "--"]
+
+    def run(self, tasks: Sequence[Task], begun: Callable[[], None]) -> Iterator[tuple[Task, int]]:
+        for task in tasks:
+            yield task, self._launch(task)
+
+    def _launch(self, task: Task) -> int:
+        """Ctrl-C reaches the launcher, too, and SIGTERM is passed on: the ranks save first."""
+        asked: list[int] = []
+
+        def pass_on(number: int, frame: FrameType | None) -> None:
+            asked.append(number)
+            launcher.terminate()
+
+        words, environment = [*self._words, *task.words], {**os.environ, "PYTHONSAFEPATH": "1"}
+        launcher = subprocess.Popen(words, env=environment, stdout=self._output)
+        before = signal.signal(signal.SIGTERM, pass_on)
+        try:
+            code = launcher.wait()
+        except KeyboardInterrupt:
+            launcher.wait()
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        if asked:
+            raise KeyboardInterrupt
+        return code
+
+
+class Queued:
+    """Jobs of the service, all of a rung at once. A sweep that goes on waits for those that it had submitted."""
+
+    def __init__(self, client: "Client", ranks: int, options: Sequence[str]) -> None:
+        self._client, self._ranks, self._options = client, ranks, list(options)
+
+    def run(self, tasks: Sequence[Task], begun: Callable[[], None]) -> Iterator[tuple[Task, int]]:
+        by_job: dict[int, Task] = {}
+        for task in tasks:
+            if task.trial.job is None:
+                task.trial.job = self._submit(task)
+                begun()
+            by_job[task.trial.job] = task
+        for job in ends(self._client, list(by_job)):
+            if job["state"] != "SUCCEEDED" and job["reason"]:
+                show_error("hvd-transformer", f"job {job['id']}: {job['reason']}")
+            yield by_job[job["id"]], exit_code(job)
+
+    def _submit(self, task: Task) -> int:
+        request = {
+            "words": task.words,
+            "launch": self._options,
+            "folder": str(Path.cwd()),
+            "num_ranks": self._ranks,
+            "name": task.trial.name,
+            "tags": [f"sweep={task.run.parent.name}"],
+        }
+        answer = self._client.submit(request)
+        return int(answer["ids"][0])

@@ -1,0 +1,96 @@
+"""Runs the trials of a sweep: rung by rung, or one after the other as Optuna suggests them.
+
+A rung resumes each trial's run with a larger training.max_steps, so that no step is trained twice.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from hvd_transformer.errors import WRONG_INPUT, UserError
+from hvd_transformer.sweep.definition import Sweep
+from hvd_transformer.sweep.sampling import all_values, suggested
+from hvd_transformer.sweep.trials import Trial, Trials
+
+
+@dataclass(frozen=True)
+class Task:
+    """One training: a trial up to the end of one rung."""
+
+    trial: Trial
+    words: list[str]  # of hvd-train
+    run: Path  # its run directory
+
+
+class Runner(Protocol):
+    """Runs trainings: here, or through the queue of a service."""
+
+    def run(self, tasks: Sequence[Task], begun: Callable[[], None]) -> Iterator[tuple[Task, int]]:
+        """The trainings and their exit codes, each when it has ended. `begun`: call when a trial has got a job."""
+
+
+def run_sweep(trials: Trials, runner: Runner, show: Callable[[Trial, int | None], None]) -> None:
+    """Run all trials that have no result yet; `show` is called with each one that ends, and its rung.
+
+    Raises `UserError` for wrong input of a trial, and for one that was stopped.
+    """
+    sweep = trials.sweep
+    if sweep.method == "optuna":
+        for number in range(1, (sweep.trials or 0) + 1):
+            before = [(trial.values, trial.value) for trial in trials.all[: number - 1]]
+            known = number <= len(trials.all)
+            _rung(trials, [trials.trial(number, {} if known else suggested(sweep, before))], None, runner, show)
+        return
+    alive = [trials.trial(number, values) for number, values in enumerate(all_values(sweep), start=1)]
+    for max_steps in sweep.rungs:
+        _rung(trials, alive, max_steps, runner, show)
+        if sweep.halving is not None:
+            going = [trial for trial in trials.ranked(alive) if not trial.failed]
+            alive = going[: max(1, len(alive) // sweep.halving.factor)]
+
+
+def _rung(
+    trials: Trials,
+    alive: Sequence[Trial],
+    max_steps: int | None,
+    runner: Runner,
+    show: Callable[[Trial, int | None], None],
+) -> None:
+    rung = "end" if max_steps is None else str(max_steps)
+    trials.save()
+    tasks = [_task(trials, trial, max_steps) for trial in alive if rung not in trial.results and not trial.failed]
+    for task, code in runner.run(tasks, trials.save):
+        summary = _summary(task.run)
+        if code == WRONG_INPUT:
+            raise UserError(f"{task.trial.name}: cannot be trained: {' '.join(task.words)}; its error is above")
+        if code != 0 and summary.get("status") == "stopped":
+            raise UserError(f"{task.trial.name} was stopped; the same command goes on")
+        task.trial.job = None
+        task.trial.results[rung] = _metric(trials.sweep, summary, task.run) if code == 0 else None
+        task.trial.seconds = summary.get("seconds")
+        trials.save()
+        show(task.trial, max_steps)
+
+
+def _task(trials: Trials, trial: Trial, max_steps: int | None) -> Task:
+    run = trials.folder.absolute() / trial.name
+    return Task(trial, [*trials.sweep.words(trial.values, max_steps), f"output_dir={run}"], run)
+
+
+def _summary(run: Path) -> dict[str, Any]:
+    try:
+        summary = json.loads((run / "summary.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return summary if isinstance(summary, dict) else {}
+
+
+def _metric(sweep: Sweep, summary: dict[str, Any], run: Path) -> float | None:
+    """The metric of a run that has finished; None: it is no finite number."""
+    if sweep.metric not in summary:
+        names = [name for name in summary if name.startswith("valid_")]
+        raise UserError(f"metric={sweep.metric}: not in {run / 'summary.json'}, which has {', '.join(names)}")
+    value = summary[sweep.metric]
+    return None if value is None else float(value)

@@ -1,0 +1,218 @@
+"""Which trials a sweep has, which of them go on, and that it goes on where it was interrupted."""
+
+import csv
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import command
+
+from hvd_transformer.cli.sweep import sweep
+from hvd_transformer.errors import UserError
+from hvd_transformer.sweep.definition import Sweep, read_sweep
+from hvd_transformer.sweep.results import table, write_results
+from hvd_transformer.sweep.run import Task, run_sweep
+from hvd_transformer.sweep.sampling import all_values, suggested
+from hvd_transformer.sweep.trials import Trial, Trials
+
+HALVING = {
+    "preset": "tiny",
+    "settings": {"optimizer.schedule": "constant", "training.device": "cpu"},
+    "parameters": {"seed": list(range(1, 10))},
+    "halving": {"steps": [10, 20, 60], "factor": 3},
+}
+
+
+def final_loss(seed: int, steps: int) -> float:
+    """The made-up loss of a trial: it falls with the steps, and who leads at first is not best in the end."""
+    return 3 * (seed * 5 % 7) / steps + seed / 10
+
+
+class FakeTraining:
+    """Trains by writing summary.json. Diverges for the seeds in `diverges`; the user interrupts after `lasts`."""
+
+    def __init__(self, diverges: Sequence[int] = (), lasts: int = 1000) -> None:
+        self.diverges, self.lasts, self.trained = diverges, lasts, []
+
+    def run(self, tasks: Sequence[Task], begun: Callable[[], None]) -> Iterator[tuple[Task, int]]:
+        for task in tasks:
+            if len(self.trained) == self.lasts:
+                raise KeyboardInterrupt
+            given = dict(word.split("=") for word in task.words if "=" in word)
+            seed, steps = int(given["seed"]), int(given.get("training.max_steps", 60))
+            assert task.words[:2] == ["--preset", "tiny"]
+            assert given["output_dir"] == str(task.run)
+            self.trained.append((seed, steps))
+            task.run.mkdir(parents=True, exist_ok=True)
+            summary = {"status": "finished", "steps": steps, "seconds": 1.5, "valid_loss": final_loss(seed, steps)}
+            (task.run / "summary.json").write_text(json.dumps(summary))
+            yield task, int(seed in self.diverges)
+
+
+def no_news(trial: Trial, max_steps: int | None) -> None: ...
+
+
+def expected(diverges: Sequence[int] = ()) -> list[tuple[int, int]]:
+    """What successive halving trains, by its definition."""
+    alive, trained = list(range(1, 10)), []
+    for steps, keep in ((10, 3), (20, 1), (60, 1)):
+        trained += [(seed, steps) for seed in alive]
+        alive = sorted((seed for seed in alive if seed not in diverges), key=lambda seed: final_loss(seed, steps))
+        alive = alive[:keep]
+    return trained
+
+
+@pytest.mark.parametrize("diverges", [(), (7, 3)])
+def test_successive_halving(diverges: Sequence[int], tmp_path: Path) -> None:
+    training = FakeTraining(diverges)
+    trials = Trials(Sweep(**HALVING), tmp_path)
+    run_sweep(trials, training, no_news)
+    assert sorted(training.trained) == sorted(expected(diverges))
+    assert len(training.trained) == 9 + 3 + 1
+    columns, rows = table(trials)
+    assert columns == ["trial", "seed", "steps", "valid_loss", "state", "seconds"]
+    states = [row[4] for row in rows]
+    assert states == ["finished", *["stopped early"] * (8 - len(diverges)), *["failed"] * len(diverges)]
+    best = expected(diverges)[-1][0]
+    assert rows[0][1:4] == [str(best), "60", final_loss(best, 60)]
+
+
+@pytest.mark.parametrize("lasts", [0, 4, 9, 11])
+def test_an_interrupted_sweep_goes_on(lasts: int, tmp_path: Path) -> None:
+    first, second = FakeTraining(lasts=lasts), FakeTraining()
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(Trials(Sweep(**HALVING), tmp_path), first, no_news)
+    run_sweep(Trials(Sweep(**HALVING), tmp_path), second, no_news)
+    assert len(first.trained) == lasts
+    assert sorted(first.trained + second.trained) == sorted(expected())
+    third = FakeTraining()
+    run_sweep(Trials(Sweep(**HALVING), tmp_path), third, no_news)
+    assert third.trained == []
+
+
+def test_another_sweep_does_not_take_the_folder(tmp_path: Path) -> None:
+    Trials(Sweep(**HALVING), tmp_path).save()
+    with pytest.raises(UserError, match="holds a sweep with another halving; choose another output_dir"):
+        Trials(Sweep(**{**HALVING, "halving": {"steps": [10, 30]}}), tmp_path)
+    Trials(Sweep(**{**HALVING, "ranks": 2}), tmp_path)
+
+
+def test_results_are_written(tmp_path: Path) -> None:
+    parameters = {"seed": [1, 2], "optimizer.lr": ["1e-4", "1e-2"], "model.activation": ["gelu", "relu"]}
+    trials = Trials(Sweep(preset="tiny", parameters=parameters), tmp_path)
+    run_sweep(trials, FakeTraining(), no_news)
+    write_results(trials)
+    with (tmp_path / "results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 8
+    assert [float(row["valid_loss"]) for row in rows] == pytest.approx(
+        [final_loss(1, 60)] * 4 + [final_loss(2, 60)] * 4
+    )
+    assert {(row["seed"], row["optimizer.lr"], row["model.activation"]) for row in rows} == {
+        (seed, rate, name) for seed in "12" for rate in ("1e-4", "1e-2") for name in ("gelu", "relu")
+    }
+    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_random_values_are_in_their_ranges_and_more_trials_leave_them_as_they_are() -> None:
+    parameters = {
+        "optimizer.lr": {"min": "1e-4", "max": "1e-2", "scale": "log"},
+        "model.dropout": {"min": 0.0, "max": 0.5},
+        "model.num_layers": {"min": 1, "max": 4},
+        "training.batch_size": {"min": 1, "max": 64, "scale": "log"},
+        "model.norm": ["pre", "post"],
+    }
+    few, many = (all_values(Sweep(parameters=parameters, method="random", trials=n)) for n in (50, 1000))
+    assert many[:50] == few
+    rates = sorted(math.log10(values["optimizer.lr"]) for values in many)
+    assert rates[0] >= -4 and rates[-1] <= -2
+    for part in (1, 2, 3):  # uniform in the logarithm: its quartiles
+        assert rates[250 * part] == pytest.approx(-4 + part / 2, abs=0.1)
+    dropouts = sorted(values["model.dropout"] for values in many)
+    assert dropouts[0] >= 0 and dropouts[-1] <= 0.5 and dropouts[500] == pytest.approx(0.25, abs=0.03)
+    assert {values["model.num_layers"] for values in many} == {1, 2, 3, 4}
+    sizes = [values["training.batch_size"] for values in many]
+    assert {1, 64} <= set(sizes) <= set(range(1, 65))
+    assert sum(size < 8 for size in sizes) == pytest.approx(557, abs=50)  # log(7.5 / 0.5) / log(64.5 / 0.5) = 0.56
+    assert {values["model.norm"] for values in many} == {"pre", "post"}
+
+
+def test_optuna_learns_from_the_trials_before() -> None:
+    parameters = {"optimizer.lr": {"min": 1e-5, "max": 1.0, "scale": "log"}, "model.norm": ["pre", "post"]}
+    chosen = Sweep(parameters=parameters, method="optuna", trials=40, metric="valid_f1")
+
+    def score(values: dict[str, Any]) -> float | None:
+        if values["optimizer.lr"] > 0.3:
+            return None  # diverged
+        return -abs(math.log10(values["optimizer.lr"]) + 2) - (values["model.norm"] == "post")
+
+    done: list[tuple[dict[str, Any], float | None]] = []
+    for _ in range(40):
+        values = suggested(chosen, done)
+        assert values == suggested(chosen, done)  # what an interrupted sweep would try
+        done.append((values, score(values)))
+    last = [values for values, _ in done[-10:]]
+    assert sum(values["model.norm"] == "pre" for values in last) >= 8
+    assert sum(-3 < math.log10(values["optimizer.lr"]) < -1 for values in last) >= 8
+
+
+PARAMETERS = "parameters: {optimizer.lr: [1e-3, 1e-2]}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("", "must contain keys and values; its keys are preset, config, settings, parameters, method"),
+        ("parameters: [", "line 1: not valid YAML"),
+        ("parameters: {}\n", "parameters: {}: must be keys, each with a list of values, or a range such as {min:"),
+        ("trials: 3\n", "parameters: missing; must be keys, each with"),
+        (PARAMETERS + "metrik: valid_loss\n", "metrik: unknown key; the keys are preset, config"),
+        (PARAMETERS + "metric: test_loss\n", "metric: test_loss: must be train_loss, or a metric of"),
+        (PARAMETERS + "direction: up\n", "direction: up: must be minimize or maximize"),
+        (PARAMETERS + "ranks: 0\n", "ranks: 0: must be a number from 1 on"),
+        (PARAMETERS + "trials: 3\n", "trials: not with method=grid, which tries all combinations"),
+        (PARAMETERS + "method: random\n", "trials: missing; must be a number from 1 to 1000"),
+        (PARAMETERS + "method: best\n", "method: best: must be grid, random or optuna"),
+        (PARAMETERS + "halving: {steps: [30, 10]}\n", "halving: [30, 10]: must be steps and factor, such as"),
+        (PARAMETERS + "halving: {steps: [10]}\n", "halving: {steps: [10]}: must be steps and factor, such as"),
+        (PARAMETERS + "halving: {steps: [10, 30]}\n", "halving: not with optimizer.schedule=cosine, whose"),
+        (PARAMETERS + "preset: tiny\nsettings: {optimizer.lr: 1}\n", "optimizer.lr: is in settings, too"),
+        (PARAMETERS + "preset: huge\n", "--preset huge: no such preset"),
+        (PARAMETERS + "settings: {training.batch_size: 0}\n", "training.batch_size=0"),
+        ("parameters: {optimizer.rate: [1]}\n", "parameters: optimizer.rate: no key of hvd-train"),
+        ("parameters: {optimizer.lr: 3}\n", "parameters: optimizer.lr: 3: must be a list of values, or a range"),
+        ("parameters: {optimizer.lr: [-1]}\n", "optimizer.lr=-1 (command line): must"),
+        ("parameters: {optimizer.lr: {min: 1, max: 2}}\n", "optimizer.lr: a range, of which method=grid has no values"),
+        ("parameters: {seed: {min: 2, max: 1}}\nmethod: random\ntrials: 2\n", "min must be below max"),
+        ("parameters: {seed: {min: 0, max: 9, scale: log}}\nmethod: random\ntrials: 2\n", "with scale=log above 0"),
+        ("parameters: {output_dir: [a, b]}\n", "parameters: output_dir: the sweep sets it"),
+        (f"parameters: {{seed: {list(range(40))}, data.min_frequency: {list(range(1, 41))}}}\n", "1,600 combinations"),
+    ],
+)  # fmt: skip
+def test_a_wrong_file_is_refused_in_one_line(text: str, line: str, tmp_path: Path) -> None:
+    file = tmp_path / "sweep.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError) as refused:  # with which every command exits with code 2
+        sweep.main([str(file), "--local"], standalone_mode=False)
+    assert line in str(refused.value) and "\n" not in str(refused.value)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_optuna_is_optional(tmp_path: Path) -> None:
+    (tmp_path / "sweep.yaml").write_text(PARAMETERS + "method: optuna\ntrials: 2\n")
+    done = command("hvd-transformer", "sweep", "sweep.yaml", folder=tmp_path, hide=["optuna"])
+    assert done.returncode == 2
+    assert "method=optuna: not installed; install it with: pip install 'hvd-transformer[sweep]'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("metric", "direction", "sign"),
+    [("valid_loss", None, 1), ("valid_perplexity", None, 1), ("valid_bleu", None, -1), ("valid_rmse", "minimize", 1)],
+)
+def test_the_direction_follows_from_the_metric(metric: str, direction: str | None, sign: int, tmp_path: Path) -> None:
+    file = tmp_path / "sweep.yaml"
+    file.write_text(PARAMETERS + f"metric: {metric}\n" + (f"direction: {direction}\n" if direction else ""))
+    assert read_sweep(file).sign == sign
