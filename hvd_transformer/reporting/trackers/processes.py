@@ -23,6 +23,7 @@ FILE = "tracking.json"  # in the run directory: the id of the run
 _MODULE = "hvd_transformer.reporting.trackers.tracker_process"
 _CHECK_SECONDS = 120.0
 _END_SECONDS = 60.0
+_STOP_SECONDS = 10.0  # whoever stops a job kills it soon; the resumed run sends the rest
 # A start may differ from the one before in these, and still repeat its steps.
 _WITHOUT_EFFECT = ("checkpoint.resume", "output_dir", "tracking", "tracking_project")
 
@@ -78,7 +79,7 @@ class Trackers:
     def end(self, status: str, summary: Mapping[str, Any], warn: Callable[[str], None]) -> None:
         """Send the rest and end the run; waits for that, but not for a server that does not answer."""
         self._order({"end": {"status": status, "summary": dict(summary)}})
-        deadline = time.monotonic() + _END_SECONDS
+        deadline = time.monotonic() + (_END_SECONDS if status == "finished" else _STOP_SECONDS)
         for name, process in self._processes.items():
             done = False
             while not done and time.monotonic() < deadline:
