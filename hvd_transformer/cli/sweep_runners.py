@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hvd_transformer.cli import service_options
 from hvd_transformer.cli.main import show as show_error
@@ -60,6 +60,7 @@ class Launched:
             asked.append(number)
             launcher.terminate()
 
+        _forget_end(task)
         words, environment = [*self._words, *task.words], {**os.environ, "PYTHONSAFEPATH": "1"}
         launcher = subprocess.Popen(words, env=environment, stdout=self._output)
         before = signal.signal(signal.SIGTERM, pass_on)
@@ -91,7 +92,7 @@ class Queued:
         for job in ends(self._client, list(by_job)):
             if job["state"] != "SUCCEEDED" and job["reason"]:
                 show_error("hvd-transformer", f"job {job['id']}: {job['reason']}")
-            yield by_job[job["id"]], exit_code(job)
+            yield by_job[job["id"]], _code(job)
 
     def _submit(self, task: Task) -> int:
         request = {
@@ -102,5 +103,19 @@ class Queued:
             "name": task.trial.name,
             "tags": [f"sweep={task.run.parent.name}"],
         }
+        _forget_end(task)
         answer = self._client.submit(request)
         return int(answer["ids"][0])
+
+
+def _forget_end(task: Task) -> None:
+    """A start that crashes leaves no summary of its own."""
+    (task.run / "summary.json").unlink(missing_ok=True)
+
+
+def _code(job: dict[str, Any]) -> int:
+    """The exit code of a job that has ended; below 0 if it was cancelled or its launcher killed."""
+    if job["state"] == "CANCELLED":
+        return -signal.SIGTERM
+    ended = job["attempts"][-1]["code"] if job["attempts"] else None
+    return int(ended) if ended is not None and ended < 0 else exit_code(job)

@@ -28,6 +28,7 @@ _USER_ERRNOS = {
     errno.EACCES,
     errno.EDQUOT,
     errno.EEXIST,
+    errno.ENOENT,  # a file of the source that was removed meanwhile
     errno.ENOSPC,
     errno.ENOTDIR,
     errno.EPERM,

@@ -37,6 +37,8 @@ class CorpusPieces:
 
         Raises `Stopped`, and `OSError`, after which the next start resumes, if a shard has changed meanwhile.
         """
+        for span in spans:
+            self._check_unchanged(span.path)
         reported, sizes = time.monotonic(), [span.size for span in spans]
         for number, span in enumerate(spans[start.span :], start=start.span):
             self._check_unchanged(span.path)

@@ -7,13 +7,14 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hvd_transformer.config.mixture import mixed_sources
 from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data.build_once import PrepareContext
 from hvd_transformer.data.corpus_pieces import CorpusPieces, Spans
 from hvd_transformer.data.load_tokenizer import load_tokenizer
 from hvd_transformer.data.parquet import Rows
 from hvd_transformer.data.prepare_folder import prepare_folder
-from hvd_transformer.data.shards import cut_splits, text_bytes
+from hvd_transformer.data.shards import check_shards, cut_splits, text_bytes
 from hvd_transformer.data.text_corpus import Corpus
 from hvd_transformer.data.text_files import Piece
 from hvd_transformer.data.tokenizers import (
@@ -83,6 +84,8 @@ def learn_common_tokenizer(config: DataConfig, corpora: Sequence[Corpus], contex
     settings = {"format": FORMAT, "corpora": [corpus.identity for corpus in corpora], **own}
 
     def write(folder: Path) -> dict[str, Any]:
+        for source, corpus in zip(mixed_sources(config), corpora, strict=True):
+            check_shards({"source": source.config.source, "corpus": corpus.identity}, folder.parent)
         context.report(f"Learning one tokenizer {config.tokenizer} for {', '.join(corpus.name for corpus in corpora)}")
         tokenizer = learn_tokenizer(
             [(CorpusPieces(config, corpus, context), cut_splits(corpus.splits, context)["train"]) for corpus in corpora]

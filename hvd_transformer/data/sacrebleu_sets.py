@@ -1,10 +1,12 @@
 """Test sets by sacrebleu's own download: `data.test=sacrebleu:wmt14`, between the languages of the data."""
 
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
 
 from hvd_transformer.config.schema import DataConfig
+from hvd_transformer.data.build_once import build_once
 from hvd_transformer.data.splits import Files
 from hvd_transformer.errors import UserError
 
@@ -13,8 +15,9 @@ _STALL_SECONDS = 60.0
 
 
 def sacrebleu_files(config: DataConfig) -> Files:
-    """The source file and the first reference of the test set that `data.test` names, in sacrebleu's cache (the folder
-    SACREBLEU, by default ~/.sacrebleu), downloaded unless it is there.
+    """The source file and the first reference of the test set that `data.test` names, in `data.cache_dir`. They come
+    from sacrebleu's cache (the folder SACREBLEU, by default ~/.sacrebleu), to which they are downloaded unless they are
+    there: by one rank per cache, as sacrebleu's own files grow under their final names.
 
     Raises `UserError` if sacrebleu does not know the set or the language pair, or if it cannot be downloaded.
     """
@@ -27,6 +30,22 @@ def sacrebleu_files(config: DataConfig) -> Files:
     data_set = DATASETS[name]
     if pair not in data_set.langpairs:
         raise UserError(f"{given}: not for {pair}; it has {', '.join(sorted(data_set.langpairs))}")
+    languages = config.source_language, config.target_language
+    folder = Path(config.cache_dir).expanduser().absolute() / f"{PREFIX[:-1]}-{name.replace('/', '-')}-{pair}"
+
+    def load(folder: Path) -> Files | None:
+        files = tuple(folder / f"test.{language}" for language in languages)
+        return files if all(file.is_file() for file in files) else None
+
+    def build(aside: Path) -> None:
+        for file, language in zip(_fetch(data_set, pair, given), languages, strict=True):
+            shutil.copyfile(file, aside / f"test.{language}")
+
+    return build_once(folder, load, build, lambda: False)
+
+
+def _fetch(data_set: Any, pair: str, given: str) -> Files:
+    """The files in sacrebleu's cache."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(_STALL_SECONDS)  # sacrebleu sets none
     try:

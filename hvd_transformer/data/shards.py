@@ -111,14 +111,17 @@ def check_shards(settings: dict[str, Any], prepared: Path) -> None:
     """Raise `UserError` if a file of an earlier preparation of the same source, finished or not, vanished or changed:
     training would go on with other data. Added files are no error."""
     corpus = settings["corpus"]
-    if "shards" not in corpus:
+    if "train" not in corpus.get("splits", ()) or "shards" not in corpus:  # to be evaluated, or a single file
         return
+    folders = {Path(path).parent for path, *_ in corpus["shards"]}
     earlier = dict[Path, list[Any]]()
     for index in sorted([*prepared.glob("*/index.json"), *prepared.glob(f".*.tmp/{PROGRESS}")]):
         try:
             found = json.loads(index.read_text(encoding="utf-8"))["settings"]
-            if found["source"] == settings["source"]:
-                earlier[index.parent] = found["corpus"]["shards"]
+            own = found["corpus"]
+            of_these = folders & {Path(path).parent for path, *_ in own["shards"]}  # the source may be a relative path
+            if found["source"] == settings["source"] and "train" in own["splits"] and of_these:
+                earlier[index.parent] = own["shards"]
         except (OSError, ValueError, KeyError, TypeError):
             continue  # damaged, or no such corpus
     if corpus["shards"] in earlier.values():

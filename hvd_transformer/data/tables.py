@@ -89,7 +89,7 @@ def json_objects(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str, 
         place = f"{path}, line {number}"
         try:
             values = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{place}: no valid JSON: {error}") from None
         if not isinstance(values, dict):
             shape = ", ".join(f'"{name}": …' for name in columns.values())

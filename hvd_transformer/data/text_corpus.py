@@ -1,6 +1,7 @@
 """Running text and documents: `data.source` and `data.split` give the files of every split, and their parts."""
 
 import glob
+import re
 import sys
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -37,6 +38,7 @@ _STEMS = {"train": ("train",), "valid": ("valid", "validation", "val"), "test": 
 _TEXTS = ("{}.txt", "{}.raw", "wiki.{}.tokens", "wiki.{}.raw", "ptb.{}.txt", "{}.jsonl")
 _PATTERNS = (*_TEXTS, *(pattern for ending in ENDINGS if (pattern := f"{{}}{ending}") not in _TEXTS))
 _SHARDS = "{}[-_.]*"  # as Hugging Face names them: train-00000-of-00008.parquet
+_NAMED = "(?:{})[-_.]"
 Corpus = Source[TextSplit]
 
 
@@ -50,6 +52,7 @@ def open_corpus(config: DataConfig, context: PrepareContext = ALONE) -> Corpus |
     if source in SOURCES:
         check_no_names(config, f"{source} is no folder")
     if source == "python-docs":
+        _refuse_column(config, source)
         return _open_python_docs(Path(config.cache_dir).expanduser().absolute(), context)
     if source in TEXTS:
         return _open_folder(fetch_published(config, TEXTS, context), config, source)
@@ -58,9 +61,13 @@ def open_corpus(config: DataConfig, context: PrepareContext = ALONE) -> Corpus |
         if path.is_dir():
             path = path.resolve()
             stems = split_stems(config, _STEMS)
-            return (None if _find(path, config) else open_token_folder(path, stems)) or _open_folder(path, config)
+            if not _find(path, config) and (folder := open_token_folder(path, stems)) is not None:
+                _refuse_column(config, str(path))
+                return folder
+            return _open_folder(path, config)
         if (tokens := open_token_file(path, config.split)) is not None:
             check_no_names(config, f"{path} is one file, which data.split splits")
+            _refuse_column(config, str(path))
             return tokens
         if path.is_file():
             check_no_names(config, f"{path} is one file, which data.split splits")
@@ -182,7 +189,8 @@ def _open_pattern(pattern: Path, config: DataConfig) -> Corpus:
     files = find_shards(Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor))), given)
     if not files:
         raise UserError(f"{given}: no such file; names must end in {', '.join(ENDINGS)}")
-    named = [split for split in SPLITS if any(file.name.startswith(_STEMS[split]) for file in files)]
+    names = {split: re.compile(_NAMED.format("|".join(_STEMS[split]))) for split in SPLITS}
+    named = [split for split in SPLITS if any(names[split].match(file.name) for file in files)]
     if len(named) > 1:
         raise UserError(
             f"{given}: has files of the splits {' and '.join(named)}; name their folder, or the files of one split"
@@ -217,11 +225,15 @@ def _column(path: Path, config: DataConfig) -> str | None:
     """The column with the text, of documents. Raises `UserError` if one is named for another file."""
     if has_documents(path):
         return config.text_column
+    _refuse_column(config, str(path))
+    return None
+
+
+def _refuse_column(config: DataConfig, given: str) -> None:
     if config.text_column != type(config).model_fields["text_column"].default:
         raise UserError(
-            f"data.text_column={config.text_column}: {path} has no columns; it must end in .jsonl or {PARQUET}"
+            f"data.text_column={config.text_column}: {given} has no columns; it must end in .jsonl or {PARQUET}"
         )
-    return None
 
 
 def _corpus(name: str, splits: dict[str, TextSplit]) -> Corpus:

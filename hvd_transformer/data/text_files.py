@@ -80,7 +80,7 @@ def _document(line: bytes, column: str) -> str:
         found = json.loads(line)
     except UnicodeDecodeError as error:
         raise ValueError(f"no valid UTF-8: {error.reason}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not valid JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"must be a JSON object with the column {column}")

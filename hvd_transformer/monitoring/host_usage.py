@@ -49,7 +49,7 @@ class HostMeter:
             import psutil
         except ImportError:
             return None
-        counters = [card for name, card in psutil.net_io_counters(pernic=True).items() if not name.startswith("lo")]
+        counters = [card for name, card in psutil.net_io_counters(pernic=True).items() if _is_card(name)]
         now = time.monotonic(), sum(card.bytes_sent for card in counters), sum(card.bytes_recv for card in counters)
         cpu = psutil.cpu_percent() / 100  # since its last call
         before, self._before = self._before, now
@@ -57,3 +57,8 @@ class HostMeter:
             seconds, sent, received = (new - old for new, old in zip(now, before, strict=True))
             self._usage = HostUsage(cpu, max(0.0, sent / seconds), max(0.0, received / seconds))
         return self._usage
+
+
+def _is_card(name: str) -> bool:
+    """Neither the host itself nor an interface on top of others (bond, VLAN, bridge), which has their bytes again."""
+    return not name.startswith("lo") and not any(Path(f"/sys/class/net/{name}").glob("lower_*"))

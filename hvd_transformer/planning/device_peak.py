@@ -33,7 +33,7 @@ def device_peak(device: torch.device, precision: Precision) -> Peak | None:
         found = load(str(file))
         if found.device == name and precision in found.matmul:
             return _peak(found, precision, f"measured, {file}")
-    if device.type == "cuda":
+    if device.type == "cuda" and "MIG" not in name:  # a slice of a GPU
         for built_in in map(load, device_names()):
             if precision in built_in.matmul and any(part in name for part in built_in.gpu_names or ()):
                 return _peak(built_in, precision, f"published for {built_in.device}")
@@ -49,7 +49,7 @@ def find_peak(device: torch.device, precision: Precision) -> tuple[Peak | None, 
     """The peak, and a line for the log: which peak `mfu` is relative to, or why there is none."""
     try:
         peak = device_peak(device, precision)
-    except UserError as error:
+    except (UserError, OSError, RuntimeError) as error:  # without a home folder, or with another user's
         return None, f"no mfu: {error}"
     if peak is None:
         return None, f"no mfu: the peak of {device_name(device)} in {precision} is not known; `bench train` measures it"

@@ -1,5 +1,6 @@
 """A sweep's file: parameters, metric, number of trials, ranks, early stopping. Wrong files are refused in one line."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -138,12 +139,18 @@ def read_sweep(file: Path) -> Sweep:
 
 def _check(sweep: Sweep, file: Path) -> None:
     """Raise `UserError` for keys that do not fit together."""
+    try:
+        shlex.split(sweep.launch)
+    except ValueError as error:
+        raise UserError(f"{file}: launch: {sweep.launch}: {error}") from None
+    for section in ("parameters", "settings"):
+        for key in getattr(sweep, section):
+            if key in ("output_dir", "checkpoint.resume") or (sweep.halving and key == "training.max_steps"):
+                raise UserError(f"{file}: {section}: {key}: the sweep sets it")
     for key, values in sweep.parameters.items():
         where = f"{file}: parameters: {key}"
         if key not in KEYS:
             raise UserError(f"{where}: no key of hvd-train; see hvd-train --help")
-        if key in ("output_dir", "checkpoint.resume") or (sweep.halving and key == "training.max_steps"):
-            raise UserError(f"{where}: the sweep sets it")
         if key in sweep.settings:
             raise UserError(f"{where}: is in settings, too; it belongs in one of them")
         if isinstance(values, Range):

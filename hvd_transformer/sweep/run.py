@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from hvd_transformer.errors import WRONG_INPUT, UserError
+from hvd_transformer.errors import STALLED, WRONG_INPUT, UserError
 from hvd_transformer.sweep.definition import Sweep
 from hvd_transformer.sweep.sampling import all_values, suggested
 from hvd_transformer.sweep.trials import Trial, Trials
@@ -28,13 +28,14 @@ class Runner(Protocol):
     """Runs trainings: here, or through the queue of a service."""
 
     def run(self, tasks: Sequence[Task], begun: Callable[[], None]) -> Iterator[tuple[Task, int]]:
-        """The trainings and their exit codes, each when it has ended. `begun`: call when a trial has got a job."""
+        """The trainings and their exit codes, each when it has ended; below 0: it was ended from outside. `begun`: call
+        when a trial has got a job."""
 
 
 def run_sweep(trials: Trials, runner: Runner, show: Callable[[Trial, int | None], None]) -> None:
     """Run all trials that have no result yet; `show` is called with each one that ends, and its rung.
 
-    Raises `UserError` for wrong input of a trial, and for one that was stopped.
+    Raises `UserError` for wrong input of a trial, and for one that was ended from outside, which is no result.
     """
     sweep = trials.sweep
     if sweep.method == "optuna":
@@ -46,9 +47,8 @@ def run_sweep(trials: Trials, runner: Runner, show: Callable[[Trial, int | None]
     alive = [trials.trial(number, values) for number, values in enumerate(all_values(sweep), start=1)]
     for max_steps in sweep.rungs:
         _rung(trials, alive, max_steps, runner, show)
-        if sweep.halving is not None:
-            going = [trial for trial in trials.ranked(alive) if not trial.failed]
-            alive = going[: max(1, len(alive) // sweep.halving.factor)]
+        if sweep.halving is not None and max_steps is not None:
+            alive = trials.best(alive, max_steps)[: max(1, len(alive) // sweep.halving.factor)]
 
 
 def _rung(
@@ -63,11 +63,13 @@ def _rung(
     tasks = [_task(trials, trial, max_steps) for trial in alive if rung not in trial.results and not trial.failed]
     for task, code in runner.run(tasks, trials.save):
         summary = _summary(task.run)
-        if code == WRONG_INPUT:
-            raise UserError(f"{task.trial.name}: cannot be trained: {' '.join(task.words)}; its error is above")
-        if code != 0 and summary.get("status") == "stopped":
-            raise UserError(f"{task.trial.name} was stopped; the same command goes on")
         task.trial.job = None
+        if code == WRONG_INPUT:
+            trials.save()
+            raise UserError(f"{task.trial.name}: cannot be trained: {' '.join(task.words)}; its error is above")
+        if code < 0 or code == STALLED or (code != 0 and summary.get("status") == "stopped"):
+            trials.save()
+            raise UserError(f"{task.trial.name} was stopped (exit code {code}); the same command goes on")
         task.trial.results[rung] = _metric(trials.sweep, summary, task.run) if code == 0 else None
         task.trial.seconds = summary.get("seconds")
         trials.save()

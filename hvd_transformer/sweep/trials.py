@@ -58,10 +58,13 @@ class Trials:
             return
         except (OSError, ValueError) as error:
             raise UserError(f"{self._file}: cannot be read: {error}") from None
+        try:
+            known, self.all = dict(saved["sweep"]), [Trial(**trial) for trial in saved["trials"]]
+        except (KeyError, TypeError, ValueError):
+            raise UserError(f"{self._file}: not written by hvd-transformer sweep; choose another output_dir") from None
         for key, value in self._definition.items():
-            if saved["sweep"].get(key) != json.loads(json.dumps(value)):
+            if known.get(key) != json.loads(json.dumps(value)):
                 raise UserError(f"{folder}: holds a sweep with another {key}; choose another output_dir")
-        self.all = [Trial(**trial) for trial in saved["trials"]]
 
     def trial(self, number: int, values: dict[str, Any]) -> Trial:
         """The trial of this number from 1 on; a new one gets these values."""
@@ -77,6 +80,12 @@ class Trials:
             atomic.write_text(self._file, json.dumps(document, indent=1) + "\n")
         except OSError as error:
             raise UserError(f"{self._file}: cannot be written: {error.strerror}") from None
+
+    def best(self, trials: Iterable[Trial], rung: int) -> list[Trial]:
+        """Those that have finished this rung, best first, also if they failed later."""
+        values = {trial.number: trial.results.get(str(rung)) for trial in trials}
+        found = [trial for trial in trials if values[trial.number] is not None]
+        return sorted(found, key=lambda trial: self.sweep.sign * (values[trial.number] or 0.0))
 
     def ranked(self, trials: Iterable[Trial]) -> list[Trial]:
         """Best first: who has finished more rungs, then by the metric; those without result last."""

@@ -67,7 +67,8 @@ class LanguageModelTask(DecoderTask):
         self.samples: WindowDataset | BlendedDataset | ColumnDataset
         shortest = min(map(len, _files(tokens)))
         if isinstance(tokens, MixedTokens):
-            needed = length + 1
+            needed, trained = length + 1, zip(tokens.files, mixed_sources(config.data), strict=True)
+            shortest = min(len(file) for file, source in trained if source.weight != 0)
             self.samples = self._mixture(tokens)
             self.sampler = StepSampler(self.samples.num_items, num_samples, training.batch_size, replica)
         elif config.data.batching == "windows":

@@ -12,6 +12,7 @@ import torch
 from hvd_transformer.comm.world import World
 from hvd_transformer.monitoring.host_usage import HostMeter, HostUsage, peak_resident_bytes
 from hvd_transformer.parallel.mesh import ParallelMesh
+from hvd_transformer.parallel.pipeline import worker_threads
 from hvd_transformer.training.state import StepResult
 
 
@@ -20,6 +21,10 @@ class StepCosts:
 
     def __init__(self, world: World, mesh: ParallelMesh, peak: float | None = None) -> None:
         self._world, self._mesh, self._peak = world, mesh, peak
+        stages = len(mesh.devices)
+        # Of a rank. The stages on a CPU share its threads, whose peak it is.
+        shared = worker_threads(stages) / torch.get_num_threads() if mesh.device.type == "cpu" else 1.0
+        self._devices = stages * shared
         first_on_host = world.hosts.index(world.hosts[world.rank]) == world.rank
         self._meter = HostMeter() if first_on_host else None
         self._begin()
@@ -57,8 +62,7 @@ class StepCosts:
         flops, seconds, data, communication, hosts, cpu, sent, received, *memory = sums
         found: dict[str, float] = {}
         if self._peak is not None and flops:
-            devices = size * len(self._mesh.devices)
-            found["mfu"] = flops / (seconds / size) / (devices * self._peak)
+            found["mfu"] = flops / seconds / (self._devices * self._peak)
         found["peak_memory_bytes"] = int(max(memory))
         found["data_wait_milliseconds"] = 1000 * data / size / steps
         if size > 1:  # alone, a GPU computes while the host waits

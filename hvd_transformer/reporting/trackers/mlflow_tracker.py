@@ -8,12 +8,13 @@ from urllib.parse import urlsplit
 
 from hvd_transformer.config.load import shown
 from hvd_transformer.reporting.step_lines import is_number
-from hvd_transformer.reporting.trackers.tracker import DEFAULT_PROJECT, Job, Refused, Row, in_parts
+from hvd_transformer.reporting.trackers.tracker import DEFAULT_PROJECT, Job, Refused, Row, in_parts, without_passwords
 
 # Which run of a job an MLflow run is: MLflow chooses its own ids.
 _TAG = "hvd_transformer.run"
 # Limits of one request, from MLflow's REST API.
 _MOST_METRICS, _MOST_PARAMETERS, _MOST_CHARACTERS = 1000, 100, 6000
+_SUMMARY = "summary/"  # metrics of the end of a start, which may be of a later step than the rows that are there
 _STATES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _OF_SERVERS = ("http", "https", "sqlite", "postgresql", "mysql", "mssql")
 
@@ -39,7 +40,7 @@ class MlflowTracker:
             mlflow.MlflowClient()
         except Exception as error:  # of many kinds
             reason = " ".join(str(error).split())
-            raise Refused(f"MLFLOW_TRACKING_URI={uri}: {reason}") from None
+            raise Refused(without_passwords(f"MLFLOW_TRACKING_URI={uri}: {reason}")) from None
 
     def open(self, job: Job) -> int:
         import mlflow
@@ -56,7 +57,8 @@ class MlflowTracker:
         self._last = {metric.key: metric.step for metric in run.data.to_proto().metrics}
         self._log_parameters({key: value for key, value in job.config.items() if key not in run.data.params})
         # The values of the last step may not all be there: `log` knows.
-        return max(self._last.values(), default=0) - 1
+        own = (step for key, step in self._last.items() if not key.startswith(_SUMMARY))
+        return max(own, default=0) - 1
 
     def log(self, rows: Sequence[Row]) -> None:
         from mlflow.entities import Metric
@@ -73,7 +75,7 @@ class MlflowTracker:
 
     def close(self, status: str, summary: Mapping[str, Any]) -> None:
         step = int(summary.get("steps", 0))
-        numbers = {f"summary/{key}": value for key, value in summary.items() if is_number(value)}
+        numbers = {f"{_SUMMARY}{key}": value for key, value in summary.items() if is_number(value)}
         self.log([(step, numbers)])
         for key, value in summary.items():
             if isinstance(value, str):

@@ -1,5 +1,6 @@
 """What the process of a tracker asks of it, and what it knows of the job."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -43,3 +44,8 @@ class Tracker(Protocol):
 def in_parts(items: Sequence[Any], size: int) -> Iterable[Sequence[Any]]:
     """Slices of at most `size` items: servers limit their requests."""
     return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def without_passwords(text: str) -> str:
+    """The text without the users and passwords of addresses in it."""
+    return re.sub(r"://[^/@\s]+@", "://…@", text)

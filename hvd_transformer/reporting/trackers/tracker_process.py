@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import queue
+import signal
 import sys
 import threading
 import time
@@ -22,7 +23,7 @@ from typing import Any, TextIO
 
 from hvd_transformer.reporting.step_lines import is_number, read_line
 from hvd_transformer.reporting.trackers.mlflow_tracker import MlflowTracker
-from hvd_transformer.reporting.trackers.tracker import Job, Refused, Row, Tracker
+from hvd_transformer.reporting.trackers.tracker import Job, Refused, Row, Tracker, without_passwords
 from hvd_transformer.reporting.trackers.trackio_tracker import TrackioTracker
 from hvd_transformer.reporting.trackers.wandb_tracker import WandbTracker
 
@@ -45,19 +46,26 @@ class Rows:
     def take(self, *, last: bool = False) -> list[Row]:
         """Rows that are whole, of at most 1 MiB of the file; empty: no more for now. `last`: no line will follow."""
         rows: list[Row] = []
-        for line in self._lines():
-            row = read_line(line)
-            if row is None or row["step"] <= self._after:
-                continue
-            step = int(row.pop("step"))
-            if self._open is not None and self._open[0] != step:
-                rows.append(self._open)
-                self._after, self._open = self._open[0], None
-            values = {} if self._open is None else self._open[1]
-            self._open = step, values | {key: value for key, value in row.items() if is_number(value)}
+        while not rows:  # a part of the file may have only what the tracker has already
+            before = self._offset
+            for line in self._lines():
+                self._add(line, rows)
+            if self._offset == before:
+                break
         if last and not rows and self._open is not None:
             rows, self._after, self._open = [self._open], self._open[0], None
         return rows
+
+    def _add(self, line: bytes, rows: list[Row]) -> None:
+        row = read_line(line)
+        if row is None or row["step"] <= self._after:
+            return
+        step = int(row.pop("step"))
+        if self._open is not None and self._open[0] != step:
+            rows.append(self._open)
+            self._after, self._open = self._open[0], None
+        values = {} if self._open is None else self._open[1]
+        self._open = step, values | {key: value for key, value in row.items() if is_number(value)}
 
     def _lines(self) -> Iterator[bytes]:
         with self._path.open("rb") as file:
@@ -94,7 +102,7 @@ class TrackerProcess:
             action()
         except Exception as error:  # whatever a library may raise
             if self._failures == 0:
-                reason = " ".join(str(error).split()) or type(error).__name__
+                reason = without_passwords(" ".join(str(error).split())) or type(error).__name__
                 self._tell(f"{reason[:300]}; training continues, and the steps are sent later")
             self._failures += 1
             self._rows = None  # asks the tracker again what it has
@@ -125,6 +133,8 @@ class TrackerProcess:
 
 def main() -> None:
     """`python -m … NAME`, started by `processes.Trackers`."""
+    # Slurm signals every process of a job; rank 0 says when this one ends.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # What libraries print must not be taken for ours.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)
@@ -147,7 +157,7 @@ def main() -> None:
         say("refused", str(error))
         return
     except Exception as error:  # broken packages fail in many ways
-        say("refused", f"cannot be used: {type(error).__name__}: {error}")
+        say("refused", without_passwords(f"cannot be used: {type(error).__name__}: {error}"))
         return
     say("ready")
     job = orders.get().get("follow")
@@ -180,7 +190,7 @@ def _log_to(file: Path) -> None:
     """What libraries print goes there. The lock of the file waits for the process of a start before, which may be
     sending its last rows; children that have inherited the descriptor (wandb-core) hold it, too."""
     try:
-        number = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        number = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)  # addresses may hold passwords
     except OSError:
         return
     deadline = time.monotonic() + 2 * _LEAVE_SECONDS

@@ -49,7 +49,8 @@ def read(folder: Path, *words: str) -> dict[str, list[tuple[str, ...]]]:
     for split in ("train", "valid"):
         for language in ("de", "en", "fr"):
             (folder / f"{split}.{language}").write_text(f"{split}\n")
-    config = load(overrides=["task=translation", "data.test=sacrebleu:own", *words]).data
+    given = ["task=translation", "data.test=sacrebleu:own", f"data.cache_dir={folder / 'ours'}"]
+    config = load(overrides=[*given, *words]).data
     source = PairFiles(config).open(folder, seed=1)
     return {split: [row.texts for row in rows()] for split, rows in source.splits.items()}
 

@@ -21,8 +21,9 @@ from hvd_transformer.config.schema import flatten
 from hvd_transformer.errors import UserError
 from hvd_transformer.reporting.metrics_log import MetricsLog, read_rows
 from hvd_transformer.reporting.trackers import processes, tracker_process
+from hvd_transformer.reporting.trackers.mlflow_tracker import MlflowTracker
 from hvd_transformer.reporting.trackers.processes import Trackers, run_id
-from hvd_transformer.reporting.trackers.tracker import Job, Row
+from hvd_transformer.reporting.trackers.tracker import Job, Row, without_passwords
 from hvd_transformer.reporting.trackers.tracker_process import Rows, TrackerProcess
 
 # As rank 0: writes the steps from one after the checkpoint on, then ends or waits to be killed.
@@ -223,6 +224,41 @@ def test_a_step_is_sent_when_it_is_whole(tmp_path: Path) -> None:
         file.write('{"step": 4, "los')
     assert rows.take() == []
     assert rows.take(last=True) == [(3, {"loss": 3.0, "valid_f1": 0.5})]
+
+
+def test_what_a_tracker_has_already_is_passed_however_much_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracker_process, "_MOST_BYTES", 200)  # less than the lines of ten steps
+    log = MetricsLog(tmp_path, 0, pytest.fail)
+    for step in range(1, 101):
+        log.write(step, loss=float(step))
+    rows, found = Rows(tmp_path / "metrics.jsonl", 95), []
+    while part := rows.take():
+        found += part
+    assert [step for step, _ in found + rows.take(last=True)] == [96, 97, 98, 99, 100]
+
+
+def test_the_row_that_a_stop_kept_back_is_sent_by_the_next_start(
+    database: Path, tmp_path: Path, environment: Mapping[str, str]
+) -> None:
+    """Of MLflow: the summary of the stop has a later step than the rows."""
+    log = MetricsLog(tmp_path, 0, pytest.fail)
+    job = Job("stopped", "run", None, str(tmp_path), {})
+    for last, status in ((153, "stopped"), (170, "finished")):
+        for step in range(10, last, 10):
+            if step > 150 or status == "stopped":
+                log.write(step, loss=float(step))
+        process = TrackerProcess(MlflowTracker(), job, pytest.fail)
+        process.send()
+        process.end(status, {"steps": last, "train_loss": 1.0})
+    (metrics,) = of_mlflow(database, tmp_path.name)
+    assert [step for step, _ in metrics["loss"]] == list(range(10, 170, 10))
+
+
+def test_passwords_in_addresses_are_not_told() -> None:
+    told = without_passwords("API request to http://bob:SECRET@127.0.0.1:9/x and http://host/a@b failed")
+    assert told == "API request to http://…@127.0.0.1:9/x and http://host/a@b failed"
 
 
 def test_a_server_that_never_answers_does_not_keep_the_job(

@@ -93,6 +93,40 @@ def test_an_interrupted_sweep_goes_on(lasts: int, tmp_path: Path) -> None:
     assert third.trained == []
 
 
+def test_a_trial_that_fails_later_is_not_replaced(tmp_path: Path) -> None:
+    """The same command trains nothing more: who was not among the best stays out."""
+
+    class FailsAtTwenty(FakeTraining):
+        def run(self, tasks: Sequence[Task], begun: Callable[[], None]) -> Iterator[tuple[Task, int]]:
+            for task, code in super().run(tasks, begun):
+                yield task, int(code or "training.max_steps=20" in task.words)
+
+    run_sweep(Trials(Sweep(**HALVING), tmp_path), FailsAtTwenty(), no_news)
+    again = FakeTraining()
+    run_sweep(Trials(Sweep(**HALVING), tmp_path), again, no_news)
+    assert again.trained == []
+
+
+@pytest.mark.parametrize("code", [-15, 75, 1])
+def test_a_trial_that_was_ended_from_outside_is_trained_again(code: int, tmp_path: Path) -> None:
+    """By a signal, by the watchdog, or as a run that was stopped."""
+
+    class Ended(FakeTraining):
+        def run(self, tasks: Sequence[Task], begun: Callable[[], None]) -> Iterator[tuple[Task, int]]:
+            for task, _ in super().run(tasks, begun):
+                if code == 1:
+                    (task.run / "summary.json").write_text(json.dumps({"status": "stopped"}))
+                task.trial.job = 7
+                yield task, code
+
+    with pytest.raises(UserError, match="trial-001 was stopped"):
+        run_sweep(Trials(Sweep(**HALVING), tmp_path), Ended(), no_news)
+    trials, second = Trials(Sweep(**HALVING), tmp_path), FakeTraining()
+    assert trials.all[0].job is None
+    run_sweep(trials, second, no_news)
+    assert sorted(second.trained) == sorted(expected())
+
+
 def test_another_sweep_does_not_take_the_folder(tmp_path: Path) -> None:
     Trials(Sweep(**HALVING), tmp_path).save()
     with pytest.raises(UserError, match="holds a sweep with another halving; choose another output_dir"):
@@ -189,6 +223,8 @@ PARAMETERS = "parameters: {optimizer.lr: [1e-3, 1e-2]}\n"
         ("parameters: {seed: {min: 2, max: 1}}\nmethod: random\ntrials: 2\n", "min must be below max"),
         ("parameters: {seed: {min: 0, max: 9, scale: log}}\nmethod: random\ntrials: 2\n", "with scale=log above 0"),
         ("parameters: {output_dir: [a, b]}\n", "parameters: output_dir: the sweep sets it"),
+        (PARAMETERS + "settings: {checkpoint.resume: never}\n", "settings: checkpoint.resume: the sweep sets it"),
+        (PARAMETERS + "launch: \"-H 'a\"\n", "launch: -H 'a: No closing quotation"),
         (f"parameters: {{seed: {list(range(40))}, data.min_frequency: {list(range(1, 41))}}}\n", "1,600 combinations"),
     ],
 )  # fmt: skip

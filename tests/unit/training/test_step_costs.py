@@ -35,7 +35,7 @@ def summed(job: Sequence[StepCosts]) -> list[float]:
     return [sum(values) for values in zip(*(rank.take() for rank in job), strict=True)]
 
 
-def test_costs_of_three_ranks_on_two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_of_three_ranks_on_two_hosts(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     usages = iter([HostUsage(0.5, 100.0, 20.0), HostUsage(1.0, 300.0, 40.0)])
     memory = iter([5 * 2**30, 7 * 2**30, 2**30])
     monkeypatch.setattr(HostMeter, "read", lambda _: None)
