@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import command
 from torchtext.data.utils import get_tokenizer
 
 from hvd_transformer.comm.process_map import _LazyMap, process_map
@@ -326,7 +327,7 @@ BAD += ("invalid utf-8", "vocabulary of one", "cache is a file")
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, kind):
     words, message = make_bad(kind, tmp_path)
-    result = run(*words)
+    result = command("hvd-transformer", "prepare", *words)
     assert result.returncode == 2
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
