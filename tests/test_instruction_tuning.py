@@ -105,6 +105,7 @@ def test_adapters_are_peft_s_and_can_be_merged(runs: dict[str, Path], root: Path
         ("gpt", ["data.messages_column=chat"], "data.messages_column=chat: "),
         ("gpt", ["data.batching=columns"], "data.batching=columns: not with data.messages_column=messages"),
         ("gpt", ["model.lora_targets=[nothing]", "model.lora_rank=2"], "model.lora_targets: model.pretrained="),
+        ("gpt", ["model.lora_targets=[lm_head]", "model.lora_rank=2"], "the output layer shares its weights with the"),
         ("gpt", ["model.lora_alpha=2"], "model.lora_alpha=2.0: only with model.lora_rank"),
         ("gpt", ["parallel.recompute=except_last"], "parallel.recompute=except_last: not with model.pretrained="),
         ("llama", ["model.lora_rank=2", "parallel.pipeline=2"], "and model.lora_rank=2, which only supports data"),
@@ -113,6 +114,15 @@ def test_adapters_are_peft_s_and_can_be_merged(runs: dict[str, Path], root: Path
 def test_wrong_settings_get_one_line(root: Path, tmp_path: Path, model: str, words: list[str], message: str) -> None:
     assert message in output("hvd-train", *settings(root, model), f"output_dir={tmp_path / 'run'}", *words, code=2)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_conversation_whose_answers_are_cut_off_is_left_out_and_counted(root: Path, tmp_path: Path) -> None:
+    ask, answer = {"role": "user", "content": " ".join(["room"] * 60)}, {"role": "assistant", "content": "good"}
+    data = write_conversations(tmp_path / "a.jsonl", [*conversations(8), [ask, answer], [ask, answer]])
+    words = [*settings(root, "gpt"), f"data.source={data}", "data.split=[0.5,0.5]", "data.too_long=cut"]
+    done = command("hvd-train", *words, "training.max_steps=1", "training.text_samples=0", f"output_dir={tmp_path}/run")
+    assert done.returncode == 0, done.stderr
+    assert "empty after the cut" in done.stdout + done.stderr
 
 
 def test_bad_data_and_templates_get_one_line(root: Path, tmp_path: Path) -> None:

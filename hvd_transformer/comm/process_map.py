@@ -115,6 +115,7 @@ class _LazyMap:
         """The same over as many threads, for functions that compute without Python's lock."""
         if self.threads is None:
             executor = self.stack.enter_context(ThreadPoolExecutor(self.processes))
+            self.stack.callback(executor.shutdown, wait=False, cancel_futures=True)  # a stop waits for none of the rest
             self.threads = _ExecutorMap(executor, self.processes)
         return self.threads(function, items)
 

@@ -41,6 +41,11 @@ class ChatTemplate:
     def text(self) -> str:
         return str(self._theirs.chat_template)
 
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Those that the template may name, such as eos_token."""
+        return {name: str(token) for name, token in self._theirs.special_tokens_map.items()}
+
     def prompt(self, messages: Messages) -> Ids:
         """The token numbers [T] that the assistant's next message follows. Raises `ValueError`."""
         return self.tokenizer.encode(self._render(messages, add_generation_prompt=True))
@@ -97,7 +102,7 @@ class ConversationEncoder:
 
     def __init__(self, template: ChatTemplate) -> None:
         self.template = template
-        self.digest = sha256(template.text)
+        self.digest = sha256(json.dumps([template.text, template.special_tokens], sort_keys=True))
 
     def encode(self, examples: Sequence[RawExample]) -> list[Encoded]:
         return [self._encode(example) for example in examples]

@@ -191,18 +191,24 @@ class _ExampleWriter:
         left_out: Counter[str] = Counter()
         label_counts = np.zeros(len(labels), np.int64)
         encoder = self.encoder or TextEncoder(list(tokenizers.values()))
+        limits = [self.config.length_of(role) for role in tokenizers]
         # The raw texts of the training split are needed only where it is evaluated.
         keep_raw = split != "train" or len(self.source.splits) == 1
         raw = (folder / f"{split}.jsonl").open("w", encoding="utf-8") if keep_raw else None
         for chunk, encoded in self.context.map(partial(_encode, encoder), _chunks(self._read(split))):
             samples = zip(chunk, encoded, strict=True)
-            kept = [(example, texts) for example, texts in samples if self._keeps(example, texts, left_out)]
+            usable = [
+                (example, encoder.shorten(arrays, limits))
+                for example, arrays in samples
+                if self._keeps(example, arrays, left_out)
+            ]
+            kept = [(example, arrays) for example, arrays in usable if all(map(len, arrays))]
+            if len(kept) < len(usable):  # such as a conversation whose answers are behind the cut
+                left_out["empty after the cut"] += len(usable) - len(kept)
             if raw is not None:
                 raw.writelines(json.dumps(example.texts, ensure_ascii=False) + "\n" for example, _ in kept)
-            limits = [self.config.length_of(role) for role in tokenizers]
-            short = [encoder.shorten(arrays, limits) for _, arrays in kept]
             for column, role in enumerate(tokenizers):
-                own = [arrays[column] for arrays in short]
+                own = [arrays[column] for _, arrays in kept]
                 ends = np.cumsum([len(array) for array in own], dtype=np.int64) + files[role].count
                 files[f"{role}-ends"].add(ends)
                 files[role].add(np.concatenate(own) if own else np.empty(0, np.uint32))

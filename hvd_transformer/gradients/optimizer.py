@@ -26,12 +26,12 @@ RAW = "raw"
 
 
 def names_without_decay(model: nn.Module) -> set[str]:
-    """The parameters without weight decay: biases (also of the shape [1, D]), norms and embeddings."""
+    """The parameters without weight decay: biases (also Marian's of the shape [1, V]), norms and embeddings."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     return {
         name
         for name, weight in model.named_parameters()
-        if weight.numel() == max(weight.shape) or id(weight) in embeddings
+        if weight.ndim < 2 or id(weight) in embeddings or (name.endswith("bias") and weight.size(0) == 1)
     }
 
 

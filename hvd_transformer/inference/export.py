@@ -104,6 +104,10 @@ def _merged(path: Path) -> _Export:
     if facts["model"].get("lora_rank") is None:
         raise UserError(f"{path}: its model has no adapters (model.lora_rank); leave out --merge")
     trained, own = load_trained(path, facts["task"]), _our_facts({**facts, "model": {"pretrained": "."}})
+    try:
+        trained.model.generation_config.validate(strict=True)  # type: ignore[union-attr, operator]
+    except ValueError as error:
+        raise UserError(f"{path}: its model's generation_config.json: {' '.join(str(error).split())[:300]}") from None
 
     def write(folder: Path) -> None:
         trained.model.save_pretrained(folder)  # type: ignore[operator]

@@ -140,10 +140,12 @@ def _merged(folder: Path) -> nn.Module:
     model, found = lora.load_adapted(folder), read_adapters(folder)
     for name, weight in model.named_parameters():
         if weight.requires_grad:
-            stored = found.get(lora.their_name(name))
+            stored = found.pop(lora.their_name(name), None)
             if stored is None or stored.shape != weight.shape:
                 raise UserError(f"{folder}: its adapters are not those of {lora.base_folder(folder)}: {name} differs")
             weight.copy_(stored)
+    if found:
+        raise UserError(f"{folder}: its adapters are not those of {lora.base_folder(folder)}: it lacks {min(found)}")
     return lora.merged(model)
 
 

@@ -88,13 +88,24 @@ def describe(model: nn.Module) -> str:
 
 
 def _adapted(model: nn.Module, config: Any, given: str) -> nn.Module:
+    tied = _tied_layers(model)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it corrects fan_in_fan_out itself
             found: nn.Module = _peft(given).get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"{given}: {str(error).splitlines()[0]}") from None
+    if any(getattr(module, "base_layer", None) in tied for module in found.modules() if hasattr(module, "base_layer")):
+        raise UserError(f"{given}: the output layer shares its weights with the embedding; neither can have adapters")
     return found
+
+
+def _tied_layers(model: Any) -> list[nn.Module]:
+    """The embedding and the output layer, if they share their weights: merging would change both."""
+    layers = [model.get_input_embeddings(), model.get_output_embeddings()]
+    if any(layer is None for layer in layers) or layers[0].weight is not layers[1].weight:
+        return []
+    return layers
 
 
 def _peft(given: str) -> Any:

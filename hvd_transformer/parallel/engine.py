@@ -88,13 +88,14 @@ class Engine:
     ) -> None:
         self.config, self.world, self.mesh = config, world, mesh
         self.splits, self.shapes = splits, shapes
-        self._frozen = [weight.data for name, weight in model.named_parameters() if name not in shapes]
         if mesh.tp > 1:
             set_tensor_groups(model, splits, shapes, lambda name: HorovodTensorGroup(mesh.tp_group, name))
         ends = pairwise(accumulate(partition, initial=0))
         self.stages = [
             ModelStage(layers[start:stop], device) for (start, stop), device in zip(ends, mesh.devices, strict=True)
         ]
+        # Where the stages have moved them to.
+        self._frozen = [weight.data for name, weight in model.named_parameters() if name not in shapes]
         embeddings = plan_embedding_grads(model, config.communication.embedding_rows, num_tokens)
         self._add_buffers(model, {name: plan.gather for name, plan in embeddings.items()})
         buffers = [stage.buffers for stage in self.stages]
@@ -214,7 +215,7 @@ class Engine:
 
     @cached_property
     def frozen_checksum(self) -> int | None:
-        """Of the weights that are not trained; None: there are none."""
+        """Of the weights that are not trained, as they were at first; None: there are none."""
         return checksum(self._frozen) if self._frozen else None
 
     def check_replicas(self, when: str) -> int:

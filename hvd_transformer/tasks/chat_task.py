@@ -98,7 +98,10 @@ class ChatTask(ExampleTask):
                 break
             messages = json.loads(text)
             last = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
-            prompt = template.prompt(messages[:last]) if last else np.empty(0, np.uint32)
+            try:
+                prompt = template.prompt(messages[:last]) if last else np.empty(0, np.uint32)
+            except ValueError:  # the template takes the whole conversation, but not this part of it
+                continue
             if 0 < len(prompt) < limit:
                 chosen.append((prompt, messages[last]["content"]))
         if not chosen:

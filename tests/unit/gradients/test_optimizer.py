@@ -143,9 +143,12 @@ def test_the_state_lies_flat_like_the_parameters(kind: str, keys: set[str]) -> N
 def test_decay_spares_biases_norms_and_embeddings(tie_embeddings: bool) -> None:
     config = ModelConfig(num_layers=1, d_model=4, num_heads=2, position="learned", tie_embeddings=tie_embeddings)
     model = LanguageModel(5, config)
+    model.temperature = nn.Parameter(torch.tensor(1.0))
+    model.lora_A = nn.Parameter(torch.ones(1, 8))  # a matrix of rank 1
+    model.final_logits_bias = nn.Parameter(torch.ones(1, 8))
     decayed = {name for name, _ in model.named_parameters()} - names_without_decay(model)
     matrices = {f"blocks.0.attention.{part}.weight" for part in ("qkv", "output")}
-    matrices |= {f"blocks.0.feedforward.{part}.weight" for part in ("input", "output")}
+    matrices |= {f"blocks.0.feedforward.{part}.weight" for part in ("input", "output")} | {"lora_A"}
     # A free output layer is a matrix like any other; a tied one is the embedding.
     assert decayed == matrices | (set() if tie_embeddings else {"head.weight"})
 
