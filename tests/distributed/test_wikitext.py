@@ -73,6 +73,7 @@ def torchtext_tokens(folder: Path) -> tuple[dict[str, torch.Tensor], int]:
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_perplexity_is_that_of_a_plain_torch_script(world, shared_data, tmp_path):
     folder = tmp_path / "wikitext-2"
