@@ -22,8 +22,7 @@ from hvd_transformer.launch.connection.ssh import Ssh
 if TYPE_CHECKING:
     from worlds import Worlds
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # several tests at a time share the cores
-    torch.set_num_threads(1)
+torch.set_num_threads(1)  # the cores are shared by several tests, or by the ranks that a test starts
 
 REPOSITORY = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent

@@ -17,9 +17,10 @@ NO_PACKAGE = "import pytest\npytest.importorskip('no_such_package')\ndef test_a(
 FAILS_AS_EXPECTED = "import pytest\n@pytest.mark.xfail\ndef test_a(): assert False\n"
 
 
-def run(folder: Path, text: str, ci: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """A session with our conftest and one file of tests."""
-    (folder / "test_planted.py").write_text(text)
+def run(folder: Path, texts: dict[str, str], ci: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """A session with our conftest and these files of tests."""
+    for name, text in texts.items():
+        (folder / f"test_{name}.py").write_text(text)
     words = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "--rootdir", folder, *options]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     tests = Path(__file__).parent
@@ -27,32 +28,29 @@ def run(folder: Path, text: str, ci: str, *options: str) -> subprocess.Completed
     return subprocess.run([*words, folder], cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
 
 
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        (NO_SSHD, "test_planted.py::test_b: needs the command sshd"),
-        (OF_ANOTHER_MACHINE, f"test_planted.py::test_b: {ANOTHERS}"),
-        (NO_PACKAGE, "test_planted.py: could not import 'no_such_package'"),
-    ],
-    ids=["no sshd", "of another machine", "no package"],
-)
-def test_a_skip_that_is_not_on_the_list_fails_in_ci_alone(tmp_path: Path, text: str, line: str) -> None:
-    in_ci = run(tmp_path, text, "true")
+def test_skips_that_are_not_on_the_list_fail_in_ci_alone(tmp_path: Path) -> None:
+    texts = {"sshd": NO_SSHD, "another": OF_ANOTHER_MACHINE, "package": NO_PACKAGE, "listed": ALLOWED}
+    in_ci = run(tmp_path, texts, "true")
     assert in_ci.returncode == pytest.ExitCode.TESTS_FAILED, in_ci.stdout
     told = in_ci.stdout.split("skips that tests/allowed_skips.py does not allow on this machine")[1]
-    assert f"\n{line}" in told
-    elsewhere = run(tmp_path, text, "")
-    assert elsewhere.returncode != pytest.ExitCode.TESTS_FAILED
+    for line in (
+        "test_sshd.py::test_b: needs the command sshd",
+        f"test_another.py::test_b: {ANOTHERS}",
+        "test_package.py: could not import 'no_such_package'",
+    ):
+        assert f"\n{line}" in told
+    assert "test_listed" not in told
+    elsewhere = run(tmp_path, texts, "")
+    assert elsewhere.returncode == pytest.ExitCode.OK, elsewhere.stdout
     assert "allowed_skips" not in elsewhere.stdout
 
 
 def test_also_where_several_processes_run_the_tests(tmp_path: Path) -> None:
-    done = run(tmp_path, NO_SSHD, "true", "-n", "2")
+    done = run(tmp_path, {"sshd": NO_SSHD}, "true", "-n", "2")
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
-    assert done.stdout.count("test_planted.py::test_b: needs the command sshd") == 1
+    assert done.stdout.count("test_sshd.py::test_b: needs the command sshd") == 1
 
 
-@pytest.mark.parametrize("text", [ALLOWED, FAILS_AS_EXPECTED], ids=["on the list", "expected failure"])
-def test_what_is_expected_passes(tmp_path: Path, text: str) -> None:
-    done = run(tmp_path, text, "true")
+def test_what_is_expected_passes(tmp_path: Path) -> None:
+    done = run(tmp_path, {"listed": ALLOWED, "fails": FAILS_AS_EXPECTED}, "true")
     assert done.returncode == pytest.ExitCode.OK, done.stdout

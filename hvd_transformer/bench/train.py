@@ -160,6 +160,9 @@ def _fitted(config: Config, device: Constants, result: TrainResult) -> tuple[flo
     more_passes = pieces.number * whole.products - whole.number * pieces.products
     more_seconds = pieces.seconds * whole.products - whole.seconds * pieces.products
     layer_seconds = max(0.0, more_seconds / more_passes) / result.num_layers if more_passes > 0 else 0.0
+    # Of a busy machine the steps may say that layers take longer than a step: the products need their time, too.
+    most = max(0.0, whole.seconds - whole.products) / (whole.number * result.num_layers)
+    layer_seconds = min(layer_seconds, most)
     rest = whole.seconds - whole.number * result.num_layers * layer_seconds
     return min(1.0, whole.products / rest), layer_seconds
 

@@ -49,7 +49,7 @@ class Case:
     tie_embeddings: bool = True
     init_output: str = "default"
     precision: str = "fp64"
-    num_steps: int = 20
+    num_steps: int = 14
     length: int = 12
     seed: int = 3
 

@@ -1,6 +1,7 @@
 """A job that was killed, stopped or given another number of ranks goes on as if nothing had happened."""
 
 import json
+import os
 import random
 import re
 import time
@@ -292,12 +293,9 @@ def test_columns_cannot_be_cut_anew_in_mid_epoch(world, corpus, tmp_path):
 
 
 # The number of ranks of each part of a run, and the step after which each ends.
-RESIZED = {
-    "2to1": ((2, 5), (1, None)),
-    "2to3": ((2, 12), (3, None)),
-    "1to2": ((1, 4), (2, None)),
-    "2to1to3to2": ((2, 3), (1, 8), (3, 11), (2, None)),
-}
+RESIZED = {"2to1": ((2, 5), (1, None)), "2to1to3to2": ((2, 3), (1, 8), (3, 11), (2, None))}
+if "EVERY_CASE" in os.environ:
+    RESIZED |= {"2to3": ((2, 12), (3, None)), "1to2": ((1, 4), (2, None))}
 WINDOWS, EPOCHS, SAMPLES = 97, 2, 12
 COLUMNS = {"columns": 8, "fixed-columns": 4}
 UNITS = {"windows": WINDOWS, "columns": 13, "fixed-windows": WINDOWS, "fixed-columns": 25}

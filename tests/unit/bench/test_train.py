@@ -79,6 +79,12 @@ def test_a_layers_own_seconds_are_what_smaller_micro_batches_take_longer() -> No
     assert alone.layer_seconds == 0.0 and alone.training_fraction["fp32"] < fraction
     faster = [StepTimes(9.0, 0.9 * step(1)[0].compute, 0, 0.5, 0.5)]  # noise
     assert found(faster) == alone
+    slower = [StepTimes(9.0, 1e6, 0, 0.5, 0.5)]  # as if a step of one micro-batch took no time but for its layers
+    most = found(slower)
+    assert most.training_fraction["fp32"] == pytest.approx(1.0)
+    assert 4 * most.layer_seconds == pytest.approx(
+        step(1)[0].compute - flops / known.matmul_rate("fp32", step_side(B * T, 16))
+    )
 
 
 def test_real_steps(one_thread: None) -> None:

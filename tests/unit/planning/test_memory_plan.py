@@ -1,6 +1,7 @@
 """The memory and the bubble of a plan, against closed forms, torch's own optimizers and a real pipeline."""
 
 import math
+import os
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 from operator import itemgetter
@@ -25,6 +26,14 @@ from hvd_transformer.parallel.pipeline_schedule import SCHEDULES
 from hvd_transformer.planning.layer_profile import ParameterGrads
 from hvd_transformer.planning.memory_plan import RECOMPUTES, MemoryPlan, StageCost, make_plan
 from hvd_transformer.planning.plan_text import plan_text
+
+# Each of both once, or all pairs.
+PAIRS = [
+    (schedule, recompute)
+    for first, schedule in enumerate(SCHEDULES)
+    for second, recompute in enumerate(RECOMPUTES)
+    if "EVERY_CASE" in os.environ or (first + second) % 3 == 0
+]
 
 # Weights of one block: qkv and output; the two of the feed-forward part; two norms. Each with its biases.
 BLOCK = (3 * D * D + 3 * D) + (D * D + D) + (D * F + F) + (F * D + D) + 4 * D
@@ -139,8 +148,8 @@ def really_allocated(run: Callable[[], object]) -> int:
 @pytest.mark.parametrize(
     ("schedule", "recompute", "more"),
     [
-        *((schedule, recompute, ["model.dropout=0.1"]) for schedule in SCHEDULES for recompute in RECOMPUTES),
-        *(("1f1b", recompute, ["model.norm=post", "training.precision=bf16"]) for recompute in RECOMPUTES),
+        *((schedule, recompute, ["model.dropout=0.1"]) for schedule, recompute in PAIRS),
+        *(("1f1b", recompute, ["model.norm=post", "training.precision=bf16"]) for _, recompute in PAIRS[::2]),
     ],
 )
 def test_the_pipelines_peak(schedule: str, recompute: str, more: list[str]) -> None:

@@ -1,5 +1,6 @@
 """The service is killed again and again while jobs start, run and end: none is lost, none is started twice."""
 
+import os
 import random
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 from hvd_transformer.service.jobs import ENDED, Host, Needs, State
 from hvd_transformer.service.storage.store import NewJob, Store
 
-SLOTS, QUEUED, KILLS = 10, 50, 20
+SLOTS, QUEUED, KILLS = 10, 50, 20 if "EVERY_CASE" in os.environ else 6
 LOOP = Path(__file__).parent / "service_loop.py"
 
 # In place of hvd-transformer: a launcher that notes when it runs, and ends after a while.
@@ -40,7 +41,7 @@ def states(folder: Path) -> dict[int, State]:
         return {job.id: job.state for job in store.jobs()}
 
 
-def test_twenty_kills_with_ten_jobs_running_and_fifty_queued(tmp_path: Path) -> None:
+def test_kills_with_ten_jobs_running_and_fifty_queued(tmp_path: Path) -> None:
     log, launcher, rng = tmp_path / "log", tmp_path / "launcher", random.Random(20)
     log.touch()
     launcher.write_text(LAUNCHER.replace("LOG", str(log)))

@@ -85,9 +85,7 @@ def first_batch(job: Trainer) -> Batch:
 
 # Each number of stages, schedule and recompute together with two of the others; the rest is slow.
 CUTS = [
-    pytest.param(
-        stages, schedule, recompute, marks=[] if (stages + first + second) % 3 == 0 or stages == 4 else pytest.mark.slow
-    )
+    pytest.param(stages, schedule, recompute, marks=[] if (stages + first + second) % 3 == 0 else pytest.mark.slow)
     for stages in (1, 2, 3, 4)
     for first, schedule in enumerate(SCHEDULES)
     for second, recompute in enumerate(RECOMPUTE)
