@@ -36,9 +36,9 @@ train: install
 test: install
 	$(MAKE) --keep-going -j1 unit-tests distributed-tests
 
-# Two at a time; the tests that start real ranks share the cores themselves.
+# Three at a time on two cores, as many wait; the tests that start real ranks share the cores themselves.
 unit-tests: install
-	$(BIN)/python -m pytest -m "not distributed and not slow" -n 2 --dist loadfile $(SLOWEST) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not distributed and not slow" -n 3 --dist loadfile $(SLOWEST) $(PYTEST_ARGS)
 
 distributed-tests: install
 	$(BIN)/python -m pytest -m "distributed and not slow" $(SLOWEST) $(PYTEST_ARGS)
@@ -48,7 +48,7 @@ test-all: install
 	$(MAKE) --keep-going -j1 slow-unit-tests slow-distributed-tests test-docker
 
 slow-unit-tests: install
-	$(LONG) $(BIN)/python -m pytest -m "not distributed" -n 2 --dist loadfile $(SLOWEST) $(PYTEST_ARGS)
+	$(LONG) $(BIN)/python -m pytest -m "not distributed" -n 3 --dist loadfile $(SLOWEST) $(PYTEST_ARGS)
 
 slow-distributed-tests: install
 	$(LONG) $(BIN)/python -m pytest -m distributed $(SLOWEST) $(PYTEST_ARGS)
