@@ -21,14 +21,17 @@ def sweep(file: Path, server: str | None, local: bool, as_json: bool) -> None:
     on with a sweep that was interrupted. The results are in its folder: results.csv, results.png, and a run directory
     per trial.
     """
-    from hvd_transformer.cli.sweep_runners import runner_of
-    from hvd_transformer.sweep.definition import check_trial, read_sweep
+    from hvd_transformer.cli.sweep_runners import check_launch_options, runner_of
+    from hvd_transformer.sweep.definition import read_sweep
     from hvd_transformer.sweep.results import table, write_results
     from hvd_transformer.sweep.run import run_sweep
     from hvd_transformer.sweep.sampling import all_values, check_optuna, corners
     from hvd_transformer.sweep.trials import Trial, Trials
 
     chosen = read_sweep(file)
+    check_launch_options(chosen, file)
+    from hvd_transformer.sweep.checks import check_trial  # only now: it imports torch
+
     if chosen.method == "optuna":
         check_optuna()
     for values in corners(chosen) if chosen.method == "optuna" else all_values(chosen):

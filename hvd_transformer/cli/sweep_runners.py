@@ -10,14 +10,39 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from click.core import ParameterSource
+
 from hvd_transformer.cli import service_options
+from hvd_transformer.cli.engine_job import context_of
+from hvd_transformer.cli.launch import launch
+from hvd_transformer.cli.launch_options import LaunchOptions
 from hvd_transformer.cli.main import show as show_error
 from hvd_transformer.cli.wait import ends, exit_code
+from hvd_transformer.errors import UserError
 from hvd_transformer.sweep.definition import Sweep
 from hvd_transformer.sweep.run import Runner, Task
 
 if TYPE_CHECKING:
     from hvd_transformer.service.remote.client import Client
+
+
+# Options of `launch` that make it another thing than one training to wait for; the sweep's `ranks` are its -np.
+_NOT_FOR_TRIALS = {"num_ranks", "detach", "dry_run", "scheduler", "output", "image", "memory_gib", "settings"}
+
+
+def check_launch_options(sweep: Sweep, file: Path) -> None:
+    """Raise `UserError` if `launch` of the sweep in `file` has anything but options of `launch` for a trial."""
+    origin = f"{file}: launch: {sweep.launch}"
+    try:
+        context = context_of(launch, shlex.split(sweep.launch))
+        LaunchOptions(**context.params)
+    except UserError as error:
+        raise UserError(f"{origin}: {error}") from None
+    for parameter in context.command.params:
+        name = str(parameter.name)
+        if name in _NOT_FOR_TRIALS and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            told = context.params["settings"][0] if name == "settings" else parameter.opts[0]
+            raise UserError(f"{origin}: {told}: not for the trials of a sweep")
 
 
 def runner_of(sweep: Sweep, server: str | None, *, local: bool, silent: bool) -> Runner:

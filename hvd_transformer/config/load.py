@@ -30,8 +30,13 @@ def preset_summary(name: str) -> str:
     return (PRESETS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
 
 
-def load(preset: str | None = None, file: Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """The validated configuration. `overrides` are "KEY=VALUE" words with dotted keys. Raises `UserError`."""
+def load(
+    preset: str | None = None, file: Path | None = None, overrides: Sequence[str] = (), origin: str = "command line"
+) -> Config:
+    """The validated configuration. `overrides` are "KEY=VALUE" words with dotted keys, from `origin`.
+
+    Raises `UserError`.
+    """
     settings = _Settings()
     if preset is not None:
         if preset not in (names := preset_names()):
@@ -45,7 +50,7 @@ def load(preset: str | None = None, file: Path | None = None, overrides: Sequenc
         except UnicodeDecodeError as error:
             raise UserError(f"{file}: not valid UTF-8 at byte {error.start}") from None
     for word in overrides:
-        settings.add_word(word)
+        settings.add_word(word, origin)
     settings.check_homes()
     return settings.build(of_folder=True)
 
@@ -115,7 +120,7 @@ class _Settings:
             else:
                 self.add(str(name), value, origin)
 
-    def add_word(self, word: str) -> None:
+    def add_word(self, word: str, origin: str = "command line") -> None:
         key, equals, value = word.partition("=")
         if not equals or not key.strip():
             raise UserError(f"{shown(word)}: not of the form KEY=VALUE, such as training.max_steps=50")
@@ -125,7 +130,7 @@ class _Settings:
                 parsed = yaml.safe_load(value)
             except (yaml.YAMLError, ValueError):
                 raise UserError(f"{word}: the value is not a valid list") from None
-        self.add(key.strip(), parsed, "command line")
+        self.add(key.strip(), parsed, origin)
 
     def add(self, key: str, value: Any, origin: str) -> None:
         if key in SECTIONS:

@@ -25,7 +25,7 @@ class Timeline:
     """
 
     def __init__(self, rank: int, lanes: Sequence[str]) -> None:
-        self.rank, self.recording, self.written = rank, False, False
+        self.rank, self.recording = rank, False
         self.now: dict[str, tuple[str, int]] = {}
         self.ended = 0
         self._lanes = list(lanes)

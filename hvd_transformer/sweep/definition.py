@@ -7,14 +7,11 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from hvd_transformer.config import Config, load
 from hvd_transformer.config.load import shown
 from hvd_transformer.config.schema import KEYS
 from hvd_transformer.errors import UserError
 
 MAX_TRIALS = 1000
-# Their rate does not depend on the last step, which a later rung moves.
-_FOR_HALVING = ("constant", "step", "noam")
 _RANGE = "a list of values, or a range such as {min: 1e-4, max: 1e-1, scale: log}"
 _ALLOWED = {
     "preset": "the name of a preset",
@@ -99,11 +96,6 @@ class Sweep(_Part):
         base = (["--preset", self.preset] if self.preset else []) + (["--config", self.config] if self.config else [])
         return [*base, *self.settings_of(values, max_steps)]
 
-    def load(self, values: dict[str, Any], max_steps: int | None = None) -> Config:
-        """The configuration of such a trial. Raises `UserError`."""
-        file = None if self.config is None else Path(self.config).expanduser()
-        return load(self.preset, file, self.settings_of(values, max_steps))
-
 
 def read_sweep(file: Path) -> Sweep:
     """The sweep of a file. Raises `UserError`, which names the key and what is allowed."""
@@ -168,13 +160,3 @@ def _check(sweep: Sweep, file: Path) -> None:
             raise UserError(f"{file}: halving: {shown(steps)}: must be {_ALLOWED['halving']}")
         if sweep.method == "optuna":
             raise UserError(f"{file}: halving: not with method=optuna, which learns from whole trials; use random")
-
-
-def check_trial(sweep: Sweep, values: dict[str, Any], file: Path) -> None:
-    """Raise `UserError` if a trial cannot be trained with these values."""
-    schedule = sweep.load(values, sweep.rungs[0]).optimizer.schedule
-    if sweep.halving is not None and schedule not in _FOR_HALVING:
-        raise UserError(
-            f"{file}: halving: not with optimizer.schedule={schedule}, whose rate depends on training.max_steps, which "
-            f"grows from rung to rung; use {', '.join(_FOR_HALVING[:-1])} or {_FOR_HALVING[-1]}"
-        )

@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Mapping, Sequence
-from itertools import islice, product
+from itertools import chain, islice, product
 from math import prod
 from typing import Any
 
@@ -88,11 +88,16 @@ def _value(sweep: Sweep, key: str, value: Any) -> Any:
 
 
 def corners(sweep: Sweep) -> list[Values]:
-    """Each value of a list and each limit of a range once, with the others at their first: what to check early."""
-    firsts = {key: _ends(values)[0] for key, values in sweep.parameters.items()}
-    found = [firsts | {key: value} for key, values in sweep.parameters.items() for value in _ends(values)]
-    return list(islice(found, MAX_TRIALS))
+    """What to check early where values are not known yet: each value of a list, and the limits of each range with a
+    value between them, with the others at their first; then their combinations, as far as `MAX_TRIALS`."""
+    values = {key: _examples(values) for key, values in sweep.parameters.items()}
+    firsts = {key: examples[0] for key, examples in values.items()}
+    single = (firsts | {key: value} for key, examples in values.items() for value in examples)
+    combined = (dict(zip(values, chosen, strict=True)) for chosen in product(*values.values()))
+    return list(islice(chain(single, combined), MAX_TRIALS))
 
 
-def _ends(values: Range | list[Any]) -> list[Any]:
-    return [values.min, values.max] if isinstance(values, Range) else values
+def _examples(values: Range | list[Any]) -> list[Any]:
+    if not isinstance(values, Range):
+        return values
+    return [values.min, values.max, _drawn(random.Random(0), values)]  # that one is whole only if all are

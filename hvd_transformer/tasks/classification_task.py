@@ -125,6 +125,11 @@ class ClassificationTask(ExampleTask):
         matrix = np.array(sums[1:]).reshape(len(self.labels), -1)
         return {"loss": sums[0] / count} | classification_metrics(matrix, self.positive)
 
+    @classmethod
+    def possible_metrics(cls, config: Config) -> list[str]:
+        """Those with a positive class, too: only the data say whether there is one."""
+        return ["loss", *classification_metrics(np.ones((2, 2)), positive=1)]
+
     def class_weights(self) -> Tensor | None:
         """The configured weights [C]; "balanced" as in scikit-learn: samples / (classes × samples of the class).
 

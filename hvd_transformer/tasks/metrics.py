@@ -25,6 +25,11 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 709 else math.inf
 
 
+def loss_metrics(loss: float) -> dict[str, float]:
+    """The metrics that follow from a mean loss in nats."""
+    return {"loss": loss, "perplexity": perplexity(loss)}
+
+
 def evaluate(results: Iterable[tuple[Tensor, int]], group: Group, num_sums: int = 1) -> tuple[list[float], int]:
     """Add the results of all ranks: (sums [num_sums], number of targets). Each rank passes those of its own batches,
     and all get the same result. Sums are in float64; the first is the loss in nats."""
@@ -46,6 +51,9 @@ def signature() -> str:
     metric = BLEU()
     metric.corpus_score(["a"], [["a"]])
     return str(metric.get_signature())
+
+
+TRANSLATION_METRICS = ("bleu", "bleu_words", "chrf")
 
 
 def translation_metrics(hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, float]:

@@ -15,6 +15,7 @@ from hvd_transformer.errors import UserError
 from hvd_transformer.huggingface import origin
 from hvd_transformer.models import lora, pretrained
 from hvd_transformer.models.classifier import class_loss, classification_loss
+from hvd_transformer.models.counted_flops import counted_flops
 from hvd_transformer.nn.contracts import Layer
 from hvd_transformer.nn.dropout import torch_dropout_key
 from hvd_transformer.tasks.chat_task import ChatTask
@@ -32,6 +33,7 @@ class PretrainedTask(Task):
     def __init__(self, config: Config, data: Any, replica: Replica) -> None:
         super().__init__(config, data, replica)
         self.model = self.make_model()  # at once: its weights come from the folder
+        self._flops = counted_flops(self.model, self.longest_inputs) if "train" in data.splits else None
         if config.parallel.recompute == "always":
             pretrained.recompute(self.model, folder_of(config))
 
@@ -51,8 +53,17 @@ class PretrainedTask(Task):
     def loss(self, *tensors: Tensor) -> Tensor:
         """The sum of the losses of a micro-batch, as the last layer of any task."""
 
+    @property
+    def longest_inputs(self) -> Mapping[str, int]:
+        """The inputs of the model by name, with their maximum lengths in tokens."""
+        return {"input_ids": self.config.data.sequence_length}
+
+    def input_lengths(self, batch: Batch) -> list[int]:
+        """The lengths of these inputs in a training batch."""
+        return [batch[0].size(1)]
+
     def flops(self, batch: Batch) -> float:
-        return 0.0  # its layers are those of transformers
+        return 0.0 if self._flops is None else self._flops.of_batch(len(batch[0]), self.input_lengths(batch))
 
     @property
     def files(self) -> Mapping[str, str]:
@@ -148,6 +159,9 @@ class PretrainedLanguageModelTask(_CausalTask, LanguageModelTask):
 
 class PretrainedChatTask(_CausalTask, ChatTask):
     """Of the assistant, in a conversation."""
+
+    def input_lengths(self, batch: Batch) -> list[int]:
+        return [batch[0].size(1) - 1]  # the last token is a target only
 
     def describe(self) -> str:
         return super().describe() + self.adapters

@@ -1,6 +1,7 @@
 """Fine-tuning a Marian, M2M100 or NLLB of a Hugging Face folder: the translation task with its model and tokenizer."""
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,14 @@ class PretrainedTranslationTask(PretrainedTask, TranslationTask):
     @property
     def num_training_targets(self) -> int:
         return len(self.data.splits["train"].texts["target"].tokens)
+
+    @property
+    def longest_inputs(self) -> Mapping[str, int]:
+        source, target = map(self.config.data.length_of, ROLES)
+        return {"input_ids": source, "decoder_input_ids": target}
+
+    def input_lengths(self, batch: Batch) -> list[int]:
+        return [texts.size(1) for texts in batch]
 
     @property
     def _pad(self) -> int:

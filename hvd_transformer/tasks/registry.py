@@ -22,6 +22,25 @@ _CHAT = "hvd_transformer.tasks.pretrained_tasks:PretrainedChatTask"
 _OWN_BLOCKS_CHAT = "hvd_transformer.tasks.own_blocks_task:OwnBlocksChatTask"
 
 
+_METRICS = ("metrics", "more_metrics", "metric_names")
+
+
+def known_metrics(config: Config) -> list[str] | None:
+    """The names that the metrics of a split may have, whatever the data are; None: only the data say them.
+
+    Raises `UserError` as `task_class`.
+    """
+    found = task_class(config)
+    told_by = _definer(found, "possible_metrics")
+    is_newest = all(issubclass(told_by, _definer(found, name)) for name in _METRICS)
+    return found.possible_metrics(config) if is_newest else None
+
+
+def _definer(found: type, name: str) -> type:
+    """The class that a member comes from."""
+    return next(base for base in found.__mro__ if name in vars(base))
+
+
 def task_class(config: Config) -> type[Task]:
     """The class that `task` names. Raises `UserError` if there is none or it is incomplete."""
     origin = f"task={config.task}"

@@ -24,7 +24,7 @@ from hvd_transformer.data.sampler import Intervals, Replica, StepPlan, StepSampl
 from hvd_transformer.data.tokenizers import Tokenizer
 from hvd_transformer.errors import UserError
 from hvd_transformer.nn.contracts import Layer, MicroBatch, TensorSplit
-from hvd_transformer.tasks.metrics import perplexity
+from hvd_transformer.tasks.metrics import loss_metrics
 
 # A batch is a tuple of tensors whose first dimension is the sample.
 Batch = tuple[Tensor, ...]
@@ -180,12 +180,18 @@ class Task(ABC):
 
     def metrics(self, sums: Sequence[float], count: int) -> dict[str, float]:
         """The metrics of a whole split, including "loss", from the sums over its samples and the number of targets."""
-        return {"loss": sums[0] / count, "perplexity": perplexity(sums[0] / count)}
+        return loss_metrics(sums[0] / count)
 
     @property
     def metric_names(self) -> list[str]:
         """The names in `metrics` and `more_metrics`, which are the values that `training.best_metric` may have."""
         return list(self.metrics([1.0] * self.num_sums, 1))
+
+    @classmethod
+    def possible_metrics(cls, config: Config) -> list[str]:
+        """The names that `metric_names` may have, whatever the data are. They are believed unless a subclass replaces
+        `metrics`, `more_metrics` or `metric_names` and not this."""
+        return list(loss_metrics(1.0))
 
     def more_metrics(self, split: str, group: Group) -> dict[str, float]:
         """Metrics that are not computed from the sums, such as BLEU; equal on all ranks. Collective over the group of

@@ -18,7 +18,7 @@ from hvd_transformer.inference.predict import padded, translate_texts
 from hvd_transformer.models.encoder_decoder import EncoderDecoder, encoder_decoder_layers
 from hvd_transformer.models.flops import encoder_decoder_flops
 from hvd_transformer.nn.contracts import Layer, MicroBatch
-from hvd_transformer.tasks.metrics import signature, translation_metrics
+from hvd_transformer.tasks.metrics import TRANSLATION_METRICS, signature, translation_metrics
 from hvd_transformer.tasks.task import Batch, EvaluationSpec, ExampleTask, ModelSketch, PrepareContext
 
 ROLES = ("source", "target")
@@ -116,7 +116,11 @@ class TranslationTask(ExampleTask):
 
     @property
     def metric_names(self) -> list[str]:
-        return [*super().metric_names, "bleu", "bleu_words", "chrf"]
+        return self.possible_metrics(self.config)
+
+    @classmethod
+    def possible_metrics(cls, config: Config) -> list[str]:
+        return [*super().possible_metrics(config), *TRANSLATION_METRICS]
 
     @property
     def num_positions(self) -> int:

@@ -25,14 +25,14 @@ from hvd_transformer.reporting.samples_log import SamplesLog
 from hvd_transformer.reporting.trackers.processes import Trackers
 from hvd_transformer.tasks.metrics import chosen, perplexity, show_metrics
 from hvd_transformer.training.process import StopRequest
+from hvd_transformer.training.profiled_steps import ProfiledSteps
 from hvd_transformer.training.run_directory import RunDirectory
 from hvd_transformer.training.state import StepResult, Wishes
 from hvd_transformer.training.step_costs import StepCosts, show_costs
+from hvd_transformer.training.summary import finite, of_split, run_summary
 from hvd_transformer.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
-# The steps after a start that `profile` records; the first two are slower than the rest.
-PROFILED = range(3, 8)
 
 
 class Session:
@@ -70,19 +70,20 @@ class Session:
         state = self.trainer.state
         self.progress.start(self.trainer.total_steps, state.step)
         stopped = False
+        timeline, file = self.trainer.engine.timeline, self.run.path / f"timeline-{self.world.rank:03d}.json"
+        profiled = ProfiledSteps(timeline, file, self.warn, wanted=self.config.profile)
         try:
             if state.step and self._evaluate_if_due():  # stopped or killed before it could be
                 self.save(best=True)
             steps = takewhile(lambda _: not self._patience_ended(), self.trainer.steps())
             for number, plan in enumerate(steps, start=1):
-                self.trainer.engine.timeline.recording = self.config.profile and number in PROFILED
+                profiled.begin(number)
                 self.heartbeat.phase = "step"
                 log_due = self._log_due(state.step + 1)
                 wishes = Wishes(bool(stop), self._save_due_by_time(), log_due and self.stragglers.due)
                 costs = self.costs.take() if log_due else ()
                 result = self.trainer.step(plan, wishes, costs, report=self._report_due(plan))
-                if number == PROFILED[-1]:
-                    self._write_timeline()
+                profiled.end(number)
                 self._record(result)
                 stopped = result.totals.wishes.stop
                 best = not stopped and self._evaluate_if_due()
@@ -90,7 +91,7 @@ class Session:
                     self.save(best)
                 if stopped:
                     break
-            self._write_timeline()  # of a run shorter than that
+            profiled.write()
             self.save(best=False)
             self.heartbeat.enter_phase("end")
         except BaseException:
@@ -103,14 +104,14 @@ class Session:
 
     def finish(self, status: str) -> dict[str, Any]:
         """Test the best weights (after "finished"), write summary and report; returns the summary. Collective."""
-        summary = self._summary(status)
+        summary = run_summary(status, self.trainer, self.environment, self.valid or {})
         if status == "finished":
             best = self._load_best()
             with nullcontext() if best else self.trainer.engine.averaged_weights():
                 for split in ("valid", "test"):
                     if self.trainer.task.has_split(split) and not (split == "valid" and self.valid and not best):
                         self.heartbeat.phase = "evaluation"
-                        summary |= _of_split(split, self.trainer.evaluate(split).metrics)
+                        summary |= of_split(split, self.trainer.evaluate(split).metrics)
                         self.heartbeat.phase = "end"
         if self.samples is not None:
             self.samples.close()
@@ -120,11 +121,11 @@ class Session:
 
             self.metrics.close()
             try:
-                atomic.write_text(self.run.path / "summary.json", json.dumps(_finite(summary), indent=1) + "\n")
+                atomic.write_text(self.run.path / "summary.json", json.dumps(finite(summary), indent=1) + "\n")
                 write_report(self.run.path)
             except (OSError, UserError) as error:
                 self.warn(f"{self.run.path}: summary and report could not be written: {error}")
-        self.trackers.end(status, _finite(summary), self.warn)
+        self.trackers.end(status, finite(summary), self.warn)
         self.saver.close()
         return summary
 
@@ -252,7 +253,7 @@ class Session:
         if best:
             state.best, state.best_step = value, state.step
         mark = "best so far" if best else f"best: step {state.best_step}"
-        self.progress.message(f"step {state.step}: {show_metrics('valid', _of_split('valid', self.valid))} ({mark})")
+        self.progress.message(f"step {state.step}: {show_metrics('valid', of_split('valid', self.valid))} ({mark})")
         log.info("step %d: valid %s, %.1f s", state.step, self.valid, seconds)
         if samples and self.samples is not None:  # before the line of metrics.jsonl: the service then looks for both
             self.samples.write(state.step, samples)
@@ -260,7 +261,7 @@ class Session:
             self.metrics.write(
                 state.step,
                 epoch=state.epoch + (0 if epoch_ended else 1),
-                **_of_split("valid", self.valid),
+                **of_split("valid", self.valid),
             )
         return best and self.config.checkpoint.keep_best
 
@@ -279,19 +280,6 @@ class Session:
             f"training.patience={patience}: training ends"
         )
         return True
-
-    def _write_timeline(self) -> None:
-        timeline = self.trainer.engine.timeline
-        timeline.recording = False
-        if timeline.written or not timeline.has_spans:
-            return
-        timeline.written = True
-        file = self.run.path / f"timeline-{self.world.rank:03d}.json"
-        try:
-            atomic.write_text(file, timeline.trace())
-            log.info("steps %d to %d of this start are in %s", PROFILED[0], PROFILED[-1], file)
-        except OSError as error:
-            self.warn(f"{file}: cannot be written: {error}")
 
     def _save_due(self) -> bool:
         """Whether a checkpoint is due by the number of steps or epochs."""
@@ -317,44 +305,3 @@ class Session:
             return False
         restore_weights(self.trainer.engine, folder)
         return True
-
-    def _summary(self, status: str) -> dict[str, Any]:
-        trainer, state = self.trainer, self.trainer.state
-        most = trainer.task.eval_samples
-        return {
-            "status": status,
-            "steps": state.step,
-            "epochs": state.epoch,
-            "samples": state.samples,
-            "seconds": round(state.seconds, 3),
-            "unit": trainer.task.unit,
-            "tokens_per_second": round(state.targets / state.seconds, 1) if state.seconds else None,
-            "world": self.world.size,
-            "dp": trainer.mesh.dp,
-            "tp": trainer.mesh.tp,
-            "pp": len(trainer.engine.stages),
-            "backend": self.world.backend,
-            "device": trainer.mesh.device.type,
-            "compression": trainer.engine.grad_sync.wire.format,
-            "parameters": trainer.engine.num_parameters,
-            "env": self.environment,
-            **({} if most is None else {"eval_samples": most}),
-            "train_loss": state.train_loss,
-            "valid_loss": None,
-            **_of_split("valid", self.valid or {}),
-            "best_step": state.best_step,
-            "best_metric": self.config.training.best_metric,
-            "best_value": None if state.best is None else abs(state.best),
-        }
-
-
-def _of_split(split: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    return {f"{split}_{name}": value for name, value in metrics.items()}
-
-
-def _finite(summary: dict[str, Any]) -> dict[str, Any]:
-    """Replace infinities and NaN, which JSON lacks, by null."""
-    return {
-        key: None if isinstance(value, float) and not abs(value) < float("inf") else value
-        for key, value in summary.items()
-    }

@@ -218,7 +218,44 @@ PARAMETERS = "parameters: {optimizer.lr: [1e-3, 1e-2]}\n"
         (PARAMETERS + "settings: {training.batch_size: 0}\n", "training.batch_size=0"),
         ("parameters: {optimizer.rate: [1]}\n", "parameters: optimizer.rate: no key of hvd-train"),
         ("parameters: {optimizer.lr: 3}\n", "parameters: optimizer.lr: 3: must be a list of values, or a range"),
-        ("parameters: {optimizer.lr: [-1]}\n", "optimizer.lr=-1 (command line): must"),
+        ("parameters: {optimizer.lr: [-1]}\n", "sweep.yaml): must be greater than 0"),
+        (PARAMETERS + "settings: {optimizer.rate: 1}\n", "sweep.yaml): unknown key"),
+        (
+            "parameters: {model.num_layers: {min: 1, max: 5.0}}\nmethod: optuna\ntrials: 2\n",  # 2.5 layers
+            "sweep.yaml): must be a valid integer",
+        ),
+        (
+            "parameters: {model.d_model: [40, 24], model.num_heads: [2, 4, 10]}\nsettings: {model.position: rotary}\n"
+            "method: optuna\ntrials: 2\n",
+            "model.d_model=24: must be a multiple of model.num_heads=10",
+        ),
+        (PARAMETERS + "config: base.yaml\n", "base.yaml: cannot be read: No such file"),
+        ("parameters: {parallel.tensor: [1, 2]}\n", "ranks: 1: must be a multiple of parallel.tensor=2"),
+        ("parameters: {parallel.pipeline: [1, 9]}\n", "parallel.pipeline=9"),
+        (
+            PARAMETERS + "ranks: 3\nsettings: {training.global_batch_size: 2, training.batch_size: 1}\n",
+            "training.global_batch_size=2: is enough for 2 ranks, not for 3",
+        ),
+        (PARAMETERS + "launch: --nope\n", "sweep.yaml: launch: --nope: No such option '--nope'"),
+        (PARAMETERS + "launch: --restarts -1\n", "launch: --restarts -1: --restarts -1: must be 0 or more"),
+        (PARAMETERS + "launch: -np 2\n", "launch: -np 2: -np: not for the trials of a sweep"),
+        (PARAMETERS + "launch: seed=3\n", "launch: seed=3: seed=3: not for the trials of a sweep"),
+        (
+            PARAMETERS + "metric: valid_los\n",
+            "sweep.yaml: metric: valid_los: no metric of task=language_model; must be one of train_loss, valid_loss, "
+            "valid_perplexity",
+        ),
+        (
+            PARAMETERS + "settings: {task: translation}\nmetric: valid_accuracy\n",
+            "must be one of train_loss, valid_loss, valid_perplexity, valid_bleu, valid_bleu_words, valid_chrf",
+        ),
+        (
+            "parameters: {task: [language_model, classification]}\nmetric: valid_perplexity\n",
+            "no metric of task=classification; must be one of train_loss, valid_loss, valid_accuracy, valid_precision, "
+            "valid_recall, valid_f1, valid_precision_macro, valid_recall_macro, valid_f1_macro",
+        ),
+        ("parameters: {training.best_metric: [loss, -bleu]}\n", "training.best_metric=-bleu: no metric of task=lang"),
+        (PARAMETERS + "settings: {task: 'no_such_module:Class'}\n", "cannot be imported: ModuleNotFoundError"),
         ("parameters: {optimizer.lr: {min: 1, max: 2}}\n", "optimizer.lr: a range, of which method=grid has no values"),
         ("parameters: {seed: {min: 2, max: 1}}\nmethod: random\ntrials: 2\n", "min must be below max"),
         ("parameters: {seed: {min: 0, max: 9, scale: log}}\nmethod: random\ntrials: 2\n", "with scale=log above 0"),
@@ -235,6 +272,14 @@ def test_a_wrong_file_is_refused_in_one_line(text: str, line: str, tmp_path: Pat
         sweep.main([str(file), "--local"], standalone_mode=False)
     assert line in str(refused.value) and "\n" not in str(refused.value)
     assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("key", ["checkpoint: {resume: never}", "checkpoint: {resume: runs/other}"])
+def test_a_configuration_that_no_rung_could_resume_is_refused(key: str, tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text(key)
+    (tmp_path / "sweep.yaml").write_text(PARAMETERS + f"config: {tmp_path / 'base.yaml'}\n")
+    with pytest.raises(UserError, match=r"sweep.yaml: checkpoint.resume=\S+: trials need auto"):
+        sweep.main([str(tmp_path / "sweep.yaml"), "--local"], standalone_mode=False)
 
 
 def test_optuna_is_optional(tmp_path: Path) -> None:
