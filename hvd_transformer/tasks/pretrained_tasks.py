@@ -15,7 +15,7 @@ from hvd_transformer.errors import UserError
 from hvd_transformer.huggingface import origin
 from hvd_transformer.models import lora, pretrained
 from hvd_transformer.models.classifier import class_loss, classification_loss
-from hvd_transformer.models.counted_flops import counted_flops
+from hvd_transformer.models.counted_flops import CountedFlops, counted_flops
 from hvd_transformer.nn.contracts import Layer
 from hvd_transformer.nn.dropout import torch_dropout_key
 from hvd_transformer.tasks.chat_task import ChatTask
@@ -33,7 +33,7 @@ class PretrainedTask(Task):
     def __init__(self, config: Config, data: Any, replica: Replica) -> None:
         super().__init__(config, data, replica)
         self.model = self.make_model()  # at once: its weights come from the folder
-        self._flops = counted_flops(self.model, self.longest_inputs) if "train" in data.splits else None
+        self._flops: CountedFlops | None = None
         if config.parallel.recompute == "always":
             pretrained.recompute(self.model, folder_of(config))
 
@@ -61,6 +61,9 @@ class PretrainedTask(Task):
     def input_lengths(self, batch: Batch) -> list[int]:
         """The lengths of these inputs in a training batch."""
         return [batch[0].size(1)]
+
+    def count_flops(self) -> None:
+        self._flops = counted_flops(self.model, self.longest_inputs)
 
     def flops(self, batch: Batch) -> float:
         return 0.0 if self._flops is None else self._flops.of_batch(len(batch[0]), self.input_lengths(batch))

@@ -170,6 +170,10 @@ class Task(ABC):
     def num_targets(self, batch: Batch) -> int:
         """The number of targets of a batch: the sum of the losses divided by it is the mean loss."""
 
+    def count_flops(self) -> None:
+        """What `flops` needs first, if that takes time. Called on all ranks, before the first step, if the device's peak
+        is known."""
+
     def flops(self, batch: Batch) -> float:
         """FLOPs of the matrix products in forward and backward of a training batch, nothing counted twice that is
         computed again (`models.flops`). With them the metrics have `mfu`; 0: not known."""

@@ -114,6 +114,8 @@ def _train(
         peak, of_peak = find_peak(mesh.device, config.training.precision)
         for line in (*environment_lines(environment), of_peak):
             log.info(line)
+    if world.broadcast_object(peak is not None):
+        trainer.task.count_flops()
     session = Session(trainer, directory, progress, data.digest, heartbeat, trackers, environment, peak and peak.rate)
     with only_new_garbage():
         status = session.train(stop)

@@ -139,4 +139,6 @@ def test_a_batch_of_each_task(task: str, words: tuple[str, ...], tmp_path: Path)
     batch = found.batch(0, range(5) if task == "language_model" and not words else range(1))
     inputs, targets, _ = found.micro_batch(batch)
     found.model.train()
+    assert found.flops(batch) == 0.0
+    found.count_flops()
     assert found.flops(batch) == pytest.approx(counted(lambda: found.layers[0].run(*inputs, *targets)), rel=1e-9)
