@@ -14,8 +14,8 @@ from commands import output as run
 from hvd_transformer.config import load
 from hvd_transformer.data.build_once import ALONE
 from hvd_transformer.data.prepare_mixture import prepare_sources
-from hvd_transformer.data.prepared import MixedTokens
 from hvd_transformer.data.sampler import Replica
+from hvd_transformer.data.token_file import MixedTokens
 from hvd_transformer.tasks.language_model_task import LanguageModelTask
 
 SETTINGS = [

@@ -9,10 +9,11 @@ from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data.build_once import PrepareContext
 from hvd_transformer.data.learn_tokenizer import learn_common_tokenizer
 from hvd_transformer.data.prepare_text import prepare_corpus
-from hvd_transformer.data.prepared import MixedTokens, PreparedData, TokenFile
+from hvd_transformer.data.prepared import PreparedData
 from hvd_transformer.data.splits import SPLITS, chosen_split
 from hvd_transformer.data.text_corpus import Corpus, open_corpus
 from hvd_transformer.data.token_corpus import TokenCorpus, needs_tokenizer
+from hvd_transformer.data.token_file import MixedTokens, Tokens
 from hvd_transformer.data.tokenizers import Tokenizer, sha256
 
 
@@ -68,7 +69,7 @@ def _mixture(
         if corpus is not None
     ]
     files = {
-        split: [tokens for part in parts if isinstance(tokens := part.splits.get(split), TokenFile)] for split in SPLITS
+        split: [tokens for part in parts if isinstance(tokens := part.splits.get(split), Tokens)] for split in SPLITS
     }
     splits = {split: MixedTokens(found) for split, found in files.items() if found}
     digest = sha256(json.dumps([part.digest for part in parts]))

@@ -12,10 +12,11 @@ from hvd_transformer.data.batches import Batch, ColumnDataset, WindowDataset, ev
 from hvd_transformer.data.blend import Blend, BlendedDataset, blend_sizes
 from hvd_transformer.data.prepare_mixture import prepare_sources, prepare_split
 from hvd_transformer.data.prepare_text import prepare_corpus
-from hvd_transformer.data.prepared import MixedTokens, PreparedData, TokenFile
+from hvd_transformer.data.prepared import PreparedData
 from hvd_transformer.data.pretrained_tokenizer import PretrainedTokenizer
 from hvd_transformer.data.sampler import ColumnSampler, Replica, StepSampler
 from hvd_transformer.data.text_corpus import open_text
+from hvd_transformer.data.token_file import MixedTokens, Tokens
 from hvd_transformer.data.tokenizers import Tokenizer
 from hvd_transformer.errors import UserError
 from hvd_transformer.inference.generation import Sampling, generate
@@ -60,7 +61,7 @@ class LanguageModelTask(DecoderTask):
             raise UserError("data.document_mask=true: the tokenizer has no end-of-document token")
         return found
 
-    def _begin_training(self, tokens: TokenFile | MixedTokens) -> None:
+    def _begin_training(self, tokens: Tokens | MixedTokens) -> None:
         config, training, replica, length = self.config, self.config.training, self.replica, self.length
         num_samples = step_samples(training, replica.size)
         self.targets_per_step = num_samples * length
@@ -159,6 +160,6 @@ class LanguageModelTask(DecoderTask):
         ]
 
 
-def _files(tokens: TokenFile | MixedTokens) -> Sequence[TokenFile]:
+def _files(tokens: Tokens | MixedTokens) -> Sequence[Tokens]:
     """The token files of a split: of a mixture, one per source."""
     return tokens.files if isinstance(tokens, MixedTokens) else [tokens]

@@ -5,7 +5,8 @@ import hashlib
 import numpy as np
 import pytest
 
-from hvd_transformer.data.prepared import TokenFile, token_dtype
+from hvd_transformer.data.prepared import token_dtype
+from hvd_transformer.data.token_file import TokenFile
 from hvd_transformer.errors import UserError
 
 
