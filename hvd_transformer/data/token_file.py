@@ -113,9 +113,10 @@ Tokens: TypeAlias = TokenFile | JoinedTokens
 
 @dataclass(frozen=True)
 class MixedTokens:
-    """A split of a mixture: the tokens of its sources."""
+    """A split of a mixture: the tokens of those sources that have it, and the names of these."""
 
     files: Sequence[Tokens]
+    names: Sequence[str]
 
     def __len__(self) -> int:
         return sum(map(len, self.files))

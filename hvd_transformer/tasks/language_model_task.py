@@ -1,6 +1,7 @@
 """The language modelling task: token files in windows or columns, and the decoder-only model."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 from torch import Tensor
@@ -121,13 +122,26 @@ class LanguageModelTask(DecoderTask):
         return split in self.data.splits
 
     def evaluation_batches(self, split: str) -> Iterator[Batch]:
+        return chain.from_iterable(self._evaluation_parts(split))
+
+    def evaluation_parts(self, split: str) -> Mapping[str, Iterator[Batch]]:
+        """Of a mixture by source."""
+        tokens = self.data.splits[split]
+        if not isinstance(tokens, MixedTokens):
+            return {"": self.evaluation_batches(split)}
+        return dict(zip(tokens.names, self._evaluation_parts(split), strict=True))
+
+    def _evaluation_parts(self, split: str) -> list[Iterator[Batch]]:
+        """The batches of each token file."""
         batch_size = self.config.training.eval_batch_size or self.config.training.batch_size
         files, most = _files(self.data.splits[split]), self.eval_samples
         windows = [-(-(len(tokens) - 1) // self.length) for tokens in files]
         if most is not None and most < sum(windows):
             windows = Blend(windows).counts(most)  # of a mixture, some of each source
-        for tokens, limit in zip(files, windows, strict=True):
-            yield from evaluation_batches(tokens, self.length, batch_size, self.replica, limit)
+        return [
+            evaluation_batches(tokens, self.length, batch_size, self.replica, limit)
+            for tokens, limit in zip(files, windows, strict=True)
+        ]
 
     def micro_batch(self, batch: tuple[Tensor, ...]) -> MicroBatch:
         inputs, targets = batch
