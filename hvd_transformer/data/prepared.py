@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from hvd_transformer.data.build_once import ShouldStop, Stopped
 from hvd_transformer.data.compressed import blocks
 from hvd_transformer.data.length_order import LengthOrder
 from hvd_transformer.data.load_tokenizer import load_tokenizer
@@ -34,8 +35,8 @@ class TokenWriter:
         self._file: BinaryIO = (folder / f"{name}.bin").open("wb")
 
     @classmethod
-    def resume(cls, folder: Path, name: str, entry: dict[str, Any]) -> "TokenWriter | None":
-        """Go on after what `checkpoint` returned; None if the file is not what it was then."""
+    def resume(cls, folder: Path, name: str, entry: dict[str, Any], should_stop: ShouldStop) -> "TokenWriter | None":
+        """Go on after what `checkpoint` returned; None if the file is not what it was then. Raises `Stopped`."""
         writer = cls.__new__(cls)
         writer.dtype, writer.count, writer._digest = entry["dtype"], entry["count"], hashlib.sha256()
         size = writer.count * np.dtype(writer.dtype).itemsize
@@ -44,6 +45,9 @@ class TokenWriter:
         except FileNotFoundError:
             return None
         for data in blocks(writer._file, size):
+            if should_stop():  # at each block: a slow disk takes long for a large file
+                writer._file.close()
+                raise Stopped
             writer._digest.update(data)
         if writer._digest.hexdigest() != entry["sha256"]:
             writer._file.close()

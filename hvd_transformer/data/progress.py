@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from hvd_transformer import atomic
 from hvd_transformer.data.build_once import PLACES, PROGRESS, ShouldStop
-from hvd_transformer.data.in_thread import computing
 from hvd_transformer.data.load_tokenizer import load_tokenizer
 from hvd_transformer.data.prepared import TokenWriter
 from hvd_transformer.data.text_files import TextSpan
@@ -78,7 +77,6 @@ class Progress:
         with its checksum; where it is damaged, the split begins anew. Raises `Stopped`."""
         if split in self.places:
             entry, place = self.places[split]
-            writer = computing(lambda: TokenWriter.resume(self.folder, split, entry), should_stop)
-            if writer is not None:
+            if (writer := TokenWriter.resume(self.folder, split, entry, should_stop)) is not None:
                 return writer, place
         return TokenWriter(self.folder, split, dtype), BEGIN
