@@ -67,14 +67,15 @@ class TokenWriter:
         """Write all to the disk and return the entry in the index so far."""
         self._file.flush()
         os.fsync(self._file.fileno())
-        return self._entry()
+        return self.entry()
 
     def close(self) -> dict[str, Any]:
         """Close the file and return its entry in the index."""
         self._file.close()
-        return self._entry()
+        return self.entry()
 
-    def _entry(self) -> dict[str, Any]:
+    def entry(self) -> dict[str, Any]:
+        """The entry in the index so far."""
         return {"dtype": self.dtype, "count": self.count, "sha256": self._digest.hexdigest()}
 
 

@@ -85,7 +85,8 @@ def prepare_tokens(
     """Check once that the tokenizer has all tokens, and keep the checksums. Raises `UserError` and `Stopped`."""
     if tokenizer is None:
         raise needs_tokenizer(config)
-    settings = {"format": FORMAT, "corpus": corpus.identity, "tokenizer": tokenizer.digest}
+    own = {"tokenizer": tokenizer.digest, "document_end": tokenizer.document_end}
+    settings = {"format": FORMAT, "corpus": corpus.identity, **own}
 
     def write(folder: Path) -> dict[str, Any]:
         tokenizer.save(folder)
