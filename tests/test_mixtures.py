@@ -12,10 +12,11 @@ import pytest
 from commands import output as run
 
 from hvd_transformer.config import load
+from hvd_transformer.config.mixture import source_names
 from hvd_transformer.data.build_once import ALONE
 from hvd_transformer.data.prepare_mixture import prepare_sources
-from hvd_transformer.data.prepared import MixedTokens
 from hvd_transformer.data.sampler import Replica
+from hvd_transformer.data.token_file import MixedTokens
 from hvd_transformer.tasks.language_model_task import LanguageModelTask
 
 SETTINGS = [
@@ -82,9 +83,9 @@ def test_byte_pairs_of_a_mixture_are_those_of_its_texts_together(folder: Path, t
     )
 
 
-def evaluated(root: Path, *words: object) -> tuple[float, int]:
+def evaluated(root: Path, *words: object) -> tuple[dict[str, float], int]:
     found = json.loads(run("hvd-transformer", "evaluate", root / "run", "--json", *words))
-    return found["metrics"]["loss"], found["count"]
+    return found["metrics"], found["count"]
 
 
 def test_losses_of_a_mixture_are_those_of_all_its_sources(folder: Path, tmp_path: Path) -> None:
@@ -99,10 +100,34 @@ def test_losses_of_a_mixture_are_those_of_all_its_sources(folder: Path, tmp_path
     said = train(tmp_path, mixed, "data.tokenizer=char", "data.document_mask=true")
     assert f"[{tmp_path}/one, {tmp_path}/two]: " in said
     assert len((tmp_path / "run" / "samples.jsonl").read_text().splitlines()) >= 1
-    parts = [evaluated(tmp_path, "--data", tmp_path / name / "test.jsonl") for name in ("one", "two")]
-    loss, count = evaluated(tmp_path)
-    assert count == sum(own for _, own in parts)
-    assert loss == pytest.approx(sum(own * number for own, number in parts) / count, rel=1e-6)
+    parts = {name: evaluated(tmp_path, "--data", tmp_path / name / "test.jsonl") for name in ("one", "two")}
+    mixed, count = evaluated(tmp_path)
+    assert count == sum(own for _, own in parts.values())
+    whole = sum(own["loss"] * number for own, number in parts.values())
+    assert mixed["loss"] == pytest.approx(whole / count, rel=1e-6)
+    for name, (own, _) in parts.items():
+        assert set(own) == {"loss", "perplexity"}
+        assert mixed[f"{name}_loss"] == pytest.approx(own["loss"], rel=1e-6)
+    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert all(row[key] and summary[key] for key in ("valid_one_loss", "valid_two_loss"))
+    assert re.search(r"valid loss .*, perplexity .*, one loss \d.*, two loss \d", said)
+    assert (tmp_path / "run" / "losses.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        (["/data/web.jsonl", "../code.jsonl.zst", "c4-en", "wikitext2"], ["web", "code", "c4_en", "wikitext2"]),
+        (["web/*.jsonl.zst", "code/*.jsonl.zst", "books/train-*"], ["web", "code", "train"]),
+        (["web/train-*.parquet", "code/train-*.parquet"], ["web_train", "code_train"]),
+        (["x/web/en.txt", "y/web/en.txt", "z/de.txt"], ["x_web_en", "y_web_en", "z_de"]),
+        (["a.txt", "a.txt"], ["a_1", "a_2"]),
+    ],
+)
+def test_names_of_sources(given: list[str], names: list[str]) -> None:
+    entries = ", ".join(f"{{source: '{source}'}}" for source in given)
+    assert source_names(load(overrides=[f"data.sources=[{entries}]"]).data) == names
 
 
 @pytest.mark.parametrize(
@@ -147,11 +172,13 @@ def test_where_documents_cannot_be_kept_apart(words: list[str], told: str, folde
 def test_evaluation_sees_all_sources_also_where_it_is_limited(limit: str, counts: tuple[int, int], ranks: int) -> None:
     """Every token but the first of each source once; of 21 and 6 windows, a part of each."""
     files = [np.arange(1000, 1205, dtype="<u2"), np.arange(2000, 2061, dtype="<u2")]
-    data = SimpleNamespace(splits={"valid": MixedTokens(files)}, has_documents=False)
+    data = SimpleNamespace(splits={"valid": MixedTokens(files, ["a", "b"])}, has_documents=False)
     words = ["data.sources=[{source: a}, {source: b}]", "data.sequence_length=10", "training.batch_size=4"]
     config, found = load(overrides=[*words, f"training.eval_batches={limit}"]), []
     for rank in range(ranks):
         task = LanguageModelTask(config, data, Replica(rank, ranks))
         found += [token for batch in task.evaluation_batches("valid") for token in batch.targets.flatten().tolist()]
+        for name, batches in task.evaluation_parts("valid").items():
+            assert all((token < 2000) == (name == "a") for batch in batches for token in batch.targets.flatten())
     assert len(found) == len(set(found))
     assert (sum(token < 2000 for token in found), sum(token >= 2000 for token in found)) == counts

@@ -1,6 +1,8 @@
 """The entries of `data.sources`: what is mixed, and in which proportions."""
 
 import math
+import re
+from pathlib import PurePath
 from typing import NamedTuple
 
 from hvd_transformer.config.schema import DataConfig
@@ -36,6 +38,24 @@ def mixed_sources(data: DataConfig) -> list[MixedSource]:
         weight = entry.get("weight")
         found.append(MixedSource(own, None if weight is None else float(weight), float(entry.get("epochs", 1))))
     return found
+
+
+def source_names(data: DataConfig) -> list[str]:
+    """A name for each entry of `data.sources`, for the keys of its metrics: the end of its path, of letters, digits and
+    underscores, as long as it takes to tell it from the others. The same source twice gets numbers."""
+    paths = [_words(str(entry["source"])) for entry in data.sources or ()]
+    for depth in range(1, 1 + max(map(len, paths), default=0)):
+        names = ["_".join(path[-depth:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{'_'.join(path[-1:])}_{number}".strip("_") for number, path in enumerate(paths, start=1)]
+
+
+def _words(source: str) -> list[str]:
+    """The parts of a path, without endings and the wildcards of a pattern."""
+    path = PurePath(source)
+    parts = [*path.parts[:-1], path.name.partition(".")[0]]
+    return [word for part in parts if (word := re.sub(r"\W+", "_", part).strip("_"))]
 
 
 def check_mixture(data: DataConfig) -> None:

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hvd_transformer.data.length_order import Cut, LengthOrder
-from hvd_transformer.data.prepared import TokenFile
 from hvd_transformer.data.sampler import NeighborSampler, Permutation, Replica, StepSampler, share
+from hvd_transformer.data.token_file import Tokens
 
 
 class Batch(NamedTuple):
@@ -28,7 +28,7 @@ class WindowDataset:
     window. Memory does not grow with the number of tokens.
     """
 
-    def __init__(self, tokens: TokenFile, length: int, seed: int) -> None:
+    def __init__(self, tokens: Tokens, length: int, seed: int) -> None:
         self.tokens, self.length, self.seed = tokens, length, seed
         # One window fewer than would fit leaves room to shift the offset; the tokens left out change every epoch.
         self.num_items = max(1, (len(tokens) - 1) // length - 1)
@@ -49,7 +49,7 @@ class ColumnDataset:
     as in the tutorial.
     """
 
-    def __init__(self, tokens: TokenFile, num_columns: int, length: int) -> None:
+    def __init__(self, tokens: Tokens, num_columns: int, length: int) -> None:
         self.tokens, self.num_columns, self.length = tokens, num_columns, length
         self.num_rows = len(tokens) // num_columns
         self.num_items = max(0, -(-(self.num_rows - 1) // length))
@@ -64,7 +64,7 @@ class ColumnDataset:
 
 
 def evaluation_batches(
-    tokens: TokenFile, length: int, batch_size: int, replica: Replica, most: int | None = None
+    tokens: Tokens, length: int, batch_size: int, replica: Replica, most: int | None = None
 ) -> Iterator[Batch]:
     """This replica's part of the first `most` windows, or of all. Together, the replicas see every token of these but
     the first as a target exactly once."""

@@ -1,6 +1,6 @@
 """Build a folder exactly once although several processes ask for it: file lock, temporary folder, atomic rename.
 
-A build that keeps the file `PROGRESS` in its folder finds all its files again after a kill, a stop or a full disk.
+A build that keeps the file `PROGRESS` in its folder finds all its files again after a kill, a stop or an error.
 """
 
 import errno
@@ -96,7 +96,6 @@ def _build_aside(folder: Path, build: Callable[[Path], None], lock_file: IO[str]
     """Build in a temporary folder, then rename it. An error of the user is recorded in the lock file for the waiting
     processes."""
     aside = folder.with_name(f".{folder.name}.tmp")
-    keep = True
     try:
         check_own(aside)
         if aside.is_symlink():
@@ -116,7 +115,6 @@ def _build_aside(folder: Path, build: Callable[[Path], None], lock_file: IO[str]
             (folder / name).unlink(missing_ok=True)
         sync_folder(folder.parent)
     except (UserError, OSError) as error:
-        keep = not isinstance(error, UserError)  # with other data it is another folder
         message = str(error) if isinstance(error, UserError) else _explain(error, Path(lock_file.name))
         failures = _read_failure(lock_file)[0] + 1
         with suppress(OSError):  # full disk: the waiting processes will notice themselves
@@ -125,7 +123,7 @@ def _build_aside(folder: Path, build: Callable[[Path], None], lock_file: IO[str]
             lock_file.flush()
         raise UserError(message) from None
     finally:
-        if not (keep and (aside / PROGRESS).is_file()):
+        if not (aside / PROGRESS).is_file():
             shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -144,6 +142,17 @@ def _locked(path: Path, should_stop: ShouldStop) -> Iterator[tuple[IO[str], str 
             time.sleep(POLL_SECONDS)
         failures, error = _read_failure(file)
         yield file, error if failures > failures_before else None
+
+
+@contextmanager
+def unclaimed(aside: Path) -> Iterator[bool]:
+    """Whether nobody builds in this temporary folder; then nobody does in the context. Raises `UserError` and
+    `OSError`."""
+    lock = aside.with_name(f"{aside.name.removeprefix('.').removesuffix('.tmp')}.lock")
+    for path in (aside, lock):
+        check_own(path)
+    with open(lock, "a+", encoding="utf-8", opener=_open_no_link) as file:  # noqa: PTH123
+        yield _try_lock(file)
 
 
 def _open_no_link(path: str, flags: int) -> int:

@@ -32,7 +32,6 @@ from hvd_transformer.data.length_order import order_dtype, write_length_order
 from hvd_transformer.data.prepare_folder import prepare_folder
 from hvd_transformer.data.prepared import (
     PreparedExamples,
-    TokenFile,
     TokenSequences,
     TokenWriter,
     file_entry,
@@ -41,6 +40,7 @@ from hvd_transformer.data.prepared import (
     tokenizer_prefix,
 )
 from hvd_transformer.data.splits import ExampleSource, RawExample
+from hvd_transformer.data.token_file import TokenFile
 from hvd_transformer.data.tokenizers import SPECIALS, VOCABULARY_KINDS, BPETokenizer, Tokenizer, build_vocabulary
 from hvd_transformer.errors import UserError
 

@@ -4,15 +4,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hvd_transformer.config.mixture import mixed_sources, origin
+from hvd_transformer.config.mixture import mixed_sources, origin, source_names
 from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data.build_once import PrepareContext
 from hvd_transformer.data.learn_tokenizer import learn_common_tokenizer
 from hvd_transformer.data.prepare_text import prepare_corpus
-from hvd_transformer.data.prepared import MixedTokens, PreparedData, TokenFile
+from hvd_transformer.data.prepared import PreparedData
 from hvd_transformer.data.splits import SPLITS, chosen_split
 from hvd_transformer.data.text_corpus import Corpus, open_corpus
 from hvd_transformer.data.token_corpus import TokenCorpus, needs_tokenizer
+from hvd_transformer.data.token_file import MixedTokens, Tokens
 from hvd_transformer.data.tokenizers import Tokenizer, sha256
 
 
@@ -62,15 +63,16 @@ def _mixture(
     config: DataConfig, corpora: Sequence[Corpus | TokenCorpus | None], tokenizer: Tokenizer, context: PrepareContext
 ) -> PreparedMixture:
     """None: a source without the split that is wanted."""
-    parts = [
-        prepare_corpus(source.config, corpus, tokenizer, context)
-        for source, corpus in zip(mixed_sources(config), corpora, strict=True)
+    named = {
+        name: prepare_corpus(source.config, corpus, tokenizer, context)
+        for name, source, corpus in zip(source_names(config), mixed_sources(config), corpora, strict=True)
         if corpus is not None
-    ]
-    files = {
-        split: [tokens for part in parts if isinstance(tokens := part.splits.get(split), TokenFile)] for split in SPLITS
     }
-    splits = {split: MixedTokens(found) for split, found in files.items() if found}
+    parts, splits = list(named.values()), dict[str, MixedTokens]()
+    for split in SPLITS:
+        files = {name: tokens for name, part in named.items() if isinstance(tokens := part.splits.get(split), Tokens)}
+        if files:
+            splits[split] = MixedTokens(list(files.values()), list(files))
     digest = sha256(json.dumps([part.digest for part in parts]))
     has_documents = any(part.has_documents for part in parts)
     return PreparedMixture(parts[0].folder.parent, tokenizer, splits, digest, has_documents, parts)

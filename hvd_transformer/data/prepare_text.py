@@ -25,8 +25,9 @@ from hvd_transformer.data.learn_tokenizer import learn_tokenizer, tokenizer_sett
 from hvd_transformer.data.parquet import Rows
 from hvd_transformer.data.prepare_folder import prepare_folder
 from hvd_transformer.data.prepared import PreparedData, read_corpus, token_dtype
-from hvd_transformer.data.progress import Place, Progress
+from hvd_transformer.data.progress import Mark, Place, Progress
 from hvd_transformer.data.shards import check_shards, cut_splits
+from hvd_transformer.data.take_over import take_over
 from hvd_transformer.data.text_corpus import Corpus
 from hvd_transformer.data.text_files import Piece
 from hvd_transformer.data.token_corpus import TokenCorpus, prepare_tokens
@@ -52,6 +53,8 @@ def prepare_corpus(
         return prepare_tokens(config, corpus, tokenizer, context)
     own = tokenizer_settings(config, corpus.train_bytes) if tokenizer is None else {"tokenizer": tokenizer.digest}
     settings = {"format": FORMAT, "corpus": corpus.identity, **own}
+    if tokenizer is not None and "columns" in corpus.identity:
+        settings["document_end"] = tokenizer.document_end  # the digest does not tell it
     write = _TextWriter(config, corpus, tokenizer, context).write
     return prepare_folder(config, corpus.name, settings, write, read_corpus, context)
 
@@ -64,7 +67,7 @@ class _TextWriter:
     context: PrepareContext
 
     def write(self, folder: Path) -> dict[str, Any]:
-        settings = {"source": self.config.source, "corpus": self.corpus.identity}
+        settings = {"format": FORMAT, "source": self.config.source, "corpus": self.corpus.identity}
         check_shards(settings, folder.parent)
         text = CorpusPieces(self.config, self.corpus, self.context)
         if text.has_documents and self.tokenizer is not None and self.tokenizer.document_end is None:
@@ -75,12 +78,15 @@ class _TextWriter:
         kind = self.tokenizer.kind if self.tokenizer else self.config.tokenizer
         self.context.report(f"Preparing {self.corpus.name}: {_amount(text)}, tokenizer {kind}")
         if (found := Progress.read(folder)) is not None:
-            progress, tokenizer = found
-            self.context.report(f"{self.corpus.name}: resumes after {progress.num_tokens:,} tokens")
+            progress = found
         else:
             spans = cut_splits(self.corpus.splits, self.context)
             tokenizer = self.tokenizer or learn_tokenizer([(text, spans["train"])])
             progress = Progress.begin(folder, settings, tokenizer, spans)
+            take_over(progress)
+        tokenizer = progress.tokenizer
+        if found is not None or progress.num_tokens:
+            self.context.report(f"{self.corpus.name}: resumes after {progress.num_tokens:,} tokens")
         dtype = token_dtype(tokenizer.vocab_size)
         return {
             "format": FORMAT,
@@ -97,16 +103,26 @@ class _TextWriter:
     ) -> dict[str, Any]:
         """Write the tokens of a split piece by piece; return its entry in the index."""
         spans = progress.spans[split]
-        file, start = progress.resume(split, dtype, self.context.should_stop)
+        file, place = progress.resume(split, dtype, self.context.should_stop)
         unsaved = 0
-        for place, size, tokens in self._encoded(text, spans, start, f"encoding {split}", tokenizer, dtype):
-            file.add(tokens)
-            unsaved += size
-            if unsaved >= SAVED_BYTES:
-                progress.save(split, file.checkpoint(), place)
-                unsaved = 0
-        if not file.count:
-            raise UserError(f"{spans[0].path}: the {split} split has no token; it must hold text")
+        try:
+            for after, size, tokens in self._encoded(text, spans, place, f"encoding {split}", tokenizer, dtype):
+                if after.span != place.span:
+                    progress.pass_span(split, Mark(file.entry(), place))
+                file.add(tokens)
+                place = after
+                unsaved += size
+                if unsaved >= SAVED_BYTES:
+                    progress.save(split, file.checkpoint(), place)
+                    unsaved = 0
+            if not file.count:
+                raise UserError(f"{spans[0].path}: the {split} split has no token; it must hold text")
+        except UserError:
+            progress.save(split, file.checkpoint(), place)
+            progress.fail()
+            if progress.failed:
+                self.context.report(f"{self.corpus.name}: what is encoded is kept; the next start resumes there")
+            raise
         progress.save(split, entry := file.checkpoint(), Place(len(spans), 0))
         file.close()
         return {"tokens": entry["count"], "sha256": entry["sha256"]}

@@ -1,10 +1,9 @@
-"""Prepared data as training reads it: memory-mapped token files, a corpus of them, or encoded examples."""
+"""Prepared data as training reads it, a corpus of token files or encoded examples, and how their files are written."""
 
 import hashlib
 import json
-import mmap
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,11 +12,12 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from hvd_transformer.data.build_once import ShouldStop, Stopped
 from hvd_transformer.data.compressed import blocks
 from hvd_transformer.data.length_order import LengthOrder
 from hvd_transformer.data.load_tokenizer import load_tokenizer
+from hvd_transformer.data.token_file import MixedTokens, TokenFile, Tokens
 from hvd_transformer.data.tokenizers import Tokenizer, sha256
-from hvd_transformer.errors import UserError
 
 INDEX = "index.json"
 
@@ -25,67 +25,6 @@ INDEX = "index.json"
 def token_dtype(vocab_size: int) -> str:
     """The smallest little-endian number format that holds every token of the vocabulary."""
     return "<u2" if vocab_size <= 2**16 else "<u4"
-
-
-@dataclass
-class TokenFile:
-    """A file of `count` numbers that need not fit into memory; with `start` those from there on of a file with more.
-
-    `tokens[start:stop]` is a read-only array (T,) of the stored number format that maps the file without a copy.
-    """
-
-    path: Path
-    dtype: str
-    count: int
-    sha256: str
-    start: int | None = None
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, span: slice) -> NDArray[Any]:
-        return self._mapped[span]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.count * np.dtype(self.dtype).itemsize
-
-    def is_whole(self) -> bool:
-        """Whether the file exists and has the size recorded in the index."""
-        size = self.path.stat().st_size if self.path.is_file() else -1
-        return size == self.num_bytes if self.start is None else size >= self._offset + self.num_bytes
-
-    @property
-    def _offset(self) -> int:
-        return (self.start or 0) * np.dtype(self.dtype).itemsize
-
-    @cached_property
-    def _mapped(self) -> NDArray[Any]:
-        if not self.is_whole():
-            size = self.path.stat().st_size if self.path.is_file() else "no"
-            raise UserError(
-                f"{self.path}: damaged, {size} bytes instead of {self.num_bytes}; remove its folder to prepare it again"
-            )
-        if not self.count:  # an empty file cannot be mapped
-            return np.empty(0, self.dtype)
-        with self.path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        mapped.madvise(mmap.MADV_RANDOM)  # windows are read in shuffled order: reading ahead would be useless
-        return np.frombuffer(mapped, self.dtype, self.count, self._offset)
-
-
-@dataclass(frozen=True)
-class MixedTokens:
-    """A split of a mixture: the token files of its sources."""
-
-    files: Sequence[TokenFile]
-
-    def __len__(self) -> int:
-        return sum(map(len, self.files))
-
-    @property
-    def sha256(self) -> str:
-        return sha256(json.dumps([tokens.sha256 for tokens in self.files]))
 
 
 class TokenWriter:
@@ -96,8 +35,8 @@ class TokenWriter:
         self._file: BinaryIO = (folder / f"{name}.bin").open("wb")
 
     @classmethod
-    def resume(cls, folder: Path, name: str, entry: dict[str, Any]) -> "TokenWriter | None":
-        """Go on after what `checkpoint` returned; None if the file is not what it was then."""
+    def resume(cls, folder: Path, name: str, entry: dict[str, Any], should_stop: ShouldStop) -> "TokenWriter | None":
+        """Go on after what `checkpoint` returned; None if the file is not what it was then. Raises `Stopped`."""
         writer = cls.__new__(cls)
         writer.dtype, writer.count, writer._digest = entry["dtype"], entry["count"], hashlib.sha256()
         size = writer.count * np.dtype(writer.dtype).itemsize
@@ -106,6 +45,9 @@ class TokenWriter:
         except FileNotFoundError:
             return None
         for data in blocks(writer._file, size):
+            if should_stop():  # at each block: a slow disk takes long for a large file
+                writer._file.close()
+                raise Stopped
             writer._digest.update(data)
         if writer._digest.hexdigest() != entry["sha256"]:
             writer._file.close()
@@ -125,14 +67,15 @@ class TokenWriter:
         """Write all to the disk and return the entry in the index so far."""
         self._file.flush()
         os.fsync(self._file.fileno())
-        return self._entry()
+        return self.entry()
 
     def close(self) -> dict[str, Any]:
         """Close the file and return its entry in the index."""
         self._file.close()
-        return self._entry()
+        return self.entry()
 
-    def _entry(self) -> dict[str, Any]:
+    def entry(self) -> dict[str, Any]:
+        """The entry in the index so far."""
         return {"dtype": self.dtype, "count": self.count, "sha256": self._digest.hexdigest()}
 
 
@@ -264,7 +207,7 @@ class PreparedData:
 
     folder: Path
     tokenizer: Tokenizer
-    splits: Mapping[str, TokenFile | MixedTokens]
+    splits: Mapping[str, Tokens | MixedTokens]
     digest: str
     has_documents: bool = False  # whether each document is followed by an end token
 

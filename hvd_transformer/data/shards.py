@@ -117,8 +117,11 @@ def check_shards(settings: dict[str, Any], prepared: Path) -> None:
     earlier = dict[Path, list[Any]]()
     for index in sorted([*prepared.glob("*/index.json"), *prepared.glob(f".*.tmp/{PROGRESS}")]):
         try:
-            found = json.loads(index.read_text(encoding="utf-8"))["settings"]
+            kept = json.loads(index.read_text(encoding="utf-8"))
+            found = kept["settings"]
             own = found["corpus"]
+            if kept.get("failed"):  # at a file that is to change; `take_over` compares the others
+                continue
             of_these = folders & {Path(path).parent for path, *_ in own["shards"]}  # the source may be a relative path
             if found["source"] == settings["source"] and "train" in own["splits"] and of_these:
                 earlier[index.parent] = own["shards"]

@@ -11,6 +11,7 @@ from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data import python_docs
 from hvd_transformer.data.build_once import ALONE, PrepareContext, build_once
 from hvd_transformer.data.compressed import COMPRESSED
+from hvd_transformer.data.foreign_tokens import INDEX, TOKENS
 from hvd_transformer.data.parquet import PARQUET
 from hvd_transformer.data.published import TEXTS, fetch_published, unknown_source
 from hvd_transformer.data.shards import ENDINGS, TextSplit, ending, find_shards, has_documents
@@ -28,7 +29,13 @@ from hvd_transformer.data.splits import (
     split_stems,
 )
 from hvd_transformer.data.text_files import TextSpan, boundary, line_boundary
-from hvd_transformer.data.token_corpus import TokenCorpus, open_token_file, open_token_folder
+from hvd_transformer.data.token_corpus import (
+    TokenCorpus,
+    find_token_files,
+    open_token_file,
+    open_token_files,
+    open_token_folder,
+)
 from hvd_transformer.errors import UserError
 
 SOURCES = ("python-docs", *TEXTS)
@@ -182,21 +189,25 @@ def _open_file(path: Path, config: DataConfig) -> Corpus:
     return _corpus(path.stem, splits)
 
 
-def _open_pattern(pattern: Path, config: DataConfig) -> Corpus:
-    """Cut all files of a pattern, such as shards/*.jsonl.gz, by shares of their text."""
+def _open_pattern(pattern: Path, config: DataConfig) -> Corpus | TokenCorpus:
+    """Cut all files of a pattern, such as shards/*.jsonl.gz, by shares of their text or tokens."""
     given = f"data.source={config.source}"
     pattern = pattern.absolute()
-    files = find_shards(Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor))), given)
-    if not files:
-        raise UserError(f"{given}: no such file; names must end in {', '.join(ENDINGS)}")
+    paths = list(Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor))))
+    texts = find_shards(paths, given)
+    if not (files := texts or find_token_files(paths, given)):
+        raise UserError(f"{given}: no such file; names must end in {', '.join((*ENDINGS, TOKENS, INDEX))}")
     names = {split: re.compile(_NAMED.format("|".join(_STEMS[split]))) for split in SPLITS}
     named = [split for split in SPLITS if any(names[split].match(file.name) for file in files)]
     if len(named) > 1:
         raise UserError(
             f"{given}: has files of the splits {' and '.join(named)}; name their folder, or the files of one split"
         )
-    folder = files[0].parent
-    return _corpus(folder.name, _shares(_whole(files, config), config.split))
+    name = files[0].parent.name
+    if not texts:
+        _refuse_column(config, given)
+        return open_token_files(files, config.split, name)
+    return _corpus(name, _shares(_whole(files, config), config.split))
 
 
 def _shares(whole: TextSplit, shares: list[float]) -> dict[str, TextSplit]:

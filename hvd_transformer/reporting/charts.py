@@ -48,8 +48,9 @@ def loss_chart(rows: Rows) -> bytes:
 
 
 def metric_charts(rows: Rows) -> dict[str, bytes]:
-    """Charts of the other validation metrics by step: "bleu", in percent; "scores", accuracy and other fractions; and
-    one for each metric of a custom task, by its key, such as "valid_rmse". Metrics without values get no chart."""
+    """Charts of the other validation metrics by step: "bleu", in percent; "scores", accuracy and other fractions;
+    "losses", those of the sources of a mixture; and one for each metric of a custom task, by its key, such as
+    "valid_rmse". Metrics without values get no chart."""
     charts: dict[str, dict[str, Curve]] = {}
     for key in dict.fromkeys(key for row in rows for key in row):
         curve = _series(rows, key, average=False)
@@ -57,10 +58,18 @@ def metric_charts(rows: Rows) -> dict[str, bytes]:
             continue
         name = key.removeprefix("valid_")
         own = re.sub(r"\W", "_", key)  # a valid file name
-        place = "bleu" if name in _PERCENT else "scores" if name.removesuffix("_macro") in _FRACTIONS else own
-        charts.setdefault(place, {})[name] = curve
-    titles = {"bleu": ("BLEU", "percent"), "scores": ("Scores", "fraction")}
+        charts.setdefault(_place(name) or own, {})[name] = curve
+    titles = {"bleu": ("BLEU", "percent"), "scores": ("Scores", "fraction"), "losses": ("Losses", "nats")}
     return {place: _metric_chart(*titles.get(place, (_spaced(place), "")), curves) for place, curves in charts.items()}
+
+
+def _place(name: str) -> str | None:
+    """The chart that a metric shares with others."""
+    if name in _PERCENT:
+        return "bleu"
+    if name.endswith("_loss"):
+        return "losses"
+    return "scores" if name.removesuffix("_macro") in _FRACTIONS else None
 
 
 def _metric_chart(title: str, unit: str, curves: Mapping[str, Curve]) -> bytes:
@@ -69,10 +78,10 @@ def _metric_chart(title: str, unit: str, curves: Mapping[str, Curve]) -> bytes:
     bases = list(dict.fromkeys(name.removesuffix("_macro") for name in curves))
     for name, (steps, values) in curves.items():
         base = name.removesuffix("_macro")
-        best = int(np.argmax(values))
+        best = int((np.argmin if unit == "nats" else np.argmax)(values))
         digits = 2 if unit == "percent" else 4
         label = f"{_spaced(name)} {values[-1]:.{digits}f}"
-        if unit and values[best] > values[-1]:  # for other metrics lower may be better
+        if unit and values[best] != values[-1]:  # for other metrics lower may be better
             label += f" (best {values[best]:.{digits}f} at step {int(steps[best]):,})"
         style: dict[str, Any] = {"linestyle": (0, (4, 2))} if base != name else {}
         colour = _COLOURS[bases.index(base) % len(_COLOURS)]

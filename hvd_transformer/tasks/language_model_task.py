@@ -1,6 +1,7 @@
 """The language modelling task: token files in windows or columns, and the decoder-only model."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 from torch import Tensor
@@ -12,10 +13,11 @@ from hvd_transformer.data.batches import Batch, ColumnDataset, WindowDataset, ev
 from hvd_transformer.data.blend import Blend, BlendedDataset, blend_sizes
 from hvd_transformer.data.prepare_mixture import prepare_sources, prepare_split
 from hvd_transformer.data.prepare_text import prepare_corpus
-from hvd_transformer.data.prepared import MixedTokens, PreparedData, TokenFile
+from hvd_transformer.data.prepared import PreparedData
 from hvd_transformer.data.pretrained_tokenizer import PretrainedTokenizer
 from hvd_transformer.data.sampler import ColumnSampler, Replica, StepSampler
 from hvd_transformer.data.text_corpus import open_text
+from hvd_transformer.data.token_file import MixedTokens, Tokens
 from hvd_transformer.data.tokenizers import Tokenizer
 from hvd_transformer.errors import UserError
 from hvd_transformer.inference.generation import Sampling, generate
@@ -60,7 +62,7 @@ class LanguageModelTask(DecoderTask):
             raise UserError("data.document_mask=true: the tokenizer has no end-of-document token")
         return found
 
-    def _begin_training(self, tokens: TokenFile | MixedTokens) -> None:
+    def _begin_training(self, tokens: Tokens | MixedTokens) -> None:
         config, training, replica, length = self.config, self.config.training, self.replica, self.length
         num_samples = step_samples(training, replica.size)
         self.targets_per_step = num_samples * length
@@ -120,13 +122,26 @@ class LanguageModelTask(DecoderTask):
         return split in self.data.splits
 
     def evaluation_batches(self, split: str) -> Iterator[Batch]:
+        return chain.from_iterable(self._evaluation_parts(split))
+
+    def evaluation_parts(self, split: str) -> Mapping[str, Iterator[Batch]]:
+        """Of a mixture by source."""
+        tokens = self.data.splits[split]
+        if not isinstance(tokens, MixedTokens):
+            return {"": self.evaluation_batches(split)}
+        return dict(zip(tokens.names, self._evaluation_parts(split), strict=True))
+
+    def _evaluation_parts(self, split: str) -> list[Iterator[Batch]]:
+        """The batches of each token file."""
         batch_size = self.config.training.eval_batch_size or self.config.training.batch_size
         files, most = _files(self.data.splits[split]), self.eval_samples
         windows = [-(-(len(tokens) - 1) // self.length) for tokens in files]
         if most is not None and most < sum(windows):
             windows = Blend(windows).counts(most)  # of a mixture, some of each source
-        for tokens, limit in zip(files, windows, strict=True):
-            yield from evaluation_batches(tokens, self.length, batch_size, self.replica, limit)
+        return [
+            evaluation_batches(tokens, self.length, batch_size, self.replica, limit)
+            for tokens, limit in zip(files, windows, strict=True)
+        ]
 
     def micro_batch(self, batch: tuple[Tensor, ...]) -> MicroBatch:
         inputs, targets = batch
@@ -159,6 +174,6 @@ class LanguageModelTask(DecoderTask):
         ]
 
 
-def _files(tokens: TokenFile | MixedTokens) -> Sequence[TokenFile]:
+def _files(tokens: Tokens | MixedTokens) -> Sequence[Tokens]:
     """The token files of a split: of a mixture, one per source."""
     return tokens.files if isinstance(tokens, MixedTokens) else [tokens]

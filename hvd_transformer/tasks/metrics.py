@@ -30,17 +30,33 @@ def loss_metrics(loss: float) -> dict[str, float]:
     return {"loss": loss, "perplexity": perplexity(loss)}
 
 
-def evaluate(results: Iterable[tuple[Tensor, int]], group: Group, num_sums: int = 1) -> tuple[list[float], int]:
-    """Add the results of all ranks: (sums [num_sums], number of targets). Each rank passes those of its own batches,
-    and all get the same result. Sums are in float64; the first is the loss in nats."""
-    total = torch.zeros(num_sums + 1, dtype=torch.float64)
+class Sums(NamedTuple):
+    """Over the samples of a split, or of a part of one: sums in float64, the first one the loss in nats, and the number
+    of targets."""
+
+    sums: list[float]
+    num_targets: int
+
+
+def evaluate(parts: Iterable[Iterable[tuple[Tensor, int]]], group: Group, num_sums: int = 1) -> list[Sums]:
+    """Add the results of all ranks, (sums [num_sums], number of targets), in each part. Each rank passes those of its
+    own batches, and all get the same."""
+    found = []
     with torch.no_grad():
-        for sums, count in results:
-            total[:-1] += sums.to("cpu", torch.float64)
-            total[-1] += count
-    group.all_reduce_(total, "evaluation")
-    *totals, num_targets = total.tolist()
-    return totals, int(num_targets)
+        for results in parts:
+            found.append(total := torch.zeros(num_sums + 1, dtype=torch.float64))
+            for sums, count in results:
+                total[:-1] += sums.to("cpu", torch.float64)
+                total[-1] += count
+    totals = torch.stack(found)
+    group.all_reduce_(totals, "evaluation")
+    return [Sums(sums, int(count)) for *sums, count in totals.tolist()]
+
+
+def together(parts: Sequence[Sums]) -> Sums:
+    """The sums over all parts."""
+    sums = [sum(own) for own in zip(*(part.sums for part in parts), strict=True)]
+    return Sums(sums, sum(part.num_targets for part in parts))
 
 
 @cache

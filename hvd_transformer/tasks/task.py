@@ -157,6 +157,11 @@ class Task(ABC):
     def evaluation_batches(self, split: str) -> Iterator[Batch]:
         """This replica's part of a split: of the first `eval_samples` samples, or of all."""
 
+    def evaluation_parts(self, split: str) -> Mapping[str, Iterator[Batch]]:
+        """`evaluation_batches` in parts whose losses are also told by themselves, such as the sources of a mixture: by
+        name, on all replicas the same names in the same order. By default one part without a name."""
+        return {"": self.evaluation_batches(split)}
+
     @property
     def eval_samples(self) -> int | None:
         """How many samples of a split are evaluated at most, the first ones in the order of the data; None: all."""

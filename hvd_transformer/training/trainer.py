@@ -35,7 +35,7 @@ from hvd_transformer.parallel.engine import Engine
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.parallel.precision import LossScaler
 from hvd_transformer.planning.partition import choose_partition
-from hvd_transformer.tasks.metrics import Evaluation, evaluate
+from hvd_transformer.tasks.metrics import Evaluation, evaluate, together
 from hvd_transformer.tasks.task import Batch, Task, split_batch
 from hvd_transformer.training.job_setup import build_model
 from hvd_transformer.training.lr_schedule import learning_rate
@@ -182,22 +182,27 @@ class Trainer:
         self.engine.set_updates(self.state.updates)
 
     def evaluate(self, split: str) -> Evaluation:
-        """The loss and metrics of a whole split, shared over the ranks. Collective."""
+        """The loss and metrics of a whole split, shared over the ranks, and the loss of each of its parts that has a
+        name. Collective."""
         self.prefetch.wait()
         self.engine.wait_params()
         self.engine.local_steps.average()
         self.task.model.eval()
         pipeline, num_stages = self.engine.pipeline, len(self.engine.stages)
 
-        def losses() -> Iterator[tuple[Tensor, int]]:
-            batches = self.task.evaluation_batches(split)
+        def losses(batches: Iterator[Batch]) -> Iterator[tuple[Tensor, int]]:
             # Enough at a time to keep all stages busy.
             while group := list(islice(batches, 1 if num_stages == 1 else 8 * num_stages)):
                 found = pipeline.evaluate([self.task.micro_batch(self._pinned(batch)) for batch in group])
                 yield from zip(found, map(self.task.num_targets, group), strict=True)
 
-        sums, count = evaluate(losses(), self.mesh.dp_group, self.task.num_sums)
+        parts = self.task.evaluation_parts(split)
+        found = evaluate(map(losses, parts.values()), self.mesh.dp_group, self.task.num_sums)
+        sums, count = together(found)
         metrics = self.task.metrics(sums, count) | self.task.more_metrics(split, self.mesh.dp_group)
+        for name, part in zip(parts, found, strict=True):
+            if name and part.num_targets:  # none in an evaluation of few samples
+                metrics[f"{name}_loss"] = self.task.metrics(*part)["loss"]
         return Evaluation(metrics, count)
 
     def text_samples(self, split: str) -> Sequence[Mapping[str, str]]:

@@ -79,7 +79,7 @@ def test_the_same_losses_on_any_number_of_ranks(mode: str, done: Path, alone: Pa
     assert max(epoch for _, epoch in steps(alone, "epoch")) == 3
     for found, wanted in zip(steps(done / mode, "loss"), steps(alone, "loss"), strict=True):
         assert found == (wanted[0], pytest.approx(wanted[1], rel=1e-9))
-    for key in ("valid_loss", "test_loss"):
+    for key in ("valid_loss", "test_loss", "valid_a_loss", "valid_b_loss", "test_b_loss"):
         assert summary(done / mode)[key] == pytest.approx(summary(alone)[key], rel=1e-9)
     assert relative_difference(weights(done / mode), weights(alone)) < 1e-8
 

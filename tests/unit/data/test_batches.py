@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hvd_transformer.data.batches import ColumnDataset, WindowDataset, evaluation_batches
-from hvd_transformer.data.prepared import TokenFile
 from hvd_transformer.data.sampler import Replica, StepSampler
+from hvd_transformer.data.token_file import TokenFile
 
 
 def text(count: int, dtype: str = "<u2") -> np.ndarray:

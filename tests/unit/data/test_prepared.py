@@ -5,7 +5,10 @@ import hashlib
 import numpy as np
 import pytest
 
-from hvd_transformer.data.prepared import TokenFile, token_dtype
+from hvd_transformer.data.build_once import Stopped
+from hvd_transformer.data.compressed import BLOCK_BYTES
+from hvd_transformer.data.prepared import TokenWriter, token_dtype
+from hvd_transformer.data.token_file import TokenFile
 from hvd_transformer.errors import UserError
 
 
@@ -56,3 +59,20 @@ def test_damage(tmp_path):
     tokens.path.unlink()
     with pytest.raises(UserError, match="x.bin: damaged, no bytes instead of 200"):
         tokens[0:1]
+
+
+def test_a_stop_is_noticed_at_each_block_that_a_resume_reads(tmp_path) -> None:
+    """The file is left as it is."""
+    writer = TokenWriter(tmp_path, "x", "<u2")
+    writer.add(np.arange(5 * BLOCK_BYTES // 2))
+    entry, asked = writer.close(), []
+
+    def stop_at_the_third() -> bool:
+        asked.append(None)
+        return len(asked) == 3
+
+    with pytest.raises(Stopped):
+        TokenWriter.resume(tmp_path, "x", entry, stop_at_the_third)
+    assert len(asked) == 3
+    resumed = TokenWriter.resume(tmp_path, "x", entry, lambda: False)
+    assert resumed is not None and resumed.close() == entry

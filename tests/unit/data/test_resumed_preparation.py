@@ -1,5 +1,6 @@
 """A preparation that was ended resumes where it was, and makes the files of one that was not."""
 
+import fcntl
 import json
 import os
 import random
@@ -13,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from documents import DOCUMENTS, write, write_shards
+from documents import DOCUMENTS, own_tokenizer, write, write_shards
 
 from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data import corpus_pieces, prepare_text
 from hvd_transformer.data.build_once import ALONE, PLACES, PrepareContext, Stopped
 from hvd_transformer.data.prepared import PreparedData
+from hvd_transformer.data.pretrained_tokenizer import PretrainedTokenizer
 from hvd_transformer.data.text_corpus import open_corpus
 from hvd_transformer.data.tokenizers import BPETokenizer
 from hvd_transformer.errors import UserError
@@ -198,6 +200,89 @@ def test_a_start_with_prepared_shards_reads_none(source: str, tmp_path: Path) ->
     assert prepare(path, tmp_path / "cache").digest == prepared.digest
 
 
+def make_splits(root: Path, ending: str) -> Path:
+    for stem, number in (("train", 5), ("valid", 2), ("test", 1)):
+        write_shards(root / "data", ending, number=number, stem=stem)
+    return root / "data"
+
+
+def prepare_own(source: Path, cache: Path, tokenizer: Path, context: PrepareContext = ALONE) -> PreparedData:
+    config = DataConfig(source=str(source), cache_dir=str(cache))
+    return prepare_text.prepare_corpus(config, open_corpus(config), PretrainedTokenizer.open(tokenizer), context)
+
+
+def fail(file: Path, row: int, cache: Path, tokenizer: Path, context: PrepareContext = ALONE) -> str:
+    """The error of a preparation with a null in this row of a file."""
+    write(file, [*DOCUMENTS[:row], None, *DOCUMENTS[row:]])
+    with pytest.raises(UserError, match=rf"^{file}.*must be a text") as error:
+        prepare_own(file.parent, cache, tokenizer, context)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".parquet"])
+@pytest.mark.parametrize(
+    ("bad", "row", "least"),
+    [
+        ("train-00002-of-00005", 0, 3),
+        ("train-00004-of-00005", 100, 9),  # after pieces of it that are not used
+        ("valid-00001-of-00002", 100, 15),
+    ],
+)
+def test_what_was_done_before_a_bad_file_is_kept(bad: str, row: int, least: int, ending: str, tmp_path: Path) -> None:
+    """The mended file and those after it are encoded: the result is that of a preparation that never failed."""
+    folder, tokenizer, cache = make_splits(tmp_path, ending), own_tokenizer(tmp_path / "own"), tmp_path / "cache"
+    file, repeated = folder / f"{bad}{ending}", EndingMap()
+    told = fail(file, row, cache, tokenizer)
+    with pytest.raises(UserError) as again:  # without a change, at once
+        prepare_own(folder, cache, tokenizer, PrepareContext(repeated))
+    assert str(again.value) == told and repeated.encoded <= 1
+    write(file, DOCUMENTS[:90])
+    whole, mended, messages = EndingMap(), EndingMap(), list[str]()
+    wanted = everything(prepare_own(folder, tmp_path / "whole", tokenizer, PrepareContext(whole)))
+    prepared = prepare_own(folder, cache, tokenizer, PrepareContext(mended, messages.append))
+    assert everything(prepared) == wanted
+    assert "resumes after" in messages[1]
+    assert least <= whole.encoded - mended.encoded < whole.encoded
+    assert not list(prepared.folder.parent.glob(".*.tmp"))
+
+
+@pytest.mark.parametrize("change", ["good file", "tokenizer", "token file", "in use"])
+def test_what_was_done_is_not_used_where_something_else_differs(change: str, tmp_path: Path) -> None:
+    folder, tokenizer, cache = make_splits(tmp_path, ".jsonl"), own_tokenizer(tmp_path / "own"), tmp_path / "cache"
+    bad = folder / "train-00002-of-00005.jsonl"
+    fail(bad, 0, cache, tokenizer)
+    write(bad, DOCUMENTS[:90])
+    (aside,) = (cache / "prepared").glob(".*.tmp")
+    lock = aside.with_name(f"{aside.name[1:-4]}.lock").open()
+    if change == "good file":
+        write(folder / "train-00000-of-00005.jsonl", DOCUMENTS[7:19])
+    elif change == "tokenizer":
+        tokenizer.rename(tmp_path / "first")
+        own_tokenizer(tokenizer)
+        (tokenizer / "tokenizer_config.json").write_text('{"eos_token": "[PAD]"}')
+    elif change == "token file":
+        (aside / "train.bin").write_bytes(b"x" * (aside / "train.bin").stat().st_size)
+    else:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    whole, mended = EndingMap(), EndingMap()
+    wanted = everything(prepare_own(folder, tmp_path / "whole", tokenizer, PrepareContext(whole)))
+    assert everything(prepare_own(folder, cache, tokenizer, PrepareContext(mended))) == wanted
+    assert mended.encoded == whole.encoded
+    assert aside.exists() == (change == "in use")
+    lock.close()
+
+
+def test_nothing_is_left_where_nothing_was_done(tmp_path: Path) -> None:
+    """At the first piece of all, and in the only file."""
+    folder, tokenizer, cache = make_splits(tmp_path, ".jsonl"), own_tokenizer(tmp_path / "own"), tmp_path / "cache"
+    fail(folder / "train-00000-of-00005.jsonl", 0, cache, tokenizer)
+    text = tmp_path / "text.txt"
+    text.write_bytes("".join(DOCUMENTS).encode() + b"\xff")
+    with pytest.raises(UserError, match=rf"^{text}: no valid UTF-8 at byte"):
+        prepare_own(text, cache, tokenizer)
+    assert {path.suffix for path in (cache / "prepared").iterdir()} == {".lock"}
+
+
 @pytest.mark.slow
 def test_kill_9_of_the_command(tmp_path: Path) -> None:
     """Some 400 MB of text in shards, killed twice: the same files, in bounded memory."""
@@ -231,4 +316,4 @@ def _saved(cache: Path) -> int:
     places = next(cache.glob(f"prepared/.*/{PLACES}"), None)
     if places is None:
         return 0
-    return sum(entry["count"] for entry, _ in json.loads(places.read_text()).values()) // (60 * 10**6)
+    return sum(entry["count"] for *_, (entry, _) in json.loads(places.read_text()).values()) // (60 * 10**6)

@@ -117,6 +117,14 @@ def test_a_link_into_the_cache_of_huggingface_hub(tokenizer: Path, tmp_path: Pat
         assert sum(found, []) == reference(tokenizer)
 
 
+def test_another_end_of_documents_is_another_preparation(tokenizer: Path, tmp_path: Path) -> None:
+    """The tokenizer.json is the same."""
+    file, other = write(tmp_path / "a.jsonl", DOCUMENTS), own_tokenizer(tmp_path / "other")
+    (other / "tokenizer_config.json").write_text('{"eos_token": "[PAD]"}')
+    ends = [[own[-1] for own in tokens(prepare(file, chosen, tmp_path))] for chosen in (tokenizer, other)]
+    assert ends == [[2] * 3, [1] * 3]
+
+
 TABLE = pyarrow.table({"id": [1], "url": ["x"], "text": [["a"]]})
 GOOD = b'{"text": "a cat"}\n'
 BAD = [
@@ -137,21 +145,27 @@ BAD = [
 # Numbered: compressed bytes, which hold the time, are no names that two processes agree on.
 @pytest.mark.parametrize(("name", "data", "message"), BAD, ids=range(len(BAD)))
 def test_a_bad_shard_is_named(name: str, data: bytes, message: str, tokenizer: Path, tmp_path: Path) -> None:
-    """Also among good ones. Nothing is left of the preparation: a better file makes it another one."""
+    """Also among good ones, which are kept: with a better file the next start goes on after them. Then nothing is left
+    of the first one."""
     for split in ("valid", "test"):
         good = compressed(b"a cat" if ".txt" in name else GOOD, Path(name).suffix)
         data_of = table_bytes(pyarrow.table({"text": ["a cat"]})) if name.endswith("parquet") else good
         (tmp_path / split).mkdir()
         (tmp_path / split / name).write_bytes(data_of)
     (tmp_path / "train").mkdir()
-    (tmp_path / "train" / name.replace("x", "a")).write_bytes(data_of)
+    (tmp_path / "train" / name.replace("x", "a", 1)).write_bytes(data_of)
     (tmp_path / "train" / name).write_bytes(data)
     with pytest.raises(UserError) as error:
         prepare(tmp_path, tokenizer, tmp_path)
     told = str(error.value)
     assert told.startswith(str(tmp_path / "train" / name))
     assert message in told and "\n" not in told
-    assert [path.suffix for path in (tmp_path / "cache" / "prepared").iterdir()] == [".lock"]
+    (tmp_path / "train" / name).write_bytes(data_of)
+    messages: list[str] = []
+    prepared = prepare(tmp_path, tokenizer, tmp_path, PrepareContext(report=messages.append))
+    assert "resumes after" in messages[1]
+    assert len(prepared.splits["train"]) == 2 * len(prepared.splits["valid"])
+    assert sorted(path.suffix for path in prepared.folder.parent.iterdir()) == ["", ".lock", ".lock"]
 
 
 def test_bad_sources(tokenizer: Path, tmp_path: Path) -> None:

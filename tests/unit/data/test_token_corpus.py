@@ -2,6 +2,7 @@
 
 import json
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from commands import output as run
 from documents import DOCUMENTS, own_tokenizer, reference
 
 from hvd_transformer.config.schema import DataConfig
-from hvd_transformer.data.build_once import ALONE
+from hvd_transformer.data.build_once import ALONE, PrepareContext
 from hvd_transformer.data.prepare_text import prepare_corpus
 from hvd_transformer.data.prepared import PreparedData
 from hvd_transformer.data.pretrained_tokenizer import PretrainedTokenizer
@@ -101,9 +102,64 @@ def test_one_file_is_cut(ending: str, tokenizer: Path, tmp_path: Path) -> None:
     assert tokens(prepare(file, tokenizer, tmp_path, split=[0.25, 0.5])) == [ids[:first], ids[first:second]]
 
 
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        (write_nanogpt, "{}_{:03}"),
+        (write_nanogpt, "{}/{:03}"),
+        (write_megatron, "{}/{:03}"),
+        (write_megatron, "{}-{:03}_text_document"),
+    ],
+)
+def test_shards_of_a_folder(form: Callable, name: str, tokenizer: Path, tmp_path: Path) -> None:
+    """Each file is mapped where it is; together they are what one file would be, in the order of their names."""
+    paths = []
+    for split, texts in SPLITS.items():
+        for number in (2, 0, 1):
+            path = tmp_path / name.format(split, number)
+            path.parent.mkdir(exist_ok=True)
+            part = texts[number * len(texts) // 3 : (number + 1) * len(texts) // 3]
+            if form is write_nanogpt:
+                write_nanogpt(path.with_suffix(".bin"), reference(tokenizer, part))
+            else:
+                write_megatron(path, documents_of(tokenizer, part))
+            paths.append(path.with_suffix(".bin"))
+    prepared = prepare(tmp_path, tokenizer, tmp_path)
+    assert tokens(prepared) == [reference(tokenizer, texts) for texts in SPLITS.values()]
+    assert sorted(file.path for own in prepared.splits.values() for file in own.files) == sorted(paths)
+    assert prepared.has_documents and not list(prepared.folder.glob("*.bin"))
+    messages: list[str] = []
+    config = DataConfig(source=str(tmp_path), cache_dir=str(tmp_path / "cache"))
+    context = PrepareContext(report=messages.append)
+    again = prepare_corpus(config, open_corpus(config), PretrainedTokenizer.open(tokenizer), context)
+    assert (again.digest, messages) == (prepared.digest, [])
+    valid = open_text(config, tmp_path, "valid")
+    assert tokens(prepare_corpus(config, valid, PretrainedTokenizer.open(tokenizer), ALONE)) == tokens(prepared)[1:2]
+
+
+@pytest.mark.parametrize("ending", [".bin", ".idx", ".*"])
+def test_shards_of_a_pattern_are_cut_as_one(ending: str, tokenizer: Path, tmp_path: Path) -> None:
+    """Megatron's between documents, also at the end of a file."""
+    for number in range(4):
+        part = DOCUMENTS[number * 75 : (number + 1) * 75]
+        write_megatron(tmp_path / f"{number}_text_document", documents_of(tokenizer, part))
+    for split in ([0.5, 0.3, 0.2], [0.9, 0.1]):
+        found = tokens(prepare(tmp_path / f"*{ending}", tokenizer, tmp_path, split=split))
+        assert sum(found, []) == reference(tokenizer)
+        assert {own[-1] for own in found} == {2}
+        assert [len(own) / len(sum(found, [])) for own in found] == pytest.approx(split, abs=0.01)
+    ids = reference(tokenizer)
+    for number in range(3):
+        write_nanogpt(tmp_path / f"x{number}.bin", ids[number * 1000 : (number + 1) * 1000])
+    found = tokens(prepare(tmp_path / "x*.bin", tokenizer, tmp_path, split=[1 / 3, 0.5]))
+    assert found == [ids[:1000], ids[1000:2500]]
+
+
 def test_training_evaluation_and_text(tokenizer: Path, tmp_path: Path) -> None:
     for split in ("train", "val"):
-        write_nanogpt(tmp_path / f"{split}.bin", reference(tokenizer, SPLITS[split]))
+        ids = reference(tokenizer, SPLITS[split])
+        for number in range(3):
+            write_nanogpt(tmp_path / f"{split}_{number}.bin", ids[number::3])
     words = ["--preset", "tiny", f"data.source={tmp_path}", f"data.tokenizer={tokenizer}", "data.vocab_size=none"]
     words += [f"data.cache_dir={tmp_path / 'cache'}", f"output_dir={tmp_path / 'run'}", "training.device=cpu"]
     run("hvd-train", *words, "data.sequence_length=16", "training.batch_size=4", "training.max_steps=2")
@@ -148,6 +204,40 @@ def test_bad_files(tokenizer: Path, tmp_path: Path) -> None:
     assert told(prefix) == f"{prefix.with_suffix('.bin')}: cannot be read: No such file or directory"
     (tmp_path / "folder").mkdir()
     write_nanogpt(tmp_path / "folder" / "train.bin", [1, 2, 3])
-    assert told(tmp_path / "folder").endswith(
-        "none of the valid split; it must hold valid.bin or validation.bin or val.bin"
+    assert "none of the valid split; it must hold valid.bin or validation.bin or val.bin, or " in told(
+        tmp_path / "folder"
     )
+    empty = write_nanogpt(tmp_path / "empty.bin", [])
+    assert told(empty) == f"{empty}: the file is empty; it must hold tokens"
+
+
+def test_bad_shards(tokenizer: Path, tmp_path: Path) -> None:
+    def told(source: str) -> str:
+        with pytest.raises(UserError) as error:
+            prepare(tmp_path / source, tokenizer, tmp_path)
+        assert "\n" not in str(error.value)
+        return str(error.value).replace(str(tmp_path), "")
+
+    ids = documents_of(tokenizer, DOCUMENTS)
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        write_megatron(tmp_path / name / "0_text_document", ids)
+        write_nanogpt(tmp_path / name / "0.bin", reference(tokenizer))
+    write_megatron(tmp_path / "a" / "1_text_document", ids, 8, np.uint16)
+    assert told("a/*.idx").startswith(
+        "/a/1_text_document.bin: its tokens are uint16, those of 0_text_document.bin int32; the files of a split must"
+    )
+    assert told("a/*") == "/a/0.bin: has no 0.idx beside it, as 0_text_document.bin has"
+    write_megatron(tmp_path / "b" / "1_text_sentence", ids)
+    assert told("b/*").endswith(
+        "b/*: token files that end in _text_document and in _text_sentence; give those of one kind"
+    )
+    assert "token files, but none of the train split" in told("c")
+    write_nanogpt(tmp_path / "c" / "1.bin", [])
+    assert told("c/?.bin") == "/c/1.bin: the file is empty; it must hold tokens"
+    write_nanogpt(tmp_path / "c" / "1.bin", [1, 2, 90])
+    assert told("c/?.bin").startswith("/c/1.bin: token 2 is 90, but the tokenizer has 90 tokens")
+    (tmp_path / "c" / "0_text_document.idx").unlink()
+    needs = "/c/0_text_document.bin: has no 0_text_document.idx beside it, which Megatron's token files need"
+    assert told("c/0_text_document.bin") == told("c/*_document*") == needs
+    assert "c/*.idx: no such file; names must end in .txt," in told("c/*.idx")

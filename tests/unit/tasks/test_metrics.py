@@ -17,6 +17,7 @@ from hvd_transformer.tasks.metrics import (
     evaluate,
     perplexity,
     signature,
+    together,
     translation_metrics,
 )
 
@@ -28,7 +29,7 @@ def total(batch: Tensor) -> tuple[Tensor, int]:
 @pytest.mark.parametrize("sizes", [[7], [1, 6], [3, 3, 1], [1] * 7])
 def test_the_mean_is_over_tokens_not_over_batches(sizes: list[int]) -> None:
     values = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0])
-    assert evaluate(map(total, values.split(sizes)), World()) == ([127.0], 7)
+    assert evaluate([map(total, values.split(sizes))], World()) == [([127.0], 7)]
 
 
 def test_ranks_are_summed_before_the_division() -> None:
@@ -39,13 +40,13 @@ def test_ranks_are_summed_before_the_division() -> None:
             assert operation == "sum" and tensor.dtype == torch.float64
             return lambda: tensor.add_(torch.tensor([20.0, 2.0], dtype=torch.float64))
 
-    assert evaluate([total(torch.ones(8))], OtherRank()) == ([28.0], 10)
+    assert evaluate([[total(torch.ones(8))]], OtherRank()) == [([28.0], 10)]
 
 
 def test_sums_are_double_precision() -> None:
     """A float32 sum of 2^24 and ones stays at 2^24."""
     batches = [torch.tensor([2.0**24]), *[torch.ones(1)] * 100]
-    assert evaluate(map(total, batches), World()) == ([2**24 + 100], 101)
+    assert evaluate([map(total, batches)], World()) == [([2**24 + 100], 101)]
 
 
 def test_no_graph_is_kept() -> None:
@@ -56,11 +57,17 @@ def test_no_graph_is_kept() -> None:
         assert not product.requires_grad
         return product.sum(), 3
 
-    assert evaluate(map(loss, [torch.ones(3)]), World()) == ([3.0], 3)
+    assert evaluate([map(loss, [torch.ones(3)])], World()) == [([3.0], 3)]
 
 
 def test_a_rank_without_a_batch_has_part_in_all_sums() -> None:
-    assert evaluate([], FakeWorld(), num_sums=3) == ([0.0, 0.0, 0.0], 0)
+    assert evaluate([[], []], FakeWorld(), num_sums=3) == [([0.0, 0.0, 0.0], 0)] * 2
+
+
+def test_parts_are_summed_by_themselves_and_together() -> None:
+    parts = evaluate([[total(torch.ones(2)), total(torch.ones(3))], [], [total(torch.full((4,), 2.0))]], World())
+    assert parts == [([5.0], 5), ([0.0], 0), ([8.0], 4)]
+    assert together(parts) == ([13.0], 9)
 
 
 def test_perplexity_is_the_exponential_and_infinite_beyond_a_float() -> None:
