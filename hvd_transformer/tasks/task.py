@@ -176,8 +176,9 @@ class Task(ABC):
         """The number of targets of a batch: the sum of the losses divided by it is the mean loss."""
 
     def count_flops(self) -> None:
-        """What `flops` needs first, if that takes time. Called on all ranks, before the first step, if the device's peak
-        is known."""
+        """Prepare `flops`, if that takes time. Called on all ranks before the first step if the device's peak is
+        known."""
+        return
 
     def flops(self, batch: Batch) -> float:
         """FLOPs of the matrix products in forward and backward of a training batch, nothing counted twice that is
