@@ -6,6 +6,7 @@ Where CI=true any other skip fails the session: a package that is missing there 
 import os
 import sys
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,6 +49,7 @@ ALLOWED = [
     Skip("needs the right to mount", "a container without CAP_SYS_ADMIN", _CONTAINER),
     Skip("needs the data sets in */shared/data", "without ../shared/data beside the checkout", not _SHARED),
     Skip("no WikiText-2 at *", "without ../shared/data beside the checkout", not _SHARED),
+    Skip("could not import 'trackio': *", "without Trackio, which is not in dev", not find_spec("trackio")),
     Skip("needs MANY_RANKS=1 *", "without MANY_RANKS=1, as 64 ranks take much memory", not _MANY),
     Skip("not a git checkout", "without git's folder", not _GIT),
     Skip("mpirun and bare horovodrun need a path without spaces", "with a space in its path", " " in sys.prefix),

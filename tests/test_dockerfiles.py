@@ -1,6 +1,7 @@
 """The two Dockerfiles are one text below their arguments, and what they copy is there."""
 
 import re
+from configparser import ConfigParser
 
 import yaml
 from conftest import REPOSITORY
@@ -15,6 +16,19 @@ def test_the_gpu_image_differs_from_the_cpu_image_in_its_arguments_alone():
     assert "HOROVOD_GPU_OPERATIONS=NCCL" in gpu[0]
     assert gpu[0] != cpu[0]
     assert gpu[2] == cpu[2]
+
+
+def test_labels_and_tags_name_the_version_of_the_package():
+    config = ConfigParser()
+    config.read(REPOSITORY / "setup.cfg", encoding="utf-8")
+    package = config["metadata"]
+    labels = dict(re.findall(r'org\.opencontainers\.image\.(\w+)="(.*)"', DOCKERFILES[0]))
+    assert labels.keys() == {"title", "description", "licenses", "version"}
+    stated = [labels[name] for name in ("title", "licenses", "version")]
+    assert stated == [package[name] for name in ("name", "license", "version")]
+    pages = [(REPOSITORY / page).read_text(encoding="utf-8") for page in ("docker/README.md", "docs/docker.md")]
+    tags = {tag for page in pages for tag in re.findall(r"hvd-transformer:(\d[\w.]*)-[cg]pu", page)}
+    assert tags == {package["version"]}
 
 
 def test_what_is_copied_into_the_image_is_there_and_not_ignored():

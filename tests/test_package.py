@@ -20,7 +20,7 @@ CONFIG = ConfigParser()
 CONFIG.read(REPOSITORY / "setup.cfg", encoding="utf-8")
 # Not on the package index in a form that builds: docker/build_horovod.sh makes it.
 OWN_BUILD = {"horovod"}
-# Not in dev, for what it brings along.
+# Not in dev: it brings uvloop, on which the service that is tested would then run.
 ELSEWHERE = {"trackio": ["trackio"]}
 BUILD = "from setuptools.build_meta import {0}; print({0}('..'))"
 

@@ -8,7 +8,8 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,12 @@ from hvd_transformer.reporting.trackers.processes import Trackers
 
 processes._END_SECONDS = 250.0  # however slow this machine is
 folder, resumed, last, ends = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "ends"
-trackers = Trackers(["wandb", "mlflow"])
+names = sys.argv[5].split(",")
+trackers = Trackers(names)
 trackers.check()
 (folder / "logs").mkdir(parents=True, exist_ok=True)
 log = MetricsLog(folder, resumed, print)
-trackers.follow(folder, load(overrides=["tracking=[wandb, mlflow]"]), resumed)
+trackers.follow(folder, load(overrides=[f"tracking={names}"]), resumed)
 for step in range(resumed + 1, last + 1):
     log.write(step, loss=1 / step, lr=float(step))
     if step % 5 == 0:
@@ -105,27 +107,33 @@ def wait_for_step(database: Path, step: int) -> None:
         time.sleep(0.2)
 
 
+def kill_and_resume(folder: Path, names: Sequence[str], who: str, wait: Callable[[], object]) -> None:
+    """Kills rank 0 after the wait, with the trackers or without; the next start resumes from the checkpoint."""
+
+    def words(resumed: int, last: int, ends: str) -> list[str]:
+        return [sys.executable, "-c", RANK_0, str(folder), str(resumed), str(last), ends, ",".join(names)]
+
+    first = subprocess.Popen(words(0, KILLED_AT, "waits"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with first:
+        assert first.stdout is not None
+        trackers = [int(word) for word in first.stdout.readline().split()]
+        wait()
+        assert len(trackers) == len(names)
+        for process in trackers if who != "rank 0" else []:
+            os.kill(process, signal.SIGKILL)
+        first.kill()
+    subprocess.run(words(CHECKPOINT, LAST, "ends"), check=True, timeout=200)
+
+
 @pytest.mark.parametrize("who", [pytest.param("rank 0", marks=pytest.mark.slow), "the trackers, too"])
 def test_each_step_is_there_once_after_a_kill(
     who: str, database: Path, tmp_path: Path, environment: Mapping[str, str]
 ) -> None:
     run = tmp_path / "run"
-    words = [sys.executable, "-c", RANK_0, str(run)]
     with sqlite3.connect(database) as connection:  # steps of the test before would answer
         if connection.execute("select 1 from sqlite_master where name = 'metrics'").fetchone():
             connection.execute("update metrics set step = step + 1000")
-    first = subprocess.Popen(
-        [*words, "0", str(KILLED_AT), "waits"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with first:
-        assert first.stdout is not None
-        trackers = [int(word) for word in first.stdout.readline().split()]
-        wait_for_step(database, KILLED_AT - 1)
-        assert len(trackers) == 2
-        for process in trackers if who != "rank 0" else []:
-            os.kill(process, signal.SIGKILL)
-        first.kill()
-    subprocess.run([*words, str(CHECKPOINT), str(LAST), "ends"], check=True, timeout=200)
+    kill_and_resume(run, ["wandb", "mlflow"], who, lambda: wait_for_step(database, KILLED_AT - 1))
 
     steps = range(1, LAST + 1)
     (metrics,) = of_mlflow(database, tmp_path.name)
@@ -138,6 +146,38 @@ def test_each_step_is_there_once_after_a_kill(
         (step, 1 / step, None if step % 5 else 2 / step) for step in steps
     ]
     assert wandb_files.summary(file)["test_loss"] == 0.5
+
+
+def of_trackio(folder: Path) -> list[tuple[str, int, dict[str, float]]]:
+    """The runs, steps and values of its database, in the order in which they came."""
+    (file,) = folder.glob("*.db")
+    with sqlite3.connect(file) as connection:
+        found = connection.execute("select run_name, step, metrics from metrics order by id").fetchall()
+    return [(run, step, json.loads(values)) for run, step, values in found]
+
+
+@pytest.mark.parametrize("who", ["rank 0", "the trackers, too"])
+def test_trackio_has_each_step_once_after_a_kill(who: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trackio")
+    store = tmp_path / "store"
+    monkeypatch.setenv("TRACKIO_DIR", str(store))
+    monkeypatch.delenv("TRACKIO_SPACE_ID", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def wait() -> None:
+        while True:
+            with suppress(ValueError, sqlite3.Error):  # no file or no table yet
+                if of_trackio(store):
+                    return
+            time.sleep(0.1)
+
+    kill_and_resume(tmp_path / "run", ["trackio"], who, wait)
+    runs, steps, rows = zip(*of_trackio(store), strict=True)
+    assert len(set(runs)) == 1
+    assert steps == tuple(range(1, LAST + 1))
+    assert [row["loss"] for row in rows] == [1 / step for step in steps]
+    assert [row.get("valid_loss") for row in rows] == [None if step % 5 else 2 / step for step in steps]
+    assert rows[-1]["summary/test_loss"] == 0.5
 
 
 def train(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
