@@ -31,6 +31,8 @@ BOUND = 0.5  # per cent that a loss may be above the uncompressed one
 COMPRESSIONS = [
     name for name in get_args(CommunicationConfig.model_fields["compression"].annotation) if name != "auto"
 ]  # auto takes one of the others
+# Which the peers have, too: nanoGPT's.
+ADAMW = ["optimizer.name=adamw", "optimizer.lr=1e-3", "optimizer.schedule=cosine"]
 # The rate of local steps is not scaled with the replicas.
 LOCAL = {
     f"ours, {number} local steps": [f"communication.local_steps={number}", "optimizer.lr=1.414e-3"]
@@ -69,7 +71,7 @@ def train(name: str, text: Path, seed: int, steps: int, folder: Path) -> float:
     run = folder / "run"
     words = [
         f"data.source={text}", f"data.cache_dir={folder / 'cache'}", f"output_dir={run}", "training.device=cpu",
-        f"seed={seed}", f"training.max_steps={steps}", f"training.eval_every={steps}", "training.eval_batch_size=64",
+        *ADAMW, f"seed={seed}", f"training.max_steps={steps}", f"training.eval_every={steps}", "training.eval_batch_size=64",
         "training.text_samples=0", "checkpoint.every_steps=none", "checkpoint.keep_best=false",
     ]  # fmt: skip
     if name in PEERS:
