@@ -71,7 +71,8 @@ def train(name: str, text: Path, seed: int, steps: int, folder: Path) -> float:
     run = folder / "run"
     words = [
         f"data.source={text}", f"data.cache_dir={folder / 'cache'}", f"output_dir={run}", "training.device=cpu",
-        *ADAMW, f"seed={seed}", f"training.max_steps={steps}", f"training.eval_every={steps}", "training.eval_batch_size=64",
+        *ADAMW, f"seed={seed}", f"training.max_steps={steps}",
+        f"training.eval_every={steps}", "training.eval_batch_size=64",
         "training.text_samples=0", "checkpoint.every_steps=none", "checkpoint.keep_best=false",
     ]  # fmt: skip
     if name in PEERS:
