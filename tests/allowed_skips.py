@@ -50,6 +50,7 @@ ALLOWED = [
     Skip("needs the data sets in */shared/data", "without ../shared/data beside the checkout", not _SHARED),
     Skip("no WikiText-2 at *", "without ../shared/data beside the checkout", not _SHARED),
     Skip("could not import 'trackio': *", "without Trackio, which is not in dev", not find_spec("trackio")),
+    Skip("could not import 'llama_cpp': *", "without llama.cpp, which pip compiles", not find_spec("llama_cpp")),
     Skip("needs MANY_RANKS=1 *", "without MANY_RANKS=1, as 64 ranks take much memory", not _MANY),
     Skip("not a git checkout", "without git's folder", not _GIT),
     Skip("mpirun and bare horovodrun need a path without spaces", "with a space in its path", " " in sys.prefix),
