@@ -17,8 +17,10 @@ pytestmark = pytest.mark.distributed
 
 WINDOWS = 97  # an epoch of 6 steps with 16 samples and one with a single sample, which all replicas but one go without
 EVAL_EVERY, SAVE_EVERY = 8, 11
-ADAMW = Case("adamw", "adamw", 8e-3, schedule="cosine", lr_scaling="linear", warmup_steps=4)
-SGD = Case("sgd", "sgd", 0.2, momentum=0.9, clip_norm=0.3, norm="post", activation="relu", position="learned")
+ADAMW = Case("adamw", "adamw", 8e-3, schedule="cosine", lr_scaling="linear", warmup_steps=4, num_steps=20)
+SGD = Case(
+    "sgd", "sgd", 0.2, momentum=0.9, clip_norm=0.3, norm="post", activation="relu", position="learned", num_steps=20
+)
 
 
 @pytest.fixture(scope="module")
