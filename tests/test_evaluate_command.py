@@ -14,9 +14,13 @@ from hvd_transformer.errors import UserError
 LONG = ["Hund"] * 20  # more than data.sequence_length
 # The data, the file of its test split as one, and settings.
 TASKS = {
-    "translation": ("pairs", "test.tsv", ["translation.beam=2", "model.share_embeddings=true"]),
+    "translation": (
+        "pairs",
+        "test.tsv",
+        ["translation.beam=2", "model.share_embeddings=true", "optimizer.betas=[0.9, 0.98]"],
+    ),
     "classification": ("rows", "test.csv", ["data.class_weights=balanced", "training.best_metric=f1"]),
-    "language_model": ("text", "test.txt", ["data.batching=columns"]),
+    "language_model": ("text", "test.txt", ["data.batching=columns", "optimizer.name=muon", "optimizer.eps=1e-9"]),
 }
 
 

@@ -35,12 +35,14 @@ from hvd_transformer.training.process import StopRequest, keep_freed_memory
 from hvd_transformer.training.state import TrainState
 from hvd_transformer.training.trainer import Trainer
 
-# How the training was parallelized does not matter here; and nothing is updated, so there is no optimizer state.
+# How the training was parallelized and optimized does not matter here.
 _AS_DEFAULT = {
-    key: value for key, value in flatten(Config()).items() if key.startswith(("parallel.", "communication."))
+    key: value
+    for key, value in flatten(Config()).items()
+    if key.startswith(("parallel.", "communication.", "optimizer."))
 }
 _ALL_SAMPLES = {"training.eval_batches": None}
-_NO_OPTIMIZER = {"optimizer.name": "sgd", "optimizer.momentum": 0.0, "optimizer.ema": None}
+_NO_STATE = {"optimizer.name": "sgd"}  # whose weights need none
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def evaluation_config(saved: Checkpoint, request: Request) -> Config:
 
     Raises `UserError`.
     """
-    values = {**saved.state["config"], **_AS_DEFAULT, **_NO_OPTIMIZER, **_ALL_SAMPLES}
+    values = {**saved.state["config"], **_AS_DEFAULT, **_NO_STATE, **_ALL_SAMPLES}
     if values.get("model.pretrained") is not None:
         values["model.pretrained"] = _pretrained(values, saved.folder)
     config = load_again(values, str(request.checkpoint), request.settings)
