@@ -92,6 +92,28 @@ def test_it_writes_what_we_write(folder: Path, name: str) -> None:
     assert tokenizer.decode(found[0]) == own
 
 
+@pytest.mark.parametrize("name", ["char", "llama"])
+def test_a_text_ends_where_a_document_does(name: str, tmp_path: Path) -> None:
+    """transformers stops there by itself, and trains on documents with that token."""
+    document = "a red cat"
+    (tmp_path / "own.jsonl").write_text(f'{{"text": "{document}"}}\n' * 200)
+    more = [f"data.source={tmp_path / 'own.jsonl'}", f"data.cache_dir={tmp_path}", f"output_dir={tmp_path / 'run'}"]
+    more += ["training.max_steps=80", "optimizer.lr=0.01", "data.text_column=text", "training.epochs=99"]
+    run("hvd-train", *CASES[name], *SETTINGS, *more)
+    run("hvd-transformer", "export", tmp_path / "run", tmp_path / "exported", "--format", "transformers")
+    words = ["--prompt", "a", "--tokens", "30", "--temperature", "0", "--json"]
+    own = json.loads(run("hvd-transformer", "generate", tmp_path / "run", *words))["text"]
+    assert own == document
+    assert json.loads(run("hvd-transformer", "generate", tmp_path / "exported", *words))["text"] == own
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported").eval()
+    end = load_tokenizer(tmp_path / "run" / "checkpoints" / "latest").document_end
+    assert tokenizer.eos_token_id == model.generation_config.eos_token_id == end
+    inputs = tokenizer("a", add_special_tokens=False, return_tensors="pt")["input_ids"]
+    found = model.generate(input_ids=inputs, max_new_tokens=30, do_sample=False, pad_token_id=0)[0]
+    assert found[-1] == end and tokenizer.decode(found[:-1]) == own
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_its_loss_is_that_of_evaluate(folder: Path, name: str) -> None:
     """The mean over all windows of the validation split, as transformers computes it."""

@@ -5,6 +5,7 @@ import json
 from hvd_transformer.data.pretrained_tokenizer import CONFIG, PretrainedTokenizer
 from hvd_transformer.data.tokenizers import (
     BASIC_ENGLISH,
+    DOCUMENT_END,
     UNKNOWN,
     BPETokenizer,
     CharTokenizer,
@@ -27,6 +28,8 @@ def transformers_files(tokenizer: Tokenizer, max_length: int) -> dict[str, str]:
         "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,
     }
+    if tokenizer.document_end is not None:
+        config["eos_token"] = DOCUMENT_END
     return {BPETokenizer.file_name: tokenizer_json(tokenizer), CONFIG: json.dumps(config, indent=2) + "\n"}
 
 

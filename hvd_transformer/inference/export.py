@@ -122,7 +122,8 @@ def _transformers(path: Path) -> _Export:
     trained, facts = _load(path, "language_model")
     made = as_transformers(trained.config, _weights(trained))
     texts = transformers_files(trained.tokenizers["text"], trained.num_positions)
-    own = {**made.config, pretrained.OURS: _our_facts(facts) | {"model": {"pretrained": "."}}}
+    ours = {pretrained.OURS: _our_facts(facts) | {"model": {"pretrained": "."}}}
+    own = {**made.config, "eos_token_id": trained.tokenizers["text"].document_end, **ours}
 
     def write(folder: Path) -> None:
         _write_texts(folder, texts)

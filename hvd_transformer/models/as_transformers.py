@@ -48,7 +48,7 @@ def as_transformers(config: ModelConfig, weights: Weights) -> TransformersModel:
     found = {
         "vocab_size": embedding.size(0),
         "tie_word_embeddings": is_tied,
-        # Not those that the class would have by default.
+        # Not those that the class would have by default; the export sets the tokenizer's.
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         "dtype": str(embedding.dtype).removeprefix("torch."),
     }
