@@ -15,15 +15,16 @@ LAUNCHER = re.compile(r"^horovodrun .*?(?=hvd-)")
 TEXT = "The cat's (big, red) hat sat on my rug!\nIs the rug; the cat: “fine”?  Äh, no… 1234 hats.\n"
 PAIRS = [("ein roter Hund und eine Katze", "a red dog and a cat"), ("zwei Hunde und ein Hut", "two dogs and a hat")]
 SHORT = [
-    "training.max_steps=2", "training.epochs=1", "training.batch_size=2", "training.text_samples=0", "training.device=cpu",
-    "data.workers=1", "data.cache_dir=cache",
+    "training.max_steps=2", "training.epochs=1", "training.batch_size=2", "training.text_samples=0",
+    "training.device=cpu", "data.workers=1", "data.cache_dir=cache",
 ]  # fmt: skip
 # Where the data would be fetched, or the model takes its time.
 INSTEAD = {
     "multi30k": ["data.source=pairs", "data.vocab_size=300"],
     "llama-tiny": ["data.vocab_size=300", "data.sequence_length=16"],
     "gpt-small": [
-        "data.vocab_size=300", "data.sequence_length=16", "model.num_layers=1", "model.d_model=24", "model.d_feedforward=48",
+        "data.vocab_size=300", "data.sequence_length=16", "model.num_layers=1", "model.d_model=24",
+        "model.d_feedforward=48",
     ],
 }  # fmt: skip
 
