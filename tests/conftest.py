@@ -35,6 +35,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(UnexpectedSkips())
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+
+
 def pytest_collection_finish() -> None:
     """Every command that runs in this process ends with a full collection; the modules and tests need no look."""
     gc.collect()

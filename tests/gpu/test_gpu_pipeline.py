@@ -8,7 +8,7 @@ from hvd_transformer.nn.contracts import Layer, MicroBatch
 from hvd_transformer.parallel.pipeline import Pipeline, Stage
 from hvd_transformer.parallel.pipeline_schedule import SCHEDULES
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 
 class Loss(nn.Module):
