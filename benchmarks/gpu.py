@@ -124,6 +124,7 @@ def flops_per_step(config: Config, vocab_size: int) -> float:
 
 def measure(case: Case, device: torch.device, num_steps: int, *, dry: bool) -> dict[str, Any]:
     """Steps of one case: seconds, MFU's FLOPs, memory."""
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     with trainer(case, device, dry=dry) as job:
         config, plans = job.config, job.task.sampler.epoch()
         began = time.perf_counter()
@@ -149,6 +150,7 @@ def measure(case: Case, device: torch.device, num_steps: int, *, dry: bool) -> d
             "losses": losses,
             "warm_up_seconds": warm_up,
             "peak_memory": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
+            "memory_before": before,
             "planned_memory": planned,
             "parameters": job.engine.num_parameters,
         }
@@ -183,7 +185,7 @@ def row(name: str, found: Mapping[str, Any], peak: float) -> str:
     return (
         f"{name:40} {1000 * seconds:9.2f} ms {found['tokens'] / seconds:12,.0f} tokens/s "
         f"MFU {100 * found['flops'] / seconds / peak:5.1f} %  {memory:6.2f} GiB (plan {planned:6.2f})  "
-        f"loss {found['losses'][-1]:.5f}  first steps {found['warm_up_seconds']:.0f} s"
+        f"before {found['memory_before'] / 2**30:.2f} loss {found['losses'][-1]:.5f}  first steps {found['warm_up_seconds']:.0f} s"
     )
 
 

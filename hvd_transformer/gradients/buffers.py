@@ -7,6 +7,7 @@ decay first:
     gradients   | g7 | g6 | g5 | g7 | g6 | g5 |      filled by backward, sent as a whole
                  `-- decayed --´`- not decayed-´
     shards      |  rank 0  |  rank 1 | rank 2 |      ZeRO: which rank's optimizer updates what
+    shadow      | w7 | w6 | w5 | b7 | b6 | b5 |      mixed precision: the parameters in 16 bits
 """
 
 from collections.abc import Hashable, Iterator, Sequence, Set
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from hvd_transformer.nn.products import add_product_
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,8 @@ class GradBuffer:
             slot.parameter.data = slot.view(self.parameters)
         # After the copies, so that the memory of the weights that were copied can be used again.
         self.gradients = torch.zeros_like(self.own_parameters if shard.gradients else self.parameters)
+        self.shadow: Tensor | None = None
+        self._shadow_is_old = False
         # The state of one step.
         self.missing = 0  # gradients of the last backward, before the buffer is sent
         self._written: set[str] = set()
@@ -120,6 +125,23 @@ class GradBuffer:
             if own is not None:
                 yield own, decays
 
+    def add_shadow(self, dtype: torch.dtype) -> Tensor:
+        """From now on keep the parameters in this number format, too, for the products of mixed precision."""
+        if self.shadow is None:
+            self.shadow = torch.empty_like(self.parameters, dtype=dtype)
+            self._shadow_is_old = True
+        return self.shadow
+
+    def parameters_changed(self) -> None:
+        """The shadow is no longer that of the parameters."""
+        self._shadow_is_old = True
+
+    def renew_shadow(self) -> None:
+        """Write the shadow, if there is one and the parameters have changed."""
+        if self.shadow is not None and self._shadow_is_old:
+            self.shadow.copy_(self.parameters)
+            self._shadow_is_old = False
+
     def begin_step(self) -> None:
         """Forget the last step's gradients."""
         self.missing = 0
@@ -143,10 +165,8 @@ class GradBuffer:
                 torch.sum(grad, 0, dtype=view.dtype, out=view)
             else:
                 view.add_(grad.sum(0, dtype=view.dtype))
-        elif view.dtype != grad.dtype:
-            add(view, grad.t() @ values, first)
         else:
-            view.addmm_(grad.t(), values, beta=0 if first else 1)
+            add_product_(view, grad.t(), values, first=first)
 
     def add_scaled(self, slot: ParamSlot, gradient: Tensor, factor: Tensor) -> None:
         """Add a gradient × the scalar `factor`."""

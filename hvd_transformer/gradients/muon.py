@@ -50,17 +50,18 @@ def orthogonalise_cost(shape: tuple[int, int]) -> float:
 def orthogonalise(matrix: Tensor) -> Tensor:
     """U Vᵀ of the matrix's singular value decomposition U S Vᵀ, nearly.
 
-    Singular values become 0.7 to 1.3, those below a hundredth of the largest less. In float32 or more on a CPU, in
-    bfloat16 on a GPU.
+    Singular values become 0.7 to 1.3, those below a hundredth of the largest less. In the matrix's number format; float32
+    in bfloat16 on a GPU.
     """
-    values = matrix.bfloat16() if matrix.is_cuda else matrix
+    in_half = matrix.is_cuda and matrix.dtype == torch.float32
+    values = matrix.bfloat16() if in_half else matrix
     is_tall = matrix.size(0) > matrix.size(1)
     if is_tall:
         values = values.t()
     small, large = values.shape
     norm, gram, square = _normalised(values @ values.t())
     first = _polynomial(gram, square, 0)
-    if large >= 2 * small and not matrix.is_cuda:
+    if large >= 2 * small and not in_half:
         values = _factor(first, gram).div_(norm) @ values
     else:
         values = first.div_(norm) @ values

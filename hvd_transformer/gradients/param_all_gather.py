@@ -45,6 +45,8 @@ class ParamAllGather:
             with self._lock:
                 if self._num_arrived <= number:
                     self._arrive()
+        with self._lock:
+            self._buffers[number].renew_shadow()
 
     def wait_all(self) -> None:
         """Return when all parameters are whole."""

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from hvd_transformer.comm.group import Group
 from hvd_transformer.gradients.buffers import GradBuffer, ParamSlot, add
@@ -78,11 +79,18 @@ class GradSync:
         self._sharded = self.buffers[0].shard.count > 1
         self._num_sent = dict.fromkeys(self.buffers, 0)  # in this step
         self._in_flight: dict[GradBuffer, Callable[[], Tensor]] = {}
+        self._hooks: list[RemovableHandle] = []
         for buffer in self.buffers:
             for slot in buffer.slots:
                 if embeddings is not None and slot.name in embeddings:
                     self._plan_rows(buffer, slot, embeddings[slot.name])
-                slot.parameter.register_post_accumulate_grad_hook(partial(self._store_grad, buffer, slot))
+                store = partial(self._store_grad, buffer, slot)
+                self._hooks.append(slot.parameter.register_post_accumulate_grad_hook(store))
+
+    def close(self) -> None:
+        """Let the parameters go: a hook keeps what it calls, and Python's collector does not see that."""
+        for hook in self._hooks:
+            hook.remove()
 
     def begin_step(self, num_backwards: int = 1, *, local: bool = False) -> None:
         """Forget the last step's gradients. `num_backwards`: this rank's micro-batches; ranks may differ.

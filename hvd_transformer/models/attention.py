@@ -8,6 +8,7 @@ from hvd_transformer.config.schema import ModelConfig
 from hvd_transformer.models.documents import Documents
 from hvd_transformer.models.norms import HeadNorm
 from hvd_transformer.models.positions import RotaryPositions
+from hvd_transformer.nn import seeded_attention
 from hvd_transformer.nn.dropout import Dropout
 from hvd_transformer.nn.kernels import FusibleLayer
 from hvd_transformer.nn.parallel_layers import ColumnParallelLinear, RowParallelLinear
@@ -38,8 +39,8 @@ class KVCache:
 
 
 class Attention(FusibleLayer):
-    """Common to self- and cross-attention. Without `kernels` training with dropout materializes the weights
-    [B, H, T, S]."""
+    """Common to self- and cross-attention. On a CPU, training with dropout and without `kernels` materializes the
+    weights [B, H, T, S]."""
 
     def __init__(self, config: ModelConfig, causal: bool) -> None:
         super().__init__()
@@ -56,15 +57,17 @@ class Attention(FusibleLayer):
         keys to attend to. In causal attention the queries are the last T of the S positions. With `documents`, which
         needs causal attention and no `allowed`, T = S and each query attends to its own document only.
         """
-        if key.size(1) != query.size(1):
-            key, value = (heads.repeat_interleave(query.size(1) // key.size(1), 1) for heads in (key, value))
-        kernels = self.kernels
+        kernels, drops, groups = self.kernels, self.dropout.active, query.size(1) // key.size(1)
+        # A GPU's kernels for 16 bits read each head of keys and values for all of its queries.
+        shares = query.is_cuda and query.dtype.itemsize == 2 and allowed is documents is None and not drops
+        if groups > 1 and not shares:
+            key, value = (heads.repeat_interleave(groups, 1) for heads in (key, value))
         if self.training and kernels is not None and kernels.fit(query, key, value, rows=True):
             shape = (*query.shape[:3], key.size(2))
-            drawn = self.dropout.draw_bits(shape) if self.dropout.active else None
+            drawn = self.dropout.draw_bits(shape) if drops else None
             starts = None if documents is None else documents.starts
             mixed = kernels.attention(query, key, value, self.causal, allowed, drawn, starts)
-        elif self.dropout.active:  # torch's fused attention would draw from torch's generator
+        elif drops and not seeded_attention.fits(query):  # torch's would draw from torch's generator
             mixed = (self._weights(query @ key.transpose(-2, -1), allowed, documents) @ value).transpose(1, 2)
         else:
             length, keys = query.size(2), key.size(2)
@@ -74,7 +77,12 @@ class Attention(FusibleLayer):
                 mask, causal = documents.added(query.dtype), False
             elif causal and (mask is not None or length < keys):  # beyond torch's own causal mask
                 mask, causal = self._mask(length, keys, allowed, query.device), False
-            heads = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
+            if drops:
+                heads = seeded_attention.attend(query, key, value, mask, causal, self.dropout)
+            else:
+                heads = F.scaled_dot_product_attention(
+                    query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=groups > 1 and shares
+                )
             mixed = heads.transpose(1, 2)
         output: Tensor = self.output(mixed.flatten(2))
         return output

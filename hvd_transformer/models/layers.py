@@ -187,7 +187,8 @@ class VocabularyHead(VocabParallelLayer, WeightGradLayer, FusibleLayer):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., D] to logits [..., V], or of its part."""
-        logits: Tensor = F.linear(self.norm(hidden), self.weight, self.bias)
+        shadow = None if torch.is_grad_enabled() else self._shadow(hidden)
+        logits: Tensor = F.linear(self.norm(hidden), self.weight if shadow is None else shadow, self.bias)
         return logits
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -214,4 +215,5 @@ class VocabularyHead(VocabParallelLayer, WeightGradLayer, FusibleLayer):
             self.shard,
             self.smoothing if self.training else 0.0,
             self.kernels,
+            self._shadow(hidden),
         )

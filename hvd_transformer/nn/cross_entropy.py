@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from hvd_transformer.nn.contracts import WeightGrads
 from hvd_transformer.nn.kernels import Kernels
 from hvd_transformer.nn.parallel_layers import VocabShard, local_vocab_index, out_of_graph
+from hvd_transformer.nn.products import add_product_, aligned_linear, autocast_dtype
 
 # Tokens per chunk: a GPU wants large matrices. On a CPU at least CPU_CHUNK, and up to CPU_LOGITS logits: 16 MiB, which
 # stay in a large cache, and below the 32 MiB from which glibc maps each block anew, page by page.
@@ -27,6 +28,7 @@ def fused_cross_entropy(
     shard: VocabShard | None = None,
     smoothing: float = 0.0,
     kernels: Kernels | None = None,
+    shadow: Tensor | None = None,
 ) -> Tensor:
     """Sum over tokens of the cross-entropy of `hidden @ weight.T + bias`.
 
@@ -56,7 +58,7 @@ def fused_cross_entropy(
     # Inside `forward` gradients look wanted also under no_grad: evaluation would form them in vain.
     wants = torch.is_grad_enabled()
     loss: Tensor = _FusedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, chunk, wants, weight_grads, anchor, shard, smoothing, kernels
+        hidden, weight, bias, targets, chunk, wants, weight_grads, anchor, shard, smoothing, kernels, shadow
     )
     return loss
 
@@ -76,6 +78,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         shard: VocabShard | None,
         smoothing: float,
         kernels: Kernels | None,
+        shadow: Tensor | None,
     ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         loss = torch.zeros((), dtype=torch.promote_types(wide, weight.dtype), device=hidden.device)
@@ -85,9 +88,13 @@ class _FusedCrossEntropy(torch.autograd.Function):
         grad_weight = torch.empty_like(weight) if wants_gradient and not keeps_slopes else None
         grad_bias = torch.zeros_like(bias) if grad_weight is not None and bias is not None else None
         slopes: list[Tensor] = []
+        narrow = autocast_dtype(hidden)
+        factor = weight if narrow is None else weight.to(narrow) if shadow is None else shadow
         for start in range(0, hidden.size(0), chunk):
             values, goal = hidden[start : start + chunk], targets[start : start + chunk, None]
-            logits = F.linear(values, weight, bias)
+            if narrow is not None:
+                values = values.to(narrow)
+            logits = _logits(values, factor, bias)
             if grad_hidden is not None and shard is None and kernels is not None and kernels.fit(logits):
                 loss += kernels.cross_entropy_(logits, goal, smoothing).sum()
                 slope = logits
@@ -97,15 +104,13 @@ class _FusedCrossEntropy(torch.autograd.Function):
                 continue
             if grad_bias is not None:
                 grad_bias += slope.sum(0)
-            slope = slope.to(logits.dtype)
-            grad_hidden[start : start + chunk] = slope @ weight.to(logits.dtype)
+            if slope.dtype != logits.dtype:
+                slope = logits.copy_(slope)
+            grad_hidden[start : start + chunk] = slope @ factor
             if grad_weight is None:
                 slopes.append(slope)
-            elif grad_weight.dtype == slope.dtype:
-                grad_weight.addmm_(slope.t(), values, beta=0 if start == 0 else 1)
             else:
-                product = slope.t() @ values.to(logits.dtype)
-                grad_weight = grad_weight.copy_(product) if start == 0 else grad_weight.add_(product)
+                add_product_(grad_weight, slope.t(), values, first=start == 0)
         if shard is not None:
             waits = [shard.group.sum_(sums) for sums in (loss[None], grad_hidden) if sums is not None]
             for wait in waits:
@@ -137,7 +142,13 @@ class _FusedCrossEntropy(torch.autograd.Function):
                 weight_type, bias_type = ctx.types
                 grad_weight = (slope.t() @ values).to(weight_type)
                 grad_bias = None if bias_type is None else slope.sum(0, dtype=bias_type)
-        return grad_hidden, grad_weight, grad_bias, *(None,) * 8
+        return grad_hidden, grad_weight, grad_bias, *(None,) * 9
+
+
+def _logits(values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if values.device.type == "cpu" or values.dtype.itemsize > 2:
+        return F.linear(values, weight, bias)
+    return aligned_linear(values, weight, bias)
 
 
 def _add_losses(

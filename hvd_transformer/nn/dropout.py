@@ -1,13 +1,15 @@
 """Dropout whose random numbers depend only on its place in the job: seed, epoch, samples, layer.
 
-torch has one CPU generator per process: pipeline stages that run side by side would draw from it in any order. Here
-each call seeds its own generator, so a run repeats bit for bit whatever the partition and the timing, a recomputed
-layer drops the same values, and a checkpoint has no random state to keep.
+torch has one generator per device: pipeline stages that run side by side would draw from it in any order. Here each
+call seeds its own generator, so a run repeats bit for bit whatever the partition and the timing, a recomputed layer
+drops the same values, and a checkpoint has no random state to keep. On a GPU backward draws the mask again: it is not
+stored.
 """
 
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,7 +62,11 @@ class Dropout(FusibleLayer):
 
     Outside of a `dropout_key` it draws from torch's own generator. `number` tells the dropouts of a model apart. A
     `sharded` dropout sees one piece of the values on each rank of a tensor group; `share` is the rank's piece.
+
+    `key` has both numbers as a tensor on the CPU, for compiled graphs, which all blocks of a model then share.
     """
+
+    key: Tensor
 
     def __init__(self, rate: float, *, sharded: bool = False) -> None:
         super().__init__()
@@ -82,27 +88,55 @@ class Dropout(FusibleLayer):
     def draw_bits(self, shape: Sequence[int]) -> DropoutBits:
         """The random bits for values of this shape, which a kernel turns into dropout. Needs `kernels`."""
         assert self.kernels is not None
-        seed = int(torch.randint(2**63 - 1, ())) if _here.place is None else self._seed(_here.place)
-        return self.kernels.draw(shape, self.rate, seed)
+        return self.kernels.draw(shape, self.rate, self.seed())
+
+    def seed(self) -> int:
+        """The seed of this thread's place for this dropout; outside of a place, one of torch's own generator."""
+        return seed_here(self.number, self.share)
 
     def _drop(self, values: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            result, _ = torch.ops.hvd_transformer.dropout(values, self.key, self.rate)
+            return result
         if _here.place is None:
             return F.dropout(values, self.rate)
-        seed, device, generators = self._seed(_here.place), values.device, _here.generators
-        if device.type == "cpu":
-            mask: Tensor = _cpu_mask(values.detach(), self.rate, seed)
+        if values.device.type == "cpu":
+            mask: Tensor = _cpu_mask(values.detach(), self.rate, self.seed())
             return values * mask
-        if device not in generators:
-            generators[device] = torch.Generator(device)
-        generator = generators[device].manual_seed(seed)
-        mask = torch.empty_like(values).bernoulli_(1 - self.rate, generator=generator)
-        return values * mask.div_(1 - self.rate)
-
-    def _seed(self, place: tuple[int, ...]) -> int:
-        return _seed((*place, self.number), *([self.share] if self.share else []))
+        result = _Seeded.apply(values, self.rate, self.seed())  # type: ignore[no-untyped-call]
+        return result
 
     def extra_repr(self) -> str:
         return f"rate={self.rate}, number={self.number}"
+
+
+def seed_here(number: int, share: int) -> int:
+    """The seed of this thread's place for a dropout with these numbers; outside of a place a random one."""
+    if _here.place is None:
+        return int(torch.randint(2**63 - 1, ()))
+    return _seed((*_here.place, number), *([share] if share else []))
+
+
+class _Seeded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, rate: float, seed: int) -> Tensor:
+        ctx.rate, ctx.seed = rate, seed
+        return dropped(values, rate, seed)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return dropped(grad, ctx.rate, ctx.seed), None, None
+
+
+def dropped(values: Tensor, rate: float, seed: int) -> Tensor:
+    """`values` after dropout by the seed: the same for any memory layout of the values."""
+    device, generators = values.device, _here.generators
+    if device not in generators:
+        generators[device] = torch.Generator(device)
+    kept = torch.empty(values.shape, dtype=torch.bool, device=device)
+    kept.bernoulli_(1 - rate, generator=generators[device].manual_seed(seed))
+    result: Tensor = torch.ops.aten.native_dropout_backward(values, kept, 1 / (1 - rate))  # values × kept × scale
+    return result
 
 
 @torch.library.custom_op("hvd_transformer::dropout_mask", mutates_args=())

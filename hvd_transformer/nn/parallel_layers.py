@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hvd_transformer.nn.contracts import EmbeddingGrads, TensorGroup, TensorSplit, WeightGrads
+from hvd_transformer.nn.products import autocast_dtype, product
 
 
 class VocabShard(NamedTuple):
@@ -111,11 +112,18 @@ class WeightGradLayer(SplitLayer):
 
     While `weight_grads` is set, autograd computes no gradient for weight and bias: `weight_grads` gets the two
     matrices instead, and adds their product to the gradient buffer, now or when the stage has time.
+
+    `shadow` is the weight in the number format of autocast, which it then need not be converted to at each call.
     """
 
     weight: Tensor
     bias: Any  # a tensor or None
     weight_grads: WeightGrads | None = None
+    shadow: Tensor | None = None
+
+    def _shadow(self, values: Tensor) -> Tensor | None:
+        """The shadow, where autocast is on."""
+        return None if self.shadow is None or autocast_dtype(values) is None else self.shadow
 
 
 def out_of_graph(values: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -133,13 +141,16 @@ class Linear(WeightGradLayer, nn.Linear):
     def forward(self, values: Tensor) -> Tensor:
         """[..., D_in] to [..., D_out]."""
         is_split = self.column_group is not None or self.row_group is not None
-        if (self.weight_grads is None and not is_split) or not torch.is_grad_enabled():
+        shadow = self._shadow(values)
+        if not torch.is_grad_enabled():
+            return _product(values, self.weight if shadow is None else shadow, self.bias, self.row_group)
+        if self.weight_grads is None and shadow is None and not is_split:
             return _product(values, self.weight, self.bias, self.row_group)
         weight, bias, anchor = self.weight, self.bias, None
         if self.weight_grads is not None:
             weight, bias, anchor = out_of_graph(values, weight, bias)
         result: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-            values, weight, bias, self.weight_grads, anchor, self.column_group, self.row_group
+            values, weight, bias, self.weight_grads, anchor, self.column_group, self.row_group, shadow
         )
         return result
 
@@ -187,13 +198,15 @@ class _Linear(torch.autograd.Function):
         anchor: Tensor | None,
         column: TensorGroup | None,
         row: TensorGroup | None,
+        shadow: Tensor | None,
     ) -> Tensor:
-        kind = values.device.type
-        if torch.is_autocast_enabled(kind):
-            values = values.to(torch.get_autocast_dtype(kind))  # kept in this format for backward, as autocast does
-        ctx.save_for_backward(values, weight)
-        ctx.grads, ctx.column, ctx.bias_type = grads, column, None if bias is None else bias.dtype
-        return _product(values, weight, bias, row)
+        narrow = autocast_dtype(values)
+        if narrow is not None:
+            values = values.to(narrow)  # kept in this format for backward, as autocast does
+        factor = weight if shadow is None else shadow
+        ctx.save_for_backward(values, factor)
+        ctx.grads, ctx.column, ctx.types = grads, column, (weight.dtype, None if bias is None else bias.dtype)
+        return _product(values, factor, bias, row)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -207,11 +220,12 @@ class _Linear(torch.autograd.Function):
         if ctx.grads is not None:
             ctx.grads.put(values, rows)
         else:
-            grad_weight = (rows.t() @ values).to(weight.dtype)
-            grad_bias = None if ctx.bias_type is None else rows.sum(0, dtype=ctx.bias_type)
+            weight_type, bias_type = ctx.types
+            grad_weight = product(rows.t(), values, weight_type)
+            grad_bias = None if bias_type is None else rows.sum(0, dtype=bias_type)
         if summed is not None:
             summed()
-        return grad_values, grad_weight, grad_bias, None, None, None, None
+        return grad_values, grad_weight, grad_bias, None, None, None, None, None
 
 
 class VocabParallelEmbedding(VocabParallelLayer, nn.Embedding):

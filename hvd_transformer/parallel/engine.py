@@ -23,8 +23,10 @@ from hvd_transformer.gradients.weight_grads import install_stores
 from hvd_transformer.gradients.wire.plain import WireOptions
 from hvd_transformer.monitoring.timeline import Timeline
 from hvd_transformer.nn.contracts import Layer
+from hvd_transformer.nn.parallel_layers import WeightGradLayer
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.parallel.pipeline import Pipeline, Stage, worker_threads
+from hvd_transformer.parallel.precision import product_dtype
 from hvd_transformer.parallel.replica_check import check_replicas, checksum
 from hvd_transformer.parallel.tensor_parallel import HorovodTensorGroup, Shapes, Splits, set_tensor_groups
 
@@ -125,9 +127,14 @@ class Engine:
         for name, plan in embeddings.items():
             for embedding in plan.embeddings:
                 embedding.embedding_grads = self.grad_sync.embedding_grads[name]
-        if not config.training.compile or mesh.device.type == "cpu":  # compiled graphs of a GPU cannot call back
-            stores = [([layer.module for layer in stage.layers], stage.weight_grads) for stage in self.stages]
-            install_stores(model, stores, self.grad_sync)
+        compiles = config.training.compile and mesh.device.type != "cpu"  # the blocks, which cannot call back then
+        stores = [
+            ([layer.module for layer in stage.layers if not (compiles and layer.recompute)], stage.weight_grads)
+            for stage in self.stages
+        ]
+        install_stores(model, stores, self.grad_sync)
+        if config.training.precision in ("bf16", "fp16"):
+            self._add_shadows(model, product_dtype(config.training.precision))
         self.pipeline = Pipeline(
             self.stages,
             schedule=config.parallel.schedule,
@@ -140,6 +147,14 @@ class Engine:
         counts = {name: mesh.tp_rank == 0 or name in splits for name in shapes}
         norm_group = world if mesh.zero_shard.count > 1 else mesh.tp_group
         self._norm = GradNorm(counts, self.buffers[0].gradients.dtype, mesh.device, norm_group)
+
+    def begin_forward(self) -> None:
+        """Before the forward passes of a step or an evaluation: weights may have changed."""
+        for stage in self.stages:
+            for buffer in stage.buffers:
+                buffer.parameters_changed()
+                if stage.all_gather is None:  # else layers wait for their weights, and renew it then
+                    buffer.renew_shadow()
 
     @property
     def num_parameters(self) -> int:
@@ -227,7 +242,16 @@ class Engine:
     def close(self) -> None:
         """End the threads of the stages."""
         self.pipeline.close()
+        self.grad_sync.close()
         self.timeline.close()
+
+    def _add_shadows(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Let the linear layers multiply by weights that are in the number format of autocast already."""
+        places = {id(slot.parameter): (buffer, slot) for buffer in self.buffers for slot in buffer.slots}
+        for module in model.modules():
+            if isinstance(module, WeightGradLayer) and id(module.weight) in places:
+                buffer, slot = places[id(module.weight)]
+                module.shadow = slot.view(buffer.add_shadow(dtype))
 
     def _add_buffers(self, model: nn.Module, embeddings: Mapping[str, bool]) -> None:
         """Give each stage buffers of its own parameters, so that it sends and updates without the others.

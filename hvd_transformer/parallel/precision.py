@@ -13,11 +13,16 @@ def weight_dtype(precision: Precision) -> torch.dtype:
     return torch.float64 if precision == "fp64" else torch.float32
 
 
+def product_dtype(precision: Literal["bf16", "fp16"]) -> torch.dtype:
+    """The number format of matrix products in mixed precision."""
+    return torch.bfloat16 if precision == "bf16" else torch.float16
+
+
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
     """The context of forward passes: matrix products in bfloat16 or float16 where `precision` says so."""
     if precision in ("fp32", "fp64"):
         return nullcontext()
-    return torch.autocast(device.type, torch.bfloat16 if precision == "bf16" else torch.float16)
+    return torch.autocast(device.type, product_dtype(precision))
 
 
 class LossScaler:

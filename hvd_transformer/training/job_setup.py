@@ -27,6 +27,9 @@ from hvd_transformer.training.process import StopRequest
 from hvd_transformer.training.progress_rounds import agree_in_rounds
 
 
+_MOST_GRAPHS = 64  # of a block's code, before torch.compile gives up on it
+
+
 def check_same_configuration(config: Config, world: World) -> None:
     """Raise `UserError` with the first key in which a rank differs from rank 0. Collective."""
     own = flatten(config)
@@ -131,14 +134,24 @@ def compile_layers(config: Config, task: Task, mesh: ParallelMesh, world: World)
         rank, told = found
         return f"rank {rank}: {told}" if world.size > 1 else str(told)
     if kernels is None:
-        for layer in task.layers:
-            if layer.recompute:  # a block
-                layer.module.compile()
+        _compile_blocks(task)
     else:
         for module in task.model.modules():
             if isinstance(module, FusibleLayer):
                 module.kernels = kernels
     return None
+
+
+def _compile_blocks(task: Task) -> None:
+    from hvd_transformer.nn.compiled_dropout import give_keys
+
+    assert task.model is not None
+    give_keys(task.model)
+    # The blocks of a model share their graphs: one each for training and for evaluation, for each shape.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
+    for layer in task.layers:
+        if layer.recompute:  # a block
+            layer.module.compile()
 
 
 def _why_no_blocks(mesh: ParallelMesh) -> str | None:

@@ -121,6 +121,7 @@ class Trainer:
         engine.grad_sync.begin_step(num_micro_batches, local=local)
         engine.grad_sync.wire.begin_step(state.step, self.total_steps, self.loss_scaler.scale)
         scale = self.loss_scaler.scale / task.targets_per_step
+        engine.begin_forward()
         # Full buffers leave during the last backwards.
         engine.pipeline.forward_backward(accumulation, scale, stats.add_loss)
         engine.wait_params()  # also on a rank without samples in this step
@@ -187,6 +188,7 @@ class Trainer:
         self.prefetch.wait()
         self.engine.wait_params()
         self.engine.local_steps.average()
+        self.engine.begin_forward()
         self.task.model.eval()
         pipeline, num_stages = self.engine.pipeline, len(self.engine.stages)
 

@@ -62,7 +62,7 @@ def test_evaluations_are_the_cpus(language_model):
         json.loads(output("hvd-transformer", "evaluate", "--json", language_model, f"training.device={device}"))
         for device in ("cpu", "cuda")
     ]
-    assert found[1]["test_loss"] == pytest.approx(found[0]["test_loss"], rel=1e-5)
+    assert found[1]["metrics"]["loss"] == pytest.approx(found[0]["metrics"]["loss"], rel=1e-5)
 
 
 def test_translations_are_the_cpus(translator, tmp_path):
