@@ -25,7 +25,7 @@ from hvd_transformer.bench.synthetic_task import SyntheticTask
 from hvd_transformer.bench.timing import synchronize
 from hvd_transformer.comm.world import World
 from hvd_transformer.config import Config, load
-from hvd_transformer.data.sampler import Replica
+from hvd_transformer.data.sampler import Replica, StepPlan
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.planning.device_peak import device_name, device_peak
 from hvd_transformer.planning.memory_plan import make_plan
@@ -122,8 +122,8 @@ def flops_per_step(config: Config, vocab_size: int) -> float:
         )
 
 
-def measure(case: Case, device: torch.device, num_steps: int, *, dry: bool) -> dict[str, Any]:
-    """Steps of one case: seconds, MFU's FLOPs, memory."""
+def measure(case: Case, device: torch.device, num_steps: int, tables: list[str] | None, *, dry: bool) -> dict[str, Any]:
+    """Steps of one case: seconds, MFU's FLOPs, memory. Adds the profiler's table to `tables`."""
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     with trainer(case, device, dry=dry) as job:
         config, plans = job.config, job.task.sampler.epoch()
@@ -140,6 +140,9 @@ def measure(case: Case, device: torch.device, num_steps: int, *, dry: bool) -> d
                 job.step(next(plans))
             synchronize(device)
             seconds.append((time.perf_counter() - began) / num_steps)
+        peak_memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+        if tables is not None:
+            tables.append(f"{case.name}\n{profiled(job, next(plans))}")
         plan = make_plan(config, case.vocab_size, 1)
         planned = sum(sum(plan.memory(stage)) for stage in plan.stages)
         tokens = config.training.batch_size * config.data.sequence_length
@@ -149,25 +152,21 @@ def measure(case: Case, device: torch.device, num_steps: int, *, dry: bool) -> d
             "flops": flops_per_step(config, case.vocab_size),
             "losses": losses,
             "warm_up_seconds": warm_up,
-            "peak_memory": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
+            "peak_memory": peak_memory,
             "memory_before": before,
             "planned_memory": planned,
             "parameters": job.engine.num_parameters,
         }
 
 
-def profiled(case: Case, device: torch.device, *, dry: bool) -> str:
+def profiled(job: Trainer, plan: StepPlan) -> str:
     """torch's table of where one step's time goes."""
-    with trainer(case, device, dry=dry) as job:
-        plans = job.task.sampler.epoch()
-        for _ in range(3):
-            job.step(next(plans))
+    device = job.mesh.device
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        job.step(plan)
         synchronize(device)
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
-            job.step(next(plans))
-            synchronize(device)
     key = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
-    return found.key_averages().table(sort_by=key, row_limit=45, max_name_column_width=90)
+    return str(found.key_averages().table(sort_by=key, row_limit=45, max_name_column_width=90))
 
 
 def release(device: torch.device) -> None:
@@ -211,12 +210,13 @@ def main(steps: int, only: str, profile_file: Path | None, profile_only: str, dr
         "published": published and published.rate,
     }
     click.echo(f"{figures['device']}, torch {torch.__version__}: bf16 {peak / 1e12:.0f} TFLOP/s, {published}")
-    tables = []
+    tables: list[str] = []
     for case in cases():
         if only not in case.name:
             continue
+        profiles = profile_file is not None and profile_only in case.name
         try:
-            found = measure(case, device, steps, dry=dry)
+            found = measure(case, device, steps, tables if profiles else None, dry=dry)
         except Exception as error:  # the other rows are still of use
             click.echo(f"{case.name:40} failed: {type(error).__name__}: {error}")
             figures[case.name] = {"failed": str(error)}
@@ -224,10 +224,8 @@ def main(steps: int, only: str, profile_file: Path | None, profile_only: str, dr
             figures[case.name] = found
             click.echo(row(case.name, found, peak))
         release(device)
-        if profile_file is not None and profile_only in case.name:
-            tables.append(f"{case.name}\n{profiled(case, device, dry=dry)}")
+        if profile_file is not None:
             profile_file.write_text("\n\n".join(tables), encoding="utf-8")
-            release(device)
         write_figures(file, figures)
 
 
