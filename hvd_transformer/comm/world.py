@@ -52,7 +52,8 @@ class World(Group):
             return world
         if (why := cannot_join(place)) is not None:
             raise UserError(why)
-        set_defaults(place.local_size, stall_seconds, prompt=bool(groups))
+        on_gpu = torch.cuda.is_available()
+        set_defaults(place.local_size, stall_seconds, size=place.size, prompt=bool(groups), on_gpu=on_gpu)
         try:
             import horovod.torch as hvd
         except ImportError as error:

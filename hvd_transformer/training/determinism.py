@@ -15,7 +15,7 @@ _REPEATABLE = (":4096:8", ":16:8")
 def choose_kernels(config: Config) -> None:
     """Make torch use deterministic kernels, if the configuration asks for them. Call before CUDA starts.
 
-    An operation that has none raises `RuntimeError` instead of giving other results each time. On a CPU nothing changes.
+    An operation that has none raises `RuntimeError` instead of other results each time. On a CPU nothing changes.
     Raises `UserError` if the environment asks cuBLAS for something else.
     """
     if not config.training.deterministic:
@@ -26,4 +26,4 @@ def choose_kernels(config: Config) -> None:
     torch.use_deterministic_algorithms(True)  # also the backward of attention
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     # It would write NaN into all new memory, to find code that reads before it writes; that costs time in every step.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

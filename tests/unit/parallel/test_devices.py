@@ -43,7 +43,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
 
 
 def meshes(gpus: Gpus, seen: Sequence[str], *words: str, hosts: str, deaf: Sequence[int] = ()) -> list[object]:
-    """The mesh of each rank, or what it raised. A letter of `seen` is a GPU; the ranks in `deaf` cannot send from it."""
+    """The mesh of each rank, or what it raised. Letters of `seen` are GPUs; ranks in `deaf` cannot send from them."""
     worlds = make_worlds(len(seen), list(hosts))
     for world in worlds:
         world.link.horovod.can_send = world.rank not in deaf
