@@ -29,6 +29,7 @@ OTHERS = {"sbatch", "kubectl", "docker"}
 # Of other programs, named in running text.
 OTHER_OPTIONS = {
     "--nnodes", "--nproc-per-node", "--master-addr", "--master-port", "--rdzv-endpoint", "--max-restarts",
+    "--gpus-per-node", "--gpus-per-task",
     "--cpus-per-task", "--batch", "--signal", "--list-gpus", "--shm-size", "--from-env-file", "--partition", "--time",
     "--published", "--rounds", "--steps", "--warmup", "--strict", "--model",
     "--append-eod", "--data-path", "--json-keys", "--tokenizer-model", "--train-data-path", "--valid-data-path",

@@ -36,6 +36,7 @@ class ThreadHorovod:
     """
 
     Sum, Min, Max = torch.add, torch.minimum, torch.maximum
+    can_send = False  # from GPUs
 
     def __init__(self, rank: int, size: int, meetings: dict[Any, Meeting], lock: threading.Lock) -> None:
         self.rank, self.size = rank, size
@@ -66,6 +67,12 @@ class ThreadHorovod:
 
         self.bytes += tensor.nbytes + splits.nbytes
         return self._meet(tensor.clone().split(splits.tolist()), name, process_set, exchange)
+
+    def nccl_built(self) -> int:
+        return int(self.can_send)
+
+    def mpi_enabled(self) -> bool:
+        return False
 
     def poll(self, handle: Any) -> bool:
         return bool(handle[0].done.is_set())

@@ -16,6 +16,8 @@ from functools import partial
 from statistics import median
 from typing import NamedTuple
 
+import torch
+
 from hvd_transformer.bench.synthetic_task import SyntheticTask, samples_per_step
 from hvd_transformer.bench.timing import call_seconds, mean_over_ranks, relative_deviation, repeats, slowest, warm_up
 from hvd_transformer.comm.world import World, agree
@@ -30,6 +32,7 @@ from hvd_transformer.planning.memory_plan import batch_samples
 from hvd_transformer.planning.model_costs import fake_model, layer_costs
 from hvd_transformer.planning.partition import check_partition
 from hvd_transformer.tasks.registry import task_class
+from hvd_transformer.training.determinism import choose_kernels
 from hvd_transformer.training.job_setup import compile_layers, initial_weights
 from hvd_transformer.training.process import keep_freed_memory, only_new_garbage
 from hvd_transformer.training.state import StepResult, TrainState
@@ -96,11 +99,11 @@ def bench_train(config: Config, vocab_size: int, seconds: float, world: World, h
     Raises `UserError` on all ranks if the job cannot run as configured.
     """
     keep_freed_memory()
-    checked_mesh(config, world)  # before a rank is on its own
+    devices = checked_mesh(config, world).devices  # before a rank is on its own
     flops_per_sample = agree(world, lambda: _flops_per_sample(config, vocab_size) if world.rank == 0 else 0.0)
     alone = None
     if world.size > 1 and config.parallel.tensor == 1:
-        alone = _alone(config, vocab_size, seconds, world, heartbeat)
+        alone = _alone(config, vocab_size, seconds, world, devices, heartbeat)
     with trainer_of(config, vocab_size, world, heartbeat) as trainer:
         mesh, configs = trainer.mesh, _with_pieces(trainer) if world.size == 1 else [trainer.config]
         steps, *pieces = _measure(trainer, configs, seconds, world)
@@ -183,12 +186,18 @@ def _in_pieces(config: Config) -> Config:
 
 
 @contextmanager
-def trainer_of(config: Config, vocab_size: int, world: World, heartbeat: Heartbeat) -> Iterator[Trainer]:
-    """A trainer on random tokens. Collective. Raises `UserError` on all ranks."""
+def trainer_of(
+    config: Config,
+    vocab_size: int,
+    world: World,
+    heartbeat: Heartbeat,
+    devices: Sequence[torch.device] | None = None,
+) -> Iterator[Trainer]:
+    """A trainer on random tokens, on the `devices` of `checked_mesh`. Collective. Raises `UserError` on all ranks."""
     optimizer = config.optimizer.model_copy(update={"lr": _LEARNING_RATE})
     training = config.training.model_copy(update={"max_steps": None})
     config = config.model_copy(update={"optimizer": optimizer, "training": training})
-    mesh = checked_mesh(config, world)
+    mesh = checked_mesh(config, world, devices)
 
     def make() -> SyntheticTask:
         with initial_weights(config):
@@ -206,9 +215,13 @@ def trainer_of(config: Config, vocab_size: int, world: World, heartbeat: Heartbe
         trainer.close()
 
 
-def checked_mesh(config: Config, world: World) -> ParallelMesh:
-    """The mesh of the job. Collective. Raises `UserError` on all ranks if the job cannot run as configured."""
-    mesh = agree(world, lambda: ParallelMesh.of(config, world))
+def checked_mesh(config: Config, world: World, devices: Sequence[torch.device] | None = None) -> ParallelMesh:
+    """The mesh of the job, as of `ParallelMesh.of`. Collective.
+
+    Raises `UserError` on all ranks if the job cannot run as configured.
+    """
+    agree(world, lambda: choose_kernels(config))
+    mesh = agree(world, lambda: ParallelMesh.of(config, world, devices))
     agree(world, lambda: check_partition(config))
     agree(world, lambda: check_step_size(config, mesh.dp))
     return mesh
@@ -250,14 +263,20 @@ def _times(total: float, result: StepResult, num_ranks: int) -> StepTimes:
     return StepTimes(total, compute, wait, result.update + total - result.seconds, result.data)
 
 
-def _alone(config: Config, vocab_size: int, seconds: float, world: World, heartbeat: Heartbeat) -> Alone:
+def _alone(
+    config: Config,
+    vocab_size: int,
+    seconds: float,
+    world: World,
+    devices: Sequence[torch.device],
+    heartbeat: Heartbeat,
+) -> Alone:
     """Each rank as a world of its own, with its share of the samples: first one per host, then all. Collective."""
     own = World()
-    own.local_rank, own.local_size = world.local_rank, world.local_size  # for its GPU
     samples = config.training.global_batch_size
     share = None if samples is None else math.ceil(samples / world.size)
     config = config.model_copy(update={"training": config.training.model_copy(update={"global_batch_size": share})})
-    with trainer_of(config, vocab_size, own, heartbeat) as trainer:
+    with trainer_of(config, vocab_size, own, heartbeat, devices) as trainer:
         first: list[StepTimes] | None = None
         pieces: list[list[StepTimes]] = []
         if world.local_rank == 0:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from hvd_transformer.comm.world import World
     from hvd_transformer.config import Config
     from hvd_transformer.monitoring.watchdog import Watchdog
+    from hvd_transformer.parallel.mesh import ParallelMesh
     from hvd_transformer.training.process import StopRequest
 
     Measure = Callable[[Config, World, StopRequest, Watchdog], Report]
@@ -77,9 +79,10 @@ def allreduce(
         from hvd_transformer.bench.train import checked_mesh
 
         stop.end_at_once()
-        chosen = checked_mesh(config, world).device
-        known = device_constants(constants, chosen, world)
-        return allreduce_report(world, bench_allreduce(world, chosen, parse_sizes(sizes), seconds), known)
+        mesh = checked_mesh(config, world)
+        known = device_constants(constants, mesh.device, world)
+        found = bench_allreduce(world, mesh.device, parse_sizes(sizes), seconds)
+        return _with_warning(allreduce_report(world, found, known), mesh)
 
     _run("allreduce", measure, BenchFiles(json_file, plot, constants))
 
@@ -107,8 +110,10 @@ def train(vocab_size: int | None, seconds: float, json_file: Path | None, consta
 
         stop.end_at_once()
         size, _ = agree(world, lambda: vocabulary(config, vocab_size))
-        known = device_constants(constants, checked_mesh(config, world).device, world, anew=True)
-        return train_report(config, known, bench_train(config, size, seconds, world, watchdog.heartbeat))
+        mesh = checked_mesh(config, world)
+        known = device_constants(constants, mesh.device, world, anew=True)
+        report = train_report(config, known, bench_train(config, size, seconds, world, watchdog.heartbeat))
+        return _with_warning(report, mesh)
 
     _run("train", measure, BenchFiles(json_file, constants=constants))
 
@@ -227,6 +232,10 @@ def _run(name: str, measure: "Measure", files: BenchFiles) -> NoReturn:
         return 0
 
     sys.exit(run_ranks("hvd-transformer", work, config.parallel.tensor if config else 1, mistake=mistake))
+
+
+def _with_warning(report: "Report", mesh: "ParallelMesh") -> "Report":
+    return report if mesh.warning is None else replace(report, notes=[*report.notes, f"warning: {mesh.warning}"])
 
 
 def _show(report: "Report") -> None:

@@ -14,6 +14,8 @@ _LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
 }
 _TORCHRUN = "TORCHELASTIC_RUN_ID"  # others set RANK, too
+# What rank 0 does per cycle and rank: it reads one message and writes one. An estimate, as for sockets.
+_SECONDS_PER_RANK = 10e-6
 
 
 class Launched(NamedTuple):
@@ -46,23 +48,36 @@ def cannot_join(place: Launched) -> str | None:
     return None
 
 
-def set_defaults(local_size: int, stall_seconds: float | None = None, *, prompt: bool = False) -> None:
+def cycle_milliseconds(size: int, *, gloo: bool, prompt: bool, on_gpu: bool, wakes_up: bool) -> float:
+    """How long Horovod's background thread sleeps at most between two cycles, in each of which `size` ranks negotiate.
+
+    Our Horovod starts a cycle when something is enqueued. Published Horovod always sleeps that long, and each cycle
+    costs CPU, more so over gloo's sockets: measured on two cores that also compute (benchmarks/RESULTS.md). Beside a
+    GPU the cores are free, and Horovod's own default is right. With many ranks the sleep is as long as the work of
+    rank 0 in a cycle, so that its thread is busy half of the time at most.
+    """
+    if wakes_up:
+        return 100
+    shortest = 0.5 if prompt else 1 if on_gpu else 10 if gloo else 2
+    return max(shortest, 2 * size * _SECONDS_PER_RANK * 1e3)
+
+
+def set_defaults(
+    local_size: int, stall_seconds: float | None = None, *, size: int = 1, prompt: bool = False, on_gpu: bool = False
+) -> None:
     """Set defaults for unset variables of Horovod and Open MPI, tuned for gradient buckets. Call before `hvd.init`.
 
-    `stall_seconds`: `training.stall_seconds`, if the user set it. `prompt`: layers wait for collectives (tensor
-    parallelism).
+    `stall_seconds`: `training.stall_seconds`, if the user set it. `size`: number of ranks. `prompt`: layers wait for
+    collectives (tensor parallelism). `on_gpu`: this host has GPUs to compute on.
     """
     gloo = os.environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo"  # set by horovodrun, not by mpirun
-    published_cycle = "0.5" if prompt else "10" if gloo else "2"
+    cycle = cycle_milliseconds(size, gloo=gloo, prompt=prompt, on_gpu=on_gpu, wakes_up=horovod_wakes_up())
     stall = stall_seconds or 0.0
     defaults = {
         # Gradients arrive in flat buckets: fusing them again would only copy. What is fused also depends on timing,
         # which with more than two ranks changes the order of the sums, so that runs would not repeat bit for bit.
         "HOROVOD_FUSION_THRESHOLD": "0",
-        # Milliseconds between two cycles of Horovod's background thread. Our Horovod starts a cycle when something is
-        # enqueued, so this is only the longest sleep of an idle rank. Published Horovod always sleeps that long, and
-        # each cycle costs CPU, more so over gloo's sockets. Measured on two cores: benchmarks/RESULTS.md.
-        "HOROVOD_CYCLE_TIME": "100" if horovod_wakes_up() else published_cycle,
+        "HOROVOD_CYCLE_TIME": f"{cycle:g}",
         # How long gloo waits for ranks that do not answer. Its 30 seconds are too short for many hosts, a slow start
         # and storage that stands still.
         "HOROVOD_GLOO_TIMEOUT_SECONDS": str(round(max(600, 1.5 * stall))),

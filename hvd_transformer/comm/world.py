@@ -52,7 +52,8 @@ class World(Group):
             return world
         if (why := cannot_join(place)) is not None:
             raise UserError(why)
-        set_defaults(place.local_size, stall_seconds, prompt=bool(groups))
+        on_gpu = torch.cuda.is_available()
+        set_defaults(place.local_size, stall_seconds, size=place.size, prompt=bool(groups), on_gpu=on_gpu)
         try:
             import horovod.torch as hvd
         except ImportError as error:
@@ -97,6 +98,14 @@ class World(Group):
         """A group with this rank in it: the whole world, this rank alone, or one of the `groups` of `start`."""
         process_set = self._process_sets[tuple(ranks)] if 1 < len(ranks) < self.size else None
         return Group(self.link, ranks, list(ranks).index(self.rank), process_set, prompt=prompt)
+
+    @property
+    def sends_from_gpus(self) -> bool:
+        """Whether Horovod was built to send from a GPU's memory: with NCCL, or through an MPI that knows CUDA."""
+        hvd = self.link.horovod
+        if hvd is None:
+            return False
+        return bool(hvd.nccl_built()) or (hvd.mpi_enabled() and (hvd.cuda_built() or hvd.rocm_built()))
 
     def backend_for(self, device: torch.device) -> str:
         """The library that sums tensors of the device: nccl, if Horovod was built with it, gloo, mpi or none."""

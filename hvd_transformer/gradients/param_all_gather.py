@@ -5,6 +5,7 @@ in flight             | ==== 2 ==== | ==== 1 ==== | ==== 0 ==== |
 forward                             | layer 1 | layer 2 | …          each layer waits for the weights it uses
 """
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -16,18 +17,17 @@ from hvd_transformer.comm.group import Group
 from hvd_transformer.gradients.buffers import GradBuffer
 from hvd_transformer.nn.contracts import Layer
 
-# Bytes of buffers in flight at most.
-MAX_IN_FLIGHT = 64 << 20
-
 
 class ParamAllGather:
     """The parameters of one stage's `buffers`, in the order in which forward needs them, by their collectives' names.
 
     After `start` each rank has its own shards only: `wait` before a buffer's parameters are used. Later ones are sent
     as earlier ones arrive, so ranks that may need different buffers call `wait_all` before they wait for each other.
+    At most `bytes_in_flight` are.
     """
 
-    def __init__(self, buffers: Mapping[str, GradBuffer], group: Group) -> None:
+    def __init__(self, buffers: Mapping[str, GradBuffer], group: Group, bytes_in_flight: float = math.inf) -> None:
+        self._most = bytes_in_flight
         self._names, self._buffers, self._group = list(buffers), list(buffers.values()), group
         self._num_sent = self._num_arrived = len(buffers)
         self._in_flight: deque[Callable[[], Tensor]] = deque()
@@ -55,7 +55,7 @@ class ParamAllGather:
     def _send(self) -> None:
         while self._num_sent < len(self._buffers):
             buffer = self._buffers[self._num_sent]
-            if self._in_flight and self._bytes + buffer.parameters.nbytes > MAX_IN_FLIGHT:
+            if self._in_flight and self._bytes + buffer.parameters.nbytes > self._most:
                 return
             name = self._names[self._num_sent]
             self._in_flight.append(self._group.all_gather_async(buffer.own_parameters, name))
@@ -75,7 +75,7 @@ ParamWaits = Mapping[str, Sequence[tuple[ParamAllGather, int]]]
 
 
 def make_param_all_gathers(
-    layers: Sequence[Layer], stages: Sequence[Sequence[GradBuffer]], group: Group
+    layers: Sequence[Layer], stages: Sequence[Sequence[GradBuffer]], group: Group, bytes_in_flight: float = math.inf
 ) -> tuple[list[ParamAllGather], ParamWaits]:
     """One for the buffers of each stage, and what each of `layers`, the whole model, waits for."""
     names = {buffer: f"shards.{index}" for index, buffer in enumerate(chain.from_iterable(stages))}
@@ -89,7 +89,7 @@ def make_param_all_gathers(
     places: dict[GradBuffer, tuple[ParamAllGather, int]] = {}
     for stage in map(set, stages):
         own = [buffer for buffer in order if buffer in stage]
-        gather = ParamAllGather({names[buffer]: buffer for buffer in own}, group)
+        gather = ParamAllGather({names[buffer]: buffer for buffer in own}, group, bytes_in_flight)
         gathers.append(gather)
         places |= {buffer: (gather, place) for place, buffer in enumerate(own)}
     return gathers, {name: [places[buffer] for buffer in buffers] for name, buffers in needs.items()}

@@ -17,6 +17,7 @@ ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054, section 5): in stages 1 and 2 a
 only; in stage 2, where it keeps no other gradients, every backward sends (`ShardedGradSync`).
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -32,9 +33,6 @@ from hvd_transformer.gradients.embedding_grads import EmbeddingGrad, EmbeddingGr
 from hvd_transformer.gradients.wire.choice import make_wire
 from hvd_transformer.gradients.wire.plain import Layout, Wire, WireOptions
 from hvd_transformer.monitoring.timeline import Timeline
-
-# Bytes of one stage's buffers that `ShardedGradSync` has in flight at most.
-MAX_IN_FLIGHT = 16 << 20
 
 
 class GradSync:
@@ -199,10 +197,16 @@ class _StageQueue(dict[GradBuffer, None]):
 
 
 class ShardedGradSync(GradSync):
-    """ZeRO stage 2: every backward sends, since between backwards a rank keeps its shard's gradients only."""
+    """ZeRO stage 2: every backward sends, since between backwards a rank keeps its shard's gradients only.
 
-    def __init__(self, stages: Sequence[Sequence[GradBuffer]], group: Group, **options: Any) -> None:
+    Of each stage's buffers at most `bytes_in_flight` are in flight.
+    """
+
+    def __init__(
+        self, stages: Sequence[Sequence[GradBuffer]], group: Group, *, bytes_in_flight: float = math.inf, **options: Any
+    ) -> None:
         super().__init__(stages, group, **options)
+        self._most = bytes_in_flight
         self._queues: dict[GradBuffer, _StageQueue] = {}  # one per stage
         for stage in stages:
             self._queues.update(dict.fromkeys(stage, _StageQueue()))
@@ -230,7 +234,7 @@ class ShardedGradSync(GradSync):
         if buffer in self._in_flight:
             self._arrive(buffer)
         queue, size = self._queues[buffer], buffer.parameters.nbytes
-        while queue and queue.bytes + size > MAX_IN_FLIGHT:
+        while queue and queue.bytes + size > self._most:
             self._arrive(next(iter(queue)))
         queue[buffer] = None
         queue.bytes += size
@@ -245,7 +249,10 @@ class ShardedGradSync(GradSync):
         queue.bytes -= buffer.parameters.nbytes
 
 
-def make_grad_sync(stages: Sequence[Sequence[GradBuffer]], group: Group, **options: Any) -> GradSync:
+def make_grad_sync(
+    stages: Sequence[Sequence[GradBuffer]], group: Group, *, bytes_in_flight: float = math.inf, **options: Any
+) -> GradSync:
     """The `GradSync` that the buffers' sharding needs, with its arguments."""
-    shard = next(chain.from_iterable(stages)).shard
-    return (ShardedGradSync if shard.gradients else GradSync)(stages, group, **options)
+    if next(chain.from_iterable(stages)).shard.gradients:
+        return ShardedGradSync(stages, group, bytes_in_flight=bytes_in_flight, **options)
+    return GradSync(stages, group, **options)

@@ -19,6 +19,7 @@ from hvd_transformer.gradients.optimizer import FlatOptimizer, GradNorm, names_w
 from hvd_transformer.gradients.param_all_gather import ParamAllGather, make_param_all_gathers
 from hvd_transformer.gradients.shared_matrices import SharedMatrices
 from hvd_transformer.gradients.sync import make_grad_sync
+from hvd_transformer.gradients.transfer_sizes import LEAST_SHARE, transfer_sizes
 from hvd_transformer.gradients.weight_grads import install_stores
 from hvd_transformer.gradients.wire.plain import WireOptions
 from hvd_transformer.monitoring.timeline import Timeline
@@ -30,8 +31,8 @@ from hvd_transformer.parallel.precision import product_dtype
 from hvd_transformer.parallel.replica_check import check_replicas, checksum
 from hvd_transformer.parallel.tensor_parallel import HorovodTensorGroup, Shapes, Splits, set_tensor_groups
 
-# Where buffers travel beside backward: their number per stage, unless that made them smaller than this many bytes.
-LEAST_BUCKETS, LEAST_BUCKET = 4, 256 << 10
+# Where buffers travel beside backward: their number per stage, unless that made them too small.
+LEAST_BUCKETS = 4
 
 
 class ModelStage(Stage):
@@ -92,6 +93,7 @@ class Engine:
         self.splits, self.shapes = splits, shapes
         if mesh.tp > 1:
             set_tensor_groups(model, splits, shapes, lambda name: HorovodTensorGroup(mesh.tp_group, name))
+        transfer = transfer_sizes(mesh.device.type, mesh.dp, config.communication.bucket_mb)
         ends = pairwise(accumulate(partition, initial=0))
         self.stages = [
             ModelStage(layers[start:stop], device) for (start, stop), device in zip(ends, mesh.devices, strict=True)
@@ -99,16 +101,17 @@ class Engine:
         # Where the stages have moved them to.
         self._frozen = [weight.data for name, weight in model.named_parameters() if name not in shapes]
         embeddings = plan_embedding_grads(model, config.communication.embedding_rows, num_tokens)
-        self._add_buffers(model, {name: plan.gather for name, plan in embeddings.items()})
+        self._add_buffers(model, {name: plan.gather for name, plan in embeddings.items()}, transfer.bucket)
         buffers = [stage.buffers for stage in self.stages]
         if mesh.zero_shard.count > 1:
-            gathers, waits = make_param_all_gathers(layers, buffers, mesh.dp_group)
+            gathers, waits = make_param_all_gathers(layers, buffers, mesh.dp_group, transfer.parameters)
             for stage, gather in zip(self.stages, gathers, strict=True):
                 stage.all_gather, stage.waits = gather, waits
         self.timeline = Timeline(world.rank, [f"stage {stage}" for stage in range(len(self.stages))])
         self.grad_sync = make_grad_sync(
             buffers,
             mesh.dp_group,
+            bytes_in_flight=transfer.gradients,
             overlap=config.communication.overlap,
             compression=config.communication.compression,
             wire_options=WireOptions(
@@ -253,8 +256,9 @@ class Engine:
                 buffer, slot = places[id(module.weight)]
                 module.shadow = slot.view(buffer.add_shadow(dtype))
 
-    def _add_buffers(self, model: nn.Module, embeddings: Mapping[str, bool]) -> None:
+    def _add_buffers(self, model: nn.Module, embeddings: Mapping[str, bool], most: int) -> None:
         """Give each stage buffers of its own parameters, so that it sends and updates without the others.
+        They have at most `most` bytes.
 
         A tied parameter belongs to the last stage that has it: the output layer's, where its dense gradient comes from.
         `embeddings` says of looked-up parameters whether their rows are gathered.
@@ -269,15 +273,16 @@ class Engine:
         for name, weight in model.named_parameters():
             if name in self.shapes:
                 parameters[stage_of[id(weight)]][name] = weight
-        no_decay, most = names_without_decay(model), int(self.config.communication.bucket_mb * 2**20)
+        no_decay = names_without_decay(model)
         alone = {name for name, gathers in embeddings.items() if gathers}
         travels = len(set(self.world.hosts)) > 1 or self.mesh.device.type == "cuda"
         hidden = self._muon_matrices(model)
         # What all ranks of a tensor group hold must be rounded alike on all of them, whatever else they hold.
         rounded = self.mesh.tp > 1 and self.config.communication.compression != "none"
         unsplit = self.shapes.keys() - self.splits.keys() if rounded else set[str]()
+        least = LEAST_SHARE * self.mesh.zero_shard.count
         for number, (stage, own) in enumerate(parameters.items()):
-            part = max(LEAST_BUCKET, sum(weight.nbytes for weight in own.values()) // LEAST_BUCKETS)
+            part = max(least, sum(weight.nbytes for weight in own.values()) // LEAST_BUCKETS)
             size, last = (min(most, part), embeddings.keys() - alone) if travels else (most, set())
             apart = (hidden, last, unsplit)
             buffers = make_grad_buffers(own, no_decay, size, alone, self.mesh.zero_shard, apart=apart)

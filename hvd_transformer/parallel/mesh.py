@@ -16,6 +16,7 @@ from hvd_transformer.comm.world import World
 from hvd_transformer.config.schema import Config
 from hvd_transformer.errors import UserError
 from hvd_transformer.gradients.buffers import WHOLE, ZeroShard
+from hvd_transformer.parallel.devices import choose_devices
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,14 @@ class ParallelMesh:
     dp_group: Group
     tp_group: Group
     zero_shard: ZeroShard  # of each gradient buffer
+    warning: str | None = None  # why the CPU computes although there are GPUs
 
     @classmethod
-    def of(cls, config: Config, world: World) -> "ParallelMesh":
-        """The mesh of this world. Collective. Raises `UserError` if the sizes do not fit the world or the GPUs."""
+    def of(cls, config: Config, world: World, devices: Sequence[torch.device] | None = None) -> "ParallelMesh":
+        """The mesh of this world. `devices`: those of this rank's stages; None: as `training.device` says.
+
+        Collective. Raises `UserError` if the sizes do not fit the world or the GPUs.
+        """
         tensor = config.parallel.tensor
         if world.size % tensor:
             fitting = ", ".join(str(size) for size in range(1, world.size + 1) if world.size % size == 0)
@@ -43,15 +48,21 @@ class ParallelMesh:
         dp_rank, tp_rank = divmod(world.rank, tensor)
         dp, shards = world.size // tensor, config.parallel.optimizer_shard
         zero_shard = ZeroShard(dp_rank, dp, shards == "gradients") if dp > 1 and shards != "none" else WHOLE
+        warning = None
+        if devices is None:
+            devices, warning = choose_devices(config.training.device, config.parallel.pipeline, world)
+        if devices[0].type == "cuda":
+            torch.cuda.set_device(devices[0])
         mesh = cls(
             dp=dp,
             tp=tensor,
             dp_rank=dp_rank,
             tp_rank=tp_rank,
-            devices=_devices(config.training.device, config.parallel.pipeline, world),
+            devices=tuple(devices),
             dp_group=world.group(_dp_groups(world.size, tensor)[tp_rank]),
             tp_group=world.group(_tp_groups(world.size, tensor)[dp_rank], prompt=True),
             zero_shard=zero_shard,
+            warning=warning,
         )
         if config.parallel.tensor_across_hosts == "never" and (warning := mesh.across_hosts(config, world)):
             raise UserError(f"parallel.tensor_across_hosts=never: {warning}")
@@ -92,23 +103,3 @@ def _tp_groups(size: int, tensor: int) -> list[Sequence[int]]:
 
 def _dp_groups(size: int, tensor: int) -> list[Sequence[int]]:
     return [range(shard, size, tensor) for shard in range(tensor)]
-
-
-def _devices(wanted: str, num_stages: int, world: World) -> tuple[torch.device, ...]:
-    """The device of each stage: GPU r × num_stages + s for stage s of local rank r, or the CPU."""
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    first = world.local_rank * num_stages
-    enough = num_gpus >= first + num_stages
-    if wanted == "cuda" and not enough:
-        needed = f"{world.local_size} ranks × {num_stages} stages" if num_stages > 1 else f"{world.local_size} ranks"
-        raise UserError(
-            f"training.device=cuda: host {world.host} has {num_gpus} GPUs for {needed}; "
-            f"start at most {num_gpus // num_stages} ranks there, or set training.device=cpu"
-        )
-    if wanted == "auto":  # if any rank lacks a GPU, all ranks compute on the CPU
-        wanted = "cuda" if world.all_reduce_(torch.tensor([int(enough)]), "devices", "min").item() else "cpu"
-    if wanted == "cpu":
-        return (torch.device("cpu"),) * num_stages
-    devices = tuple(torch.device("cuda", first + stage) for stage in range(num_stages))
-    torch.cuda.set_device(devices[0])
-    return devices

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import get_args
 
+import torch
+
 from hvd_transformer.config.mixture import origin
 from hvd_transformer.config.schema import Config
 from hvd_transformer.data.tokenizers import BPE_VOCAB_SIZE
 from hvd_transformer.errors import UserError
 from hvd_transformer.gradients.optimizer import copies_per_weight
-from hvd_transformer.gradients.sync import MAX_IN_FLIGHT
+from hvd_transformer.gradients.transfer_sizes import transfer_sizes
 from hvd_transformer.parallel.pipeline import Recompute
 from hvd_transformer.parallel.pipeline_schedule import SCHEDULES, ScheduleName, make_schedule
 from hvd_transformer.planning.model_costs import LayerEstimate, fake_model, layer_costs
@@ -115,6 +117,11 @@ def make_plan(config: Config, vocab_size: int | None = None, ranks: int | None =
     return MemoryPlan(config, dp, vocab_size, origin, samples, micro_batch_size, count, costs, stages)
 
 
+def _device_type(config: Config) -> str:
+    wanted = config.training.device
+    return "cuda" if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()) else "cpu"
+
+
 def _num_replicas(config: Config, ranks: int | None) -> int:
     tensor, shard = config.parallel.tensor, config.parallel.optimizer_shard
     if ranks is None:
@@ -191,8 +198,9 @@ def _stage(
     gradients = math.ceil(of_gradients * weights)
     optimizer = math.ceil(of_optimizer * (weights - by_muon) + of_muon * by_muon)
     if gradients < weights:  # sharded: also whole gradients, in a bucket that fills and in buckets in flight
-        bucket = max(int(config.communication.bucket_mb * 2**20), *(layer.largest_bytes for layer in layers))
-        gradients += min(weights, bucket + MAX_IN_FLIGHT)
+        transfer = transfer_sizes(_device_type(config), dp, config.communication.bucket_mb)
+        bucket = max(transfer.bucket, *(layer.largest_bytes for layer in layers))
+        gradients += min(weights, bucket + transfer.gradients)
     return StageCost(
         layers=layers,
         gradients=gradients,

@@ -23,6 +23,7 @@ from hvd_transformer.planning.partition import check_partition
 from hvd_transformer.plugin import CODE
 from hvd_transformer.reporting.progress import Silent
 from hvd_transformer.tasks.task import Data, EvaluationSpec, Task
+from hvd_transformer.training.determinism import choose_kernels
 from hvd_transformer.training.job_setup import (
     check_same_configuration,
     check_same_data,
@@ -129,7 +130,10 @@ def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchd
         _choose_code(config.task, request, saved.kept_code, progress)
     watchdog.stall_seconds = config.training.stall_seconds
     watchdog.use(None, world.hosts)
+    agree(world, lambda: choose_kernels(config))
     mesh = agree(world, lambda: ParallelMesh.of(config, world))
+    if mesh.warning is not None:
+        progress.message(f"warning: {mesh.warning}")
     agree(world, lambda: check_partition(config))
     path = request.data and request.data.resolve()
     wanted = EvaluationSpec(request.split, path, saved.tokenizers, saved.state)

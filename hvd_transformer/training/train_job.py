@@ -24,6 +24,7 @@ from hvd_transformer.reporting.progress import Progress, Silent, screen
 from hvd_transformer.reporting.trackers.processes import Trackers
 from hvd_transformer.tasks.metrics import show_metrics
 from hvd_transformer.tasks.task import Data, Task
+from hvd_transformer.training.determinism import choose_kernels
 from hvd_transformer.training.job_setup import (
     check_same_data,
     compile_layers,
@@ -53,6 +54,7 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | No
     heartbeat = watchdog.heartbeat
     heartbeat.link = world.link
     progress = Progress(*screen(world.size)) if world.rank == 0 else Silent()
+    agree(world, lambda: choose_kernels(config))
     mesh = agree(world, lambda: ParallelMesh.of(config, world))
     agree(world, lambda: check_partition(config))
     agree(world, lambda: check_step_size(config, mesh.dp))
@@ -100,9 +102,11 @@ def _train(
 
     state = trainer.state
     progress.message(_headline(config, world, trainer))
+    if mesh.warning is not None and world.rank == 0:
+        log.warning(mesh.warning)
     across_hosts, scaling = mesh.across_hosts(config, world), scaling_warning(config.optimizer, trainer.lr_replicas)
     limited = limited_evaluation(config)
-    for warning in (across_hosts, scaling, _samples_warning(config, trainer), limited):
+    for warning in (mesh.warning, across_hosts, scaling, _samples_warning(config, trainer), limited):
         if warning is not None:
             progress.message(f"warning: {warning}")
     if limited is not None:

@@ -2,13 +2,17 @@
 
 from typing import Literal
 
-from hvd_transformer.config.sections.key import Section, changeable, fixed
+from hvd_transformer.config.sections.key import OptionalPositive, Section, changeable, fixed
 
 
 class CommunicationConfig(Section):
     """Gradient communication over Horovod."""
 
-    bucket_mb: float = changeable(8.0, "size of a flat gradient bucket in MiB; each bucket is one allreduce", gt=0)
+    bucket_mb: OptionalPositive = changeable(
+        None,
+        "size of a flat gradient bucket in MiB; each bucket is one allreduce; none: 8 on a CPU, 25 on a GPU, and at "
+        "least 0.25 per replica",
+    )
     compression: Literal["none", "auto", "fp16", "fp16_fp32_sum", "int8", "int4", "powersgd"] = changeable(
         "none",
         "compression of gradients in transit; fp16: half the bytes, summed by Horovod in fp16, which rounds once per "

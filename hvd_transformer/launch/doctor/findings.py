@@ -216,7 +216,9 @@ def _build(host: str, answer: Answer) -> Iterator[Finding]:
         yield Finding(host, message, "install a single MPI and check LD_LIBRARY_PATH; " + rebuild)
     if answer["devices"] and "NCCL" not in horovod["features"]:
         cure = "rebuild it with HOROVOD_GPU_OPERATIONS=NCCL"
-        yield Finding(host, "Horovod is built without NCCL: gradients go through the CPU", cure, problem=False)
+        yield Finding(
+            host, "Horovod is built without NCCL: several ranks cannot compute on the GPUs", cure, problem=False
+        )
 
 
 def _devices(job: Job, answers: Answers) -> Iterator[Finding]:

@@ -34,6 +34,11 @@ class Machine(NamedTuple):
     backend: Backend
     devices_per_host: int
 
+    @property
+    def device(self) -> str:
+        """The type of the devices: "cpu" or "cuda"."""
+        return "cuda" if self.backend == "nccl" else "cpu"
+
     def seconds(self, kind: Collective, group: Group, num_bytes: float) -> Seconds:
         """The time of a collective. Raises `UserError` if the constants lack its link."""
         return collective_time(self.constants, self.backend, kind, group, num_bytes)

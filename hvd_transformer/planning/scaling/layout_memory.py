@@ -5,7 +5,7 @@ from functools import reduce
 
 from hvd_transformer.config.schema import Config
 from hvd_transformer.gradients.optimizer import copies_per_weight
-from hvd_transformer.gradients.sync import MAX_IN_FLIGHT
+from hvd_transformer.gradients.transfer_sizes import transfer_sizes
 from hvd_transformer.parallel.pipeline_schedule import make_schedule
 from hvd_transformer.planning.pass_memory import PassMemory, PassMode, join_passes, stage_activations
 from hvd_transformer.planning.scaling.layer_work import LayerWork
@@ -13,9 +13,10 @@ from hvd_transformer.planning.scaling.layout import Layout
 
 
 def layout_memory(
-    layers: Sequence[LayerWork], stages: Sequence[tuple[int, int]], config: Config, layout: Layout
+    layers: Sequence[LayerWork], stages: Sequence[tuple[int, int]], config: Config, layout: Layout, device: str
 ) -> list[int]:
-    """Bytes of each stage at its peak. `layers` are a rank's own, for one micro-batch."""
+    """Bytes of each stage at its peak. `layers` are a rank's own, for one micro-batch; `device`: "cpu" or "cuda"."""
+    transfer = transfer_sizes(device, layout.dp, config.communication.bucket_mb)
     schedule = make_schedule(config.parallel.schedule, layout.pp, layout.micro_batches)
     number_bytes = 8 if config.training.precision == "fp64" else 4
     of_gradients, of_optimizer = copies_per_weight(config, layout.dp)
@@ -25,8 +26,7 @@ def layout_memory(
         weights = sum(sizes)
         total = weights * (1 + of_gradients + of_optimizer)
         if of_gradients < 1:  # ZeRO stage 2: also whole gradients, in a bucket that fills and in those in flight
-            bucket = max(config.communication.bucket_mb * 2**20, *sizes)
-            total += min(weights, bucket + MAX_IN_FLIGHT)
+            total += min(weights, max(transfer.bucket, *sizes) + transfer.gradients)
         passes = reduce(_joined, (layer.passes for layer in layers[start:stop]))
         found.append(round(total) + stage_activations(schedule[index], index, config.parallel.recompute, passes))
     return found

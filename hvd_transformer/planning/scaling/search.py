@@ -58,7 +58,7 @@ def search(work: ModelWork, config: Config, machine: Machine, devices: int, memo
     for layout in layouts(work, config, machine, devices):
         time = step_time(work, config, layout, machine)
         layers = work.at(layout.tp, layout.micro_batch_size)
-        memory = max(layout_memory(layers, time.stages, config, layout))
+        memory = max(layout_memory(layers, time.stages, config, layout, machine.device))
         rate = _samples(config, layout) * work.tokens / time.total
         found.append(
             Candidate(

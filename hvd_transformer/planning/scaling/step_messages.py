@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 from hvd_transformer.config.schema import Config
+from hvd_transformer.gradients.transfer_sizes import transfer_sizes
 from hvd_transformer.gradients.wire.choice import RATIOS
 from hvd_transformer.planning.scaling.buckets import Bucket, gathers_rows, make_buckets
 from hvd_transformer.planning.scaling.collectives import Collective, Seconds
@@ -37,7 +38,8 @@ class StepMessages:
         self._number_bytes = 8 if config.training.precision == "fp64" else 4
         self._sent_bytes = self._number_bytes * COMPRESSED[config.communication.compression]
         looked_up = {"auto": tokens * layout.dp, "always": 0, "never": math.inf}[config.communication.embedding_rows]
-        most = config.communication.bucket_mb * 2**20 / self._number_bytes
+        transfer = transfer_sizes(machine.device, layout.dp, config.communication.bucket_mb)
+        most = transfer.bucket / self._number_bytes
         self._buckets = [
             bucket for start, stop in reversed(stages) for bucket in make_buckets(layers, start, stop, most, looked_up)
         ]

@@ -5,7 +5,14 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from hvd_transformer.comm.horovod_env import Launched, cannot_join, launched, set_defaults, usable_cores
+from hvd_transformer.comm.horovod_env import (
+    Launched,
+    cannot_join,
+    cycle_milliseconds,
+    launched,
+    set_defaults,
+    usable_cores,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -134,6 +141,30 @@ def test_the_cycle_is_long_only_where_horovod_wakes_up(
     monkeypatch.setattr(os, "environ", {"HOROVOD_CONTROLLER": backend})
     set_defaults(local_size=1, prompt=prompt)
     assert os.environ["HOROVOD_CYCLE_TIME"] == CYCLES[case]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gloo", "mpi", "prompt", "gpu"),
+    [(1, 10, 2, 0.5, 1), (2, 10, 2, 0.5, 1), (8, 10, 2, 0.5, 1), (64, 10, 2, 1.28, 1.28), (1024, *[20.48] * 4)],
+)
+def test_published_horovods_cycle_leaves_rank_0_time(
+    ranks: int, gloo: float, mpi: float, prompt: float, gpu: float
+) -> None:
+    def cycle(**given: bool) -> float:
+        options = dict.fromkeys(("gloo", "prompt", "on_gpu", "wakes_up"), False)
+        return cycle_milliseconds(ranks, **{**options, **given})
+
+    found = cycle(gloo=True), cycle(), cycle(gloo=True, prompt=True), cycle(gloo=True, on_gpu=True)
+    assert found == pytest.approx((gloo, mpi, prompt, gpu))
+    assert cycle(wakes_up=True) == cycle(wakes_up=True, on_gpu=True, prompt=True) == 100
+
+
+def test_the_cycle_is_that_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvd_transformer.comm.horovod_env.version", lambda _: "0.28.1")
+    for options, expected in [({"on_gpu": True}, "1"), ({"size": 1024}, "20.48"), ({}, "2")]:
+        monkeypatch.setattr(os, "environ", {})
+        set_defaults(local_size=1, **options)
+        assert os.environ["HOROVOD_CYCLE_TIME"] == expected
 
 
 def test_mpi_yields_only_where_ranks_share_cores(monkeypatch: pytest.MonkeyPatch) -> None:

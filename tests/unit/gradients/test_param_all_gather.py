@@ -1,6 +1,5 @@
 """After an update every weight is there when a layer uses it, and not much is on its way at once."""
 
-import pytest
 import torch
 from fake_world import FakeWorld
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from hvd_transformer.parallel.pipeline import Pipeline
 SIZE = 2
 
 
-def job(events: list[str]) -> tuple[list[GradBuffer], ModelStage, ParamAllGather]:
+def job(events: list[str], **options: float) -> tuple[list[GradBuffer], ModelStage, ParamAllGather]:
     """Three layers in a bucket each; the last uses the first's weight, too."""
     layers = [nn.Linear(4, 4, bias=False) for _ in range(3)]
     layers[2].tied = layers[0].weight  # type: ignore[assignment]
@@ -31,7 +30,7 @@ def job(events: list[str]) -> tuple[list[GradBuffer], ModelStage, ParamAllGather
         return Layer(f"{number}", layers[number], run)
 
     stage = ModelStage([layer(number) for number in range(3)], torch.device("cpu"))
-    (gathering,), stage.waits = make_param_all_gathers(stage.layers, [buckets], world)
+    (gathering,), stage.waits = make_param_all_gathers(stage.layers, [buckets], world, **options)
     return buckets, stage, gathering
 
 
@@ -62,10 +61,9 @@ def test_layers_wait_for_the_weights_that_they_use_and_for_no_more() -> None:
     ]
 
 
-def test_the_later_ones_begin_when_the_first_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvd_transformer.gradients.param_all_gather.MAX_IN_FLIGHT", 260)  # two buckets of 128 bytes
+def test_the_later_ones_begin_when_the_first_arrive() -> None:
     events: list[str] = []
-    _, stage, gathering = job(events)
+    _, stage, gathering = job(events, bytes_in_flight=260)  # two buckets of 128 bytes
     gathering.start()
     assert events == ["send shards.2", "send shards.1"]
     forward(stage)

@@ -451,10 +451,9 @@ def test_a_rank_with_fewer_backwards_sends_as_often_as_the_others(own: int, monk
 
 
 @pytest.mark.parametrize("room", [1, 10**9])
-def test_so_many_bytes_are_on_their_way_at_once(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvd_transformer.gradients.sync.MAX_IN_FLIGHT", room)
+def test_so_many_bytes_are_on_their_way_at_once(room: int) -> None:
     model = Layers()
-    world, buckets, sync = shards(model, 0, 2, gradients=True)
+    world, buckets, sync = shards(model, 0, 2, gradients=True, bytes_in_flight=room)
     assert len(buckets) > 2
     sync.begin_step(1)
     model(inputs(0)).backward()

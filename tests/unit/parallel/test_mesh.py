@@ -1,26 +1,16 @@
-"""Which replica a rank is, and which device it computes on, or a clear word why it cannot."""
+"""Which replica a rank is, and with whom it shares matrices."""
 
 from collections.abc import Sequence
 
 import pytest
 import torch
 from fake_world import FakeWorld
-from thread_world import make_worlds, on_ranks
 
 from hvd_transformer.comm.group import Group
 from hvd_transformer.comm.world import World
 from hvd_transformer.config import load
 from hvd_transformer.errors import UserError
 from hvd_transformer.parallel.mesh import ParallelMesh, process_groups
-
-
-def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[torch.device]:
-    """Pretends that this host has so many GPUs; the list gets those that are chosen."""
-    chosen: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    return chosen
 
 
 def test_alone_it_is_the_only_replica() -> None:
@@ -33,53 +23,6 @@ def test_alone_it_is_the_only_replica() -> None:
 def test_every_rank_is_a_replica() -> None:
     layout = ParallelMesh.of(load(overrides=["training.device=cpu"]), FakeWorld(rank=2, size=5))
     assert (layout.dp, layout.dp_rank) == (5, 2)
-
-
-def test_a_device_that_is_not_there_is_told_with_host_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus(monkeypatch, 1)
-    world = FakeWorld(rank=1)
-    world.local_rank, world.local_size, world.host = 1, 2, "node7"
-    with pytest.raises(UserError) as caught:
-        ParallelMesh.of(load(overrides=["training.device=cuda"]), world)
-    message = str(caught.value)
-    assert message.startswith("training.device=cuda: host node7 has 1 GPUs for 2 ranks")
-    assert "training.device=cpu" in message
-
-
-def test_auto_takes_a_gpu_a_rank_where_every_rank_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = gpus(monkeypatch, 2)
-    world = FakeWorld(rank=3, size=4)
-    world.local_rank, world.local_size = 1, 2
-    assert ParallelMesh.of(load(), world).device == torch.device("cuda", 1)
-    assert chosen == [torch.device("cuda", 1)]
-
-
-def test_auto_is_the_cpu_for_all_where_one_rank_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = gpus(monkeypatch, 2)
-    worlds = make_worlds(3)
-    worlds[1].local_rank = 2  # one GPU too few on its host
-    found = on_ranks(worlds, lambda world: ParallelMesh.of(load(), world).device)
-    assert found == [torch.device("cpu")] * 3
-    assert chosen == []
-
-
-def test_each_stage_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = gpus(monkeypatch, 4)
-    world = FakeWorld(rank=3, size=4)
-    world.local_rank, world.local_size = 1, 2
-    layout = ParallelMesh.of(load(overrides=["parallel.pipeline=2"]), world)
-    assert layout.devices == (torch.device("cuda", 2), torch.device("cuda", 3))
-    assert chosen == [torch.device("cuda", 2)]
-
-
-def test_too_few_gpus_for_the_stages_is_told_with_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus(monkeypatch, 5)
-    world = FakeWorld(rank=1)
-    world.local_rank, world.local_size, world.host = 1, 2, "node7"
-    with pytest.raises(UserError) as caught:
-        ParallelMesh.of(load(overrides=["training.device=cuda", "parallel.pipeline=4"]), world)
-    assert str(caught.value).startswith("training.device=cuda: host node7 has 5 GPUs for 2 ranks × 4 stages")
-    assert "at most 1 ranks" in str(caught.value)
 
 
 def test_on_the_cpu_every_stage_is_a_thread() -> None:

@@ -78,7 +78,7 @@ def test_memory_is_that_of_plan(words: list[str], stages: int, micro_batches: in
     starts = [0]
     for stage in plan.stages:
         starts.append(starts[-1] + len(stage.layers))
-    found = layout_memory(work().at(1, layout.micro_batch_size), list(pairwise(starts)), config, layout)
+    found = layout_memory(work().at(1, layout.micro_batch_size), list(pairwise(starts)), config, layout, "cpu")
     assert found == [pytest.approx(sum(plan.memory(stage)), rel=tolerance) for stage in plan.stages]
 
 
