@@ -46,11 +46,13 @@ def cannot_join(place: Launched) -> str | None:
     return None
 
 
-def set_defaults(local_size: int, stall_seconds: float | None = None, *, prompt: bool = False) -> None:
+def set_defaults(
+    local_size: int, stall_seconds: float | None = None, *, prompt: bool = False, gpus: bool = False
+) -> None:
     """Set defaults for unset variables of Horovod and Open MPI, tuned for gradient buckets. Call before `hvd.init`.
 
     `stall_seconds`: `training.stall_seconds`, if the user set it. `prompt`: layers wait for collectives (tensor
-    parallelism).
+    parallelism). `gpus`: this host has some.
     """
     gloo = os.environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo"  # set by horovodrun, not by mpirun
     published_cycle = "0.5" if prompt else "10" if gloo else "2"
@@ -70,6 +72,10 @@ def set_defaults(local_size: int, stall_seconds: float | None = None, *, prompt:
         # is more specific (`monitoring/watchdog.py`): it catches jobs whose watchdogs have all ended.
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(round(max(900, 1.5 * stall))),
     }
+    if gpus:
+        # A collective on GPUs ends as an event for other streams (`comm/streams.py`); otherwise a thread of Horovod's
+        # waits for it, and so does the thread that wants the result. It changes nothing for tensors on the CPU.
+        defaults["HOROVOD_ENABLE_ASYNC_COMPLETION"] = "1"
     if local_size >= usable_cores():
         # Open MPI spins while it waits, which would slow down the backward of ranks that share the cores.
         defaults["OMPI_MCA_mpi_yield_when_idle"] = "1"

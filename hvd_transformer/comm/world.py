@@ -52,7 +52,7 @@ class World(Group):
             return world
         if (why := cannot_join(place)) is not None:
             raise UserError(why)
-        set_defaults(place.local_size, stall_seconds, prompt=bool(groups))
+        set_defaults(place.local_size, stall_seconds, prompt=bool(groups), gpus=torch.cuda.is_available())
         try:
             import horovod.torch as hvd
         except ImportError as error:

@@ -13,6 +13,8 @@ from hvd_transformer.config import load
 from hvd_transformer.errors import UserError
 from hvd_transformer.parallel.mesh import ParallelMesh, process_groups
 
+STREAMS: list[str] = []  # on which this thread computes
+
 
 def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[torch.device]:
     """Pretends that this host has so many GPUs; the list gets those that are chosen."""
@@ -20,6 +22,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[torch.device]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch.cuda, "set_stream", STREAMS.append)
+    STREAMS.clear()
     return chosen
 
 
@@ -51,7 +56,7 @@ def test_auto_takes_a_gpu_a_rank_where_every_rank_has_one(monkeypatch: pytest.Mo
     world = FakeWorld(rank=3, size=4)
     world.local_rank, world.local_size = 1, 2
     assert ParallelMesh.of(load(), world).device == torch.device("cuda", 1)
-    assert chosen == [torch.device("cuda", 1)]
+    assert chosen == [torch.device("cuda", 1)] and STREAMS == ["stream of cuda:1"]
 
 
 def test_auto_is_the_cpu_for_all_where_one_rank_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +74,8 @@ def test_each_stage_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     world.local_rank, world.local_size = 1, 2
     layout = ParallelMesh.of(load(overrides=["parallel.pipeline=2"]), world)
     assert layout.devices == (torch.device("cuda", 2), torch.device("cuda", 3))
-    assert chosen == [torch.device("cuda", 2)]
+    # The device of the last stream that is set becomes the current one.
+    assert chosen == [torch.device("cuda", 2)] and STREAMS == ["stream of cuda:3", "stream of cuda:2"]
 
 
 def test_too_few_gpus_for_the_stages_is_told_with_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
