@@ -10,7 +10,7 @@ import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -93,8 +93,7 @@ def trainer(case: Case, device: torch.device, *, dry: bool) -> Iterator[Trainer]
     """On random tokens, with random weights."""
     config = load(case.preset, overrides=[*COMMON, *case.settings, *([*SMALL, *case.dry] if dry else [])])
     world = World()
-    one = config.model_copy(update={"parallel": config.parallel.model_copy(update={"pipeline": 1})})
-    mesh = replace(ParallelMesh.of(one, world), devices=(device,) * case.stages)
+    mesh = ParallelMesh.of(config, world, (device,) * case.stages)
     with initial_weights(config):
         task = SyntheticTask(config, case.vocab_size, Replica(0, 1))
     made = Trainer(config, world, mesh, task, TrainState(), draw=False)

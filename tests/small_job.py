@@ -9,7 +9,7 @@ from hvd_transformer.comm.world import World
 from hvd_transformer.config import Config, load
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.data.tokenizers import CharTokenizer
-from hvd_transformer.gradients.buffers import WHOLE
+from hvd_transformer.gradients.buffers import WHOLE, ZeroShard
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.tasks.language_model_task import LanguageModelTask
 from hvd_transformer.training.state import TrainState
@@ -53,21 +53,27 @@ def settings(*overrides: str) -> Config:
 
 
 def trainer(
-    config: Config, world: World | None = None, position: TrainState | None = None, replica: int = 0
+    config: Config,
+    world: World | None = None,
+    position: TrainState | None = None,
+    replica: int = 0,
+    zero_shard: ZeroShard = WHOLE,
 ) -> Trainer:
-    """The job's trainer, its weights by the seed, on one of the world's ranks."""
+    """The job's trainer, its weights by the seed, on one of the world's ranks: replicas, or one tensor group."""
     world = world or World()
+    alone, tensor = World(), config.parallel.tensor
+    assert tensor in (1, world.size)
     data = SimpleNamespace(tokenizer=TOKENIZER, splits=SPLITS)
-    task = LanguageModelTask(config, data, Replica(replica, world.size))
+    task = LanguageModelTask(config, data, Replica(replica, world.size // tensor))
     layout = ParallelMesh(
-        dp=world.size,
-        tp=1,
+        dp=world.size // tensor,
+        tp=tensor,
         dp_rank=replica,
         tp_rank=0,
         devices=(torch.device("cpu"),) * config.parallel.pipeline,
-        dp_group=world,
-        tp_group=World(),
-        zero_shard=WHOLE,
+        dp_group=world if tensor == 1 else alone,
+        tp_group=alone if tensor == 1 else world,
+        zero_shard=zero_shard,
     )
     return Trainer(config, world, layout, task, position or TrainState())
 

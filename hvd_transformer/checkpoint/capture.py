@@ -138,7 +138,7 @@ class _Copy:
     def run(self) -> None:
         """Collective."""
         for target, source in self._pairs:
-            target.copy_(source)
+            target.copy_(source)  # from a GPU, too, it returns when the values are here: the next update changes them
         if self._swap is not None:
             exchange(self._swap.group, self._own, self._swap.held, self._wanted, self._targets)
 

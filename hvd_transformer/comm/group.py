@@ -10,6 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from hvd_transformer.comm.streams import adopt
+
 # Interval at which a pending collective is polled; `prompt` groups use the second one.
 POLL_SECONDS = 0.0005
 PROMPT_POLL_SECONDS = 0.00005
@@ -40,7 +42,8 @@ class Link:
     def wait(self, handle: Any, name: str, poll_seconds: float) -> Any:
         """Wait for an asynchronous collective and return its result.
 
-        It sleeps while waiting: spinning would take the core from other ranks and from this rank's own transfers.
+        It sleeps while waiting: spinning would take the core from other ranks and from this rank's own transfers. On a
+        GPU a collective is done when it is queued there (`comm.streams`): this waits for the other ranks' hosts only.
         """
         hvd = self.horovod
         assert hvd is not None
@@ -212,7 +215,14 @@ class Group:
         """Start a collective of Horovod's; the function returned waits for its result."""
         link, poll_seconds = self._link, self._poll_seconds
         handle = link.guard(lambda: collective(tensor, name=name, **options, **self._where))
-        return lambda: link.wait(handle, name, poll_seconds)
+
+        def wait() -> Any:
+            result = link.wait(handle, name, poll_seconds)
+            for tensor in result if isinstance(result, tuple) else (result,):
+                adopt(tensor)
+            return result
+
+        return wait
 
 
 def _to_bytes(value: Any) -> Tensor:

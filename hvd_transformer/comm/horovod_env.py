@@ -85,6 +85,10 @@ def set_defaults(
         # is more specific (`monitoring/watchdog.py`): it catches jobs whose watchdogs have all ended.
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(round(max(900, 1.5 * stall))),
     }
+    if on_gpu:
+        # A collective on GPUs ends as an event for other streams (`comm/streams.py`); otherwise a thread of Horovod's
+        # waits for it, and so does the thread that wants the result. It changes nothing for tensors on the CPU.
+        defaults["HOROVOD_ENABLE_ASYNC_COMPLETION"] = "1"
     if local_size >= usable_cores():
         # Open MPI spins while it waits, which would slow down the backward of ranks that share the cores.
         defaults["OMPI_MCA_mpi_yield_when_idle"] = "1"

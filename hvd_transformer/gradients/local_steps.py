@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from hvd_transformer.comm.group import Group
+from hvd_transformer.comm.streams import has_streams
 from hvd_transformer.config.schema import CommunicationConfig
 from hvd_transformer.gradients.buffers import GradBuffer
 from hvd_transformer.monitoring.timeline import Timeline
@@ -119,7 +120,8 @@ class LocalSteps:
         difference = self.state[index]["weights"] - self._buffers[index].parameters
         wait = self._group.all_reduce_async_(difference, f"outer.{index}")
         size = f"{difference.nbytes / 2**20:.1f} MiB"
-        self._in_flight[index] = self._timeline.watch(f"outer bucket {index}", size, wait)
+        aside = not has_streams(difference.device)  # on a GPU another thread has another stream
+        self._in_flight[index] = self._timeline.watch(f"outer bucket {index}", size, wait, aside=aside)
 
     def _move(self, index: int) -> None:
         weights, momentum = self.state[index]["weights"], self.state[index]["momentum"]

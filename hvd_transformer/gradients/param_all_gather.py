@@ -32,7 +32,9 @@ class ParamAllGather:
         self._num_sent = self._num_arrived = len(buffers)
         self._in_flight: deque[Callable[[], Tensor]] = deque()
         self._bytes = 0  # in flight
-        self._lock = threading.Lock()  # two stages may share a tied weight
+        # Two stages may share a tied weight. On GPUs the second stage's stream comes after the copy on the first one's:
+        # it waits for what the first stage has computed with the weight.
+        self._lock = threading.Lock()
 
     def start(self) -> None:
         """Call after the update."""

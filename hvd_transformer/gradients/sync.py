@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from hvd_transformer.comm.group import Group
+from hvd_transformer.comm.streams import has_streams
 from hvd_transformer.gradients.buffers import GradBuffer, ParamSlot, add
 from hvd_transformer.gradients.embedding_grads import EmbeddingGrad, EmbeddingGradPlan
 from hvd_transformer.gradients.wire.choice import make_wire
@@ -119,7 +120,7 @@ class GradSync:
             self._send(buffer)
 
     def send_rest(self) -> None:
-        """Send what has not been sent: this rank's own work is then done."""
+        """Send what has not been sent: this rank's own work is then done, or queued on its GPUs."""
         for buffer in self._order:
             added = self._added.get(buffer, ())
             if not self._num_dense[buffer] and not added:  # gathered rows alone
@@ -131,9 +132,6 @@ class GradSync:
                 self._send(buffer)
         for _, _, embedding_grad in self._gathered:
             embedding_grad.send()
-        if self.group.size > 1:
-            for device in {buffer.gradients.device for buffer in self.buffers if buffer.gradients.is_cuda}:
-                torch.cuda.current_stream(device).synchronize()
 
     def wait(self) -> None:
         """Return when every buffer holds the sum over the ranks."""
@@ -173,7 +171,9 @@ class GradSync:
         else:
             kind, sent = "allreduce", self.wire.all_reduce_async(gradients, _name(index))
         size = f"{sent.nbytes / 2**20:.1f} MiB"
-        self._in_flight[buffer] = self.timeline.watch(f"{kind} bucket {index}", size, sent.wait)
+        # On a GPU another thread has another stream.
+        aside = not has_streams(gradients.device)
+        self._in_flight[buffer] = self.timeline.watch(f"{kind} bucket {index}", size, sent.wait, aside=aside)
         self._num_sent[buffer] += 1
 
     def _arrive(self, buffer: GradBuffer) -> None:

@@ -45,8 +45,11 @@ class Timeline:
         if began is not None:
             self._add(lane, name, began)
 
-    def watch(self, lane: str, name: str, wait: Callable[[], Result]) -> Callable[[], Result]:
-        """Record a span from now until `wait` returns, in another thread; call the result instead of `wait`."""
+    def watch(self, lane: str, name: str, wait: Callable[[], Result], *, aside: bool = True) -> Callable[[], Result]:
+        """Record a span from now until `wait` returns; call the result instead of `wait`.
+
+        `aside`: another thread calls `wait`, at once.
+        """
         if not self.recording:
             return wait
         began = time.perf_counter()
@@ -56,6 +59,8 @@ class Timeline:
             self._add(lane, name, began)
             return result
 
+        if not aside:
+            return end
         watcher = self._watchers.setdefault(lane, ThreadPoolExecutor(1, "timeline"))
         return watcher.submit(end).result
 

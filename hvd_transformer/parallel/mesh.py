@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from hvd_transformer.comm.group import Group
+from hvd_transformer.comm.streams import leave_default_stream
 from hvd_transformer.comm.world import World
 from hvd_transformer.config.schema import Config
 from hvd_transformer.errors import UserError
@@ -64,6 +65,8 @@ class ParallelMesh:
             zero_shard=zero_shard,
             warning=warning,
         )
+        if world.size > 1 and mesh.device.type == "cuda":
+            leave_default_stream(mesh.devices)
         if config.parallel.tensor_across_hosts == "never" and (warning := mesh.across_hosts(config, world)):
             raise UserError(f"parallel.tensor_across_hosts=never: {warning}")
         return mesh

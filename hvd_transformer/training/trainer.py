@@ -39,6 +39,7 @@ from hvd_transformer.tasks.metrics import Evaluation, evaluate, together
 from hvd_transformer.tasks.task import Batch, Task, split_batch
 from hvd_transformer.training.job_setup import build_model
 from hvd_transformer.training.lr_schedule import learning_rate
+from hvd_transformer.training.moment import Moment
 from hvd_transformer.training.prefetch import Prefetch
 from hvd_transformer.training.state import NO_WISHES, StepResult, StepTotals, Sums, TrainState, Wishes
 from hvd_transformer.training.step_stats import StepStats
@@ -128,10 +129,10 @@ class Trainer:
         engine.grad_sync.send_rest()
         stats.send()
 
-        waiting = time.perf_counter()
+        own_work = Moment(self.mesh.devices)
         engine.grad_sync.wait()
         totals = stats.wait()
-        arrived = time.perf_counter()
+        arrived = Moment(self.mesh.devices)
         summed = stats.own() if local else totals  # of the samples that the gradients are sums over
 
         rate = learning_rate(self.config.optimizer, self.lr_replicas, state.step, state.epoch, self.total_steps)
@@ -155,9 +156,10 @@ class Trainer:
             engine.local_steps.exchange(state.step)
 
         ended = time.perf_counter()
-        work = updated - began - (arrived - waiting)
+        # What is waited for in the others: a GPU may still be at this rank's own work when its host begins to wait.
+        work = updated - began - arrived.since(own_work)
         result = StepResult(
-            state.epoch, totals, norm, rate, ended - began, work, fetched - began, updated - arrived, flops
+            state.epoch, totals, norm, rate, ended - began, work, fetched - began, updated - arrived.host, flops
         )
         state.advance(plan.remaining, totals.samples, totals.targets)
         return result
@@ -315,5 +317,5 @@ class Trainer:
         return total if training.max_steps is None else min(total, max(training.max_steps, state.step))
 
     def _pinned(self, batch: Batch) -> Batch:
-        """In memory that a GPU copies from while it computes."""
+        """In memory that a GPU copies from while it computes; torch keeps it until those copies are done."""
         return batch if self.mesh.device.type == "cpu" else tuple(tensor.pin_memory() for tensor in batch)

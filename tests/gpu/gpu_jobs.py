@@ -14,14 +14,14 @@ from hvd_transformer.training.process import StopRequest
 from hvd_transformer.training.train_job import run
 
 
-def _one_gpu(wanted: str, num_stages: int, world: World) -> tuple[torch.device, ...]:
-    return (torch.device("cuda", 0),) * num_stages
+def _one_gpu(wanted: str, num_stages: int, world: World) -> tuple[tuple[torch.device, ...], None]:
+    return (torch.device("cuda", 0),) * num_stages, None
 
 
 def train(folder: Path, *words: str) -> Path:
     """hvd-train on the GPU, a world of one; returns the run's folder."""
     config = load(overrides=[*words, "training.device=cuda", f"output_dir={folder}"])
-    with patch.object(mesh, "_devices", _one_gpu):
+    with patch.object(mesh, "choose_devices", _one_gpu):
         run(config, World(), StopRequest())
     return folder
 

@@ -183,3 +183,11 @@ def test_usable_cores_are_those_this_process_may_run_on() -> None:
     finally:
         os.sched_setaffinity(0, cores)
     assert usable_cores() == len(cores)
+
+
+def test_collectives_on_gpus_end_on_a_stream_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "HOROVOD_ENABLE_ASYNC_COMPLETION"
+    for own, on_gpu, found in [({}, False, None), ({}, True, "1"), ({name: "0"}, True, "0")]:
+        monkeypatch.setattr(os, "environ", dict(own))
+        set_defaults(local_size=1, on_gpu=on_gpu)
+        assert os.environ.get(name) == found

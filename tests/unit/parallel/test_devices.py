@@ -23,11 +23,14 @@ class Gpus:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.chosen: dict[int, torch.device] = {}
+        self.streams: dict[int, list[str]] = {}  # that each rank computes on
         self.own = threading.local()
         monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(self.own.uuids))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(self.own.uuids))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=self.own.uuids[i]))
         monkeypatch.setattr(torch.cuda, "set_device", self.set_device)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"stream of {device}")
+        monkeypatch.setattr(torch.cuda, "set_stream", self.set_stream)
 
     def see(self, rank: int, uuids: Sequence[str]) -> None:
         """The calling thread is this rank, which sees these GPUs."""
@@ -35,6 +38,9 @@ class Gpus:
 
     def set_device(self, device: torch.device) -> None:
         self.chosen[self.own.rank] = device
+
+    def set_stream(self, stream: str) -> None:
+        self.streams.setdefault(self.own.rank, []).append(stream)
 
 
 @pytest.fixture
@@ -88,6 +94,8 @@ def test_each_stage_has_a_gpu_of_its_own(case: str, device: str, gpus: Gpus) -> 
     assert indices(found) == expected
     assert all(mesh.warning is None for mesh in found)
     assert gpus.chosen == {rank: torch.device("cuda", own[0]) for rank, own in enumerate(expected)}
+    # The device of the last stream that is set becomes the current one.
+    assert gpus.streams == {rank: [f"stream of cuda:{i}" for i in own[::-1]] for rank, own in enumerate(expected)}
     used = [seen[rank][index] for rank, own in enumerate(expected) for index in own]
     assert len(set(used)) == len(used)
 

@@ -1,0 +1,252 @@
+"""No stream uses another one's memory too early or too late, and each line that sees to it is needed."""
+
+import linecache
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from small_job import run, settings, trainer
+from stream_checker import CPU, FakeStream, StreamChecker, StreamedHorovod
+from torch import Tensor, nn
+
+from hvd_transformer.comm.streams import leave_default_stream
+from hvd_transformer.comm.world import World
+from hvd_transformer.gradients import param_all_gather, sync
+from hvd_transformer.gradients.buffers import WHOLE, ZeroShard
+from hvd_transformer.nn.contracts import Layer, MicroBatch
+from hvd_transformer.parallel import pipeline
+from hvd_transformer.parallel.pipeline import Pipeline, Stage
+from hvd_transformer.parallel.stage_link import CudaStageStreams, StageStreams
+from hvd_transformer.parallel.tensor_parallel import HorovodTensorGroup
+
+Patch = pytest.MonkeyPatch
+Scenario = Callable[[StreamChecker, Patch], object]
+
+
+@pytest.fixture
+def checker(monkeypatch: Patch) -> Iterator[StreamChecker]:
+    found = StreamChecker()
+    found.install(monkeypatch)
+    # All that `Link.guard` needs of Horovod, which may not be installed.
+    exceptions = SimpleNamespace(HorovodInternalError=ConnectionError)
+    monkeypatch.setitem(sys.modules, "horovod.common.exceptions", exceptions)
+    with found.watching():
+        yield found
+
+
+def give_streams(monkeypatch: Patch, *, one_gpu: bool) -> None:
+    """Stages on a CPU get the streams of stages on GPUs: all on one, or each on its own."""
+
+    def make_streams(devices: list[torch.device]) -> list[StageStreams]:
+        if len(devices) == 1:
+            return [StageStreams(CPU)]
+        return [CudaStageStreams(CPU if one_gpu else torch.device("cpu", stage)) for stage in range(len(devices))]
+
+    monkeypatch.setattr(pipeline, "make_streams", make_streams)
+
+
+SMALL_MESSAGES = [
+    "communication.bucket_mb=1e-6",
+    "training.accumulation=2",
+    "parallel.micro_batches=2",
+    "parallel.partition=uniform",
+]
+PIPED = "parallel.pipeline=2"
+ZERO_1, ZERO_2 = ZeroShard(0, 2), ZeroShard(0, 2, gradients=True)
+
+
+class Loss(nn.Module):
+    def forward(self, values: Tensor, targets: Tensor) -> Tensor:
+        return ((values - targets) ** 2).sum()
+
+
+def piped(
+    checker: StreamChecker, monkeypatch: Patch, num_stages: int = 2, schedule: str = "1f1b", *, one_gpu: bool = True
+) -> list[Tensor]:
+    """Two steps and an evaluation of a small pipeline; the weights' gradients."""
+    give_streams(monkeypatch, one_gpu=one_gpu)
+    torch.manual_seed(0)
+    modules = [*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(7)), Loss()]
+    layers = [Layer(f"layer{number}", module, module) for number, module in enumerate(modules)]
+    size = len(layers) // num_stages
+    stages = [Stage(layers[start : start + size], CPU) for start in range(0, len(layers), size)]
+    made = Pipeline(stages, schedule=schedule)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(1)
+    with checker.paused():  # on the host
+        batches = [MicroBatch(*((torch.randn(5, 8, generator=generator),) for _ in range(2))) for _ in range(6)]
+    total = torch.zeros(())
+    for _ in range(2):
+        made.forward_backward([batches], 1.0, lambda loss: total.add_(loss))
+        assert total.isfinite()
+    torch.stack(made.evaluate(batches)).sum()
+    made.close()
+    return [weight.grad.clone() for module in modules for weight in module.parameters() if weight.grad is not None]
+
+
+def two_ranks(checker: StreamChecker, *, ends_on_stream: bool = True) -> World:
+    """As one of them, on two hosts."""
+    world = World()
+    world.size, world.ranks, world.hosts = 2, [0, 1], [world.host, "other"]
+    world.link.horovod = StreamedHorovod(checker, 2, ends_on_stream=ends_on_stream)  # type: ignore[assignment]
+    return world
+
+
+def trained(
+    checker: StreamChecker,
+    monkeypatch: Patch,
+    *,
+    words: list[str],
+    shard: ZeroShard = WHOLE,
+    ends_on_stream: bool = True,
+    record: bool = False,
+) -> None:
+    """Three steps of a job as one of two ranks that see the same, an evaluation and a checkpoint."""
+    give_streams(monkeypatch, one_gpu=True)
+    leave_default_stream([CPU])
+    for module in (sync, param_all_gather):  # one buffer at a time
+        monkeypatch.setattr(module, "MAX_IN_FLIGHT", 1)
+    world = two_ranks(checker, ends_on_stream=ends_on_stream)
+    job = trainer(settings(*SMALL_MESSAGES, *words), world, zero_shard=shard)
+    job.engine.timeline.recording = record
+    run(job, 3)
+    job.evaluate("valid")
+    job.capture("", 0, best=False)
+    job.close()
+
+
+@pytest.mark.parametrize("one_gpu", [True, False])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_stages_hand_over_what_is_ready_and_keep_it_while_it_is_used(
+    checker: StreamChecker, monkeypatch: Patch, num_stages: int, schedule: str, one_gpu: bool
+) -> None:
+    found = piped(checker, monkeypatch, num_stages, schedule, one_gpu=one_gpu)
+    assert not checker.problems
+    plain = piped(checker, monkeypatch, 1)
+    for own, wanted in zip(found, plain, strict=True):
+        torch.testing.assert_close(own, wanted)
+
+
+JOBS: dict[str, tuple[list[str], ZeroShard]] = {
+    "alone": ([], WHOLE),
+    "piped": ([PIPED], WHOLE),
+    "zero-1": ([], ZERO_1),
+    "zero-1 piped": ([PIPED, "optimizer.ema=0.9"], ZERO_1),
+    "zero-2": ([], ZERO_2),
+    "zero-2 piped": ([PIPED], ZERO_2),
+    "zero-2 piped int8": ([PIPED, "communication.compression=int8"], ZERO_2),
+    "fp16 piped": ([PIPED, "communication.compression=fp16"], WHOLE),
+    "powersgd piped": ([PIPED, "communication.compression=powersgd", "communication.powersgd_rank=1"], WHOLE),
+    "muon piped": ([PIPED, "optimizer.name=muon"], ZERO_1),
+    "local steps": (["communication.local_steps=2", "optimizer.lr_scaling=linear"], WHOLE),
+    "tensor parallel piped": ([PIPED, "parallel.tensor=2"], WHOLE),
+}
+
+
+QUICK = ["zero-1 piped", "zero-2 piped int8", "muon piped", "tensor parallel piped"]
+
+
+@pytest.mark.parametrize("ends_on_stream", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in JOBS if name not in QUICK)]
+)
+def test_jobs_use_memory_in_order(checker: StreamChecker, monkeypatch: Patch, name: str, ends_on_stream: bool) -> None:
+    words, shard = JOBS[name]
+    trained(checker, monkeypatch, words=words, shard=shard, ends_on_stream=ends_on_stream)
+    assert not checker.problems
+
+
+def mute(monkeypatch: Patch, line: str) -> list[str]:
+    """Leaves out a line of the source: calls of a stream's, an event's or a tensor's method from there do nothing."""
+    muted: list[str] = []
+
+    def unless_from_there(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            caller = sys._getframe(1)
+            if linecache.getline(caller.f_code.co_filename, caller.f_lineno).strip().startswith(line):
+                muted.append(line)
+                return None
+            return method(*args)
+
+        return call
+
+    for kind, name in ((FakeStream, "wait_stream"), (FakeStream, "wait_event"), (Tensor, "record_stream")):
+        monkeypatch.setattr(kind, name, unless_from_there(getattr(kind, name)))
+    return muted
+
+
+def handed_over(checker: StreamChecker, monkeypatch: Patch, *, one_gpu: bool = True) -> None:
+    """One stage sends the other a tensor that nobody keeps, and goes on."""
+    first, second = (CudaStageStreams(CPU if one_gpu else torch.device("cpu", stage)) for stage in range(2))
+    with first.computing():
+        sent = first.send([torch.ones(3) + 1])
+    with second.computing():
+        received = second.receive(sent)
+        del sent
+        received[0].sum()
+        del received
+    with first.computing():
+        torch.ones(3) + 1
+
+
+def gathered(checker: StreamChecker, monkeypatch: Patch) -> None:
+    """A stage of a tensor group gathers twice, as the vocabulary-parallel loss of two micro-batches."""
+    group = HorovodTensorGroup(two_ranks(checker), "head")
+    with CudaStageStreams(CPU).computing():
+        for _ in range(2):
+            group.gather(torch.ones(3) + 1).sum()
+
+
+MUTATIONS: list[tuple[str, str, Scenario]] = [
+    ("self.compute.wait_stream(torch.cuda.current_stream(self.device))", "unordered", piped),
+    ("torch.cuda.current_stream(self.device).wait_stream(self.compute)", "unordered", piped),
+    ("self.compute.wait_event(sent.ready)", "unordered", piped),
+    ("tensor.record_stream(self.compute)", "reused", handed_over),
+    ("sent.sender.copies.wait_event(sent.ready)", "unordered", partial(piped, one_gpu=False)),
+    ("tensor.record_stream(sent.sender.copies)", "reused", partial(handed_over, one_gpu=False)),
+    ("self.compute.wait_stream(self.copies)", "unordered", partial(piped, one_gpu=False)),
+    ("moved.record_stream(self.compute)", "reused", partial(piped, one_gpu=False)),
+    ("stream.wait_stream(torch.cuda.default_stream(result.device))", "unordered", partial(trained, words=[])),
+    ("result.record_stream(stream)", "reused", partial(trained, words=[PIPED], shard=ZERO_1)),
+    ("result.record_stream(stream)", "reused", gathered),
+]
+
+
+@pytest.mark.parametrize(("line", "kind", "scenario"), MUTATIONS)
+def test_each_line_is_needed(
+    checker: StreamChecker, monkeypatch: Patch, line: str, kind: str, scenario: Scenario
+) -> None:
+    muted = mute(monkeypatch, line)
+    scenario(checker, monkeypatch)
+    assert muted
+    assert any(problem.startswith(kind) for problem in checker.problems)
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_recording_leaves_results_to_the_stream_that_uses_them(
+    checker: StreamChecker, monkeypatch: Patch, aside: bool
+) -> None:
+    """On a CPU another thread waits for them, which on a GPU would have another stream."""
+    if aside:
+        monkeypatch.setattr(sync, "has_streams", lambda device: False)
+    trained(checker, monkeypatch, words=[], record=True)
+    assert bool(checker.problems) == aside
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_backward_goes_on_beside_a_collective_unless_it_is_on_the_default_stream(
+    checker: StreamChecker, leaves: bool
+) -> None:
+    if leaves:
+        leave_default_stream([CPU])
+    world = two_ranks(checker)
+    horovod: Any = world.link.horovod
+    wait = world.all_reduce_async_(torch.ones(3), "bucket.0")
+    torch.ones(2) + 1
+    beside = not checker.stack[-1].clock.covers(horovod.stream, 1)
+    wait()
+    assert beside == leaves and checker.stack[-1].clock.covers(horovod.stream, 1)
