@@ -33,7 +33,7 @@ class CommunicationConfig(Section):
     outer_momentum: float = fixed(0.9, "Nesterov momentum of the averaged weights, for local_steps", ge=0, lt=1)
     tensor_backend: Literal["auto", "horovod", "torch"] = changeable(
         "auto",
-        "what sums the activations of tensor-parallel ranks: horovod; torch: torch.distributed, over NCCL between GPUs, "
-        "where no layer waits on the CPU, and over gloo between CPUs; auto: torch over NCCL where that is possible, "
+        "what sums the activations of tensor-parallel ranks: horovod; torch: torch.distributed, over gloo between CPUs "
+        "and over NCCL between GPUs, where no layer waits on the CPU; auto: torch over NCCL where that is possible, "
         "otherwise horovod",
     )
