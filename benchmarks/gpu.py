@@ -41,7 +41,13 @@ TUTORIAL_WORDS = 28_783  # of WikiText-2
 COMMON = ("training.precision=bf16", "optimizer.lr=1e-6", "parallel.partition=uniform")
 TUTORIAL = ("tutorial-1b", "parallel.pipeline=1", "parallel.micro_batches=1", "optimizer.warmup_steps=0")
 # For the CPU, which compiles in fp32 only.
-SMALL = ("model.num_layers=2", "model.d_model=64", "model.num_heads=8", "model.d_feedforward=64", "training.precision=fp32")
+SMALL = (
+    "model.num_layers=2",
+    "model.d_model=64",
+    "model.num_heads=8",
+    "model.d_feedforward=64",
+    "training.precision=fp32",
+)
 
 
 @dataclass(frozen=True)
@@ -183,7 +189,8 @@ def row(name: str, found: Mapping[str, Any], peak: float) -> str:
     return (
         f"{name:40} {1000 * seconds:9.2f} ms {found['tokens'] / seconds:12,.0f} tokens/s "
         f"MFU {100 * found['flops'] / seconds / peak:5.1f} %  {memory:6.2f} GiB (plan {planned:6.2f})  "
-        f"before {found['memory_before'] / 2**30:.2f} loss {found['losses'][-1]:.5f}  first steps {found['warm_up_seconds']:.0f} s"
+        f"before {found['memory_before'] / 2**30:.2f}  loss {found['losses'][-1]:.5f}  "
+        f"first steps {found['warm_up_seconds']:.0f} s"
     )
 
 

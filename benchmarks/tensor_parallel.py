@@ -13,15 +13,16 @@ from benchmarks.launching import alone, horovod
 from benchmarks.paired import Options, Target
 from benchmarks.workload import TENSOR
 
-MPI, GLOO, ONE = "2 ranks over MPI", "2 ranks over gloo", "one core"
+MPI, GLOO, TORCH, ONE = "2 ranks over MPI", "2 ranks over gloo", "2 ranks, sums over torch's gloo", "one core"
 SHARED = (*TENSOR, "parallel.tensor=2", "parallel.vocab_parallel=true")
 
 
 def contestants() -> list[Contestant]:
-    """The three, with the same samples a step."""
+    """All of them, with the same samples a step."""
     return [
         horovod(MPI, "mpi", *SHARED),
         horovod(GLOO, "gloo", *SHARED),
+        horovod(TORCH, "gloo", *SHARED, "communication.tensor_backend=torch"),
         alone(ONE, "trainer", *TENSOR),
     ]
 

@@ -18,7 +18,7 @@ from hvd_transformer.bench.device import free_bytes
 from hvd_transformer.bench.sizes import ITEM, show_size
 from hvd_transformer.bench.timing import LEAST, mean_over_ranks, repeats, series, slowest, synchronize, warm_up
 from hvd_transformer.comm.raw_mpi import RawMpi, load_mpi
-from hvd_transformer.comm.torch_group import TorchGroup
+from hvd_transformer.comm.torch_group import TorchWorld
 from hvd_transformer.comm.world import World, agree
 from hvd_transformer.errors import UserError
 from hvd_transformer.planning.constants import Backend, Link, Scope
@@ -140,9 +140,10 @@ def _libraries(world: World, device: torch.device) -> tuple[dict[str, AllReduce]
         notes.append(f"{RAW_MPI}: left out, as the ranks run over {world.backend}; start them with --mpi")
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
-        group = TorchGroup(world, backend)
-        libraries[f"torch {backend}"] = group.all_reduce_
-        closes.append(group.close)
+        torch_world = TorchWorld(world, world, backend, [device])
+        (group,) = torch_world.communicators
+        libraries[f"torch {backend}"] = lambda tensor: group.all_reduce_async_(tensor, "bench.torch")()
+        closes.append(torch_world.close)
     except UserError as error:
         notes.append(f"torch {backend}: left out: {error}")
     return libraries, closes, notes

@@ -3,7 +3,8 @@
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Literal
 
@@ -28,16 +29,32 @@ class Link:
     """This process's connection to Horovod, shared by all of its groups.
 
     `sums_whole`: an allreduce is cheaper than a reduce-scatter. `waits_asleep`: Horovod's own wait sleeps; published
-    Horovod spins. `gloo`: gloo runs the collectives. `waiting` holds the names of the collectives that this rank is
-    waiting for, each with the thread that waits; `ended` counts those that it has waited for. Other threads may read
-    both.
+    Horovod spins. `gloo`: gloo runs the collectives. `ended` counts the collectives that this rank has waited for, and
+    `stream_waits` tell which ones its GPUs wait for. Other threads may read it and `waiting`.
     """
 
     def __init__(self, horovod: ModuleType | None, who: str) -> None:
         self.horovod, self.who = horovod, who
         self.sums_whole = self.waits_asleep = self.gloo = False
-        self.waiting: dict[str, int] = {}
+        self._waiting: dict[str, int] = {}
+        self.stream_waits: list[Callable[[], dict[str, int]]] = []
         self.ended = 0
+
+    @property
+    def waiting(self) -> dict[str, int]:
+        """The names of the collectives that this rank is waiting for, each with the thread that waits.
+
+        Those of a GPU come first: what the host waits for may wait for them.
+        """
+        return {name: thread for waits in self.stream_waits for name, thread in waits().items()} | self._waiting
+
+    @contextmanager
+    def waits_for(self, name: str) -> Iterator[None]:
+        """Inside, the host waits for a collective. After an error its name stays, for the watchdog's report."""
+        self._waiting[name] = threading.get_ident()
+        yield
+        del self._waiting[name]
+        self.ended += 1
 
     def wait(self, handle: Any, name: str, poll_seconds: float) -> Any:
         """Wait for an asynchronous collective and return its result.
@@ -47,13 +64,10 @@ class Link:
         """
         hvd = self.horovod
         assert hvd is not None
-        self.waiting[name] = threading.get_ident()
-        while not self.waits_asleep and not hvd.poll(handle):
-            time.sleep(poll_seconds)
-        result = self.guard(lambda: hvd.synchronize(handle))
-        del self.waiting[name]
-        self.ended += 1
-        return result
+        with self.waits_for(name):
+            while not self.waits_asleep and not hvd.poll(handle):
+                time.sleep(poll_seconds)
+            return self.guard(lambda: hvd.synchronize(handle))
 
     def guard(self, action: Callable[[], Any]) -> Any:
         """Return the result of `action`. Raises `PeerLost` if Horovod has lost a rank."""
@@ -71,6 +85,8 @@ class Group:
     All ranks of the group must call every collective, the asynchronous ones with the same names. `prompt`: the results
     are needed immediately (tensor parallelism), so pending collectives are polled more often.
     """
+
+    has_bfloat16 = False
 
     def __init__(
         self, link: Link, ranks: Sequence[int], rank: int, process_set: Any = None, *, prompt: bool = False

@@ -13,8 +13,11 @@ from hvd_transformer.monitoring.timeline import Timeline
 class Collectives(Protocol):
     """What a heartbeat reads of this rank's `comm.group.Link`, which it may not import: that takes torch."""
 
-    waiting: dict[str, int]  # the collectives that this rank is waiting for, by name, each with the thread that waits
-    ended: int  # collectives that it has waited for
+    ended: int  # collectives that this rank has waited for
+
+    @property
+    def waiting(self) -> dict[str, int]:
+        """The collectives that it is waiting for, by name, each with the thread that waits."""
 
 
 class Heartbeat:

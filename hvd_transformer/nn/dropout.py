@@ -103,7 +103,7 @@ class Dropout(FusibleLayer):
         if values.device.type == "cpu":
             mask: Tensor = _cpu_mask(values.detach(), self.rate, self.seed())
             return values * mask
-        result = _Seeded.apply(values, self.rate, self.seed())  # type: ignore[no-untyped-call]
+        result: Tensor = _Seeded.apply(values, self.rate, self.seed())  # type: ignore[no-untyped-call]
         return result
 
     def extra_repr(self) -> str:

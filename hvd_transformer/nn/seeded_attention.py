@@ -29,9 +29,7 @@ def fits(query: Tensor) -> bool:
     return query.is_cuda and query.dtype != torch.float64 and width % 8 == 0 and width <= _WIDEST
 
 
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, dropout: Dropout
-) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, dropout: Dropout) -> Tensor:
     """Scaled dot-product attention with queries [B, H, T, W] over keys and values [B, H, S, W]: [B, H, T, W].
 
     `mask` is added to the scores, or says which to keep, and broadcasts to [B, H, T, S]; with `causal`, T = S and there
@@ -74,7 +72,9 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The result; what backward needs: the logarithms of the sums of exponentials, and the state of the generator."""
     if bias is None and query.dtype in _HALF:
-        out, sums, _, _, _, _, state, more, _ = aten._scaled_dot_product_flash_attention(query, key, value, rate, causal)
+        out, sums, _, _, _, _, state, more, _ = aten._scaled_dot_product_flash_attention(
+            query, key, value, rate, causal
+        )
         return out, sums, state, more
     found: tuple[Tensor, Tensor, Tensor, Tensor] = aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, True, rate, causal

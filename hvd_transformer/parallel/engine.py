@@ -23,13 +23,14 @@ from hvd_transformer.gradients.transfer_sizes import LEAST_SHARE, transfer_sizes
 from hvd_transformer.gradients.weight_grads import install_stores
 from hvd_transformer.gradients.wire.plain import WireOptions
 from hvd_transformer.monitoring.timeline import Timeline
-from hvd_transformer.nn.contracts import Layer
+from hvd_transformer.nn.contracts import Layer, TensorGroup
 from hvd_transformer.nn.parallel_layers import WeightGradLayer
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.parallel.pipeline import Pipeline, Stage, worker_threads
 from hvd_transformer.parallel.precision import product_dtype
 from hvd_transformer.parallel.replica_check import check_replicas, checksum
-from hvd_transformer.parallel.tensor_parallel import HorovodTensorGroup, Shapes, Splits, set_tensor_groups
+from hvd_transformer.parallel.tensor_backend import StageCommunicators, connect_stages
+from hvd_transformer.parallel.tensor_parallel import Communicator, RankTensorGroup, Shapes, Splits, set_tensor_groups
 
 # Where buffers travel beside backward: their number per stage, unless that made them too small.
 LEAST_BUCKETS = 4
@@ -91,13 +92,15 @@ class Engine:
     ) -> None:
         self.config, self.world, self.mesh = config, world, mesh
         self.splits, self.shapes = splits, shapes
-        if mesh.tp > 1:
-            set_tensor_groups(model, splits, shapes, lambda name: HorovodTensorGroup(mesh.tp_group, name))
         transfer = transfer_sizes(mesh.device.type, mesh.dp, config.communication.bucket_mb)
         ends = pairwise(accumulate(partition, initial=0))
         self.stages = [
             ModelStage(layers[start:stop], device) for (start, stop), device in zip(ends, mesh.devices, strict=True)
         ]
+        self._communicators: StageCommunicators | None = None
+        if mesh.tp > 1:
+            self._communicators = connect_stages(config, world, mesh)
+            self._set_tensor_groups(model, self._communicators.stages)
         # Where the stages have moved them to.
         self._frozen = [weight.data for name, weight in model.named_parameters() if name not in shapes]
         embeddings = plan_embedding_grads(model, config.communication.embedding_rows, num_tokens)
@@ -243,10 +246,27 @@ class Engine:
         return check_replicas(self.buffers, self.world, when, self.mesh.tp, self.splits, frozen)
 
     def close(self) -> None:
-        """End the threads of the stages."""
+        """End the threads of the stages, and their communicators."""
         self.pipeline.close()
+        if self._communicators is not None:
+            self._communicators.close()
         self.grad_sync.close()
         self.timeline.close()
+
+    def _set_tensor_groups(self, model: nn.Module, communicators: Sequence[Communicator]) -> None:
+        """Give each split layer the communicator of its stage."""
+        stage_of = {
+            module: number
+            for number, stage in enumerate(self.stages)
+            for layer in stage.layers
+            for module in layer.module.modules()
+        }
+        modules = dict(model.named_modules())
+
+        def group_of(name: str) -> TensorGroup:
+            return RankTensorGroup(communicators[stage_of[modules[name]]], name)
+
+        set_tensor_groups(model, self.splits, self.shapes, group_of)
 
     def _add_shadows(self, model: nn.Module, dtype: torch.dtype) -> None:
         """Let the linear layers multiply by weights that are in the number format of autocast already."""

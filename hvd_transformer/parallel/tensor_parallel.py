@@ -6,11 +6,11 @@ A weight that stacks several matrices (`TensorSplit.parts`) gives each rank its 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from hvd_transformer.comm.group import Group
 from hvd_transformer.nn.contracts import TensorGroup, TensorSplit
 from hvd_transformer.nn.dropout import Dropout
 from hvd_transformer.nn.parallel_layers import SplitLayer, split_range
@@ -61,21 +61,35 @@ def load_pieces(model: nn.Module, splits: Splits, index: int, count: int, read: 
         weight.copy_(piece(whole, splits[name], index, count) if name in splits and count > 1 else whole)
 
 
-class HorovodTensorGroup:
-    """The tensor group of the layer called `name`, over Horovod: implements `TensorGroup`."""
+class Communicator(Protocol):
+    """The collectives that a tensor group needs: `comm.group.Group`, or `comm.torch_group.TorchGroup`."""
 
-    def __init__(self, group: Group, name: str) -> None:
-        self.index, self.count = group.rank, group.size
-        self._group, self._name, self._calls = group, name, 0
+    rank: int
+    size: int
+    has_bfloat16: bool
+
+    def all_reduce_async_(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
+        """Start to sum a contiguous tensor over the ranks, in place; the function returned waits, and returns it."""
+
+    def all_gather_async(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
+        """Concatenate the ranks' contiguous tensors along the first dimension; the function returned waits."""
+
+
+class RankTensorGroup:
+    """The tensor group of the layer called `name`, one piece per rank of `ranks`: implements `TensorGroup`."""
+
+    def __init__(self, ranks: Communicator, name: str) -> None:
+        self.index, self.count = ranks.rank, ranks.size
+        self._ranks, self._name, self._calls = ranks, name, 0
 
     def sum_(self, values: Tensor) -> Callable[[], object]:
-        if values.dtype != torch.bfloat16:
-            return self._group.all_reduce_async_(values, self._next())
-        wait = self._group.all_reduce_async_(values.float(), self._next())  # Horovod has no bfloat16
+        if values.dtype != torch.bfloat16 or self._ranks.has_bfloat16:
+            return self._ranks.all_reduce_async_(values, self._next())
+        wait = self._ranks.all_reduce_async_(values.float(), self._next())
         return lambda: values.copy_(wait())
 
     def gather(self, values: Tensor) -> Tensor:
-        return self._group.all_gather_async(values[None], self._next())()
+        return self._ranks.all_gather_async(values[None], self._next())()
 
     def _next(self) -> str:
         """Every rank calls a layer's collectives in the same order."""

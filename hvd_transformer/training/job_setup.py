@@ -26,7 +26,6 @@ from hvd_transformer.tasks.task import Data, EvaluationSpec, PrepareContext, Tas
 from hvd_transformer.training.process import StopRequest
 from hvd_transformer.training.progress_rounds import agree_in_rounds
 
-
 _MOST_GRAPHS = 64  # of a block's code, before torch.compile gives up on it
 
 

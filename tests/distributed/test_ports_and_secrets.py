@@ -61,10 +61,10 @@ ETH1 = ("10.77.1.1", "10.77.1.2")
 BOTH = ["-H", "h1:1,h2:1"]
 
 
-def watch(hosts: Hosts, folder: Path, options: Sequence[str]) -> Seen:
+def watch(hosts: Hosts, folder: Path, options: Sequence[str], more: Sequence[str] = ()) -> Seen:
     """Runs a job of two ranks."""
     corpus = write_corpus(folder / "text", train=12_000)
-    words = [*tiny(corpus), f"output_dir={folder / 'run'}", "training.max_steps=10", "training.epochs=100"]
+    words = [*tiny(corpus), f"output_dir={folder / 'run'}", "training.max_steps=10", "training.epochs=100", *more]
     launch = [BIN / "hvd-transformer", "launch", "-np", "2", *options, "--env", "HF_TOKEN", "--"]
     environment = {**rank_environment(), **SECRETS}
     with (folder / "output").open("wb") as file, closing(Seen(hosts)) as seen:
@@ -104,6 +104,21 @@ def test_over_gloo_all_ports_are_on_one_interface(
     assert any(process.startswith("python") for _, process in seen.listeners["h1"])  # the rendezvous
     for host, address in zip(hosts.names, addresses, strict=True):
         assert {found for found, _ in seen.listeners[host]} <= {address}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "addresses"),
+    [([*BOTH, "--network-interface", "eth1"], set(ETH1)), (["-H", "h1:2"], {"127.0.0.1"})],
+    ids=["two hosts", "one host"],
+)
+def test_tensor_groups_over_torch_use_that_interface_too(
+    hosts: Hosts, tmp_path: Path, where: Sequence[str], addresses: set[str]
+) -> None:
+    more = ["parallel.tensor=2", "parallel.pipeline=2", "parallel.partition=uniform"]
+    seen = watch(hosts, tmp_path, ["--gloo", *where], [*more, "communication.tensor_backend=torch"])
+    assert "torch.distributed over gloo" in (tmp_path / "run/logs/rank-000.log").read_text(encoding="utf-8")
+    assert {found for own in seen.listeners.values() for found, _ in own} == addresses
 
 
 @no_space

@@ -69,7 +69,9 @@ def test_attention_with_dropout_is_that_of_its_mask(dtype: torch.dtype, name: st
     grad = torch.randn_like(out)
     found = torch.autograd.grad(out, (query, key, value), grad)
     for own, want in zip(found, torch.autograd.grad(wanted, (query, key, value), grad.double()), strict=True):
-        torch.testing.assert_close(own.double(), want.double(), rtol=tolerance, atol=tolerance * float(want.abs().max()))
+        torch.testing.assert_close(
+            own.double(), want.double(), rtol=tolerance, atol=tolerance * float(want.abs().max())
+        )
 
 
 def test_attention_drops_by_place_whatever_other_threads_do() -> None:

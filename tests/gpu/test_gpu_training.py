@@ -46,9 +46,7 @@ def reference(corpus: Path, case: Case) -> plain.Trained:
 
 
 def trained(corpus: Path, folder: Path, case: Case, *words: str) -> Path:
-    return gpu_jobs.train(
-        folder, *tiny(corpus), *case.words(dp=1), UNIFORM, f"training.batch_size={SAMPLES}", *words
-    )
+    return gpu_jobs.train(folder, *tiny(corpus), *case.words(dp=1), UNIFORM, f"training.batch_size={SAMPLES}", *words)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

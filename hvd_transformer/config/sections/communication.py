@@ -6,7 +6,7 @@ from hvd_transformer.config.sections.key import OptionalPositive, Section, chang
 
 
 class CommunicationConfig(Section):
-    """Gradient communication over Horovod."""
+    """Gradients over Horovod, and the activations of tensor-parallel layers."""
 
     bucket_mb: OptionalPositive = changeable(
         None,
@@ -35,3 +35,9 @@ class CommunicationConfig(Section):
     )
     outer_lr: float = fixed(0.7, "learning rate of the averaged weights, for local_steps", gt=0)
     outer_momentum: float = fixed(0.9, "Nesterov momentum of the averaged weights, for local_steps", ge=0, lt=1)
+    tensor_backend: Literal["auto", "horovod", "torch"] = changeable(
+        "auto",
+        "what sums the activations of tensor-parallel ranks: horovod; torch: torch.distributed, over gloo between CPUs "
+        "and over NCCL between GPUs, where no layer waits on the CPU; auto: torch over NCCL where that is possible, "
+        "otherwise horovod",
+    )

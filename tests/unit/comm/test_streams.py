@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from hvd_transformer.comm.streams import leave_default_stream
 from hvd_transformer.comm.world import World
-from hvd_transformer.gradients import param_all_gather, sync
+from hvd_transformer.gradients import sync
 from hvd_transformer.gradients.buffers import WHOLE, ZeroShard
+from hvd_transformer.gradients.transfer_sizes import transfer_sizes
 from hvd_transformer.nn.contracts import Layer, MicroBatch
-from hvd_transformer.parallel import pipeline
+from hvd_transformer.parallel import engine, pipeline
 from hvd_transformer.parallel.pipeline import Pipeline, Stage
 from hvd_transformer.parallel.stage_link import CudaStageStreams, StageStreams
-from hvd_transformer.parallel.tensor_parallel import HorovodTensorGroup
+from hvd_transformer.parallel.tensor_parallel import RankTensorGroup
 
 Patch = pytest.MonkeyPatch
 Scenario = Callable[[StreamChecker, Patch], object]
@@ -107,8 +108,8 @@ def trained(
     """Three steps of a job as one of two ranks that see the same, an evaluation and a checkpoint."""
     give_streams(monkeypatch, one_gpu=True)
     leave_default_stream([CPU])
-    for module in (sync, param_all_gather):  # one buffer at a time
-        monkeypatch.setattr(module, "MAX_IN_FLIGHT", 1)
+    one_at_a_time = {"gradients": 1, "parameters": 1}
+    monkeypatch.setattr(engine, "transfer_sizes", lambda *given: transfer_sizes(*given)._replace(**one_at_a_time))
     world = two_ranks(checker, ends_on_stream=ends_on_stream)
     job = trainer(settings(*SMALL_MESSAGES, *words), world, zero_shard=shard)
     job.engine.timeline.recording = record
@@ -195,7 +196,7 @@ def handed_over(checker: StreamChecker, monkeypatch: Patch, *, one_gpu: bool = T
 
 def gathered(checker: StreamChecker, monkeypatch: Patch) -> None:
     """A stage of a tensor group gathers twice, as the vocabulary-parallel loss of two micro-batches."""
-    group = HorovodTensorGroup(two_ranks(checker), "head")
+    group = RankTensorGroup(two_ranks(checker), "head")
     with CudaStageStreams(CPU).computing():
         for _ in range(2):
             group.gather(torch.ones(3) + 1).sum()

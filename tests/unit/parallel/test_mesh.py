@@ -12,6 +12,7 @@ from hvd_transformer.config import load
 from hvd_transformer.errors import UserError
 from hvd_transformer.parallel.mesh import ParallelMesh, process_groups
 
+
 def test_alone_it_is_the_only_replica() -> None:
     layout = ParallelMesh.of(load(overrides=["training.device=cpu"]), World())
     assert (layout.dp, layout.tp, layout.dp_rank, layout.tp_rank) == (1, 1, 0, 0)

@@ -1,0 +1,41 @@
+"""The layers' collectives over NCCL on one GPU: a group of one rank, with two stages."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hvd_transformer.comm.torch_group import TorchWorld
+from hvd_transformer.comm.world import World
+from hvd_transformer.parallel.tensor_parallel import RankTensorGroup
+
+pytestmark = pytest.mark.gpu
+
+
+def test_sums_never_make_the_host_wait_and_the_watchdog_sees_them() -> None:
+    world, device = World(), torch.device("cuda", 0)
+    connected = TorchWorld(world, world, "nccl", [device, device])
+    groups = [RankTensorGroup(ranks, f"stage{number}") for number, ranks in enumerate(connected.communicators)]
+    streams = [torch.cuda.Stream(device) for _ in groups]
+    values = [torch.full((1 << 16,), number + 1.5, dtype=torch.bfloat16, device=device) for number in range(2)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for group, stream, own in zip(groups, streams, values, strict=True):
+            with torch.cuda.stream(stream):
+                wait = group.sum_(own)
+                torch.cuda._sleep(500_000_000)  # what is computed beside the sum
+                wait()
+                gathered = group.gather(own.mul_(2))
+        time.sleep(0.05)  # both streams are asleep by now
+        seen = world.link.waiting
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert list(seen) == ["tensor.stage0.1", "tensor.stage1.1"]
+    assert not world.link.waiting and world.link.ended == 4
+    assert [own[0].item() for own in values] == [3.0, 5.0]
+    assert gathered.shape == (1, 1 << 16) and bool((gathered == 5).all())
+    connected.close()
+    assert not dist.is_initialized()
