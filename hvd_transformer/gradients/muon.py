@@ -50,8 +50,8 @@ def orthogonalise_cost(shape: tuple[int, int]) -> float:
 def orthogonalise(matrix: Tensor) -> Tensor:
     """U Vᵀ of the matrix's singular value decomposition U S Vᵀ, nearly.
 
-    Singular values become 0.7 to 1.3, those below a hundredth of the largest less. In the matrix's number format, on a GPU
-    in bfloat16 instead of float32.
+    Singular values become 0.7 to 1.3, those below a hundredth of the largest less. In the matrix's number format; on
+    a GPU float32 in bfloat16.
     """
     in_half = matrix.is_cuda and matrix.dtype == torch.float32
     values = matrix.bfloat16() if in_half else matrix

@@ -96,8 +96,8 @@ class Dropout(FusibleLayer):
 
     def _drop(self, values: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            result, _ = torch.ops.hvd_transformer.dropout(values, self.key, self.rate)
-            return result
+            compiled: Tensor = torch.ops.hvd_transformer.dropout(values, self.key, self.rate)[0]
+            return compiled
         if _here.place is None:
             return F.dropout(values, self.rate)
         if values.device.type == "cpu":

@@ -40,7 +40,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
         query, key, value = (heads.to(narrow) for heads in (query, key, value))
     bias = None if mask is None else _bias(mask, query, key.size(2))
     if torch.compiler.is_compiling():
-        result, *_ = torch.ops.hvd_transformer.attention(query, key, value, bias, dropout.key, dropout.rate, causal)
+        attention = torch.ops.hvd_transformer.attention
+        result: Tensor = attention(query, key, value, bias, dropout.key, dropout.rate, causal)[0]
         return result
     with _seeded(query.device, dropout.seed()):
         return _forward(query, key, value, bias, dropout.rate, causal)[0]

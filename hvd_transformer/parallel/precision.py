@@ -13,7 +13,7 @@ def weight_dtype(precision: Precision) -> torch.dtype:
     return torch.float64 if precision == "fp64" else torch.float32
 
 
-def product_dtype(precision: Literal["bf16", "fp16"]) -> torch.dtype:
+def product_dtype(precision: Precision) -> torch.dtype:
     """The number format of matrix products in mixed precision."""
     return torch.bfloat16 if precision == "bf16" else torch.float16
 
