@@ -102,7 +102,7 @@ def _train(
     progress.message(_headline(config, world, trainer))
     across_hosts, scaling = mesh.across_hosts(config, world), scaling_warning(config.optimizer, trainer.lr_replicas)
     limited = limited_evaluation(config)
-    for warning in (across_hosts, scaling, _samples_warning(config, trainer), limited):
+    for warning in (across_hosts, scaling, limited):
         if warning is not None:
             progress.message(f"warning: {warning}")
     if limited is not None:
@@ -187,15 +187,6 @@ def _make_task(config: Config, data: Data, mesh: ParallelMesh) -> Task:
     if best.removeprefix("-") not in names:
         raise UserError(f"training.best_metric={best}: no such metric of this task; it has {', '.join(names)}")
     return task
-
-
-def _samples_warning(config: Config, trainer: Trainer) -> str | None:
-    if trainer.num_text_samples == config.training.text_samples:
-        return None
-    return (
-        f"training.text_samples={config.training.text_samples}: no samples are written, as the stages of "
-        f"parallel.pipeline={config.parallel.pipeline} are on several GPUs"
-    )
 
 
 def _headline(config: Config, world: World, trainer: Trainer) -> str:
