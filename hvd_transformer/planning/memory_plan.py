@@ -184,15 +184,7 @@ def _stage(
         for operations in [make_schedule(schedule, num_stages, count)[index]]
         for setting in RECOMPUTES
     }
-    weights = sum(layer.weight_bytes for layer in layers)
-    by_muon = sum(layer.hidden_bytes for layer in layers) if config.optimizer.name == "muon" else 0
-    of_gradients, of_optimizer = copies_per_weight(config, dp)
-    _, of_muon = copies_per_weight(config, dp, by_muon=True)
-    gradients = math.ceil(of_gradients * weights)
-    optimizer = math.ceil(of_optimizer * (weights - by_muon) + of_muon * by_muon)
-    if gradients < weights:  # sharded: also whole gradients, in a bucket that fills and in buckets in flight
-        bucket = max(int(config.communication.bucket_mb * 2**20), *(layer.largest_bytes for layer in layers))
-        gradients += min(weights, bucket + MAX_IN_FLIGHT)
+    gradients, optimizer = gradients_and_optimizer(config, layers, dp)
     return StageCost(
         layers=layers,
         gradients=gradients,
@@ -202,3 +194,17 @@ def _stage(
         backward_flops=backward_flops,
         deferred_flops=sum(layer.deferred_flops for layer in layers),
     )
+
+
+def gradients_and_optimizer(config: Config, layers: Sequence[LayerEstimate], dp: int) -> tuple[int, int]:
+    """Bytes of a stage's gradients at the peak, and of its optimizer state, on one of `dp` replicas."""
+    weights = sum(layer.weight_bytes for layer in layers)
+    by_muon = sum(layer.hidden_bytes for layer in layers) if config.optimizer.name == "muon" else 0
+    of_gradients, of_optimizer = copies_per_weight(config, dp)
+    _, of_muon = copies_per_weight(config, dp, by_muon=True)
+    gradients = math.ceil(of_gradients * weights)
+    optimizer = math.ceil(of_optimizer * (weights - by_muon) + of_muon * by_muon)
+    if gradients < weights:  # sharded: also whole gradients, in a bucket that fills and in buckets in flight
+        bucket = max(int(config.communication.bucket_mb * 2**20), *(layer.largest_bytes for layer in layers))
+        gradients += min(weights, bucket + MAX_IN_FLIGHT)
+    return gradients, optimizer

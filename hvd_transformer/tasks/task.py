@@ -255,6 +255,11 @@ class Task(ABC):
         return {}
 
 
+def largest_vocabulary(task: Task) -> int | None:
+    """The number of tokens of the task's largest tokenizer; None: it has none."""
+    return max((tokenizer.vocab_size for tokenizer in task.tokenizers.values()), default=None)
+
+
 class Samples(Protocol):
     """The samples of a split."""
 

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from hvd_transformer.training.job_setup import (
     prepare_data,
 )
 from hvd_transformer.training.lr_schedule import scaling_warning
+from hvd_transformer.training.out_of_memory import memory_errors_told
 from hvd_transformer.training.process import StopRequest, keep_freed_memory, only_new_garbage
 from hvd_transformer.training.run_directory import RunDirectory
 from hvd_transformer.training.run_environment import environment_lines, run_environment
@@ -117,7 +119,8 @@ def _train(
     if world.broadcast_object(peak is not None):
         trainer.task.count_flops()
     session = Session(trainer, directory, progress, data.digest, heartbeat, trackers, environment, peak and peak.rate)
-    with only_new_garbage():
+    told = partial(memory_errors_told, config, mesh, trainer.task, world, heartbeat)
+    with only_new_garbage(), told():
         status = session.train(stop)
     if status == "stopped":  # said first: a launcher may not wait for what follows
         progress.message(
@@ -126,7 +129,8 @@ def _train(
         )
     heartbeat.enter_phase("end")
     trainer.engine.check_replicas("at the end")
-    summary = session.finish(status)
+    with told():
+        summary = session.finish(status)
     trainer.close()
     if status == "finished":
         notes = [*trainer.task.notes, *([] if limited is None else [limited]), f"run directory: {directory.path}"]
@@ -150,11 +154,12 @@ def _assemble(
     state = TrainState() if saved is None else TrainState.load(saved["position"])
     state.choose_best_by(config.training.best_metric)
     task = agree(world, lambda: _make_task(config, data, mesh))
-    trainer = Trainer(config, world, mesh, task, state, draw=saved is None)
-    if saved is None:
-        broadcast_parameters(trainer.engine.buffers, mesh.dp_group)
-    else:
-        trainer.restore(checkpoint, saved)
+    with memory_errors_told(config, mesh, task, world, heartbeat):
+        trainer = Trainer(config, world, mesh, task, state, draw=saved is None)
+        if saved is None:
+            broadcast_parameters(trainer.engine.buffers, mesh.dp_group)
+        else:
+            trainer.restore(checkpoint, saved)
     if (why := compile_layers(config, task, mesh, world)) is not None:
         progress.message(f"training.compile: off, {why}")
     return data, trainer
