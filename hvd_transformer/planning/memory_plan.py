@@ -90,7 +90,7 @@ def make_plan(config: Config, vocab_size: int | None = None, ranks: int | None =
 
     Raises `UserError` if the vocabulary size is unknown or the model cannot be partitioned as configured.
     """
-    dp = _num_replicas(config, ranks)
+    dp = num_replicas(config, ranks)
     vocab_size, origin = vocabulary(config, vocab_size)
     samples = batch_samples(config)
     micro_batch_size = math.ceil(samples / config.parallel.micro_batches)
@@ -115,7 +115,8 @@ def make_plan(config: Config, vocab_size: int | None = None, ranks: int | None =
     return MemoryPlan(config, dp, vocab_size, origin, samples, micro_batch_size, count, costs, stages)
 
 
-def _num_replicas(config: Config, ranks: int | None) -> int:
+def num_replicas(config: Config, ranks: int | None) -> int:
+    """Of a job of so many ranks; None: one replica. Raises `UserError` if the ranks do not fit the configuration."""
     tensor, shard = config.parallel.tensor, config.parallel.optimizer_shard
     if ranks is None:
         if shard != "none":
@@ -147,7 +148,7 @@ def batch_samples(config: Config) -> int:
     if config.data.batch_tokens is not None and config.task != "language_model":
         longest = max(config.data.length_of(role) for role in ("source", "target"))
         return max(1, config.data.batch_tokens // longest)
-    return config.training.batch_size
+    return config.training.batch_samples
 
 
 def vocabulary(config: Config, given: int | None) -> tuple[int, str]:

@@ -25,6 +25,7 @@ from hvd_transformer.reporting.progress import Progress, Silent, screen
 from hvd_transformer.reporting.trackers.processes import Trackers
 from hvd_transformer.tasks.metrics import show_metrics
 from hvd_transformer.tasks.task import Data, Task
+from hvd_transformer.training.batch_size_search import settle_batch_size
 from hvd_transformer.training.job_setup import (
     check_same_data,
     compile_layers,
@@ -66,16 +67,23 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | No
     trackers = Trackers([])
     try:
         trackers = agree(world, lambda: Trackers(config.tracking if world.rank == 0 else []))
-        data, trainer = _assemble(config, world, mesh, checkpoint, progress, stop, heartbeat)
+        data = prepare_data(config, world, progress, stop, heartbeat)
+        agree(world, lambda: check_same_data(data, world))
+        kept = directory.batch_size() if world.rank == 0 else None
+        found, to_keep = settle_batch_size(config, world, mesh, data, kept, progress, heartbeat)
+        trainer = _assemble(found, world, mesh, data, checkpoint, progress, heartbeat)
         agree(world, trackers.check)
         first_on_host = world.hosts.index(world.host) == world.rank
-        agree(world, lambda: directory.begin(config, world.rank, first_on_host=first_on_host))
+        agree(
+            world,
+            lambda: directory.begin(config, world.rank, first_on_host=first_on_host, batch_size=to_keep),
+        )
     except BaseException:
         trackers.close()
         directory.abandon()
         raise
     try:
-        return _train(config, world, directory, data, trainer, checkpoint, progress, stop, watchdog, trackers)
+        return _train(found, world, directory, data, trainer, checkpoint, progress, stop, watchdog, trackers)
     finally:
         trackers.close()
         directory.release()
@@ -142,14 +150,12 @@ def _assemble(
     config: Config,
     world: World,
     mesh: ParallelMesh,
+    data: Data,
     checkpoint: Path | None,
     progress: Silent,
-    stop: StopRequest,
     heartbeat: Heartbeat,
-) -> tuple[Data, Trainer]:
-    """The data, and a trainer with initial or restored weights: everything that wrong input can make fail."""
-    data = prepare_data(config, world, progress, stop, heartbeat)
-    agree(world, lambda: check_same_data(data, world))
+) -> Trainer:
+    """A trainer with initial or restored weights: what wrong input can make fail when the data are there."""
     saved = read_checked(checkpoint, data.digest, world)
     state = TrainState() if saved is None else TrainState.load(saved["position"])
     state.choose_best_by(config.training.best_metric)
@@ -162,7 +168,7 @@ def _assemble(
             trainer.restore(checkpoint, saved)
     if (why := compile_layers(config, task, mesh, world)) is not None:
         progress.message(f"training.compile: off, {why}")
-    return data, trainer
+    return trainer
 
 
 class _LogFile(logging.FileHandler):
