@@ -67,7 +67,10 @@ def write_folder(folder: Path, **texts: str | bytes) -> Path:
     [
         (["lr=1"], "lr (command line): unknown key, did you mean optimizer.lr?"),
         (["model.num_layer=1"], "unknown key, did you mean model.num_layers?"),
-        (["training.batch_size=many"], "training.batch_size=many (command line): must be a valid integer"),
+        (
+            ["training.batch_size=many"],
+            "training.batch_size=many (command line): must be a number of at least 1, or auto",
+        ),
         (["training.compile=perhaps"], "training.compile=perhaps (command line): must be a valid boolean"),
         (["training.stall_seconds=0"], "training.stall_seconds=0 (command line): must be greater than 0"),
         (["training.batch_size=0"], "training.batch_size=0 (command line): must be a number of at least 1, or auto"),

@@ -45,7 +45,8 @@ def possible_batch_sizes(config: Config, dp: int) -> list[int]:
     """What `training.batch_size=auto` may become on `dp` replicas, ascending.
 
     Each divides a replica's part of a step into accumulation steps as even as possible: of several sizes with as many
-    accumulation steps it is the smallest. Where an item of the sampler is a batch (all but texts in windows) it divides the whole step, which then has exactly `global_batch_size` samples.
+    accumulation steps it is the smallest. Where an item of the sampler is a batch (all but texts in windows) it divides
+    the whole step, which then has exactly `global_batch_size` samples.
     """
     total, least = config.training.global_batch_size, config.parallel.micro_batches
     assert total is not None
