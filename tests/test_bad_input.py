@@ -67,10 +67,13 @@ def write_folder(folder: Path, **texts: str | bytes) -> Path:
     [
         (["lr=1"], "lr (command line): unknown key, did you mean optimizer.lr?"),
         (["model.num_layer=1"], "unknown key, did you mean model.num_layers?"),
-        (["training.batch_size=many"], "training.batch_size=many (command line): must be a valid integer"),
+        (
+            ["training.batch_size=many"],
+            "training.batch_size=many (command line): must be a number of at least 1, or auto",
+        ),
         (["training.compile=perhaps"], "training.compile=perhaps (command line): must be a valid boolean"),
         (["training.stall_seconds=0"], "training.stall_seconds=0 (command line): must be greater than 0"),
-        (["training.batch_size=0"], "training.batch_size=0 (command line): must be greater than or equal to 1"),
+        (["training.batch_size=0"], "training.batch_size=0 (command line): must be a number of at least 1, or auto"),
         (["model.dropout=1.5"], "model.dropout=1.5 (command line): must be less than 1"),
         (["optimizer.schedule=foo"], "must be 'constant', 'step', 'cosine', 'linear', 'wsd' or 'noam'"),
         (["model.d_model=30", "model.num_heads=4"], "model.d_model=30: must be a multiple of model.num_heads=4"),

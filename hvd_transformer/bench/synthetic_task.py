@@ -21,7 +21,7 @@ _SAMPLES = 2**40  # of an epoch, which no benchmark reaches
 
 def samples_per_step(config: Config, replicas: int) -> int:
     """Samples of a step of all replicas together."""
-    return step_samples(config.training, replicas) * batch_samples(config) // config.training.batch_size
+    return step_samples(config.training, replicas) * batch_samples(config) // config.training.batch_samples
 
 
 class SyntheticTask(Task):

@@ -76,6 +76,8 @@ def plan(
     from hvd_transformer.planning.plan_text import plan_text
     from hvd_transformer.planning.schedule_drawing import draw_png
 
+    if config.training.batch_size == "auto":
+        config = _with_found_batch_size(config, vocab_size, ranks, memory_gib)
     made = make_plan(config, vocab_size, ranks)
     width = min(shutil.get_terminal_size().columns, 120)
     click.echo(plan_text(made, max(width, 40), memory_gib))
@@ -85,6 +87,28 @@ def plan(
         except OSError as error:
             raise UserError(f"--output {output}: cannot be written: {error.strerror}") from error
         click.echo(f"\nschedules: {output}")
+
+
+def _with_found_batch_size(
+    config: "Config", vocab_size: int | None, ranks: int | None, memory_gib: float | None
+) -> "Config":
+    """With the largest batch size that fits by the estimate, which is printed. Raises `UserError` if none does."""
+    from hvd_transformer.config.batch_size import possible_batch_sizes, with_batch_size
+    from hvd_transformer.planning.batch_size_fit import fits_by_plan, largest_that_fits
+    from hvd_transformer.planning.memory_plan import num_replicas, vocabulary
+
+    if memory_gib is None:
+        raise UserError("training.batch_size=auto: needs --memory-gib, the memory that a batch is to fit into")
+    dp, num_bytes = num_replicas(config, ranks), memory_gib * 2**30
+    tokens, _ = vocabulary(config, vocab_size)
+    sizes = possible_batch_sizes(config, dp)
+    found = largest_that_fits(sizes, lambda size: fits_by_plan(config, size, tokens, dp, num_bytes))
+    if found is None:
+        raise UserError(f"training.batch_size=auto: not even {sizes[0]} samples fit into --memory-gib {memory_gib:g}")
+    click.echo(
+        f"training.batch_size=auto: {found}, the largest of {sizes[0]} to {sizes[-1]} that fits by this estimate\n"
+    )
+    return with_batch_size(config, found)
 
 
 def _scaled(

@@ -55,6 +55,7 @@ def _run(command: str, work: "Work", rank: int, watchdog: "Watchdog", groups: Se
     from hvd_transformer.comm.world import AgreedError, World
     from hvd_transformer.data.build_once import Stopped
     from hvd_transformer.parallel.replica_check import ReplicasDiffer
+    from hvd_transformer.training.out_of_memory import OutOfMemory
     from hvd_transformer.training.process import StopRequest
     from hvd_transformer.training.trainer import Diverged
 
@@ -88,6 +89,9 @@ def _run(command: str, work: "Work", rank: int, watchdog: "Watchdog", groups: Se
         if world.rank == 0:
             show(command, error)
         return 1
+    except OutOfMemory as error:
+        show(command, error)
+        _leave(error.code)
     except Stopped:
         show(command, UserError("stopped while preparing the data; the same command starts over"))
         _leave(1)

@@ -6,14 +6,14 @@ from hvd_transformer.errors import UserError
 
 def step_samples(training: TrainingConfig, dp: int) -> int:
     """Samples per full step, over all `dp` replicas and their accumulation steps."""
-    return training.global_batch_size or training.batch_size * training.accumulation * dp
+    return training.global_batch_size or training.batch_samples * training.accumulation * dp
 
 
 def eval_samples(training: TrainingConfig) -> int | None:
     """How many samples of a split are evaluated at most, the first ones in the order of the data; None: all."""
     if training.eval_batches is None:
         return None
-    return training.eval_batches * (training.eval_batch_size or training.batch_size)
+    return training.eval_batches * (training.eval_batch_size or training.batch_samples)
 
 
 def rate_replicas(training: TrainingConfig, dp: int, local_steps: int = 1) -> float:
@@ -23,7 +23,7 @@ def rate_replicas(training: TrainingConfig, dp: int, local_steps: int = 1) -> fl
     learning rate does not depend on the real number `dp` of replicas. Without accumulation both are the same. With
     local steps each replica updates by its own samples, 1 / dp of a step's.
     """
-    replicas = dp if training.global_batch_size is None else training.global_batch_size / training.batch_size
+    replicas = dp if training.global_batch_size is None else training.global_batch_size / training.batch_samples
     return replicas if local_steps == 1 else replicas / dp
 
 
@@ -33,9 +33,35 @@ def check_step_size(config: Config, dp: int) -> None:
     if training.global_batch_size is None:
         return
     columns = config.data.batching == "columns"  # a stretch's columns cannot be split
-    most = training.global_batch_size // training.batch_size if columns else training.global_batch_size
+    most = training.global_batch_size // training.batch_samples if columns else training.global_batch_size
     if dp > most:
         of = f" of training.batch_size={training.batch_size} columns each" if columns else ""
         raise UserError(
             f"training.global_batch_size={training.global_batch_size}: is enough for {most} ranks{of}, not for {dp}"
         )
+
+
+def possible_batch_sizes(config: Config, dp: int) -> list[int]:
+    """What `training.batch_size=auto` may become on `dp` replicas, ascending.
+
+    Each divides a replica's part of a step into accumulation steps as even as possible: of several sizes with as many
+    accumulation steps it is the smallest. Where an item of the sampler is a batch (all but texts in windows) it divides
+    the whole step, which then has exactly `global_batch_size` samples.
+    """
+    total, least = config.training.global_batch_size, config.parallel.micro_batches
+    assert total is not None
+    part = -(-total // dp)
+    sizes = sorted({-(-part // steps) for steps in range(1, part + 1)})
+    whole = config.task == "language_model" and config.data.messages_column is None
+    found = [size for size in sizes if size >= least and (whole or total % size == 0)]
+    if not found:
+        raise UserError(
+            f"parallel.micro_batches={least}: more than the {part} samples that each of {dp} replicas has of "
+            f"training.global_batch_size={total}"
+        )
+    return found
+
+
+def with_batch_size(config: Config, size: int) -> Config:
+    """The configuration with this number for `training.batch_size`."""
+    return config.model_copy(update={"training": config.training.model_copy(update={"batch_size": size})})

@@ -41,10 +41,11 @@ def check(config: Config) -> None:
     partition = config.parallel.partition
     if isinstance(partition, str) and partition not in ("auto", "uniform") and ":" not in partition:
         raise UserError(f"parallel.partition={partition}: must be {allowed('parallel.partition')}")
-    if config.parallel.micro_batches > training.batch_size and data.batch_tokens is None:
+    size = training.global_batch_size if training.batch_size == "auto" else training.batch_size
+    if size is not None and config.parallel.micro_batches > size and data.batch_tokens is None:
         raise UserError(
             f"parallel.micro_batches={config.parallel.micro_batches}: more than the "
-            f"training.batch_size={training.batch_size} samples that they divide"
+            f"training.{'global_' if training.batch_size == 'auto' else ''}batch_size={size} samples that they divide"
         )
     if len(set(config.tracking)) < len(config.tracking):
         raise UserError(f"tracking=[{', '.join(config.tracking)}]: name each tracker once")
@@ -270,6 +271,8 @@ def _check_local_steps(config: Config) -> None:
 def _check_global_batch_size(config: Config) -> None:
     training = config.training
     size, total = training.batch_size, training.global_batch_size
+    if size == "auto":
+        _check_found_batch_size(config)
     if total is None:
         return
     if training.accumulation != 1:
@@ -277,10 +280,33 @@ def _check_global_batch_size(config: Config) -> None:
             f"training.accumulation={training.accumulation}: not with training.global_batch_size={total}, which "
             "determines the number of accumulation steps; set only one of the two"
         )
+    if size == "auto":
+        return
     if size > total:
         raise UserError(f"training.batch_size={size}: more than the training.global_batch_size={total} of a whole step")
     if config.data.batching == "columns" and total % size:
         raise UserError(
             f"training.global_batch_size={total}: with data.batching=columns it must be a multiple of "
             f"training.batch_size={size}, the number of columns"
+        )
+
+
+def _check_found_batch_size(config: Config) -> None:
+    """That what is trained does not depend on the batch size that is found."""
+    training, data, given = config.training, config.data, "training.batch_size=auto"
+    if training.global_batch_size is None:
+        raise UserError(f"{given}: needs training.global_batch_size, the samples per step whatever is found")
+    if config.optimizer.lr_scaling != "none":
+        raise UserError(
+            f"{given}: needs optimizer.lr_scaling=none, since with {config.optimizer.lr_scaling} the learning rate "
+            "would depend on what is found"
+        )
+    if data.batching == "columns":
+        raise UserError(f"{given}: not with data.batching=columns, whose number of columns it is; give a number")
+    if data.batch_tokens is not None:
+        raise UserError(f"{given}: not with data.batch_tokens={data.batch_tokens}, which limits a batch; give a number")
+    if training.eval_batches is not None and training.eval_batch_size is None:
+        raise UserError(
+            f"{given}: needs training.eval_batch_size beside training.eval_batches={training.eval_batches}, so that "
+            "the same samples are evaluated whatever is found"
         )

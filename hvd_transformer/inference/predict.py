@@ -45,14 +45,17 @@ class DecoderSteps:
 
     def __init__(self, model: EncoderDecoder, source: Tensor) -> None:
         self.model, self.allowed, self.pasts = model, source != PAD, model.new_pasts()
-        self.memory = model.encode(source, self.allowed)
+        self.memory: Tensor | None = model.encode(source, self.allowed)
 
     def step(self, tokens: Tensor) -> Tensor:
         hidden = self.model.decode(tokens[:, None], self.memory, self.allowed, self.pasts)
+        self.memory = None  # the caches have its keys and values
         return self.model.head.logits(hidden[:, -1]).float().log_softmax(-1)
 
     def select(self, rows: Tensor) -> None:
-        self.memory, self.allowed = self.memory.index_select(0, rows), self.allowed.index_select(0, rows)
+        self.allowed = self.allowed.index_select(0, rows)
+        if self.memory is not None:
+            self.memory = self.memory.index_select(0, rows.to(self.memory.device))
         for past in self.pasts:
             past.own.select(rows)
             past.memory.select(rows)
@@ -73,7 +76,7 @@ def translate(
     A target has at most `target_length` tokens (None: 2 × the tokens of its source + 10), and at most `max_length`
     including its begin token.
     """
-    device = next(model.parameters()).device
+    device = model.head.weight.device  # where the search finds the log probabilities, if stages have several devices
     source = padded(sources).to(device)
     most = [target_length or 2 * len(own) + 10 for own in sources]
     limits = torch.tensor(most, device=device).clamp_max(max_length - 1)

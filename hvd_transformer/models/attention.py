@@ -35,6 +35,7 @@ class KVCache:
     def select(self, rows: Tensor) -> None:
         """Keep these rows [B'] of the batch, in this order; a row may be repeated."""
         if self.pair is not None:
+            rows = rows.to(self.pair[0].device)  # each pipeline stage may have a device of its own
             self.pair = self.pair[0].index_select(0, rows), self.pair[1].index_select(0, rows)
 
 
@@ -188,15 +189,16 @@ class CrossAttention(Attention):
             nn.init.uniform_(linear.weight, -bound, bound)
         _zero_biases(self.query, self.key_value, self.output)
 
-    def forward(self, hidden: Tensor, memory: Tensor, allowed: Tensor, past: KVCache | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, memory: Tensor | None, allowed: Tensor, past: KVCache | None = None) -> Tensor:
         """[B, T, D] over `memory` [B, S, D] to [B, T, D]. `allowed` [B, S] marks the positions to attend to.
 
-        `past` caches the keys and values of the memory from the first call on.
+        `past` caches the keys and values of the memory; from the second call on nothing else of it is needed.
         """
         query = self.query(hidden).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
         if past is not None and past.pair is not None:
             key, value = past.pair
         else:
+            assert memory is not None
             key, value = _split_heads(self.key_value(memory), 2, self.head_width)
             if past is not None:
                 past.pair = key, value

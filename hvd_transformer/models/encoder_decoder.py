@@ -52,11 +52,11 @@ class EncoderDecoder(nn.Module):
         return [DecoderCache(KVCache(), KVCache()) for _ in self.decoder]
 
     def decode(
-        self, target: Tensor, memory: Tensor, allowed: Tensor, pasts: Sequence[DecoderCache] | None = None
+        self, target: Tensor, memory: Tensor | None, allowed: Tensor, pasts: Sequence[DecoderCache] | None = None
     ) -> Tensor:
         """Token numbers [B, T] over `memory` [B, S, D] to the last block's output [B, T, D].
 
-        With `pasts` the tokens continue those in the caches.
+        With `pasts` the tokens continue those in the caches, which need no `memory`.
         """
         hidden: Tensor = self.target_embedding(target, pasts[0].own.length if pasts else 0)
         for number, block in enumerate(self.decoder):

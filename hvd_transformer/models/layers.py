@@ -163,9 +163,12 @@ class DecoderBlock(Block):
         init_residual(self.cross.output, config)
 
     def forward(  # type: ignore[override]  # it takes more arguments
-        self, hidden: Tensor, memory: Tensor, allowed: Tensor, past: DecoderCache | None = None
+        self, hidden: Tensor, memory: Tensor | None, allowed: Tensor, past: DecoderCache | None = None
     ) -> Tensor:
-        """[B, T, D] over `memory` [B, S, D] to [B, T, D]; `allowed` [B, S] marks the positions to attend to."""
+        """[B, T, D] over `memory` [B, S, D] to [B, T, D]; `allowed` [B, S] marks the positions to attend to.
+
+        A `past` that is not empty has all that is needed of the memory.
+        """
         own, of_memory = past or (None, None)
         hidden = self._around(self.norm1, hidden, lambda values: self.attention(values, None, own))
         hidden = self._around(self.norm3, hidden, lambda values: self.cross(values, memory, allowed, of_memory))

@@ -18,6 +18,31 @@ def peak_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1 << 10)
 
 
+class HostMemory(NamedTuple):
+    """Bytes that this process may use, on its host or in its container."""
+
+    total: int
+    available: int
+
+
+def host_memory_left(root: Path = Path("/")) -> HostMemory | None:
+    """What Linux says of the memory, and of the control group's limit if there is one; None: not known."""
+    try:
+        lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
+        values = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
+        total, available = values["MemTotal"], values["MemAvailable"]
+    except (OSError, ValueError, KeyError, IndexError):
+        return None
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        with suppress(OSError, ValueError):  # no such group, or "max"
+            most, now = (int((root / "sys/fs/cgroup" / name).read_text(encoding="ascii")) for name in (limit, used))
+            total, available = min(total, most), min(available, max(0, most - now))
+    return HostMemory(total, available)
+
+
 class HostUsage(NamedTuple):
     """Of all processes of a host, over a time. Traffic that bypasses the kernel (RDMA) is not in it."""
 

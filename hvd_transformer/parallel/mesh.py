@@ -82,11 +82,13 @@ class ParallelMesh:
             hosts = list(dict.fromkeys(world.hosts[rank] for rank in group))
             if len(hosts) > 1:
                 model, training = config.model, config.training
-                tokens = training.batch_size * config.data.sequence_length
+                known = training.batch_size != "auto"
+                span = "accumulation step" if known else "sample"
+                tokens = (training.batch_samples if known else 1) * config.data.sequence_length
                 sent = 4 * model.num_layers * tokens * model.d_model * 4 / 2**20  # two sums forward, two backward
                 return (
                     f"the ranks {', '.join(map(str, group))} of one tensor group are on hosts {', '.join(hosts)}: "
-                    f"{sent:,.0f} MiB of activations per accumulation step go between them while the layers wait"
+                    f"{sent:,.0f} MiB of activations per {span} go between them while the layers wait"
                 )
         return None
 

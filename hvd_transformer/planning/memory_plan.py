@@ -92,7 +92,7 @@ def make_plan(config: Config, vocab_size: int | None = None, ranks: int | None =
 
     Raises `UserError` if the vocabulary size is unknown or the model cannot be partitioned as configured.
     """
-    dp = _num_replicas(config, ranks)
+    dp = num_replicas(config, ranks)
     vocab_size, origin = vocabulary(config, vocab_size)
     samples = batch_samples(config)
     micro_batch_size = math.ceil(samples / config.parallel.micro_batches)
@@ -122,7 +122,8 @@ def _device_type(config: Config) -> str:
     return "cuda" if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()) else "cpu"
 
 
-def _num_replicas(config: Config, ranks: int | None) -> int:
+def num_replicas(config: Config, ranks: int | None) -> int:
+    """Of a job of so many ranks; None: one replica. Raises `UserError` if the ranks do not fit the configuration."""
     tensor, shard = config.parallel.tensor, config.parallel.optimizer_shard
     if ranks is None:
         if shard != "none":
@@ -154,7 +155,7 @@ def batch_samples(config: Config) -> int:
     if config.data.batch_tokens is not None and config.task != "language_model":
         longest = max(config.data.length_of(role) for role in ("source", "target"))
         return max(1, config.data.batch_tokens // longest)
-    return config.training.batch_size
+    return config.training.batch_samples
 
 
 def vocabulary(config: Config, given: int | None) -> tuple[int, str]:
@@ -191,6 +192,20 @@ def _stage(
         for operations in [make_schedule(schedule, num_stages, count)[index]]
         for setting in RECOMPUTES
     }
+    gradients, optimizer = gradients_and_optimizer(config, layers, dp)
+    return StageCost(
+        layers=layers,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=activations,
+        forward_flops=sum(layer.forward_flops for layer in layers),
+        backward_flops=backward_flops,
+        deferred_flops=sum(layer.deferred_flops for layer in layers),
+    )
+
+
+def gradients_and_optimizer(config: Config, layers: Sequence[LayerEstimate], dp: int) -> tuple[int, int]:
+    """Bytes of a stage's gradients at the peak, and of its optimizer state, on one of `dp` replicas."""
     weights = sum(layer.weight_bytes for layer in layers)
     by_muon = sum(layer.hidden_bytes for layer in layers) if config.optimizer.name == "muon" else 0
     of_gradients, of_optimizer = copies_per_weight(config, dp)
@@ -201,12 +216,4 @@ def _stage(
         transfer = transfer_sizes(_device_type(config), dp, config.communication.bucket_mb)
         bucket = max(transfer.bucket, *(layer.largest_bytes for layer in layers))
         gradients += min(weights, bucket + transfer.gradients)
-    return StageCost(
-        layers=layers,
-        gradients=gradients,
-        optimizer=optimizer,
-        activations=activations,
-        forward_flops=sum(layer.forward_flops for layer in layers),
-        backward_flops=backward_flops,
-        deferred_flops=sum(layer.deferred_flops for layer in layers),
-    )
+    return gradients, optimizer

@@ -2,9 +2,9 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -120,6 +120,11 @@ def join_passes(first: PassMemory, second: PassMemory) -> PassMemory:
         backward=max(before + second.backward, first.backward + second.late),
         late=first.late + second.late,
     )
+
+
+def join_modes(layers: Iterable[Mapping[PassMode, PassMemory]]) -> Mapping[PassMode, PassMemory]:
+    """The memory of consecutive layers together, in each mode."""
+    return reduce(lambda first, second: {mode: join_passes(first[mode], second[mode]) for mode in first}, layers)
 
 
 def stage_activations(

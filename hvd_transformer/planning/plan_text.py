@@ -62,7 +62,7 @@ def _layers(plan: MemoryPlan) -> str:
         first, *others = equal
         name = f"{first.name} to {others[-1].name}, each" if others else first.name
         flops = _number(first.forward_flops / 1e9), _number(first.backward_flops / 1e9)
-        rows.append([name, f"{first.parameters:,}", *flops, _bytes(first.activation_bytes)])
+        rows.append([name, f"{first.parameters:,}", *flops, bytes_text(first.activation_bytes)])
     return "Layers, per micro-batch: GFLOPs, and activations kept for backward\n" + table(rows, 1)
 
 
@@ -177,6 +177,7 @@ def _unit(num_bytes: int) -> tuple[str, int]:
     return next((item for item in _UNITS.items() if num_bytes >= item[1]), ("KiB", 2**10))
 
 
-def _bytes(num_bytes: int) -> str:
+def bytes_text(num_bytes: int) -> str:
+    """Such as 1.5 GiB."""
     unit, number = _unit(num_bytes)
     return f"{num_bytes / number:,.1f} {unit}"

@@ -72,15 +72,15 @@ class LanguageModelTask(DecoderTask):
             needed, trained = length + 1, zip(tokens.files, mixed_sources(config.data), strict=True)
             shortest = min(len(file) for file, source in trained if source.weight != 0)
             self.samples = self._mixture(tokens)
-            self.sampler = StepSampler(self.samples.num_items, num_samples, training.batch_size, replica)
+            self.sampler = StepSampler(self.samples.num_items, num_samples, training.batch_samples, replica)
         elif config.data.batching == "windows":
             needed = length + 1
             self.samples = WindowDataset(tokens, length, config.seed)
-            self.sampler = StepSampler(self.samples.num_items, num_samples, training.batch_size, replica)
+            self.sampler = StepSampler(self.samples.num_items, num_samples, training.batch_samples, replica)
         else:
-            needed = 2 * training.batch_size
-            self.samples = ColumnDataset(tokens, training.batch_size, length)
-            num_stretches = num_samples // (training.batch_size * training.accumulation)
+            needed = 2 * training.batch_samples
+            self.samples = ColumnDataset(tokens, training.batch_samples, length)
+            num_stretches = num_samples // (training.batch_samples * training.accumulation)
             self.sampler = ColumnSampler(self.samples.num_items, num_stretches, training.accumulation, replica)
         if shortest < needed:
             raise UserError(
@@ -133,7 +133,7 @@ class LanguageModelTask(DecoderTask):
 
     def _evaluation_parts(self, split: str) -> list[Iterator[Batch]]:
         """The batches of each token file."""
-        batch_size = self.config.training.eval_batch_size or self.config.training.batch_size
+        batch_size = self.config.training.eval_batch_size or self.config.training.batch_samples
         files, most = _files(self.data.splits[split]), self.eval_samples
         windows = [-(-(len(tokens) - 1) // self.length) for tokens in files]
         if most is not None and most < sum(windows):

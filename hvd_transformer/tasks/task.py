@@ -255,6 +255,11 @@ class Task(ABC):
         return {}
 
 
+def largest_vocabulary(task: Task) -> int | None:
+    """The number of tokens of the task's largest tokenizer; None: it has none."""
+    return max((tokenizer.vocab_size for tokenizer in task.tokenizers.values()), default=None)
+
+
 class Samples(Protocol):
     """The samples of a split."""
 
@@ -279,7 +284,7 @@ class ExampleTask(Task):
         self.sampler: Sampler = StepSampler(0, 1, 1, replica)
         self.targets_per_step = 1  # no steps without a training split
         if "train" in self.splits:
-            batch_size = config.training.batch_size
+            batch_size = config.training.batch_samples
             self.batches = LengthBuckets(self._order("train"), batch_size, config.data.batch_tokens, config.seed)
             num_batches = -(-step_samples(config.training, replica.size) // batch_size)
             self.sampler = self.batches.sampler(num_batches, replica)
@@ -304,7 +309,7 @@ class ExampleTask(Task):
     def evaluation_numbers(self, split: str) -> Iterator[NDArray[np.int64]]:
         """The numbers of this replica's samples of a split, one array per batch."""
         training = self.config.training
-        size = training.eval_batch_size or training.batch_size
+        size = training.eval_batch_size or training.batch_samples
         for numbers in dealt_batches(self._evaluated(split), size, self.config.data.batch_tokens, self.replica):
             self.tick()
             yield numbers

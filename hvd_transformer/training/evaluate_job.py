@@ -32,6 +32,7 @@ from hvd_transformer.training.job_setup import (
     make_task,
     prepare_data,
 )
+from hvd_transformer.training.out_of_memory import memory_errors_told
 from hvd_transformer.training.process import StopRequest, keep_freed_memory
 from hvd_transformer.training.state import TrainState
 from hvd_transformer.training.trainer import Trainer
@@ -144,13 +145,14 @@ def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchd
     split = agree(world, lambda: _split(task, request.split, config))
     if path is None:
         agree(world, lambda: _check_unchanged(data, split, saved.state, config))
-    trainer = Trainer(config, world, mesh, task, TrainState(), draw=False)
-    heartbeat.timeline = trainer.engine.timeline
-    restore_weights(trainer.engine, saved.folder if world.rank == 0 else None)
-    if mesh.device.type == "cuda":  # the kernels of a CPU are for training
-        compile_layers(config, task, mesh, world)
-    heartbeat.enter_phase("evaluation")
-    found = trainer.evaluate(split)
+    with memory_errors_told(config, mesh, task, world, heartbeat):
+        trainer = Trainer(config, world, mesh, task, TrainState(), draw=False)
+        heartbeat.timeline = trainer.engine.timeline
+        restore_weights(trainer.engine, saved.folder if world.rank == 0 else None)
+        if mesh.device.type == "cuda":  # the kernels of a CPU are for training
+            compile_layers(config, task, mesh, world)
+        heartbeat.enter_phase("evaluation")
+        found = trainer.evaluate(split)
     heartbeat.enter_phase("end")
     trainer.close()
     left_out = getattr(data, "left_out", {}).get(split, {})

@@ -3,11 +3,13 @@
 Nothing is written before all input has been checked: a refused start leaves the folder as it was.
 """
 
+import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -21,6 +23,7 @@ from hvd_transformer.errors import UserError
 from hvd_transformer.folder_lock import FolderLock
 from hvd_transformer.own_folder import make_own_folder
 
+_BATCH_SIZE = "batch_size.json"
 _LOG = re.compile(r"rank-.*\.log|beat-.*|launch\.log")
 
 
@@ -57,15 +60,28 @@ class RunDirectory:
             raise
         return checkpoint
 
-    def begin(self, config: Config, rank: int, *, first_on_host: bool) -> None:
+    def batch_size(self) -> dict[str, Any] | None:
+        """What an earlier start has found for `training.batch_size=auto`, as it was given to `begin`."""
+        try:
+            found = json.loads((self.path / _BATCH_SIZE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) and isinstance(found.get("batch_size"), int) else None
+
+    def begin(
+        self, config: Config, rank: int, *, first_on_host: bool, batch_size: Mapping[str, Any] | None = None
+    ) -> None:
         """Write what a run starts with, and remove the heartbeats of an earlier run.
 
-        Every rank calls it; the first one on each host removes, because the folder may be that host's own.
+        `batch_size`: what was found for `training.batch_size=auto`. Every rank calls it; the first one on each host
+        removes, because the folder may be that host's own.
         """
         try:
             if rank == 0:
                 self.store.clean()
                 atomic.write_text(self.path / "config.yaml", dump(config))
+                if batch_size is not None:
+                    atomic.write_text(self.path / _BATCH_SIZE, json.dumps(batch_size, indent=1) + "\n")
             make_own_folder(self.path / "logs")
             if first_on_host:
                 for heartbeat in (self.path / "logs").glob("beat-*"):

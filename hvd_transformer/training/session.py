@@ -267,7 +267,7 @@ class Session:
 
     def _text_samples(self) -> Sequence[Mapping[str, str]]:
         """What the model writes now. Collective."""
-        if not self.trainer.num_text_samples or self.valid is None or not math.isfinite(self.valid["loss"]):
+        if not self.config.training.text_samples or self.valid is None or not math.isfinite(self.valid["loss"]):
             return ()  # nothing can be sampled from logits that are no numbers
         return self.trainer.text_samples("valid")
 

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from hvd_transformer.reporting.progress import Progress, Silent, screen
 from hvd_transformer.reporting.trackers.processes import Trackers
 from hvd_transformer.tasks.metrics import show_metrics
 from hvd_transformer.tasks.task import Data, Task
+from hvd_transformer.training.batch_size_search import settle_batch_size
 from hvd_transformer.training.determinism import choose_kernels
 from hvd_transformer.training.job_setup import (
     check_same_data,
@@ -33,6 +35,7 @@ from hvd_transformer.training.job_setup import (
     prepare_data,
 )
 from hvd_transformer.training.lr_schedule import scaling_warning
+from hvd_transformer.training.out_of_memory import memory_errors_told
 from hvd_transformer.training.process import StopRequest, keep_freed_memory, only_new_garbage
 from hvd_transformer.training.run_directory import RunDirectory
 from hvd_transformer.training.run_environment import environment_lines, run_environment
@@ -66,16 +69,23 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | No
     trackers = Trackers([])
     try:
         trackers = agree(world, lambda: Trackers(config.tracking if world.rank == 0 else []))
-        data, trainer = _assemble(config, world, mesh, checkpoint, progress, stop, heartbeat)
+        data = prepare_data(config, world, progress, stop, heartbeat)
+        agree(world, lambda: check_same_data(data, world))
+        kept = directory.batch_size() if world.rank == 0 else None
+        found, to_keep = settle_batch_size(config, world, mesh, data, kept, progress, heartbeat)
+        trainer = _assemble(found, world, mesh, data, checkpoint, progress, heartbeat)
         agree(world, trackers.check)
         first_on_host = world.hosts.index(world.host) == world.rank
-        agree(world, lambda: directory.begin(config, world.rank, first_on_host=first_on_host))
+        agree(
+            world,
+            lambda: directory.begin(config, world.rank, first_on_host=first_on_host, batch_size=to_keep),
+        )
     except BaseException:
         trackers.close()
         directory.abandon()
         raise
     try:
-        return _train(config, world, directory, data, trainer, checkpoint, progress, stop, watchdog, trackers)
+        return _train(found, world, directory, data, trainer, checkpoint, progress, stop, watchdog, trackers)
     finally:
         trackers.close()
         directory.release()
@@ -106,7 +116,7 @@ def _train(
         log.warning(mesh.warning)
     across_hosts, scaling = mesh.across_hosts(config, world), scaling_warning(config.optimizer, trainer.lr_replicas)
     limited = limited_evaluation(config)
-    for warning in (mesh.warning, across_hosts, scaling, _samples_warning(config, trainer), limited):
+    for warning in (mesh.warning, across_hosts, scaling, limited):
         if warning is not None:
             progress.message(f"warning: {warning}")
     if limited is not None:
@@ -121,7 +131,8 @@ def _train(
     if world.broadcast_object(peak is not None):
         trainer.task.count_flops()
     session = Session(trainer, directory, progress, data.digest, heartbeat, trackers, environment, peak and peak.rate)
-    with only_new_garbage():
+    told = partial(memory_errors_told, config, mesh, trainer.task, world, heartbeat)
+    with only_new_garbage(), told():
         status = session.train(stop)
     if status == "stopped":  # said first: a launcher may not wait for what follows
         progress.message(
@@ -130,7 +141,8 @@ def _train(
         )
     heartbeat.enter_phase("end")
     trainer.engine.check_replicas("at the end")
-    summary = session.finish(status)
+    with told():
+        summary = session.finish(status)
     trainer.close()
     if status == "finished":
         notes = [*trainer.task.notes, *([] if limited is None else [limited]), f"run directory: {directory.path}"]
@@ -142,26 +154,25 @@ def _assemble(
     config: Config,
     world: World,
     mesh: ParallelMesh,
+    data: Data,
     checkpoint: Path | None,
     progress: Silent,
-    stop: StopRequest,
     heartbeat: Heartbeat,
-) -> tuple[Data, Trainer]:
-    """The data, and a trainer with initial or restored weights: everything that wrong input can make fail."""
-    data = prepare_data(config, world, progress, stop, heartbeat)
-    agree(world, lambda: check_same_data(data, world))
+) -> Trainer:
+    """A trainer with initial or restored weights: what wrong input can make fail when the data are there."""
     saved = read_checked(checkpoint, data.digest, world)
     state = TrainState() if saved is None else TrainState.load(saved["position"])
     state.choose_best_by(config.training.best_metric)
     task = agree(world, lambda: _make_task(config, data, mesh))
-    trainer = Trainer(config, world, mesh, task, state, draw=saved is None)
-    if saved is None:
-        broadcast_parameters(trainer.engine.buffers, mesh.dp_group)
-    else:
-        trainer.restore(checkpoint, saved)
+    with memory_errors_told(config, mesh, task, world, heartbeat):
+        trainer = Trainer(config, world, mesh, task, state, draw=saved is None)
+        if saved is None:
+            broadcast_parameters(trainer.engine.buffers, mesh.dp_group)
+        else:
+            trainer.restore(checkpoint, saved)
     if (why := compile_layers(config, task, mesh, world)) is not None:
         progress.message(f"training.compile: off, {why}")
-    return data, trainer
+    return trainer
 
 
 class _LogFile(logging.FileHandler):
@@ -191,15 +202,6 @@ def _make_task(config: Config, data: Data, mesh: ParallelMesh) -> Task:
     if best.removeprefix("-") not in names:
         raise UserError(f"training.best_metric={best}: no such metric of this task; it has {', '.join(names)}")
     return task
-
-
-def _samples_warning(config: Config, trainer: Trainer) -> str | None:
-    if trainer.num_text_samples == config.training.text_samples:
-        return None
-    return (
-        f"training.text_samples={config.training.text_samples}: no samples are written, as the stages of "
-        f"parallel.pipeline={config.parallel.pipeline} are on several GPUs"
-    )
 
 
 def _headline(config: Config, world: World, trainer: Trainer) -> str:

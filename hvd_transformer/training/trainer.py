@@ -32,6 +32,7 @@ from hvd_transformer.errors import UserError
 from hvd_transformer.gradients.optimizer import clip_factor
 from hvd_transformer.nn.contracts import MicroBatch
 from hvd_transformer.parallel.engine import Engine
+from hvd_transformer.parallel.layer_inputs import inputs_moved
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.parallel.precision import LossScaler
 from hvd_transformer.planning.partition import choose_partition
@@ -81,8 +82,6 @@ class Trainer:
             num_tokens=task.targets_per_step,
         )
         task.tick = self.engine.timeline.tick
-        # Samples are generated outside of the pipeline, which takes a model that is on one device.
-        self.num_text_samples = config.training.text_samples if len(set(mesh.devices)) == 1 else 0
         self.loss_scaler = LossScaler(config.training.precision)
         self.lr_replicas = rate_replicas(config.training, mesh.dp, config.communication.local_steps)
         self.total_steps = self._count_steps()
@@ -203,7 +202,9 @@ class Trainer:
         parts = self.task.evaluation_parts(split)
         found = evaluate(map(losses, parts.values()), self.mesh.dp_group, self.task.num_sums)
         sums, count = together(found)
-        metrics = self.task.metrics(sums, count) | self.task.more_metrics(split, self.mesh.dp_group)
+        with inputs_moved(self.engine.stages):
+            more = self.task.more_metrics(split, self.mesh.dp_group)
+        metrics = self.task.metrics(sums, count) | more
         for name, part in zip(parts, found, strict=True):
             if name and part.num_targets:  # none in an evaluation of few samples
                 metrics[f"{name}_loss"] = self.task.metrics(*part)["loss"]
@@ -216,8 +217,8 @@ class Trainer:
         # Texts that grow would be compiled anew for many lengths.
         compiled = self.config.training.compile and self.mesh.device.type == "cuda"
         eager: AbstractContextManager[object] = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
-        with eager, torch.no_grad():
-            return self.task.text_samples(split, self.num_text_samples)
+        with eager, torch.no_grad(), inputs_moved(self.engine.stages):
+            return self.task.text_samples(split, self.config.training.text_samples)
 
     def capture(self, data_digest: str, checksum: int, best: bool, begun: Begun | None = None) -> Snapshot:
         """This rank's part of a checkpoint of the job as it is now, with the weights' checksum. Collective.

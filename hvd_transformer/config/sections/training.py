@@ -1,8 +1,13 @@
 """The keys of the section `training`."""
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from hvd_transformer.config.sections.key import OptionalCount, OptionalPositive, Section, changeable, fixed
+from hvd_transformer.errors import UserError
+
+Count = Annotated[int, Field(ge=1)]
 
 
 class TrainingConfig(Section):
@@ -10,7 +15,12 @@ class TrainingConfig(Section):
 
     epochs: int = changeable(1, "number of passes over the training split", ge=1)
     max_steps: OptionalCount = changeable(None, "stop after this many steps; none: after `epochs`")
-    batch_size: int = changeable(8, "samples per replica and accumulation step", ge=1)
+    batch_size: Count | Literal["auto"] = changeable(
+        8,
+        "samples per replica and accumulation step; auto: the largest that fits into the memory of every rank, found "
+        "once per run; needs global_batch_size",
+        allowed="a number of at least 1, or auto",
+    )
     eval_batch_size: OptionalCount = changeable(None, "batch size in evaluation; none: batch_size")
     eval_batches: OptionalCount = changeable(
         None,
@@ -64,3 +74,10 @@ class TrainingConfig(Section):
     deterministic: bool = changeable(
         False, "deterministic kernels on a GPU, which are slower: runs repeat bit for bit, as they always do on a CPU"
     )
+
+    @property
+    def batch_samples(self) -> int:
+        """`batch_size` as a number. Raises `UserError` if it has not been found yet."""
+        if self.batch_size == "auto":
+            raise UserError("training.batch_size=auto: is found when a job starts; here it must be a number")
+        return self.batch_size

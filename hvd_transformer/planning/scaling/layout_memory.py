@@ -1,13 +1,12 @@
 """The memory of each pipeline stage of a layout, as `planning.memory_plan` has it for one."""
 
-from collections.abc import Mapping, Sequence
-from functools import reduce
+from collections.abc import Sequence
 
 from hvd_transformer.config.schema import Config
 from hvd_transformer.gradients.optimizer import copies_per_weight
 from hvd_transformer.gradients.transfer_sizes import transfer_sizes
 from hvd_transformer.parallel.pipeline_schedule import make_schedule
-from hvd_transformer.planning.pass_memory import PassMemory, PassMode, join_passes, stage_activations
+from hvd_transformer.planning.pass_memory import join_modes, stage_activations
 from hvd_transformer.planning.scaling.layer_work import LayerWork
 from hvd_transformer.planning.scaling.layout import Layout
 
@@ -27,12 +26,6 @@ def layout_memory(
         total = weights * (1 + of_gradients + of_optimizer)
         if of_gradients < 1:  # ZeRO stage 2: also whole gradients, in a bucket that fills and in those in flight
             total += min(weights, max(transfer.bucket, *sizes) + transfer.gradients)
-        passes = reduce(_joined, (layer.passes for layer in layers[start:stop]))
+        passes = join_modes(layer.passes for layer in layers[start:stop])
         found.append(round(total) + stage_activations(schedule[index], index, config.parallel.recompute, passes))
     return found
-
-
-def _joined(
-    first: Mapping[PassMode, PassMemory], second: Mapping[PassMode, PassMemory]
-) -> Mapping[PassMode, PassMemory]:
-    return {mode: join_passes(first[mode], second[mode]) for mode in first}

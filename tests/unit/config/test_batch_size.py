@@ -1,9 +1,18 @@
 """Samples per step and learning-rate scaling, which a fixed global batch makes independent of the replicas."""
 
+import math
+
 import pytest
 from small_job import settings
 
-from hvd_transformer.config.batch_size import check_step_size, rate_replicas, step_samples
+from hvd_transformer.config import load
+from hvd_transformer.config.batch_size import (
+    check_step_size,
+    possible_batch_sizes,
+    rate_replicas,
+    step_samples,
+    with_batch_size,
+)
 from hvd_transformer.errors import UserError
 
 
@@ -50,3 +59,40 @@ def test_with_local_steps_the_rate_is_that_of_one_replica() -> None:
     assert rate_replicas(grows, 3, local_steps=8) == 1
     assert rate_replicas(fixed, 3, local_steps=8) == 2  # 8 samples of its own are two accumulation steps of 4
     assert rate_replicas(grows, 1, local_steps=8) == rate_replicas(grows, 1)
+
+
+AUTO = ["training.batch_size=auto", "optimizer.lr_scaling=none"]
+
+
+@pytest.mark.parametrize("total", [1, 7, 12, 64, 97])
+@pytest.mark.parametrize("dp", [1, 2, 3, 8])
+def test_sizes_that_may_be_found_divide_a_replicas_part_evenly(total: int, dp: int) -> None:
+    config = load(overrides=[*AUTO, f"training.global_batch_size={total}"])
+    sizes, part = possible_batch_sizes(config, dp), math.ceil(total / dp)
+    assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == part
+    for size in range(1, part + 1):
+        steps = math.ceil(part / size)
+        # None smaller takes as few accumulation steps.
+        assert (size in sizes) == (size == 1 or math.ceil(part / (size - 1)) > steps)
+
+
+def test_batches_of_examples_divide_the_whole_step() -> None:
+    words = [*AUTO, "task=translation", "data.source=multi30k", "training.global_batch_size=96"]
+    assert possible_batch_sizes(load(overrides=words), 1) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96]
+    assert possible_batch_sizes(load(overrides=[*words, "parallel.micro_batches=5"]), 4) == [6, 8, 12, 24]
+    text = load(overrides=[*AUTO, "training.global_batch_size=7"])
+    chat = text.model_copy(update={"data": text.data.model_copy(update={"messages_column": "messages"})})
+    assert (possible_batch_sizes(text, 1), possible_batch_sizes(chat, 1)) == ([1, 2, 3, 4, 7], [1, 7])
+
+
+def test_a_replica_has_samples_for_its_micro_batches() -> None:
+    config = load(overrides=[*AUTO, "training.global_batch_size=12", "parallel.micro_batches=8"])
+    with pytest.raises(UserError, match="parallel.micro_batches=8: more than the 6 samples that each of 2 replicas"):
+        possible_batch_sizes(config, 2)
+
+
+def test_a_size_that_is_not_found_yet_is_no_number() -> None:
+    config = load(overrides=[*AUTO, "training.global_batch_size=12"])
+    with pytest.raises(UserError, match="training.batch_size=auto: is found when a job starts"):
+        _ = config.training.batch_samples
+    assert with_batch_size(config, 6).training.batch_samples == 6

@@ -6,7 +6,14 @@ from hvd_transformer.config import load
 from hvd_transformer.errors import UserError
 
 # (settings that fit, the one that then does not, all keys and numbers the message must name)
+AUTO = ["training.global_batch_size=64", "training.batch_size=auto", "optimizer.lr_scaling=none"]
 CASES = [
+    (AUTO, "training.global_batch_size=none", ["training.batch_size=auto", "training.global_batch_size"]),
+    (AUTO, "optimizer.lr_scaling=sqrt", ["training.batch_size=auto", "optimizer.lr_scaling=none", "sqrt"]),
+    (AUTO, "data.batching=columns", ["training.batch_size=auto", "data.batching=columns"]),
+    (AUTO, "training.eval_batches=3", ["training.batch_size=auto", "training.eval_batch_size", "eval_batches=3"]),
+    (AUTO, "parallel.micro_batches=65", ["parallel.micro_batches=65", "64"]),
+    (["task=translation", *AUTO], "data.batch_tokens=100", ["training.batch_size=auto", "data.batch_tokens=100"]),
     (["model.d_model=96", "model.num_heads=6"], "model.num_heads=7", ["model.d_model=96", "model.num_heads=7"]),
     (
         ["model.d_model=12", "model.num_heads=6", "model.position=rotary"],

@@ -21,7 +21,6 @@ from hvd_transformer.inference.predict import translate
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.tasks import translation_task
 from hvd_transformer.training.state import TrainState
-from hvd_transformer.training.train_job import _samples_warning
 from hvd_transformer.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -88,18 +87,6 @@ def test_a_replica_other_than_the_first_writes_nothing() -> None:
     job = trainer(config())
     job.mesh = replace(job.mesh, dp=2, dp_rank=1)
     assert job.text_samples("valid") == ()
-
-
-def test_stages_on_several_devices_are_told_and_left_out() -> None:
-    piped = config("parallel.pipeline=2", "parallel.partition=uniform")
-    job = trainer(piped)
-    assert _samples_warning(piped, job) is None
-    # One device, of which torch has two names.
-    mesh = replace(job.mesh, devices=(torch.device("cpu"), torch.device("cpu", 0)))
-    split = Trainer(piped, World(), mesh, trainer(piped).task, TrainState())
-    assert split.num_text_samples == 0
-    warning = _samples_warning(piped, split)
-    assert warning is not None and "training.text_samples=3: no samples" in warning and "pipeline=2" in warning
 
 
 def test_a_task_without_text_refuses_the_key() -> None:
