@@ -12,6 +12,7 @@ from hvd_transformer.nn import seeded_attention
 from hvd_transformer.nn.dropout import Dropout
 from hvd_transformer.nn.kernels import FusibleLayer
 from hvd_transformer.nn.parallel_layers import ColumnParallelLinear, RowParallelLinear
+from hvd_transformer.nn.products import autocast_dtype
 
 
 class KVCache:
@@ -158,6 +159,9 @@ class SelfAttention(Attention):
     ) -> Tensor:
         """[B, T, D] to [B, T, D]. `allowed` [B, T] marks the keys to attend to; `past` caches previous positions;
         `documents` keeps documents apart, where rotary positions, which are relative, need not start anew."""
+        narrow = autocast_dtype(hidden)
+        if narrow is not None:
+            hidden = hidden.to(narrow)  # once for all of its products
         if self.qkv is not None:
             group = self.qkv.column_group
             query, key, value = _split_heads(self.qkv(hidden), 3, self.head_width)

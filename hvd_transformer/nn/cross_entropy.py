@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from hvd_transformer.nn.contracts import WeightGrads
 from hvd_transformer.nn.kernels import Kernels
 from hvd_transformer.nn.parallel_layers import VocabShard, local_vocab_index, out_of_graph
-from hvd_transformer.nn.products import add_product_, aligned_linear, autocast_dtype
+from hvd_transformer.nn.products import add_product_, autocast_dtype, zeros_beside
 
 # Tokens per chunk: a GPU wants large matrices. On a CPU at least CPU_CHUNK, and up to CPU_LOGITS logits: 16 MiB, which
 # stay in a large cache, and below the 32 MiB from which glibc maps each block anew, page by page.
@@ -90,11 +90,16 @@ class _FusedCrossEntropy(torch.autograd.Function):
         slopes: list[Tensor] = []
         narrow = autocast_dtype(hidden)
         factor = weight if narrow is None else weight.to(narrow) if shadow is None else shadow
+        offset, num_zeros = bias, 0
+        if factor.is_cuda and factor.dtype.itemsize == 2:
+            num_zeros = zeros_beside(factor)
+            factor, offset = F.pad(factor, (0, 0, 0, num_zeros)), None if bias is None else F.pad(bias, (0, num_zeros))
         for start in range(0, hidden.size(0), chunk):
             values, goal = hidden[start : start + chunk], targets[start : start + chunk, None]
             if narrow is not None:
                 values = values.to(narrow)
-            logits = _logits(values, factor, bias)
+            whole = F.linear(values, factor, offset)
+            logits = whole[:, : weight.size(0)] if num_zeros else whole
             if grad_hidden is not None and shard is None and kernels is not None and kernels.fit(logits):
                 loss += kernels.cross_entropy_(logits, goal, smoothing).sum()
                 slope = logits
@@ -105,8 +110,8 @@ class _FusedCrossEntropy(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += slope.sum(0)
             if slope.dtype != logits.dtype:
-                slope = logits.copy_(slope)
-            grad_hidden[start : start + chunk] = slope @ factor
+                slope = logits.copy_(slope)  # beside the zeros of `whole`
+            grad_hidden[start : start + chunk] = (whole if num_zeros else slope) @ factor
             if grad_weight is None:
                 slopes.append(slope)
             else:
@@ -143,12 +148,6 @@ class _FusedCrossEntropy(torch.autograd.Function):
                 grad_weight = (slope.t() @ values).to(weight_type)
                 grad_bias = None if bias_type is None else slope.sum(0, dtype=bias_type)
         return grad_hidden, grad_weight, grad_bias, *(None,) * 9
-
-
-def _logits(values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if values.device.type == "cpu" or values.dtype.itemsize > 2:
-        return F.linear(values, weight, bias)
-    return aligned_linear(values, weight, bias)
 
 
 def _add_losses(

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hvd_transformer.nn.kernels import DropoutBits, FusibleLayer, dropout_threshold
+from hvd_transformer.nn.on_gpu import on_gpu
 
 
 class _Here(threading.local):
@@ -100,7 +101,7 @@ class Dropout(FusibleLayer):
             return compiled
         if _here.place is None:
             return F.dropout(values, self.rate)
-        if values.device.type == "cpu":
+        if not on_gpu(values):
             mask: Tensor = _cpu_mask(values.detach(), self.rate, self.seed())
             return values * mask
         result: Tensor = _Seeded.apply(values, self.rate, self.seed())  # type: ignore[no-untyped-call]

@@ -42,13 +42,9 @@ def add_product_(target: Tensor, left: Tensor, right: Tensor, *, first: bool) ->
         target.add_(left @ right)
 
 
-def aligned_linear(values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`values @ weight.T + bias` [N, M] with rows that begin at whole lines of memory, whatever M is.
+def zeros_beside(weight: Tensor) -> int:
+    """The rows of zeros to add to a weight [M, D], so that `values @ weight.T` has rows of whole lines of memory.
 
-    So the result, too, is a factor that fast kernels take: the logits of a vocabulary of any size.
+    Products with those are fast whatever M is: a vocabulary may have any size.
     """
-    outputs, step = weight.size(0), _ROW_BYTES // values.element_size()
-    room = values.new_empty(values.size(0), -(-outputs // step) * step)
-    result = room[:, :outputs]
-    torch.mm(values, weight.t(), out=result)
-    return result if bias is None else result.add_(bias)
+    return -weight.size(0) % (_ROW_BYTES // weight.element_size())

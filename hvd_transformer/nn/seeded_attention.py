@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hvd_transformer.nn.dropout import Dropout, seed_here
+from hvd_transformer.nn.on_gpu import on_gpu
 from hvd_transformer.nn.products import autocast_dtype
 
 aten = torch.ops.aten
@@ -26,7 +27,7 @@ _lock = threading.Lock()
 def fits(query: Tensor) -> bool:
     """Whether fused kernels take these heads [B, H, T, W]."""
     width = query.size(-1)
-    return query.is_cuda and query.dtype != torch.float64 and width % 8 == 0 and width <= _WIDEST
+    return on_gpu(query) and query.dtype != torch.float64 and width % 8 == 0 and width <= _WIDEST
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, dropout: Dropout) -> Tensor:
@@ -39,6 +40,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
     if narrow is not None:
         query, key, value = (heads.to(narrow) for heads in (query, key, value))
     bias = None if mask is None else _bias(mask, query, key.size(2))
+    if not query.is_cuda:  # in `plan`
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, is_causal=causal)
     if torch.compiler.is_compiling():
         attention = torch.ops.hvd_transformer.attention
         result: Tensor = attention(query, key, value, bias, dropout.key, dropout.rate, causal)[0]

@@ -115,18 +115,22 @@ def _synchronize(device: torch.device) -> None:
 
 
 @contextmanager
-def gradients_as_in_training(
-    layers: Sequence[Layer], store: WeightGradStore, *, weight_grads: bool = True
-) -> Iterator[None]:
+def gradients_as_in_training(layers: Sequence[Layer], store: WeightGradStore, *, blocks: bool = True) -> Iterator[None]:
     """Handle gradients as training does, and remove them at the end.
 
-    Gradients of weights exist from the start, and those of embedding lookups are dropped. With `weight_grads`, linear
-    layers put their weight gradients into `store`; otherwise autograd computes them.
+    Gradients of weights exist from the start, and those of embedding lookups are dropped. Linear layers put their weight
+    gradients into `store`; without `blocks`, autograd computes those of blocks.
     """
     modules = {module for layer in layers for module in layer.module.modules()}
     weights = {weight for layer in layers for weight in layer.module.parameters()}
     embeddings = [module for module in modules if isinstance(module, VocabParallelEmbedding)]
-    linears = [module for module in modules if isinstance(module, WeightGradLayer) and weight_grads]
+    linears = [
+        module
+        for layer in layers
+        if blocks or not layer.recompute
+        for module in layer.module.modules()
+        if isinstance(module, WeightGradLayer)
+    ]
     for weight in weights:
         weight.grad = torch.zeros_like(weight)
     for embedding in embeddings:

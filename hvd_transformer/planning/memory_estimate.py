@@ -66,7 +66,7 @@ def estimate_memory(config: Config, vocab_size: int, dp: int, *, evaluation: boo
     loss = _loss(costs[-1])
     return [
         MemoryEstimate(
-            sum(layer.weight_bytes for layer in stage),
+            sum(layer.weight_bytes + layer.shadow_bytes for layer in stage),
             *gradients_and_optimizer(config, stage, dp),
             own,
             min(own, loss) if stage is stages[-1] else 0,

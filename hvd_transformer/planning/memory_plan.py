@@ -47,6 +47,11 @@ class StageCost:
     def weights(self) -> int:
         return sum(layer.weight_bytes for layer in self.layers)
 
+    @property
+    def shadows(self) -> int:
+        """Of the weights in 16 bits, which mixed precision keeps beside them."""
+        return sum(layer.shadow_bytes for layer in self.layers)
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -70,7 +75,7 @@ class MemoryPlan:
         """Bytes of weights, gradients, optimizer state and activations, as configured."""
         parallel = self.config.parallel
         activations = stage.activations[parallel.schedule, parallel.recompute]
-        return [stage.weights, stage.gradients, stage.optimizer, activations]
+        return [stage.weights + stage.shadows, stage.gradients, stage.optimizer, activations]
 
     def timeline(self, schedule: ScheduleName, num_micro_batches: int | None = None) -> Timeline:
         """One simulated accumulation step. Time is proportional to FLOPs: 1 per micro-batch in the slowest stage."""
@@ -100,7 +105,7 @@ def make_plan(config: Config, vocab_size: int | None = None, ranks: int | None =
     check_partition(config)
     with fake_model(config, vocab_size, micro_batch_size) as model:
         costs, stages = layer_costs(model), []
-        layers, batch, store, context = model
+        layers, batch, store, context, compiled = model
         tensors, targets = batch.inputs, batch.targets
         flops = [
             layer.forward_flops + layer.backward_flops for layer in costs
@@ -110,7 +115,10 @@ def make_plan(config: Config, vocab_size: int | None = None, ranks: int | None =
         )
         for index, (start, stop) in enumerate(pairwise(accumulate(partition, initial=0))):
             own_layers, own_targets = layers[start:stop], targets if stop == len(layers) else ()
-            runs = {mode: run_pass(own_layers, tensors, own_targets, store, context, mode) for mode in PASS_MODES}
+            runs = {
+                mode: run_pass(own_layers, tensors, own_targets, store, context, mode, compiled=compiled)
+                for mode in PASS_MODES
+            }
             passes = {mode: memory for mode, (memory, _) in runs.items()}
             stages.append(_stage(config, costs[start:stop], index, count, passes, dp))
             tensors = runs[PassMode(recompute=False, defer=False)][1]

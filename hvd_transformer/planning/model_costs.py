@@ -12,6 +12,8 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -21,8 +23,10 @@ from hvd_transformer.gradients.weight_grads import WeightGradStore
 from hvd_transformer.nn.contracts import Layer, MicroBatch, Tensors
 from hvd_transformer.nn.cross_entropy import GPU_CHUNK
 from hvd_transformer.nn.dropout import Dropout
+from hvd_transformer.nn.on_gpu import planned_on_gpu
+from hvd_transformer.nn.parallel_layers import WeightGradLayer
 from hvd_transformer.parallel.pipeline import layer_context
-from hvd_transformer.parallel.precision import weight_dtype
+from hvd_transformer.parallel.precision import product_dtype, weight_dtype
 from hvd_transformer.parallel.tensor_parallel import shard_model
 from hvd_transformer.planning.layer_profile import gradients_as_in_training
 from hvd_transformer.planning.pass_memory import (
@@ -58,6 +62,7 @@ class LayerEstimate:
     weight_bytes: int
     largest_bytes: int  # of the largest weight
     hidden_bytes: int  # of the weights that Muon updates, if it is the optimizer
+    shadow_bytes: int  # of the weights in 16 bits, beside
     forward_flops: int
     backward_flops: int  # weight gradients included
     deferred_flops: int  # of these, the weight gradients that can be deferred
@@ -73,6 +78,7 @@ class FakeModel(NamedTuple):
     micro_batch: MicroBatch
     store: WeightGradStore  # of deferred weight gradients
     context: Context  # each layer runs inside `context()`
+    compiled: bool = False  # blocks are, for a GPU
 
 
 @contextmanager
@@ -80,22 +86,50 @@ def fake_model(config: Config, vocab_size: int, num_samples: int) -> Iterator[Fa
     """The model as in training. Tensors that are created inside this context are fake."""
     # If training may use a GPU, the GPU's chunk is planned for: it is the larger one.
     chunk = config.model.loss_chunk or (None if config.training.device == "cpu" else GPU_CHUNK)
-    with FakeTensorMode(), ExitStack() as stack:
+    on_gpu = for_gpu(config)
+    with FakeTensorMode(), planned_on_gpu(on_gpu), ExitStack() as stack:
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(weight_dtype(config.training.precision))
         planned = config.model_copy(update={"model": config.model.model_copy(update={"loss_chunk": chunk})})
         model, layers, batch, splits = task_class(config).sketch(planned, vocab_size, num_samples)
         model.train()
+        if on_gpu:
+            _fuse_norms(model)
         shard_model(model, splits, 0, config.parallel.tensor)
+        _add_shadows(config, model)
         store = WeightGradStore()
         context = partial(layer_context, config.training.precision, torch.device("cpu"), (0,))
         # Weight gradients are in gradient buffers, which are counted apart from activations. Compiled blocks of a GPU
         # leave them to autograd.
-        blocks_compiled = config.training.compile and config.training.device != "cpu"
-        with gradients_as_in_training(layers, store, weight_grads=not blocks_compiled):
+        blocks_compiled = config.training.compile and on_gpu
+        with gradients_as_in_training(layers, store, blocks=not blocks_compiled):
             # Creates the position tables, which stay.
             forward(layers, batch.inputs, batch.targets, context, recompute=False)
-            yield FakeModel(layers, batch, store, context)
+            yield FakeModel(layers, batch, store, context, blocks_compiled)
+
+
+def for_gpu(config: Config) -> bool:
+    """Whether training may use a GPU: then that is planned for."""
+    return config.training.device != "cpu"
+
+
+def _add_shadows(config: Config, model: nn.Module) -> None:
+    """The weights in 16 bits that mixed precision multiplies by."""
+    if config.training.precision in ("bf16", "fp16"):
+        for module in model.modules():
+            if isinstance(module, WeightGradLayer):
+                module.shadow = torch.empty_like(module.weight, dtype=product_dtype(config.training.precision))
+
+
+def _fuse_norms(model: nn.Module) -> None:
+    """Let root mean square norms keep what a GPU's keep, which is what layer norms keep. A CPU's are several steps."""
+    for module in model.modules():
+        if isinstance(module, nn.RMSNorm):
+            module.forward = partial(_layer_norm, module)  # type: ignore[method-assign]
+
+
+def _layer_norm(module: nn.RMSNorm, values: Tensor) -> Tensor:
+    return F.layer_norm(values, module.normalized_shape, module.weight)
 
 
 def layer_costs(model: FakeModel, modes: Sequence[PassMode] = PASS_MODES[:1]) -> list[LayerEstimate]:
@@ -103,17 +137,21 @@ def layer_costs(model: FakeModel, modes: Sequence[PassMode] = PASS_MODES[:1]) ->
 
     Blocks that are alike are run once, so that time does not grow with the depth of the model.
     """
-    layers, batch, store, context = model
+    layers, batch, store, context, compiled = model
     owner = {id(weight): layer.name for layer in layers for weight in layer.module.parameters()}
     found: dict[Hashable, tuple[list[int], dict[PassMode, PassMemory], Tensors]] = {}
     hidden = {id(weight) for weight in hidden_matrices([layer.module for layer in layers])}
+    linears = (module for layer in layers for module in layer.module.modules() if isinstance(module, WeightGradLayer))
+    shadowed = {id(linear.weight) for linear in linears if linear.shadow is not None}
     tensors, targets, costs = batch.inputs, batch.targets, []
     for layer in layers:
         own_targets = targets if layer is layers[-1] else ()
         kind = (_kind(layer), *((tensor.shape, tensor.dtype) for tensor in (*tensors, *own_targets)))
         if kind not in found:
             flops = _flops(model, layer, tensors, own_targets)
-            runs = {mode: run_pass([layer], tensors, own_targets, store, context, mode) for mode in modes}
+            runs = {
+                mode: run_pass([layer], tensors, own_targets, store, context, mode, compiled=compiled) for mode in modes
+            }
             found[kind] = flops, {mode: memory for mode, (memory, _) in runs.items()}, runs[modes[0]][1]
         (forward_flops, backward_flops, deferred_flops), passes, tensors = found[kind]
         own = [weight for weight in layer.module.parameters() if owner[id(weight)] == layer.name]
@@ -124,6 +162,7 @@ def layer_costs(model: FakeModel, modes: Sequence[PassMode] = PASS_MODES[:1]) ->
                 weight_bytes=sum(weight.nbytes for weight in own),
                 largest_bytes=max((weight.nbytes for weight in own), default=0),
                 hidden_bytes=sum(weight.nbytes for weight in own if id(weight) in hidden),
+                shadow_bytes=sum(2 * weight.numel() for weight in own if id(weight) in shadowed),
                 forward_flops=forward_flops,
                 backward_flops=backward_flops + deferred_flops,
                 deferred_flops=deferred_flops,

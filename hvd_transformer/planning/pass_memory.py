@@ -2,10 +2,11 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, reduce
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -18,6 +19,25 @@ from hvd_transformer.nn.contracts import Layer, Tensors
 from hvd_transformer.parallel.pipeline import Recompute
 from hvd_transformer.parallel.pipeline_schedule import Operation
 
+aten = torch.ops.aten
+# With which a compiler fuses elementwise operations: of one pass over memory, too.
+_FUSED = {
+    aten._to_copy.default,
+    aten.cat.default,
+    aten.clone.default,
+    aten.native_dropout_backward.default,
+    aten.native_layer_norm.default,
+    aten.roll.default,
+}
+
+
+_PRODUCTS = {
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.mm.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
 
 class AllocationTracker(TorchDispatchMode):
     """Counts the bytes of the tensors that this thread creates inside the context, for as long as they live.
@@ -28,6 +48,12 @@ class AllocationTracker(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
+        # Of a compiled layer: what the results of elementwise operations come from, by their storage, and what products
+        # have read: those read it in backward, too.
+        self._fuses = False
+        self._sources: WeakKeyDictionary[UntypedStorage, list[Tensor]] = WeakKeyDictionary()
+        self._read: WeakSet[UntypedStorage] = WeakSet()
+        self._packed: list[_Kept] = []
         self._lock = threading.RLock()  # another thread may free a tensor
 
     def take_peak(self) -> int:
@@ -43,15 +69,84 @@ class AllocationTracker(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        for storage in _storages(result) - _storages((args, kwargs)):
+        given = _storages((args, kwargs))
+        for storage in _storages(result) - given:
             self._add(storage.nbytes())
             weakref.finalize(storage, self._add, -storage.nbytes())
+            if self._fuses and _is_elementwise(func):
+                self._sources[storage] = self._roots((args, kwargs))
+        if self._fuses and func in _PRODUCTS:
+            self._read.update(given)
         return result
+
+    @contextmanager
+    def compiled(self) -> Iterator[None]:
+        """Around the forward of a compiled layer. It keeps a result of elementwise operations only for a matrix product
+        or attention: for others backward computes it again, from what it comes from."""
+        self._fuses = True
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+            yield
+        self._fuses = False
+        for kept in self._packed:  # by now all have been read
+            kept.choose(self._read)
+        self._sources.clear()
+        self._read.clear()
+        self._packed.clear()
+
+    def _pack(self, tensor: Tensor) -> "Tensor | _Kept":
+        roots = self._sources.get(tensor.untyped_storage())
+        if roots is None:
+            return tensor
+        self._packed.append(_Kept(tensor, roots))
+        return self._packed[-1]
+
+    def _roots(self, tree: object) -> list[Tensor]:
+        """What no elementwise operation has computed, of all that these tensors come from."""
+        found: dict[int, Tensor] = {}
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, Tensor):
+                found |= {id(root): root for root in self._sources.get(leaf.untyped_storage(), [leaf])}
+        return list(found.values())
 
     def _add(self, num_bytes: int) -> None:
         with self._lock:
             self.now += num_bytes
             self.peak = max(self.peak, self.now)
+
+
+def _is_elementwise(func: Any) -> bool:
+    return torch.Tag.pointwise in func.tags or func in _FUSED  # type: ignore[attr-defined]
+
+
+class _Kept:
+    """What a compiled layer keeps of a tensor for backward: the tensor, or what it comes from."""
+
+    def __init__(self, tensor: Tensor, roots: list[Tensor]) -> None:
+        self._size, self._stride, self._dtype, self._device = (
+            tensor.size(),
+            tensor.stride(),
+            tensor.dtype,
+            tensor.device,
+        )
+        self._tensor: Tensor | None = tensor
+        self._roots = roots
+
+    def choose(self, read: WeakSet[UntypedStorage]) -> None:
+        """The tensor if products read it, too."""
+        assert self._tensor is not None
+        if self._tensor.untyped_storage() in read:
+            self._roots = []
+        else:
+            self._tensor = None
+
+    def tensor(self) -> Tensor:
+        if self._tensor is not None:
+            return self._tensor
+        return torch.empty_strided(self._size, self._stride, dtype=self._dtype, device=self._device)
+
+
+def _unpack(kept: Tensor | _Kept) -> Tensor:
+    return kept if isinstance(kept, Tensor) else kept.tensor()
 
 
 def _storages(tree: object) -> set[UntypedStorage]:
@@ -88,15 +183,19 @@ def run_pass(
     store: WeightGradStore,
     context: Context,
     mode: PassMode,
+    *,
+    compiled: bool = False,
 ) -> tuple[PassMemory, Tensors]:
     """Run forward and backward as a pipeline stage does. Returns the memory, and zeros in the shapes of the outputs.
 
-    `targets` are for the model's last layer, otherwise empty. Call inside `gradients_as_in_training(layers, store)`.
+    With `compiled` blocks are compiled for a GPU. `targets` are for the model's last layer, otherwise empty. Call inside
+    `gradients_as_in_training(layers, store)`.
     """
     with AllocationTracker() as allocated:
         inputs = received(tensors)
         input_bytes = allocated.now
-        outputs = forward(layers, inputs, targets, context, recompute=mode.recompute)
+        around = allocated.compiled if compiled else nullcontext
+        outputs = forward(layers, inputs, targets, context, recompute=mode.recompute, around_block=around)
         forward_peak, kept = allocated.take_peak(), allocated.now
         with store.deferring() if mode.defer else nullcontext():
             backward(outputs)
@@ -154,12 +253,19 @@ def stage_activations(
 
 
 def forward(
-    layers: Sequence[Layer], inputs: Tensors, targets: Tensors, context: Context, *, recompute: bool
+    layers: Sequence[Layer],
+    inputs: Tensors,
+    targets: Tensors,
+    context: Context,
+    *,
+    recompute: bool,
+    around_block: Context = nullcontext,
 ) -> Tensors:
-    """The outputs of the last layer, which also takes `targets`. Each layer runs inside `context()`, as in training."""
+    """The outputs of the last layer, which also takes `targets`. Each layer runs inside `context()`, as in training,
+    and each block also inside `around_block()`."""
 
     def call(layer: Layer, *arguments: Tensor) -> Tensors:
-        with context():
+        with context(), around_block() if layer.recompute else nullcontext():
             result = layer.run(*arguments)
         return result if isinstance(result, tuple) else (result,)
 

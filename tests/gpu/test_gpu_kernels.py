@@ -4,11 +4,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hvd_transformer.nn import seeded_attention
+from hvd_transformer.nn.cross_entropy import fused_cross_entropy
 from hvd_transformer.nn.dropout import Dropout, dropout_key
-from hvd_transformer.nn.products import add_product_, aligned_linear, product
+from hvd_transformer.nn.products import add_product_, product
 
 pytestmark = pytest.mark.gpu
 
@@ -109,7 +111,7 @@ def test_dropout_draws_its_mask_again() -> None:
     with dropout_key(1, 2):
         before = torch.cuda.memory_allocated()
         dropped = dropout(values)
-        assert torch.cuda.memory_allocated() - before == dropped.nbytes  # nothing is stored
+        assert torch.cuda.memory_allocated() - before < 1.01 * dropped.nbytes  # no mask is stored
         assert torch.equal(dropout(values.t().contiguous().t()), dropped)
     dropped.sum().backward()
     assert float((dropped != 0).double().mean()) == pytest.approx(1 - RATE, abs=0.01)
@@ -128,12 +130,19 @@ def test_products_add_up_in_float32(dtype: torch.dtype) -> None:
     torch.testing.assert_close(target.double(), 2 * exact, **closely)
 
 
-@pytest.mark.parametrize("outputs", [28_783, 64])
-def test_logits_of_any_vocabulary(outputs: int) -> None:
-    values, weight = torch.randn(50, 96, device="cuda").bfloat16(), torch.randn(outputs, 96, device="cuda").bfloat16()
-    bias = torch.randn(outputs, device="cuda")
-    found = aligned_linear(values, weight, bias)
-    assert found.shape == (50, outputs)
-    assert found.stride(0) * 2 % 128 == 0
-    wanted = values.double() @ weight.double().t() + bias
-    torch.testing.assert_close(found.double(), wanted, rtol=0.02, atol=0.2)
+@pytest.mark.parametrize("vocab_size", [28_783, 1000, 64])
+@pytest.mark.parametrize("num_tokens", [40, 200])  # fewer and more than channels
+def test_the_loss_of_any_vocabulary(vocab_size: int, num_tokens: int) -> None:
+    hidden = torch.randn(num_tokens, 96, device="cuda", requires_grad=True)
+    weight = (0.2 * torch.randn(vocab_size, 96, device="cuda")).requires_grad_()
+    bias = torch.randn(vocab_size, device="cuda", requires_grad=True)
+    targets = torch.randint(vocab_size, (num_tokens,), device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = fused_cross_entropy(hidden, weight, bias, targets, smoothing=0.1)
+    found = torch.autograd.grad(loss, (hidden, weight, bias))
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight, bias)]
+    logits = F.linear(exact[0].bfloat16().double(), exact[1].bfloat16().double(), exact[2])
+    wanted = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=0.1)
+    torch.testing.assert_close(loss.double(), wanted, rtol=2e-3, atol=0)
+    for own, want in zip(found, torch.autograd.grad(wanted, exact), strict=True):
+        assert float((own.double() - want).norm() / want.norm()) < 0.02

@@ -28,12 +28,14 @@ def test_sums_never_make_the_host_wait_and_the_watchdog_sees_them() -> None:
                 torch.cuda._sleep(500_000_000)  # what is computed beside the sum
                 wait()
                 gathered = group.gather(own.mul_(2))
-        time.sleep(0.05)  # both streams are asleep by now
-        seen = world.link.waiting
+        seen: set[str] = set()
+        while now := {*world.link.waiting}:  # the card may run one stream's work after the other's
+            seen |= now
+            time.sleep(0.01)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
-    assert list(seen) == ["tensor.stage0.1", "tensor.stage1.1"]
+    assert {"tensor.stage0.1", "tensor.stage1.1"} <= seen
     assert not world.link.waiting and world.link.ended == 4
     assert [own[0].item() for own in values] == [3.0, 5.0]
     assert gathered.shape == (1, 1 << 16) and bool((gathered == 5).all())
