@@ -118,8 +118,8 @@ def _synchronize(device: torch.device) -> None:
 def gradients_as_in_training(layers: Sequence[Layer], store: WeightGradStore, *, blocks: bool = True) -> Iterator[None]:
     """Handle gradients as training does, and remove them at the end.
 
-    Gradients of weights exist from the start, and those of embedding lookups are dropped. Linear layers put their weight
-    gradients into `store`; without `blocks`, autograd computes those of blocks.
+    Gradients of weights exist from the start, and those of embedding lookups are dropped. Linear layers put their
+    weight gradients into `store`; without `blocks`, autograd computes those of blocks.
     """
     modules = {module for layer in layers for module in layer.module.modules()}
     weights = {weight for layer in layers for weight in layer.module.parameters()}

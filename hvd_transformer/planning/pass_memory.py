@@ -115,7 +115,7 @@ class AllocationTracker(TorchDispatchMode):
 
 
 def _is_elementwise(func: Any) -> bool:
-    return torch.Tag.pointwise in func.tags or func in _FUSED  # type: ignore[attr-defined]
+    return torch.Tag.pointwise in func.tags or func in _FUSED
 
 
 class _Kept:
@@ -188,8 +188,8 @@ def run_pass(
 ) -> tuple[PassMemory, Tensors]:
     """Run forward and backward as a pipeline stage does. Returns the memory, and zeros in the shapes of the outputs.
 
-    With `compiled` blocks are compiled for a GPU. `targets` are for the model's last layer, otherwise empty. Call inside
-    `gradients_as_in_training(layers, store)`.
+    With `compiled` blocks are compiled for a GPU. `targets` are for the model's last layer, otherwise empty. Call
+    inside `gradients_as_in_training(layers, store)`.
     """
     with AllocationTracker() as allocated:
         inputs = received(tensors)
