@@ -2,18 +2,21 @@
 
     python -m benchmarks.gpu --json benchmarks/results/gpu.json --profile gpu-profile.txt
 
-MFU is relative to the fastest dense matrix product that this card showed in the same run. `--dry-run` does all of it in
-a small size on the CPU.
+MFU is relative to the fastest dense matrix product that this card showed in the same run; attention counts in full, as
+in PaLM's MFU (Chowdhery et al. 2022, arXiv 2204.02311, appendix B). `--dry-run` does all of it in a small size on the
+CPU.
 """
 
 import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import torch
@@ -22,84 +25,96 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.command_line import write_figures
 from hvd_transformer.bench.device import measure_device
 from hvd_transformer.bench.synthetic_task import SyntheticTask
-from hvd_transformer.bench.timing import synchronize
+from hvd_transformer.bench.timing import call_seconds, synchronize
+from hvd_transformer.checkpoint.capture import Capture
 from hvd_transformer.comm.world import World
 from hvd_transformer.config import Config, load
 from hvd_transformer.data.sampler import Replica, StepPlan
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.planning.device_peak import device_name, device_peak
 from hvd_transformer.planning.memory_plan import make_plan
-from hvd_transformer.planning.model_costs import fake_model, layer_costs
 from hvd_transformer.training.job_setup import compile_layers, initial_weights
 from hvd_transformer.training.state import TrainState
 from hvd_transformer.training.trainer import Trainer
 
 VOCABULARY = 32_768
 TUTORIAL_WORDS = 28_783  # of WikiText-2
+WARM_UP, BLOCKS = 3, 3
 
 # Random tokens teach nothing: a low rate keeps the loss finite.
-COMMON = ("training.precision=bf16", "optimizer.lr=1e-6", "parallel.partition=uniform")
-TUTORIAL = ("tutorial-1b", "parallel.pipeline=1", "parallel.micro_batches=1", "optimizer.warmup_steps=0")
+COMMON = ("training.precision=bf16", "optimizer.lr=1e-6", "parallel.partition=uniform", "parallel.recompute=never")
 # For the CPU, which compiles in fp32 only.
-SMALL = (
-    "model.num_layers=2",
-    "model.d_model=64",
-    "model.num_heads=8",
-    "model.d_feedforward=64",
-    "training.precision=fp32",
-)
+SMALL = ("model.num_layers=6", "model.d_model=64", "model.num_heads=8", "model.d_feedforward=64")
+DRY = (*SMALL, "training.precision=fp32", "data.sequence_length=32", "training.batch_size=4")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row: a preset with settings, `stages` on the card, each with streams of its own."""
+    """One row: a preset with settings; the stages of a pipeline share the card, each with streams of its own."""
 
     name: str
     preset: str
     settings: Sequence[str]
     vocab_size: int = VOCABULARY
-    stages: int = 1
-    dry: Sequence[str] = ()  # smaller, for the CPU
+    checkpoint: bool = False  # measure one, too
+
+    def config(self, *, dry: bool) -> Config:
+        return load(self.preset, overrides=[*COMMON, *self.settings, *(DRY if dry else ["training.device=cuda"])])
 
 
-def _both(name: str, preset: str, settings: Sequence[str], **more: Any) -> list[Case]:
+class Planned(NamedTuple):
+    """What `plan` says of a step: FLOPs of forward and backward without recomputing, and bytes at the peak."""
+
+    flops: float
+    memory: int
+
+
+def _both(name: str, preset: str, *settings: str, vocab_size: int = VOCABULARY, checkpoint: bool = False) -> list[Case]:
     return [
-        Case(f"{name}, {way}", preset, [*settings, f"training.compile={choice}"], **more)
-        for way, choice in (("eager", "false"), ("compiled", "true"))
+        Case(f"{name}, eager", preset, settings, vocab_size, checkpoint),
+        Case(f"{name}, compiled", preset, [*settings, "training.compile=true"], vocab_size),
     ]
+
+
+def _tutorial(batch_size: int, stages: int = 1, micro_batches: int = 1) -> list[str]:
+    """A sequence has 35 tokens."""
+    sizes = {"training.batch_size": batch_size, "parallel.pipeline": stages, "parallel.micro_batches": micro_batches}
+    return [*(f"{key}={value}" for key, value in sizes.items()), "optimizer.warmup_steps=0"]
 
 
 def cases() -> list[Case]:
     """The rows, in order."""
-    preset, *tutorial = TUTORIAL
-    few = {"dry": ["training.batch_size=4"]}
-    llama = ["parallel.recompute=never"]
-    of_tutorial: dict[str, Any] = {"vocab_size": TUTORIAL_WORDS, **few}
-    return [
-        *_both("llama-1b, 8k tokens", "llama-1b", [*llama, "training.batch_size=4"], **few),
-        *_both("llama-1b, 16k tokens", "llama-1b", [*llama, "training.batch_size=8"], **few),
-        *_both("tutorial-1b, 8k tokens", preset, [*tutorial, "training.batch_size=234"], **of_tutorial),
-        *_both("tutorial-1b, 16k tokens", preset, [*tutorial, "training.batch_size=468"], **of_tutorial),
-        *_both("gpt-small, 16k tokens", "gpt-small", ["training.batch_size=16"], **few),
-        *(
-            Case(
-                f"tutorial-1b, 16k tokens, {stages} stages",
-                preset,
-                [*tutorial[2:], "training.batch_size=468", "parallel.micro_batches=4", f"parallel.pipeline={stages}"],
-                stages=stages,
-                **of_tutorial,
-            )
-            for stages in (1, 2, 4)
-        ),
+    pieces = [
+        Case(
+            f"tutorial-1b, 16k tokens in 4 micro-batches, {stages} stage{'s' if stages > 1 else ''}",
+            "tutorial-1b",
+            _tutorial(468, stages, 4),
+            TUTORIAL_WORDS,
+        )
+        for stages in (1, 2, 4)
     ]
+    return [
+        *_both("tutorial-1b, 8k tokens", "tutorial-1b", *_tutorial(234), vocab_size=TUTORIAL_WORDS),
+        *_both("llama-1b, 8k tokens", "llama-1b", "training.batch_size=4", checkpoint=True),
+        *_both("gpt-small, 16k tokens", "gpt-small", "training.batch_size=16"),
+        *_both("tutorial-1b, 16k tokens", "tutorial-1b", *_tutorial(468), vocab_size=TUTORIAL_WORDS),
+        *pieces,
+        *_both("llama-1b, 16k tokens", "llama-1b", "training.batch_size=8"),
+    ]
+
+
+def planned(case: Case, *, dry: bool) -> Planned:
+    """From shapes alone."""
+    plan = make_plan(case.config(dry=dry), case.vocab_size, 1)
+    flops = sum(layer.forward_flops + layer.backward_flops for layer in plan.layers) * plan.num_micro_batches
+    return Planned(flops, sum(sum(plan.memory(stage)) for stage in plan.stages))
 
 
 @contextmanager
 def trainer(case: Case, device: torch.device, *, dry: bool) -> Iterator[Trainer]:
     """On random tokens, with random weights."""
-    config = load(case.preset, overrides=[*COMMON, *case.settings, *([*SMALL, *case.dry] if dry else [])])
-    world = World()
-    mesh = ParallelMesh.of(config, world, (device,) * case.stages)
+    config, world = case.config(dry=dry), World()
+    mesh = ParallelMesh.of(config, world, (device,) * config.parallel.pipeline)
     with initial_weights(config):
         task = SyntheticTask(config, case.vocab_size, Replica(0, 1))
     made = Trainer(config, world, mesh, task, TrainState(), draw=False)
@@ -110,8 +125,7 @@ def trainer(case: Case, device: torch.device, *, dry: bool) -> Iterator[Trainer]
             weight.data.fill_(1.0 if name.endswith("weight") else 0.0)
         else:
             weight.data.normal_(0.0, 0.02, generator=draw)
-    why = compile_layers(config, task, mesh, world)
-    if why is not None:
+    if (why := compile_layers(config, task, mesh, world)) is not None:
         raise RuntimeError(why)
     try:
         yield made
@@ -119,49 +133,43 @@ def trainer(case: Case, device: torch.device, *, dry: bool) -> Iterator[Trainer]
         made.close()
 
 
-def flops_per_step(config: Config, vocab_size: int) -> float:
-    """Of forward and backward, without recomputing."""
-    with fake_model(config, vocab_size, 1) as model:
-        return config.training.batch_size * sum(
-            layer.forward_flops + layer.backward_flops for layer in layer_costs(model)
-        )
-
-
 def measure(case: Case, device: torch.device, num_steps: int, tables: list[str] | None, *, dry: bool) -> dict[str, Any]:
-    """Steps of one case: seconds, MFU's FLOPs, memory. Adds the profiler's table to `tables`."""
-    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    """Steps of one case: seconds, losses, memory. Adds the profiler's table to `tables`."""
     with trainer(case, device, dry=dry) as job:
-        config, plans = job.config, job.task.sampler.epoch()
+        plans = job.task.sampler.epoch()
         began = time.perf_counter()
-        losses = [job.step(next(plans)).totals.loss for _ in range(3)]  # compiles and chooses kernels
+        losses = [job.step(next(plans)).totals.loss for _ in range(WARM_UP)]  # compiles and chooses kernels
         synchronize(device)
-        warm_up = time.perf_counter() - began
+        found: dict[str, Any] = {"warm_up_seconds": time.perf_counter() - began, "losses": losses}
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        seconds = []
-        for _ in range(3):
-            began = time.perf_counter()
+
+        def block() -> None:
             for _ in range(num_steps):
                 job.step(next(plans))
-            synchronize(device)
-            seconds.append((time.perf_counter() - began) / num_steps)
-        peak_memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+        found["seconds"] = [call_seconds(block, device) / num_steps for _ in range(BLOCKS)]
+        found["peak_memory"] = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+        found["tokens"] = job.config.training.batch_samples * job.config.data.sequence_length
+        found["parameters"] = job.engine.num_parameters
         if tables is not None:
             tables.append(f"{case.name}\n{profiled(job, next(plans))}")
-        plan = make_plan(config, case.vocab_size, 1)
-        planned = sum(sum(plan.memory(stage)) for stage in plan.stages)
-        tokens = config.training.batch_size * config.data.sequence_length
-        return {
-            "seconds": seconds,
-            "tokens": tokens,
-            "flops": flops_per_step(config, case.vocab_size),
-            "losses": losses,
-            "warm_up_seconds": warm_up,
-            "peak_memory": peak_memory,
-            "memory_before": before,
-            "planned_memory": planned,
-            "parameters": job.engine.num_parameters,
-        }
+        if case.checkpoint:
+            found["checkpoint"] = checkpoint(job)
+        return found
+
+
+def checkpoint(job: Trainer) -> dict[str, float]:
+    """The seconds that training stands still for a checkpoint, the first one and later ones, and its bytes."""
+    began = time.perf_counter()
+    capture = Capture(job.engine)
+    seconds = []
+    for _ in range(3):
+        snapshot = capture.take(0, {}, {}, best=False)
+        seconds.append(time.perf_counter() - began)
+        began = time.perf_counter()
+    num_bytes = sum(block.nbytes for part in snapshot.parts.values() for _, block in part.blocks)
+    return {"first": seconds[0], "later": median(seconds[1:]), "bytes": num_bytes}
 
 
 def profiled(job: Trainer, plan: StepPlan) -> str:
@@ -182,53 +190,75 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def row(name: str, found: Mapping[str, Any], peak: float) -> str:
+def row(name: str, found: Mapping[str, Any], plan: Planned, figures: Mapping[str, Any]) -> str:
     """One line of the table."""
     seconds = median(found["seconds"])
-    memory, planned = found["peak_memory"] / 2**30, found["planned_memory"] / 2**30
-    return (
-        f"{name:40} {1000 * seconds:9.2f} ms {found['tokens'] / seconds:12,.0f} tokens/s "
-        f"MFU {100 * found['flops'] / seconds / peak:5.1f} %  {memory:6.2f} GiB (plan {planned:6.2f})  "
-        f"before {found['memory_before'] / 2**30:.2f}  loss {found['losses'][-1]:.5f}  "
-        f"first steps {found['warm_up_seconds']:.0f} s"
+    utilized, memory = plan.flops / seconds, found["peak_memory"]
+    published = f" ({utilized / figures['published']:.1%} of the datasheet's)" if figures["published"] else ""
+    line = (
+        f"{name:52} {1000 * seconds:8.2f} ms  {found['tokens'] / seconds:9,.0f} tokens/s  "
+        f"MFU {utilized / figures['matmul']:.1%}{published}  "
+        f"{memory / 2**30:.2f} GiB (plan {plan.memory / 2**30:.2f}: {memory / plan.memory - 1:+.1%})  "
+        f"loss {found['losses'][-1]:.4f}  first {WARM_UP} steps {found['warm_up_seconds']:.0f} s"
     )
+    if "checkpoint" in found:
+        own = found["checkpoint"]
+        line += f"\n    checkpoint of {own['bytes'] / 1e9:.1f} GB: stall {own['later']:.2f} s, first {own['first']:.2f}"
+    return line
 
 
 @click.command()
 @click.option("--steps", default=5, show_default=True, type=click.IntRange(1), help="Measured in each of three blocks.")
 @click.option("--only", default="", help="Cases whose name has this in it.")
 @click.option("--profile", "profile_file", type=click.Path(path_type=Path), help="Write the profiler's tables to this.")
-@click.option("--profile-only", default="llama-1b, 8k", help="Of the cases whose name has this in it.")
+@click.option("--profile-only", default="8k", show_default=True, help="Of the cases whose name has this in it.")
 @click.option("--dry-run", "dry", is_flag=True, help="All of it in a small size on the CPU.")
 @click.option("--json", "file", type=click.Path(path_type=Path), help="Write every figure to this, too.")
 def main(steps: int, only: str, profile_file: Path | None, profile_only: str, dry: bool, file: Path | None) -> None:
     """Measure training on one GPU."""
+    if not dry and not torch.cuda.is_available():
+        raise click.UsageError("torch finds no usable GPU; --dry-run does all of it in a small size on the CPU")
+    chosen = [case for case in cases() if only in case.name]
+    with ProcessPoolExecutor(1 if dry else 8, get_context("spawn")) as pool:  # beside the first measurement
+        plans = {case.name: pool.submit(planned, case, dry=dry) for case in chosen}
+        _measure_all(chosen, plans, steps, profile_file, profile_only, dry=dry, file=file)
+
+
+def _measure_all(
+    chosen: Sequence[Case],
+    plans: Mapping[str, "Future[Planned]"],
+    steps: int,
+    profile_file: Path | None,
+    profile_only: str,
+    *,
+    dry: bool,
+    file: Path | None,
+) -> None:
     device = torch.device("cpu") if dry else torch.device("cuda", 0)
-    measured = measure_device(device)
-    _, peak = measured.fastest_matmul("bf16")
-    published = device_peak(device, "bf16")
+    precision = "fp32" if dry else "bf16"
+    measured, published = measure_device(device), device_peak(device, precision)
     figures: dict[str, Any] = {
         "device": device_name(device),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "matmul": peak,
+        "matmul": measured.fastest_matmul(precision)[1],
         "bandwidth": measured.memory_bandwidth,
         "published": published and published.rate,
     }
-    click.echo(f"{figures['device']}, torch {torch.__version__}: bf16 {peak / 1e12:.0f} TFLOP/s, {published}")
+    rates = f"{figures['matmul'] / 1e12:.3g} TFLOP/s in {precision}, {figures['bandwidth'] / 1e12:.2g} TB/s"
+    click.echo(f"{figures['device']}, torch {torch.__version__}, CUDA {torch.version.cuda}: {rates}")
     tables: list[str] = []
-    for case in cases():
-        if only not in case.name:
-            continue
+    for case in chosen:
         profiles = profile_file is not None and profile_only in case.name
+        plan = plans[case.name].result()
         try:
             found = measure(case, device, steps, tables if profiles else None, dry=dry)
         except Exception as error:  # the other rows are still of use
-            click.echo(f"{case.name:40} failed: {type(error).__name__}: {error}")
+            click.echo(f"{case.name:52} failed: {type(error).__name__}: {error}")
             figures[case.name] = {"failed": str(error)}
         else:
-            figures[case.name] = found
-            click.echo(row(case.name, found, peak))
+            figures[case.name] = {**found, **plan._asdict()}
+            click.echo(row(case.name, found, plan, figures))
         release(device)
         if profile_file is not None:
             profile_file.write_text("\n\n".join(tables), encoding="utf-8")

@@ -3,6 +3,7 @@
 Each rank copies what it writes of a checkpoint.
 """
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -127,6 +128,9 @@ class _Copy:
         self.files, self._own, self._swap = files, own, swap
         spans = files.spans(rank)
         self.part, self._targets = _allocate(files, spans, writers, rank)
+        if any(shard.values.is_cuda for shard in own.values()):
+            for _, block in self.part.blocks:
+                _pin(block)
         # The engine's tensors stay where they are.
         self._pairs = [
             pair
@@ -138,9 +142,19 @@ class _Copy:
     def run(self) -> None:
         """Collective."""
         for target, source in self._pairs:
-            target.copy_(source)  # from a GPU, too, it returns when the values are here: the next update changes them
+            target.copy_(source, non_blocking=True)
+        for device in {source.device for _, source in self._pairs if source.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()  # the next update changes the values
         if self._swap is not None:
             exchange(self._swap.group, self._own, self._swap.held, self._wanted, self._targets)
+
+
+def _pin(block: torch.Tensor) -> None:
+    """Let a GPU write this memory itself, which is several times as fast. Without the right to, it stays as it is."""
+    runtime, address = torch.cuda.cudart(), block.data_ptr()  # type: ignore[no-untyped-call]
+    # Not torch's pinned memory: that is rounded up to a power of two.
+    if block.nbytes and int(runtime.cudaHostRegister(address, block.nbytes, 0)) == 0:
+        weakref.finalize(block.untyped_storage(), runtime.cudaHostUnregister, address)
 
 
 def _allocate(files: Files, spans: Sequence[Span], writers: Writers, rank: int) -> tuple[FilePart, list[TensorShard]]:

@@ -9,7 +9,7 @@ collective is queued, and its completion is an event for which only the default 
     computing           | backward | backward | backward | `adopt`: waits for the default stream |
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,21 @@ from torch import Tensor
 def has_streams(device: torch.device) -> bool:
     """Whether work on the device is queued on streams."""
     return device.type == "cuda"
+
+
+def start_copy(values: Tensor) -> Callable[[], Tensor]:
+    """Start to copy these values to the host; the function returned waits for this copy alone."""
+    if not has_streams(values.device):
+        return lambda: values
+    copied = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    copied.copy_(values, non_blocking=True)
+    done = torch.cuda.current_stream(values.device).record_event()
+
+    def wait() -> Tensor:
+        done.synchronize()
+        return copied
+
+    return wait
 
 
 def leave_default_stream(devices: Sequence[torch.device]) -> None:

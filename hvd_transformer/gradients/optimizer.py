@@ -19,6 +19,7 @@ from hvd_transformer.gradients.buffers import GradBuffer
 from hvd_transformer.gradients.local_steps import keeps_outer_weights
 from hvd_transformer.gradients.muon import Muon
 from hvd_transformer.gradients.shared_matrices import SharedMatrices
+from hvd_transformer.gradients.update_factor import UpdateFactor
 from hvd_transformer.gradients.weight_average import WeightAverage
 
 # The key of the weights that training goes on with, in a checkpoint whose model file has the averaged ones.
@@ -106,8 +107,15 @@ class FlatOptimizer:
                 state[RAW] = beside
 
     @torch.no_grad()
-    def step(self, learning_rate: float, factor: float = 1.0) -> None:
-        """One update at this learning rate with the gradients × `factor`; may change them. Collective with Muon."""
+    def step(self, learning_rate: float, factor: float | UpdateFactor = 1.0) -> None:
+        """One update at this learning rate with the gradients × `factor`; may change them. Collective with Muon.
+
+        An `UpdateFactor` only where `takes_factor`.
+        """
+        if isinstance(factor, UpdateFactor):
+            for group in self._groups:
+                self._update(group, learning_rate, *factor)
+            return
         if self._muon is not None:
             self._muon.step(learning_rate, factor)
         for group in self._groups:
@@ -117,12 +125,15 @@ class FlatOptimizer:
                 divisor = torch.tensor(1 / factor, dtype=torch.float32, device=group.parameters[0].device)
             elif factor != 1.0:
                 torch._foreach_mul_(group.gradients, factor)
-            if self._config.name == "sgd":
-                self._sgd(group, learning_rate, divisor)
-            else:
-                self._adam(group, learning_rate, divisor)
+            self._update(group, learning_rate, divisor)
         if self.average is not None:
             self.average.update()
+
+    @property
+    def takes_factor(self) -> bool:
+        """Whether all that an update does can be left out by a number on the device."""
+        in_single = all(group.parameters[0].dtype == torch.float32 for group in self._groups)
+        return self._muon is None and self.average is None and in_single
 
     def set_updates(self, number: int) -> None:
         """Set the number of updates behind a loaded state."""
@@ -132,7 +143,13 @@ class FlatOptimizer:
         if self.average is not None:
             self.average.num_updates = number
 
-    def _sgd(self, group: _Group, rate: float, divisor: Tensor | None) -> None:
+    def _update(self, group: _Group, rate: float, divisor: Tensor | None, skip: Tensor | None = None) -> None:
+        if self._config.name == "sgd":
+            self._sgd(group, rate, divisor, skip)
+        else:
+            self._adam(group, rate, divisor, skip)
+
+    def _sgd(self, group: _Group, rate: float, divisor: Tensor | None, skip: Tensor | None) -> None:
         sgd(
             group.parameters,
             group.gradients,
@@ -145,9 +162,10 @@ class FlatOptimizer:
             nesterov=False,
             maximize=False,
             grad_scale=divisor,
+            found_inf=skip,
         )
 
-    def _adam(self, group: _Group, rate: float, divisor: Tensor | None) -> None:
+    def _adam(self, group: _Group, rate: float, divisor: Tensor | None, skip: Tensor | None) -> None:
         adam(
             group.parameters,
             group.gradients,
@@ -165,6 +183,7 @@ class FlatOptimizer:
             eps=self._config.eps,
             maximize=False,
             grad_scale=divisor,
+            found_inf=skip,
         )
 
 
@@ -181,13 +200,13 @@ class GradNorm:
         self._nothing = torch.zeros((), dtype=dtype, device=device)
         self._counts = torch.tensor(list(counts.values()), device=device)
 
-    def __call__(self, own: Mapping[str, Tensor]) -> float:
-        """`own`: the norms of this rank's gradients by the parameter's name. Collective."""
+    def __call__(self, own: Mapping[str, Tensor]) -> Tensor:
+        """A scalar. `own`: the norms of this rank's gradients by the parameter's name. Collective."""
         joined = torch.stack([own.get(name, self._nothing).to(self._device) for name in self._names])
         if self._group.size == 1:
-            return float(torch.linalg.vector_norm(joined))
+            return torch.linalg.vector_norm(joined)
         squares = self._group.all_reduce_((joined * self._counts).square(), "norms")
-        return float(squares.sum().sqrt())
+        return squares.sum().sqrt()
 
 
 def clip_factor(norm: float, clip_norm: float | None) -> float:

@@ -20,6 +20,7 @@ from hvd_transformer.gradients.param_all_gather import ParamAllGather, make_para
 from hvd_transformer.gradients.shared_matrices import SharedMatrices
 from hvd_transformer.gradients.sync import make_grad_sync
 from hvd_transformer.gradients.transfer_sizes import LEAST_SHARE, transfer_sizes
+from hvd_transformer.gradients.update_factor import UpdateFactor
 from hvd_transformer.gradients.weight_grads import install_stores
 from hvd_transformer.gradients.wire.plain import WireOptions
 from hvd_transformer.monitoring.timeline import Timeline
@@ -55,7 +56,7 @@ class ModelStage(Stage):
         """The norm of each parameter's gradient in this rank's shard, by name."""
         return {name: norm for buffer in self.buffers for name, norm in buffer.norms().items()}
 
-    def update(self, factor: float, rate: float) -> None:
+    def update(self, factor: float | UpdateFactor, rate: float) -> None:
         """One optimizer step with the gradients × `factor`; starts the all-gather of sharded parameters."""
         self.optimizer.step(rate, factor)
         if self.all_gather is not None:
@@ -173,17 +174,27 @@ class Engine:
             if stage.all_gather is not None:
                 stage.all_gather.wait_all()
 
-    def grad_norm(self) -> float:
-        """The norm of the reduced gradient of the whole model. Collective."""
+    def grad_norm(self) -> Tensor:
+        """The norm of the reduced gradient of the whole model, a scalar. Collective."""
         norms = self.pipeline.map(lambda stage: self.stages[stage].norms())
         return self._norm({name: norm for own in norms for name, norm in own.items()})
 
-    def update(self, factor: float, rate: float) -> None:
+    @property
+    def takes_factor(self) -> bool:
+        """Whether `update` takes an `UpdateFactor`."""
+        sends_as_it_is = self.config.communication.compression == "none"  # others undo what is skipped
+        return sends_as_it_is and all(stage.optimizer.takes_factor for stage in self.stages)
+
+    def update(self, factor: float | UpdateFactor, rate: float) -> None:
         """One optimizer step of all stages, side by side, with the gradients × `factor`."""
+        if isinstance(factor, UpdateFactor):
+            factors: list[float | UpdateFactor] = [factor.to(stage.device) for stage in self.stages]
+        else:
+            factors = [factor] * len(self.stages)
 
         def update(stage: int) -> None:
             with self.timeline.span(f"stage {stage}", "update"):
-                self.stages[stage].update(factor, rate)
+                self.stages[stage].update(factors[stage], rate)
 
         self.pipeline.map(update)
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import get_args
 
-import torch
-
 from hvd_transformer.config.mixture import origin
 from hvd_transformer.config.schema import Config
 from hvd_transformer.data.tokenizers import BPE_VOCAB_SIZE
@@ -16,7 +14,7 @@ from hvd_transformer.gradients.optimizer import copies_per_weight
 from hvd_transformer.gradients.transfer_sizes import transfer_sizes
 from hvd_transformer.parallel.pipeline import Recompute
 from hvd_transformer.parallel.pipeline_schedule import SCHEDULES, ScheduleName, make_schedule
-from hvd_transformer.planning.model_costs import LayerEstimate, fake_model, layer_costs
+from hvd_transformer.planning.model_costs import LayerEstimate, fake_model, for_gpu, layer_costs
 from hvd_transformer.planning.partition import balanced, check_partition, given_partition
 from hvd_transformer.planning.pass_memory import PASS_MODES, PassMemory, PassMode, run_pass, stage_activations
 from hvd_transformer.planning.schedule_drawing import Timeline, bubble, simulate
@@ -125,11 +123,6 @@ def make_plan(config: Config, vocab_size: int | None = None, ranks: int | None =
     return MemoryPlan(config, dp, vocab_size, origin, samples, micro_batch_size, count, costs, stages)
 
 
-def _device_type(config: Config) -> str:
-    wanted = config.training.device
-    return "cuda" if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()) else "cpu"
-
-
 def num_replicas(config: Config, ranks: int | None) -> int:
     """Of a job of so many ranks; None: one replica. Raises `UserError` if the ranks do not fit the configuration."""
     tensor, shard = config.parallel.tensor, config.parallel.optimizer_shard
@@ -221,7 +214,7 @@ def gradients_and_optimizer(config: Config, layers: Sequence[LayerEstimate], dp:
     gradients = math.ceil(of_gradients * weights)
     optimizer = math.ceil(of_optimizer * (weights - by_muon) + of_muon * by_muon)
     if gradients < weights:  # sharded: also whole gradients, in a bucket that fills and in buckets in flight
-        transfer = transfer_sizes(_device_type(config), dp, config.communication.bucket_mb)
+        transfer = transfer_sizes("cuda" if for_gpu(config) else "cpu", dp, config.communication.bucket_mb)
         bucket = max(transfer.bucket, *(layer.largest_bytes for layer in layers))
         gradients += min(weights, bucket + transfer.gradients)
     return gradients, optimizer

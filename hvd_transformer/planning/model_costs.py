@@ -109,8 +109,9 @@ def fake_model(config: Config, vocab_size: int, num_samples: int) -> Iterator[Fa
 
 
 def for_gpu(config: Config) -> bool:
-    """Whether training may use a GPU: then that is planned for."""
-    return config.training.device != "cpu"
+    """Whether what is planned is a GPU's work: as configured, or because there is one here."""
+    wanted = config.training.device
+    return wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
 
 
 def _add_shadows(config: Config, model: nn.Module) -> None:

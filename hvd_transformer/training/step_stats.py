@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from hvd_transformer.comm.streams import start_copy
 from hvd_transformer.comm.world import World
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.training.state import NO_WISHES, StepTotals, Sums, Wishes
@@ -50,12 +51,32 @@ class StepStats:
         name = "step.costs" if self._costs else "step.sums"  # Horovod caches the shape by the name
         self._wait: Callable[[], Tensor] = self._world.all_reduce_async_(self._sums, name)
 
-    def wait(self) -> StepTotals:
-        """The sums of all ranks; zeros without `sends`."""
-        if not self._sends:
-            return StepTotals(0.0, 0, 0, NO_WISHES)
-        self._wait()
-        loss_sum, targets, samples, *rest = self._sums.tolist()
+    def wait(self) -> None:
+        """Return when the sums of all ranks are there."""
+        if self._sends:
+            self._wait()
+
+    def loss_and_targets(self) -> tuple[Tensor, Tensor]:
+        """The sums over the ranks of these two, scalars on the device; with `sends` only."""
+        loss_sum, num_targets, *_ = self._sums.unbind()
+        return loss_sum, num_targets
+
+    def start_reading(self, norm: Tensor) -> Callable[[], tuple[StepTotals, float]]:
+        """Start to copy the sums of all ranks, zeros without `sends`, and the norm to the host.
+
+        The function returned waits for them, and not for what is queued on the device in between.
+        """
+        sums = self._sums if self._sends else self._loss.new_zeros(0)
+        copied = start_copy(torch.cat([norm.to(sums.device, torch.float64)[None], sums]))
+
+        def read() -> tuple[StepTotals, float]:
+            own, *found = copied().tolist()
+            return self._totals(found) if self._sends else StepTotals(0.0, 0, 0, NO_WISHES), own
+
+        return read
+
+    def _totals(self, sums: Sequence[float]) -> StepTotals:
+        loss_sum, targets, samples, *rest = sums
         wishes, costs = rest[: len(self._wishes)], rest[len(self._wishes) :]
         found = Wishes(*(ranks > 0 for ranks in wishes))
         return StepTotals(loss_sum / targets, int(targets), int(samples), found, costs)

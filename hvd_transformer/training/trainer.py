@@ -24,12 +24,14 @@ from hvd_transformer.checkpoint.capture import Capture
 from hvd_transformer.checkpoint.restore import restore, restore_outer_state, restore_wire
 from hvd_transformer.checkpoint.store import Snapshot
 from hvd_transformer.checkpoint.writer import Begun
+from hvd_transformer.comm.streams import has_streams
 from hvd_transformer.comm.world import World, agree
 from hvd_transformer.config.batch_size import rate_replicas
 from hvd_transformer.config.schema import Config, flatten
 from hvd_transformer.data.sampler import StepPlan
 from hvd_transformer.errors import UserError
 from hvd_transformer.gradients.optimizer import clip_factor
+from hvd_transformer.gradients.update_factor import update_factor
 from hvd_transformer.nn.contracts import MicroBatch
 from hvd_transformer.parallel.engine import Engine
 from hvd_transformer.parallel.layer_inputs import inputs_moved
@@ -85,6 +87,7 @@ class Trainer:
         self.loss_scaler = LossScaler(config.training.precision)
         self.lr_replicas = rate_replicas(config.training, mesh.dp, config.communication.local_steps)
         self.total_steps = self._count_steps()
+        self.updates_ahead = has_streams(mesh.device) and self.engine.takes_factor
         self.prefetch = Prefetch(self._fetch)
         self._next: StepPlan | None = None  # of the same epoch
         self._unsent = Sums()  # of the local steps that the other ranks do not know of
@@ -130,13 +133,21 @@ class Trainer:
 
         own_work = Moment(self.mesh.devices)
         engine.grad_sync.wait()
-        totals = stats.wait()
+        stats.wait()
         arrived = Moment(self.mesh.devices)
+        raw_norm, clip_norm = engine.grad_norm(), self.config.optimizer.clip_norm
+        rate = learning_rate(self.config.optimizer, self.lr_replicas, state.step, state.epoch, self.total_steps)
+        read = stats.start_reading(raw_norm)
+        ahead = self.updates_ahead and not local
+        if ahead:  # a GPU is busy with it while the host reads
+            loss, targets = stats.loss_and_targets()
+            of_mean = task.targets_per_step / (targets.clamp(min=1) * self.loss_scaler.scale)
+            engine.update(update_factor(of_mean, raw_norm, (targets > 0) & loss.isfinite(), clip_norm), rate)
+        totals, norm = read()
         summed = stats.own() if local else totals  # of the samples that the gradients are sums over
 
-        rate = learning_rate(self.config.optimizer, self.lr_replicas, state.step, state.epoch, self.total_steps)
         factor = task.targets_per_step / (max(1, summed.targets) * self.loss_scaler.scale)
-        norm = factor * engine.grad_norm()
+        norm *= factor
         if local:
             if not math.isfinite(totals.loss):
                 raise Diverged(state.step + 1, totals.loss, norm)
@@ -144,7 +155,8 @@ class Trainer:
         if not summed.targets:
             log.info("step %d: no samples for this replica, whose weights stay", state.step + 1)
         elif math.isfinite(norm) and math.isfinite(summed.loss):
-            engine.update(factor * clip_factor(norm, self.config.optimizer.clip_norm), rate)
+            if not ahead:
+                engine.update(factor * clip_factor(norm, clip_norm), rate)
             self.loss_scaler.good()
             state.updates += 1
         else:

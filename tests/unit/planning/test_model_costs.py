@@ -88,7 +88,7 @@ def really_kept(config, first: int, stop: int) -> int:
 def test_activations_are_those_of_a_real_run(words: list[str]) -> None:
     config = load(overrides=[*SMALL, *words])
     num_samples = -(-config.training.batch_size // config.parallel.micro_batches)
-    with fake_model(config, V, num_samples) as (layers, batch, store, context):
+    with fake_model(config, V, num_samples) as (layers, batch, store, context, _):
         inputs, targets = batch.inputs, batch.targets
         first, outputs = run_pass(layers[:2], inputs, (), store, context, NEITHER)
         second, _ = run_pass(layers[2:], outputs, targets, store, context, NEITHER)

@@ -57,7 +57,7 @@ def test_layers_joined_are_those_of_a_stage() -> None:
     """Counted one by one and put together, or all at once: the same but for a tensor or two that a whole stage lets go
     of earlier."""
     hidden = 4 * SAMPLES * LENGTH * WIDTH
-    with fake_model(config("model.dropout=0.1"), V, SAMPLES) as (layers, batch, store, context):
+    with fake_model(config("model.dropout=0.1"), V, SAMPLES) as (layers, batch, store, context, _):
         inputs, targets = batch.inputs, batch.targets
         for mode in PASS_MODES:
             tensors, alone = inputs, []
