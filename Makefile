@@ -26,7 +26,7 @@ endif
 LONG := EVERY_CASE=1 EVERY_PAIR=1 FAULT_REPEATS=3
 SLOWEST := --durations=20 --durations-min=1
 
-.PHONY: train test unit-tests distributed-tests test-all slow-unit-tests slow-distributed-tests test-docker lint docs \
+.PHONY: train test unit-tests distributed-tests test-gpu test-all slow-unit-tests slow-distributed-tests test-docker lint docs \
 	bench dist horovod-wheels install clean
 
 train: install
@@ -42,6 +42,10 @@ unit-tests: install
 
 distributed-tests: install
 	$(BIN)/python -m pytest -m "distributed and not slow" $(SLOWEST) $(PYTEST_ARGS)
+
+# Everything that one GPU can show. It needs no Horovod: where there is no .venv, PYTHON is one with torch and pytest.
+test-gpu:
+	PYTHONPATH=. $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
 # Everything, before a release: up to three hours.
 test-all: install

@@ -151,7 +151,7 @@ class _Copy:
 
 def _pin(block: torch.Tensor) -> None:
     """Let a GPU write this memory itself, which is several times as fast. Without the right to, it stays as it is."""
-    runtime, address = torch.cuda.cudart(), block.data_ptr()  # type: ignore[no-untyped-call]
+    runtime, address = torch.cuda.cudart(), block.data_ptr()
     # Not torch's pinned memory: that is rounded up to a power of two.
     if block.nbytes and int(runtime.cudaHostRegister(address, block.nbytes, 0)) == 0:
         weakref.finalize(block.untyped_storage(), runtime.cudaHostUnregister, address)

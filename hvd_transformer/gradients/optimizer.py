@@ -204,9 +204,11 @@ class GradNorm:
         """A scalar. `own`: the norms of this rank's gradients by the parameter's name. Collective."""
         joined = torch.stack([own.get(name, self._nothing).to(self._device) for name in self._names])
         if self._group.size == 1:
-            return torch.linalg.vector_norm(joined)
+            alone: Tensor = torch.linalg.vector_norm(joined)
+            return alone
         squares = self._group.all_reduce_((joined * self._counts).square(), "norms")
-        return squares.sum().sqrt()
+        norm: Tensor = squares.sum().sqrt()
+        return norm
 
 
 def clip_factor(norm: float, clip_norm: float | None) -> float:

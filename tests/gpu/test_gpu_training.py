@@ -1,11 +1,13 @@
 """Training on one GPU: the mathematics of plain torch, whatever the layout; mixed precision; compiled; resumed."""
 
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import gpu_jobs
 import plain
 import pytest
+import torch
 from jobs import relative_difference, tiny, weights, write_corpus
 from plain import Case
 from test_same_mathematics import CASES, SAMPLES, TOLERANCE, UNIFORM, WINDOWS, differences
@@ -83,8 +85,15 @@ def test_compiled_training_is_eager_training(corpus, tmp_path, precision, dropou
     assert compiled == pytest.approx(eager, rel={"fp32": 1e-4, "bf16": 0.02}[precision])
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(corpus, tmp_path):
-    words = [DROPOUT, "training.precision=bf16", "parallel.micro_batches=2", "optimizer.schedule=constant"]
+@pytest.fixture(params=["false", "true"])
+def deterministic(request) -> Iterator[str]:
+    yield f"training.deterministic={request.param}"
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = False
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(corpus, tmp_path, deterministic):
+    words = [DROPOUT, "training.precision=bf16", "parallel.micro_batches=2", "optimizer.schedule=constant", deterministic]
     whole = trained(corpus, tmp_path / "whole", MIXED, *words)
     part = tmp_path / "part"
     trained(corpus, part, MIXED, *words, "checkpoint.every_steps=5", "training.max_steps=5")

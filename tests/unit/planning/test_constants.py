@@ -98,8 +98,8 @@ def test_file_without_keys(text: str, tmp_path: Path) -> None:
 
 
 def test_missing_and_unreadable_files(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--constants h200: no such file, nor the name of built-in constants: .*h100"):
-        load("h200")
+    with pytest.raises(UserError, match=r"--constants h300: no such file, nor the name of built-in constants: .*h100"):
+        load("h300")
     with pytest.raises(UserError, match=r"cannot be read: Is a directory"):
         load(str(tmp_path))
     (tmp_path / "broken.yaml").write_text("matmul: [1")
