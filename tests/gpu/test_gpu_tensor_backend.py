@@ -28,14 +28,15 @@ def test_sums_never_make_the_host_wait_and_the_watchdog_sees_them() -> None:
                 torch.cuda._sleep(500_000_000)  # what is computed beside the sum
                 wait()
                 gathered = group.gather(own.mul_(2))
-        seen: set[str] = set()
-        while now := {*world.link.waiting}:  # the card may run one stream's work after the other's
-            seen |= now
-            time.sleep(0.01)
+        seen, wanted = set[str](), {"tensor.stage0.1", "tensor.stage1.1"}
+        deadline = time.monotonic() + 10  # the card may run one stream's work after the other's
+        while not wanted <= seen and time.monotonic() < deadline:
+            seen |= {*world.link.waiting}
+            time.sleep(0.005)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
-    assert {"tensor.stage0.1", "tensor.stage1.1"} <= seen
+    assert wanted <= seen
     assert not world.link.waiting and world.link.ended == 4
     assert [own[0].item() for own in values] == [3.0, 5.0]
     assert gathered.shape == (1, 1 << 16) and bool((gathered == 5).all())
