@@ -93,7 +93,13 @@ def deterministic(request) -> Iterator[str]:
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(corpus, tmp_path, deterministic):
-    words = [DROPOUT, "training.precision=bf16", "parallel.micro_batches=2", "optimizer.schedule=constant", deterministic]
+    words = [
+        DROPOUT,
+        "training.precision=bf16",
+        "parallel.micro_batches=2",
+        "optimizer.schedule=constant",
+        deterministic,
+    ]
     whole = trained(corpus, tmp_path / "whole", MIXED, *words)
     part = tmp_path / "part"
     trained(corpus, part, MIXED, *words, "checkpoint.every_steps=5", "training.max_steps=5")

@@ -1,11 +1,13 @@
 """Updates that are queued before the host knows norm and loss, as on a GPU: the same training, bit for bit."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from small_job import run, settings, trainer, weights
 
+from hvd_transformer.training import step_stats
 from hvd_transformer.training.trainer import Diverged, Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -78,10 +80,28 @@ def test_an_overflow_in_float16_is_skipped_and_halves_the_scale() -> None:
     assert all(torch.equal(weight, wanted[name]) for name, weight in own_weights.items())
 
 
-@pytest.mark.parametrize(
-    "word", ["optimizer.name=muon", "optimizer.ema=0.9", "training.precision=fp64"]
-)
+@pytest.mark.parametrize("word", ["optimizer.name=muon", "optimizer.ema=0.9", "training.precision=fp64"])
 def test_what_cannot_be_left_out_on_the_device_waits_for_the_host(word: str) -> None:
     job = trainer(settings(word))
     assert not job.engine.takes_factor
+    job.close()
+
+
+def test_the_host_reads_when_the_update_is_queued(monkeypatch) -> None:
+    """On a GPU that is what keeps it busy: nothing is read from it before."""
+    job, order = ahead(), []
+    update, read = job.engine.update, step_stats.start_copy
+
+    def noted_copy(values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        wait = read(values)
+        return lambda: (order.append("read"), wait())[1]
+
+    monkeypatch.setattr(job.engine, "update", lambda *given: (order.append("update"), update(*given))[1])
+    monkeypatch.setattr(step_stats, "start_copy", noted_copy)
+    for name in ("item", "tolist", "__float__", "__bool__", "__int__"):
+        plain = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda own, plain=plain: (order.append("read"), plain(own))[1])
+    run(job, 2)
+    monkeypatch.undo()
+    assert order == ["update", "read", "read"] * 2  # the copy, and its numbers
     job.close()
