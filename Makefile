@@ -3,6 +3,7 @@ PYTHON ?= python3
 # Relative: make cuts names at spaces, and the checkout's path may have some.
 VENV := .venv
 BIN := $(VENV)/bin
+COMMA := ,
 OUTPUT ?= runs/python-docs
 # ruff reads no setup.cfg; this is its only caller.
 RUFF := --line-length 120 --target-version py310 --no-cache
@@ -66,7 +67,7 @@ lint: install
 	$(BIN)/ruff format $(RUFF) --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/shellcheck docker/*.sh .ci/run
+	$(BIN)/shellcheck docker/*.sh .ci/*
 	$(BIN)/hadolint $(HADOLINT) docker/Dockerfile.*
 
 # The site, into site/. A broken link, a missing anchor or a page that is not in the navigation fails.
@@ -107,7 +108,8 @@ install: $(STAMP)
 $(STAMP): setup.cfg constraints.txt docker/build_horovod.sh $(wildcard docker/patches/*.patch)
 	@echo "Installing into .venv (first time: some minutes, most of it downloads and the Horovod build)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[distributed,service,build,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e '.[distributed,service,build,dev$(if $(HOROVOD_GPU_OPERATIONS),$(COMMA)cuda)]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall \
 		"$$(HOROVOD_GPU_OPERATIONS='$(HOROVOD_GPU_OPERATIONS)' bash docker/build_horovod.sh $(BIN)/python)"
 	@echo '$(HOROVOD_GPU_OPERATIONS)' >$@

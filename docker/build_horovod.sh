@@ -6,12 +6,16 @@
 #
 # The one recipe for the Makefile and the Dockerfiles. The wheel is kept outside the checkout, in
 # $HVD_TRANSFORMER_CACHE (default: $XDG_CACHE_HOME/hvd-transformer, ~/.cache/hvd-transformer), keyed by
-# everything it was compiled from and against: Horovod, the patches, torch, Python, MPI, machine and GPU
-# operations. Only the path goes to standard output; progress goes to standard error.
+# everything it was compiled from and against: Horovod, the patches, torch, Python, MPI, machine, GPU
+# operations and architectures. Only the path goes to standard output; progress goes to standard error.
 #
-# Five changes to the published source: C++17, which torch >= 2.1 asks for, in its two CMake files; a
-# relative RUNPATH, so that the wheel finds the MPI of whichever environment it is installed in; and the
-# patches, in the order of their names: process_set_interface.patch, so that gloo uses the chosen network
+# HOROVOD_GPU_OPERATIONS=NCCL builds for GPUs, HOROVOD_BUILD_CUDA_CC_LIST=80,90 for these architectures only
+# (default: all that nvcc knows). CUDA is that of $HOROVOD_CUDA_HOME; else that of pip's packages, if nvcc is
+# there (pip install .[cuda]); else what CMake finds. No GPU is needed.
+#
+# Six changes to the published source: C++17, which torch >= 2.1 asks for, in its two CMake files and for its
+# CUDA kernels, whose headers ask for it since CUDA 13; a relative RUNPATH, so that the wheel finds the MPI
+# and the NCCL of whichever environment it is installed in; and the patches, in the order of their names: process_set_interface.patch, so that gloo uses the chosen network
 # interface only; wake_up.patch, with which collectives no longer wait for a cycle; within_host.patch, with
 # which ranks of one host use shared memory. Their first lines say how. The version of the patched wheel is
 # 0.28.1+wakeup.
@@ -37,10 +41,10 @@ command -v "${CXX:-g++}" >/dev/null || die "no C++ compiler '${CXX:-g++}'; insta
 command -v make >/dev/null || die "no make; install it"
 "$python" -c 'import patch_ng' 2>/dev/null || die "no patch-ng in $python's environment; 'pip install .[build]' brings it"
 
-tag=$("$python" - <<'PY'
+read -r tag cuda_version < <("$python" - <<'PY'
 import platform, sys
 import torch
-print(f"torch{torch.__version__}-cp{sys.version_info[0]}{sys.version_info[1]}-{platform.machine()}")
+print(f"torch{torch.__version__}-cp{sys.version_info[0]}{sys.version_info[1]}-{platform.machine()}", torch.version.cuda)
 PY
 ) || die "cannot import torch with $python; install torch first"
 patches_hash=$("$python" - "$patches"/*.patch <<'PY'
@@ -51,6 +55,19 @@ PY
 mpi_version=$(mpicxx --showme:version 2>/dev/null | grep -oE '[0-9]+(\.[0-9]+)+' | head -n 1 || true)
 gpu_operations=${HOROVOD_GPU_OPERATIONS:-none}
 key="horovod$horovod_version-wakeup_$patches_hash-$tag-mpi${mpi_version:-unknown}-gpu_${gpu_operations,,}"
+cuda_packages=
+if [ "$gpu_operations" != none ]; then
+    [ "$cuda_version" != None ] || die "HOROVOD_GPU_OPERATIONS=$gpu_operations needs a torch with CUDA; this is $tag"
+    # Horovod takes an empty list for a list.
+    [ -n "${HOROVOD_BUILD_CUDA_CC_LIST:-}" ] || unset HOROVOD_BUILD_CUDA_CC_LIST
+    architectures=${HOROVOD_BUILD_CUDA_CC_LIST:-all}
+    key+="-sm_${architectures//,/_}"
+    if [ -z "${HOROVOD_CUDA_HOME:-}" ]; then
+        cuda_packages=$("$python" -c 'import glob, sysconfig
+print(*glob.glob(sysconfig.get_path("purelib") + "/nvidia/cu[0-9]*/bin/nvcc")[:1])')
+        cuda_packages=${cuda_packages%/bin/nvcc}
+    fi
+fi
 
 cache=${HVD_TRANSFORMER_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/hvd-transformer}/horovod
 wheel_dir=$cache/$key
@@ -93,6 +110,8 @@ mkdir "$build/source"
 run tar -xzf "$build/sdist/horovod-$horovod_version.tar.gz" --strip-components 1 -C "$build/source"
 run sed -i 's/set(CMAKE_CXX_STANDARD 14)/set(CMAKE_CXX_STANDARD 17)/' \
     "$build/source/CMakeLists.txt" "$build/source/horovod/torch/CMakeLists.txt"
+run sed -i 's/set(CMAKE_CUDA_STANDARD 11)/set(CMAKE_CUDA_STANDARD 17)/' \
+    "$build/source/horovod/common/ops/cuda/CMakeLists.txt"
 for patch in "$patches"/*.patch; do
     run "$python" -m patch_ng --strip 0 --directory "$build/source" "$patch"
 done
@@ -116,6 +135,22 @@ case $python_bin in *[[:space:]]*)
     ;;
 esac
 
+# pip's packages are no toolkit: libraries lie in lib instead of lib64, without the names that linkers look for, and
+# NCCL apart, as a shared library only, that of torch. This folder of links is one.
+if [ -n "$cuda_packages" ]; then
+    cuda=$build/cuda
+    mkdir -p "$cuda"/{bin,include,lib64}
+    ln -s "$cuda_packages/nvvm" "$cuda"
+    ln -s "$cuda_packages"/bin/* "$cuda/bin" # nvcc looks beside the folder that it is called in
+    ln -s "$cuda_packages"/include/* "$cuda_packages"/../nccl/include/* "$cuda/include"
+    ln -s "$cuda_packages"/lib/* "$cuda_packages"/../nccl/lib/* "$cuda/lib64"
+    for library in "$cuda"/lib64/*.so.*; do
+        ln -sf "$(basename "$library")" "${library%%.so.*}.so"
+    done
+    export HOROVOD_CUDA_HOME=$cuda HOROVOD_NCCL_HOME=$cuda HOROVOD_NCCL_LINK=shared
+fi
+[ -z "${HOROVOD_CUDA_HOME:-}" ] || export CUDA_HOME=$HOROVOD_CUDA_HOME
+
 (
     export MAKEFLAGS="-j$jobs"
     export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1
@@ -124,10 +159,11 @@ esac
         --wheel-dir "$build/built" "$build/source"
 )
 
-# site-packages/horovod/torch is four folders below the environment's lib/, where the pip MPI lives.
+# site-packages/horovod/torch is four folders below the environment's lib/, where the pip MPI lives, and torch's NCCL is
+# beside horovod/.
 run "$python" -m wheel unpack --dest "$build/unpacked" "$build"/built/horovod-*.whl
 for library in "$build"/unpacked/horovod-*/horovod/torch/mpi_lib_v2*.so; do
-    run patchelf --set-rpath "\$ORIGIN/../../../.." "$library"
+    run patchelf --set-rpath "\$ORIGIN/../../../..:\$ORIGIN/../../nvidia/nccl/lib" "$library"
 done
 mkdir "$work/wheel"
 run "$python" -m wheel pack --dest-dir "$work/wheel" "$build"/unpacked/horovod-*

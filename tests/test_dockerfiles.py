@@ -18,6 +18,37 @@ def test_the_gpu_image_differs_from_the_cpu_image_in_its_arguments_alone():
     assert gpu[2] == cpu[2]
 
 
+def test_both_images_have_one_system_and_so_one_python():
+    """Debian's own: the default of BASE says which, and what is compiled is compiled there."""
+    bases = {re.search(r"^ARG BASE=(.*)$", text, re.MULTILINE)[1] for text in DOCKERFILES}
+    assert len(bases) == 1
+    assert bases.pop().startswith("debian:")
+    for text in DOCKERFILES:
+        assert "\nARG BUILD_BASE=$BASE\n" in text
+        stages = re.findall(r"^FROM (\S+)(?: AS (\w+))?$", text, re.MULTILINE)
+        assert {base for base, _ in stages} - {name for _, name in stages} == {"$BASE", "$BUILD_BASE"}
+
+
+def test_every_argument_reaches_the_stage_that_needs_it():
+    """An argument above the first FROM is empty in a stage that does not name it again."""
+    for text in DOCKERFILES:
+        head, _, stages = text.partition("\n\n")
+        given = set(re.findall(r"^ARG (\w+)", head, re.MULTILINE))
+        assert given == {"BASE", "BUILD_BASE", "HOROVOD_GPU_OPERATIONS", "HOROVOD_BUILD_CUDA_CC_LIST"}
+        [build] = [stage for stage in stages.split("\nFROM ") if "bash build_horovod.sh" in stage]
+        before = build.partition("bash build_horovod.sh")[0]
+        assert given - set(re.findall(r"^ARG (\w+)$", before, re.MULTILINE)) == {"BASE", "BUILD_BASE"}
+
+
+def test_the_gpu_image_has_kernels_for_cards_that_its_cuda_knows():
+    """Those of nvcc 13.0 (`nvcc --help`); the last one also becomes PTX, for newer cards."""
+    listed = re.search(r"^ARG HOROVOD_BUILD_CUDA_CC_LIST=(.*)$", DOCKERFILES[1], re.MULTILINE)[1]
+    architectures = [int(one) for one in listed.split(",")]
+    assert architectures == sorted(set(architectures))
+    assert set(architectures) <= {75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121}
+    assert {75, 80, 90, 100} <= set(architectures)  # T4, A100, H100, B200
+
+
 def test_labels_and_tags_name_the_version_of_the_package():
     config = ConfigParser()
     config.read(REPOSITORY / "setup.cfg", encoding="utf-8")
@@ -47,9 +78,10 @@ def test_what_is_copied_into_the_image_is_there_and_not_ignored():
 def test_the_image_installs_extras_that_setup_cfg_has():
     """pip only warns of one that is not there."""
     setup = (REPOSITORY / "setup.cfg").read_text(encoding="utf-8")
-    groups = re.findall(r"pip install .*'\.\[([\w,]+)\]'", DOCKERFILES[0])
-    extras = {extra for group in groups for extra in group.split(",")}
-    assert {"distributed", "build"} <= extras
+    groups = re.findall(r"""pip install .*['"]\.\[([^\]]+)\]""", DOCKERFILES[0])
+    extras = set(re.findall(r"[a-z]+", " ".join(groups)))
+    assert {"distributed", "build", "cuda"} <= extras
+    assert any("build${HOROVOD_GPU_OPERATIONS:+,cuda}" in group for group in groups)
     assert all(re.search(rf"^{extra} =$", setup, re.MULTILINE) for extra in extras)
 
 

@@ -62,6 +62,20 @@ def test_every_requirement_has_a_lower_bound(option: str) -> None:
     assert not [line for line in requirements(option) if not re.search(r">=|==", line)]
 
 
+def test_the_torch_that_make_installs_is_in_the_range_that_works() -> None:
+    """Releases of the range have been tested; constraints.txt names the newest of them, with all that make installs."""
+    (required,) = (Requirement(line) for line in requirements("install_requires") if re.match(r"torch\b(?!text)", line))
+    lines = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    (pinned,) = (line.removeprefix("torch==") for line in lines if line.startswith("torch=="))
+    assert pinned in required.specifier
+    assert {bound.operator for bound in required.specifier} == {">=", "<"}
+    minor = int(pinned.split(".")[1])
+    assert f"2.{minor + 1}.0" not in required.specifier
+    oldest = next(bound.version for bound in required.specifier if bound.operator == ">=")
+    page = (REPOSITORY / "docs" / "guide" / "when-to-use.md").read_text(encoding="utf-8")
+    assert f"{oldest} to 2.{minor}. `make install` installs {pinned}." in page
+
+
 def test_the_licence_is_the_one_that_setup_cfg_names() -> None:
     assert CONFIG["metadata"]["license"] == "Apache-2.0"
     assert CONFIG["metadata"]["license_files"] == "LICENSE"

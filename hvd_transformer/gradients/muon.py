@@ -78,7 +78,7 @@ def _normalised(gram: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     The bound is the eighth root of the sum of σ⁸ (Gelfand's formula, Grishina et al. 2025, arXiv 2506.10935): near the
     largest σ, where the Frobenius norm may be ten times that. It saves a step, and its products are needed anyway.
     """
-    trace = gram.trace().clamp_(min=_EPSILON**2)
+    trace = gram.diagonal().sum().clamp_(min=_EPSILON**2)  # torch 2.11 has no trace of bfloat16 on CPUs
     gram = gram / trace  # σ⁸ itself may be too small a number
     square = gram @ gram
     bound = torch.linalg.vector_norm(square).sqrt_().mul_(_MARGIN**2).clamp_(min=_EPSILON)

@@ -91,7 +91,7 @@ class Engine:
 
 def image_extras() -> list[str]:
     """The extras of setup.cfg that the Dockerfile installs."""
-    groups = re.findall(r"pip install .*'\.\[([\w,]+)\]'", (REPOSITORY / DOCKERFILE).read_text(encoding="utf-8"))
+    groups = re.findall(r"pip install .*['\"]\.\[([\w,]+)", (REPOSITORY / DOCKERFILE).read_text(encoding="utf-8"))
     return sorted({extra for group in groups for extra in group.split(",")})
 
 

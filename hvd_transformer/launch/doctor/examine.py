@@ -1,6 +1,7 @@
 """Examines all hosts in parallel: queries their probes, measures clocks and network, and collects the findings.
 
-Takes at most ten seconds for up to 32 hosts, even if hosts do not answer.
+Takes at most ten seconds for up to 32 hosts, even if hosts do not answer, and up to a minute more where two GPUs of a
+host are tried.
 """
 
 import asyncio
@@ -17,8 +18,9 @@ from typing import Any, NamedTuple, TypeVar
 from hvd_transformer.launch.connection.connections import HostConnections
 from hvd_transformer.launch.connection.host_connection import HostConnection, NoConnection
 from hvd_transformer.launch.connection.ssh import Ssh, why_refused
-from hvd_transformer.launch.doctor import findings
+from hvd_transformer.launch.doctor import findings, gpu_sum
 from hvd_transformer.launch.doctor.findings import Answer, Finding, Job, Link
+from hvd_transformer.launch.doctor.gpu_sum import GpuSum
 from hvd_transformer.launch.hostfile import Host
 from hvd_transformer.launch.node import probe
 
@@ -106,6 +108,7 @@ class Examination(NamedTuple):
     skews: dict[str, tuple[float, float]]  # seconds ahead of this host, and the uncertainty
     common: list[str]  # network interfaces that all hosts share, that of the ranks first
     links: list[Link]
+    gpu_sums: dict[str, GpuSum]  # whether two ranks on two GPUs add up
     findings: list[Finding]
 
 
@@ -139,7 +142,7 @@ class Admission:
         """All that is found out about these hosts, without clocks and links. Raises `UserError` like `refused`."""
         with self._lock:
             found = self._connections.run(self._examine(self._job._replace(hosts=hosts)))
-            return Examination(dict(self._answers), {}, [], [], found)
+            return Examination(dict(self._answers), {}, [], [], {}, found)
 
     async def _examine(self, job: Job) -> list[Finding]:
         until, opened = await _open(job, self._connections)
@@ -185,7 +188,9 @@ async def _examine(job: Job, connections: HostConnections, environment: Mapping[
         addresses = {host: answer["interfaces"][common[0]] for host, answer in answers.items()}
         links = await _ring(probes, addresses, measured)
         found += findings.about_links(common[0], links)
-    return Examination(answers, skews, common, links, probes.silent + found)
+    sums = await probes.each(lambda connection: _gpu_sum(job, answers[connection.host], connection))
+    found += gpu_sum.about_gpu_sums(sums)
+    return Examination(answers, skews, common, links, sums, probes.silent + found)
 
 
 def _longer(job: Job) -> float:
@@ -234,6 +239,14 @@ def _about(
         found.host: found.hello["reached"] for found in connections if found.host in interfaces and not found.local
     }
     return found, findings.common_interfaces(job.network_interface, interfaces, reached)
+
+
+async def _gpu_sum(job: Job, answer: Answer, connection: HostConnection) -> GpuSum:
+    async def run(command: list[str], seconds: float) -> Any:
+        until = asyncio.get_running_loop().time() + 2 * seconds  # the host itself ends the command after `seconds`
+        return await ask(connection, "run", until, command=command, seconds=seconds)
+
+    return await gpu_sum.add_up(job.device, answer, run)
 
 
 async def _skew(connection: HostConnection, until: float) -> tuple[float, float]:

@@ -26,7 +26,7 @@ def as_table(found: Examination, hosts: list[str]) -> Group:
         cells = list(_cells(found, host)) if host in found.answers else ["no answer"]
         table.add_row(name, *cells, *([] if same or host not in software else [software[host]]))
     common = [Text(f"on all hosts: {next(iter(software.values()))}")] if same else []
-    return Group(table, *common, *_network(found.common), *_lines(found))
+    return Group(table, *common, *_network(found.common), *_gpus(found), *_lines(found))
 
 
 def to_json(found: Examination) -> dict[str, Any]:
@@ -35,6 +35,7 @@ def to_json(found: Examination) -> dict[str, Any]:
         "hosts": {host: {**answer, "clock": found.skews.get(host)} for host, answer in found.answers.items()},
         "interfaces": found.common,
         "links": [link._asdict() for link in found.links],
+        "gpu_sums": {host: str(result) for host, result in found.gpu_sums.items()},
         "findings": [finding._asdict() for finding in found.findings],
     }
 
@@ -68,6 +69,17 @@ def _network(common: list[str]) -> Iterator[Text]:
         others = ", ".join(common[1:])
         also = f" (the hosts also share {others}: choose with --network-interface)" if others else ""
         yield Text(f"network interface: {common[0]}{also}")
+
+
+def _gpus(found: Examination) -> Iterator[Text]:
+    """One line for each result that is no problem, and the hosts that have it."""
+    hosts: dict[str, list[str]] = {}
+    for host, result in found.gpu_sums.items():
+        if result.error is None:
+            hosts.setdefault(str(result), []).append(host)
+    for words, those in hosts.items():
+        where = "" if len(those) == len(found.answers) else f" ({', '.join(those)})"
+        yield Text(f"the sum of two ranks on two GPUs: {words}{where}")
 
 
 def _lines(found: Examination) -> Iterator[Text]:

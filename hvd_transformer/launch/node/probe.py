@@ -19,6 +19,7 @@ import platform
 import re
 import resource
 import shutil
+import signal
 import socket
 import struct
 import subprocess
@@ -36,6 +37,7 @@ _DISTRIBUTIONS = ("hvd-transformer", "torch", "horovod", "mpi4py")
 _FEATURES = {"gloo": b"13GlooAllreduceE", "MPI": b"12MPIAllreduceE", "NCCL": b"13NCCLAllreduceE"}
 _SIOCGIFADDR, _SIOCGIFFLAGS, _IFF_UP = 0x8915, 0x8913, 1
 _PINGS = 20
+_OUTPUT = 1 << 16  # characters at the end of what a command prints
 _MPI4PY = """
 import mpi4py
 mpi4py.rc.initialize = False
@@ -92,6 +94,23 @@ def facts(environment: dict[str, str], cwd: str, folders: dict[str, str], full: 
         "folders": {label: _folder(Path(path).expanduser()) for label, path in folders.items()},
         **{name: answer.result() for name, answer in answers.items()},
     }
+
+
+def run(command: list[str], seconds: float) -> dict[str, Any]:
+    """Run a command of the job's environment; `code` is None if it had to be killed after `seconds`."""
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        return {"code": 127, "output": f"{command[0]}: {error.strerror}"}
+    try:
+        output, code = process.communicate(timeout=seconds)[0], process.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, code = process.communicate()[0], None
+    return {"code": code, "output": output[-_OUTPUT:]}
 
 
 def clock() -> float:
@@ -288,7 +307,7 @@ def _receive(server: socket.socket, seconds: float) -> float | None:
 
 def main() -> None:
     print(f"\n{MARK}{json.dumps(hello())}", flush=True)
-    functions = {function.__name__: function for function in (become, facts, clock, exists, listen, link)}
+    functions = {function.__name__: function for function in (become, facts, run, clock, exists, listen, link)}
     for line in sys.stdin:
         question = json.loads(line)
         print(json.dumps(functions[question.pop("ask")](**question)), flush=True)

@@ -33,6 +33,10 @@ def test_flops_of_a_block_and_the_head() -> None:
     assert (head.forward_flops, head.backward_flops) == (3 * 2 * tokens * V * D, 0)
 
 
+# On the meta device its attention of float64 keeps a logarithm per row as float32.
+OLD_TORCH = pytest.mark.xfail(torch.__version__.startswith(("2.11.", "2.12.")), reason="torch < 2.13", strict=True)
+
+
 def really_kept(config, first: int, stop: int) -> int:
     """Bytes that layers first..stop - 1 of the real model on the CPU hold for their backward, with both ends."""
     torch.manual_seed(0)
@@ -82,7 +86,7 @@ def really_kept(config, first: int, stop: int) -> int:
         ["model.dropout=0.2", "model.position=learned"],
         ["model.position=rotary", "parallel.micro_batches=2"],
         ["training.precision=bf16", "model.dropout=0.1", "model.position=rotary"],
-        ["training.precision=fp64"],
+        pytest.param(["training.precision=fp64"], marks=OLD_TORCH),
     ],
 )
 def test_activations_are_those_of_a_real_run(words: list[str]) -> None:
