@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from waiting import wait_until
 
 from hvd_transformer.config import load
 from hvd_transformer.launch.connection.ssh import Ssh
@@ -88,7 +89,14 @@ def test_a_command_that_hangs_is_ended_with_its_children() -> None:
     result = probe.run(["sh", "-c", shell], 0.5)
     assert result["code"] is None
     child = Path(f"/proc/{result['output'].split()[1]}/stat")
-    assert not child.exists() or child.read_text().split()[2] == "Z"
+
+    def has_ended() -> bool:
+        try:
+            return child.read_text().split()[2] == "Z"
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+
+    wait_until(has_ended, 10)
     assert probe.run(["/no/such/command"], 1) == {"code": 127, "output": "/no/such/command: No such file or directory"}
 
 

@@ -199,6 +199,7 @@ def test_a_task_that_cannot_be_planned_needs_a_number(
     assert "training.batch_size=auto: task=mine:Task: cannot be planned; give a number" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_plan_shows_what_it_would_take() -> None:
     words = [*SMALL[:7], *AUTO[1:], "training.device=cuda", "data.sequence_length=16"]
     done = command("hvd-transformer", "plan", "--vocab-size", 97, "--memory-gib", 0.0002, AUTO[0], *words)
