@@ -1,5 +1,6 @@
 """A job small enough for a unit test: a real task and trainer over tokens in memory."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -45,6 +46,13 @@ def tokens(count: int, seed: int = 0) -> np.ndarray:
 
 
 SPLITS = {"train": tokens(213), "valid": tokens(58, seed=1)}
+
+
+def write_texts(folder: Path) -> Path:
+    """train.txt, valid.txt and test.txt of words that repeat; returns the folder."""
+    for split in ("train", "valid", "test"):
+        (folder / f"{split}.txt").write_text("to be or not to be that is the question \n" * 40, encoding="utf-8")
+    return folder
 
 
 def settings(*overrides: str) -> Config:

@@ -5,6 +5,7 @@ Each rank copies what it writes of a checkpoint.
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -128,9 +129,9 @@ class _Copy:
         self.files, self._own, self._swap = files, own, swap
         spans = files.spans(rank)
         self.part, self._targets = _allocate(files, spans, writers, rank)
-        if any(shard.values.is_cuda for shard in own.values()):
+        if device := next((shard.values.device for shard in own.values() if shard.values.is_cuda), None):
             for _, block in self.part.blocks:
-                _pin(block)
+                _pin(block, device)
         # The engine's tensors stay where they are.
         self._pairs = [
             pair
@@ -149,12 +150,17 @@ class _Copy:
             exchange(self._swap.group, self._own, self._swap.held, self._wanted, self._targets)
 
 
-def _pin(block: torch.Tensor) -> None:
-    """Let a GPU write this memory itself, which is several times as fast. Without the right to, it stays as it is."""
+def _pin(block: torch.Tensor, device: torch.device) -> None:
+    """Let a GPU write this memory itself, several times as fast. Where it may not, the memory stays as it is."""
     runtime, address = torch.cuda.cudart(), block.data_ptr()
     # Not torch's pinned memory: that is rounded up to a power of two.
-    if block.nbytes and int(runtime.cudaHostRegister(address, block.nbytes, 0)) == 0:
+    if not block.nbytes:
+        return
+    if int(runtime.cudaHostRegister(address, block.nbytes, 0)) == 0:
         weakref.finalize(block.untyped_storage(), runtime.cudaHostUnregister, address)
+        return
+    with suppress(RuntimeError):  # CUDA keeps the refusal, and the next kernel would raise it
+        torch.zeros(1, device=device)
 
 
 def _allocate(files: Files, spans: Sequence[Span], writers: Writers, rank: int) -> tuple[FilePart, list[TensorShard]]:

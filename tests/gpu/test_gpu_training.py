@@ -1,16 +1,14 @@
 """Training on one GPU: the mathematics of plain torch, whatever the layout; mixed precision; compiled; resumed."""
 
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import gpu_jobs
-import plain
 import pytest
 import torch
 from jobs import relative_difference, tiny, weights, write_corpus
 from plain import Case
-from test_same_mathematics import CASES, SAMPLES, TOLERANCE, UNIFORM, WINDOWS, differences
+from test_same_mathematics import CASES, SAMPLES, TOLERANCE, UNIFORM, WINDOWS, differences, windows_reference
 
 pytestmark = pytest.mark.gpu
 
@@ -41,12 +39,6 @@ def corpus(tmp_path_factory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus") / "text", train=(WINDOWS + 1) * 12 + 5)
 
 
-@cache
-def reference(corpus: Path, case: Case) -> plain.Trained:
-    every = plain.window_steps(plain.encode(corpus, "train"), case, SAMPLES)
-    return plain.train(corpus, case, [*tiny(corpus), *case.words(dp=1)], every)
-
-
 def trained(corpus: Path, folder: Path, case: Case, *words: str) -> Path:
     return gpu_jobs.train(folder, *tiny(corpus), *case.words(dp=1), UNIFORM, f"training.batch_size={SAMPLES}", *words)
 
@@ -54,13 +46,13 @@ def trained(corpus: Path, folder: Path, case: Case, *words: str) -> Path:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_gpu_trains_like_plain_torch(corpus, tmp_path, case, layout):
-    found = differences(trained(corpus, tmp_path, case, *LAYOUTS[layout]), reference(corpus, case))
+    found = differences(trained(corpus, tmp_path, case, *LAYOUTS[layout]), windows_reference(corpus, case))
     assert max(found.values()) <= TOLERANCE[case.precision], found
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision_learns_as_fp32_does(corpus, tmp_path, precision):
-    wanted = reference(corpus, MIXED).losses
+    wanted = windows_reference(corpus, MIXED).losses
     found = gpu_jobs.losses(trained(corpus, tmp_path, MIXED, f"training.precision={precision}"))
     assert found != pytest.approx(wanted, rel=1e-7)  # it is mixed
     assert found == pytest.approx(wanted, rel=0.02)
@@ -72,7 +64,9 @@ def test_dropout_is_the_same_in_every_layout(corpus, tmp_path, layout, precision
     words = [DROPOUT, f"training.precision={precision}", "parallel.micro_batches=4"]
     one = trained(corpus, tmp_path / "one", MIXED, *words)
     other = trained(corpus, tmp_path / "other", MIXED, *words, *LAYOUTS[layout])
-    assert gpu_jobs.losses(one) != pytest.approx(reference(corpus, MIXED).losses, rel=1e-3)  # values are dropped
+    assert gpu_jobs.losses(one) != pytest.approx(
+        windows_reference(corpus, MIXED).losses, rel=1e-3
+    )  # values are dropped
     assert gpu_jobs.losses(other) == pytest.approx(gpu_jobs.losses(one), rel=1e-6)
 
 

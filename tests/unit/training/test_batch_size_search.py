@@ -8,7 +8,7 @@ import pytest
 import torch
 from commands import Done, command
 from fake_world import FakeWorld
-from small_job import SMALL, run, settings, trainer, weights
+from small_job import SMALL, run, settings, trainer, weights, write_texts
 from thread_world import make_worlds, on_ranks
 
 from hvd_transformer.config import Config
@@ -117,10 +117,7 @@ def test_where_nothing_fits_on_one_rank_all_are_told() -> None:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    for split in ("train", "valid", "test"):
-        (folder / f"{split}.txt").write_text("to be or not to be that is the question \n" * 40)
-    return folder
+    return write_texts(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import Done, command
-from small_job import settings
+from small_job import settings, write_texts
 
 from hvd_transformer.launch.attempt import AttemptResult
 from hvd_transformer.launch.restart_policy import Limits, RestartPolicy
@@ -25,10 +25,7 @@ MODEL = ["model.num_layers=2", "model.d_model=32", "model.num_heads=2", "model.d
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    for split in ("train", "valid", "test"):
-        (folder / f"{split}.txt").write_text("to be or not to be that is the question \n" * 40)
-    return folder
+    return write_texts(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture
