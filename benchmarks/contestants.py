@@ -59,7 +59,7 @@ KINDS: dict[str, Callable[[str, Sequence[str], Peer], None]] = {
     "plain": torch_loops.plain,
     "ddp": torch_loops.ddp,
     "zero": partial(torch_loops.ddp, zero=True),
-    **{kind: lambda *words, kind=kind: torch_pipeline(*words[:2], kind) for kind in TORCH_PIPELINES},
+    **{kind: partial(torch_pipeline, kind=kind) for kind in TORCH_PIPELINES},
 }
 
 

@@ -21,6 +21,7 @@ from benchmarks.command_line import measuring, run
 from benchmarks.group import Contestant
 from benchmarks.launching import alone, torchrun
 from benchmarks.paired import Options, Target
+from benchmarks.settings import Peer
 from benchmarks.workload import PIPELINE, SyntheticTask, make_config
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.parallel import pipeline_schedule
@@ -30,6 +31,8 @@ from hvd_transformer.training.process import keep_freed_memory
 
 F1B, GPIPE, ZERO = "pipeline of 2, 1F1B", "pipeline of 2, gpipe", "pipeline of 2, zero bubble"
 NONE, TWICE, TORCH = "no pipeline", "no pipeline, twice at once", "torch 1F1B"
+COMPILED = ", training.compile"
+TORCH_COMPILED = "torch 1F1B, torch.compile"  # zero bubble cuts backward in two, which no compiled graph allows
 # torch's zero-bubble schedules by kind of contestant.
 TORCH_ZERO = {
     "torch-zb1p": "torch zero bubble (ZB1P)",
@@ -93,9 +96,12 @@ def contestants() -> list[Contestant]:
         ours(F1B, *STAGES, "parallel.schedule=1f1b"),
         ours(GPIPE, *STAGES, "parallel.schedule=gpipe"),
         ours(ZERO, *STAGES, "parallel.schedule=zero_bubble"),
+        ours(F1B + COMPILED, *STAGES, "parallel.schedule=1f1b", "training.compile=true"),
+        ours(ZERO + COMPILED, *STAGES, "parallel.schedule=zero_bubble", "training.compile=true"),
         ours(NONE),
         alone(TWICE, "trainer", *PIPELINE, copies=2),
         torchrun(TORCH, "torch-1f1b", *PIPELINE),
+        torchrun(TORCH_COMPILED, "torch-1f1b", *PIPELINE, peer=Peer(plain=True, compiled=True)),
         *(torchrun(name, kind, *PIPELINE) for kind, name in TORCH_ZERO.items()),
     ]
 
@@ -110,7 +116,15 @@ def ours(name: str, *settings: str) -> Contestant:
 def main(rounds: int, steps: int, warmup: int, file: Path | None) -> None:
     """Measure training in a pipeline of 2 stages against torch's schedules and against no pipeline."""
     stages = measure_stages()
-    targets = [Target([F1B], TORCH, 1.05), Target([ZERO], list(TORCH_ZERO.values()), 1.05), Target([ZERO], TORCH, None)]
+    zero = list(TORCH_ZERO.values())
+    targets = [
+        # Eager against eager, then each side with its compiler where that helps.
+        Target([F1B], TORCH, 1.05),
+        Target([F1B, F1B + COMPILED], [TORCH, TORCH_COMPILED], 1.05),
+        Target([ZERO], zero, 1.05),
+        Target([ZERO, ZERO + COMPILED], zero, 1.05),
+        Target([ZERO], TORCH, None),
+    ]
     for name in (F1B, ZERO):
         targets += [Target([name], NONE, 0.95 * stages.ideal), Target([name], TWICE, 0.95 * stages.ideal / 2)]
     figures = {"seconds": list(stages.seconds), "imbalance": stages.imbalance, "ideal": stages.ideal}

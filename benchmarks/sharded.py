@@ -18,10 +18,18 @@ from benchmarks.settings import Peer
 
 NONE, STATE, GRADIENTS = "unshared, gloo", "state, gloo", "gradients, gloo"
 NONE_MPI, STATE_MPI, GRADIENTS_MPI = "unshared, MPI", "state, MPI", "gradients, MPI"
+COMPILED = ", training.compile"
 # DistributedDataParallel's buckets: torch's default, and ours.
-ZERO = {f"ZeRO + DDP, {peer}": peer for peer in (Peer(), Peer(bucket_mb=8), Peer(plain=True))}
+EAGER_ZERO, COMPILED_ZERO = (
+    {f"ZeRO + DDP, {peer}": peer for peer in peers}
+    for peers in ((Peer(), Peer(bucket_mb=8), Peer(plain=True)), (Peer(plain=True, compiled=True),))
+)
+ZERO = EAGER_ZERO | COMPILED_ZERO
+SHARDED = (STATE, STATE_MPI, GRADIENTS, GRADIENTS_MPI)
 TARGETS = (
-    *(Target([name], list(ZERO), 1.02) for name in (STATE, STATE_MPI, GRADIENTS, GRADIENTS_MPI)),
+    # Eager against eager, then each side with its compiler where that helps.
+    *(Target([name], list(EAGER_ZERO), 1.02) for name in SHARDED),
+    *(Target([name, name + COMPILED], list(ZERO), 1.02) for name in SHARDED),
     Target([STATE], NONE, 0.9),
     Target([GRADIENTS], NONE, 0.9),
     Target([STATE_MPI], NONE_MPI, 0.9),
@@ -33,9 +41,11 @@ def contestants() -> list[Contestant]:
     """Ours in every way over both backends, and torch's."""
     ways = {"none": (NONE, NONE_MPI), "state": (STATE, STATE_MPI), "gradients": (GRADIENTS, GRADIENTS_MPI)}
     ours = [
-        horovod(name, backend, f"parallel.optimizer_shard={way}")
+        horovod(name + more, backend, f"parallel.optimizer_shard={way}", *words)
         for way, names in ways.items()
         for backend, name in zip(("gloo", "mpi"), names, strict=True)
+        for more, words in (("", ()), (COMPILED, ("training.compile=true",)))
+        if name in SHARDED or not more
     ]
     return [*ours, *(torchrun(name, "zero", peer=peer) for name, peer in ZERO.items())]
 

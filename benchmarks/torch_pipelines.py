@@ -47,7 +47,7 @@ TORCH_PIPELINES = {
 }
 
 
-def torch_pipeline(socket: str, settings: Sequence[str], kind: str) -> None:
+def torch_pipeline(socket: str, settings: Sequence[str], peer: Peer, kind: str) -> None:
     """The same model, data, rate and clipping as our pipeline."""
     config, chosen = make_config(settings), TORCH_PIPELINES[kind]
     torch.distributed.init_process_group("gloo")
@@ -57,6 +57,9 @@ def torch_pipeline(socket: str, settings: Sequence[str], kind: str) -> None:
     assert isinstance(model, PlainLanguageModel)
     ranges = list(pairwise(accumulate(chosen.layers, initial=0)))
     own = {number: nn.Sequential(*model.layers[slice(*ranges[number])]) for number in chosen.stages[rank]}
+    if peer.compiled:
+        for module in own.values():
+            module.compile()
     parameters = [weight for module in own.values() for weight in module.parameters()]
     first, last = 0 in own, len(ranges) - 1 in own
 

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -15,23 +16,29 @@ namespace {
 constexpr int64_t kParallelFrom = 32768;  // elements; for fewer, waking threads costs more than it saves
 constexpr int64_t kVector = 16;           // float32 values per AVX-512 register
 
-// exp(x) for x ≤ 88, with a relative error below 2e-7: the polynomial of Cephes' expf, without its branches.
-inline float exp_of(float x) {
-    const float power = std::nearbyint(x * 1.44269504f);
-    float rest = x - power * 0.693359375f;
+// exp(x) for x ≤ 88, with a relative error below 2e-7: the polynomial of Cephes' expf, without its branches. `Bits`:
+// unsigned integers as wide as the numbers.
+template <typename Bits, typename Number>
+inline Number exp_of(Number x) {
+    const Number shifted = x * 1.44269504f + 12582912.0f;  // 1.5 × 2^23: the sum's low bits are the nearest integer
+    const Number power = shifted - 12582912.0f;
+    Number rest = x - power * 0.693359375f;
     rest += power * 2.12194440e-4f;
-    float sum = 1.9875691500e-4f;
-    sum = sum * rest + 1.3981999507e-3f;
+    Number sum = rest * 1.9875691500e-4f + 1.3981999507e-3f;
     sum = sum * rest + 8.3334519073e-3f;
     sum = sum * rest + 4.1665795894e-2f;
     sum = sum * rest + 1.6666665459e-1f;
     sum = sum * rest + 5.0000001201e-1f;
     sum = sum * rest * rest + rest + 1.0f;
-    const int32_t exponent = (static_cast<int32_t>(power) + 127) << 23;
-    float scale;
+    Bits exponent;
+    std::memcpy(&exponent, &shifted, sizeof exponent);
+    exponent = (exponent << 23) + 0x3f800000u;
+    Number scale;
     std::memcpy(&scale, &exponent, sizeof scale);
-    return x < -87.0f ? 0.0f : sum * scale;  // NaN stays NaN
+    return x < -87.0f ? Number{} : sum * scale;  // NaN stays NaN
 }
+
+inline float exp_of(float x) { return exp_of<uint32_t>(x); }
 
 // The standard normal distribution at x: GELU is x × cdf, its derivative cdf + x × density.
 struct Normal {
@@ -54,43 +61,73 @@ inline Normal normal_at(float x) {
 // What dropout multiplies a value by.
 inline float kept(int16_t bits, int32_t least, float scale) { return bits >= least ? scale : 0.0f; }
 
-constexpr int64_t kRows = 16;  // queries that attention takes at a time
+// Calls `loop` with whether there is memory at `pointer`, as a constant: a loop for each case.
+template <typename Loop>
+inline void with_or_without(const void* pointer, Loop loop) {
+    if (pointer)
+        loop(std::true_type{});
+    else
+        loop(std::false_type{});
+}
+
+constexpr int64_t kQueries = kVector;  // attention takes so many at a time, one in each place of its vectors
+// Float32 values per register here, and as many rows of a product at a time as its registers hold.
 #if defined(__AVX512F__)
-constexpr int kLanes = 16;  // float32 values per register here
+constexpr int kLanes = 16, kTile = 12;
 #elif defined(__AVX__)
-constexpr int kLanes = 8;
+constexpr int kLanes = 8, kTile = 6;
 #else
-constexpr int kLanes = 4;
+constexpr int kLanes = 4, kTile = 2;
 #endif
-constexpr int kParts = kVector / kLanes, kTile = 8 / kParts;  // a product sums kTile × kParts registers at a time
+constexpr int kParts = kVector / kLanes;
 
 inline int64_t padded(int64_t count) { return (count + kVector - 1) / kVector * kVector; }
 
 typedef float Vector __attribute__((vector_size(kLanes * sizeof(float))));
 typedef Vector UnalignedVector __attribute__((aligned(sizeof(float)), may_alias));
+typedef int32_t Integers __attribute__((vector_size(kLanes * sizeof(int32_t))));
+typedef uint32_t Bits __attribute__((vector_size(kLanes * sizeof(uint32_t))));
 
-// c [rows, columns] = a [rows, depth] × b [depth, columns], or += if `adds`. Rows are a multiple of kTile, columns of
-// kVector. The element (i, k) of a is a[i × a_row + k × a_column]; b and c have their rows b_row and c_row apart.
+inline UnalignedVector* vectors(float* values) { return reinterpret_cast<UnalignedVector*>(values); }
+inline const UnalignedVector* vectors(const float* values) { return reinterpret_cast<const UnalignedVector*>(values); }
+
+// kVector columns of `product`, in as many rows as `tile` or, if there are fewer, in `rows`.
+template <bool adds, int tile>
+inline void product_of_rows(float* c, int64_t c_row, const float* a, int64_t a_row, int64_t a_column, const float* b,
+                            int64_t b_row, int64_t rows, int64_t depth) {
+    if constexpr (tile > 1)
+        if (rows < tile)
+            return product_of_rows<adds, tile - 1>(c, c_row, a, a_row, a_column, b, b_row, rows, depth);
+    const float* own_rows[tile];
+    for (int i = 0; i < tile; ++i) own_rows[i] = a + i * a_row;
+    Vector sums[tile][kParts] = {};
+    for (int64_t k = 0; k < depth; ++k) {
+        const auto* place = vectors(b + k * b_row);
+        Vector factors[kParts];
+#pragma GCC unroll 4
+        for (int part = 0; part < kParts; ++part) factors[part] = place[part];
+#pragma GCC unroll 16
+        for (int i = 0; i < tile; ++i)
+#pragma GCC unroll 4
+            for (int part = 0; part < kParts; ++part) sums[i][part] += own_rows[i][k * a_column] * factors[part];
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < tile; ++i) {
+        auto* place = vectors(c + i * c_row);
+#pragma GCC unroll 4
+        for (int part = 0; part < kParts; ++part) place[part] = sums[i][part] + (adds ? place[part] : Vector{});
+    }
+}
+
+// c [rows, columns] = a [rows, depth] × b [depth, columns], or += if `adds`. Columns are a multiple of kVector. The
+// element (i, k) of a is a[i × a_row + k × a_column]; b and c have their rows b_row and c_row apart.
 template <bool adds>
 inline void product(float* c, int64_t c_row, const float* a, int64_t a_row, int64_t a_column, const float* b,
                     int64_t b_row, int64_t rows, int64_t columns, int64_t depth) {
-    for (int64_t column = 0; column < columns; column += kVector) {
-        for (int64_t row = 0; row < rows; row += kTile) {
-            Vector sums[kTile][kParts] = {};
-            for (int64_t k = 0; k < depth; ++k) {
-                const auto* place = reinterpret_cast<const UnalignedVector*>(b + k * b_row + column);
-                Vector factors[kParts];
-                for (int part = 0; part < kParts; ++part) factors[part] = place[part];
-                for (int i = 0; i < kTile; ++i)
-                    for (int part = 0; part < kParts; ++part)
-                        sums[i][part] += a[(row + i) * a_row + k * a_column] * factors[part];
-            }
-            for (int i = 0; i < kTile; ++i) {
-                auto* place = reinterpret_cast<UnalignedVector*>(c + (row + i) * c_row + column);
-                for (int part = 0; part < kParts; ++part) place[part] = sums[i][part] + (adds ? place[part] : Vector{});
-            }
-        }
-    }
+    for (int64_t column = 0; column < columns; column += kVector)
+        for (int64_t row = 0; row < rows; row += kTile)
+            product_of_rows<adds, kTile>(c + row * c_row + column, c_row, a + row * a_row, a_row, a_column, b + column,
+                                         b_row, rows - row, depth);
 }
 
 // Memory of one thread, aligned for vectors.
@@ -109,40 +146,31 @@ private:
     float* next_;
 };
 
-// Rows of `width` values, `stride` apart, to rows of `padded_width` values that end with zeros.
-inline void copy_rows(float* out, const float* values, int64_t stride, int64_t rows, int64_t width,
-                      int64_t padded_width) {
-    for (int64_t row = 0; row < rows; ++row) {
-        std::memcpy(out + row * padded_width, values + row * stride, width * sizeof(float));
-        std::fill(out + row * padded_width + width, out + (row + 1) * padded_width, 0.0f);
-    }
-}
+// Rows of values, `stride` apart.
+struct Rows {
+    const float* start;
+    int64_t stride;
 
-// The same rows as columns: [width, padded_rows].
-inline void copy_across(float* out, const float* values, int64_t stride, int64_t rows, int64_t width,
-                        int64_t padded_rows) {
-    for (int64_t i = 0; i < width; ++i) {
-        for (int64_t row = 0; row < rows; ++row) out[i * padded_rows + row] = values[row * stride + i];
-        std::fill(out + i * padded_rows + rows, out + (i + 1) * padded_rows, 0.0f);
-    }
-}
-
-// Which keys a query sees, of those that `may_see` marks (null: all): `begin` to `end` - 1.
-struct Seen {
-    int64_t begin, end;
+    Rows from(int64_t row) const { return {start + row * stride, stride}; }
 };
 
-// score × factor of what is seen, -infinity for the rest of the keys in `range`; returns the largest.
-inline float scale_and_mask(float* score, Seen seen, Seen range, const bool* may_see, float factor) {
-    float top = -INFINITY;
-    std::fill(score + range.begin, score + seen.begin, -INFINITY);
-#pragma omp simd reduction(max : top)
-    for (int64_t j = seen.begin; j < seen.end; ++j) {
-        score[j] = !may_see || may_see[j] ? score[j] * factor : -INFINITY;
-        top = score[j] > top ? score[j] : top;
+// The rows themselves if their width is that of vectors, else copies in `scratch` that end with zeros.
+inline Rows whole_vectors(Rows rows, int64_t count, int64_t width, float* scratch) {
+    const int64_t padded_width = padded(width);
+    if (width == padded_width) return rows;
+    for (int64_t row = 0; row < count; ++row) {
+        std::memcpy(scratch + row * padded_width, rows.start + row * rows.stride, width * sizeof(float));
+        std::fill(scratch + row * padded_width + width, scratch + (row + 1) * padded_width, 0.0f);
     }
-    std::fill(score + seen.end, score + range.end, -INFINITY);
-    return top;
+    return {scratch, padded_width};
+}
+
+// `count` rows as columns [width, kQueries], times `factor`; the columns that are left are zero.
+inline void copy_across(float* out, Rows rows, int64_t count, int64_t width, float factor) {
+    for (int64_t i = 0; i < width; ++i) {
+        for (int64_t row = 0; row < count; ++row) out[i * kQueries + row] = rows.start[row * rows.stride + i] * factor;
+        std::fill(out + i * kQueries + count, out + (i + 1) * kQueries, 0.0f);
+    }
 }
 
 // Where the queries, keys or values of each head lie: the strides of samples, heads and rows; rows are contiguous.
@@ -150,8 +178,8 @@ struct Heads {
     const float* start;
     int64_t sample, head, row;
 
-    const float* of(int64_t index, int64_t heads) const {
-        return start + index / heads * sample + index % heads * head;
+    Rows of(int64_t index, int64_t heads) const {
+        return {start + index / heads * sample + index % heads * head, row};
     }
 };
 
@@ -161,27 +189,67 @@ struct Attention {
     int32_t causal, least;
     float factor, scale;
 
-    // `starts` [samples, queries]: the first key that each query sees, which never decreases; null: key 0.
-    Seen seen_by(int64_t head, int64_t query, const int64_t* starts) const {
-        return {starts ? starts[head / heads * queries + query] : 0, causal ? keys - queries + query + 1 : keys};
-    }
-
-    // The keys that kRows queries see, as whole vectors.
-    Seen seen_by_rows(int64_t head, int64_t first, const int64_t* starts) const {
-        const int64_t begin = seen_by(head, first, starts).begin, end = seen_by(head, first + kRows - 1, nullptr).end;
-        return {begin / kVector * kVector, padded(std::min(keys, end))};
-    }
-
     template <typename Number>
     Number* row_of(Number* out, int64_t head, int64_t query) const {
         return out + ((head / heads * queries + query) * heads + head % heads) * width;
     }
 
-    void drop(float* out, const float* values, const int16_t* bits, Seen range) const {
-        const int64_t real = std::min(range.end, keys);
-#pragma omp simd
-        for (int64_t j = range.begin; j < real; ++j) out[j] = values[j] * kept(bits[j], least, scale);
-        std::fill(out + real, out + range.end, 0.0f);
+    // The number of keys that the queries up to `query` may see.
+    int64_t end_of(int64_t query) const { return causal ? keys - queries + query + 1 : keys; }
+};
+
+// kQueries queries of one head, from `first` on, or those that are left, and the keys `begin` to `end` - 1 that any of
+// them sees. Scores and weights have a row for each key and a column for each query, so whatever is summed over the
+// keys of a query is summed by whole vectors.
+struct Block {
+    const Attention& is;
+    int64_t head, first, rows, begin, end;
+    const bool* may_see;  // a key; null: all
+    const int16_t* bits;
+    int64_t same_begin, same_end;  // the keys that all these queries see
+    Integers begins[kParts], ends[kParts];
+
+    Block(const Attention& attention, int64_t its_head, int64_t its_first, const bool* allowed, const int64_t* starts,
+          const int16_t* all_bits)
+        : is(attention), head(its_head), first(its_first), rows(std::min(kQueries, is.queries - first)) {
+        const int64_t* own = starts ? starts + head / is.heads * is.queries + first : nullptr;
+        begin = own ? own[0] : 0;
+        same_begin = own ? own[rows - 1] : 0;
+        same_end = is.end_of(first);
+        end = is.end_of(first + rows - 1);
+        may_see = allowed ? allowed + head / is.heads * is.keys : nullptr;
+        bits = all_bits ? all_bits + (head * is.queries + first) * is.keys : nullptr;
+        for (int64_t query = 0; query < kQueries; ++query) {
+            const int64_t own_or_last = std::min(query, rows - 1);
+            begins[query / kLanes][query % kLanes] = own ? own[own_or_last] : 0;
+            ends[query / kLanes][query % kLanes] = is.end_of(first + own_or_last);
+        }
+    }
+
+    int64_t count() const { return end - begin; }
+
+    // -infinity for the scores of what is not seen.
+    void mask(float* scores) const {
+        const auto mask_some = [&](int64_t from, int64_t to) {
+            for (int64_t j = from; j < to; ++j) {
+                auto* score = vectors(scores + (j - begin) * kQueries);
+                const Integers key = Integers{} + static_cast<int32_t>(j);
+                for (int part = 0; part < kParts; ++part)
+                    score[part] = (begins[part] <= key) & (key < ends[part]) ? score[part] : Vector{} - INFINITY;
+            }
+        };
+        mask_some(begin, std::min(same_begin, end));
+        mask_some(std::max(begin, std::min(same_end, end)), end);
+        if (!may_see) return;
+        for (int64_t j = begin; j < end; ++j)
+            if (!may_see[j]) std::fill_n(scores + (j - begin) * kQueries, kQueries, -INFINITY);
+    }
+
+    // What dropout multiplies the weights by: as many rows and columns.
+    void draw(float* factors) const {
+        for (int64_t i = 0; i < rows; ++i)
+            for (int64_t j = begin; j < end; ++j)
+                factors[(j - begin) * kQueries + i] = kept(bits[i * is.keys + j], is.least, is.scale);
     }
 };
 
@@ -204,87 +272,81 @@ void random_bits(const uint64_t* state, uint64_t* out, int64_t count) {
 // out = values × dropout, plus `residual` unless that is null.
 void dropout(float* out, const float* residual, const float* values, const int16_t* bits, int64_t count, int32_t least,
              float scale) {
-    if (residual) {
-#pragma omp parallel for simd if (count >= kParallelFrom)
-        for (int64_t i = 0; i < count; ++i) out[i] = residual[i] + values[i] * kept(bits[i], least, scale);
-    } else {
-#pragma omp parallel for simd if (count >= kParallelFrom)
-        for (int64_t i = 0; i < count; ++i) out[i] = values[i] * kept(bits[i], least, scale);
-    }
-}
-
-// out = gelu(values) × dropout; without dropout `bits` is null.
-void gelu_forward(float* out, const float* values, const int16_t* bits, int64_t count, int32_t least, float scale) {
-    if (bits) {
-#pragma omp parallel for simd if (count >= kParallelFrom)
+    with_or_without(residual, [=](auto adds) {
+#pragma omp parallel for simd if (parallel : count >= kParallelFrom)
         for (int64_t i = 0; i < count; ++i)
-            out[i] = values[i] * normal_at(values[i]).cdf * kept(bits[i], least, scale);
-    } else {
-#pragma omp parallel for simd if (count >= kParallelFrom)
-        for (int64_t i = 0; i < count; ++i) out[i] = values[i] * normal_at(values[i]).cdf;
-    }
+            out[i] = (adds ? residual[i] : 0.0f) + values[i] * kept(bits[i], least, scale);
+    });
 }
 
-void gelu_backward(float* out, const float* grad, const float* values, const int16_t* bits, int64_t count,
-                   int32_t least, float scale) {
-    if (bits) {
-#pragma omp parallel for simd if (count >= kParallelFrom)
-        for (int64_t i = 0; i < count; ++i) {
-            const Normal normal = normal_at(values[i]);
-            out[i] = grad[i] * kept(bits[i], least, scale) * (normal.cdf + values[i] * normal.density);
-        }
-    } else {
-#pragma omp parallel for simd if (count >= kParallelFrom)
-        for (int64_t i = 0; i < count; ++i) {
-            const Normal normal = normal_at(values[i]);
-            out[i] = grad[i] * (normal.cdf + values[i] * normal.density);
-        }
-    }
+// out = gelu(values) × dropout, and its derivative to `slopes` unless that is null; without dropout `bits` is null.
+void gelu(float* out, float* slopes, const float* values, const int16_t* bits, int64_t count, int32_t least,
+          float scale) {
+    with_or_without(bits, [=](auto drops) {
+        with_or_without(slopes, [=](auto slopes_too) {
+#pragma omp parallel for simd if (parallel : count >= kParallelFrom)
+            for (int64_t i = 0; i < count; ++i) {
+                const Normal normal = normal_at(values[i]);
+                const float factor = drops ? kept(bits[i], least, scale) : 1.0f;
+                out[i] = values[i] * normal.cdf * factor;
+                if (slopes_too) slopes[i] = (normal.cdf + values[i] * normal.density) * factor;
+            }
+        });
+    });
 }
 
 // out [samples, queries, heads, width] = (softmax(query × keyᵀ × factor) × dropout) × value; without dropout `bits`
-// [samples, heads, queries, keys] is null. A query sees the keys that `allowed` [samples, keys] marks (null: all) and,
-// if `causal`, those up to its own position; the queries are the last of the keys. `starts` as in `Seen`. Backward forms
-// the weights anew from `log_totals` [samples, heads, queries]. Each head is computed by one thread, so no sum depends
-// on their number.
+// [samples, heads, queries, keys] is null. A query sees the keys that `allowed` [samples, keys] marks (null: all), if
+// `causal` those up to its own position, the queries being the last of the keys, and those from `starts` [samples,
+// queries] on, which never decreases (null: key 0). Backward forms the weights anew from `log_totals` [samples, heads,
+// queries]. Each head is computed by one thread, so no sum depends on their number.
 void attention_forward(float* out, float* log_totals, const Heads* query, const Heads* key, const Heads* value,
                        const bool* allowed, const int64_t* starts, const int16_t* bits, const Attention* sizes) {
     const Attention& is = *sizes;
-    const int64_t width = padded(is.width), keys = padded(is.keys);
+    const int64_t width = padded(is.width), stride = is.heads * is.width;
 #pragma omp parallel if (is.samples * is.heads * is.queries * is.keys >= kParallelFrom)
     {
-        Scratch scratch(kRows * (2 * width + 2 * keys) + 2 * keys * width);
-        float *asked = scratch.take(kRows * width), *mixed = scratch.take(kRows * width);
-        float *weights = scratch.take(kRows * keys), *dropped = bits ? scratch.take(kRows * keys) : weights;
-        float *keys_across = scratch.take(keys * width), *values = scratch.take(keys * width);
+        Scratch scratch(kQueries * (2 * width + 2 * is.keys) + is.keys * width);
+        float *asked = scratch.take(kQueries * width), *mixed = scratch.take(kQueries * width);
+        float *weights = scratch.take(is.keys * kQueries), *factors = scratch.take(is.keys * kQueries);
+        float* spare = scratch.take(is.keys * width);
 #pragma omp for
         for (int64_t head = 0; head < is.samples * is.heads; ++head) {
-            const bool* may_see = allowed ? allowed + head / is.heads * is.keys : nullptr;
-            copy_across(keys_across, key->of(head, is.heads), key->row, is.keys, is.width, keys);
-            copy_rows(values, value->of(head, is.heads), value->row, is.keys, is.width, width);
-            for (int64_t first = 0; first < is.queries; first += kRows) {
-                const int64_t rows = std::min(kRows, is.queries - first);
-                const Seen range = is.seen_by_rows(head, first, starts);
-                const int64_t begin = range.begin, count = range.end - begin;
-                copy_rows(asked, query->of(head, is.heads) + first * query->row, query->row, rows, is.width, width);
-                product<false>(weights + begin, keys, asked, width, 1, keys_across + begin, keys, kRows, count,
-                               is.width);
-                for (int64_t i = 0; i < rows; ++i) {
-                    const int64_t row = head * is.queries + first + i;
-                    float *weight = weights + i * keys, total = 0.0f;
-                    const Seen seen = is.seen_by(head, first + i, starts);
-                    const float top = scale_and_mask(weight, seen, range, may_see, is.factor);
-#pragma omp simd reduction(+ : total)
-                    for (int64_t j = begin; j < range.end; ++j) total += weight[j] = exp_of(weight[j] - top);
-                    log_totals[row] = top + std::log(total);
-                    const float share = 1.0f / total;
-                    for (int64_t j = begin; j < range.end; ++j) weight[j] *= share;
-                    if (bits) is.drop(dropped + i * keys, weight, bits + row * is.keys, range);
+            const Rows keys = key->of(head, is.heads), queries = query->of(head, is.heads);
+            const Rows values = whole_vectors(value->of(head, is.heads), is.keys, is.width, spare);
+            for (int64_t first = 0; first < is.queries; first += kQueries) {
+                const Block block(is, head, first, allowed, starts, bits);
+                const int64_t count = block.count();
+                copy_across(asked, queries.from(first), block.rows, is.width, is.factor);
+                product<false>(weights, kQueries, keys.from(block.begin).start, keys.stride, 1, asked, kQueries, count,
+                               kQueries, is.width);
+                block.mask(weights);
+                if (bits) block.draw(factors);
+                alignas(64) float shares[kQueries];
+                for (int part = 0; part < kParts; ++part) {
+                    auto* weight = vectors(weights) + part;
+                    const auto* factor = vectors(factors) + part;
+                    Vector top = Vector{} - INFINITY, total = {};
+                    for (int64_t j = 0; j < count; ++j) top = weight[j * kParts] > top ? weight[j * kParts] : top;
+                    for (int64_t j = 0; j < count; ++j) {
+                        const Vector its = exp_of<Bits>(weight[j * kParts] - top);
+                        total += its;
+                        weight[j * kParts] = bits ? its * factor[j * kParts] : its;
+                    }
+                    for (int lane = 0; lane < kLanes; ++lane) {
+                        const int64_t i = part * kLanes + lane;
+                        shares[i] = 1.0f / total[lane];
+                        if (i < block.rows)
+                            log_totals[head * is.queries + first + i] = top[lane] + std::log(total[lane]);
+                    }
                 }
-                product<false>(mixed, width, dropped + begin, keys, 1, values + begin * width, width, kRows, width,
-                               count);
-                for (int64_t i = 0; i < rows; ++i)
-                    std::memcpy(is.row_of(out, head, first + i), mixed + i * width, is.width * sizeof(float));
+                float* own = is.row_of(out, head, first);
+                const bool whole = is.width == width;
+                product<false>(whole ? own : mixed, whole ? stride : width, weights, 1, kQueries,
+                               values.from(block.begin).start, values.stride, block.rows, width, count);
+                for (int64_t i = 0; i < block.rows; ++i)
+                    for (int64_t k = 0; k < is.width; ++k)
+                        own[i * stride + k] = (whole ? own[i * stride + k] : mixed[i * width + k]) * shares[i];
             }
         }
     }
@@ -295,65 +357,72 @@ void attention_backward(float* grad_query, float* grad_key, float* grad_value, c
                         const float* log_totals, const Heads* query, const Heads* key, const Heads* value,
                         const bool* allowed, const int64_t* starts, const int16_t* bits, const Attention* sizes) {
     const Attention& is = *sizes;
-    const int64_t width = padded(is.width), keys = padded(is.keys), stride = is.heads * is.width;
+    const int64_t width = padded(is.width), stride = is.heads * is.width;
 #pragma omp parallel if (is.samples * is.heads * is.queries * is.keys >= kParallelFrom)
     {
-        Scratch scratch(kRows * (3 * width + 3 * keys) + 5 * keys * width);
-        float *asked = scratch.take(kRows * width), *slopes = scratch.take(kRows * width);
-        float *mixed = scratch.take(kRows * width), *weights = scratch.take(kRows * keys);
-        float *grads = scratch.take(kRows * keys), *dropped = bits ? scratch.take(kRows * keys) : weights;
-        float *key_rows = scratch.take(keys * width), *keys_across = scratch.take(keys * width);
-        float *values_across = scratch.take(keys * width), *of_keys = scratch.take(keys * width);
-        float* of_values = scratch.take(keys * width);
+        Scratch scratch(kQueries * (5 * width + 4 * is.keys) + 3 * is.keys * width);
+        float *asked = scratch.take(kQueries * width), *slopes = scratch.take(kQueries * width);
+        float *query_spare = scratch.take(kQueries * width), *grad_spare = scratch.take(kQueries * width);
+        float *mixed = scratch.take(kQueries * width), *weights = scratch.take(is.keys * kQueries);
+        float *grads = scratch.take(is.keys * kQueries), *factors = scratch.take(is.keys * kQueries);
+        float *dropped = bits ? scratch.take(is.keys * kQueries) : weights;
+        float *spare = scratch.take(is.keys * width), *of_keys = scratch.take(is.keys * width);
+        float* of_values = scratch.take(is.keys * width);
 #pragma omp for
         for (int64_t head = 0; head < is.samples * is.heads; ++head) {
-            const bool* may_see = allowed ? allowed + head / is.heads * is.keys : nullptr;
-            copy_rows(key_rows, key->of(head, is.heads), key->row, is.keys, is.width, width);
-            copy_across(keys_across, key->of(head, is.heads), key->row, is.keys, is.width, keys);
-            copy_across(values_across, value->of(head, is.heads), value->row, is.keys, is.width, keys);
-            std::fill(of_keys, of_keys + keys * width, 0.0f);
-            std::fill(of_values, of_values + keys * width, 0.0f);
-            for (int64_t first = 0; first < is.queries; first += kRows) {
-                const int64_t rows = std::min(kRows, is.queries - first);
-                const Seen range = is.seen_by_rows(head, first, starts);
-                const int64_t begin = range.begin, count = range.end - begin;
-                copy_rows(asked, query->of(head, is.heads) + first * query->row, query->row, rows, is.width, width);
-                copy_rows(slopes, is.row_of(grad, head, first), stride, rows, is.width, width);
-                product<false>(weights + begin, keys, asked, width, 1, keys_across + begin, keys, kRows, count,
-                               is.width);
-                product<false>(grads + begin, keys, slopes, width, 1, values_across + begin, keys, kRows, count,
-                               is.width);
-                for (int64_t i = 0; i < kRows; ++i) {
-                    float *weight = weights + i * keys, *slope = grads + i * keys;
-                    if (i >= rows) {
-                        std::fill(weight + begin, weight + range.end, 0.0f);
-                        std::fill(slope + begin, slope + range.end, 0.0f);
-                        if (bits) std::fill(dropped + i * keys + begin, dropped + i * keys + range.end, 0.0f);
-                        continue;
-                    }
-                    const int64_t row = head * is.queries + first + i;
-                    const float log_total = log_totals[row], *result = is.row_of(out, head, first + i);
+            const Rows keys = whole_vectors(key->of(head, is.heads), is.keys, is.width, spare);
+            const Rows values = value->of(head, is.heads), queries = query->of(head, is.heads);
+            std::fill(of_keys, of_keys + is.keys * width, 0.0f);
+            std::fill(of_values, of_values + is.keys * width, 0.0f);
+            for (int64_t first = 0; first < is.queries; first += kQueries) {
+                const Block block(is, head, first, allowed, starts, bits);
+                const int64_t count = block.count(), begin = block.begin;
+                const Rows own_grad = {is.row_of(grad, head, first), stride};
+                const Rows query_rows = whole_vectors(queries.from(first), block.rows, is.width, query_spare);
+                const Rows grad_rows = whole_vectors(own_grad, block.rows, is.width, grad_spare);
+                copy_across(asked, query_rows, block.rows, is.width, is.factor);
+                copy_across(slopes, grad_rows, block.rows, is.width, 1.0f);
+                product<false>(weights, kQueries, keys.from(begin).start, keys.stride, 1, asked, kQueries, count,
+                               kQueries, is.width);
+                product<false>(grads, kQueries, values.from(begin).start, values.stride, 1, slopes, kQueries, count,
+                               kQueries, is.width);
+                block.mask(weights);
+                if (bits) block.draw(factors);
+                alignas(64) float means[kQueries] = {}, logs[kQueries];
+                std::fill(logs, logs + kQueries, INFINITY);  // no weight for queries that are not there
+                std::copy_n(log_totals + head * is.queries + first, block.rows, logs);
+                for (int64_t i = 0; i < block.rows; ++i) {
+                    const float *result = is.row_of(out, head, first + i), *its = own_grad.start + i * stride;
                     float mean = 0.0f;
 #pragma omp simd reduction(+ : mean)
-                    for (int64_t j = 0; j < is.width; ++j) mean += result[j] * slopes[i * width + j];
-                    scale_and_mask(weight, is.seen_by(head, first + i, starts), range, may_see, is.factor);
-#pragma omp simd
-                    for (int64_t j = begin; j < range.end; ++j) weight[j] = exp_of(weight[j] - log_total);
-                    if (bits) {
-                        is.drop(slope, slope, bits + row * is.keys, range);
-                        is.drop(dropped + i * keys, weight, bits + row * is.keys, range);
-                    }
-#pragma omp simd
-                    for (int64_t j = begin; j < range.end; ++j) slope[j] = is.factor * weight[j] * (slope[j] - mean);
+                    for (int64_t k = 0; k < is.width; ++k) mean += result[k] * its[k];
+                    means[i] = mean;
                 }
-                product<false>(mixed, width, grads + begin, keys, 1, key_rows + begin * width, width, kRows, width,
-                               count);
-                for (int64_t i = 0; i < rows; ++i)
-                    std::memcpy(is.row_of(grad_query, head, first + i), mixed + i * width, is.width * sizeof(float));
-                product<true>(of_keys + begin * width, width, grads + begin, 1, keys, asked, width, count, width,
-                              kRows);
-                product<true>(of_values + begin * width, width, dropped + begin, 1, keys, slopes, width, count, width,
-                              kRows);
+                for (int part = 0; part < kParts; ++part) {
+                    const Vector mean = vectors(means)[part];
+                    const Vector log_total = vectors(logs)[part];
+                    auto* weight = vectors(weights) + part;
+                    auto* slope = vectors(grads) + part;
+                    auto* kept_weight = vectors(dropped) + part;
+                    const auto* factor = vectors(factors) + part;
+                    for (int64_t j = 0; j < count * kParts; j += kParts) {
+                        const Vector its = exp_of<Bits>(weight[j] - log_total);
+                        const Vector back = bits ? slope[j] * factor[j] : slope[j];
+                        kept_weight[j] = bits ? its * factor[j] : its;
+                        slope[j] = is.factor * its * (back - mean);
+                    }
+                }
+                float* own = is.row_of(grad_query, head, first);
+                const bool whole = is.width == width;
+                product<false>(whole ? own : mixed, whole ? stride : width, grads, 1, kQueries, keys.from(begin).start,
+                               keys.stride, block.rows, width, count);
+                if (!whole)
+                    for (int64_t i = 0; i < block.rows; ++i)
+                        std::memcpy(own + i * stride, mixed + i * width, is.width * sizeof(float));
+                product<true>(of_keys + begin * width, width, grads, kQueries, 1, query_rows.start, query_rows.stride,
+                              count, width, block.rows);
+                product<true>(of_values + begin * width, width, dropped, kQueries, 1, grad_rows.start, grad_rows.stride,
+                              count, width, block.rows);
             }
             for (int64_t j = 0; j < is.keys; ++j) {
                 const int64_t place = ((head / is.heads * is.keys + j) * is.heads + head % is.heads) * is.width;

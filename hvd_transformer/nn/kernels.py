@@ -17,8 +17,7 @@ _F, _I, _N, _P = ctypes.c_float, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 _SIGNATURES: dict[str, list[Any]] = {
     "random_bits": [_P, _P, _N],
     "dropout": [_P, _P, _P, _P, _N, _I, _F],
-    "gelu_forward": [_P, _P, _P, _N, _I, _F],
-    "gelu_backward": [_P, _P, _P, _P, _N, _I, _F],
+    "gelu": [_P, _P, _P, _P, _N, _I, _F],
     "attention_forward": [_P] * 9,
     "attention_backward": [_P] * 13,
     "cross_entropy": [_P, _P, _P, _N, _N, _F],
@@ -78,7 +77,8 @@ class Kernels:
 
     def gelu(self, values: Tensor, drawn: DropoutBits | None) -> Tensor:
         """GELU (Hendrycks and Gimpel 2016, arXiv 1606.08415), then dropout."""
-        result: Tensor = _Gelu.apply(self.library, values, *(drawn or _NONE))  # type: ignore[no-untyped-call]
+        trains = torch.is_grad_enabled() and values.requires_grad
+        result: Tensor = _Gelu.apply(self.library, values, trains, *(drawn or _NONE))  # type: ignore[no-untyped-call]
         return result
 
     def attention(
@@ -147,22 +147,18 @@ class _Dropout(torch.autograd.Function):
 class _Gelu(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, library: ctypes.CDLL, values: Tensor, bits: Tensor | None, least: int, scale: float
+        ctx: Any, library: ctypes.CDLL, values: Tensor, trains: bool, bits: Tensor | None, least: int, scale: float
     ) -> Tensor:
-        ctx.save_for_backward(values, bits)
-        ctx.library, ctx.least, ctx.scale = library, least, scale
-        out = torch.empty_like(values)
-        library.gelu_forward(out.data_ptr(), values.data_ptr(), _address(bits), values.numel(), least, scale)
+        out, slopes = torch.empty_like(values), torch.empty_like(values) if trains else None
+        library.gelu(out.data_ptr(), _address(slopes), values.data_ptr(), _address(bits), values.numel(), least, scale)
+        # In place of values and bits: it is as much memory, and a product is all that is left to do.
+        ctx.save_for_backward(slopes)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        values, bits = ctx.saved_tensors
-        grad, out = grad.contiguous(), torch.empty_like(values)
-        ctx.library.gelu_backward(
-            out.data_ptr(), grad.data_ptr(), values.data_ptr(), _address(bits), values.numel(), ctx.least, ctx.scale
-        )
-        return None, out, None, None, None
+        (slopes,) = ctx.saved_tensors
+        return None, grad * slopes, None, None, None, None
 
 
 class _Heads(ctypes.Structure):

@@ -27,7 +27,7 @@ def test_all_contestants_train_the_same(tmp_path):
     text = bench("pipeline", *words, timeout=550)
     figures = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
     rates, losses = figures["tokens_per_second"], figures["losses"]
-    assert len(rates) == 9
+    assert len(rates) == 12
     assert all(rate > 0 for (rate,) in rates.values())
     (expected,) = losses["no pipeline"]
     for name, (loss,) in losses.items():

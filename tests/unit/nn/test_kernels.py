@@ -33,11 +33,11 @@ def mask(drawn: DropoutBits) -> Tensor:
 
 def check(found: Tensor, wanted: Tensor, inputs: list[Tensor], doubles: list[Tensor]) -> None:
     """The values, and the gradients of a random weighting of them."""
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=5e-6)
     slope = torch.randn(found.shape)
     grads = torch.autograd.grad(found, inputs, slope)
     for grad, want in zip(grads, torch.autograd.grad(wanted, doubles, slope.double()), strict=True):
-        torch.testing.assert_close(grad.double(), want, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(grad.double(), want, rtol=1e-5, atol=5e-6)
 
 
 def inputs(*shapes: tuple[int, ...], spread: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
@@ -69,9 +69,11 @@ def test_gelu(kernels: Kernels, shape: tuple[int, int], drops: bool) -> None:
     both = inputs(shape, spread=3.0)
     wanted = F.gelu(both[1][0]) * (1 if drawn is None else mask(drawn))
     check(kernels.gelu(both[0][0], drawn), wanted, *both)
+    with torch.no_grad():
+        torch.testing.assert_close(kernels.gelu(both[0][0], drawn).double(), wanted.detach(), rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (5, 5), (3, 18), (35, 35), (64, 80)])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (5, 5), (3, 18), (35, 35), (64, 80), (150, 150)])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("drops", [False, True])
@@ -161,4 +163,4 @@ def test_without_a_compiler_one_line_says_why(tmp_path: Path, monkeypatch, compi
 
 
 def test_where_nothing_can_be_kept_it_is_compiled_all_the_same() -> None:
-    assert load_library(Path("/dev/null/kernels")).gelu_forward is not None
+    assert load_library(Path("/dev/null/kernels")).gelu is not None
