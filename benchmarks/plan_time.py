@@ -2,7 +2,9 @@
 
     python -m benchmarks.plan_time [--hosts]
 
-The constants are measured on the spot by `hvd-transformer bench`: `train` for the model, `allreduce` for each link.
+The constants are measured on the spot by `hvd-transformer bench`: `train` for the model, `allreduce` for each link. A
+shared machine changes its pace within minutes, which is no fault of a prediction: so constants and steps are measured
+in turn, several times, and the median of the errors is what counts.
 
 one host    one rank; dp 2 and tp 2, each over gloo and MPI; pp 2 in one rank; the model of the pipeline benchmark
 --hosts     dp 2 and tp 2 on two hosts of this machine (`namespace_hosts`, needs root), over gloo, with the link limited
@@ -44,6 +46,16 @@ WITHIN = 0.1
 BACKENDS: tuple[Backend, ...] = ("gloo", "mpi")
 
 
+class Step(NamedTuple):
+    """Milliseconds."""
+
+    predicted: float
+    measured: float
+
+
+Found = dict[str, Step]  # by the name of the case
+
+
 class Case(NamedTuple):
     """One contestant and what is predicted for it."""
 
@@ -74,31 +86,36 @@ def two_hosts(hosts: LinkedHosts) -> list[Case]:
     ]
 
 
-def compared(cases: Sequence[Case], constants: Path, devices_per_host: int, options: Options) -> dict[str, Any]:
-    """Milliseconds per step, predicted and measured, by the name of the case; printed, too."""
+def compared(cases: Sequence[Case], constants: Path, devices_per_host: int, options: Options) -> Found:
+    """Milliseconds per step by the name of the case."""
     known = load(str(constants))
     if devices_per_host == 1:  # "hosts" of one machine, whose ranks slow each other down as on one host
         fractions = {name: fraction / known.crowding for name, fraction in known.training_fraction.items()}
         known = known.model_copy(update={"training_fraction": fractions})
     result = measured([replace(case.contestant, trains=None) for case in cases], options)
-    figures = {}
+    found = {}
     for contestant, settings, layout, backend in cases:
         config = make_config(settings)
         machine = Machine(known, backend, devices_per_host)
         time = step_time(measure_work(config, None, 2), config, layout, machine)
         tokens = layout.dp * config.training.batch_size * config.data.sequence_length
-        rate = median(result.rates[contestant.name])
-        figures[contestant.name] = {
-            "measured": 1000 * tokens / rate,
-            "predicted": 1000 * time.total,
-            "error": time.total * rate / tokens - 1,
-            "rounds": [1000 * tokens / one for one in result.rates[contestant.name]],
-        }
-        row = figures[contestant.name]
-        verdict = "within" if abs(row["error"]) <= WITHIN else "NOT within"
+        found[contestant.name] = Step(1000 * time.total, 1000 * tokens / median(result.rates[contestant.name]))
+    return found
+
+
+def reported(repeats: Sequence[Found]) -> dict[str, Any]:
+    """The figures by the name of the case; printed, too."""
+    figures = {}
+    for name in repeats[0]:
+        steps = [found[name] for found in repeats]
+        predicted, taken = ([getattr(step, field) for step in steps] for field in Step._fields)
+        errors = [step.predicted / step.measured - 1 for step in steps]
+        error = median(errors)
+        figures[name] = {"measured": taken, "predicted": predicted, "errors": errors, "error": error}
+        verdict = "within" if abs(error) <= WITHIN else "NOT within"
         click.echo(
-            f"{contestant.name:<12}{row['measured']:>10.1f} ms measured{row['predicted']:>10.1f} ms predicted"
-            f"{row['error']:>8.1%}  {verdict} {WITHIN:.0%}"
+            f"{name:<22}{median(taken):>10.1f} ms measured{median(predicted):>10.1f} ms predicted{error:>8.1%} "
+            f"({min(errors):.1%} to {max(errors):.1%})  {verdict} {WITHIN:.0%}"
         )
     return figures
 
@@ -122,45 +139,45 @@ def _bench_here(backend: Backend, words: Sequence[str], constants: Path) -> None
     _bench(words, constants, horovodrun(backend), ENVIRONMENT)
 
 
-def _on_one_host(constants: Path, options: Options) -> dict[str, Any]:
+def _on_one_host(constants: Path, options: Options) -> Found:
     _bench_here("gloo", ["train", *SETTINGS, *LARGE], constants)
     for backend in BACKENDS:
         _bench_here(backend, ["allreduce", "--sizes", SIZES], constants)
     return compared(one_host(), constants, 2, options)
 
 
-def _on_two_hosts(constants: Path, options: Options) -> dict[str, Any]:
-    figures: dict[str, Any] = {}
-    _bench_here("gloo", ["train", *SETTINGS, *SMALL], constants)
+def _on_two_hosts(constants: Path, options: Options) -> Found:
+    found: Found = {}
     with LinkedHosts() as hosts:
         launcher = [*hosts.enter("h1"), "horovodrun", "-np", "2", "-H", "h1:1,h2:1", "--gloo"]
         launcher += ["--network-interfaces", "eth0"]
         for mbit, steps in STEPS.items():
             hosts.shape(mbit)
+            _bench_here("gloo", ["train", *SETTINGS, *SMALL], constants)
             _bench(["allreduce", "--sizes", SIZES], constants, launcher, hosts.environment)
-            click.echo(f"{mbit} Mbit/s")
-            figures |= {
-                f"{name}, {mbit} Mbit/s": row
-                for name, row in compared(two_hosts(hosts), constants, 1, replace(options, steps=steps)).items()
-            }
-    return figures
+            steps_of_link = compared(two_hosts(hosts), constants, 1, replace(options, steps=steps))
+            found |= {f"{name}, {mbit} Mbit/s": step for name, step in steps_of_link.items()}
+    return found
 
 
 @click.command()
 @click.option("--hosts", is_flag=True, help="Two hosts over links of three speeds, in place of one host.")
-@click.option("--rounds", default=7, show_default=True, type=click.IntRange(1), help="Blocks of each.")
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1), help="Constants, then steps.")
+@click.option("--rounds", default=3, show_default=True, type=click.IntRange(1), help="Blocks of each, in each repeat.")
 @click.option("--json", "file", type=click.Path(path_type=Path), help="Write every figure to this, too.")
-def main(hosts: bool, rounds: int, file: Path | None) -> None:
+def main(hosts: bool, repeats: int, rounds: int, file: Path | None) -> None:
     """Compare predicted with measured step times."""
     if hosts and (why := missing(["tc"])) is not None:
         click.echo(f"benchmark: {why}", err=True)
         sys.exit(1)
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        constants = Path(folder) / "constants.yaml"
-        options = Options(rounds=rounds, steps=5)
-        figures = (_on_two_hosts if hosts else _on_one_host)(constants, options)
-        figures["constants"] = constants.read_text(encoding="utf-8")
-    write_figures(file, figures)
+    measure, found, texts = _on_two_hosts if hosts else _on_one_host, [], []
+    for number in range(1, repeats + 1):
+        click.echo(f"repeat {number} of {repeats}", err=True)
+        with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+            constants = Path(folder) / "constants.yaml"
+            found.append(measure(constants, Options(rounds=rounds, steps=5)))
+            texts.append(constants.read_text(encoding="utf-8"))
+    write_figures(file, {**reported(found), "constants": texts})
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from hvd_transformer.data.prepare_mixture import prepare_sources
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.data.token_file import MixedTokens
 from hvd_transformer.tasks.language_model_task import LanguageModelTask
+from hvd_transformer.tasks.registry import known_metrics
 
 SETTINGS = [
     "--preset", "tiny", "data.vocab_size=none", "data.workers=1", "data.split=[0.8,0.1,0.1]", "training.device=cpu",
@@ -177,8 +178,23 @@ def test_evaluation_sees_all_sources_also_where_it_is_limited(limit: str, counts
     config, found = load(overrides=[*words, f"training.eval_batches={limit}"]), []
     for rank in range(ranks):
         task = LanguageModelTask(config, data, Replica(rank, ranks))
+        assert task.metric_names == known_metrics(config) == ["loss", "perplexity", "a_loss", "b_loss"]
         found += [token for batch in task.evaluation_batches("valid") for token in batch.targets.flatten().tolist()]
         for name, batches in task.evaluation_parts("valid").items():
             assert all((token < 2000) == (name == "a") for batch in batches for token in batch.targets.flatten())
     assert len(found) == len(set(found))
     assert (sum(token < 2000 for token in found), sum(token >= 2000 for token in found)) == counts
+
+
+def test_a_source_that_no_evaluation_sees_chooses_no_checkpoint() -> None:
+    tokens = MixedTokens([np.arange(100), np.arange(10)], ["a", "b"])
+    data = SimpleNamespace(splits={"valid": tokens}, has_documents=False)
+    words = ["data.sources=[{source: a}, {source: b}]", "data.sequence_length=10", "training.batch_size=1"]
+    config = load(overrides=[*words, "training.eval_batches=1"])
+    assert LanguageModelTask(config, data, Replica(0, 1)).metric_names == ["loss", "perplexity", "a_loss"]
+
+
+def test_the_best_metric_is_the_loss_of_a_source_of_the_mixture(folder: Path, tmp_path: Path) -> None:
+    mixed = sources(folder, "a.jsonl", "b.jsonl, text_column: body")
+    told = train(tmp_path, mixed, "training.best_metric=c_loss", code=2)
+    assert "training.best_metric=c_loss: no such metric of this task; it has loss, perplexity, a_loss, b_loss" in told

@@ -1,6 +1,6 @@
 """One rank's model, wired for training: stages on their devices, gradient buffers, collectives, optimizer, pipeline."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -10,64 +10,25 @@ import torch
 from torch import Tensor, nn
 
 from hvd_transformer.comm.world import World
-from hvd_transformer.config.schema import Config, OptimizerConfig
-from hvd_transformer.gradients.buffers import GradBuffer, make_grad_buffers
+from hvd_transformer.config.schema import Config
 from hvd_transformer.gradients.embedding_grads import plan_embedding_grads
 from hvd_transformer.gradients.local_steps import LocalSteps
-from hvd_transformer.gradients.muon import hidden_matrices, orthogonalise_cost
-from hvd_transformer.gradients.optimizer import FlatOptimizer, GradNorm, names_without_decay
-from hvd_transformer.gradients.param_all_gather import ParamAllGather, make_param_all_gathers
-from hvd_transformer.gradients.shared_matrices import SharedMatrices
+from hvd_transformer.gradients.optimizer import GradNorm
+from hvd_transformer.gradients.param_all_gather import make_param_all_gathers
 from hvd_transformer.gradients.sync import make_grad_sync
-from hvd_transformer.gradients.transfer_sizes import LEAST_SHARE, transfer_sizes
+from hvd_transformer.gradients.transfer_sizes import transfer_sizes
 from hvd_transformer.gradients.update_factor import UpdateFactor
 from hvd_transformer.gradients.weight_grads import install_stores
 from hvd_transformer.gradients.wire.plain import WireOptions
 from hvd_transformer.monitoring.timeline import Timeline
 from hvd_transformer.nn.contracts import Layer, TensorGroup
-from hvd_transformer.nn.parallel_layers import WeightGradLayer
 from hvd_transformer.parallel.mesh import ParallelMesh
-from hvd_transformer.parallel.pipeline import Pipeline, Stage, worker_threads
+from hvd_transformer.parallel.model_stage import ModelStage, add_buffers, add_shadows
+from hvd_transformer.parallel.pipeline import Pipeline, worker_threads
 from hvd_transformer.parallel.precision import product_dtype
 from hvd_transformer.parallel.replica_check import check_replicas, checksum
 from hvd_transformer.parallel.tensor_backend import StageCommunicators, connect_stages
 from hvd_transformer.parallel.tensor_parallel import Communicator, RankTensorGroup, Shapes, Splits, set_tensor_groups
-
-# Where buffers travel beside backward: their number per stage, unless that made them too small.
-LEAST_BUCKETS = 4
-
-
-class ModelStage(Stage):
-    """A pipeline stage with its gradient buffers and optimizer, so that stages send and update side by side."""
-
-    def __init__(self, layers: Sequence[Layer], device: torch.device) -> None:
-        super().__init__(layers, device)
-        for layer in layers:
-            layer.module.to(device)
-        self.all_gather: ParamAllGather | None = None  # ZeRO
-
-    def add_buffers(
-        self, config: OptimizerConfig, buffers: Sequence[GradBuffer], matrices: SharedMatrices | None
-    ) -> None:
-        self.buffers = buffers
-        self.optimizer = FlatOptimizer(config, buffers, matrices)
-
-    def norms(self) -> dict[str, Tensor]:
-        """The norm of each parameter's gradient in this rank's shard, by name."""
-        return {name: norm for buffer in self.buffers for name, norm in buffer.norms().items()}
-
-    def update(self, factor: float | UpdateFactor, rate: float) -> None:
-        """One optimizer step with the gradients × `factor`; starts the all-gather of sharded parameters."""
-        self.optimizer.step(rate, factor)
-        if self.all_gather is not None:
-            self.all_gather.start()
-
-    def exchange_weights(self) -> None:
-        """Swap the raw and the averaged weights; starts the all-gather of sharded parameters."""
-        if self.optimizer.average is not None:
-            self.optimizer.average.exchange()
-            if self.all_gather is not None:
-                self.all_gather.start()
 
 
 class Engine:
@@ -94,6 +55,7 @@ class Engine:
         self.config, self.world, self.mesh = config, world, mesh
         self.splits, self.shapes = splits, shapes
         transfer = transfer_sizes(mesh.device.type, mesh.dp, config.communication.bucket_mb)
+        num_hosts = len(set(world.hosts))
         ends = pairwise(accumulate(partition, initial=0))
         self.stages = [
             ModelStage(layers[start:stop], device) for (start, stop), device in zip(ends, mesh.devices, strict=True)
@@ -105,7 +67,17 @@ class Engine:
         # Where the stages have moved them to.
         self._frozen = [weight.data for name, weight in model.named_parameters() if name not in shapes]
         embeddings = plan_embedding_grads(model, config.communication.embedding_rows, num_tokens)
-        self._add_buffers(model, {name: plan.gather for name, plan in embeddings.items()}, transfer.bucket)
+        add_buffers(
+            self.stages,
+            model,
+            config,
+            mesh,
+            num_hosts=num_hosts,
+            splits=splits,
+            shapes=shapes,
+            gathers={name: plan.gather for name, plan in embeddings.items()},
+            most=transfer.bucket,
+        )
         buffers = [stage.buffers for stage in self.stages]
         if mesh.zero_shard.count > 1:
             gathers, waits = make_param_all_gathers(layers, buffers, mesh.dp_group, transfer.parameters)
@@ -123,7 +95,7 @@ class Engine:
                 powersgd_rank=config.communication.powersgd_rank,
                 sharded=mesh.zero_shard.count > 1,
                 world=world,
-                num_hosts=len(set(world.hosts)),
+                num_hosts=num_hosts,
             ),
             embeddings=embeddings,
             timeline=self.timeline,
@@ -141,7 +113,7 @@ class Engine:
         ]
         install_stores(model, stores, self.grad_sync)
         if config.training.precision in ("bf16", "fp16"):
-            self._add_shadows(model, product_dtype(config.training.precision))
+            add_shadows(model, self.buffers, product_dtype(config.training.precision))
         self.pipeline = Pipeline(
             self.stages,
             schedule=config.parallel.schedule,
@@ -278,63 +250,3 @@ class Engine:
             return RankTensorGroup(communicators[stage_of[modules[name]]], name)
 
         set_tensor_groups(model, self.splits, self.shapes, group_of)
-
-    def _add_shadows(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """Let the linear layers multiply by weights that are in the number format of autocast already."""
-        places = {id(slot.parameter): (buffer, slot) for buffer in self.buffers for slot in buffer.slots}
-        for module in model.modules():
-            if isinstance(module, WeightGradLayer) and id(module.weight) in places:
-                buffer, slot = places[id(module.weight)]
-                module.shadow = slot.view(buffer.add_shadow(dtype))
-
-    def _add_buffers(self, model: nn.Module, embeddings: Mapping[str, bool], most: int) -> None:
-        """Give each stage buffers of its own parameters, so that it sends and updates without the others.
-        They have at most `most` bytes.
-
-        A tied parameter belongs to the last stage that has it: the output layer's, where its dense gradient comes from.
-        `embeddings` says of looked-up parameters whether their rows are gathered.
-
-        Buffers can travel while backward goes on. On one host whose cores all compute that gains nothing, and each
-        message costs their time; elsewhere a stage has several, and the last embedding keeps no other one waiting.
-        """
-        stage_of = {
-            id(weight): stage for stage in self.stages for layer in stage.layers for weight in layer.module.parameters()
-        }
-        parameters: dict[ModelStage, dict[str, nn.Parameter]] = {stage: {} for stage in self.stages}
-        for name, weight in model.named_parameters():
-            if name in self.shapes:
-                parameters[stage_of[id(weight)]][name] = weight
-        no_decay = names_without_decay(model)
-        alone = {name for name, gathers in embeddings.items() if gathers}
-        travels = len(set(self.world.hosts)) > 1 or self.mesh.device.type == "cuda"
-        hidden = self._muon_matrices(model)
-        # What all ranks of a tensor group hold must be rounded alike on all of them, whatever else they hold.
-        rounded = self.mesh.tp > 1 and self.config.communication.compression != "none"
-        unsplit = self.shapes.keys() - self.splits.keys() if rounded else set[str]()
-        least = LEAST_SHARE * self.mesh.zero_shard.count
-        for number, (stage, own) in enumerate(parameters.items()):
-            part = max(least, sum(weight.nbytes for weight in own.values()) // LEAST_BUCKETS)
-            size, last = (min(most, part), embeddings.keys() - alone) if travels else (most, set())
-            apart = (hidden, last, unsplit)
-            buffers = make_grad_buffers(own, no_decay, size, alone, self.mesh.zero_shard, apart=apart)
-            matrices = self._share_matrices(buffers, hidden, f"muon.{number}") if hidden else None
-            stage.add_buffers(self.config.optimizer, buffers, matrices)
-
-    def _muon_matrices(self, model: nn.Module) -> set[str]:
-        """The names of the parameters that Muon updates."""
-        if self.config.optimizer.name != "muon":
-            return set()
-        hidden = {id(weight) for weight in hidden_matrices([model])}
-        return {name for name, weight in model.named_parameters() if id(weight) in hidden}
-
-    def _share_matrices(self, buffers: Sequence[GradBuffer], hidden: set[str], name: str) -> SharedMatrices:
-        return SharedMatrices(
-            [buffer for buffer in buffers if buffer.slots[0].name in hidden],
-            splits=self.splits,
-            shapes=self.shapes,
-            # In local steps each replica makes its own update.
-            replicas=self.mesh.dp_group if self.config.communication.local_steps == 1 else self.mesh.dp_group.alone(),
-            tensor_group=self.mesh.tp_group,
-            cost=orthogonalise_cost,
-            name=name,
-        )

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from hvd_transformer.config.batch_size import step_samples
-from hvd_transformer.config.mixture import mixed_sources, origin
+from hvd_transformer.config.mixture import mixed_sources, origin, source_names
 from hvd_transformer.config.schema import LEARNED_TOKENIZERS, Config
 from hvd_transformer.data.batches import Batch, ColumnDataset, WindowDataset, evaluation_batches
 from hvd_transformer.data.blend import Blend, BlendedDataset, blend_sizes
@@ -131,17 +131,34 @@ class LanguageModelTask(DecoderTask):
             return {"": self.evaluation_batches(split)}
         return dict(zip(tokens.names, self._evaluation_parts(split), strict=True))
 
+    @property
+    def metric_names(self) -> list[str]:
+        """With the losses of the sources that an evaluation has samples of."""
+        tokens = self.data.splits.get("valid")
+        if not isinstance(tokens, MixedTokens):
+            return super().metric_names
+        counts = zip(tokens.names, self._evaluation_windows("valid"), strict=True)
+        return [*super().metric_names, *(f"{name}_loss" for name, count in counts if count)]
+
+    @classmethod
+    def possible_metrics(cls, config: Config) -> list[str]:
+        return [*super().possible_metrics(config), *(f"{name}_loss" for name in source_names(config.data))]
+
     def _evaluation_parts(self, split: str) -> list[Iterator[Batch]]:
         """The batches of each token file."""
         batch_size = self.config.training.eval_batch_size or self.config.training.batch_samples
-        files, most = _files(self.data.splits[split]), self.eval_samples
-        windows = [-(-(len(tokens) - 1) // self.length) for tokens in files]
-        if most is not None and most < sum(windows):
-            windows = Blend(windows).counts(most)  # of a mixture, some of each source
         return [
             evaluation_batches(tokens, self.length, batch_size, self.replica, limit)
-            for tokens, limit in zip(files, windows, strict=True)
+            for tokens, limit in zip(_files(self.data.splits[split]), self._evaluation_windows(split), strict=True)
         ]
+
+    def _evaluation_windows(self, split: str) -> Sequence[int]:
+        """How many windows of each token file are evaluated."""
+        most = self.eval_samples
+        windows = [-(-(len(tokens) - 1) // self.length) for tokens in _files(self.data.splits[split])]
+        if most is None or most >= sum(windows):
+            return windows
+        return Blend(windows).counts(most)  # of a mixture, some of each source
 
     def micro_batch(self, batch: tuple[Tensor, ...]) -> MicroBatch:
         inputs, targets = batch

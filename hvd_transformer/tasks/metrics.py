@@ -118,7 +118,8 @@ _LOWER_IS_BETTER = {"loss", "perplexity"}
 def chosen(metrics: Mapping[str, float], name: str) -> float:
     """The metric named by `training.best_metric`, negated if necessary so that lower is better."""
     plain = name.removeprefix("-")
-    return metrics[plain] if name != plain or plain in _LOWER_IS_BETTER else -metrics[plain]
+    lower_is_better = name != plain or plain in _LOWER_IS_BETTER or plain.endswith("_loss")
+    return metrics[plain] if lower_is_better else -metrics[plain]
 
 
 def show_metrics(split: str, values: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import BIN, rank_environment
-from jobs import SIZE, relative_difference, steps, summary, weights
+from jobs import SIZE, lines, relative_difference, steps, summary, weights
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
@@ -53,7 +53,8 @@ def settings(folder: Path, run: Path) -> list[str]:
         "data.document_mask=true", f"data.cache_dir={folder / 'cache'}", "data.tokenizer=char", "data.workers=1",
         "data.sequence_length=12", *(f"model.{key}={value}" for key, value in SIZE.items()),
         "training.device=cpu", "training.precision=fp64", "training.batch_size=2", "training.global_batch_size=12",
-        f"training.max_steps={STEPS}", "training.epochs=100", "training.log_every=1", "training.eval_every=12",
+        f"training.max_steps={STEPS}", "training.epochs=100", "training.log_every=1", "training.eval_every=4",
+        "training.best_metric=b_loss",
         "optimizer.lr_scaling=none", "communication.bucket_mb=0.01", "checkpoint.every_steps=2", f"output_dir={run}",
     ]  # fmt: skip
 
@@ -82,6 +83,12 @@ def test_the_same_losses_on_any_number_of_ranks(mode: str, done: Path, alone: Pa
     for key in ("valid_loss", "test_loss", "valid_a_loss", "valid_b_loss", "test_b_loss"):
         assert summary(done / mode)[key] == pytest.approx(summary(alone)[key], rel=1e-9)
     assert relative_difference(weights(done / mode), weights(alone)) < 1e-8
+
+
+def test_the_loss_of_one_source_chooses_the_best_checkpoint(alone: Path) -> None:
+    losses = {line["step"]: line["valid_b_loss"] for line in lines(alone) if "valid_b_loss" in line}
+    assert len(losses) > 1
+    assert summary(alone)["best_step"] == min(losses, key=losses.get)
 
 
 def test_a_killed_run_ends_like_an_unbroken_one(world, folder: Path, alone: Path, tmp_path: Path) -> None:

@@ -51,8 +51,8 @@ class TrainingConfig(Section):
     )
     best_metric: str = changeable(
         "loss",
-        "validation metric that selects the best checkpoint: loss, perplexity, accuracy, f1, bleu, …; with a leading "
-        "minus: lower is better",
+        "validation metric that selects the best checkpoint: loss, perplexity, accuracy, f1, bleu, NAME_loss of a "
+        "source, …; with a leading minus: lower is better",
         min_length=1,
     )
     patience: OptionalCount = changeable(

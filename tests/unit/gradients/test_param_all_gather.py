@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from hvd_transformer.gradients.buffers import GradBuffer, ZeroShard, make_grad_buffers
 from hvd_transformer.gradients.param_all_gather import ParamAllGather, make_param_all_gathers
 from hvd_transformer.nn.contracts import Layer, MicroBatch
-from hvd_transformer.parallel.engine import ModelStage
+from hvd_transformer.parallel.model_stage import ModelStage
 from hvd_transformer.parallel.pipeline import Pipeline
 
 SIZE = 2

@@ -9,7 +9,7 @@ from small_job import run, settings, trainer, weights
 
 from hvd_transformer.gradients.buffers import GradBuffer
 from hvd_transformer.nn.parallel_layers import WeightGradLayer
-from hvd_transformer.parallel.engine import Engine
+from hvd_transformer.parallel import engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -30,7 +30,7 @@ def test_training_is_that_with_a_cast_at_each_call(words: list[str], precision: 
     assert linears and all(module.shadow is not None for module in linears)
     losses = run(own)
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "_add_shadows", lambda *_: None)
+        patch.setattr(engine, "add_shadows", lambda *_: None)
         plain = trainer(settings(*words))
     assert run(plain) == losses
     assert own.evaluate("valid") == plain.evaluate("valid")
