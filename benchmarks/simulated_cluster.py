@@ -15,7 +15,7 @@ from hvd_transformer.service.jobs import Allocation, Host, Needs
 from hvd_transformer.service.scheduling.fair_share import decayed
 from hvd_transformer.service.scheduling.run_length import median_length
 from hvd_transformer.service.scheduling.scheduler import schedule
-from hvd_transformer.service.scheduling.snapshot import Decisions, Running, Snapshot, Waiting
+from hvd_transformer.service.scheduling.snapshot import Decisions, Promise, Running, Snapshot, Waiting
 
 STOP_SECONDS, RESTART_SECONDS = 30.0, 60.0
 
@@ -105,7 +105,7 @@ class SimulatedCluster:
         self._waiting: dict[int, _Job] = {}
         self._running: dict[int, _Job] = {}
         self._usage: dict[str, float] = defaultdict(float)
-        self._promised: Mapping[int, float] = {}
+        self._promised: Mapping[int, Promise] = {}
         self._recent: deque[float] = deque(maxlen=500)  # seconds that jobs ran
         self._of_kind: dict[int, float] = {}  # seconds of a job of this kind
         self._now = 0.0

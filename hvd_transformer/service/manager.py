@@ -5,7 +5,6 @@ launchers that run, settles those that have ended, and queues the lost jobs agai
 """
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ from hvd_transformer.service.run_estimates import RunEstimates
 from hvd_transformer.service.runs.pace import Progress
 from hvd_transformer.service.scheduling.run_length import median_length
 from hvd_transformer.service.scheduling.scheduler import schedule
-from hvd_transformer.service.scheduling.snapshot import Decisions, Running, Snapshot
+from hvd_transformer.service.scheduling.snapshot import Decisions, Promise, Running, Snapshot
 from hvd_transformer.service.scheduling.wait_reasons import dependencies
 from hvd_transformer.service.settlement import settle
 from hvd_transformer.service.stops import Stops
@@ -68,7 +67,7 @@ class Manager:
         self.wait_seconds = Histogram((1.0, 10.0, 60.0, 600.0, 3600.0, 21_600.0, 86_400.0))
         self._attempts: dict[int, Attempt] = {}  # the open one of each active job
         self._accounted: dict[int, float] = {}  # up to when each job's usage is written down
-        self._promised: Mapping[int, float] = {}  # starts that the scheduler has reserved, for its next pass
+        self._promised: Mapping[int, Promise] = {}  # starts that the scheduler has reserved, for its next pass
         self._refusals: dict[int, tuple[int, float]] = {}  # of jobs whose hosts were refused: how often, rest until
         self._due = threading.Event()  # a pass of the scheduler
         self._closing = threading.Event()
@@ -194,7 +193,7 @@ class Manager:
         self._stops.ended(job.id)
         self._estimates.ended(job.id)
         if job.state is State.QUEUED:  # it keeps its place, ahead of jobs that were promised a start meanwhile
-            self._promised = {job.id: math.inf, **self._promised}
+            self._promised = {job.id: Promise(), **self._promised}
         terminated = ended.stopped not in (None, "request")
         self._note_refusal(job.id, bool(ended.refused) or not ended.started or terminated)
         if hosts := {**dict.fromkeys(ended.lost, "it no longer answered"), **ended.refused}:

@@ -118,16 +118,15 @@ class Timeline:
         return Opening((self.now, 0.0), space, spare)
 
     def reserve(
-        self, job: int, opening: Opening, shape: Shape, ranks: int, seconds: float | None, latest: float
+        self, job: int, opening: Opening, parts: Sequence[Part], seconds: float | None, latest: float
     ) -> float | None:
-        """Promise these ranks a place at this opening. Returns when they will start; None: unknown.
+        """Promise this place, which is spare at this opening. Returns when they will start; None: unknown.
 
         Jobs that seem to end by then may use the slots before. But if the start is unknown, or after `latest`, no job
         may: those that take longer than was thought would put it off again and again.
         """
         start = opening.time[0]
-        until = (math.inf, math.inf) if seconds is None or math.isinf(start) else (start + seconds, 0.0)
-        parts = opening.spare.place(shape, ranks)
+        until = (math.inf, start) if seconds is None or math.isinf(start) else (start + seconds, 0.0)
         for other in self._reservations:
             if opening.time <= other.time < until:
                 other.space.add(parts, -1)
@@ -139,7 +138,7 @@ class Timeline:
             key=lambda reservation: reservation.holds_from,
         )
         insort(self._events, Event(opening.time, True, parts))
-        if math.isinf(until[0]):
+        if math.isinf(start):
             self._at_last.add(parts, -1)
         else:
             insort(self._events, Event(until, False, parts))

@@ -6,7 +6,7 @@ run, whoever comes late is served first for a while, and nobody pays forever.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from heapq import heapify, heappop, heapreplace
 from itertools import groupby
 
@@ -35,20 +35,27 @@ class FairShare:
         """Count slots that the owner has for the next seconds; None: unknown."""
         self._usage[owner] += slots * (AHEAD_SECONDS if seconds is None else max(0.0, min(seconds, AHEAD_SECONDS)))
 
-    def order(self, waiting: Iterable[Waiting], promised: Iterable[int] = ()) -> Iterator[Waiting]:
+    def order(
+        self, waiting: Sequence[Waiting], promised: Iterable[int] = (), soon: Set[int] = frozenset()
+    ) -> Iterator[Waiting]:
         """The jobs, first to last. What is charged meanwhile moves the other jobs of that owner back.
 
         Jobs that were promised a start stay ahead of all others of their priority, in this order. Otherwise owners
-        whose usage is about the same would overtake each other's large jobs again and again.
+        whose usage is about the same would overtake each other's large jobs again and again. Those that are about to
+        start are ahead of all others that were promised one: nothing is promised anew in the places that await them.
         """
         places = {job: place for place, job in enumerate(promised)}
+        about_to_start = sorted((job for job in waiting if job.id in soon), key=lambda job: places[job.id])
         by_priority = sorted(waiting, key=lambda job: (-job.priority, job.submitted, job.id))
         for _, jobs in groupby(by_priority, key=lambda job: job.priority):
             first: list[Waiting] = []
             queues: dict[str, list[Waiting]] = {}
             for job in jobs:
                 (first if job.id in places else queues.setdefault(job.owner, [])).append(job)
-            yield from sorted(first, key=lambda job: places[job.id])
+            if first:
+                yield from about_to_start
+                about_to_start = []
+                yield from sorted((job for job in first if job.id not in soon), key=lambda job: places[job.id])
             yield from self._take_turns(queues)
 
     def _take_turns(self, queues: Mapping[str, list[Waiting]]) -> Iterator[Waiting]:

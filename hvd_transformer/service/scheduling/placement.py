@@ -89,7 +89,13 @@ class FreeSpace:
     def lower(self, hosts: Iterable[int], other: "FreeSpace") -> None:
         """On these hosts, the lesser of this and the other space."""
         for host in hosts:
-            self.set(host, min(self.slots[host], other.slots[host]), min(self.gpus[host], other.gpus[host]))
+            slots, gpus = other.slots[host], other.gpus[host]
+            if slots < self.slots[host] or gpus < self.gpus[host]:
+                self.set(host, min(slots, self.slots[host]), min(gpus, self.gpus[host]))
+
+    def fits(self, parts: Iterable[Part]) -> bool:
+        """Whether all of these are free."""
+        return all(self.slots[host] >= slots and self.gpus[host] >= gpus for host, slots, gpus in parts)
 
     def place(self, shape: Shape, ranks: int) -> list[Part]:
         """The fewest hosts with room for these ranks, which must fit; among those, the ones that it fills best.
@@ -141,6 +147,13 @@ class Cluster:
             for index, placement in found
             if index is not None
         ]
+
+    def parts_of(self, place: Iterable[tuple[str, int]], shape: Shape) -> list[Part] | None:
+        """What so many ranks on each host take; None: a host is not there."""
+        try:
+            return [Part(self._index[host], ranks, ranks * shape.gpus) for host, ranks in place]
+        except KeyError:
+            return None
 
     def take(self, parts: Iterable[Part]) -> Allocation:
         """These parts with the lowest free GPU numbers, which are then no longer free. Leaves `free` as it is."""

@@ -16,9 +16,27 @@ from hvd_transformer.service.scheduling import wait_reasons
 from hvd_transformer.service.scheduling.backfill import Event, Time, Timeline
 from hvd_transformer.service.scheduling.fair_share import FairShare
 from hvd_transformer.service.scheduling.growth import grow
-from hvd_transformer.service.scheduling.placement import Cluster, Shape, all_free, best_size, least_ranks, shape_of
+from hvd_transformer.service.scheduling.placement import (
+    Cluster,
+    FreeSpace,
+    Part,
+    Shape,
+    all_free,
+    best_size,
+    least_ranks,
+    shape_of,
+)
 from hvd_transformer.service.scheduling.preemption import Candidate, choose_victims, room_in
-from hvd_transformer.service.scheduling.snapshot import Decisions, Grow, Preempt, Running, Snapshot, Start, Waiting
+from hvd_transformer.service.scheduling.snapshot import (
+    Decisions,
+    Grow,
+    Preempt,
+    Promise,
+    Running,
+    Snapshot,
+    Start,
+    Waiting,
+)
 
 RESERVATIONS = 8
 PUT_OFF_SECONDS = 6 * 3_600.0  # a job is put off no longer by others that take longer than was thought
@@ -61,6 +79,7 @@ class _Pass:
             slots = sum(placement.ranks for placement in job.allocation)
             self._share.charge(job.owner, slots, self._ends[job.id].time[0] - self._now)
         self._preemptible = {job.id: job for job in snapshot.running if not job.stopping}
+        self._places = {job: promise.place for job, promise in snapshot.promised.items() if promise.place}
         self._shapes: dict[Needs, tuple[Shape, int]] = {}
         self._assumed = snapshot.median_seconds  # the length of jobs of unknown length
         self._reservations_left = RESERVATIONS
@@ -69,21 +88,20 @@ class _Pass:
         self._preempts: list[Preempt] = []
         self._reasons: dict[int, str] = {}
         self._estimated: dict[int, float] = {}
-        self._promised: dict[int, float] = {}
+        self._promised: dict[int, Promise] = {}
 
     def decide(self) -> Decisions:
         all_reserved = True
-        for job in self._share.order(self._snapshot.waiting, self._snapshot.promised):
+        for job in self._share.order(self._snapshot.waiting, self._snapshot.promised, self._places.keys()):
             shape, least = self._shape(job.needs)
             seconds = self._assumed if job.seconds is None else job.seconds
             end = math.inf if seconds is None else self._now + seconds
             spare = self._timeline.spare(end)
-            ranks = best_size(job.needs, spare.room(shape))
-            if ranks:
-                parts = spare.place(shape, ranks)
+            parts = self._place(job, shape, spare)
+            if parts:
                 self._starts.append(Start(job.id, self._cluster.take(parts)))
                 self._timeline.start(parts, (end, self._now if seconds is None else 0.0))
-                self._share.charge(job.owner, ranks, seconds)
+                self._share.charge(job.owner, sum(part.slots for part in parts), seconds)
             elif self._available.room(shape) < least:
                 self._reasons[job.id] = self._unavailable(job.needs, shape, least)
             else:
@@ -97,6 +115,15 @@ class _Pass:
         if all_reserved:
             grows += grow(list(self._preemptible.values()), self._timeline, self._cluster, self._everything)
         return Decisions(self._starts, self._preempts, grows, self._reasons, self._estimated, self._promised)
+
+    def _place(self, job: Waiting, shape: Shape, spare: FreeSpace) -> list[Part]:
+        """Where it starts, if there is room: in the place that it was promised, else with as many ranks as fit."""
+        if job.id in self._places:
+            promised = self._cluster.parts_of(self._places[job.id], shape)
+            if promised is not None and spare.fits(promised):
+                return promised
+        ranks = best_size(job.needs, spare.room(shape))
+        return spare.place(shape, ranks) if ranks else []
 
     def _shape(self, needs: Needs) -> tuple[Shape, int]:
         if needs not in self._shapes:
@@ -134,20 +161,26 @@ class _Pass:
         self._reservations_left -= 1
         ranks = self._preempt(job, shape, least) or least
         opening = self._timeline.opening(shape, ranks)
-        promised = self._promise_so_far(job)
+        promised, place = self._promise_so_far(job), Promise().place
         if opening is not None:
-            start = self._timeline.reserve(job.id, opening, shape, ranks, seconds, promised + PUT_OFF_SECONDS)
+            soon = opening.time <= self._soon
+            if soon:
+                ranks = best_size(job.needs, opening.spare.room(shape))
+            parts = opening.spare.place(shape, ranks)
+            start = self._timeline.reserve(job.id, opening, parts, seconds, promised + PUT_OFF_SECONDS)
             if start is not None:
                 self._estimated[job.id] = start
                 promised = min(promised, start)
+            if soon:
+                place = tuple((self._cluster.names[part.host], part.slots) for part in parts)
             self._share.charge(job.owner, ranks, seconds)
             if ranks > LARGE * sum(self._usable.slots):
                 self._assumed = None
-        self._promised[job.id] = promised
+        self._promised[job.id] = Promise(promised, place)
 
     def _promise_so_far(self, job: Waiting) -> float:
         """The earliest start that it was given, unless jobs ahead of it have started since."""
-        return math.inf if self._starts else self._snapshot.promised.get(job.id, math.inf)
+        return math.inf if self._starts else self._snapshot.promised.get(job.id, Promise()).start
 
     def _preempt(self, job: Waiting, shape: Shape, least: int) -> int:
         """Stop jobs of lower priority if that makes room sooner. Returns for how many ranks; 0: nothing stops."""

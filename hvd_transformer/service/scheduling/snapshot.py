@@ -1,5 +1,6 @@
 """What the scheduler sees, and what it decides."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -38,6 +39,17 @@ class Running:
 
 
 @dataclass(frozen=True)
+class Promise:
+    """A reservation. `start`: the earliest that was estimated; infinite: unknown. `place`: if it is about to start.
+
+    Then it starts there and with these ranks: elsewhere, or with more, it could take what others have been stopped for.
+    """
+
+    start: float = math.inf
+    place: tuple[tuple[str, int], ...] = ()  # host, ranks
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """Everything a pass of the scheduler looks at.
 
@@ -52,7 +64,7 @@ class Snapshot:
     running: Sequence[Running]
     usage: Mapping[str, float] = field(default_factory=dict)
     taken: Sequence[Placement] = ()
-    promised: Mapping[int, float] = field(default_factory=dict)
+    promised: Mapping[int, Promise] = field(default_factory=dict)
     median_seconds: float | None = None
 
 
@@ -85,8 +97,8 @@ class Decisions:
     """What to do now.
 
     `reasons`: why each job that does not start waits. `estimated_starts`: of those with a reservation, if known.
-    `promised`: all with a reservation, in order, and the earliest start that they were given (infinite: unknown). The
-    next pass needs it: so large jobs are neither overtaken nor put off again and again.
+    `promised`: all with a reservation, in order. The next pass needs it: so large jobs are neither overtaken nor put
+    off again and again.
     """
 
     starts: Sequence[Start]
@@ -94,4 +106,4 @@ class Decisions:
     grows: Sequence[Grow]
     reasons: Mapping[int, str]
     estimated_starts: Mapping[int, float]
-    promised: Mapping[int, float]
+    promised: Mapping[int, Promise]

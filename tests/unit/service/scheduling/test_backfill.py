@@ -25,7 +25,7 @@ def reserve(
 ) -> float | None:
     opening = times.opening(RANK, ranks)
     assert opening is not None
-    return times.reserve(job, opening, RANK, ranks, seconds, latest)
+    return times.reserve(job, opening, opening.spare.place(RANK, ranks), seconds, latest)
 
 
 def test_a_job_is_promised_the_first_time_at_which_it_fits() -> None:
@@ -95,7 +95,9 @@ def test_a_reserved_job_of_known_length_gives_back() -> None:
     assert reserve(times, 1, 4, seconds=50.0) == 200.0
     assert reserve(times, 2, 4, seconds=50.0) == 250.0
     assert reserve(times, 3, 4) == 300.0
-    assert times.opening(RANK, 4) is None  # nobody knows how long the third will take
+    assert times.opening(RANK, 4).time == (math.inf, 300.0)  # type: ignore[union-attr]  # nobody knows how long that takes
+    assert reserve(times, 4, 4) is None
+    assert times.opening(RANK, 4) is None  # after one whose start is unknown
 
 
 def test_a_job_that_ends_earlier_makes_room_earlier() -> None:
@@ -136,7 +138,7 @@ def test_whatever_may_start_delays_no_reservation(
     assert (opening is None) == (expected == -1.0)
     if opening is None:
         return
-    assert times.reserve(1, opening, RANK, ranks, seconds, math.inf) == expected
+    assert times.reserve(1, opening, opening.spare.place(RANK, ranks), seconds, math.inf) == expected
     for other_ranks, other_seconds in others:
         end = math.inf if other_seconds is None else 100.0 + other_seconds
         spare = times.spare(end)

@@ -11,10 +11,16 @@ def waiting(id: int, owner: str, submitted: float = 0.0, priority: int = 0) -> W
     return Waiting(id, owner, priority, submitted, Needs(1, 1))
 
 
-def order(share: FairShare, jobs: list[Waiting], charge: int = 0, promised: tuple[int, ...] = ()) -> list[int]:
+def order(
+    share: FairShare,
+    jobs: list[Waiting],
+    charge: int = 0,
+    promised: tuple[int, ...] = (),
+    soon: frozenset[int] = frozenset(),
+) -> list[int]:
     """The ids in order, when every job gets so many slots."""
     result = []
-    for job in share.order(jobs, promised):
+    for job in share.order(jobs, promised, soon):
         result.append(job.id)
         share.charge(job.owner, charge)
     return result
@@ -76,3 +82,8 @@ def test_what_remains_of_a_running_job_is_charged_at_most() -> None:
 def test_promised_jobs_stay_ahead_within_their_priority() -> None:
     jobs = [waiting(1, "a"), waiting(2, "b"), waiting(3, "a"), waiting(4, "a", priority=1), waiting(5, "a")]
     assert order(FairShare({"a": 50.0}), jobs, promised=(5, 99, 3)) == [4, 5, 3, 2, 1]
+
+
+def test_jobs_that_are_about_to_start_are_ahead_of_all_that_wait_for_longer() -> None:
+    jobs = [waiting(number, "a", priority=4 - number) for number in (1, 2, 3, 4)]
+    assert order(FairShare({}), jobs, promised=(2, 3, 4), soon=frozenset({4, 3})) == [1, 3, 4, 2]

@@ -13,7 +13,7 @@ from hvd_transformer.service.scheduling.scheduler import (
     can_ever_fit,
     schedule,
 )
-from hvd_transformer.service.scheduling.snapshot import Decisions, Preempt, Running, Snapshot, Start, Waiting
+from hvd_transformer.service.scheduling.snapshot import Decisions, Preempt, Promise, Running, Snapshot, Start, Waiting
 
 NOW = 1_000.0
 HOSTS = [Host("h1", 4), Host("h2", 4)]
@@ -41,6 +41,10 @@ def decide(
 
 def started(decisions: Decisions) -> dict[int, Allocation]:
     return {start.job: start.allocation for start in decisions.starts}
+
+
+def promised_starts(decisions: Decisions) -> dict[int, float]:
+    return {job: promise.start for job, promise in decisions.promised.items()}
 
 
 def test_jobs_start_in_order_on_the_fewest_hosts() -> None:
@@ -97,7 +101,7 @@ class TestReservations:
         decisions = decide([waiting(1, 8)], [running(9, ("h1", 4), end=NOW + 50), running(8, ("h2", 1), end=NOW + 90)])
         assert decisions.reasons == {1: "resources: needs 8 slots, 3 are free"}
         assert decisions.estimated_starts == {1: NOW + 90}
-        assert decisions.promised == {1: NOW + 90}
+        assert promised_starts(decisions) == {1: NOW + 90}
 
     def test_only_jobs_that_do_not_delay_it_start(self) -> None:
         jobs = [waiting(1, 8), waiting(2, 1), waiting(3, 1, seconds=91.0), waiting(4, 1, seconds=90.0)]
@@ -115,7 +119,7 @@ class TestReservations:
     def test_nothing_starts_before_a_job_that_needs_everything_and_waits_for_an_unknown_end(self) -> None:
         decisions = decide([waiting(1, 8), waiting(2, 1), waiting(3, 1, seconds=1.0)], [running(9, ("h1", 4))])
         assert not decisions.starts
-        assert decisions.promised == {1: math.inf, 2: math.inf, 3: math.inf}
+        assert promised_starts(decisions) == {1: math.inf, 2: math.inf, 3: math.inf}
         assert not decisions.estimated_starts
 
     def test_a_job_past_its_estimated_end_is_about_to_end(self) -> None:
@@ -133,27 +137,27 @@ class TestReservations:
         free_half = [running(9, ("h1", 4), end=NOW + 90)]
         usage = {"rich": 1e6}
         assert list(started(decide(jobs, free_half, usage=usage))) == [2]
-        decisions = decide(jobs, free_half, usage=usage, promised={1: NOW + 90})
+        decisions = decide(jobs, free_half, usage=usage, promised={1: Promise(NOW + 90)})
         assert not decisions.starts
         assert list(decisions.promised) == [1, 2]
 
     def test_a_promise_gives_no_precedence_over_higher_priority(self) -> None:
         jobs = [waiting(1, 4), waiting(2, 4, priority=1)]
-        decisions = decide(jobs, [running(9, ("h1", 4), end=NOW + 90)], promised={1: NOW + 90})
+        decisions = decide(jobs, [running(9, ("h1", 4), end=NOW + 90)], promised={1: Promise(NOW + 90)})
         assert list(started(decisions)) == [2]
 
     @pytest.mark.parametrize(("late", "starts"), [(PUT_OFF_SECONDS, [2]), (PUT_OFF_SECONDS + 1, [])])
     def test_nothing_more_puts_a_job_off_that_is_late(self, late: float, starts: list[int]) -> None:
         jobs = [waiting(1, 8), waiting(2, 4, seconds=60.0)]
-        decisions = decide(jobs, [running(9, ("h1", 4), end=NOW + 90)], promised={1: NOW + 90 - late})
+        decisions = decide(jobs, [running(9, ("h1", 4), end=NOW + 90)], promised={1: Promise(NOW + 90 - late)})
         assert list(started(decisions)) == starts
-        assert decisions.promised[1] == NOW + 90 - late
+        assert promised_starts(decisions)[1] == NOW + 90 - late
 
     def test_what_started_ahead_is_no_delay(self) -> None:
         """The job of higher priority has just taken the other half."""
         jobs = [waiting(1, 8), waiting(2, 4, priority=1, seconds=1e6)]
-        decisions = decide(jobs, [running(9, ("h1", 4), end=NOW + 90)], promised={1: NOW + 90})
-        assert decisions.promised == {1: NOW + 1e6}
+        decisions = decide(jobs, [running(9, ("h1", 4), end=NOW + 90)], promised={1: Promise(NOW + 90)})
+        assert promised_starts(decisions) == {1: NOW + 1e6}
 
     def test_an_elastic_job_waits_for_its_smallest_size(self) -> None:
         decisions = decide(
@@ -259,6 +263,46 @@ class TestPreemption:
         assert decisions.preempts == [Preempt(8, 1), Preempt(9, 2)]
         stopping = [replace(job, stopping=True) for job in jobs]
         assert not decide([waiting(1, 4, priority=2), waiting(2, 4, priority=1)], stopping).preempts
+
+    def test_an_elastic_job_ahead_takes_nothing_that_another_was_stopped_for(self) -> None:
+        hosts = [Host("h1", 1), Host("h2", 4), Host("h3", 1)]
+        jobs = [running(5, ("h1", 1)), running(6, ("h2", 1)), running(7, ("h2", 2)), running(8, ("h3", 1))]
+        elastic, other = waiting(1, 6, priority=1, least=2, tensor=2), waiting(2, 2, priority=1, submitted=1.0)
+        first = decide([elastic, other], jobs, hosts=hosts)
+        assert {preempt.for_job for preempt in first.preempts} == {1, 2}
+        left = [job for job in jobs if job.id not in {preempt.victim for preempt in first.preempts}]
+        later = started(decide([elastic, other], left, hosts=hosts, promised=first.promised))
+        assert {job: sum(place.ranks for place in allocation) for job, allocation in later.items()} == {1: 2, 2: 2}
+
+    def test_a_job_ahead_is_promised_no_place_that_awaits_another(self) -> None:
+        """Job 2 waits for both slots of a host. Once job 7 has stopped for job 3, its host would be the first."""
+        hosts = [Host("h1", 1), Host("h2", 1), Host("h3", 2), Host("h4", 2)]
+        jobs = [running(id, (host, 1), began=NOW) for id, host in ((5, "h1"), (6, "h3"), (7, "h4"))]
+        jobs.append(running(8, ("h2", 1), ("h3", 1), ("h4", 1), priority=1, began=NOW))
+        queue = [waiting(1, 1, priority=1), waiting(2, 2, priority=1, tensor=2), waiting(3, 1, priority=1)]
+        first = decide(queue, jobs, hosts=hosts)
+        assert {preempt.for_job for preempt in first.preempts} == {1, 3}
+        left = [job for job in jobs if job.id not in {preempt.victim for preempt in first.preempts}]
+        assert list(started(decide(queue, left, hosts=hosts, promised=first.promised))) == [1, 3]
+
+    def test_nothing_stops_behind_a_job_that_waits_for_one_of_unknown_length(self) -> None:
+        """Job 2 needs all slots once job 1 has ended: nobody knows when, so nothing else starts until then."""
+        hosts, jobs = [Host("h1", 3)], [running(8, ("h1", 1)), running(9, ("h1", 2))]
+        queue = [waiting(1, 1, priority=1), waiting(2, 3, priority=1), waiting(3, 1, priority=1)]
+        assert [preempt.for_job for preempt in decide(queue, jobs, hosts=hosts).preempts] == [1]
+
+    def test_a_job_whose_place_is_gone_starts_elsewhere(self) -> None:
+        promised = {1: Promise(NOW, (("h1", 2),))}
+        assert started(decide([waiting(1, 2)], promised=promised)) == {1: (Placement("h1", 2),)}
+        full = [running(9, ("h1", 3))]
+        assert started(decide([waiting(1, 2)], full, promised=promised)) == {1: (Placement("h2", 2),)}
+        down = [Host("h1", 4, down="no answer"), HOSTS[1]]
+        assert started(decide([waiting(1, 2)], hosts=down, promised=promised)) == {1: (Placement("h2", 2),)}
+
+    def test_an_elastic_job_is_promised_all_that_will_soon_be_free(self) -> None:
+        jobs = [running(8, ("h1", 4), stopping=True), running(9, ("h2", 2))]
+        promise = decide([waiting(1, 8, least=4, tensor=2)], jobs).promised[1]
+        assert promise == Promise(NOW + STOP_SECONDS, (("h1", 4), ("h2", 2)))
 
     def test_what_a_victim_leaves_is_reserved(self) -> None:
         """A small job of low priority does not slip into the slots that are free meanwhile."""

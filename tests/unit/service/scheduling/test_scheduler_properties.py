@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.simulated_cluster import Knowledge, SimulatedCluster, Work, check_allocations
 from hvd_transformer.service.jobs import Allocation, Host, Needs, Placement
 from hvd_transformer.service.scheduling.scheduler import PUT_OFF_SECONDS, STOP_SECONDS, schedule
-from hvd_transformer.service.scheduling.snapshot import Decisions, Running, Snapshot, Waiting
+from hvd_transformer.service.scheduling.snapshot import Decisions, Promise, Running, Snapshot, Waiting
 
 NOW = 10_000.0
 HOUR = 3_600.0
@@ -64,7 +64,7 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
         )
         for id in range(100, 100 + draw(st.integers(1, 6)))
     ]
-    promised = {job.id: NOW - draw(st.sampled_from([0.0, 1e5])) for job in waiting if draw(st.booleans())}
+    promised = {job.id: Promise(NOW - draw(st.sampled_from([0.0, 1e5]))) for job in waiting if draw(st.booleans())}
     return Snapshot(NOW, hosts, waiting, running, {"a": draw(st.sampled_from([0.0, 1e6]))}, (), promised)
 
 
