@@ -1,4 +1,4 @@
-"""Trees of processes that we started, as /proc shows them: freeze, thaw, signal, count CPU time. Linux only."""
+"""Trees of processes that we started, as /proc shows them: freeze, thaw, signal, count time and memory. Linux only."""
 
 import os
 import signal
@@ -57,6 +57,10 @@ class ProcessTree:
         """CPU time that the processes that are left have used."""
         return sum(entry.cpu for entry in self._alive().values())
 
+    def memory(self) -> int:
+        """Bytes of memory of the processes that are left; a page that several of them share counts once."""
+        return sum(_memory(pid) for pid in self._alive())
+
     def _running(self, but: str = "") -> set[int]:
         """Those that are no zombies, nor in the state `but`."""
         return {pid for pid, entry in self._alive().items() if entry.state not in f"ZX{but}"}
@@ -83,6 +87,15 @@ def _read_table() -> dict[int, _Entry]:
             cpu = (int(fields[11]) + int(fields[12])) / _TICKS
             table[int(file.parent.name)] = _Entry(int(fields[1]), fields[0], cpu, int(fields[19]))
     return table
+
+
+def _memory(pid: int) -> int:
+    """Its proportional share of pages, or where that may not be read all its resident pages; 0 if it has gone."""
+    for name, key in (("smaps_rollup", "Pss:"), ("status", "VmRSS:")):
+        with suppress(OSError, StopIteration):
+            lines = Path(f"/proc/{pid}/{name}").read_text(errors="replace").splitlines()
+            return 1024 * int(next(line for line in lines if line.startswith(key)).split()[1])
+    return 0
 
 
 def _kill(pid: int, number: signal.Signals) -> None:
