@@ -9,7 +9,8 @@ from pathlib import Path
 
 from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data.build_once import PrepareContext, Stopped
-from hvd_transformer.data.parquet import Rows
+from hvd_transformer.data.compressed import COMPRESSED
+from hvd_transformer.data.parquet import PARQUET, Rows
 from hvd_transformer.data.progress import BEGIN, Place
 from hvd_transformer.data.shards import change, read_pieces
 from hvd_transformer.data.text_corpus import Corpus
@@ -48,7 +49,9 @@ class CorpusPieces:
                     raise Stopped
                 if time.monotonic() - reported > REPORT_SECONDS:
                     reported = time.monotonic()
-                    done = sum(sizes[:number]) + (0 if span.end is None else piece.start - span.start)
+                    # In compressed files and rows of unknown number there is no telling how far this is.
+                    told = span.end is not None or span.path.suffix not in (*COMPRESSED, PARQUET)
+                    done = sum(sizes[:number]) + (piece.start - span.start if told else 0)
                     self.context.report(f"{self.corpus.name}: {phase}, {100 * done / sum(sizes):.0f} %")
                 yield number, piece
             self._check_unchanged(span.path)

@@ -200,3 +200,19 @@ def test_a_library_that_is_not_installed_is_named(ending: str, package: str, tmp
     extra = {"pyarrow": "parquet", "zstandard": "zstd"}[package]
     message = f"{file}: needs {package}; install it with: pip install 'hvd-transformer[{extra}]'\n"
     assert (done.returncode, done.stderr.endswith(message)) == (2, True)
+
+
+@pytest.mark.parametrize(("ending", "tells"), [(".jsonl", True), (".jsonl.gz", False)])
+def test_progress_is_told_within_a_shard(
+    ending: str, tells: bool, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a compressed one it is known only afterwards how long it is."""
+    monkeypatch.setattr(corpus_pieces, "REPORT_SECONDS", -1.0)
+    for name, documents in (("train-0", DOCUMENTS[:150]), ("train-1", DOCUMENTS[150:]), ("valid", DOCUMENTS[:9])):
+        write(tmp_path / "data" / f"{name}{ending}", documents)
+    said: list[str] = []
+    prepare(tmp_path / "data", tokenizer, tmp_path, PrepareContext(report=said.append), split=[0.9, 0.1])
+    train = [int(line.split()[-2]) for line in said if "train" in line and line.endswith(" %")]
+    assert train == sorted(train)
+    assert (len(set(train)) > 10) == tells
+    assert max(train) < 100
