@@ -114,6 +114,36 @@ def test_a_text_ends_where_a_document_does(name: str, tmp_path: Path) -> None:
     assert found[-1] == end and tokenizer.decode(found[:-1]) == own
 
 
+@pytest.mark.parametrize("name", ["char", "llama"])
+def test_it_learns_to_label_texts(name: str, folder: Path, tmp_path: Path) -> None:
+    """A language model of unlabelled documents, then a classifier: batches are filled with the end of a document."""
+    rows = [("good", "a big red hat"), ("bad", "no cat"), ("good", "my rug is fine"), ("bad", "12")] * 8
+    (tmp_path / "own.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for _, text in rows))
+    (tmp_path / "rows.csv").write_text("label,text\n" + "".join(f"{label},{text}\n" for label, text in rows))
+    more = [f"data.cache_dir={tmp_path}", "training.max_steps=3", "optimizer.lr=0.01"]
+    source = f"data.source={tmp_path / 'own.jsonl'}"
+    run("hvd-train", *CASES[name], *SETTINGS, *more, source, f"output_dir={tmp_path / 'run'}")
+    run("hvd-transformer", "export", tmp_path / "run", tmp_path / "exported", "--format", "transformers")
+    words = ["task=classification", f"data.source={tmp_path / 'rows.csv'}", f"output_dir={tmp_path / 'labels'}"]
+    shown = run("hvd-train", *words, f"model.pretrained={tmp_path / 'exported'}", *SETTINGS, *more)
+    assert "new weights: score.weight" in shown
+    run("hvd-transformer", "export", tmp_path / "labels", tmp_path / "again")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "again").eval()
+    assert tokenizer.pad_token_id == model.config.pad_token_id == tokenizer.eos_token_id
+    texts = [text for _, text in rows[:4]]
+    with torch.no_grad():
+        wanted = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits.softmax(-1)
+    chosen = [word for text in texts for word in ("--text", text)]
+    found = run("hvd-transformer", "classify", tmp_path / "labels", *chosen).splitlines()
+    for line, row in zip(found, wanted, strict=True):
+        assert list(json.loads(line)["probabilities"].values()) == pytest.approx(row.tolist(), abs=2e-6)
+    # Without documents there is no end that could fill a batch.
+    other = [f"model.pretrained={folder / f'{name}-exported'}", f"output_dir={tmp_path / 'other'}"]
+    message = run("hvd-train", *words, *other, *SETTINGS, *more, code=2)
+    assert message.endswith("its tokenizer has no pad token, which fills a batch, and no eos_token\n")
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_its_loss_is_that_of_evaluate(folder: Path, name: str) -> None:
     """The mean over all windows of the validation split, as transformers computes it."""

@@ -59,7 +59,7 @@ class PretrainedTokenizer(Tokenizer):
             tokenizer.save_pretrained(aside)
             files = _texts(Path(aside))
         config = {key: value for key, value in json.loads(files[CONFIG]).items() if key not in _READ_KEYS}
-        return cls(files | {CONFIG: json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False)})
+        return cls(files | {CONFIG: _config_text(config)})
 
     @classmethod
     def open(cls, path: Path) -> "PretrainedTokenizer":
@@ -99,6 +99,16 @@ class PretrainedTokenizer(Tokenizer):
     def own_pad(self) -> int | None:
         """The token number that fills a batch, if the folder has one."""
         return self._special("pad_token")
+
+    def with_pad(self) -> "PretrainedTokenizer | None":
+        """This one, if it has a pad token; else with the end of a text as one, as is usual for GPT-2; None without an
+        end."""
+        if self.own_pad is not None:
+            return self
+        if self.document_end is None:
+            return None
+        config = {**self.config, "pad_token": self.config["eos_token"]}
+        return type(self)({**self._files, CONFIG: _config_text(config)})
 
     def _special(self, key: str) -> int | None:
         token = self.config.get(key)
@@ -160,6 +170,10 @@ class PretrainedTokenizer(Tokenizer):
     def digest(self) -> str:
         """Excludes the other settings, which another version of transformers may write differently."""
         return sha256(f"{self._files['tokenizer.json']} {self.own_pad}")
+
+
+def _config_text(config: Mapping[str, Any]) -> str:
+    return json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False)
 
 
 def _texts(folder: Path) -> dict[str, str]:

@@ -74,14 +74,14 @@ class PretrainedTask(Task):
 
 
 class PretrainedClassificationTask(PretrainedTask, ClassificationTask):
-    """Predicts the label of a text by an encoder with its own head or a new one."""
+    """Predicts the label of a text by an encoder, or a causal language model, with its own head or a new one."""
 
     @classmethod
     def prepare(cls, config: Config, context: PrepareContext) -> PreparedExamples:
         folder = folder_of(config)
-        tokenizer = folder_tokenizer(config)
-        if tokenizer.own_pad is None:
-            raise UserError(f"{origin(folder)}: its tokenizer has no pad token, which fills a batch")
+        tokenizer = folder_tokenizer(config).with_pad()
+        if tokenizer is None:
+            raise UserError(f"{origin(folder)}: its tokenizer has no pad token, which fills a batch, and no eos_token")
         source, own = open_examples(config, context), pretrained.label_names(folder)
 
         def prepared(labels: list[str] | None) -> PreparedExamples:
