@@ -14,6 +14,7 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 from hvd_transformer.service.scheduling.placement import FreeSpace, Part, Shape
@@ -104,17 +105,19 @@ class Timeline:
         space, spare = self._at_last.copy(), self._at_last.copy()
         if spare.room(shape) < ranks:
             return None
-        for event in reversed(self._events):
-            space.add(event.parts, -event.sign)
-            if event.taken:
-                continue
-            before = [Part(part.host, spare.slots[part.host], spare.gpus[part.host]) for part in event.parts]
-            spare.lower((part.host for part in event.parts), space)
+        for time, events in groupby(reversed(self._events), key=lambda event: event.time):
+            undone: list[tuple[Event, list[Part]]] = []
+            for event in events:
+                space.add(event.parts, -event.sign)
+                before = [] if event.taken else spare.of(event.parts)
+                spare.lower((part.host for part in before), space)
+                undone.append((event, before))
             if spare.room(shape) < ranks:
-                space.add(event.parts)
-                for part in before:
-                    spare.set(*part)
-                return Opening(event.time, space, spare)
+                for event, before in reversed(undone):
+                    space.add(event.parts, event.sign)
+                    for part in before:
+                        spare.set(*part)
+                return Opening(time, space, spare)
         return Opening((self.now, 0.0), space, spare)
 
     def reserve(

@@ -93,6 +93,10 @@ class FreeSpace:
             if slots < self.slots[host] or gpus < self.gpus[host]:
                 self.set(host, min(slots, self.slots[host]), min(gpus, self.gpus[host]))
 
+    def of(self, parts: Iterable[Part]) -> list[Part]:
+        """What is free on the hosts of these."""
+        return [Part(part.host, self.slots[part.host], self.gpus[part.host]) for part in parts]
+
     def fits(self, parts: Iterable[Part]) -> bool:
         """Whether all of these are free."""
         return all(self.slots[host] >= slots and self.gpus[host] >= gpus for host, slots, gpus in parts)

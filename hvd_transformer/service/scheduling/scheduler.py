@@ -163,10 +163,9 @@ class _Pass:
         opening = self._timeline.opening(shape, ranks)
         promised, place = self._promise_so_far(job), Promise().place
         if opening is not None:
-            soon = opening.time <= self._soon
-            if soon:
-                ranks = best_size(job.needs, opening.spare.room(shape))
-            parts = opening.spare.place(shape, ranks)
+            spare, soon = opening.spare, opening.time <= self._soon
+            parts = self._place(job, shape, spare) if soon else spare.place(shape, ranks)
+            ranks = sum(part.slots for part in parts)
             start = self._timeline.reserve(job.id, opening, parts, seconds, promised + PUT_OFF_SECONDS)
             if start is not None:
                 self._estimated[job.id] = start

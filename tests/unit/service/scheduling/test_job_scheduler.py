@@ -181,7 +181,7 @@ class TestUnknownLengths:
     @pytest.mark.parametrize(("ranks", "starts"), [(4, [2, 3]), (5, [3])])
     def test_they_count_as_endless_behind_a_job_that_needs_most_slots(self, ranks: int, starts: list[int]) -> None:
         jobs = [waiting(1, ranks), waiting(2, 1), waiting(3, 1, seconds=900.0)]
-        full = [running(9, ("h1", 4), end=NOW + 900), running(8, ("h2", 2), end=NOW + 900)]
+        full = [running(9, ("h1", 4), end=NOW + 900), running(8, ("h2", 2), end=NOW + 5_000)]
         assert list(started(decide(jobs, full, median_seconds=100.0))) == starts
 
     def test_a_known_length_counts(self) -> None:
@@ -270,9 +270,25 @@ class TestPreemption:
         elastic, other = waiting(1, 6, priority=1, least=2, tensor=2), waiting(2, 2, priority=1, submitted=1.0)
         first = decide([elastic, other], jobs, hosts=hosts)
         assert {preempt.for_job for preempt in first.preempts} == {1, 2}
-        left = [job for job in jobs if job.id not in {preempt.victim for preempt in first.preempts}]
+        victims = {preempt.victim for preempt in first.preempts}
+        stopping = [replace(job, stopping=job.id in victims) for job in jobs]
+        assert decide([elastic, other], stopping, hosts=hosts, promised=first.promised).promised == first.promised
+        left = [job for job in jobs if job.id not in victims]
         later = started(decide([elastic, other], left, hosts=hosts, promised=first.promised))
         assert {job: sum(place.ranks for place in allocation) for job, allocation in later.items()} == {1: 2, 2: 2}
+
+    def test_nothing_changes_while_victims_stop(self) -> None:
+        """Job 1 does not grow by what job 2 waits for, nor does it move there."""
+        hosts = [Host("h1", 2), Host("h2", 2)]
+        jobs = [running(id, (host, 1)) for id, host in ((5, "h1"), (6, "h1"), (7, "h2"), (8, "h2"))]
+        queue = [waiting(1, 6, priority=1, least=1), waiting(2, 2, priority=1, submitted=1.0)]
+        first = decide(queue, jobs, hosts=hosts)
+        assert {preempt.for_job for preempt in first.preempts} == {1, 2}
+        victims = {preempt.victim for preempt in first.preempts}
+        stopping = [replace(job, stopping=job.id in victims) for job in jobs]
+        between = decide(queue, stopping, hosts=hosts, promised=first.promised)
+        assert not between.preempts
+        assert between.promised == first.promised
 
     def test_a_job_ahead_is_promised_no_place_that_awaits_another(self) -> None:
         """Job 2 waits for both slots of a host. Once job 7 has stopped for job 3, its host would be the first."""

@@ -187,8 +187,16 @@ def test_victims_have_lower_priority_and_make_room_for_the_whole_job(snapshot: S
         if not (job.id in victims or job.stopping or (job.expected_end is not None and job.expected_end <= soon))
     ]
     waiting = [job for job in snapshot.waiting if job.id in decisions.reasons]
+    preempting = {preempt.for_job for preempt in decisions.preempts}
     later = schedule(replace(snapshot, now=soon, running=left, waiting=waiting, promised=decisions.promised))
-    assert {preempt.for_job for preempt in decisions.preempts} <= {start.job for start in later.starts}
+    assert preempting <= {start.job for start in later.starts}
+    # The same after a pass while they stop.
+    stopping = [replace(job, stopping=job.stopping or job.id in victims) for job in carried_out(snapshot, decisions)]
+    between = schedule(replace(snapshot, running=stopping, waiting=waiting, promised=decisions.promised))
+    assert not preempting & {preempt.for_job for preempt in between.preempts}
+    if not between.starts and not between.preempts and not between.grows:
+        later = schedule(replace(snapshot, now=soon, running=left, waiting=waiting, promised=between.promised))
+        assert preempting <= {start.job for start in later.starts}
 
 
 @settings(deadline=None, max_examples=100)
