@@ -15,6 +15,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 from hvd_transformer.service.scheduling.placement import FreeSpace, Part, Shape
@@ -105,7 +106,7 @@ class Timeline:
         space, spare = self._at_last.copy(), self._at_last.copy()
         if spare.room(shape) < ranks:
             return None
-        for time, events in groupby(reversed(self._events), key=lambda event: event.time):
+        for time, events in groupby(reversed(self._events), key=attrgetter("time")):
             undone: list[tuple[Event, list[Part]]] = []
             for event in events:
                 space.add(event.parts, -event.sign)

@@ -45,8 +45,9 @@ class FairShare:
         start are ahead of all others that were promised one: nothing is promised anew in the places that await them.
         """
         places = {job: place for place, job in enumerate(promised)}
-        about_to_start = sorted((job for job in waiting if job.id in soon), key=lambda job: places[job.id])
         by_priority = sorted(waiting, key=lambda job: (-job.priority, job.submitted, job.id))
+        about_to_start = [job for job in by_priority if job.id in soon] if soon else []
+        about_to_start.sort(key=lambda job: places[job.id])
         for _, jobs in groupby(by_priority, key=lambda job: job.priority):
             first: list[Waiting] = []
             queues: dict[str, list[Waiting]] = {}
