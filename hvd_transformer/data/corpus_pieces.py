@@ -49,9 +49,9 @@ class CorpusPieces:
                     raise Stopped
                 if time.monotonic() - reported > REPORT_SECONDS:
                     reported = time.monotonic()
-                    # In compressed files and rows of unknown number there is no telling how far this is.
-                    told = span.end is not None or span.path.suffix not in (*COMPRESSED, PARQUET)
-                    done = sum(sizes[:number]) + (piece.start - span.start if told else 0)
+                    # How much a compressed file holds, or how many rows, is not known before its end.
+                    known = span.end is not None or span.path.suffix not in (*COMPRESSED, PARQUET)
+                    done = sum(sizes[:number]) + (piece.start - span.start if known else 0)
                     self.context.report(f"{self.corpus.name}: {phase}, {100 * done / sum(sizes):.0f} %")
                 yield number, piece
             self._check_unchanged(span.path)

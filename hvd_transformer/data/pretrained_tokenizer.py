@@ -101,8 +101,8 @@ class PretrainedTokenizer(Tokenizer):
         return self._special("pad_token")
 
     def with_pad(self) -> "PretrainedTokenizer | None":
-        """This one, if it has a pad token; else with the end of a text as one, as is usual for GPT-2; None without an
-        end."""
+        """This tokenizer, if it has a pad token; else a copy that pads with `eos_token`, as is usual for GPT-2; None
+        without that."""
         if self.own_pad is not None:
             return self
         if self.document_end is None:

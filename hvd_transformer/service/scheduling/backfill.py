@@ -99,7 +99,7 @@ class Timeline:
         return earlier
 
     def opening(self, shape: Shape, ranks: int) -> Opening | None:
-        """When and where these ranks have room for ever; None: never, as what is reserved has no known end.
+        """When and where these ranks have room for ever; None: a job holds it whose own start is unknown.
 
         Goes backwards from the end of all jobs, as the space that is free ever after only shrinks that way.
         """
@@ -110,7 +110,7 @@ class Timeline:
             undone: list[tuple[Event, list[Part]]] = []
             for event in events:
                 space.add(event.parts, -event.sign)
-                before = [] if event.taken else spare.of(event.parts)
+                before = [] if event.taken else spare.on_hosts_of(event.parts)
                 spare.lower((part.host for part in before), space)
                 undone.append((event, before))
             if spare.room(shape) < ranks:

@@ -93,8 +93,8 @@ class FreeSpace:
             if slots < self.slots[host] or gpus < self.gpus[host]:
                 self.set(host, min(slots, self.slots[host]), min(gpus, self.gpus[host]))
 
-    def of(self, parts: Iterable[Part]) -> list[Part]:
-        """What is free on the hosts of these."""
+    def on_hosts_of(self, parts: Iterable[Part]) -> list[Part]:
+        """Everything that is free there."""
         return [Part(part.host, self.slots[part.host], self.gpus[part.host]) for part in parts]
 
     def fits(self, parts: Iterable[Part]) -> bool:

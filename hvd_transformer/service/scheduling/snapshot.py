@@ -40,9 +40,10 @@ class Running:
 
 @dataclass(frozen=True)
 class Promise:
-    """A reservation. `start`: the earliest that was estimated; infinite: unknown. `place`: if it is about to start.
+    """A reservation. `start`: the earliest estimate; infinite: unknown. `place`: set if the job is about to start.
 
-    Then it starts there and with these ranks: elsewhere, or with more, it could take what others have been stopped for.
+    It then starts there, with these ranks. Elsewhere, or with more ranks, it could take slots that others were stopped
+    to free for another job.
     """
 
     start: float = math.inf
