@@ -114,6 +114,7 @@ class WatchedRun:
             began=_first_start(self.path) or self._time("config.yaml"),
         )
         self._facts, self._tries = StartFacts(), 0
+        self._pace = Pace()  # the time between two starts is no step's
         self._times.pop("checkpoints", None)
         return True
 

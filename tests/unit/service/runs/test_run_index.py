@@ -4,12 +4,13 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from made_runs import add_lines, foreign_lock, left_over_lock, line, make_run, training
 
+from hvd_transformer.atomic import write_text
 from hvd_transformer.folder_lock import FolderLock
 from hvd_transformer.service.runs import watched_run as module
 from hvd_transformer.service.runs.index import RunIndex, run_id
@@ -83,6 +84,24 @@ def test_a_run_from_its_start_to_its_end(tmp_path: Path, lock: FolderLock, monke
     (run / "summary.json").write_text(json.dumps({"status": "stopped", "steps": 12}))
     row = _row(index, run)
     assert (row.status, row.step) == (RunStatus.STOPPED, 12)
+
+
+def test_the_time_between_two_starts_does_not_count_as_that_of_steps(tmp_path: Path, lock: FolderLock) -> None:
+    run, began = make_run(tmp_path / "a"), time.time() - 100_000
+    lock.take()
+    index = RunIndex(tmp_path)
+
+    def train(begin: float, steps: Sequence[int]) -> None:  # a step per second
+        for second, step in enumerate(steps):
+            add_lines(run, training([step]))
+            os.utime(run / "metrics.jsonl", (begin + second, begin + second))
+            index.refresh()
+
+    train(began, range(1, 31))
+    assert index.progress(run).seconds_per_step == pytest.approx(1.0)
+    write_text(run / "config.yaml", (run / "config.yaml").read_text())  # it was preempted, and resumes after a day
+    train(began + 90_000, range(31, 61))
+    assert index.progress(run).seconds_per_step == pytest.approx(1.0)
 
 
 def test_an_end_before_the_last_start_does_not_count(tmp_path: Path) -> None:
