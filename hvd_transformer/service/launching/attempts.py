@@ -117,11 +117,11 @@ class Launchers:
                 code = install(self._state / "code" / job.code, Path(job.output_dir))
                 environment = {**environment, CODE: str(code)}
             process = self._spawn(job, files, environment)
-        except FileExistsError:
-            raise
         except UserError as error:
             return Exit(WRONG_INPUT, str(error))
         except OSError as error:
+            if isinstance(error, FileExistsError) and error.filename == str(files.lock):
+                raise
             why = f"{error.filename or files.folder}: {error.strerror or error}"
             return not_started(why) if error.errno in _OF_THIS_MACHINE else Exit(WRONG_INPUT, why)
         self._watch(_Launcher(job, attempt, files, process, process.pid))

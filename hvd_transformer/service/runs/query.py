@@ -198,6 +198,6 @@ def _after(cursor: str, ordered: Sequence[_Item], descending: bool) -> int:
             backwards = descending and kind != _MISSING and last[0][0] != _MISSING
             if (item[:2] < last) if backwards else (item[:2] > last):
                 return place
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError, OverflowError, RecursionError):
         raise UserError(f"cursor={cursor[:40]}: is not one that a list has given") from None
     return len(ordered)

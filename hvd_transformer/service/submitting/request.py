@@ -20,6 +20,7 @@ MAX_PRIORITY = 1000
 MAX_RETRIES = 100
 _MAX_RANKS = 1_000_000
 _MAX_SECONDS = 10 * 365 * 86400.0
+_MAX_ID = 10**18 - 1  # of a job: SQLite's numbers have 63 bits
 MAX_TAGS, MAX_TAG = 20, 100  # a tag is so many characters
 _MAX_WORD, _MAX_WORDS = 100_000, 1_000_000  # bytes: the kernel takes 128 KiB per word of a command line
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
@@ -80,6 +81,7 @@ def check_request(request: Request, owner: str) -> None:
             "letter or digit"
         )
     for option, number, least, most in (
+        *(("--after", job, 1, _MAX_ID) for job in request.after),
         ("-np", request.num_ranks, 1, _MAX_RANKS),
         ("--min-np", request.min_ranks, 1, _MAX_RANKS),
         ("--priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY),

@@ -89,7 +89,7 @@ class Authentication:
 
     def _check(self, request: Request, secret: str) -> Principal:
         """Whose token this is. Clients that guess must wait; tokens that were right once need not."""
-        now, client = time.time(), self._client(request)
+        now, client = time.monotonic(), self._client(request)
         digest = hashlib.sha256(secret.encode(errors="surrogateescape")).digest()
         with self._turn:
             known = digest in self._known

@@ -295,6 +295,16 @@ def test_the_code_of_a_job_is_put_into_its_run_directory(tmp_path: Path, launche
     assert (code / "mine.py").read_text() == "x = 1"
 
 
+def test_a_run_directory_that_is_a_file_is_wrong_input(tmp_path: Path, launchers: Launchers) -> None:
+    (tmp_path / "state" / "code" / "0123").mkdir(parents=True)
+    of = job(tmp_path, code="0123")
+    Path(of.output_dir).parent.mkdir()
+    Path(of.output_dir).touch()
+    ended = launchers.start(of, attempt(of), {})
+    assert ended is not None
+    assert (ended.code, ended.cause, ended.started) == (2, f"{of.output_dir}: File exists", True)
+
+
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank outlives a launcher for long."""

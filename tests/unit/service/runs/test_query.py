@@ -160,7 +160,8 @@ def test_rows_that_come_and_go_shift_no_page() -> None:
 
 
 @pytest.mark.parametrize(
-    "cursor", ["", "x", "ä", "W10=", "WzAsInRleHQiLCJhIl0=", "WzAsMSwiYSIsMl0=", "WyJ4IiwxLDJd", "MQ=="]
+    "cursor",
+    ["", "x", "ä", "W10=", "WzAsInRleHQiLCJhIl0=", "WzAsMSwiYSIsMl0=", "WyJ4IiwxLDJd", "MQ==", "WzFlOTk5LDAsImEiXQ=="],
 )
 def test_damaged_cursors_are_refused(cursor: str) -> None:
     with pytest.raises(UserError, match="is not one that a list has given"):

@@ -30,6 +30,8 @@ def check(**fields: Any) -> None:
         ({"num_ranks": 0}, "-np 0: must be from 1 to 1,000,000"),
         ({"num_ranks": -3}, "-np -3: must be from 1 to 1,000,000"),
         ({"min_ranks": 0}, "--min-np 0: must be from 1 to 1,000,000"),
+        ({"after": [3, 10**18]}, "--after 1000000000000000000: must be from 1 to 999,999,999,999,999,999"),
+        ({"after": [0]}, "--after 0: must be from 1 to"),
         ({"priority": 1001}, "--priority 1001: must be from -1,000 to 1,000"),
         ({"max_retries": -1}, "--max-retries -1: must be from 0 to 100"),
         ({"time_limit": -5.0}, "--time-limit -5: must be above 0 seconds, and at most ten years"),

@@ -3,6 +3,7 @@
 import os
 import pwd
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from web_service import Running, running
 
 from hvd_transformer.service.storage.tokens import Role
+from hvd_transformer.service.web.access import authentication
 
 ME = "/api/v1/me"
 
@@ -131,6 +133,18 @@ def test_guessing_is_slowed_down_but_locks_nobody_out(tmp_path: Path) -> None:
         assert service.request("GET", ME, token=known).status == 200
         assert service.request("GET", ME, headers=session).status == 200
         assert service.over_unix("GET", ME).status == 200
+
+
+def test_a_clock_that_is_set_back_makes_no_client_wait_for_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(tmp_path) as service:
+        statuses = [service.request("GET", ME, token=f"guess {number}").status for number in range(11)]
+        assert statuses[-1] == 429
+        before = time.time() - 86_400
+        monkeypatch.setattr(authentication.time, "time", lambda: before)
+        time.sleep(1.1)
+        assert service.request("GET", ME, token="guess").status == 401
 
 
 def test_behind_a_proxy_the_guesser_is_its_client(tmp_path: Path) -> None:
