@@ -66,17 +66,19 @@ class Actions:
 
         Not while another job, such as a later one that has continued it, uses its run directory.
         """
-        job = self._known(id)
-        if job.state not in (State.FAILED, State.CANCELLED):
-            raise UserError(f"job {id} is {job.state.value}: only FAILED and CANCELLED jobs can be retried")
-        attempts = self._store.attempts(id)
-        ran = sum(attempt.ended - attempt.began for attempt in attempts if attempt.ended is not None)
-        if job.time_limit is not None and ran >= job.time_limit:
-            raise UserError(
-                f"job {id} has used up its time limit; submit it again with a longer one, and with "
-                f"output_dir={job.output_dir} to resume"
-            )
-        return self._changed(id, state=State.QUEUED, retries=0)
+        with self._store.batch():  # nobody else changes it in between
+            job = self._known(id)
+            if job.state not in (State.FAILED, State.CANCELLED):
+                raise UserError(f"job {id} is {job.state.value}: only FAILED and CANCELLED jobs can be retried")
+            ran = sum(attempt.seconds for attempt in self._store.attempts(id))
+            if job.time_limit is not None and ran >= job.time_limit:
+                raise UserError(
+                    f"job {id} has used up its time limit; submit it again with a longer one, and with "
+                    f"output_dir={job.output_dir} to resume"
+                )
+            job = self._store.update(id, state=State.QUEUED, retries=0)
+        self._wake()
+        return job
 
     def hold(self, id: int) -> Job:
         """Keep a job from starting; one that runs saves and gives its slots back."""
@@ -95,16 +97,21 @@ class Actions:
 
     def release(self, id: int) -> Job:
         """Queue a job that was held."""
-        job = self._known(id)
-        if job.state is not State.HELD:
-            raise UserError(f"job {id} is {job.state.value}: it is not held")
-        return self._changed(id, state=State.QUEUED)
+        with self._store.batch():  # nobody cancels it in between
+            job = self._known(id)
+            if job.state is not State.HELD:
+                raise UserError(f"job {id} is {job.state.value}: it is not held")
+            job = self._store.update(id, state=State.QUEUED)
+        self._wake()
+        return job
 
     def set_priority(self, id: int, priority: int) -> Job:
         """Change the place in the queue, and who may be preempted."""
         if (job := self._known(id)).state in ENDED:
             raise UserError(f"job {id} has ended: {job.state.value}")
-        return self._changed(id, priority=priority)
+        job = self._store.update(id, priority=priority)
+        self._wake()
+        return job
 
     def set_tags(self, id: int, add: Sequence[str], remove: Sequence[str]) -> Job:
         """Add tags to a job and remove some."""
@@ -146,9 +153,4 @@ class Actions:
     def _known(self, id: int) -> Job:
         if (job := self._store.job(id)) is None:
             raise UserError(f"job {id}: no such job")
-        return job
-
-    def _changed(self, id: int, **fields: object) -> Job:
-        job = self._store.update(id, **fields)
-        self._wake()
         return job

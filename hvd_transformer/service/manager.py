@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 from hvd_transformer.errors import UserError
@@ -28,7 +27,7 @@ from hvd_transformer.service.scheduling.wait_reasons import dependencies
 from hvd_transformer.service.settlement import settle
 from hvd_transformer.service.stops import Stops
 from hvd_transformer.service.storage.store import Store
-from hvd_transformer.service.user_limits import within_limits
+from hvd_transformer.service.user_limits import grown_within_limits, within_limits
 
 _LOOK_SECONDS = 1.0  # between two looks at time limits and hosts when nothing happens
 _ESTIMATE_SECONDS = 10.0  # between two passes of the scheduler when nothing happens: estimates move
@@ -225,7 +224,7 @@ class Manager:
                 self._store.set_down(host.name, state.down)
                 self._due.set()
             if state.threads not in (0, host.threads):
-                self._store.put_hosts([replace(host, threads=state.threads)])
+                self._store.set_threads(host.name, state.threads)
 
     def _account(self, job: Job, attempt: Attempt, at_once: bool = False) -> None:
         now = time.time()
@@ -247,6 +246,7 @@ class Manager:
             self._hand_over(external)
         waiting = [job for job in waiting if job.id not in resting and job.engine is Engine.HOSTS]
         now, hosts = time.time(), self._store.hosts()
+        running = grown_within_limits(running, waiting, limits)
         usage, taken = self._store.usage(now), tuple(self._taken())
         median = median_length(self._store.recent_seconds())
         decisions = schedule(Snapshot(now, hosts, waiting, running, usage, taken, self._promised, median))

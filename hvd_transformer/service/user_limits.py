@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 from hvd_transformer.service.jobs import Engine
@@ -26,9 +27,7 @@ def within_limits(
         return list(waiting), {}
     jobs = Counter(elsewhere)
     jobs.update(job.owner for job in running)
-    slots: Counter[str] = Counter()
-    for job in running:
-        slots[job.owner] += sum(part.ranks for part in job.allocation)
+    slots = _in_use(running)
     allowed, reasons = [], {}
     for new in sorted(waiting, key=lambda job: (-job.priority, job.submitted)):
         limit = limits.get(new.owner, limits[None])
@@ -41,6 +40,41 @@ def within_limits(
         else:
             reasons[new.id] = f"limit of {new.owner}: {why}"
     return allowed, reasons
+
+
+def grown_within_limits(
+    running: Sequence[Running], waiting: Sequence[Waiting], limits: Mapping[str | None, Limits]
+) -> list[Running]:
+    """The running jobs, of which elastic ones need no more ranks than their owner's limit of slots lets them grow to.
+
+    `waiting`: those that may start; they come first.
+    """
+    if all(limit.max_slots is None for limit in limits.values()):
+        return list(running)
+    slots = _in_use(running)
+    for new in waiting:
+        slots[new.owner] += new.needs.num_ranks
+    limited = []
+    for job in sorted(running, key=lambda job: (-job.priority, job.began, job.id)):  # as they grow
+        most = limits.get(job.owner, limits[None]).max_slots
+        has = _slots(job)
+        if most is not None and job.needs.num_ranks > has:
+            more = max(0, min(job.needs.num_ranks - has, most - slots[job.owner]))
+            slots[job.owner] += more
+            job = replace(job, needs=replace(job.needs, num_ranks=has + more))
+        limited.append(job)
+    return limited
+
+
+def _in_use(running: Sequence[Running]) -> Counter[str]:
+    slots: Counter[str] = Counter()
+    for job in running:
+        slots[job.owner] += _slots(job)
+    return slots
+
+
+def _slots(job: Running) -> int:
+    return sum(part.ranks for part in job.allocation)
 
 
 def _over(new: Waiting, limit: Limits, jobs: int, slots: int, disk_bytes: int | None) -> str | None:

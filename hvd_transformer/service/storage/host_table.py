@@ -43,6 +43,12 @@ class HostTable(EventLog):
                 connection.execute("UPDATE hosts SET down = ? WHERE name = ?", (why, name))
                 self.changed(connection, "hosts")
 
+    def set_threads(self, name: str, threads: int) -> None:
+        """CPU threads per slot. Nothing else of the host changes, and one that is gone stays so."""
+        with self.database.write(durable=False) as connection:
+            connection.execute("UPDATE hosts SET threads = ? WHERE name = ?", (threads, name))
+            self.changed(connection, "hosts")
+
     def remove_host(self, name: str) -> None:
         """Forget a host. Raises `UserError` for an unknown one, or if jobs are on it."""
         with self.database.write() as connection:

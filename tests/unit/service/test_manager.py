@@ -2,8 +2,8 @@
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -187,6 +187,20 @@ def test_a_cancelled_job_is_asked_once_and_killed_on_demand(service: Service) ->
     service.turn()
     assert service.state(job) is State.CANCELLED
     assert service.job(service.actions.retry(job).id).state is State.QUEUED
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_job_that_hvd_transformer_stop_has_ended_is_cancelled(service: Service, begun: bool) -> None:
+    stopped, waits = service.add(4), service.add(4)
+    service.turn()
+    if begun:
+        service.launchers.begin(stopped)
+        service.turn()
+    service.launchers.end(stopped, 1, cause="it was asked to stop", step=7, stopped="request")
+    service.turn()
+    assert service.state(stopped) is State.CANCELLED
+    assert service.job(stopped).reason == "stopped with hvd-transformer stop"
+    assert service.state(waits) is State.STARTING
 
 
 def test_a_job_that_is_to_be_killed_is_killed_by_the_next_service(service: Service) -> None:
@@ -416,6 +430,74 @@ def test_an_elastic_job_grows(service: Service) -> None:
     ((job, grown),) = service.launchers.grown
     assert (job, sum(part.ranks for part in grown)) == (elastic, 4)
     assert service.store.open_attempts()[0].allocation == grown
+
+
+def test_an_elastic_job_does_not_grow_beyond_the_slots_of_its_owner(service: Service) -> None:
+    service.store.put_hosts([Host("h1", 4, threads=3), Host("h2", 4, threads=2)])
+    service.store.set_limits(Limits(max_slots=5), "ann")
+    other, elastic = service.add(6, "ben", priority=1), service.add(5, min_ranks=2)
+    service.turn()
+    small = service.add(1)
+    service.turn()
+    assert [service.state(job) for job in (other, elastic)] == [State.STARTING, State.STARTING]
+    service.launchers.begin(elastic)
+    service.launchers.end(other, 0)
+    service.turn()
+    service.turn()
+    assert service.state(small) is State.STARTING
+    (grown,) = service.launchers.grown
+    assert sum(part.ranks for part in grown[1]) == 4
+
+
+def test_what_an_admin_does_with_hosts_while_the_manager_looks_at_them_stays(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = service.store.hosts()
+    service.actions.add_hosts("h1:8", {})
+    service.actions.remove_host("h2")
+    monkeypatch.setattr(service.store, "hosts", lambda: before)
+    service.states = {name: HostState(threads=7) for name in ("h1", "h2")}
+    service.manager.look()
+    monkeypatch.undo()
+    assert service.store.hosts() == [Host("h1", 8, threads=7)]
+
+
+def _meanwhile(service: Service, monkeypatch: pytest.MonkeyPatch, what: Callable[[], object]) -> threading.Thread:
+    """Another thread tries to do `what` between the look of an action at its job and its change."""
+    known, other = service.actions._known, threading.Thread(target=what)
+
+    def look(id: int) -> Job:
+        found = known(id)
+        if threading.current_thread() is threading.main_thread():
+            other.start()
+            other.join(0.3)
+        return found
+
+    monkeypatch.setattr(service.actions, "_known", look)
+    return other
+
+
+def test_a_cancel_during_a_release_is_not_undone(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = service.add(held=True)
+    other = _meanwhile(service, monkeypatch, lambda: service.actions.cancel(job))
+    service.actions.release(job)
+    other.join()
+    assert service.state(job) is State.CANCELLED
+
+
+def test_two_retries_at_the_same_time_are_one(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = service.add()
+    service.actions.cancel(job)
+
+    def retry() -> None:
+        with suppress(UserError):  # it is queued
+            service.actions.retry(job)
+        service.manager.schedule()
+
+    other = _meanwhile(service, monkeypatch, retry)
+    service.actions.retry(job)
+    other.join()
+    assert service.state(job) is State.STARTING
 
 
 def test_a_new_manager_adopts_settles_and_queues_again(service: Service) -> None:
