@@ -192,6 +192,11 @@ def test_every_command_is_among_them() -> None:
         (["hvd-transformer", "generate"], "hvd-transformer generate: Missing argument 'CHECKPOINT'."),
         (["hvd-transformer", "launch", "-n"], "hvd-transformer launch: No such option '-n'."),
         (["hvd-transformer", "launch", "--", "--presett"], "hvd-train: No such option '--presett'."),
+        (
+            ["hvd-transformer", "launch", "-np", "2", "--preset", "tiny"],
+            "hvd-transformer launch: --preset is an option of hvd-train: write it after --, as in "
+            "'hvd-transformer launch … -- --preset …'",
+        ),
     ],
 )
 def test_click_s_own_errors_are_one_line_with_the_command(folder: Path, words: list[str], line: str) -> None:

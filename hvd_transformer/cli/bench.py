@@ -38,9 +38,11 @@ constants = click.option(
     default=_CONSTANTS,
     show_default=True,
     metavar="FILE",
-    help="Constants that `plan --scale` reads: completed.",
+    help="File of constants for `plan --scale` that the figures are added to.",
 )
-vocab_size = click.option("--vocab-size", type=int, metavar="N", help="Vocabulary size, if only data would tell it.")
+vocab_size = click.option(
+    "--vocab-size", type=int, metavar="N", help="Vocabulary size, if only the data would tell it."
+)
 
 
 @click.group()
@@ -57,7 +59,7 @@ def bench() -> None:
     "--sizes", default=DEFAULT_SIZES, show_default=True, metavar="LIST", help="Message sizes in bytes, or with K, M, G."
 )
 @click.option(
-    "--seconds", type=_SECONDS, default=1, show_default=True, metavar="N", help="Time for a size of one library, about."
+    "--seconds", type=_SECONDS, default=1, show_default=True, metavar="N", help="Approximate time per size and library."
 )
 @options.device
 @json_file
@@ -91,7 +93,9 @@ def allreduce(
 @options.config_file
 @options.preset
 @vocab_size
-@click.option("--seconds", type=_SECONDS, default=10, show_default=True, metavar="N", help="Time for the steps, about.")
+@click.option(
+    "--seconds", type=_SECONDS, default=10, show_default=True, metavar="N", help="Approximate time for the steps."
+)
 @json_file
 @constants
 @options.settings
@@ -131,7 +135,12 @@ def train(vocab_size: int | None, seconds: float, json_file: Path | None, consta
     help="Existing folder on the disk to measure; what is written there is removed.",
 )
 @click.option(
-    "--seconds", type=_SECONDS, default=10, show_default=True, metavar="N", help="Time to save, and to load, about."
+    "--seconds",
+    type=_SECONDS,
+    default=10,
+    show_default=True,
+    metavar="N",
+    help="Approximate time to save, and to load.",
 )
 @json_file
 @options.settings
@@ -159,7 +168,7 @@ def checkpoint(vocab_size: int | None, folder: Path, seconds: float, json_file: 
 @options.config_file
 @options.preset
 @click.option(
-    "--seconds", type=_SECONDS, default=5, show_default=True, metavar="N", help="Time for the batches, about."
+    "--seconds", type=_SECONDS, default=5, show_default=True, metavar="N", help="Approximate time for the batches."
 )
 @json_file
 @options.settings

@@ -10,7 +10,7 @@ import click
 from hvd_transformer.cli import options
 
 
-@click.command()
+@click.command(cls=options.WithJobArguments)
 @options.hosts
 @options.hostfile
 @options.ssh_port

@@ -10,5 +10,5 @@ from hvd_transformer.cli import service_options
 @service_options.server
 @service_options.as_json
 def hold(jobs: list[int], server: str | None, as_json: bool) -> None:
-    """Keep jobs from starting until `release`; running ones save and stop, and go on from there when released."""
+    """Keep jobs from starting until `release`; running ones save and stop, and resume from there when released."""
     service_options.change(server, jobs, "hold", "is on hold", as_json)

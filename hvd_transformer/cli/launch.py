@@ -76,7 +76,7 @@ def _bench(words: Sequence[str]) -> Worker:
     return Worker(worker, worker, config_of(words[1:]), trains=False)
 
 
-@click.command()
+@click.command(cls=options.WithJobArguments)
 @click.option("-np", "num_ranks", type=int, metavar="N", help="Number of ranks. Default: one per slot of the hosts.")
 @options.hosts
 @options.hostfile
@@ -110,9 +110,9 @@ def _bench(words: Sequence[str]) -> Worker:
     metavar="TIME",
     help="End the job if it has made no new step for so long after a failure.",
 )
-@options.timeout("--start-timeout", "Time for a host to answer when it is taken in. Default: 30s")
-@options.timeout("--silence-timeout", "Time without a word from a host, after which it is lost. Default: 8s")
-@options.timeout("--save-timeout", "Time for ranks to save that were asked to stop. Default: 2m")
+@options.timeout("--start-timeout", "Time for a new host to answer. Default: 30s")
+@options.timeout("--silence-timeout", "Time after which a host that sends nothing counts as lost. Default: 8s")
+@options.timeout("--save-timeout", "Time for ranks to save after a request to stop. Default: 2m")
 @click.option(
     "--host-discovery-script",
     type=options.PATH,

@@ -57,6 +57,23 @@ class Seconds(click.ParamType):  # type: ignore[type-arg]  # generic from click 
         return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
 
 
+class WithJobArguments(click.Command):
+    """A command whose arguments after `--` are those of hvd-train."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Raises `click.UsageError` that tells of the `--`, if an option of hvd-train stands before it."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if error.option_name not in ("--preset", "--config"):
+                raise
+            raise click.UsageError(
+                f"{error.option_name} is an option of hvd-train: write it after --, as in "
+                f"'{ctx.command_path} … -- {error.option_name} …'",
+                ctx,
+            ) from error
+
+
 # The configuration of a job: hvd-train, plan, prepare.
 config_file = click.option("--config", "file", type=PATH, metavar="FILE", help="YAML file with settings.")
 preset = click.option(

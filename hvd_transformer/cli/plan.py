@@ -21,9 +21,13 @@ _MOST_DEVICES = 10**6
 @options.config_file
 @options.preset
 @click.option("--vocab-size", type=int, metavar="N", help="Vocabulary size, if no data is prepared yet.")
-@click.option("-np", "ranks", type=int, metavar="N", help="Number of ranks, if they share the optimizer.")
-@click.option("--memory-gib", type=float, metavar="N", help="Memory of a stage's device: says whether it suffices.")
-@click.option("--scale", metavar="LIST", help="Step time, efficiency and best layout on 8,64,512 devices, for example.")
+@click.option(
+    "-np", "ranks", type=int, metavar="N", help="Number of ranks, for a sharded optimizer or batch_size=auto."
+)
+@click.option("--memory-gib", type=float, metavar="N", help="Memory of a device: tells whether the job fits.")
+@click.option(
+    "--scale", metavar="LIST", help="Predict step time and best layout for numbers of devices, such as 8,64,512."
+)
 @click.option("--constants", metavar="NAME", help="With --scale: a device such as h100, or the file of a machine.")
 @click.option("--devices-per-host", type=int, metavar="N", help="With --scale: GPUs per host, or ranks on a CPU.")
 @click.option("--backend", type=click.Choice(["gloo", "mpi", "nccl"]), help="With --scale: what sends the messages.")
@@ -143,5 +147,8 @@ def _scaled(
     from hvd_transformer.planning.scaling.search import search
 
     machine = Machine(constants, constants.backend(backend), devices_per_host or constants.devices_per_host)
+    if config.training.device == "auto":  # the memory of the machine that is planned for, not of this one
+        training = config.training.model_copy(update={"device": machine.device})
+        config = config.model_copy(update={"training": training})
     work = measure_work(config, vocab_size, machine.devices_per_host)
     return scale_text(work, machine, [search(work, config, machine, int(number), memory) for number in numbers], memory)

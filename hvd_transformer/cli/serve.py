@@ -51,7 +51,7 @@ def _limit(name: str, what: str) -> Callable[[options.F], options.F]:
 @click.option("--port", type=int, default=8470, show_default=True, metavar="N", help="Port of the pages; 0: any.")
 @click.option("--certificate", type=options.PATH, metavar="FILE", help="TLS certificate, with its chain, in PEM.")
 @click.option("--key", type=options.PATH, metavar="FILE", help="Private key of the certificate, in PEM.")
-@click.option("--behind-proxy", is_flag=True, help="A proxy with TLS stands before the service.")
+@click.option("--behind-proxy", is_flag=True, help="A proxy with TLS is in front of the service.")
 @click.option(
     "--public-host", "public_hosts", multiple=True, metavar="NAME", help="Name that browsers use; repeatable."
 )

@@ -1,5 +1,6 @@
 """`hvd-transformer submit`: gives a job to the service, which starts it when its hosts are free."""
 
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: tuple[tuple[int,
     return [number for numbers in value for number in numbers]
 
 
-@click.command()
+@click.command(cls=options.WithJobArguments)
 @click.option(
     "-np",
     "--np",
@@ -128,4 +129,20 @@ def submit(context: click.Context, /, **given: Any) -> None:
         click.echo(f"job {job['id']} ({job['name']}): {job['state']}{why}")
 
 
-submit.params += [option for option in launch.params if option.name not in (*service_options.NOT_FOR_JOBS, "settings")]
+_HELP = {
+    "hosts": "With --engine slurm or kubernetes: nodes and their slots, such as a:4,b:4.",
+    "image": "With --engine kubernetes: container image. Default: hvd-transformer:cpu, for CUDA hvd-transformer:gpu.",
+    "memory_gib": "With --engine kubernetes: memory per worker to request. Default: what `plan` estimates.",
+}
+
+
+def _of_launch(option: click.Parameter) -> click.Parameter:
+    """An option of `launch`, with what it means for a job of the service."""
+    option = copy(option)
+    if isinstance(option, click.Option) and option.name in _HELP:
+        option.help = _HELP[option.name]
+    return option
+
+
+_LEFT_OUT = (*service_options.NOT_FOR_JOBS, "settings")
+submit.params += [_of_launch(option) for option in launch.params if option.name not in _LEFT_OUT]

@@ -25,7 +25,7 @@ def wait(jobs: list[int], server: str | None, as_json: bool) -> None:
 
     `hvd-transformer wait 7 && hvd-transformer translate runs/tiny-7`
 
-    Goes on waiting while the service is restarted.
+    Keeps waiting while the service is restarted.
     """
     found: dict[int, dict[str, Any]] = {}
     for job in ends(service_options.client_of(server), jobs):

@@ -129,6 +129,16 @@ def test_command() -> None:
     assert none.output.count("no layout fits") == 3
 
 
+def test_memory_is_that_of_the_device_planned_for_wherever_the_command_runs() -> None:
+    large = [*SMALL, "model.num_layers=1", "model.dropout=0.1", "training.batch_size=60000", "model.loss_chunk=600000"]
+    words = [*large, "--vocab-size", f"{V}", "--scale", "1", "--constants", "h100", "--devices-per-host", "1"]
+    auto, gpu, cpu = (
+        CliRunner().invoke(command, [*words, f"training.device={device}"], catch_exceptions=False).output
+        for device in ("auto", "cuda", "cpu")
+    )
+    assert auto == gpu != cpu
+
+
 def test_price_of_tokens(tmp_path: Path) -> None:
     file = tmp_path / "priced.yaml"
     save(H100.constants.model_copy(update={"price_per_hour": 36.0}), file)
