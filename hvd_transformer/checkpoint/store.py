@@ -138,14 +138,14 @@ class CheckpointStore:
             )
         return None
 
-    def best(self, verify: Verify = manifest.verify) -> Path | None:
-        """The best checkpoint; None if there is none or it is damaged."""
-        path = self.folder / "best"
+    def whole(self, step: int, verify: Verify = manifest.verify) -> Path | None:
+        """The checkpoint of this step; None if there is none or it is damaged."""
+        path = self.folder / _name(step)
         try:
             verify(path)
         except DamagedCheckpoint:
             return None
-        return path.resolve()
+        return path
 
     def clean(self) -> None:
         """Remove what a killed process left half written. Call only while no other process writes here."""

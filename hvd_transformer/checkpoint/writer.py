@@ -35,6 +35,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: tuple[int, Future[object]] | None = None  # the step that is written
         self._ending = Event()
+        self.unsaved: int | None = None  # on rank 0, the step whose checkpoint was the last that could not be written
 
     def begin(self, step: int) -> Begun | None:
         """Create the staging folder, after the previous write: at most one snapshot is in memory. Collective.
@@ -84,6 +85,7 @@ class Saver:
         self._pending = step, self._thread.submit(_logged, step, write, *arguments)
 
     def _failed(self, step: int, error: OSError) -> None:
+        self.unsaved = step
         self.warn(
             f"the checkpoint of step {step} could not be written to {self.store.folder}: {error}; "
             "training goes on, the checkpoints before it stay"

@@ -52,7 +52,8 @@ class ParamAllGather:
 
     def wait_all(self) -> None:
         """Return when all parameters are whole."""
-        self.wait(len(self._buffers) - 1)
+        if self._buffers:  # a stage of an embedding alone has none if the output layer's stage has the tied weight
+            self.wait(len(self._buffers) - 1)
 
     def _send(self) -> None:
         while self._num_sent < len(self._buffers):

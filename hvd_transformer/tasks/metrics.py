@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hvd_transformer.comm.group import Group
+from hvd_transformer.config.best_metric import metric_sign
 
 
 class Evaluation(NamedTuple):
@@ -112,14 +113,14 @@ def _quotient(above: NDArray[np.float64], below: NDArray[np.float64]) -> NDArray
     return np.divide(above, below, out=np.zeros_like(above), where=below > 0)
 
 
-_LOWER_IS_BETTER = {"loss", "perplexity"}
-
-
 def chosen(metrics: Mapping[str, float], name: str) -> float:
     """The metric named by `training.best_metric`, negated if necessary so that lower is better."""
-    plain = name.removeprefix("-")
-    lower_is_better = name != plain or plain in _LOWER_IS_BETTER or plain.endswith("_loss")
-    return metrics[plain] if lower_is_better else -metrics[plain]
+    return metric_sign(name) * metrics[name.removeprefix("-")]
+
+
+def is_better(value: float, best: float | None) -> bool:
+    """Whether what `chosen` returned is better than the best so far. What is no number never is, nor stays the best."""
+    return not math.isnan(value) and (best is None or not best <= value)
 
 
 def show_metrics(split: str, values: Mapping[str, Any]) -> str:

@@ -52,18 +52,20 @@ def settle_batch_size(
     mesh: ParallelMesh,
     data: Data,
     kept: Found | None,
+    of_epoch: int | None,
     progress: Silent,
     heartbeat: Heartbeat,
 ) -> tuple[Config, Found | None]:
     """The configuration with a number for `training.batch_size`, and what to keep of it. Collective.
 
-    `kept` is what the run directory has, on rank 0; it counts as long as devices and settings are the same.
+    `kept` is what the run directory has, on rank 0; it counts as long as devices and settings are the same. `of_epoch`,
+    on rank 0, is the number that the epoch was begun with and must end with, wherever; None: it may end with another.
     """
     if config.training.batch_size != "auto":
         return config, None
     purpose = {"devices": world.all_gather_objects(_device_words(mesh)), "settings": _settings(config)}
     known = kept["batch_size"] if kept is not None and kept.get("found_for") == purpose else None
-    size = world.broadcast_object(known)
+    size = world.broadcast_object(known if of_epoch is None else of_epoch)
     if size is None:
         sizes = agree(world, lambda: possible_batch_sizes(config, mesh.dp))
         first = with_batch_size(config, sizes[0])
@@ -78,7 +80,7 @@ def settle_batch_size(
     text = f"training.batch_size=auto: {size} samples of the {total} of a step at a time on each replica, {how}"
     log.info(text)
     progress.message(text)
-    return with_batch_size(config, size), {"batch_size": size, "found_for": purpose}
+    return with_batch_size(config, size), kept if of_epoch is not None else {"batch_size": size, "found_for": purpose}
 
 
 def search(world: World, sizes: list[int], fits: Fits, heartbeat: Heartbeat) -> int:

@@ -22,6 +22,8 @@ from hvd_transformer.config.schema import flatten, may_change
 from hvd_transformer.errors import UserError
 from hvd_transformer.folder_lock import FolderLock
 from hvd_transformer.own_folder import make_own_folder
+from hvd_transformer.tasks.registry import task_class
+from hvd_transformer.tasks.task import ExampleTask
 
 _BATCH_SIZE = "batch_size.json"
 _LOG = re.compile(r"rank-.*\.log|beat-.*|launch\.log")
@@ -149,16 +151,38 @@ class RunDirectory:
 
 def check_agreement(config: Config, checkpoint: Path) -> None:
     """Raise `UserError` with the first key that must equal the checkpoint's and does not."""
-    wanted = flatten(config)
+    wanted, state = flatten(config), read_state(checkpoint)
     # With columns, the batch size is the number of columns and so defines the samples.
     fixed = {"training.batch_size"} if config.data.batching == "columns" else set()
-    made_with = read_state(checkpoint).get("config", {})
-    for key, value in made_with.items():
-        if key in wanted and wanted[key] != value and (key in fixed or not may_change(key)):
+    made_with = state.get("config", {})
+    differing = [key for key, value in made_with.items() if key in wanted and wanted[key] != value]
+    cutting = _batch_keys(config).intersection(differing)
+    in_epoch = cutting if cutting and _batches_remain(config, state) else set()
+    for key in differing:
+        if key in fixed or key in in_epoch or not may_change(key):
             here, there = (
-                yaml.safe_dump(item, default_flow_style=True).split("\n")[0] for item in (wanted[key], value)
+                yaml.safe_dump(item, default_flow_style=True).split("\n")[0] for item in (wanted[key], made_with[key])
             )
+            until = " until the end of the epoch, whose batches it has cut" if key in in_epoch else ""
             raise UserError(
-                f"{key}={here}: the checkpoint {checkpoint} was made with {key}={there}; use that value, "
+                f"{key}={here}: the checkpoint {checkpoint} was made with {key}={there}; use that value{until}, "
                 "or another output_dir for a new run"
             )
+
+
+def epoch_batch_size(config: Config, checkpoint: Path) -> int | None:
+    """What `training.batch_size=auto` is until the checkpoint's epoch ends, of which batches remain; None: any."""
+    state = read_state(checkpoint)
+    size: int = state["config"]["training.batch_size"]
+    return size if _batches_remain(config, state) else None
+
+
+def _batch_keys(config: Config) -> set[str]:
+    """The keys that say how an `ExampleTask` cuts its samples into batches."""
+    by_number = config.data.batch_tokens is None and config.training.batch_size != "auto"
+    return {"data.batch_tokens", "training.batch_size"} if by_number else {"data.batch_tokens"}
+
+
+def _batches_remain(config: Config, state: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint is in mid-epoch, and what remains of the epoch are batches: others have other samples."""
+    return state.get("position", {}).get("remaining") is not None and issubclass(task_class(config), ExampleTask)

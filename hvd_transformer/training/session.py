@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -23,7 +24,7 @@ from hvd_transformer.reporting.metrics_log import MetricsLog
 from hvd_transformer.reporting.progress import Silent
 from hvd_transformer.reporting.samples_log import SamplesLog
 from hvd_transformer.reporting.trackers.processes import Trackers
-from hvd_transformer.tasks.metrics import chosen, perplexity, show_metrics
+from hvd_transformer.tasks.metrics import chosen, is_better, perplexity, show_metrics
 from hvd_transformer.training.process import StopRequest
 from hvd_transformer.training.profiled_steps import ProfiledSteps
 from hvd_transformer.training.run_directory import RunDirectory
@@ -64,6 +65,7 @@ class Session:
         self.saved_step = trainer.state.step if trainer.state.step else None
         self.saved_at = time.monotonic()
         self.valid: dict[str, float] | None = None
+        self.tested_step: int | None = None  # whose weights the metrics of a finished run are of
 
     def train(self, stop: StopRequest) -> str:
         """Train until the end ("finished") or until a rank was asked to stop ("stopped"). Collective."""
@@ -104,9 +106,11 @@ class Session:
 
     def finish(self, status: str) -> dict[str, Any]:
         """Test the best weights (after "finished"), write summary and report; returns the summary. Collective."""
+        state = self.trainer.state
         summary = run_summary(status, self.trainer, self.environment, self.valid or {})
         if status == "finished":
             best = self._load_best()
+            self.tested_step = state.best_step if best else state.step
             with nullcontext() if best else self.trainer.engine.averaged_weights():
                 for split in ("valid", "test"):
                     if self.trainer.task.has_split(split) and not (split == "valid" and self.valid and not best):
@@ -161,12 +165,12 @@ class Session:
         state, totals = self.trainer.state, result.totals
         state.seconds += result.seconds
         interval = state.interval
-        interval["loss"] += totals.loss * totals.targets
-        interval["count"] += totals.targets
         interval["seconds"] += result.seconds
         interval["steps"] += 1
         known = self.heartbeat.loss, self.heartbeat.tokens_per_second
         if totals.targets:
+            interval["loss"] += totals.loss * totals.targets
+            interval["count"] += totals.targets
             known = totals.loss, interval["count"] / interval["seconds"]
         self.heartbeat.stepped(state.step, *known)
         slowest = self._compare_work() if totals.wishes.compare else {}
@@ -176,7 +180,7 @@ class Session:
             log.info(news)
             self.progress.message(news)
         due = self._log_due(state.step)
-        if not due and state.step > 1:
+        if not interval["count"] or (not due and state.step > 1):
             return
         loss = interval["loss"] / interval["count"]
         speed = interval["count"] / interval["seconds"]
@@ -248,11 +252,11 @@ class Session:
             seconds = time.perf_counter() - began
             samples = self._text_samples()
         value = chosen(self.valid, self.config.training.best_metric)
-        best = state.best is None or value < state.best
+        best = is_better(value, state.best)
         state.not_better = 0 if best else state.not_better + 1
         if best:
             state.best, state.best_step = value, state.step
-        mark = "best so far" if best else f"best: step {state.best_step}"
+        mark = "best so far" if best else f"best: {'none' if state.best is None else f'step {state.best_step}'}"
         self.progress.message(f"step {state.step}: {show_metrics('valid', of_split('valid', self.valid))} ({mark})")
         log.info("step %d: valid %s, %.1f s", state.step, self.valid, seconds)
         if samples and self.samples is not None:  # before the line of metrics.jsonl: the service then looks for both
@@ -296,12 +300,16 @@ class Session:
 
     def _load_best(self) -> bool:
         """Load the best weights, if they are not the last ones; returns whether it did."""
-        state = self.trainer.state
-        if not self.config.checkpoint.keep_best or state.best_step in (None, state.step):
+        state, step = self.trainer.state, self.trainer.state.best_step
+        if not self.config.checkpoint.keep_best or step is None or step == state.step:
             return False
-        folder = with_verification(self.world, self.run.store.best)
+        # Not the link, which names an earlier one if this one could not be written.
+        folder = with_verification(self.world, partial(self.run.store.whole, step))
         if not self.world.broadcast_object(folder is not None):
-            self.warn("the best checkpoint is damaged; the last weights are tested instead")
+            self.warn(
+                f"{self.run.store.folder}: the best checkpoint, of step {step}, is not there or damaged; the last "
+                "weights are tested instead"
+            )
             return False
         restore_weights(self.trainer.engine, folder)
         return True

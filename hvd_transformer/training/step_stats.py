@@ -79,7 +79,8 @@ class StepStats:
         loss_sum, targets, samples, *rest = sums
         wishes, costs = rest[: len(self._wishes)], rest[len(self._wishes) :]
         found = Wishes(*(ranks > 0 for ranks in wishes))
-        return StepTotals(loss_sum / targets, int(targets), int(samples), found, costs)
+        mean = loss_sum / targets if targets else loss_sum  # a task may have no target in all samples of a step
+        return StepTotals(mean, int(targets), int(samples), found, costs)
 
     def own(self) -> Sums:
         """This replica's sums of this step."""

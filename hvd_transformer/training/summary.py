@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from hvd_transformer.config.best_metric import metric_sign
 from hvd_transformer.training.trainer import Trainer
 
 
@@ -10,7 +11,7 @@ def run_summary(
     status: str, trainer: Trainer, environment: Mapping[str, Any], valid: Mapping[str, float]
 ) -> dict[str, Any]:
     """The run as it is now, with the metrics of its newest evaluation, if there was one."""
-    state, most = trainer.state, trainer.task.eval_samples
+    state, most, best_metric = trainer.state, trainer.task.eval_samples, trainer.config.training.best_metric
     return {
         "status": status,
         "steps": state.step,
@@ -33,8 +34,8 @@ def run_summary(
         "valid_loss": None,
         **of_split("valid", valid),
         "best_step": state.best_step,
-        "best_metric": trainer.config.training.best_metric,
-        "best_value": None if state.best is None else abs(state.best),
+        "best_metric": best_metric,
+        "best_value": None if state.best is None else metric_sign(best_metric) * state.best,
     }
 
 

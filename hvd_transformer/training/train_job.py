@@ -37,7 +37,7 @@ from hvd_transformer.training.job_setup import (
 from hvd_transformer.training.lr_schedule import scaling_warning
 from hvd_transformer.training.out_of_memory import memory_errors_told
 from hvd_transformer.training.process import StopRequest, keep_freed_memory, only_new_garbage
-from hvd_transformer.training.run_directory import RunDirectory
+from hvd_transformer.training.run_directory import RunDirectory, epoch_batch_size
 from hvd_transformer.training.run_environment import environment_lines, run_environment
 from hvd_transformer.training.session import Session
 from hvd_transformer.training.state import TrainState
@@ -72,7 +72,9 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | No
         data = prepare_data(config, world, progress, stop, heartbeat)
         agree(world, lambda: check_same_data(data, world))
         kept = directory.batch_size() if world.rank == 0 else None
-        found, to_keep = settle_batch_size(config, world, mesh, data, kept, progress, heartbeat)
+        is_auto = config.training.batch_size == "auto"
+        of_epoch = epoch_batch_size(config, checkpoint) if is_auto and checkpoint is not None else None
+        found, to_keep = settle_batch_size(config, world, mesh, data, kept, of_epoch, progress, heartbeat)
         trainer = _assemble(found, world, mesh, data, checkpoint, progress, heartbeat)
         agree(world, trackers.check)
         first_on_host = world.hosts.index(world.host) == world.rank
@@ -135,9 +137,14 @@ def _train(
     with only_new_garbage(), told():
         status = session.train(stop)
     if status == "stopped":  # said first: a launcher may not wait for what follows
+        saved = (
+            "this step could not be saved: the same command resumes from the checkpoint before it"
+            if session.saver.unsaved == state.step
+            else "everything is saved: the same command resumes from here"
+        )
         progress.message(
-            f"stopped after step {state.step} ({stop.signal or 'asked on another rank'}); everything is saved: "
-            f"the same command resumes from here\nrun directory: {directory.path}"
+            f"stopped after step {state.step} ({stop.signal or 'asked on another rank'}); {saved}\n"
+            f"run directory: {directory.path}"
         )
     heartbeat.enter_phase("end")
     trainer.engine.check_replicas("at the end")
@@ -146,7 +153,7 @@ def _train(
     trainer.close()
     if status == "finished":
         notes = [*trainer.task.notes, *([] if limited is None else [limited]), f"run directory: {directory.path}"]
-        progress.message("\n".join([_results(summary), *notes]))
+        progress.message("\n".join([_results(summary, session.tested_step), *notes]))
     return summary
 
 
@@ -213,6 +220,11 @@ def _headline(config: Config, world: World, trainer: Trainer) -> str:
     )
 
 
-def _results(summary: dict[str, Any]) -> str:
+def _results(summary: dict[str, Any], step: int | None) -> str:
+    """`step`: that of the weights that were tested."""
     valid, test = (show_metrics(split, summary) for split in ("valid", "test"))
-    return f"done: {valid} (best, at step {summary['best_step']})" + (f"; {test}" if test else "")
+    best = summary["best_step"]
+    place = (
+        f"best, at step {best}" if step == best else f"last, at step {step}; best: {f'step {best}' if best else 'none'}"
+    )
+    return f"done: {valid} ({place})" + (f"; {test}" if test else "")

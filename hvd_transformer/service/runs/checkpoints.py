@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hvd_transformer.config.best_metric import metric_sign
 from hvd_transformer.service.runs.metrics.metrics_rows import number
 from hvd_transformer.service.runs.plain_files import list_folder, plain, read_json
 
@@ -51,8 +52,10 @@ def best_evaluation(run: Path) -> dict[str, Any]:
     position = read_json(run / "checkpoints" / name / "state.json").get("position") if name else None
     if not isinstance(position, dict) or (value := number(position.get("best"))) is None:
         return {}
+    if not isinstance(metric := plain(position.get("best_metric")), str):
+        return {}
     # A metric of which more is better is negated there.
-    return {"step": plain(position.get("best_step")), "metric": plain(position.get("best_metric")), "value": abs(value)}
+    return {"step": plain(position.get("best_step")), "metric": metric, "value": metric_sign(metric) * value}
 
 
 def _linked(link: Path) -> str | None:

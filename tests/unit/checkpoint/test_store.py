@@ -96,7 +96,8 @@ def test_the_newest_and_the_best_are_kept(keep_last: int, tmp_path: Path) -> Non
         kept = set(range(10, step + 1, 10)[-keep_last:]) | ({best} if best else set())
         assert [path.name for path in store.steps()] == [f"step-{number:08d}" for number in sorted(kept)]
         assert (tmp_path / "latest").resolve().name == f"step-{step:08d}"
-        assert store.best() == (tmp_path / f"step-{best:08d}" if best else None)
+        link = tmp_path / "best"
+        assert link.is_symlink() == bool(best) and (not best or link.resolve().name == f"step-{best:08d}")
     assert not [name for name in names(tmp_path) if name.startswith(".")]
 
 
@@ -169,14 +170,15 @@ def test_where_none_is_whole_it_says_so_and_does_not_begin_again(tmp_path: Path)
     assert "no whole checkpoint is left" in str(caught.value) and MODEL in str(caught.value)
 
 
-def test_a_damaged_best_is_none(tmp_path: Path) -> None:
+def test_a_step_that_is_damaged_or_not_there_is_none(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, 9)
-    assert store.best() is None
+    assert store.whole(1) is None
     store.save(snapshot(1, best=True))
     store.save(snapshot(2))
-    assert store.best() == tmp_path / "step-00000001"
+    assert store.whole(1) == tmp_path / "step-00000001"
     (tmp_path / "step-00000001" / MODEL).unlink()
-    assert store.best() is None
+    assert store.whole(1) is None
+    assert store.whole(3) is None
 
 
 def test_a_checkpoint_argument_is_a_checkpoint_or_a_runs_best_or_newest(tmp_path: Path) -> None:

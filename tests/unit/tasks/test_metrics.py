@@ -15,11 +15,18 @@ from hvd_transformer.comm.world import World
 from hvd_transformer.tasks.metrics import (
     classification_metrics,
     evaluate,
+    is_better,
     perplexity,
     signature,
     together,
     translation_metrics,
 )
+
+
+def test_what_is_no_number_is_never_the_best_and_does_not_stay_it() -> None:
+    assert is_better(3.0, None) and is_better(2.0, 3.0) and is_better(3.0, math.inf) and is_better(3.0, math.nan)
+    assert not any(is_better(value, best) for value, best in [(3.0, 3.0), (4.0, 3.0), (math.inf, 3.0)])
+    assert not any(is_better(math.nan, best) for best in (None, 3.0, math.inf, math.nan))
 
 
 def total(batch: Tensor) -> tuple[Tensor, int]:

@@ -176,6 +176,22 @@ def test_a_run_keeps_what_it_found_until_devices_or_settings_change(
     assert again.returncode == 0 and asked
 
 
+def test_an_epoch_of_batches_ends_with_the_number_that_it_was_begun_with(tmp_path: Path, plan_has_room_for) -> None:
+    """Also on another machine: what remains of it are batches of so many samples."""
+    rows = [f"{number},{'no' if number % 2 else 'yes'}\n" for number in range(160)]
+    (tmp_path / "train.csv").write_text("text,label\n" + "".join(rows))
+    (tmp_path / "valid.csv").write_text("text,label\n" + "".join(rows[:9]))
+    words = [AUTO[0], "task=classification"]
+    for total, steps, size in [(1 << 30, 3, 6), (1 << 29, 7, 6), (1 << 29, 8, 3)]:
+        asked = plan_has_room_for(7 if size == 6 else 3, total)
+        done = train(tmp_path, tmp_path / "run", *words, "training.epochs=2", f"training.max_steps={steps}")
+        assert done.returncode == 0, done.stderr
+        assert f"training.batch_size=auto: {size} samples" in done.stdout + done.stderr
+        assert bool(asked) == (steps != 7)
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert {line["step"]: line["samples"] for line in lines if "loss" in line}[7] == len(rows)
+
+
 def test_what_is_wrong_is_told_before_anything_is_written(corpus: Path, tmp_path: Path, plan_has_room_for) -> None:
     plan_has_room_for(0)
     done = train(corpus, tmp_path / "run", AUTO[0])

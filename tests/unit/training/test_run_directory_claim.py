@@ -219,6 +219,50 @@ def test_the_number_of_columns_may_not_change_on_the_way(tmp_path: Path) -> None
     assert "training.batch_size" in refused(config(tmp_path, "data.batching=columns", "training.batch_size=16"))
 
 
+@pytest.mark.parametrize(
+    ("words", "changed"),
+    [
+        ([], ["training.batch_size=16"]),
+        ([], ["training.batch_size=4", "training.accumulation=2"]),
+        ([], ["data.batch_tokens=500"]),
+        (["data.batch_tokens=400"], ["data.batch_tokens=500"]),
+        (["data.batch_tokens=400"], ["data.batch_tokens=none"]),
+    ],
+)
+def test_batches_may_be_cut_anew_only_where_an_epoch_begins(
+    words: list[str], changed: list[str], tmp_path: Path
+) -> None:
+    """What remains of an epoch is a list of batches: others would have samples twice, or never."""
+
+    def made(*more: str) -> Config:
+        return load(overrides=[f"output_dir={tmp_path}", "task=classification", *words, *more])
+
+    claim(made())
+    save(made(), 10, position={"remaining": [[3, 9]]})
+    message = refused(made(*changed))
+    assert message.startswith(changed[0].replace("none", "null") + ": the checkpoint ")
+    assert "until the end of the epoch" in message
+    claim(made("training.eval_batch_size=3", "training.accumulation=3"))
+    save(made(), 12, position={"remaining": None})
+    claim(made(*changed))
+
+
+def test_with_a_limit_of_tokens_the_batch_size_may_change(tmp_path: Path) -> None:
+    made = load(overrides=[f"output_dir={tmp_path}", "task=classification", "data.batch_tokens=400"])
+    claim(made)
+    save(made, 10, position={"remaining": [[3, 9]]})
+    claim(
+        load(
+            overrides=[
+                f"output_dir={tmp_path}",
+                "task=classification",
+                "data.batch_tokens=400",
+                "training.batch_size=3",
+            ]
+        )
+    )
+
+
 def test_never_refuses_a_folder_with_checkpoints_and_keeps_them(tmp_path: Path) -> None:
     made = config(tmp_path, "checkpoint.resume=never")
     assert claim(made) == (None, [])

@@ -136,18 +136,19 @@ def test_locks_of_dead_processes_and_other_hosts(tmp_path: Path) -> None:
     }
 
 
-def test_the_best_evaluation_so_far(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("metric", "kept", "value"), [("bleu", -31.5, 31.5), ("r2", 0.5, -0.5), ("loss", -2.5, -2.5)])
+def test_the_best_evaluation_so_far(tmp_path: Path, metric: str, kept: float, value: float) -> None:
     run = make_run(tmp_path / "a", training([10]))
     saved = run / "checkpoints" / "step-00000010"
     saved.mkdir(parents=True)
-    position = {"best": -31.5, "best_metric": "bleu", "best_step": 10}
+    position = {"best": kept, "best_metric": metric, "best_step": 10}
     (saved / "state.json").write_text(json.dumps({"position": position}))
     index = RunIndex(tmp_path)
     assert _row(index, run).best == {}
     (run / "checkpoints" / "best").symlink_to("step-00000010")
     _age(run)
     os.utime(run)
-    assert _row(index, run).best == {"step": 10, "metric": "bleu", "value": 31.5}
+    assert _row(index, run).best == {"step": 10, "metric": metric, "value": value}
 
 
 def test_finished_runs_cost_a_look_at_their_folder_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
