@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -119,6 +119,11 @@ class GradSync:
         if not buffer.missing:
             self._send(buffer)
 
+    def check_unsent(self, buffer: GradBuffer, slot: ParamSlot) -> None:
+        """Raise `RuntimeError` if this gradient comes too late, as the buffer has been sent without it."""
+        if self._num_sent[buffer]:
+            _raise_used_again(slot)
+
     def send_rest(self) -> None:
         """Send what has not been sent: this rank's own work is then done, or queued on its GPUs."""
         for buffer in self._order:
@@ -190,6 +195,13 @@ def _rows_name(slot: ParamSlot) -> str:
     return f"rows.{slot.name}"
 
 
+def _raise_used_again(slot: ParamSlot) -> NoReturn:
+    raise RuntimeError(
+        f"{slot.name}: a gradient came after its bucket was sent, as this layer, or another one of the bucket, is "
+        "called more than once in one `Layer` of the task; make each call a `Layer` of its own"
+    )
+
+
 class _StageQueue(dict[GradBuffer, None]):
     """The buffers of one stage that are in flight, the oldest first."""
 
@@ -213,6 +225,7 @@ class ShardedGradSync(GradSync):
 
     def begin_step(self, num_backwards: int = 1, *, local: bool = False) -> None:
         super().begin_step(num_backwards, local=local)
+        self._num_backwards = num_backwards
         for buffer in self.buffers:
             buffer.missing = self._num_dense[buffer]
         backwards = torch.tensor([num_backwards])
@@ -220,6 +233,10 @@ class ShardedGradSync(GradSync):
 
     def expect_last_backward(self, buffers: Sequence[GradBuffer]) -> None:
         pass
+
+    def check_unsent(self, buffer: GradBuffer, slot: ParamSlot) -> None:
+        if self._num_sent[buffer] >= self._num_backwards:  # each backward sends once
+            _raise_used_again(slot)
 
     def send_rest(self) -> None:
         # In the same order on a rank that had fewer backwards: all wait for each other's buffers.

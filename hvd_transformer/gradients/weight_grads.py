@@ -69,12 +69,14 @@ class BufferedWeightGrads:
     def put_formed(self, weight_grad: Tensor, bias_grad: Tensor | None, factor: Tensor) -> None:
         for (buffer, slot), gradient in zip(self._slots, (weight_grad, bias_grad), strict=False):
             assert gradient is not None
+            self._sync.check_unsent(buffer, slot)
             buffer.add_scaled(slot, gradient, factor)
             if buffer.missing > 0:
                 self._sync.count_grad(buffer)
 
     def _add(self, values: Tensor, grad: Tensor, counted: Sequence[bool]) -> None:
         for (buffer, slot), counts in zip(self._slots, counted, strict=True):
+            self._sync.check_unsent(buffer, slot)
             buffer.add_product(slot, values, grad)
             if counts:
                 self._sync.count_grad(buffer)
@@ -85,7 +87,8 @@ def install_stores(
 ) -> None:
     """Give the linear layers of each stage's modules their buffers' slots, by way of the stage's store.
 
-    Weights that several modules share (lookups apart, which give rows), or that are not trained, are left to autograd.
+    Weights that several modules share (lookups apart, which give rows), or that are not trained, are left to autograd,
+    and so are modules that are in several layers: their gradients come more than once in a backward.
     """
     slots = {id(slot.parameter): (buffer, slot) for buffer in sync.buffers for slot in buffer.slots}
     users = Counter(
@@ -94,9 +97,10 @@ def install_stores(
         if not isinstance(module, VocabParallelEmbedding)
         for weight in module.parameters(recurse=False)
     )
+    places = Counter(inner for modules, _ in stages for outer in modules for inner in outer.modules())
     for modules, store in stages:
         for module in (inner for outer in modules for inner in outer.modules()):
-            if not isinstance(module, WeightGradLayer):
+            if not isinstance(module, WeightGradLayer) or places[module] > 1:
                 continue
             weights = [weight for weight in (module.weight, module.bias) if weight is not None]
             if all(weight.requires_grad and users[id(weight)] == 1 for weight in weights):

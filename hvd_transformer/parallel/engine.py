@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvd_transformer.comm.world import World
+from hvd_transformer.comm.world import World, agree
 from hvd_transformer.config.schema import Config
 from hvd_transformer.gradients.embedding_grads import plan_embedding_grads
 from hvd_transformer.gradients.local_steps import LocalSteps
@@ -23,7 +23,7 @@ from hvd_transformer.gradients.wire.plain import WireOptions
 from hvd_transformer.monitoring.timeline import Timeline
 from hvd_transformer.nn.contracts import Layer, TensorGroup
 from hvd_transformer.parallel.mesh import ParallelMesh
-from hvd_transformer.parallel.model_stage import ModelStage, add_buffers, add_shadows
+from hvd_transformer.parallel.model_stage import ModelStage, add_buffers, add_shadows, check_shared_weights
 from hvd_transformer.parallel.pipeline import Pipeline, worker_threads
 from hvd_transformer.parallel.precision import product_dtype
 from hvd_transformer.parallel.replica_check import check_replicas, checksum
@@ -60,6 +60,8 @@ class Engine:
         self.stages = [
             ModelStage(layers[start:stop], device) for (start, stop), device in zip(ends, mesh.devices, strict=True)
         ]
+        if len(self.stages) > 1:
+            agree(world, lambda: check_shared_weights(self.stages))
         self._communicators: StageCommunicators | None = None
         if mesh.tp > 1:
             self._communicators = connect_stages(config, world, mesh)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from hvd_transformer.config.schema import Config, OptimizerConfig
+from hvd_transformer.errors import UserError
 from hvd_transformer.gradients.buffers import GradBuffer, make_grad_buffers
 from hvd_transformer.gradients.muon import hidden_matrices, orthogonalise_cost
 from hvd_transformer.gradients.optimizer import FlatOptimizer, names_without_decay
@@ -14,7 +15,7 @@ from hvd_transformer.gradients.shared_matrices import SharedMatrices
 from hvd_transformer.gradients.transfer_sizes import LEAST_SHARE
 from hvd_transformer.gradients.update_factor import UpdateFactor
 from hvd_transformer.nn.contracts import Layer
-from hvd_transformer.nn.parallel_layers import WeightGradLayer
+from hvd_transformer.nn.parallel_layers import VocabParallelEmbedding, WeightGradLayer
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.parallel.pipeline import Stage
 from hvd_transformer.parallel.tensor_parallel import Shapes, Splits
@@ -54,6 +55,22 @@ class ModelStage(Stage):
             self.optimizer.average.exchange()
             if self.all_gather is not None:
                 self.all_gather.start()
+
+
+def check_shared_weights(stages: Sequence[ModelStage]) -> None:
+    """Raise `UserError` if a weight gets gradients from several stages: they would come at any time, and from threads
+    side by side. A tied embedding's lookups are another matter: the last stage adds their rows at the end.
+    """
+    last = {id(weight): stage for stage in stages for layer in stage.layers for weight in layer.module.parameters()}
+    for stage in stages:
+        for layer in stage.layers:
+            for module in layer.module.modules():
+                shared = (last[id(weight)] is not stage for weight in module.parameters(recurse=False))
+                if not isinstance(module, VocabParallelEmbedding) and any(shared):
+                    raise UserError(
+                        f"parallel.pipeline={len(stages)}: layer {layer.name} shares a weight with a later stage; "
+                        "choose parallel.partition so that such layers are in one stage"
+                    )
 
 
 def add_buffers(

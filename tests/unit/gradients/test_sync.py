@@ -495,3 +495,48 @@ def test_rows_go_to_the_ranks_whose_shards_they_are_in(tied: bool, gather: bool,
                 start = bucket.own.start + own.start - slot.start
                 wanted = wanted[start:][: own.stop - own.start] * size
                 assert torch.allclose(bucket.own_gradients[own], wanted, rtol=1e-12, atol=0), slot.name
+
+
+class Repeated(nn.Module):
+    """The first of two linear layers is used before and after the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = Linear(3, 3).double(), Linear(3, 3).double()
+
+    def forward(self, values: Tensor) -> Tensor:
+        hidden: Tensor = self.first(self.second(self.first(values).tanh()).tanh())
+        return hidden.square().sum()
+
+
+@pytest.mark.parametrize("shard", [ZeroShard(), ZeroShard(0, 2, gradients=True)])
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_layer_that_is_used_again_is_sent_when_its_gradient_is_complete(apart: bool, shard: ZeroShard) -> None:
+    """As layers of their own; within one layer nobody knows how often it will be used, and an error says so."""
+    world, model, plain = FakeWorld(), Repeated(), Repeated()
+    buckets = make_grad_buffers(dict(model.named_parameters()), set(), ALL_IN_ONE, shard=shard)
+    sync = make_grad_sync([buckets], world)
+    layers = [model.first, model.second, model.first] if apart else [model]
+    install_stores(model, [(layers, WeightGradStore())], sync)
+    sync.begin_step(2)
+    if not apart:
+        with pytest.raises(RuntimeError, match="called more than once in one `Layer` of the task"):
+            for number in range(2):
+                sync.expect_last_backward(sync.buffers)
+                model(inputs(number)).backward()
+        return
+    for number in range(2):
+        if number == 1:
+            sync.expect_last_backward(sync.buffers)
+        model(inputs(number)).backward()
+        plain(inputs(number)).backward()
+    assert "send bucket.0" in world.events  # before the end
+    finish(sync)
+    own = torch.cat([bucket.own_gradients for bucket in buckets])
+    wanted = make_grad_buffers(dict(plain.named_parameters()), set(), ALL_IN_ONE, shard=ZeroShard(0, shard.count))
+    for slot in wanted[0].slots:
+        slot.view(wanted[0].gradients).copy_(2 * dict(plain.named_parameters())[slot.name].grad)
+    torch.testing.assert_close(own, wanted[0].own_gradients, rtol=1e-13, atol=1e-15)
+    if shard.count == 1:
+        torch.testing.assert_close(2 * world.sent["bucket.0"], own, rtol=1e-13, atol=1e-15)

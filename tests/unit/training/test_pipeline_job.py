@@ -12,8 +12,11 @@ from small_job import run, settings, trainer, weights
 from hvd_transformer.config import Config
 from hvd_transformer.data.batches import Batch
 from hvd_transformer.errors import UserError
+from hvd_transformer.gradients.buffers import ZeroShard
+from hvd_transformer.nn.contracts import Layer
 from hvd_transformer.nn.dropout import dropout_key
 from hvd_transformer.nn.parallel_layers import WeightGradLayer
+from hvd_transformer.parallel.model_stage import ModelStage, check_shared_weights
 from hvd_transformer.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -122,6 +125,18 @@ def test_embeddings_on_the_first_and_the_last_stage_stay_in_step(rows: str, tied
     expect_same(trainer(config(*same, "parallel.pipeline=3", "parallel.partition=[1, 4, 1]")), *same)
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_stage_without_weights_of_its_own_trains_with_a_sharded_optimizer(gradients: bool) -> None:
+    """The tied embedding's weight belongs to the last stage, and rotary positions have none."""
+    job, wanted = (
+        trainer(config("model.position=rotary", *cut), FakeWorld(size=2), zero_shard=ZeroShard(0, 2, gradients))
+        for cut in (["parallel.pipeline=2", "parallel.partition=[1, 5]"], [])
+    )
+    assert not job.engine.stages[0].buffers
+    assert run(job) == run(wanted)
+    assert job.evaluate("valid") == wanted.evaluate("valid")
+
+
 def test_every_cut_gives_the_same_also_the_measured_one() -> None:
     same = ("parallel.micro_batches=2", "training.batch_size=4")
     for cut in ("[1, 5]", "[5, 1]", "[3, 3]", "auto"):
@@ -161,6 +176,17 @@ def test_a_cut_that_cannot_be_is_refused(words: list[str], message: str) -> None
     with pytest.raises(UserError) as caught:
         trainer(config(*words))
     assert str(caught.value).startswith(message)
+
+
+def test_layers_that_share_a_weight_must_be_in_one_stage() -> None:
+    shared, between = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    first, middle, last = (
+        Layer(name, module, module) for name, module in zip("abc", (shared, between, shared), strict=True)
+    )
+    cpu = torch.device("cpu")
+    with pytest.raises(UserError, match="^parallel.pipeline=2: layer a shares a weight with a later stage; "):
+        check_shared_weights([ModelStage([first, middle], cpu), ModelStage([last], cpu)])
+    check_shared_weights([ModelStage([middle], cpu), ModelStage([first, last], cpu)])
 
 
 def test_the_timeline_shows_every_operation_in_its_lane() -> None:
