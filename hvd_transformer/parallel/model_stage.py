@@ -65,8 +65,9 @@ def check_shared_weights(stages: Sequence[ModelStage]) -> None:
     for stage in stages:
         for layer in stage.layers:
             for module in layer.module.modules():
-                shared = (last[id(weight)] is not stage for weight in module.parameters(recurse=False))
-                if not isinstance(module, VocabParallelEmbedding) and any(shared):
+                trained = (weight for weight in module.parameters(recurse=False) if weight.requires_grad)
+                shared = any(last[id(weight)] is not stage for weight in trained)
+                if shared and not isinstance(module, VocabParallelEmbedding):
                     raise UserError(
                         f"parallel.pipeline={len(stages)}: layer {layer.name} shares a weight with a later stage; "
                         "choose parallel.partition so that such layers are in one stage"
