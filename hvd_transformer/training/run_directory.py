@@ -163,9 +163,9 @@ def check_agreement(config: Config, checkpoint: Path) -> None:
             here, there = (
                 yaml.safe_dump(item, default_flow_style=True).split("\n")[0] for item in (wanted[key], made_with[key])
             )
-            until = " until the end of the epoch, whose batches it has cut" if key in in_epoch else ""
+            until = ", which cuts its batches until the end of the epoch" if key in in_epoch else ""
             raise UserError(
-                f"{key}={here}: the checkpoint {checkpoint} was made with {key}={there}; use that value{until}, "
+                f"{key}={here}: the checkpoint {checkpoint} was made with {key}={there}{until}; use that value, "
                 "or another output_dir for a new run"
             )
 
