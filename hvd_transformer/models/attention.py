@@ -74,7 +74,7 @@ class Attention(FusibleLayer):
         else:
             length, keys = query.size(2), key.size(2)
             mask = None if allowed is None else allowed[:, None, None]
-            causal = self.causal and length > 1
+            causal = self.causal if length > 1 else False  # `and` would be a symbol in a graph for any length
             if documents is not None:
                 mask, causal = documents.added(query.dtype), False
             elif causal and (mask is not None or length < keys):  # beyond torch's own causal mask

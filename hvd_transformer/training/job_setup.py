@@ -23,10 +23,9 @@ from hvd_transformer.parallel.tensor_parallel import Shapes, load_pieces, shard_
 from hvd_transformer.reporting.progress import Silent
 from hvd_transformer.tasks.registry import task_class
 from hvd_transformer.tasks.task import Data, EvaluationSpec, PrepareContext, Task
+from hvd_transformer.training.compiled_blocks import compile_blocks, why_no_blocks
 from hvd_transformer.training.process import StopRequest
 from hvd_transformer.training.progress_rounds import agree_in_rounds
-
-_MOST_GRAPHS = 64  # of a block's code, before torch.compile gives up on it
 
 
 def check_same_configuration(config: Config, world: World) -> None:
@@ -128,33 +127,17 @@ def compile_layers(config: Config, task: Task, mesh: ParallelMesh, world: World)
     if not config.training.compile:
         return None
     on_gpu = mesh.device.type == "cuda"
-    kernels, reason = (None, _why_no_blocks(mesh)) if on_gpu else _kernels(config)
+    kernels, reason = (None, why_no_blocks(mesh)) if on_gpu else _kernels(config)
     if (found := world.first_object(reason)) is not None:
         rank, told = found
         return f"rank {rank}: {told}" if world.size > 1 else str(told)
     if kernels is None:
-        _compile_blocks(task)
+        compile_blocks(task)
     else:
         for module in task.model.modules():
             if isinstance(module, FusibleLayer):
                 module.kernels = kernels
     return None
-
-
-def _compile_blocks(task: Task) -> None:
-    from hvd_transformer.nn.compiled_dropout import give_keys
-
-    assert task.model is not None
-    give_keys(task.model)
-    # The blocks of a model share their graphs: one each for training and for evaluation, for each shape.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
-    for layer in task.layers:
-        if layer.recompute:  # a block
-            layer.module.compile()
-
-
-def _why_no_blocks(mesh: ParallelMesh) -> str | None:
-    return None if mesh.tp == 1 else "torch.compile cannot take layers that wait for other ranks (parallel.tensor)"
 
 
 def _kernels(config: Config) -> tuple[Kernels | None, str | None]:
