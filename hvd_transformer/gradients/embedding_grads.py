@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from hvd_transformer.comm.streams import has_streams
 from hvd_transformer.gradients.wire.plain import Wire
 from hvd_transformer.nn.parallel_layers import VocabParallelEmbedding
 
@@ -84,10 +85,17 @@ class EmbeddingGrad:
         `matrix` may be a range of the parameter's rows, from `first_row`.
         """
         tokens, rows = (wait() for wait in self._gathered)
-        tokens = tokens - first_row
-        if matrix.size(0) < self.parameter.size(0):
-            own = (tokens >= 0) & (tokens < matrix.size(0))
-            tokens, rows = tokens[own], rows[own]
+        tokens, num_rows = tokens - first_row, matrix.size(0)
+        if not num_rows:  # a shard of padding alone
+            return
+        if num_rows < self.parameter.size(0):
+            own = (tokens >= 0) & (tokens < num_rows)
+            if has_streams(matrix.device):
+                # To leave out the others' rows, the host would have to wait for their number. They become zeros, which
+                # are spread over the matrix: a kernel adds up all rows of one token in turn.
+                tokens, rows = tokens % num_rows, rows.masked_fill(~own[:, None], 0)
+            else:
+                tokens, rows = tokens[own], rows[own]
         _add_rows(matrix, tokens, rows)
 
     def _take(self) -> tuple[Tensor, Tensor]:

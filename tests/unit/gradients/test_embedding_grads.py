@@ -1,14 +1,21 @@
 """Which embeddings travel as rows, and that a job trains alike whichever way they go."""
 
-from typing import Literal
+from contextlib import nullcontext
+from typing import Any, Literal
 
 import pytest
 import torch
 from small_job import run, settings, trainer, weights
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hvd_transformer.gradients.embedding_grads import plan_embedding_grads
+from hvd_transformer.comm.world import World
+from hvd_transformer.gradients import embedding_grads
+from hvd_transformer.gradients.embedding_grads import EmbeddingGrad, plan_embedding_grads
+from hvd_transformer.gradients.wire.plain import Wire
 from hvd_transformer.nn.parallel_layers import VocabParallelEmbedding
+
+aten = torch.ops.aten
 
 
 class Shared(nn.Module):
@@ -68,3 +75,27 @@ def test_rows_train_like_matrices(tied: bool) -> None:
     for name, weight in weights(jobs["always"]).items():
         torch.testing.assert_close(weight, wanted[name], rtol=1e-8, atol=1e-10)
     assert jobs["always"].task.model.embedding.embedding.embedding_grads is not None
+
+
+class _NoHostWaits(TorchDispatchMode):
+    """Fails at what makes the host wait for a GPU: numbers, and results whose size depends on them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in (aten.index.Tensor, aten.nonzero.default, aten._local_scalar_dense.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize(("first", "stop"), [(0, 4), (4, 9), (9, 10), (10, 10)])
+def test_a_shard_gets_its_own_rows(first: int, stop: int, on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedding_grads, "has_streams", lambda device: on_gpu)
+    weight = torch.randn(10, 3, dtype=torch.float64, requires_grad=True)
+    tokens, factors = torch.tensor([9, 0, 3, 4, 9, 8, 3, 0, 1]), torch.randn(9, 3, dtype=torch.float64)
+    (nn.functional.embedding(tokens, weight) * factors).sum().backward()
+    grad = EmbeddingGrad(weight.detach(), "rows", Wire(World(), {}))
+    grad.put(tokens, factors)
+    grad.send()
+    shard = torch.zeros(stop - first, 3, dtype=torch.float64)
+    with _NoHostWaits() if on_gpu else nullcontext():
+        grad.add_gathered(shard, first)
+    torch.testing.assert_close(shard, weight.grad[first:stop])
