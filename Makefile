@@ -44,7 +44,8 @@ unit-tests: install
 distributed-tests: install
 	$(BIN)/python -m pytest -m "distributed and not slow" $(SLOWEST) $(PYTEST_ARGS)
 
-# Everything that one GPU can show. It needs no Horovod: where there is no .venv, PYTHON is one with torch and pytest.
+# Everything that one GPU can show. It needs no Horovod: where there is no .venv, PYTHON is one with pytest and the
+# package's requirements.
 test-gpu:
 	PYTHONPATH=. $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 

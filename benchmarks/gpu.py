@@ -250,8 +250,8 @@ def _measure_all(
     tables: list[str] = []
     for case in chosen:
         profiles = profile_file is not None and profile_only in case.name
-        plan = plans[case.name].result()
         try:
+            plan = plans[case.name].result()
             found = measure(case, device, steps, tables if profiles else None, dry=dry)
         except Exception as error:  # the other rows are still of use
             click.echo(f"{case.name:52} failed: {type(error).__name__}: {error}")

@@ -21,6 +21,11 @@ aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 _WIDEST = 256  # a head of the fused kernels
 _STEP = 16  # rows of a bias begin at multiples of so many numbers
+# Their overloads: from version 2.13 on torch has several, among which it would look at each call.
+_flash = aten._scaled_dot_product_flash_attention.default
+_flash_backward = aten._scaled_dot_product_flash_attention_backward.default
+_efficient = aten._scaled_dot_product_efficient_attention.default
+_efficient_backward = aten._scaled_dot_product_efficient_attention_backward.default
 _lock = threading.Lock()
 
 
@@ -76,13 +81,9 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The result; what backward needs: the logarithms of the sums of exponentials, and the state of the generator."""
     if bias is None and query.dtype in _HALF:
-        out, sums, _, _, _, _, state, more, _ = aten._scaled_dot_product_flash_attention(
-            query, key, value, rate, causal
-        )
+        out, sums, _, _, _, _, state, more, _ = _flash(query, key, value, rate, causal)
         return out, sums, state, more
-    found: tuple[Tensor, Tensor, Tensor, Tensor] = aten._scaled_dot_product_efficient_attention(
-        query, key, value, bias, True, rate, causal
-    )
+    found: tuple[Tensor, Tensor, Tensor, Tensor] = _efficient(query, key, value, bias, True, rate, causal)
     return found
 
 
@@ -139,14 +140,12 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if bias is None and query.dtype in _HALF:
         seed = state.view(torch.uint64)
-        grads: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_backward(
+        grads: tuple[Tensor, Tensor, Tensor] = _flash_backward(
             grad, query, key, value, out, sums, None, None, query.size(2), key.size(2), rate, causal, seed, seed[:0]
         )
         return _all_by_position(grads)
     wanted = [True, True, True, False]
-    *grads, _ = aten._scaled_dot_product_efficient_attention_backward(
-        grad, query, key, value, bias, out, sums, state, more, rate, wanted, causal
-    )
+    *grads, _ = _efficient_backward(grad, query, key, value, bias, out, sums, state, more, rate, wanted, causal)
     return _all_by_position(grads)
 
 

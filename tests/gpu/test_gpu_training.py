@@ -70,10 +70,17 @@ def test_dropout_is_the_same_in_every_layout(corpus, tmp_path, layout, precision
     assert gpu_jobs.losses(other) == pytest.approx(gpu_jobs.losses(one), rel=1e-6)
 
 
-@pytest.mark.parametrize("dropout", ["model.dropout=0.0", DROPOUT])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_compiled_training_is_eager_training(corpus, tmp_path, precision, dropout):
-    words = [dropout, f"training.precision={precision}"]
+@pytest.mark.parametrize(
+    ("precision", "layout"),
+    [
+        ("fp32", ["model.dropout=0.0"]),
+        ("fp32", [DROPOUT]),
+        ("bf16", ["model.dropout=0.0"]),
+        ("bf16", [DROPOUT, "parallel.pipeline=2", "parallel.micro_batches=2"]),
+    ],
+)
+def test_compiled_training_is_eager_training(corpus, tmp_path, precision, layout):
+    words = [*layout, f"training.precision={precision}"]
     eager = gpu_jobs.losses(trained(corpus, tmp_path / "eager", MIXED, *words))
     compiled = gpu_jobs.losses(trained(corpus, tmp_path / "compiled", MIXED, *words, "training.compile=true"))
     assert compiled == pytest.approx(eager, rel={"fp32": 1e-4, "bf16": 0.02}[precision])
