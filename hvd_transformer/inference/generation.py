@@ -86,7 +86,7 @@ def generate(
     length = min(map(len, rows))
     tokens = torch.tensor([row[:length] for row in rows], device=device)
     while True:
-        logits = steps.step(tokens)
+        logits = steps.step(tokens).cpu().double()  # all at once: a GPU's host waits for each copy
         for place, number in enumerate(active):
             if len(rows[number]) == length and length < ends[number]:
                 token = draw(logits[place], sampling, generators[number])
@@ -113,8 +113,7 @@ def _last_tokens(model: nn.Module) -> set[int]:
 
 
 def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Sample one token from logits [V]."""
-    logits = logits.double().cpu()
+    """Sample one token from logits [V], in float64 on the CPU."""
     if sampling.temperature == 0:
         return int(logits.argmax())
     scaled = (logits - logits.max()) / sampling.temperature  # unlikely tokens alone overflow, to -inf

@@ -45,10 +45,11 @@ def evaluate(parts: Iterable[Iterable[tuple[Tensor, int]]], group: Group, num_su
     found = []
     with torch.no_grad():
         for results in parts:
-            found.append(total := torch.zeros(num_sums + 1, dtype=torch.float64))
-            for sums, count in results:
-                total[:-1] += sums.to("cpu", torch.float64)
-                total[-1] += count
+            total, num_targets = torch.zeros(num_sums, dtype=torch.float64), 0
+            for sums, count in results:  # on their device: a GPU computes while the host makes the next batch
+                total = total.to(sums.device) + sums.double()
+                num_targets += count
+            found.append(torch.cat([total.cpu(), torch.tensor([num_targets], dtype=torch.float64)]))
     totals = torch.stack(found)
     group.all_reduce_(totals, "evaluation")
     return [Sums(sums, int(count)) for *sums, count in totals.tolist()]

@@ -1,6 +1,7 @@
 """Metrics: sums over all batches and ranks; confusion matrices against scikit-learn; BLEU against computed examples."""
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -54,6 +55,20 @@ def test_sums_are_double_precision() -> None:
     """A float32 sum of 2^24 and ones stays at 2^24."""
     batches = [torch.tensor([2.0**24]), *[torch.ones(1)] * 100]
     assert evaluate([map(total, batches)], World()) == [([2**24 + 100], 101)]
+
+
+def test_the_host_reads_a_part_after_its_last_batch() -> None:
+    """A device without memory stands for a GPU: what the host reads there raises."""
+    seen = []
+
+    def results() -> Iterator[tuple[Tensor, int]]:
+        for number in range(3):
+            seen.append(number)
+            yield torch.ones((), device="meta"), 1
+
+    with pytest.raises(NotImplementedError, match="meta"):
+        evaluate([results()], World())
+    assert seen == [0, 1, 2]
 
 
 def test_no_graph_is_kept() -> None:
