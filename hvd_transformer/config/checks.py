@@ -18,6 +18,7 @@ def check(config: Config) -> None:
         _check_lengths(config)
     if model.vocab_size is not None and config.task in ("translation", "classification"):
         raise UserError(f"model.vocab_size={model.vocab_size}: not with task={config.task}; leave it at none")
+    _check_translation_keys(config)
     _check_data_keys(config)
     if sum(data.split) > 1 + 1e-9 or data.split[0] <= 0:
         raise UserError(f"data.split={data.split}: the fractions must add up to at most 1, and train's must be above 0")
@@ -61,6 +62,19 @@ def check(config: Config) -> None:
             f"communication.compression={config.communication.compression}: not with training.precision=fp64"
         )
     _check_powersgd(config)
+
+
+def _check_translation_keys(config: Config) -> None:
+    """Refuse what only an encoder-decoder has."""
+    if config.task not in ("language_model", "classification"):
+        return
+    for key in ("num_decoder_layers", "share_embeddings"):
+        value, default = getattr(config.model, key), type(config.model).model_fields[key].default
+        if value != default:
+            raise UserError(
+                f"model.{key}={str(value).lower()}: only with task=translation, not task={config.task}; leave it at "
+                f"{str(default).lower()}"
+            )
 
 
 def _check_lengths(config: Config) -> None:

@@ -12,6 +12,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import ValidationError
 
+from hvd_transformer.config import strict_yaml
 from hvd_transformer.config.checks import check
 from hvd_transformer.config.families import with_own_blocks
 from hvd_transformer.config.schema import KEYS, SECTIONS, Config, allowed, field, may_change
@@ -94,7 +95,7 @@ class _Settings:
 
     def add_text(self, text: str, origin: str) -> None:
         try:
-            content = yaml.safe_load(text)
+            content = strict_yaml.parse(text)
         except ValueError as error:  # PyYAML's, of a value such as the date 2020-13-45
             raise UserError(f"{origin}: not valid YAML: {error}") from None
         except yaml.YAMLError as error:
@@ -111,14 +112,18 @@ class _Settings:
             return
         if not isinstance(content, dict):
             raise UserError(f"{origin}: must contain keys and values, such as 'model:' with 'num_layers: 4' below it")
+        own: list[tuple[str, Any]] = []
         for name, value in content.items():
             if name in SECTIONS:
                 if not isinstance(value, dict):
                     raise UserError(f"{origin}: {name} must contain keys and values, not {shown(value)}")
-                for key, inner in value.items():
-                    self.add(f"{name}.{key}", inner, origin)
+                own += ((f"{name}.{key}", inner) for key, inner in value.items())
             else:
-                self.add(str(name), value, origin)
+                own.append((str(name), value))
+        for key, value in own:
+            if [other for other, _ in own].count(key) > 1:
+                raise UserError(f"{origin}: {shown(key)} is set twice, as a dotted key and in its section")
+            self.add(key, value, origin)
 
     def add_word(self, word: str, origin: str = "command line") -> None:
         key, equals, value = word.partition("=")
@@ -127,7 +132,7 @@ class _Settings:
         parsed: Any = value
         if value.startswith(("[", "{")):
             try:
-                parsed = yaml.safe_load(value)
+                parsed = strict_yaml.parse(value)
             except (yaml.YAMLError, ValueError):
                 raise UserError(f"{word}: the value is not a valid list") from None
         self.add(key.strip(), parsed, origin)

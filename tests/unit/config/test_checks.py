@@ -36,6 +36,12 @@ CASES = [
         "data.sequence_length=65",
         ["data.sequence_length=65: longer than the model's positions, model.max_length=64"],
     ),
+    (
+        ["task=language_model"],
+        "model.num_decoder_layers=6",
+        ["model.num_decoder_layers=6", "task=translation", "task=language_model", "none"],
+    ),
+    (["task=classification"], "model.share_embeddings=true", ["model.share_embeddings=true", "task=translation"]),
     (["data.split=[0.9, 0.1]"], "data.split=[0.9, 0.05, 0.06]", ["data.split=[0.9, 0.05, 0.06]", "1"]),
     (["data.split=[0.1, 0.0]"], "data.split=[0.0, 1.0]", ["data.split=[0.0, 1.0]", "above 0"]),
     (["data.vocab_size=257"], "data.vocab_size=256", ["data.vocab_size=256", "data.tokenizer=bpe", "257"]),

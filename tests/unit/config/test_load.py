@@ -377,6 +377,28 @@ def test_broken_yaml_names_file_and_line(tmp_path: Path, text: str, line: int) -
     assert refused(file=file).startswith(f"{file}, line {line}: not valid YAML: ")
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("training:\n  max_steps: 5\ndata: {}\ntraining:\n  log_every: 3\n", ", line 4: not valid YAML: training is"),
+        ("model:\n  num_layers: 5\n  num_layers: 6\n", ", line 3: not valid YAML: num_layers is"),
+        ("data: {class_weights: {1: 2, '1': 3}}\n", ", line 1: not valid YAML: 1 is"),
+        ("seed: 1\nmodel: {d_model: 8}\nmodel.d_model: 16\n", ": model.d_model is"),
+    ],
+)
+def test_a_key_that_is_set_twice_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    """PyYAML keeps the last one: of two sections of a name, all keys of the first would be lost."""
+    file = written(tmp_path, text)
+    assert refused(file=file).startswith(f"{file}{message} set twice")
+    assert "not a valid list" in refused("data.class_weights={good: 1, good: 2}")
+
+
+def test_tables_may_be_merged(tmp_path: Path) -> None:
+    text = "model: &a {d_model: 8, num_heads: 2}\ndata: {class_weights: {<<: &b {x: 1}, <<: {x: 3}, x: 2}}\n"
+    found = load(file=written(tmp_path, text + "task: classification\n"))
+    assert (found.model.d_model, found.data.class_weights) == (8, {"x": 2})
+
+
 def test_an_impossible_date_is_refused(tmp_path: Path) -> None:
     """YAML reads it as a date, and Python has none for it."""
     file = written(tmp_path, "data: {source: 2020-13-45}\n")
