@@ -163,8 +163,12 @@ class WordTokenizer(VocabularyTokenizer):
 
     @cached_property
     def numbers(self) -> dict[str, int]:
-        """Token → token number."""
-        return {token: number for number, token in enumerate(self.tokens)}
+        """Token → token number. "<pad>" in a sentence is an unknown word: its own token would be taken for padding."""
+        found = {token: number for number, token in enumerate(self.tokens)}
+        if tuple(self.tokens[: len(SPECIALS)]) == SPECIALS:
+            for special in SPECIALS[PAD:]:
+                del found[special]
+        return found
 
     def encode(self, text: str) -> Ids:
         get = self.numbers.get
@@ -208,6 +212,8 @@ class BPETokenizer(Tokenizer):
 
     def __init__(self, model: "HuggingFaceTokenizer") -> None:
         self.model = model
+        if model.token_to_id(SPECIALS[PAD]) == PAD:  # "<pad>" in a sentence is text: it would be taken for padding
+            model.encode_special_tokens = True
 
     @property
     def vocab_size(self) -> int:

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,16 @@ from torchtext.data.utils import get_tokenizer
 from torchtext.vocab import Vocab
 
 from hvd_transformer.data.load_tokenizer import load_tokenizer
-from hvd_transformer.data.tokenizers import BPETokenizer, CharTokenizer, WordTokenizer, build_vocabulary
+from hvd_transformer.data.tokenizers import (
+    BEGIN,
+    END,
+    PAD,
+    SPECIALS,
+    BPETokenizer,
+    CharTokenizer,
+    WordTokenizer,
+    build_vocabulary,
+)
 from hvd_transformer.errors import UserError
 
 WIKITEXT = Path(__file__).parents[3].parent / "shared" / "data" / "wikitext-2"
@@ -64,6 +74,20 @@ def test_characters_there_and_back(text):
 def test_unknown_is_zero():
     assert CharTokenizer(["<unk>", "a", "\n"]).encode("ab\n\ud800").tolist() == [1, 0, 2, 0]
     assert WordTokenizer(["<unk>", "a"]).encode("A b <unk>").tolist() == [1, 0, 0]
+
+
+@pytest.mark.parametrize("kind", ["basic_english", "char", "bpe"])
+def test_special_tokens_in_a_sentence_are_text(kind):
+    """As tokens they would be masked as padding, or end a translation."""
+    text = "a <pad> b </s><s>"
+    if kind == "bpe":
+        tokenizer = BPETokenizer.train([SAMPLE], 600, 1, sentences=True)
+        assert tokenizer.decode(tokenizer.encode_lines([text])[0]) == f" {text}"
+    else:
+        count = {"basic_english": WordTokenizer.count, "char": CharTokenizer.count}[kind]
+        tokenizer = build_vocabulary(kind, count(SAMPLE + text), None, 1, SPECIALS)
+    for again in (tokenizer, pickle.loads(pickle.dumps(tokenizer))):
+        assert not np.isin(again.encode_lines([text])[0], [PAD, BEGIN, END]).any()
 
 
 @pytest.mark.parametrize(
