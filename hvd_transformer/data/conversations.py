@@ -7,6 +7,7 @@ from typing import Any
 
 from hvd_transformer.data.splits import ExampleFiles, Files, RawExample, Reader, file_identity, find_splits, first_file
 from hvd_transformer.data.tables import json_objects
+from hvd_transformer.data.text_files import is_text
 from hvd_transformer.errors import UserError
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -62,8 +63,6 @@ def _checked(messages: Any, column: str) -> str:
         if message["role"] not in ROLES:
             raise ValueError(f"message {number}: unknown role {message['role']!r}; the roles are {', '.join(ROLES)}")
     text = json.dumps(messages, ensure_ascii=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # JSON may escape what is no character
-        raise ValueError(f"{column} has half of a surrogate pair") from None
+    if not is_text(text):
+        raise ValueError(f"{column} has half of a surrogate pair")
     return text

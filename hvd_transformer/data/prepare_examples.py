@@ -44,7 +44,7 @@ from hvd_transformer.data.token_file import TokenFile
 from hvd_transformer.data.tokenizers import SPECIALS, VOCABULARY_KINDS, BPETokenizer, Tokenizer, build_vocabulary
 from hvd_transformer.errors import UserError
 
-FORMAT = 2  # of prepared examples; another number prepares all of them anew
+FORMAT = 3  # of prepared examples; another number prepares all of them anew
 _CHUNK = 2000  # samples encoded at a time
 
 
@@ -145,8 +145,8 @@ class _ExampleWriter:
                 f"data.label_column={self.config.label_column}: the training split has only the label {found.pop()}; "
                 "there must be two or more"
             )
-        numeric = all(re.fullmatch(r"-?\d+", label) for label in found)
-        return sorted(found, key=int if numeric else str)
+        numeric = all(re.fullmatch(r"-?\d{1,99}", label) for label in found)
+        return sorted(found, key=lambda label: (int(label) if numeric else 0, label))  # "1" and "01" are two labels
 
     def _learn_tokenizers(self) -> dict[str, Tokenizer]:
         if self.shared:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_transformer.data.splits import ExampleFiles, Files, RawExample, Reader, file_identity, find_splits, first_file
-from hvd_transformer.data.text_files import read_lines
+from hvd_transformer.data.text_files import is_text, read_lines
 from hvd_transformer.errors import UserError
 
 _KINDS = (".csv", ".tsv", ".jsonl", ".json")
@@ -61,7 +61,10 @@ def _separated(path: Path, dialect: type[csv.Dialect], text: str, label: str) ->
                     raise UserError(
                         f"{path}, line {start}: {len(values)} columns, but the first line names {len(names)}"
                     )
-                yield RawExample((values[places[0]],), values[places[1]], f"{path}, line {start}")
+                place = f"{path}, line {start}"
+                if not values[places[1]]:
+                    raise UserError(f"{place}: {label} is empty; each text needs a label")
+                yield RawExample((values[places[0]],), values[places[1]], place)
             start = reader.line_num + 1
     except csv.Error as error:
         raise UserError(f"{path}, line {start}: a broken quote: {error}") from None
@@ -77,7 +80,13 @@ def _json_lines(path: Path, text: str, label: str) -> Iterator[RawExample]:
     for place, values in json_objects(path, {"data.text_column": text, "data.label_column": label}):
         if not isinstance(values[text], str):
             raise UserError(f"{place}: {text} must be a string")
-        yield RawExample((values[text],), str(values[label]), place)
+        if not isinstance(values[label], str | int | float) or values[label] == "":
+            raise UserError(f"{place}: {label} must be a string or a number, and not empty")
+        found = {text: values[text], label: str(values[label])}
+        for column, value in found.items():
+            if not is_text(value):
+                raise UserError(f"{place}: {column} has half of a surrogate pair")
+        yield RawExample((found[text],), found[label], place)
 
 
 def json_objects(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -2,8 +2,11 @@
 
 import gzip
 import json
+import sys
 import zlib
-from collections.abc import Iterator
+from codecs import BOM_UTF8
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,11 +91,19 @@ def _document(line: bytes, column: str) -> str:
         raise ValueError(f"has no column {column} (data.text_column); it has {', '.join(found) or 'none'}")
     if not isinstance(text := found[column], str):
         raise ValueError(f"{column} must be a text, not {json.dumps(text)[:40]}")
+    if not is_text(text):
+        raise ValueError(f"{column} has half of a surrogate pair")
+    return text
+
+
+def is_text(text: str) -> bool:
+    """Whether it consists of characters. Half of a surrogate pair is none: JSON may escape it, and Python makes it of a
+    byte on the command line that is no UTF-8."""
     try:
         text.encode()
-    except UnicodeEncodeError:  # JSON may escape what is no character
-        raise ValueError(f"{column} has half of a surrogate pair") from None
-    return text
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def read_pieces(span: TextSpan, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
@@ -101,7 +112,7 @@ def read_pieces(span: TextSpan, piece_bytes: int = PIECE_BYTES) -> Iterator[Piec
     A piece ends before white space, at a line end if possible (see `_cut`), so that tokenizing it piece by piece gives
     the same tokens as tokenizing the whole text. The cuts depend on the text alone: results do not depend on which
     process works on which piece. JSON lines are cut between lines; a line longer than a piece makes a longer one.
-    Raises `UserError` if the file shrinks meanwhile.
+    A byte order mark is no text. Raises `UserError` if the file shrinks meanwhile.
     """
     position, rest, at_end = span.start, b"", False
     with opened(span.path, span.start) as file:
@@ -112,6 +123,8 @@ def read_pieces(span: TextSpan, piece_bytes: int = PIECE_BYTES) -> Iterator[Piec
             if len(more) < wanted and span.end is not None:
                 raise UserError(f"{span.path}: shrank while it was read")
             rest += more
+            if not position and rest.startswith(BOM_UTF8):
+                position, rest = len(BOM_UTF8), rest[len(BOM_UTF8) :]
             at_end = len(more) < wanted if span.end is None else position + len(rest) == span.end
             if at_end:
                 cut = len(rest)
@@ -174,20 +187,26 @@ def boundary(path: Path, target: int, reach: int = 2**20) -> int:
     return target + next((place for place, byte in enumerate(rest) if byte & 0xC0 != 0x80), len(rest))
 
 
-def read_lines(path: Path) -> Iterator[str]:
-    """The lines of a file, which may be compressed (.gz), without line ends. Only line feeds end a line, as in tools
-    that align texts.
+def read_lines(path: Path | None) -> Iterator[str]:
+    """The lines of a file, which may be compressed (.gz), or of standard input (None), without line ends. Only line
+    feeds end a line, as in tools that align texts.
 
     Raises `UserError` with the line that is not valid UTF-8, or if the file is damaged.
     """
-    number = 0
+    name, number = path or "standard input", 0
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        with _lines_of(path) as file:
             for number, line in enumerate(file, start=1):
                 yield line.rstrip(b"\r\n").decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}, line {number}: no valid UTF-8: {error.reason}") from None
+        raise UserError(f"{name}, line {number}: no valid UTF-8: {error.reason}") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise UserError(f"{path}, after line {number}: damaged: {error}") from None
+        raise UserError(f"{name}, after line {number}: damaged: {error}") from None
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+        raise UserError(f"{name}: cannot be read: {error.strerror}") from None
+
+
+def _lines_of(path: Path | None) -> AbstractContextManager[Iterable[bytes]]:
+    if path is None:
+        return nullcontext(sys.stdin.buffer)
+    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")

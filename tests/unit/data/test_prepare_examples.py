@@ -133,6 +133,10 @@ def test_labels_are_numbered_in_their_order(tmp_path: Path) -> None:
     assert labels is not None and labels[:].tolist() == [2, 1, 0]
     words = table(tmp_path / "words", train=[("a", "good"), ("b", "bad")], valid=[("a", "good")])
     assert words.labels == ["bad", "good"]
+    same = [f"{'0' * zeros}1" for zeros in range(8)]  # equal numbers: the order of a set would differ by process
+    assert table(tmp_path / "zeros", train=[("a", label) for label in same], valid=[("a", "1")]).labels == sorted(same)
+    long = ["1", "1" + 5000 * "0"]  # int() takes at most 4,300 digits
+    assert table(tmp_path / "long", train=[("a", label) for label in long], valid=[("a", "1")]).labels == long
 
 
 def test_labels_that_cannot_be_learned_are_refused(tmp_path: Path) -> None:

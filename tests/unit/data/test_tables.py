@@ -67,6 +67,31 @@ def test_broken_rows_are_told_with_their_line(tmp_path: Path, text: str, message
     assert refused(file) == f"{file}{message}"
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (r'{"text": "a \ud83d b", "label": 1}', "text has half of a surrogate pair"),
+        (r'{"text": "a", "label": "\udc00"}', "label has half of a surrogate pair"),
+        ('{"text": "a", "label": null}', "label must be a string or a number, and not empty"),
+        ('{"text": "a", "label": [1]}', "label must be a string or a number, and not empty"),
+        ('{"text": "a", "label": ""}', "label must be a string or a number, and not empty"),
+    ],
+)
+def test_a_line_without_text_or_label_is_named(tmp_path: Path, line: str, message: str) -> None:
+    """Python's word for null would be a class of its own."""
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"text": "a", "label": true}\n' + line + "\n")
+    assert refused(file) == f"{file}, line 2: {message}"
+
+
+@pytest.mark.parametrize("ending", ["csv", "tsv"])
+def test_a_row_without_label_is_named(tmp_path: Path, ending: str) -> None:
+    separator = "," if ending == "csv" else "\t"
+    file = tmp_path / f"x.{ending}"
+    file.write_text("text,label\na,1\nb,\n".replace(",", separator))
+    assert refused(file) == f"{file}, line 3: label is empty; each text needs a label"
+
+
 def test_what_is_missing_is_told_with_what_there_is(tmp_path: Path) -> None:
     file = tmp_path / "x.csv"
     file.write_text("review,stars\na,1\n")

@@ -1,12 +1,13 @@
 """Reading a file in pieces, against reading it whole."""
 
+import io
 import json
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_transformer.data.text_files import Piece, TextSpan, boundary, line_boundary, read_pieces
+from hvd_transformer.data.text_files import Piece, TextSpan, boundary, line_boundary, read_lines, read_pieces
 from hvd_transformer.errors import UserError
 
 TEXTS = st.text(st.sampled_from("ab  \n\n\t.<br />é\u00a0\u2028日😀"), max_size=300)
@@ -34,6 +35,31 @@ def test_a_piece_ends_at_a_line_end_where_it_can(tmp_path):
     found = pieces(tmp_path / "text", data, 100)
     assert len(found) > 10
     assert all(piece.data.startswith(b"\n") for piece in found[1:])
+
+
+@pytest.mark.parametrize("column", [None, "text"])
+def test_a_byte_order_mark_is_no_text(tmp_path, column):
+    path = tmp_path / "text"
+    data = "\ufeffone two\nthree \ufeff four\n".encode()
+    path.write_bytes(data)
+    for end in (None, len(data)):
+        found = list(read_pieces(TextSpan(path, 0, end, column), 16))
+        assert b"".join(piece.data for piece in found) == data[3:]
+        assert found[0].start == 3 and found[-1].end == len(data)
+    assert b"".join(piece.data for piece in read_pieces(TextSpan(path, 3, len(data), column))) == data[3:]
+    path.write_bytes(data[:3])
+    assert list(read_pieces(TextSpan(path, 0, 3, column))) == []
+
+
+def test_lines_of_standard_input_are_those_of_a_file(tmp_path, monkeypatch):
+    path = tmp_path / "text"
+    for data in (b"\xef\xbb\xbfa\rb\r\n\nc\x00\x1cd\xe2\x80\xa8e", b""):
+        path.write_bytes(data)
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
+        assert list(read_lines(None)) == list(read_lines(path))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\n\xff\n")))
+    with pytest.raises(UserError, match="^standard input, line 2: no valid UTF-8: invalid start byte$"):
+        list(read_lines(None))
 
 
 def test_only_the_span_is_read(tmp_path):
