@@ -97,8 +97,9 @@ def test_a_translation_is_what_was_learned(translation: Path, folder: Path) -> N
     again = run("hvd-transformer", "translate", exported, "--batch-size", 1, text=file.read_text()).splitlines()
     assert again == found
     assert f"{exported}: exists already" in run("hvd-transformer", "export", translation, exported, code=2)
-    long = run("hvd-transformer", "translate", translation, text="Hund " * 40 + "\n", code=2)
-    assert "tokens; the model has model.max_length=32 positions" in long
+    late = "Hund\n" * 600 + "Hund " * 40 + "\n"
+    long = run("hvd-transformer", "translate", translation, text=late, code=2)
+    assert "standard input, line 601: 40 tokens; the model has model.max_length=32 positions" in long
 
 
 def test_a_label_is_what_was_learned(classification: Path) -> None:
@@ -120,6 +121,11 @@ def test_a_label_is_what_was_learned(classification: Path) -> None:
     assert right >= 0.9 * len(rows[:-1])
     (alone,) = run("hvd-transformer", "classify", classification, "--text", "ein Hund").splitlines()
     assert json.loads(alone)["label"] == "dog"
+    assert run("hvd-transformer", "classify", classification, text="\ufeffein Hund\r\n") == alone + "\n"
+    (padding,) = run("hvd-transformer", "classify", classification, "--text", "<pad>").splitlines()
+    assert sum(json.loads(padding)["probabilities"].values()) == pytest.approx(1, abs=1e-5)
+    wrong = run("hvd-transformer", "classify", classification, "--text", "ein \udcff", code=2)
+    assert "--text" in wrong and "not valid UTF-8" in wrong
 
 
 def test_a_text_goes_on_as_it_was_learned(language_model: Path, folder: Path) -> None:
@@ -145,7 +151,11 @@ def test_a_text_goes_on_as_it_was_learned(language_model: Path, folder: Path) ->
     assert narrow == "abcdef\n"
     long = run("hvd-transformer", "generate", language_model, "--prompt", "a" * 32, code=2)
     assert "32 tokens; the model has 32 positions" in long
-    assert "has no token" in run("hvd-transformer", "generate", language_model, "--prompt", "", code=2)
+    assert "--prompt '': has no token" in run("hvd-transformer", "generate", language_model, "--prompt", "", code=2)
+    prompts.write_text("x\n\nmnop\n")
+    assert f"{prompts}, line 2: has no token" in run("hvd-transformer", *words, "--file", prompts, code=2)
+    wrong = run("hvd-transformer", *words, "--prompt", "a\udcff", code=2)
+    assert "--prompt" in wrong and "not valid UTF-8" in wrong
     assert "give --prompt TEXT or --file FILE" in run("hvd-transformer", "generate", language_model, code=2)
     for wrong in ("nan", "inf", "-1"):
         assert "--temperature" in run("hvd-transformer", *words, "--prompt", "a", "--temperature", wrong, code=2)

@@ -11,7 +11,7 @@ from hvd_transformer.cli import options
 @click.command()
 @options.checkpoint
 @options.text_file
-@click.option("--text", multiple=True, help="Text to label instead of a file; repeatable.")
+@click.option("--text", type=options.Text(), multiple=True, help="Text to label instead of a file; repeatable.")
 @options.batch_size
 @options.device
 def classify(checkpoint: Path, file: Path | None, text: tuple[str, ...], batch_size: int, device: str) -> None:

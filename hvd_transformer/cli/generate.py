@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @options.checkpoint
-@click.option("--prompt", "prompts", multiple=True, help="Text to continue; repeatable.")
+@click.option("--prompt", "prompts", type=options.Text(), multiple=True, help="Text to continue; repeatable.")
 @click.option("--file", type=options.PATH, metavar="FILE", help="File with one prompt per line, all in one batch.")
 @click.option("--tokens", type=click.IntRange(1), default=100, show_default=True, help="Tokens to generate per prompt.")
 @click.option(
@@ -54,7 +54,9 @@ def generate(
     A single prompt's text is streamed as it is generated. Several prompts are printed with their texts when all are
     complete.
     """
-    texts = [*prompts, *(options.lines_of(file) if file else ())]
+    lines = list(options.lines_of(file)) if file else []
+    texts, places = [*prompts, *lines], [f"--prompt {_shown(text)}" for text in prompts]
+    places += [options.place_of(file, number) for number in range(1, len(lines) + 1)]
     if not texts:
         raise UserError("generate: give --prompt TEXT or --file FILE")
     trained = options.load_model(checkpoint, "language_model", device)
@@ -63,13 +65,12 @@ def generate(
 
     tokenizer, longest = trained.tokenizers["text"], trained.num_positions
     rows = _as_messages(tokenizer, texts, checkpoint) if chat else [tokenizer.encode(text).tolist() for text in texts]
-    for text, row in zip(texts, rows, strict=True):
+    for place, row in zip(places, rows, strict=True):
         if not row:
-            raise UserError(f"--prompt {text!r}: has no token; a prompt needs at least one")
+            raise UserError(f"{place}: has no token; a prompt needs at least one")
         if len(row) >= longest:
             raise UserError(
-                f"--prompt {text[:20]!r}…: {len(row)} tokens; the model has {longest} positions and needs one for the "
-                "next token"
+                f"{place}: {len(row)} tokens; the model has {longest} positions and needs one for the next token"
             )
     sampling = Sampling(temperature, top_k, top_p, seed)
     if len(texts) == 1 and not as_json:
@@ -84,6 +85,10 @@ def generate(
             click.echo(json.dumps({"prompt": text, "answer" if chat else "text": whole}, ensure_ascii=False))
         else:
             click.echo(("\n" if number else "") + whole)
+
+
+def _shown(text: str) -> str:
+    return repr(text) if len(text) <= 20 else f"{text[:20]!r}…"
 
 
 def _as_messages(tokenizer: "Tokenizer", texts: list[str], checkpoint: Path) -> list[list[int]]:

@@ -35,6 +35,19 @@ class _Path(click.Path):
 PATH = _Path(path_type=Path)
 
 
+class Text(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
+    """Text in UTF-8, which a command line need not be."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        from hvd_transformer.data.text_files import is_text
+
+        if not is_text(str(value)):
+            self.fail(f"{value!r} is not valid UTF-8.", param, ctx)
+        return str(value)
+
+
 class FiniteRange(click.FloatRange):
     """A range of finite numbers: rejects nan, and infinity even where the range is open."""
 
@@ -162,11 +175,12 @@ def lines_of(file: Path | None) -> Iterator[str]:
     """The lines of the file, or of standard input, without line ends. Raises `UserError`."""
     from hvd_transformer.data.text_files import read_lines
 
-    if file is not None:
-        yield from read_lines(file)
-    else:
-        for line in sys.stdin:
-            yield line.rstrip("\r\n")
+    return read_lines(file)
+
+
+def place_of(file: Path | None, line: int) -> str:
+    """A line of the file, or of standard input, for messages."""
+    return f"{file or 'standard input'}, line {line}"
 
 
 def window(file: Path | None) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """`hvd-transformer translate`: translates lines of text."""
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -32,16 +34,21 @@ def translate(
 
     given = {"beam": beam, "length_penalty": length_penalty}
     settings = trained.translation.model_copy(update={key: value for key, value in given.items() if value is not None})
-    longest = trained.num_positions
+    longest, numbers = trained.num_positions, itertools.count(1)
+
+    def encode(lines: Sequence[str]) -> list[Ids]:
+        encoded = trained.tokenizers["source"].encode_lines(lines)
+        for own, number in zip(encoded, numbers, strict=False):
+            if len(own) > longest:
+                key = "" if trained.config.pretrained else "model.max_length="
+                place = options.place_of(file, number)
+                raise UserError(f"{place}: {len(own)} tokens; the model has {key}{longest} positions")
+        return encoded
 
     def work(sources: list[Ids]) -> list[str]:
-        if len(sources[-1]) > longest:
-            key = "" if trained.config.pretrained else "model.max_length="
-            raise UserError(f"a line of {len(sources[-1])} tokens; the model has {key}{longest} positions")
         return translate_texts(
             trained.model, longest, trained.tokenizers["target"], sources, settings, trained.target_length
         )
 
-    encode = trained.tokenizers["source"].encode_lines
     for _, text in in_batches(options.lines_of(file), encode, work, batch_size, **options.window(file)):
         click.echo(text or "")
