@@ -148,13 +148,22 @@ class CheckpointStore:
         return path
 
     def clean(self) -> None:
-        """Remove what a killed process left half written. Call only while no other process writes here."""
+        """Remove what a killed process left half written, and let `best` name what the newest checkpoint says: the link
+        stayed behind if the process was killed just before, or if a damaged checkpoint was set aside.
+
+        Call only while no other process writes here. Raises `DamagedCheckpoint`.
+        """
         if self.folder.is_dir():
             for path in self.folder.glob(".*"):
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path, ignore_errors=True)
                 else:
                     path.unlink(missing_ok=True)
+        if steps := self.steps():
+            step = read_state(steps[-1]).get("position", {}).get("best_step")
+            if step is not None and (best := self.folder / _name(step)).is_dir():
+                if (self.folder / "best").resolve() != best.resolve():
+                    self._point("best", best.name)
 
     def _settle_replaced(self) -> None:
         """Clean up after a replacement: a process killed between its two renames leaves only the older version."""

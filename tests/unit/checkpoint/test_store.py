@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 
@@ -230,6 +231,32 @@ def test_clean_removes_what_a_killed_save_left_and_nothing_else(tmp_path: Path) 
     assert names(tmp_path) == before
     manifest.verify(whole)
     CheckpointStore(tmp_path / "none", 1).clean()
+
+
+def telling(step: int, best_step: int) -> Snapshot:
+    state = {"step": step, "position": {"best_step": best_step}}
+    return replace(snapshot(step, best=step == best_step), state=state)
+
+
+def test_the_best_is_named_again_after_a_kill_before_its_link_was_made(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, 1)
+    store.save(telling(1, best_step=1))
+    store.save(replace(telling(2, best_step=2), best=False))
+    store.clean()
+    assert (tmp_path / "best").resolve() == tmp_path / "step-00000002"
+
+
+def test_the_best_before_a_damaged_one_is_named_again_and_kept(tmp_path: Path) -> None:
+    store, warnings = CheckpointStore(tmp_path, 9), []
+    for step, best in ((1, 1), (2, 1), (3, 3)):
+        store.save(telling(step, best))
+    (tmp_path / "step-00000003" / MODEL).unlink()
+    assert store.newest_whole(warnings.append) == tmp_path / "step-00000002" and len(warnings) == 1
+    store.clean()
+    store.keep_last = 1
+    store.save(telling(4, best_step=1))
+    assert (tmp_path / "best").resolve() == tmp_path / "step-00000001"
+    assert [path.name for path in store.steps()] == ["step-00000001", "step-00000004"]
 
 
 def test_a_save_that_fails_leaves_the_others_and_no_leftovers(tmp_path: Path) -> None:
