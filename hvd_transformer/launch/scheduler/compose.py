@@ -25,7 +25,7 @@ def services(job: ScheduledJob) -> str:
     hosts = ",".join(f"{name}:{slots}" for name, slots in workers.items())
     launcher = {
         **_service(job, "launcher", command(["launcher", *job.launch("-H", hosts)])),
-        "environment": [f"HOSTS={hosts}", *job.named],
+        "environment": [f"HOSTS={hosts}", *_threads(job), *job.named],
         "depends_on": list(workers),
         "healthcheck": {"disable": True},  # it runs no sshd
     }
@@ -44,8 +44,14 @@ def services(job: ScheduledJob) -> str:
     return text(header, {"services": described, "volumes": {"launcher-key": {}, "worker-keys": {}, "output": {}}})
 
 
+def _threads(job: ScheduledJob) -> list[str]:
+    """One thread per rank, or what the user's shell has: each of several workers sees all cores of the machine."""
+    alone = len(job.hosts) == 1 or job.gpus_per_rank or "OMP_NUM_THREADS" in job.named
+    return [] if alone else ["OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"]
+
+
 def _service(job: ScheduledJob, name: str, words: Sequence[str]) -> dict[str, Any]:
-    folder = output_folder(job.config.output_dir)
+    folder = output_folder(job.config.output_dir).replace("$", "$$")
     output = "output" if folder == FOLDER else folder  # an absolute folder is one of the machine
     return {
         "image": job.container,

@@ -31,14 +31,18 @@ _TOP = {"/", "/home", "/home/trainer", "/opt", "/opt/venv", "/tmp", "/var"}
 def output_folder(output_dir: str) -> str:
     """The mount point of the output volume: an absolute output_dir itself; a relative one is in the working folder.
 
-    Raises `UserError` for a folder of the containers' system.
+    Raises `UserError` for a folder of the containers' system, and for one that no volume can have.
     """
     folder = posixpath.normpath(posixpath.join(FOLDER, output_dir)).replace("//", "/")
     if folder in _TOP or folder.split("/")[1] in _SYSTEM:
         raise UserError(
             f"output_dir={output_dir}: a system folder of the containers; choose another one, such as /data/x"
         )
-    return FOLDER if PurePosixPath(folder).is_relative_to(FOLDER) else folder
+    if PurePosixPath(folder).is_relative_to(FOLDER):
+        return FOLDER
+    if ":" in folder:
+        raise UserError(f"output_dir={output_dir}: the path of a volume has no colon; choose another one")
+    return folder
 
 
 class Word(str):

@@ -140,7 +140,7 @@ def test_no_secret_is_in_the_file(scheduler: str) -> None:
             {"name": "TOKEN", "valueFrom": reference}
         ]
     else:
-        assert documents(text)[0]["services"]["launcher"]["environment"][1:] == ["TOKEN"]
+        assert documents(text)[0]["services"]["launcher"]["environment"][-1] == "TOKEN"
 
 
 # ---- Slurm
@@ -234,6 +234,33 @@ def test_a_finished_job_is_not_queued_again_and_a_failed_one_keeps_its_code(tmp_
 def test_no_volume_hides_the_containers_system(scheduler: str, output: str) -> None:
     with pytest.raises(UserError, match=r"^output_dir=.*: a system folder of the containers; choose another one"):
         MAKE[scheduler](job(output_dir=output))
+
+
+@pytest.mark.parametrize("scheduler", ["kubernetes", "compose"])
+def test_no_volume_has_a_colon_in_its_path(scheduler: str) -> None:
+    with pytest.raises(UserError, match=r"^output_dir=/data/10:30: the path of a volume has no colon"):
+        MAKE[scheduler](job(output_dir="/data/10:30"))
+    MAKE[scheduler](job(output_dir="runs/10:30"))  # its volume is /work
+
+
+@pytest.mark.parametrize(
+    ("words", "threads"),
+    [
+        (TWO_HOSTS, ["OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"]),
+        (["-H", "h1:2"], []),  # as many as the cores of the machine have room for
+        ([*TWO_HOSTS, "--env", "OMP_NUM_THREADS"], ["OMP_NUM_THREADS"]),
+        ([*TWO_HOSTS, "--", "training.device=cuda"], []),
+    ],
+)
+def test_the_workers_of_compose_share_the_cores_of_one_machine(words: list[str], threads: list[str]) -> None:
+    (document,) = documents(written("compose", *words))
+    environment = document["services"]["launcher"]["environment"]
+    assert [entry for entry in environment if entry.startswith("OMP")] == threads
+
+
+def test_compose_expands_nothing_in_paths() -> None:
+    (document,) = documents(compose.services(job(output_dir="/data/$HOME")))
+    assert document["services"]["worker-1"]["volumes"][-1] == "/data/$$HOME:/data/$$HOME"
 
 
 @pytest.mark.parametrize("name", ["runs/Four ranks_ü!", "runs/7", "-", "a" * 200, "runs/..."])
