@@ -16,6 +16,10 @@ class CommandFailed(EngineFault):
     """A command ended with an exit code above 0; the message is its last line."""
 
 
+class CommandMissing(EngineFault):
+    """There is no such command."""
+
+
 class Commands:
     """Runs one command at a time. `close` may be called from any thread."""
 
@@ -26,7 +30,7 @@ class Commands:
     def run(self, *words: str, text: str = "", env: Mapping[str, str] | None = None, cwd: str | None = None) -> str:
         """What the command prints. `text`: its input; `env`: more variables.
 
-        Raises `CommandFailed`, and `EngineFault` if it is missing or does not end.
+        Raises `CommandFailed`, `CommandMissing`, and `EngineFault` if it cannot be started or does not end.
         """
         try:
             process = subprocess.Popen(
@@ -41,7 +45,9 @@ class Commands:
                 start_new_session=True,
             )
         except OSError as error:
-            raise EngineFault(f"{error.filename or words[0]}: {error.strerror or error}") from None
+            missing = isinstance(error, FileNotFoundError) and error.filename == words[0]
+            fault = CommandMissing if missing else EngineFault
+            raise fault(f"{error.filename or words[0]}: {error.strerror or error}") from None
         self._process = process
         if self._closed:
             _kill(process)

@@ -13,12 +13,13 @@ from hvd_transformer.errors import UserError
 from hvd_transformer.own_folder import user_name
 from hvd_transformer.plugin import CODE
 from hvd_transformer.service.engines.backend import Ended, EngineFault, Sighting, Submission
-from hvd_transformer.service.engines.commands import CommandFailed, Commands
+from hvd_transformer.service.engines.commands import CommandFailed, CommandMissing, Commands
 from hvd_transformer.service.launching.launch_command import own_variables
 
 _SQUEUE = "JobID:|,State:|,exit_code:|,Name:|,NodeList:|,Reason:|"
 _SACCT = "JobIDRaw,State,ExitCode,JobName,NodeList,Reason"
 _AT_ONCE = 1000  # job ids on one command line
+_SINCE = "now-30days"  # for how long a service may be down, from a crash as it submits a job
 _RUNS = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT"}
 _ENDED = {
     "BOOT_FAIL": Ended.LOST,
@@ -46,6 +47,8 @@ class Slurm:
 
     def __init__(self, commands: Commands) -> None:
         self._commands = commands
+        # An attempt without an id may be in Slurm: at first, and after a submission of which nobody knows how it ended.
+        self._submission_lost = True
 
     def look(self, wanted: Mapping[str, str | None]) -> Mapping[str, Sighting]:
         """See `Backend`: one `squeue`, and a `sacct` if that does not know all jobs."""
@@ -53,7 +56,13 @@ class Slurm:
         seen = _sightings(self._commands.run(*words), wanted)
         forgotten = [external for name, external in wanted.items() if external is not None and name not in seen]
         for at in range(0, len(forgotten), _AT_ONCE):
-            seen |= _sightings(self._accounting(forgotten[at : at + _AT_ONCE]), wanted)
+            seen |= _sightings(self._accounting("--jobs", forgotten[at : at + _AT_ONCE]), wanted)
+        unnumbered = [name for name, external in wanted.items() if external is None and name not in seen]
+        if self._submission_lost:
+            for at in range(0, len(unnumbered), _AT_ONCE):
+                names = unnumbered[at : at + _AT_ONCE]
+                seen |= _sightings(self._accounting("--name", names, f"--starttime={_SINCE}"), wanted)
+            self._submission_lost = False
         return seen
 
     def gone(self, external: str) -> Sighting:
@@ -70,15 +79,18 @@ class Slurm:
         environment = {**attempt.values, **own_variables(job, attempt.files), "PYTHONSAFEPATH": "1"}
         if attempt.code is not None:
             environment[CODE] = str(attempt.code)
+        self._submission_lost = True
         try:
             printed = self._commands.run(*words, *job.sbatch, text=attempt.file, env=environment, cwd=job.folder)
         except CommandFailed as error:
             if _PASSING.search(str(error)):
                 raise
+            self._submission_lost = False
             raise UserError(str(error)) from None
         external = printed.strip().partition(";")[0]  # the name of the cluster may follow
         if not external.isdigit():
             raise EngineFault(f"sbatch: printed no job id but {printed[:100]!r}")
+        self._submission_lost = False
         return external
 
     def stop(self, sightings: Sequence[Sighting], now: bool) -> None:
@@ -89,11 +101,13 @@ class Slurm:
             for at in range(0, len(jobs), _AT_ONCE):
                 self._commands.run("scancel", "--quiet", *options, *jobs[at : at + _AT_ONCE])
 
-    def _accounting(self, jobs: Sequence[str]) -> str:
-        """What `sacct` knows of jobs that `squeue` has forgotten; nothing without accounting."""
+    def _accounting(self, by: str, jobs: Sequence[str], *more: str) -> str:
+        """What `sacct` knows of jobs that `squeue` has forgotten; nothing without it, or without accounting."""
         options = ("--allocations", "--noheader", "--parsable2", f"--format={_SACCT}")
         try:
-            return self._commands.run("sacct", *options, f"--jobs={','.join(jobs)}")
+            return self._commands.run("sacct", *options, *more, f"{by}={','.join(jobs)}")
+        except CommandMissing:
+            return ""
         except CommandFailed as error:
             if "accounting storage is disabled" in str(error):
                 return ""

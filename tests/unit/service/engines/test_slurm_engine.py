@@ -8,7 +8,7 @@ from engine_jobs import FakeCommands, job, submission
 
 from hvd_transformer.errors import UserError
 from hvd_transformer.service.engines.backend import Ended, EngineFault, Sighting
-from hvd_transformer.service.engines.commands import CommandFailed
+from hvd_transformer.service.engines.commands import CommandFailed, CommandMissing
 from hvd_transformer.service.engines.slurm import Slurm
 
 # squeue --states=all --noheader --Format='JobID:|,State:|,exit_code:|,Name:|,NodeList:|,Reason:|'
@@ -72,7 +72,7 @@ def test_every_state(state: str, ended: Ended | None) -> None:
 
 def test_jobs_that_squeue_has_forgotten_are_looked_up_at_once() -> None:
     commands = FakeCommands({"squeue": SQUEUE, "sacct": SACCT})
-    wanted = {"hvd-run": "4", "hvd-node": "12", "hvd-gone": "13", "hvd-75": "14", "hvd-new": None}
+    wanted = {"hvd-run": "4", "hvd-node": "12", "hvd-gone": "13", "hvd-75": "14"}
     found = Slurm(commands).look(wanted)
     assert {name: (one.ended, one.code) for name, one in found.items()} == {
         "hvd-run": (None, None),
@@ -84,9 +84,33 @@ def test_jobs_that_squeue_has_forgotten_are_looked_up_at_once() -> None:
     assert commands.called[1][-1] == "--jobs=12,13,14"
 
 
-def test_a_slurm_without_accounting_forgets() -> None:
-    disabled = CommandFailed("sacct: Slurm accounting storage is disabled")
-    assert look("", {"hvd-x": "8"}, disabled) == {}
+def test_attempts_that_may_have_been_submitted_are_looked_up_by_name(tmp_path: Path) -> None:
+    """The service may have ended before it was told the id, and squeue has forgotten the job since."""
+    commands = FakeCommands({"squeue": SQUEUE, "sacct": SACCT, "sbatch": EngineFault("sbatch: did not end")})
+    slurm, wanted = Slurm(commands), {"hvd-75": None, "hvd-new": None}
+
+    def asked_by_name() -> bool:
+        commands.called.clear()
+        found = slurm.look(wanted)
+        assert found.keys() <= {"hvd-75"} and all(one.external == "14" for one in found.values())
+        return any("--name=hvd-75,hvd-new" in words and "--starttime=now-30days" in words for words in commands.called)
+
+    assert asked_by_name() and slurm.look({"hvd-new": None}) == {}
+    assert not asked_by_name()  # what this service has submitted, squeue knows
+    with pytest.raises(EngineFault):
+        slurm.submit(submission(job(tmp_path), ""))
+    assert asked_by_name() and not asked_by_name()
+    commands.printed = {**commands.printed, "sbatch": "17"}
+    slurm.submit(submission(job(tmp_path), ""))
+    assert not asked_by_name()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [CommandFailed("sacct: Slurm accounting storage is disabled"), CommandMissing("sacct: No such file or directory")],
+)
+def test_a_slurm_without_accounting_forgets(fault: EngineFault) -> None:
+    assert look("", {"hvd-x": "8", "hvd-new": None}, fault) == {}
     assert Slurm(FakeCommands({})).gone("8").ended is Ended.EXITED
     with pytest.raises(EngineFault, match="sacct: away"):
         look("", {"hvd-x": "8"}, CommandFailed("sacct: away"))
