@@ -106,8 +106,8 @@ class Attempt:
 
     @property
     def seconds(self) -> float:
-        """How long it ran; 0 if it has not ended."""
-        return 0.0 if self.ended is None else self.ended - self.began
+        """How long it ran; 0 if it has not ended, or if the clock was set back meanwhile."""
+        return 0.0 if self.ended is None else max(0.0, self.ended - self.began)
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class Manager:
         self.pass_seconds = Histogram((0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0))
         self.wait_seconds = Histogram((1.0, 10.0, 60.0, 600.0, 3600.0, 21_600.0, 86_400.0))
         self._attempts: dict[int, Attempt] = {}  # the open one of each active job
-        self._accounted: dict[int, float] = {}  # up to when each job's usage is written down
+        self._accounted: dict[int, float] = {}  # up to when each job's usage is written down, monotonic
         self._promised: Mapping[int, Promise] = {}  # starts that the scheduler has reserved, for its next pass
         self._refusals: dict[int, tuple[int, float]] = {}  # of jobs whose hosts were refused: how often, rest until
         self._due = threading.Event()  # a pass of the scheduler
@@ -156,7 +156,6 @@ class Manager:
         """Learn what has become of an attempt that somebody else has started, or given slots."""
         job = self._known(attempt.job)
         self._has_begun(job, attempt)
-        self._accounted[job.id] = time.time()  # nobody knows up to when it was written down
         try:
             if (ended := self._launchers.adopt(job, attempt)) is not None:
                 self._settle(attempt, ended)
@@ -165,7 +164,8 @@ class Manager:
             raise
 
     def _has_begun(self, job: Job, attempt: Attempt) -> None:
-        self._attempts[job.id], self._accounted[job.id] = attempt, attempt.began
+        # Monotonic: a clock that is set charges nobody. Of an adopted one, nobody knows up to when it was written down.
+        self._attempts[job.id], self._accounted[job.id] = attempt, time.monotonic()
         self._stops.began(job, attempt)
 
     def _see(self, change: Change) -> None:
@@ -227,10 +227,10 @@ class Manager:
                 self._store.set_threads(host.name, state.threads)
 
     def _account(self, job: Job, attempt: Attempt, at_once: bool = False) -> None:
-        now = time.time()
-        seconds = now - self._accounted.get(job.id, attempt.began)
-        if seconds > _USAGE_SECONDS or (at_once and seconds > 0):
-            self._store.add_usage(job.owner, seconds * _ranks(attempt), now)
+        now = time.monotonic()
+        seconds = now - self._accounted[job.id]
+        if seconds > _USAGE_SECONDS or at_once:
+            self._store.add_usage(job.owner, seconds * _ranks(attempt), time.time())
             self._accounted[job.id] = now
 
     def schedule(self) -> None:

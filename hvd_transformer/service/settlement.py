@@ -21,7 +21,7 @@ def settle(store: Store, job: Job, number: int, ended: Exit, now: float) -> Job:
         ended=now,
         state=what.state,
         code=ended.code,
-        cause=ended.cause,
+        cause=ended.cause if ended.stopped is None else what.reason,  # its launcher does not know what for
         first_step=max(before, default=0),
         last_step=ended.step,
         reason=what.reason,

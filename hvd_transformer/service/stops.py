@@ -21,7 +21,8 @@ class Stops:
         if job.stopping is Cause.KILLED:  # before this service was started
             self._to_kill.add(job.id)
         if job.time_limit is not None:
-            used = sum(one.seconds for one in self._store.attempts(job.id)) + time.time() - attempt.began
+            before = sum(one.seconds for one in self._store.attempts(job.id))
+            used = before + max(0.0, time.time() - attempt.began)  # the clock may have been set back
             self._deadlines[job.id] = time.monotonic() + job.time_limit - used
 
     def ended(self, job: int) -> None:

@@ -56,7 +56,7 @@ def test_preemption_loses_no_step_and_nothing_is_lost_when_the_service_is_killed
     service.restart()
     assert service.command("wait", urgent, victim, timeout=240).count("SUCCEEDED") == 2
     first, second = service.job(victim)["attempts"]
-    assert first["cause"] == "it was asked to stop"
+    assert first["cause"] == "preempted"
     assert first["last_step"] == second["first_step"]
     assert [len(service.job(job)["attempts"]) for job in (victim, urgent)] == [2, 1]
     unbroken = service.runs / "unbroken"

@@ -24,6 +24,7 @@ class LaunchClient:
         if not launcher.here:
             raise UserError(f"{folder}: its launcher is on host {launcher.host}; run this command there")
         self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.setblocking(False)  # a launcher that is suspended accepts nobody: once many wait, no more may
         try:
             self._socket.connect(f"\0{launcher.more['socket']}")
         except OSError as error:
@@ -33,6 +34,7 @@ class LaunchClient:
         if os.geteuid() != 0 and not is_trusted(self._socket):  # root may see the jobs of all users
             self._socket.close()
             raise UserError(f"{folder}: another user answers in place of {launcher.words}")
+        self._socket.setblocking(True)
 
     def ask(self, what: str) -> None:
         """Ask the launcher to "stop" the job, whose ranks then save, or to "kill" it."""

@@ -271,7 +271,7 @@ class Launchers:
             line = found.files.last_line()
             return Exit(code, line) if ran else not_started(line or f"exit code {code}")
         if code == -signal.SIGTERM:  # while it has ranks, it takes the signal itself
-            return Exit(None, _KILLED)
+            return Exit(None, _KILLED, stopped="SIGTERM")
         if not ran:
             return not_started("the service ended" if code is None else _KILLED)
         self._lose(found)

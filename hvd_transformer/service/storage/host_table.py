@@ -37,10 +37,10 @@ class HostTable(EventLog):
                 self.changed(connection, "hosts")
 
     def set_down(self, name: str, why: str) -> None:
-        """Why the host cannot be used now; "" if it can. Raises `UserError` for an unknown host."""
+        """Why the host cannot be used now; "" if it can. One that is gone stays so."""
         with self.database.write(durable=False) as connection:
-            if _known(connection, name)["down"] != why:
-                connection.execute("UPDATE hosts SET down = ? WHERE name = ?", (why, name))
+            query = "UPDATE hosts SET down = :why WHERE name = :name AND down != :why"
+            if connection.execute(query, {"why": why, "name": name}).rowcount:
                 self.changed(connection, "hosts")
 
     def set_threads(self, name: str, threads: int) -> None:

@@ -14,7 +14,8 @@ class RetentionTable(JobTable):
     """Runs stay: their folders belong to their owners."""
 
     def forget(self, ended_before: float, spools: Path) -> list[int]:
-        """Forget the jobs that ended before this moment, but for those that a job waits for, and return their ids.
+        """Forget the jobs that ended before this moment, but for those that a job that stays waits for, or would wait
+        for if it were retried; returns their ids.
 
         `spools`: has the folder ID of each job. A crash in between leaves rows, which the next time removes.
         """
@@ -56,9 +57,9 @@ _EACH = "SELECT value FROM json_each(?)"
 
 def _ended(connection: sqlite3.Connection, before: float) -> list[int]:
     query = """
-        SELECT id FROM jobs WHERE ended < ? AND NOT EXISTS (
+        SELECT id FROM jobs WHERE ended < :before AND NOT EXISTS (
             SELECT 1 FROM dependencies JOIN jobs AS other ON other.id = job
-            WHERE after = jobs.id AND other.ended IS NULL
-        ) LIMIT ?
+            WHERE after = jobs.id AND (other.ended IS NULL OR other.ended >= :before)
+        ) LIMIT :most
     """
-    return [int(row["id"]) for row in connection.execute(query, (before, _AT_ONCE))]
+    return [int(row["id"]) for row in connection.execute(query, {"before": before, "most": _AT_ONCE})]

@@ -133,7 +133,7 @@ def _check_dependencies(after: Sequence[int], jobs: Jobs) -> None:
         if job is None:
             raise UserError(f"--after {number}: no such job")
         if job.state in ENDED and job.state != State.SUCCEEDED:
-            raise UserError(f"--after {number}: job {number} has {job.state.value}, so this one would never start")
+            raise UserError(f"--after {number}: job {number} is {job.state.value}; `retry` it first")
 
 
 def _default_name(wanted: str) -> str:

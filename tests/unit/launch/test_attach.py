@@ -194,6 +194,17 @@ def test_without_a_run_directory_there_is_no_launcher(tmp_path: Path) -> None:
         LaunchClient(tmp_path)
 
 
+def test_a_launcher_that_accepts_nobody_blocks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"hvd-transformer-{tmp_path}"
+    found = SimpleNamespace(here=True, words="launcher 7", more={"socket": name})
+    monkeypatch.setattr(launch_client, "launcher_of", lambda folder: found)
+    with closing(socket.socket(socket.AF_UNIX)) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen(0)
+        with closing(LaunchClient(tmp_path)), pytest.raises(UserError, match="launcher 7 does not answer: "):
+            LaunchClient(tmp_path)
+
+
 def test_the_launcher_of_another_host_is_named(tmp_path: Path) -> None:
     with running(tmp_path):
         lock = tmp_path / ".launcher"

@@ -203,6 +203,27 @@ def test_a_job_that_hvd_transformer_stop_has_ended_is_cancelled(service: Service
     assert service.state(waits) is State.STARTING
 
 
+@pytest.mark.parametrize(
+    ("stopping", "cause"),
+    [
+        (Cause.HELD, "held"),
+        (Cause.PREEMPTED, "preempted"),
+        (Cause.KILLED, "cancelled without saving"),
+        (None, "stopped with hvd-transformer stop"),
+    ],
+)
+def test_what_an_attempt_was_stopped_for_is_told(service: Service, stopping: Cause | None, cause: str) -> None:
+    job = service.add()
+    service.turn()
+    service.launchers.begin(job)
+    service.turn()
+    if stopping is not None:
+        service.store.update(job, state=State.STOPPING, stopping=stopping)
+    service.launchers.end(job, 1, cause="it was asked to stop", stopped="request")
+    service.turn()
+    assert service.store.attempts(job)[0].cause == cause
+
+
 def test_a_job_that_is_to_be_killed_is_killed_by_the_next_service(service: Service) -> None:
     job = service.add()
     service.turn()
@@ -285,6 +306,36 @@ def test_a_clock_that_is_set_ends_no_job(service: Service, monkeypatch: pytest.M
     monkeypatch.setattr(time, "time", lambda: now)
     service.turn()
     assert service.state(job) is State.RUNNING
+
+
+@pytest.mark.parametrize("jump", [365 * 86_400.0, -365 * 86_400.0])
+def test_a_clock_that_is_set_charges_nobody(service: Service, monkeypatch: pytest.MonkeyPatch, jump: float) -> None:
+    clock = a_clock(monkeypatch)
+    service.add(ranks=2)
+    service.turn()
+    monkeypatch.setattr(time, "time", lambda: clock[0] + jump)
+    clock[0] += 100
+    service.turn()
+    assert service.store.usage(time.time())["ann"] == pytest.approx(200)
+
+
+def test_a_clock_that_was_set_back_lengthens_no_time_limit(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = service.add(time_limit=100.0)
+    service.turn()
+    service.launchers.begin(job)
+    service.turn()
+    clock = a_clock(monkeypatch)
+    past = time.time() - 86_400.0
+    monkeypatch.setattr(time, "time", lambda: past)
+    service.launchers.end(job, 75)
+    service.turn()
+    manager = service.manager = service.new_manager()
+    manager.recover()
+    service.launchers.begin(job, 2)
+    service.turn()
+    clock[0] += 101
+    service.turn()
+    assert service.launchers.stopped == [(job, 2, False)]
 
 
 def test_a_time_limit_counts_all_attempts(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,10 +507,10 @@ def test_what_an_admin_does_with_hosts_while_the_manager_looks_at_them_stays(
     service.actions.add_hosts("h1:8", {})
     service.actions.remove_host("h2")
     monkeypatch.setattr(service.store, "hosts", lambda: before)
-    service.states = {name: HostState(threads=7) for name in ("h1", "h2")}
+    service.states = {name: HostState(threads=7, down="no answer") for name in ("h1", "h2")}
     service.manager.look()
     monkeypatch.undo()
-    assert service.store.hosts() == [Host("h1", 8, threads=7)]
+    assert service.store.hosts() == [Host("h1", 8, threads=7, down="no answer")]
 
 
 def _meanwhile(service: Service, monkeypatch: pytest.MonkeyPatch, what: Callable[[], object]) -> threading.Thread:

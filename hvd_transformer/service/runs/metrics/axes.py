@@ -31,7 +31,7 @@ class Axes:
             milliseconds, samples = number(row.get("milliseconds_per_step")), number(row.get("samples"))
             if milliseconds is None and samples is None:  # of an evaluation
                 continue
-            seconds = (row["step"] - now["step"]) * max(0.0, milliseconds or 0.0) / 1000
+            seconds = min((row["step"] - now["step"]) * max(0.0, float(milliseconds or 0.0)) / 1000, _MOST)
             now["step"] = row["step"]
             tokens = seconds * max(0.0, number(row.get("tokens_per_second")) or 0.0)
             now["seconds"] = min(now["seconds"] + seconds, _MOST)

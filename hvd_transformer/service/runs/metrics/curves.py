@@ -4,6 +4,7 @@ Curves that nobody looks at cost nothing. Those of a long file are built in the 
 shown meanwhile.
 """
 
+import logging
 import threading
 import time
 from collections import OrderedDict
@@ -16,6 +17,8 @@ from hvd_transformer.service.runs.metrics.curve import Curve
 
 _AT_ONCE = 2  # parts of the file (`READ_BYTES`) that are read before others get their turn
 _IDLE_SECONDS = 900.0
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -67,10 +70,13 @@ class Curves:
             return {run: kept.memory for run, kept in self._kept.items()}
 
     def _read(self, run: Path, curve: Curve) -> bool:
-        """Read what is new, up to a limit; returns whether that was all. Raises `UserError`."""
+        """Read what is new, up to a limit; returns whether that was all. Raises `UserError`.
+
+        Curves that an error has left half done are forgotten.
+        """
         try:
             complete = curve.advance(_AT_ONCE)
-        except UserError:
+        except Exception:
             with self._lock:
                 self._forget(run)
             raise
@@ -109,6 +115,9 @@ class Curves:
             try:
                 complete = self._read(run, curve)
             except UserError:  # who looks next is told
+                continue
+            except Exception:  # whatever it is, other runs have curves, too
+                _log.exception("%s: metrics.jsonl", run)
                 continue
             if complete:
                 kept.reading = False

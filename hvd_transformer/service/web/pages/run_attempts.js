@@ -66,9 +66,9 @@ function steps({ first_step: first, last_step: last }) {
 
 function outcome({ ended, code, cause }) {
   if (ended === null || ended === undefined) return { kind: "active", sign: "●", text: "Runs" };
-  if (code === 0 && !/preempt|held|cancel|limit/.test(cause)) return { kind: "good", sign: "✓", text: "Done" };
-  if (/preempt/.test(cause)) return { kind: "queued", sign: "↷", text: "Preempted" };
-  if (/cancel|held/.test(cause)) return { kind: "off", sign: "⊘", text: "Stopped" };
+  if (code === 0) return { kind: "good", sign: "✓", text: "Done" };
+  if (/preempted/i.test(cause)) return { kind: "queued", sign: "↷", text: "Preempted" };
+  if (/^(cancelled|held|stopped)/.test(cause)) return { kind: "off", sign: "⊘", text: "Stopped" };
   return { kind: "bad", sign: "✕", text: "Fault" };
 }
 

@@ -489,7 +489,7 @@ def test_one_that_had_no_ranks_yet_is_ended_at_once(tmp_path: Path) -> None:
     start(launchers, of)
     launchers.stop(of, attempt(of), now=False)
     began = time.monotonic()
-    assert changes(launchers, 1) == [Change(1, 1, Exit(None, "its launcher was killed"))]
+    assert changes(launchers, 1) == [Change(1, 1, Exit(None, "its launcher was killed", stopped="SIGTERM"))]
     assert time.monotonic() - began < LEFT_OVER_SECONDS
     launchers.close()
 

@@ -68,7 +68,6 @@ def test_a_host_may_shrink_below_what_is_used(store: Store) -> None:
 def test_unknown_hosts(store: Store) -> None:
     for call in (
         lambda: store.set_drained("h9", True),
-        lambda: store.set_down("h9", ""),
         lambda: store.remove_host("h9"),
     ):
         with pytest.raises(UserError, match="^host h9: no such host; see hvd-transformer hosts$"):

@@ -68,6 +68,16 @@ def test_what_a_job_waits_for_is_kept(store: Store, spools: Path) -> None:
     assert store.forget(9000.0, spools) == [1, 2, 3]
 
 
+def test_what_a_job_would_wait_for_if_it_were_retried_is_kept(store: Store, spools: Path) -> None:
+    store.add_jobs([new_job("a")])
+    store.add_jobs([new_job("b", after=(1,))])
+    store.update(1, state=State.CANCELLED, ended=3000.0)
+    store.update(2, state=State.CANCELLED, ended=9500.0)
+    assert store.forget(9000.0, spools) == []
+    store.update(2, state=State.QUEUED)
+    assert store.waiting() == []
+
+
 def test_a_crash_between_folder_and_rows_is_made_up_for(
     store: Store, spools: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -193,9 +193,7 @@ def test_dependencies(submit: Submit, store: Store) -> None:
     (job,) = add(store, submit(*TINY))
     submit(*TINY, after=[job.id, job.id])
     store.update(job.id, state=State.CANCELLED, ended=8.0)
-    assert refused(submit, *TINY, after=[job.id]) == (
-        f"--after {job.id}: job {job.id} has CANCELLED, so this one would never start"
-    )
+    assert refused(submit, *TINY, after=[job.id]) == (f"--after {job.id}: job {job.id} is CANCELLED; `retry` it first")
 
 
 def test_names(submit: Submit, tmp_path: Path) -> None:

@@ -62,6 +62,37 @@ def test_can_be_drawn_over_every_axis(run: Path, x: str, per_step: float) -> Non
     assert points.y == [10 / step for step in range(500, 610, 10)]
 
 
+@pytest.mark.parametrize("huge", [10**306, 1e306], ids=["int", "float"])
+def test_huge_numbers_end_an_axis(run: Path, huge: float) -> None:
+    steps = training([10, 10**9, 2 * 10**9])
+    add_lines(run, [row | {"milliseconds_per_step": huge, "tokens_per_second": 0} for row in steps])
+    points = Curves().of(run).points("loss", x="seconds")
+    assert max(points.x) == 1e18 and points.n == 3
+    assert Curves().of(run).points("loss", x="tokens").n == 3
+
+
+@pytest.mark.usefixtures("small")
+def test_an_error_in_the_curves_of_one_run_leaves_those_of_others(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for path in (run, broken):
+        add_lines(path, training(range(1, 5001)))
+    advance = Curve.advance
+
+    def fail_in_background(curve: Curve, parts: int = 1) -> bool:
+        if curve._run == broken and threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("an error nobody thought of")
+        return advance(curve, parts)
+
+    monkeypatch.setattr(Curve, "advance", fail_in_background)
+    curves = Curves()
+    curves.of(broken)
+    assert curves.of(run).complete.wait(30)
+    assert curves.of(broken).points("loss").n > 0  # read anew
+
+
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("x", ["step", "samples", "seconds", "tokens"])
 def test_every_pixel_of_every_axis_has_two_points_at_most_and_its_extremes(run: Path, x: str) -> None:
