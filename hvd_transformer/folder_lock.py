@@ -55,6 +55,7 @@ class FolderLock:
         self._renewals = 0
         self._lost = False
         self._released = threading.Event()
+        self._writing = threading.Lock()  # whoever releases waits: the number of the closed file may be another's
 
     def take(self, waits: Callable[[str], object] = lambda line: None) -> None:
         """Take the lock. `waits` is told, in a line, if that means to wait for an owner that may have ended.
@@ -96,10 +97,11 @@ class FolderLock:
         if self._file is None:
             return
         self._released.set()
-        if self._in_place():
-            self._path.unlink(missing_ok=True)
-        os.close(self._file)
-        self._file = None
+        with self._writing:
+            if self._in_place():
+                self._path.unlink(missing_ok=True)
+            os.close(self._file)
+            self._file = None
 
     def _create(self) -> bool:
         try:
@@ -134,7 +136,9 @@ class FolderLock:
     def _renew(self) -> None:
         """Write to the own file alone, so that a lock that somebody else has taken meanwhile stays as it is."""
         while not self._released.wait(RENEW_SECONDS):
-            with suppress(OSError):  # a disk that is full for a while
+            with self._writing, suppress(OSError):  # a disk that is full for a while
+                if self._file is None:
+                    return
                 if not self._in_place():
                     self._lost = True
                     return

@@ -23,7 +23,7 @@ GREEN, PURPLE, RED, TEAL = "#2f8f4e", "#7a4fb3", "#c2334d", "#1f8f99"
 _COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED, TEAL)
 _DRAWN_WITH_THE_LOSS = {"valid_loss", "valid_perplexity"}
 _PERCENT, _FRACTIONS = {"bleu", "bleu_words", "chrf"}, {"accuracy", "precision", "recall", "f1"}
-# A chart is about 1,000 pixels wide: longer series are averaged to this many points.
+# A chart is about 1,000 pixels wide: longer series are drawn by so many groups of points.
 _MOST_POINTS = 1000
 
 
@@ -150,7 +150,8 @@ def _draw_waits(axes: Axes, rows: Rows, waits: Mapping[str, Curve]) -> None:
 
 
 def _series(rows: Rows, key: str, average: bool = True) -> Curve:
-    """Steps and finite values of `key`; a long series is averaged over neighbouring points."""
+    """Steps and finite values of `key`. Of a long series the averages of neighbouring points, or without `average` the
+    least and the largest of them, and the last point of all: labels tell it and the best one."""
     points = [(row["step"], row[key]) for row in rows if is_number(row.get(key))]
     steps, values = np.array(points, dtype=np.float64).reshape(-1, 2).T
     size = math.ceil(steps.size / _MOST_POINTS)
@@ -158,7 +159,10 @@ def _series(rows: Rows, key: str, average: bool = True) -> Curve:
         return steps, values
     starts = np.arange(0, steps.size, size)
     if not average:
-        return steps[starts], values[starts]
+        groups = list(zip(starts, np.split(values, starts[1:]), strict=True))
+        kept = {start + pick(group) for start, group in groups for pick in (np.argmin, np.argmax)} | {steps.size - 1}
+        places = sorted(kept)
+        return steps[places], values[places]
     counts = np.diff(np.append(starts, steps.size))
     return np.add.reduceat(steps, starts) / counts, np.add.reduceat(values, starts) / counts
 

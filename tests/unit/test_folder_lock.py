@@ -68,6 +68,27 @@ def test_one_after_the_other(tmp_path: Path) -> None:
         assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_release_waits_for_a_renewal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slow file system: the number of the closed file may soon be another file's."""
+    renews, in_place = threading.Event(), FolderLock._in_place
+
+    def slow(lock: FolderLock) -> bool:
+        found = in_place(lock)
+        if threading.current_thread() is not threading.main_thread():
+            renews.set()
+            time.sleep(0.1)
+        return found
+
+    monkeypatch.setattr(FolderLock, "_in_place", slow)
+    lock = FolderLock(tmp_path / ".lock", "a job")
+    lock.take()
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "folder lock" and thread.is_alive())
+    assert renews.wait(10)
+    lock.release()
+    thread.join(10)
+
+
 def test_an_owner_that_lives_is_named(tmp_path: Path) -> None:
     file, said = tmp_path / ".lock", list[str]()
     with another_process(file) as process:

@@ -6,9 +6,11 @@ import json
 import math
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from matplotlib.axes import Axes
 from PIL import Image
 
 from hvd_transformer.cli.report import report
@@ -175,6 +177,25 @@ def test_a_long_run_is_drawn(tmp_path: Path) -> None:
     line = '{"step": %d, "loss": %f, "lr": 0.001, "grad_norm": 1.0, "tokens_per_second": 1000.0}\n'
     (tmp_path / "metrics.jsonl").write_text("".join(line % (i, 3 + i % 7) for i in range(200_000)))
     check(tmp_path)
+
+
+def test_a_long_run_is_labelled_with_its_last_and_its_best_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels: list[str] = []
+    draw = Axes.legend
+
+    def legend(axes: Axes, *args: Any, **options: Any) -> Any:
+        labels.extend(axes.get_legend_handles_labels()[1])
+        return draw(axes, *args, **options)
+
+    monkeypatch.setattr(Axes, "legend", legend)
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step in range(1, 2501):  # the best one is neither the first nor the last of three
+            loss, bleu = {2048: (1.0, 40.0), 2500: (9.0, 7.0)}.get(step, (2.0, 20.0))
+            file.write(json.dumps({"step": step, "valid_loss": loss, "valid_bleu": bleu}) + "\n")
+    write_report(tmp_path)
+    assert labels == ["valid 9.000 (best 1.000 at step 2,048)", "bleu 7.00 (best 40.00 at step 2,048)"]
 
 
 def test_foreign_folders(tmp_path: Path) -> None:
