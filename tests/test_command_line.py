@@ -1,6 +1,9 @@
 """What is wrong on a command line is told in one line with exit code 2; by each command once as a user starts it."""
 
+import errno
 import json
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -222,3 +225,21 @@ def test_help_and_version_and_nothing(tmp_path: Path) -> None:
 
 def test_a_value_of_two_lines_is_told_in_one(folder: Path) -> None:
     assert "two lines" in told(command("hvd-transformer", "plan", "--preset", "two\nlines", folder=folder))
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["generate secret/run --prompt a", "evaluate secret/run", "config diff secret/run a", "bench data --json secret/a"],
+)
+def test_a_folder_of_another_user(folder: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "secret" / "run").mkdir(parents=True)
+    stat = Path.stat
+
+    def refused_stat(path: Path, **options: bool) -> os.stat_result:  # root may look everywhere
+        if path.parts[0] == "secret":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refused_stat)
+    line = told(command("hvd-transformer", *words.split(), folder=folder))
+    assert re.fullmatch(r"hvd-transformer: secret/\w+: (cannot be read: )?Permission denied", line)

@@ -29,7 +29,8 @@ def test_trials_are_jobs_where_a_service_runs(tmp_path: Path) -> None:
         run.mkdir(parents=True)
         loss = {"0.1": 2.0, "0.2": 1.0, "0.3": 3.0}[given["optimizer.lr"]]
         (run / "summary.json").write_text(json.dumps({"status": "finished", "seconds": 2, "valid_loss": loss}))
-        service.answers[f"GET jobs/{number}"] = job(number, "FAILED" if number == 3 else "SUCCEEDED", reason="loss")
+        state = "FAILED" if number == 3 else "SUCCEEDED"
+        service.answers[f"GET jobs/{number}"] = job(number, state, reason="loss", output_dir=str(run))
         return 201, {"ids": [number], "jobs": [job(number)]}
 
     with fake_service(tmp_path / "state") as service:

@@ -1,5 +1,6 @@
 """`hvd-transformer COMMAND`: the command group; a command is imported only when it is called."""
 
+import os
 import sys
 from importlib import import_module
 
@@ -9,7 +10,10 @@ from hvd_transformer.errors import WRONG_INPUT, UserError
 
 
 def run(command: click.Command, name: str) -> None:
-    """Run `command` on this process's arguments and exit; invalid input gives one line on stderr and exit code 2."""
+    """Run `command` on this process's arguments and exit; invalid input gives one line on stderr and exit code 2.
+
+    So does a file of another user that a command does not expect.
+    """
     try:
         sys.exit(command.main(prog_name=name, standalone_mode=False))
     except UserError as error:
@@ -25,6 +29,11 @@ def run(command: click.Command, name: str) -> None:
     except click.Abort:
         show(name, "interrupted")
         sys.exit(1)
+    except PermissionError as error:
+        if error.filename is None:
+            raise
+        show(name, f"{os.fsdecode(error.filename)}: {error.strerror}")
+        sys.exit(WRONG_INPUT)
 
 
 def show(name: str, error: Exception | str) -> None:

@@ -149,11 +149,14 @@ text_file = click.option(
 
 def check_checkpoint(path: Path) -> None:
     """Raise `UserError` if `path` cannot be a checkpoint; runs before torch is imported, which takes seconds."""
-    if not path.is_dir():
-        raise UserError(f"{path}: no such checkpoint folder")
-    if not any(
-        (path / name).exists() for name in ("checkpoints", "MANIFEST.json", "config.json", "adapter_config.json")
-    ):
+    marks = ("checkpoints", "MANIFEST.json", "config.json", "adapter_config.json")
+    try:
+        if not path.is_dir():
+            raise UserError(f"{path}: no such checkpoint folder")
+        known = any((path / name).exists() for name in marks)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    if not known:
         raise UserError(f"{path}: neither a run directory nor a checkpoint nor an exported folder")
 
 

@@ -26,7 +26,7 @@ def sweep(file: Path, server: str | None, local: bool, as_json: bool) -> None:
     from hvd_transformer.sweep.results import table, write_results
     from hvd_transformer.sweep.run import run_sweep
     from hvd_transformer.sweep.sampling import all_values, check_optuna, corners
-    from hvd_transformer.sweep.trials import Trial, Trials
+    from hvd_transformer.sweep.trials import Trial, Trials, alone_in
 
     chosen = read_sweep(file)
     check_launch_options(chosen, file)
@@ -37,7 +37,7 @@ def sweep(file: Path, server: str | None, local: bool, as_json: bool) -> None:
     for values in corners(chosen) if chosen.method == "optuna" else all_values(chosen):
         check_trial(chosen, values, file)
     folder = Path(chosen.output_dir or f"runs/{file.stem}").expanduser()
-    trials = Trials(chosen, folder)
+    runner = runner_of(chosen, server, local=local, silent=as_json)
 
     def show(trial: Trial, max_steps: int | None) -> None:
         at = "" if max_steps is None else f" at step {max_steps}"
@@ -46,8 +46,10 @@ def sweep(file: Path, server: str | None, local: bool, as_json: bool) -> None:
         click.echo(f"{trial.name}{at}: {result}  ({values})", err=as_json)
         write_results(trials)
 
-    run_sweep(trials, runner_of(chosen, server, local=local, silent=as_json), show)
-    write_results(trials)
+    with alone_in(folder, lambda line: click.echo(line, err=True)):
+        trials = Trials(chosen, folder)
+        run_sweep(trials, runner, show)
+        write_results(trials)
     columns, rows = table(trials)
     if as_json:
         service_options.print_json({"trials": [dict(zip(columns, row, strict=True)) for row in rows]})

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from hvd_transformer.service.remote.client import Client
 
 
+_NOT_FOUND = 404
+
 # Options of `launch` that make it another thing than one training to wait for; the sweep's `ranks` are its -np.
 _NOT_FOR_TRIALS = {"num_ranks", "detach", "dry_run", "scheduler", "output", "image", "memory_gib", "settings"}
 
@@ -110,7 +112,7 @@ class Queued:
     def run(self, tasks: Sequence[Task], begun: Callable[[], None]) -> Iterator[tuple[Task, int]]:
         by_job: dict[int, Task] = {}
         for task in tasks:
-            if task.trial.job is None:
+            if task.trial.job is None or not self._has(task.trial.job, task):
                 task.trial.job = self._submit(task)
                 begun()
             by_job[task.trial.job] = task
@@ -118,6 +120,18 @@ class Queued:
             if job["state"] != "SUCCEEDED" and job["reason"]:
                 show_error("hvd-transformer", f"job {job['id']}: {job['reason']}")
             yield by_job[job["id"]], _code(job)
+
+    def _has(self, number: int, task: Task) -> bool:
+        """Whether this service has the job: its number may be that of another service, or of one that began anew."""
+        from hvd_transformer.service.remote.client import Refused
+
+        try:
+            job = self._client.get(f"jobs/{number}")
+        except Refused as error:
+            if error.status == _NOT_FOUND:
+                return False
+            raise
+        return Path(job["output_dir"]) == task.run.resolve()
 
     def _submit(self, task: Task) -> int:
         request = {

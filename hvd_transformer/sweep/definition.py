@@ -1,5 +1,6 @@
 """A sweep's file: parameters, metric, number of trials, ranks, early stopping. Wrong files are refused in one line."""
 
+import json
 import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -111,6 +112,10 @@ def read_sweep(file: Path) -> Sweep:
         raise UserError(f"{file}{line}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
     if not isinstance(content, dict):
         raise UserError(f"{file}: must contain keys and values; its keys are {', '.join(_ALLOWED)}")
+    try:  # as sweep.json holds it: a date of YAML becomes text
+        content = json.loads(json.dumps(content, default=str))
+    except (TypeError, ValueError):
+        raise UserError(f"{file}: its keys must be text, and no value may contain itself") from None
     for name in content:
         if name not in _ALLOWED:
             raise UserError(f"{file}: {name}: unknown key; the keys are {', '.join(_ALLOWED)}")

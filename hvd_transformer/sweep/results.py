@@ -6,6 +6,7 @@ from typing import Any
 
 from hvd_transformer import atomic
 from hvd_transformer.config.load import shown
+from hvd_transformer.errors import UserError
 from hvd_transformer.reporting.step_lines import is_number
 from hvd_transformer.sweep.definition import Range
 from hvd_transformer.sweep.trials import Trial, Trials
@@ -27,15 +28,20 @@ def table(trials: Trials) -> tuple[list[str], list[list[Any]]]:
 
 
 def write_results(trials: Trials) -> None:
-    """Write results.csv and results.png into the sweep's folder."""
+    """Write results.csv and results.png into the sweep's folder. Raises `UserError` if it cannot be written."""
     columns, rows = table(trials)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
     writer.writerows(rows)
-    atomic.write_text(trials.folder / "results.csv", text.getvalue())
+    files = {"results.csv": text.getvalue().encode()}
     if any(trial.value is not None for trial in trials.all):
-        atomic.write_bytes(trials.folder / "results.png", _picture(trials))
+        files["results.png"] = _picture(trials)
+    for name, content in files.items():
+        try:
+            atomic.write_bytes(trials.folder / name, content)
+        except OSError as error:
+            raise UserError(f"{trials.folder / name}: cannot be written: {error.strerror}") from None
 
 
 def _state(trials: Trials, trial: Trial) -> str:

@@ -1,18 +1,39 @@
 """The trials of a sweep and their results, in sweep.json: what an interrupted sweep goes on from."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hvd_transformer import atomic
 from hvd_transformer.errors import UserError
+from hvd_transformer.folder_lock import FolderLock
 from hvd_transformer.sweep.definition import Sweep
 
-FILE = "sweep.json"
+FILE, _LOCK = "sweep.json", ".sweep"
 # May change when a sweep goes on: `trials` may grow.
 _CHANGEABLE = ("trials", "ranks", "launch", "output_dir")
+
+
+@contextmanager
+def alone_in(folder: Path, waits: Callable[[str], object]) -> Iterator[None]:
+    """Keep other sweeps out of `folder`, which is made: two would start every trial twice.
+
+    `waits` is told, in a line, if one that may have ended is waited for. Raises `UserError` if one is at work, or the
+    folder cannot be written.
+    """
+    lock = FolderLock(folder / _LOCK, "hvd-transformer sweep")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.take(waits)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written: {error.strerror}") from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @dataclass

@@ -5,18 +5,21 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from commands import command
 
+from hvd_transformer import folder_lock
 from hvd_transformer.cli.sweep import sweep
+from hvd_transformer.cli.sweep_runners import Queued
 from hvd_transformer.errors import UserError
+from hvd_transformer.service.remote.client import Client, Refused
 from hvd_transformer.sweep.definition import Sweep, read_sweep
 from hvd_transformer.sweep.results import table, write_results
 from hvd_transformer.sweep.run import Task, run_sweep
 from hvd_transformer.sweep.sampling import all_values, suggested
-from hvd_transformer.sweep.trials import Trial, Trials
+from hvd_transformer.sweep.trials import Trial, Trials, alone_in
 
 HALVING = {
     "preset": "tiny",
@@ -132,6 +135,71 @@ def test_another_sweep_does_not_take_the_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds a sweep with another halving; choose another output_dir"):
         Trials(Sweep(**{**HALVING, "halving": {"steps": [10, 30]}}), tmp_path)
     Trials(Sweep(**{**HALVING, "ranks": 2}), tmp_path)
+
+
+def test_two_sweeps_do_not_start_the_same_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_lock, "END_SECONDS", 0.1)
+    (tmp_path / "sweep.yaml").write_text(PARAMETERS + f"output_dir: {tmp_path / 'all'}\n")
+    with (
+        alone_in(tmp_path / "all", pytest.fail),
+        pytest.raises(UserError, match=r"all: in use by hvd-transformer sweep on host .*choose another folder$"),
+    ):
+        sweep.main([str(tmp_path / "sweep.yaml"), "--local"], standalone_mode=False)
+    assert list((tmp_path / "all").iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file: cannot be written: File exists$"), alone_in(tmp_path / "file", print):
+        pass
+
+
+def test_a_date_is_text(tmp_path: Path) -> None:
+    """YAML reads it as something that JSON lacks."""
+    file = tmp_path / "sweep.yaml"
+    file.write_text("preset: tiny\nparameters: {data.source: [2026-11-25, b]}\n")
+    chosen = read_sweep(file)
+    trials = Trials(chosen, tmp_path / "all")
+    trials.trial(1, all_values(chosen)[0])
+    trials.save()
+    (again,) = Trials(chosen, tmp_path / "all").all
+    assert again.values == {"data.source": "2026-11-25"}
+
+
+class FakeService:
+    """Its jobs, by number: their run directories. Each succeeds at once."""
+
+    def __init__(self, jobs: dict[int, Path]) -> None:
+        self.jobs, self.submitted = jobs, []
+
+    def get(self, page: str) -> dict[str, Any]:
+        number = int(page.removeprefix("jobs/"))
+        if number not in self.jobs:
+            raise Refused(404, f"no job {number}")
+        return {"id": number, "output_dir": str(self.jobs[number]), "state": "SUCCEEDED", "attempts": []}
+
+    def submit(self, request: dict[str, Any]) -> dict[str, Any]:
+        number = 100 + len(self.submitted)
+        self.submitted.append(request["name"])
+        self.jobs[number] = Path(request["words"][-1].removeprefix("output_dir="))
+        return {"ids": [number]}
+
+    def events(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        yield "open", {}
+
+
+@pytest.mark.parametrize("there", ["own", "another's", "none"])
+def test_a_job_of_another_service_is_not_waited_for(there: str, tmp_path: Path) -> None:
+    trial = Trial(1, {"seed": 1}, job=7)
+    task = Task(trial, ["seed=1", f"output_dir={tmp_path / trial.name}"], tmp_path / trial.name)
+    jobs = {"own": {7: task.run}, "another's": {7: tmp_path / "other"}, "none": {}}[there]
+    service = FakeService(jobs)
+    runner = Queued(cast(Client, service), 1, [])
+    assert list(runner.run([task], lambda: None)) == [(task, 0)]
+    assert service.submitted == ([] if there == "own" else ["trial-001"])
+
+
+def test_results_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "results.csv").mkdir()
+    with pytest.raises(UserError, match=r"results.csv: cannot be written: Is a directory$"):
+        write_results(Trials(Sweep(**HALVING), tmp_path))
 
 
 def test_results_are_written(tmp_path: Path) -> None:
@@ -263,6 +331,7 @@ PARAMETERS = "parameters: {optimizer.lr: [1e-3, 1e-2]}\n"
         (PARAMETERS + "settings: {checkpoint.resume: never}\n", "settings: checkpoint.resume: the sweep sets it"),
         (PARAMETERS + "launch: \"-H 'a\"\n", "launch: -H 'a: No closing quotation"),
         (f"parameters: {{seed: {list(range(40))}, data.min_frequency: {list(range(1, 41))}}}\n", "1,600 combinations"),
+        ("parameters: {seed: &all [*all]}\n", "no value may contain itself"),
     ],
 )  # fmt: skip
 def test_a_wrong_file_is_refused_in_one_line(text: str, line: str, tmp_path: Path) -> None:
