@@ -17,6 +17,8 @@ class Weight(NamedTuple):
     size: float  # numbers
     width: int = 0  # of a row, if tokens look rows of it up
     dense: bool = True  # it has a gradient beside that of looked-up rows
+    hidden: bool = False  # Muon updates it, if that is the optimizer
+    shadowed: bool = False  # mixed precision keeps it in 16 bits, too
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,16 @@ def layout_memory(
     schedule = make_schedule(config.parallel.schedule, layout.pp, layout.micro_batches)
     number_bytes = 8 if config.training.precision == "fp64" else 4
     of_gradients, of_optimizer = copies_per_weight(config, layout.dp)
+    _, of_muon = copies_per_weight(config, layout.dp, by_muon=True)
+    uses_muon = config.optimizer.name == "muon"
     found = []
     for index, (start, stop) in enumerate(stages):
-        sizes = [number_bytes * weight.size for layer in layers[start:stop] for weight in layer.weights]
+        own = [weight for layer in layers[start:stop] for weight in layer.weights]
+        sizes = [number_bytes * weight.size for weight in own]
         weights = sum(sizes)
-        total = weights * (1 + of_gradients + of_optimizer)
+        by_muon = sum(number_bytes * weight.size for weight in own if uses_muon and weight.hidden)
+        total = weights * (1 + of_gradients) + (weights - by_muon) * of_optimizer + by_muon * of_muon
+        total += sum(2 * weight.size for weight in own if weight.shadowed)
         if of_gradients < 1:  # ZeRO stage 2: also whole gradients, in a bucket that fills and in those in flight
             total += min(weights, max(transfer.bucket, *sizes) + transfer.gradients)
         passes = join_modes(layer.passes for layer in layers[start:stop])

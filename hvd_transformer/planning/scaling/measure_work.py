@@ -7,8 +7,9 @@ from torch import nn
 from hvd_transformer.config.checks import check
 from hvd_transformer.config.schema import Config
 from hvd_transformer.errors import UserError
+from hvd_transformer.gradients.muon import hidden_matrices
 from hvd_transformer.nn.contracts import Layer
-from hvd_transformer.nn.parallel_layers import Linear, VocabParallelEmbedding, VocabParallelLayer
+from hvd_transformer.nn.parallel_layers import Linear, VocabParallelEmbedding, VocabParallelLayer, WeightGradLayer
 from hvd_transformer.planning.memory_plan import batch_samples, vocabulary
 from hvd_transformer.planning.model_costs import FakeModel, fake_model, layer_costs
 from hvd_transformer.planning.pass_memory import PASS_MODES
@@ -70,11 +71,16 @@ def _weights(model: FakeModel, layer: Layer) -> list[Weight]:
     owner = {id(weight): other.name for other in model.layers for weight in other.module.parameters()}
     users = Counter(id(weight) for module in modules for weight in module.parameters(recurse=False))
     lookups = Counter(id(module.weight) for module in modules if isinstance(module, VocabParallelEmbedding))
+    hidden = {id(weight) for weight in hidden_matrices([other.module for other in model.layers])}
+    linears = [module for module in modules if isinstance(module, WeightGradLayer)]
+    shadowed = {id(linear.weight) for linear in linears if linear.shadow is not None}
     return [
         Weight(
             weight.numel(),
             width=weight.size(1) if id(weight) in lookups else 0,
             dense=users[id(weight)] > lookups[id(weight)],
+            hidden=id(weight) in hidden,
+            shadowed=id(weight) in shadowed,
         )
         for weight in layer.module.parameters()
         if owner[id(weight)] == layer.name

@@ -56,9 +56,9 @@ def test_sums_of_a_block_over_its_tensor_group() -> None:
 
 def test_tied_embedding_belongs_to_the_head() -> None:
     embedding, *_, head = work().whole
-    assert embedding.weights == [] and head.weights[0] == (V * 24, 24, True)
+    assert embedding.weights == [] and head.weights[0][:3] == (V * 24, 24, True)
     untied = work("model.tie_embeddings=false").whole[0].weights
-    assert untied[0] == (V * 24, 24, False)
+    assert untied[0][:3] == (V * 24, 24, False)
 
 
 @pytest.mark.parametrize(
@@ -68,6 +68,8 @@ def test_tied_embedding_belongs_to_the_head() -> None:
         (["parallel.recompute=always"], 1, 1, 0.02),
         (["parallel.optimizer_shard=gradients"], 1, 1, 0.02),
         (["parallel.schedule=zero_bubble"], 2, 6, 0.1),
+        (["training.precision=bf16"], 1, 1, 0.001),
+        (["optimizer.name=muon"], 1, 1, 0.001),
     ],
 )
 def test_memory_is_that_of_plan(words: list[str], stages: int, micro_batches: int, tolerance: float) -> None:
@@ -78,7 +80,8 @@ def test_memory_is_that_of_plan(words: list[str], stages: int, micro_batches: in
     starts = [0]
     for stage in plan.stages:
         starts.append(starts[-1] + len(stage.layers))
-    found = layout_memory(work().at(1, layout.micro_batch_size), list(pairwise(starts)), config, layout, "cpu")
+    layers = work(*words).at(1, layout.micro_batch_size)
+    found = layout_memory(layers, list(pairwise(starts)), config, layout, "cpu")
     assert found == [pytest.approx(sum(plan.memory(stage)), rel=tolerance) for stage in plan.stages]
 
 
