@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from hvd_transformer.config import strict_yaml
 from hvd_transformer.config.load import shown
 from hvd_transformer.config.schema import KEYS
 from hvd_transformer.errors import UserError
@@ -101,7 +102,7 @@ class Sweep(_Part):
 def read_sweep(file: Path) -> Sweep:
     """The sweep of a file. Raises `UserError`, which names the key and what is allowed."""
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = strict_yaml.parse(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:

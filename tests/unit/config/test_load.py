@@ -399,6 +399,14 @@ def test_tables_may_be_merged(tmp_path: Path) -> None:
     assert (found.model.d_model, found.data.class_weights) == (8, {"x": 2})
 
 
+@pytest.mark.parametrize("value", ["[&a [*a]]", "{x: &a {y: *a}}", "[" * 30 + "]" * 30, "[" * 5000])
+def test_lists_within_themselves_are_refused(tmp_path: Path, value: str) -> None:
+    word = f"data.class_weights={value}"
+    assert refused(word) == f"{word}: the value is not a valid list"
+    file = written(tmp_path, f"data: {{class_weights: {value}}}\n")
+    assert refused(file=file) == f"{file}: not valid YAML: lists or tables nested more than 20 deep, or in themselves"
+
+
 def test_an_impossible_date_is_refused(tmp_path: Path) -> None:
     """YAML reads it as a date, and Python has none for it."""
     file = written(tmp_path, "data: {source: 2020-13-45}\n")

@@ -269,6 +269,9 @@ PARAMETERS = "parameters: {optimizer.lr: [1e-3, 1e-2]}\n"
     [
         ("", "must contain keys and values; its keys are preset, config, settings, parameters, method"),
         ("parameters: [", "line 1: not valid YAML"),
+        (PARAMETERS + PARAMETERS, "line 2: not valid YAML: parameters is set twice"),
+        (PARAMETERS + "settings: {a: 1, a: 2}\n", "line 2: not valid YAML: a is set twice"),
+        (PARAMETERS + "settings: &a {seed: *a}\n", "not valid YAML: lists or tables nested more than 20 deep"),
         ("parameters: {}\n", "parameters: {}: must be keys, each with a list of values, or a range such as {min:"),
         ("trials: 3\n", "parameters: missing; must be keys, each with"),
         (PARAMETERS + "metrik: valid_loss\n", "metrik: unknown key; the keys are preset, config"),
