@@ -161,9 +161,8 @@ class CheckpointStore:
                     path.unlink(missing_ok=True)
         if steps := self.steps():
             step = read_state(steps[-1]).get("position", {}).get("best_step")
-            if step is not None and (best := self.folder / _name(step)).is_dir():
-                if (self.folder / "best").resolve() != best.resolve():
-                    self._point("best", best.name)
+            if step is not None and (self.folder / _name(step)).is_dir():
+                self._point("best", _name(step))
 
     def _settle_replaced(self) -> None:
         """Clean up after a replacement: a process killed between its two renames leaves only the older version."""
