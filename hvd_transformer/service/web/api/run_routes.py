@@ -7,6 +7,7 @@ from pydantic import Field
 from starlette.exceptions import HTTPException
 
 from hvd_transformer.errors import UserError
+from hvd_transformer.service.jobs import ENDED
 from hvd_transformer.service.runs.comparison import MOST_RUNS
 from hvd_transformer.service.runs.logs import PAGE_BYTES, log_names, log_page
 from hvd_transformer.service.runs.query import Query, TableRow, select
@@ -130,7 +131,11 @@ def show_log(call: Call) -> models.LogPage:
     query: LogQuery = call.query
     row = _row(call, call.path["run"])
     if row.run is None and not log_names(row.path):  # what ended before it had a configuration may have the launcher's
-        raise HTTPException(404, "the run has not begun: it has no directory yet")
+        if row.job is not None and row.job.state in ENDED:
+            raise HTTPException(
+                404, f"job {row.job.id} has no log: it became {row.job.state.value} before it was started"
+            )
+        raise HTTPException(404, f"{row.path}: no log yet")
     page = log_page(row.path, query.rank, query.offset, query.limit, query.tail)
     return models.LogPage(text=page.text, offset=page.offset, next=page.next, size=page.size)
 

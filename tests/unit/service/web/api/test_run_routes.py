@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from web_service import Running, running
 
-from hvd_transformer.service.jobs import Placement
+from hvd_transformer.service.jobs import Placement, State
 
 RUNS = "/api/v1/runs"
 
@@ -194,7 +194,12 @@ def test_pages_of_a_log(service: Running, token: str) -> None:
     assert (missing.status, "logs: launch, 0" in missing.error) == (404, True)
     assert service.request("GET", f"{RUNS}/{run}/log?offset=-1", token=token).status == 422
     job = service.submit(token)
-    assert service.request("GET", f"{RUNS}/{job['run']}/log", token=token).status == 404
+    missing = service.request("GET", f"{RUNS}/{job['run']}/log", token=token)
+    assert (missing.status, missing.error) == (404, f"{job['output_dir']}: no log yet")
+    cancelled = service.submit(token)
+    service.store.update(cancelled["id"], state=State.CANCELLED, ended=8.0)
+    missing = service.request("GET", f"{RUNS}/{cancelled['run']}/log", token=token)
+    assert missing.error == f"job {cancelled['id']} has no log: it became CANCELLED before it was started"
     early = Path(job["output_dir"]) / "logs"  # it has failed before it had a configuration
     early.mkdir(parents=True)
     (early / "launch.log").write_text("hvd-train: data.source=/nope: no such file or folder\n")
