@@ -188,4 +188,4 @@ def place_of(file: Path | None, line: int) -> str:
 
 def window(file: Path | None) -> dict[str, Any]:
     """Arguments for `in_batches`: lines typed on a terminal are answered one by one."""
-    return {"window": 1} if file is None and sys.stdin.isatty() else {}
+    return {"window": 1} if file is None and sys.stdin is not None and sys.stdin.isatty() else {}

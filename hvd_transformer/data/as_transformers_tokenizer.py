@@ -1,6 +1,7 @@
 """Tokenizers of ours as tokenizer.json, and as the files that transformers' AutoTokenizer reads."""
 
 import json
+import re
 
 from hvd_transformer.data.pretrained_tokenizer import CONFIG, PretrainedTokenizer
 from hvd_transformer.data.tokenizers import (
@@ -36,7 +37,10 @@ def transformers_files(tokenizer: Tokenizer, max_length: int) -> dict[str, str]:
 def tokenizer_json(tokenizer: Tokenizer) -> str:
     """The text of a tokenizer.json with the same token numbers. Raises `UserError` if it cannot hold the tokenizer."""
     if isinstance(tokenizer, BPETokenizer):
-        return tokenizer.json_text
+        if not tokenizer.model.encode_special_tokens:
+            return tokenizer.json_text
+        # The file cannot say that special tokens in a text are text, unless they are tokens like any others.
+        return json.dumps(json.loads(tokenizer.json_text) | {"added_tokens": []}, ensure_ascii=False)
     if isinstance(tokenizer, CharTokenizer | WordTokenizer):
         return _word_level(tokenizer)
     raise UserError(f"a tokenizer of the class {type(tokenizer).__name__} cannot be exported")
@@ -61,6 +65,8 @@ def _word_level(tokenizer: CharTokenizer | WordTokenizer) -> str:
     else:
         replaced = [normalizers.Replace(mark, other) for mark, other in BASIC_ENGLISH.items()]
         split = normalizers.Replace(Regex(_SEPARATORS), " ")
-        model.normalizer = normalizers.Sequence([normalizers.Lowercase(), *replaced, split])
+        hidden = "|".join(re.escape(token) for token in tokenizer.tokens if token not in tokenizer.numbers)
+        unknown = [normalizers.Replace(Regex(rf"(?<!\S)({hidden})(?!\S)"), UNKNOWN)] if hidden else []
+        model.normalizer = normalizers.Sequence([normalizers.Lowercase(), *replaced, split, *unknown])
         model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return str(model.to_str())

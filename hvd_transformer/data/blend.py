@@ -1,7 +1,9 @@
 """Samples of several sources in fixed proportions, in an order that any number of replicas can start anywhere in."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heapreplace
+from itertools import islice
 
 import numpy as np
 import torch
@@ -28,22 +30,18 @@ class Blend:
         self._phases = [(0.5 + source * _GOLDEN) % 1 for source in range(len(sizes))]
 
     def __getitem__(self, items: range) -> list[tuple[int, int]]:
-        found, counts = [], self.counts(items.start)
-        for _ in items:
-            source = self._next(counts)
-            found.append((source, counts[source]))
-            counts[source] += 1
-        return found
+        return list(islice(self._after(self.counts(items.start)), len(items)))
 
     def counts(self, position: int) -> list[int]:
         """The number of samples of each source before this position."""
         time = position / self.num_items
         counts = [self._due_before(source, time) for source in range(len(self.sizes))]
         # Rounded to whole samples these may be a few more or less than wanted: less than one per source.
-        for _ in range(position - sum(counts)):
-            counts[self._next(counts)] += 1
-        for _ in range(sum(counts) - position):
-            counts[self._last(counts)] -= 1
+        missing = position - sum(counts)
+        for source, number in list(islice(self._after(counts), max(missing, 0))):
+            counts[source] = number + 1
+        for source, number in list(islice(self._before(counts), max(-missing, 0))):
+            counts[source] = number
         return counts
 
     def _due(self, source: int, number: int) -> float:
@@ -58,16 +56,29 @@ class Blend:
             count += 1
         return count
 
-    def _next(self, counts: Sequence[int]) -> int:
-        """The source of the next sample; of two that are due at once, the first."""
-        return min((self._due(source, count), source) for source, count in self._left(counts))[1]
+    def _after(self, counts: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """The samples after so many of each source; of two that are due at once, first that of the first source."""
+        left = [(source, count) for source, count in enumerate(counts) if count < self.sizes[source]]
+        heapify(due := [(self._due(source, count), source, count) for source, count in left])
+        while due:
+            _, source, number = due[0]
+            yield source, number
+            if (number := number + 1) < self.sizes[source]:
+                heapreplace(due, (self._due(source, number), source, number))
+            else:
+                heappop(due)
 
-    def _last(self, counts: Sequence[int]) -> int:
-        """The source of the sample before."""
-        return max((self._due(source, count - 1), source) for source, count in enumerate(counts) if count)[1]
-
-    def _left(self, counts: Sequence[int]) -> list[tuple[int, int]]:
-        return [(source, count) for source, count in enumerate(counts) if count < self.sizes[source]]
+    def _before(self, counts: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """The samples before that, from the last one back."""
+        due = [(-self._due(source, count - 1), -source, count - 1) for source, count in enumerate(counts) if count]
+        heapify(due)
+        while due:
+            _, source, number = due[0]
+            yield -source, number
+            if number:
+                heapreplace(due, (-self._due(-source, number - 1), source, number - 1))
+            else:
+                heappop(due)
 
 
 def blend_sizes(available: Sequence[int], weights: Sequence[float | None], epochs: Sequence[float]) -> list[int]:

@@ -3,16 +3,17 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvd_transformer.data.build_once import PROGRESS, PrepareContext
 from hvd_transformer.data.compressed import COMPRESSED, text_size
 from hvd_transformer.data.in_thread import computing
 from hvd_transformer.data.parquet import PARQUET, Rows, num_rows, read_rows
 from hvd_transformer.data.splits import Files
-from hvd_transformer.data.text_files import PIECE_BYTES, Piece, TextSpan, line_boundary
+from hvd_transformer.data.text_files import PIECE_BYTES, Piece, TextSpan, check_no_array, line_boundary
 from hvd_transformer.data.text_files import read_pieces as read_text_pieces
 from hvd_transformer.errors import UserError
 
@@ -88,6 +89,7 @@ def cut_splits(splits: dict[str, TextSplit], context: PrepareContext) -> dict[st
         found = [*whole[: last - first], *(replace(span, end=end) for span in whole[last - first :][:1])]
         found[:1] = [replace(span, start=start) for span in found[:1]]
         if not (left := tuple(span for span in found if span.start < (span.end or 0))):
+            check_no_array(spans[0])
             raise UserError(
                 f"{spans[0].path}: data.split leaves the {name} split of {len(spans)} files empty (cuts are at line "
                 "ends); give it a larger share, or two shares for no test split"
@@ -117,16 +119,12 @@ def check_shards(settings: dict[str, Any], prepared: Path) -> None:
     earlier = dict[Path, list[Any]]()
     for index in sorted([*prepared.glob("*/index.json"), *prepared.glob(f".*.tmp/{PROGRESS}")]):
         try:
-            kept = json.loads(index.read_text(encoding="utf-8"))
-            found = kept["settings"]
-            own = found["corpus"]
-            if kept.get("failed"):  # at a file that is to change; `take_over` compares the others
-                continue
-            of_these = folders & {Path(path).parent for path, *_ in own["shards"]}  # the source may be a relative path
-            if found["source"] == settings["source"] and "train" in own["splits"] and of_these:
-                earlier[index.parent] = own["shards"]
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # damaged, or no such corpus
+            status = index.stat()
+            found = _prepared_from(index, status.st_mtime_ns, status.st_size)
+        except OSError:
+            continue
+        if found is not None and found.source == settings["source"] and folders & found.folders:
+            earlier[index.parent] = found.shards
     if corpus["shards"] in earlier.values():
         return
     for folder, shards in earlier.items():
@@ -134,6 +132,29 @@ def check_shards(settings: dict[str, Any], prepared: Path) -> None:
             what = change(Path(path), size, changed)
             if what is not None:
                 raise UserError(f"{path}: {what} since {folder} was prepared; restore it, or remove that folder")
+
+
+class _Shards(NamedTuple):
+    source: str
+    folders: set[Path]  # the source may be a relative path
+    shards: list[Any]
+
+
+@cache  # each source of a mixture asks for those of all others
+def _prepared_from(index: Path, changed: int, size: int) -> _Shards | None:
+    """The shards of a preparation by its index, or its progress, in this state; None if it is damaged, or of no such
+    corpus. Raises `OSError`."""
+    text = index.read_bytes()
+    try:
+        kept = json.loads(text)
+        if kept.get("failed"):  # at a file that is to change; `take_over` compares the others
+            return None
+        source, corpus = kept["settings"]["source"], kept["settings"]["corpus"]
+        if "train" not in corpus["splits"]:
+            return None
+        return _Shards(source, {Path(path).parent for path, *_ in corpus["shards"]}, corpus["shards"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def change(path: Path, size: int, changed: int) -> str | None:

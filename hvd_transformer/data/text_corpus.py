@@ -28,7 +28,7 @@ from hvd_transformer.data.splits import (
     first_file,
     split_stems,
 )
-from hvd_transformer.data.text_files import TextSpan, boundary, line_boundary
+from hvd_transformer.data.text_files import TextSpan, boundary, check_no_array, line_boundary
 from hvd_transformer.data.token_corpus import (
     TokenCorpus,
     find_token_files,
@@ -180,6 +180,7 @@ def _open_file(path: Path, config: DataConfig) -> Corpus:
         total += share
         end = size if total > 1 - 1e-9 else max(start, cut(path, round(total * size)))
         if end == start:
+            check_no_array(TextSpan(path, 0, size, column))
             raise UserError(
                 f"{path}: data.split={list(shares)} leaves the {split} split empty (cuts are at line ends); "
                 "give it a larger share, two shares for no test split, or a file with more lines"

@@ -14,6 +14,7 @@ from hvd_transformer.data.compressed import blocks, opened
 from hvd_transformer.errors import UserError
 
 PIECE_BYTES = 4 * 2**20
+_NO_OBJECT = "must be a JSON object with the column"
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class Piece:
 
 def _document(line: bytes, column: str) -> str:
     """The text of a JSON line. Raises `ValueError`, which says what is wrong."""
+    if line.lstrip().startswith(b"["):  # a file that is one array, perhaps over many lines
+        raise ValueError(f"{_NO_OBJECT} {column}, not an array")
     try:
         found = json.loads(line)
     except UnicodeDecodeError as error:
@@ -86,7 +89,7 @@ def _document(line: bytes, column: str) -> str:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not valid JSON: {error}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"must be a JSON object with the column {column}")
+        raise ValueError(f"{_NO_OBJECT} {column}")
     if column not in found:
         raise ValueError(f"has no column {column} (data.text_column); it has {', '.join(found) or 'none'}")
     if not isinstance(text := found[column], str):
@@ -94,6 +97,14 @@ def _document(line: bytes, column: str) -> str:
     if not is_text(text):
         raise ValueError(f"{column} has half of a surrogate pair")
     return text
+
+
+def check_no_array(span: TextSpan) -> None:
+    """Raise `UserError` for JSON lines that are a JSON array: in a single line no split is found."""
+    if span.column is not None and not span.path.name.endswith(".parquet"):
+        with opened(span.path) as file:
+            if file.read(64).lstrip().startswith(b"["):
+                raise UserError(f"{span.path}: each line {_NO_OBJECT} {span.column}, not an array")
 
 
 def is_text(text: str) -> bool:
@@ -114,7 +125,7 @@ def read_pieces(span: TextSpan, piece_bytes: int = PIECE_BYTES) -> Iterator[Piec
     process works on which piece. JSON lines are cut between lines; a line longer than a piece makes a longer one.
     A byte order mark is no text. Raises `UserError` if the file shrinks meanwhile.
     """
-    position, rest, at_end = span.start, b"", False
+    position, rest, at_end = span.start, bytearray(), False
     with opened(span.path, span.start) as file:
         while not at_end:
             room = piece_bytes - len(rest) if len(rest) < piece_bytes else piece_bytes  # a line longer than that
@@ -130,15 +141,15 @@ def read_pieces(span: TextSpan, piece_bytes: int = PIECE_BYTES) -> Iterator[Piec
                 cut = len(rest)
             elif span.column is None:
                 cut = _cut(rest)
-            elif not (cut := rest.rfind(b"\n") + 1):
+            elif not (cut := rest.rfind(b"\n", len(rest) - len(more)) + 1):  # there is none before
                 continue
             if cut:
-                yield Piece(span.path, position, rest[:cut], span.column)
+                yield Piece(span.path, position, bytes(rest[:cut]), span.column)
             position += cut
-            rest = rest[cut:]
+            del rest[:cut]
 
 
-def _cut(data: bytes) -> int:
+def _cut(data: bytearray) -> int:
     """The length of a piece that starts with `data`: in its second half, and never within a character.
 
     Preferably before a line feed that follows no other white space, else before such a space, else (a single word of
@@ -208,5 +219,7 @@ def read_lines(path: Path | None) -> Iterator[str]:
 
 def _lines_of(path: Path | None) -> AbstractContextManager[Iterable[bytes]]:
     if path is None:
+        if sys.stdin is None:
+            raise UserError("standard input: cannot be read: closed")
         return nullcontext(sys.stdin.buffer)
     return gzip.open(path) if path.suffix == ".gz" else path.open("rb")

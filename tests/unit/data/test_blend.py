@@ -65,6 +65,21 @@ def test_any_place_of_a_huge_epoch_is_found_at_once() -> None:
     assert time.process_time() - began < 10  # a walk from the start would take days
 
 
+def test_the_next_samples_of_many_sources_are_found_at_once() -> None:
+    """A batch must not look at every source for each of its samples."""
+
+    class Counted(Blend):
+        num_looks = 0
+
+        def _due(self, source: int, number: int) -> float:
+            self.num_looks += 1
+            return super()._due(source, number)
+
+    blend = Counted(range(1, 1001))
+    blend[range(250_000, 250_100)]
+    assert blend.num_looks < 10 * 1000
+
+
 @pytest.mark.parametrize(
     ("available", "weights", "epochs", "wanted"),
     [

@@ -2,11 +2,13 @@
 
 import io
 import json
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvd_transformer.cli.options import window
 from hvd_transformer.data.text_files import Piece, TextSpan, boundary, line_boundary, read_lines, read_pieces
 from hvd_transformer.errors import UserError
 
@@ -124,3 +126,20 @@ def test_json_lines_are_cut_between_documents(tmp_path_factory, texts, size):
     assert all(piece.data.endswith(b"\n") for piece in found)
     assert [text for piece in found for text in piece.texts()] == texts
     assert all(len(piece.data) < size + max(map(len, lines)) for piece in found)
+
+
+def test_a_line_of_any_length_is_read_in_linear_time(tmp_path):
+    """Piece by piece, what is there would be copied 65,536 times."""
+    path, began = tmp_path / "a.jsonl", time.process_time()
+    line = json.dumps({"text": "a" * 2**22}).encode() + b"\n"
+    path.write_bytes(line * 2)
+    found = list(read_pieces(TextSpan(path, 0, 2 * len(line), "text"), 64))
+    assert b"".join(piece.data for piece in found) == line * 2
+    assert time.process_time() - began < 2
+
+
+def test_standard_input_may_be_closed(monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    assert window(None) == {}
+    with pytest.raises(UserError, match="^standard input: cannot be read: closed$"):
+        list(read_lines(None))

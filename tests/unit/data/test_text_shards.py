@@ -1,6 +1,7 @@
 """Shards of documents in every form: their tokens are those of the library, and a bad one is named."""
 
 import gzip
+import json
 from pathlib import Path
 
 import numpy as np
@@ -190,6 +191,27 @@ def test_bad_sources(tokenizer: Path, tmp_path: Path) -> None:
     one = write(tmp_path / "one.jsonl.gz", DOCUMENTS[:1])
     with pytest.raises(UserError, match="one.jsonl.gz: data.split leaves the valid split of 1 files empty"):
         prepare(one, tokenizer, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl.gz"])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_array_is_no_json_lines(name: str, indent: int | None, tokenizer: Path, tmp_path: Path) -> None:
+    text = json.dumps([{"text": text} for text in DOCUMENTS], indent=indent).encode()
+    (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+    with pytest.raises(UserError, match=f"{name}.* must be a JSON object with the column text, not an array$"):
+        prepare(tmp_path / name, tokenizer, tmp_path)
+
+
+def test_each_earlier_preparation_is_read_once(tokenizer: Path, tmp_path: Path, monkeypatch) -> None:
+    """A mixture prepares many sources, each of which looks for earlier states of itself."""
+    read: list[Path] = []
+    whole = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: (read.append(path), whole(path))[1])
+    for number in range(6):
+        write_shards(tmp_path / f"source{number}", ".jsonl")
+        prepare(tmp_path / f"source{number}" / "*.jsonl", tokenizer, tmp_path)
+    indices = [path for path in read if path.name == "index.json"]
+    assert len(indices) == len(set(indices)) == 5
 
 
 @pytest.mark.parametrize(("ending", "package"), [(".parquet", "pyarrow"), (".jsonl.zst", "zstandard")])
