@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from hvd_transformer.gradients.muon import hidden_matrices
 from hvd_transformer.gradients.weight_grads import WeightGradStore
 from hvd_transformer.nn.contracts import Layer, MicroBatch, Tensors
 from hvd_transformer.nn.parallel_layers import VocabParallelEmbedding, WeightGradLayer
@@ -35,6 +36,8 @@ class LayerProfile(NamedTuple):
     seconds: float  # forward and backward
     weights: int  # bytes; a tied weight counts at the last layer that uses it
     passes: dict[PassMode, PassMemory]  # modes that recompute are missing if `measure_layers` did not recompute
+    hidden: int = 0  # of the weights' bytes, those that Muon updates, if it is the optimizer
+    shadow: int = 0  # bytes of the weights in 16 bits that mixed precision keeps beside them
 
 
 def measure_layers(
@@ -80,11 +83,22 @@ def measure_layers(
         while len(rounds) < _MAX_ROUNDS and time.perf_counter() < end:
             rounds.append(_round(layers, micro_batch, device, measure_time))
     times = [min(of_layer) for of_layer in zip(*rounds, strict=True)]  # other work on the machine only ever adds time
-    weights = [
-        sum(weight.nbytes for weight in layer.module.parameters() if owner[id(weight)] == layer.name)
-        for layer in layers
-    ]
-    return list(map(LayerProfile, times, weights, passes))
+    hidden = {id(weight) for weight in hidden_matrices([layer.module for layer in layers])}
+    linears = (module for layer in layers for module in layer.module.modules() if isinstance(module, WeightGradLayer))
+    shadowed = {id(linear.weight) for linear in linears}
+    profiles = []
+    for layer, seconds_of_layer, passes_of_layer in zip(layers, times, passes, strict=True):
+        own = [weight for weight in layer.module.parameters() if owner[id(weight)] == layer.name]
+        profiles.append(
+            LayerProfile(
+                seconds_of_layer,
+                sum(weight.nbytes for weight in own),
+                passes_of_layer,
+                hidden=sum(weight.nbytes for weight in own if id(weight) in hidden),
+                shadow=sum(2 * weight.numel() for weight in own if id(weight) in shadowed),
+            )
+        )
+    return profiles
 
 
 def _round(

@@ -214,9 +214,18 @@ def best_partition(
     seconds = [profile.seconds for profile in profiles]
     if device_bytes is None:
         return balanced(seconds, num_stages)
-    copies = 1 + sum(copies_per_weight(config, dp))  # weights, gradients and optimizer state
+    of_gradients, of_optimizer = copies_per_weight(config, dp)
+    _, of_muon = copies_per_weight(config, dp, by_muon=True)
     schedule = make_schedule(parallel.schedule, num_stages, num_micro_batches)
-    weights = [0, *accumulate(profile.weights for profile in profiles)]
+
+    def fixed_bytes(profile: LayerProfile) -> float:
+        """Weights, gradients and optimizer state."""
+        by_muon = profile.hidden if config.optimizer.name == "muon" else 0
+        shadow = profile.shadow if config.training.precision in ("bf16", "fp16") else 0
+        state = of_optimizer * (profile.weights - by_muon) + of_muon * by_muon
+        return (1 + of_gradients) * profile.weights + state + shadow
+
+    fixed = [0.0, *accumulate(map(fixed_bytes, profiles))]
 
     @cache
     def passes_from(start: int) -> list[dict[PassMode, PassMemory]]:
@@ -230,7 +239,7 @@ def best_partition(
     def stage_bytes(stage: int, start: int, stop: int) -> int:
         passes = passes_from(start)[stop - start - 1]
         activations = stage_activations(schedule[stage], stage, parallel.recompute, passes)
-        return round(copies * (weights[stop] - weights[start])) + activations
+        return round(fixed[stop] - fixed[start]) + activations
 
     return balanced(seconds, num_stages, stage_bytes, (1 - _RESERVE) * device_bytes)
 

@@ -24,7 +24,7 @@ from hvd_transformer.own_folder import make_own_folder
 from hvd_transformer.planning.layer_profile import LayerProfile
 from hvd_transformer.planning.pass_memory import PassMemory, PassMode
 
-FORMAT = 2  # of the file and of the measurement; files of another format are ignored
+FORMAT = 3  # of the file and of the measurement; files of another format are ignored
 
 log = logging.getLogger("hvd_transformer")
 
@@ -89,7 +89,10 @@ def read(file: Path, num_layers: int) -> list[LayerProfile] | None:
     """Read the profiles from the file. Returns None if it is missing or damaged."""
     try:
         profiles = [_from_json(stored) for stored in json.loads(file.read_text(encoding="utf-8"))]
-        numbers = [[profile.seconds, profile.weights, *chain(*profile.passes.values())] for profile in profiles]
+        numbers = [
+            [profile.seconds, profile.weights, profile.hidden, profile.shadow, *chain(*profile.passes.values())]
+            for profile in profiles
+        ]
         valid = all(math.isfinite(value) and value >= 0 for value in chain(*numbers))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None

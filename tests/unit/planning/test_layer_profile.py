@@ -84,6 +84,9 @@ def test_nothing_is_left_behind(tied: bool, recompute: bool) -> None:
     assert len(costs) == 4
     assert all(cost.seconds > 0 and cost.passes[False, True].kept > 0 for cost in costs)
     assert sum(cost.weights for cost in costs) == 4 * sum(weight.numel() for weight in model.parameters())
+    hidden = sum(weight.numel() for weight in model.parameters() if weight.ndim == 2 and 13 not in weight.shape)
+    assert sum(cost.hidden for cost in costs) == 4 * hidden
+    assert sum(cost.shadow for cost in costs) == 2 * (hidden + 13 * 8)  # and the output layer
     assert all(weight.grad is None for weight in model.parameters())
     assert all(map(torch.equal, model.parameters(), before))
     assert model.embedding.embedding.embedding_grads is None

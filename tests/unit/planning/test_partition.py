@@ -218,6 +218,23 @@ def fitting(
     return best_partition(config, costs, num_micro_batches, round(mib * MIB / (1 - partition._RESERVE)) + 1, dp)
 
 
+@pytest.mark.parametrize(
+    ("words", "mib"),
+    [
+        (["optimizer.name=adamw"], 4 * 8),  # weights, gradients, two of AdamW's
+        (["optimizer.name=muon"], 3 * 6 + 4 * 2),
+        (["optimizer.name=muon", "optimizer.ema=0.9"], 4 * 6 + 5 * 2),
+        (["optimizer.name=adamw", "training.precision=bf16"], 4 * 8 + 4),
+        (["optimizer.name=adamw", "training.precision=fp32"], 4 * 8),
+    ],
+)
+def test_the_optimizer_and_the_precision_decide_on_the_memory_of_weights(words: list[str], mib: int) -> None:
+    two = [layer(0, 0, 8 * MIB)._replace(hidden=6 * MIB, shadow=4 * MIB)] * 2
+    assert fitting(config(*words), two, mib) == [1, 1]
+    with pytest.raises(UserError, match=rf"needs at least {mib * MIB:,} bytes"):
+        fitting(config(*words), two, mib - 1)
+
+
 def test_memory_is_a_limit() -> None:
     f1b, gpipe = config(), config("parallel.schedule=gpipe")
     even = costs(2, 2, 2, 2, 2, 2)
