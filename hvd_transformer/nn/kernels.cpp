@@ -84,6 +84,7 @@ constexpr int kParts = kVector / kLanes;
 inline int64_t padded(int64_t count) { return (count + kVector - 1) / kVector * kVector; }
 
 typedef float Vector __attribute__((vector_size(kLanes * sizeof(float))));
+// Named where it is used: g++ leaves the attributes out of what `auto*` stands for.
 typedef Vector UnalignedVector __attribute__((aligned(sizeof(float)), may_alias));
 typedef int32_t Integers __attribute__((vector_size(kLanes * sizeof(int32_t))));
 typedef uint32_t Bits __attribute__((vector_size(kLanes * sizeof(uint32_t))));
@@ -102,7 +103,7 @@ inline void product_of_rows(float* c, int64_t c_row, const float* a, int64_t a_r
     for (int i = 0; i < tile; ++i) own_rows[i] = a + i * a_row;
     Vector sums[tile][kParts] = {};
     for (int64_t k = 0; k < depth; ++k) {
-        const auto* place = vectors(b + k * b_row);
+        const UnalignedVector* place = vectors(b + k * b_row);
         Vector factors[kParts];
 #pragma GCC unroll 4
         for (int part = 0; part < kParts; ++part) factors[part] = place[part];
@@ -113,7 +114,7 @@ inline void product_of_rows(float* c, int64_t c_row, const float* a, int64_t a_r
     }
 #pragma GCC unroll 16
     for (int i = 0; i < tile; ++i) {
-        auto* place = vectors(c + i * c_row);
+        UnalignedVector* place = vectors(c + i * c_row);
 #pragma GCC unroll 4
         for (int part = 0; part < kParts; ++part) place[part] = sums[i][part] + (adds ? place[part] : Vector{});
     }
@@ -232,7 +233,7 @@ struct Block {
     void mask(float* scores) const {
         const auto mask_some = [&](int64_t from, int64_t to) {
             for (int64_t j = from; j < to; ++j) {
-                auto* score = vectors(scores + (j - begin) * kQueries);
+                UnalignedVector* score = vectors(scores + (j - begin) * kQueries);
                 const Integers key = Integers{} + static_cast<int32_t>(j);
                 for (int part = 0; part < kParts; ++part)
                     score[part] = (begins[part] <= key) & (key < ends[part]) ? score[part] : Vector{} - INFINITY;
@@ -324,8 +325,8 @@ void attention_forward(float* out, float* log_totals, const Heads* query, const 
                 if (bits) block.draw(factors);
                 alignas(64) float shares[kQueries];
                 for (int part = 0; part < kParts; ++part) {
-                    auto* weight = vectors(weights) + part;
-                    const auto* factor = vectors(factors) + part;
+                    UnalignedVector* weight = vectors(weights) + part;
+                    const UnalignedVector* factor = vectors(factors) + part;
                     Vector top = Vector{} - INFINITY, total = {};
                     for (int64_t j = 0; j < count; ++j) top = weight[j * kParts] > top ? weight[j * kParts] : top;
                     for (int64_t j = 0; j < count; ++j) {
@@ -401,10 +402,10 @@ void attention_backward(float* grad_query, float* grad_key, float* grad_value, c
                 for (int part = 0; part < kParts; ++part) {
                     const Vector mean = vectors(means)[part];
                     const Vector log_total = vectors(logs)[part];
-                    auto* weight = vectors(weights) + part;
-                    auto* slope = vectors(grads) + part;
-                    auto* kept_weight = vectors(dropped) + part;
-                    const auto* factor = vectors(factors) + part;
+                    UnalignedVector* weight = vectors(weights) + part;
+                    UnalignedVector* slope = vectors(grads) + part;
+                    UnalignedVector* kept_weight = vectors(dropped) + part;
+                    const UnalignedVector* factor = vectors(factors) + part;
                     for (int64_t j = 0; j < count * kParts; j += kParts) {
                         const Vector its = exp_of<Bits>(weight[j] - log_total);
                         const Vector back = bits ? slope[j] * factor[j] : slope[j];

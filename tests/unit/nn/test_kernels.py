@@ -108,6 +108,16 @@ def test_attention_within_documents(kernels: Kernels, length: int, drops: bool) 
     check(found, wanted, *both)
 
 
+def test_attention_where_rows_begin_at_any_number(kernels: Kernels) -> None:
+    """Of a wider tensor: loads of vectors must not rely on their alignment."""
+    both = inputs(*[(2, 20, 3, 19)] * 3)
+    query, key, value = (tensor[..., 2:18].transpose(1, 2) for tensor in both[1])
+    weights = (query @ key.transpose(-2, -1) * 16**-0.5).softmax(-1)
+    heads = [tensor[..., 2:18].transpose(1, 2) for tensor in both[0]]
+    assert kernels.fit(*heads, rows=True)
+    check(kernels.attention(*heads, False, None, None), (weights @ value).transpose(1, 2), *both)
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize(("num_tokens", "width"), [(9, 4), (9, 40), (260, 131)])
 def test_cross_entropy(kernels: Kernels, num_tokens: int, width: int, smoothing: float) -> None:
