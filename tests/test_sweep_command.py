@@ -59,6 +59,23 @@ def test_trials_are_jobs_where_a_service_runs(tmp_path: Path) -> None:
     ]
 
 
+def test_a_sweep_whose_trials_all_failed_fails(tmp_path: Path) -> None:
+    (tmp_path / "lr.yaml").write_text("preset: tiny\nparameters:\n  optimizer.lr: [0.1, 0.2]\n")
+    numbers = iter((1, 2))
+
+    def submitted(asked: Asked) -> Any:
+        number, run = next(numbers), asked.body["words"][-1].removeprefix("output_dir=")
+        service.answers[f"GET jobs/{number}"] = job(number, "FAILED", reason="loss", output_dir=run)
+        return 201, {"ids": [number], "jobs": [job(number)]}
+
+    with fake_service(tmp_path / "state") as service:
+        service.answers["POST jobs"] = submitted
+        variables = {"HVD_TRANSFORMER_SERVER": str(tmp_path / "state"), "HVD_TRANSFORMER_TOKEN": ""}
+        done = command("hvd-transformer", "sweep", "lr.yaml", folder=tmp_path, environment=variables)
+    assert done.returncode == 1
+    assert [line.split()[-1] for line in done.stdout.splitlines()[-3:-1]] == ["failed", "failed"]
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_rung_goes_on_where_the_one_before_ended(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """`hvd-transformer sweep`: trains with many settings and shows which are best."""
 
+import sys
 from pathlib import Path
 
 import click
@@ -19,7 +20,7 @@ def sweep(file: Path, server: str | None, local: bool, as_json: bool) -> None:
 
     Where a service runs, trials are its jobs; else they are launched here one after the other. The same command goes
     on with a sweep that was interrupted. The results are in its folder: results.csv, results.png, and a run directory
-    per trial.
+    per trial. The exit code is 1 if all trials failed.
     """
     from hvd_transformer.cli.sweep_runners import check_launch_options, runner_of
     from hvd_transformer.sweep.definition import read_sweep
@@ -53,8 +54,10 @@ def sweep(file: Path, server: str | None, local: bool, as_json: bool) -> None:
     columns, rows = table(trials)
     if as_json:
         service_options.print_json({"trials": [dict(zip(columns, row, strict=True)) for row in rows]})
-        return
-    from hvd_transformer.cli.service_tables import print_table
+    else:
+        from hvd_transformer.cli.service_tables import print_table
 
-    print_table(columns, rows)
-    click.echo(f"{folder}: results.csv, results.png")
+        print_table(columns, rows)
+        click.echo(f"{folder}: results.csv, results.png")
+    if all(trial.failed for trial in trials.all):
+        sys.exit(1)

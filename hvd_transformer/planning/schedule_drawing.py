@@ -148,11 +148,15 @@ def draw_png(timelines: Mapping[str, Timeline], file: Path) -> None:
     panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
     for axes, (name, timeline) in zip(panels, timelines.items(), strict=True):
         for stage, operations in enumerate(timeline):
-            for (kind, micro_batch), start, end in operations:
-                axes.barh(stage, end - start, 0.86, start, color=COLOURS[kind], edgecolor="white", linewidth=0.8)
-                if font_size >= 4:  # smaller numbers are illegible
-                    place = (start + end) / 2, stage
-                    axes.text(*place, str(micro_batch), ha="center", va="center_baseline", fontsize=min(font_size, 9))
+            bars = [(start, end - start) for _, start, end in operations]
+            colours = [COLOURS[operation.kind] for operation, _, _ in operations]
+            edges = 0.8 if font_size >= 4 else 0.0  # of smaller bars they would cover all
+            axes.broken_barh(bars, (stage - 0.43, 0.86), facecolors=colours, edgecolors="white", linewidths=edges)
+            if font_size < 4:  # smaller numbers are illegible
+                continue
+            for (_, micro_batch), start, end in operations:
+                place = (start + end) / 2, stage
+                axes.text(*place, str(micro_batch), ha="center", va="center_baseline", fontsize=min(font_size, 9))
         axes.set_title(f"{name}: bubble {bubble(timeline):.1%}", loc="left", fontsize=11)
         axes.set_xlim(0, length)
         axes.set_ylim(len(timeline) - 0.5, -0.5)
