@@ -54,6 +54,11 @@ class PairFiles(ExampleFiles):
             for middle in ("", f".{source}-{target}", f".{target}-{source}"):
                 files = tuple(folder / f"{stem}{middle}.{language}{end}" for language in (source, target))
                 exist = [file.is_file() for file in files]
+                if all(exist) and source == target:
+                    raise UserError(
+                        f"data.source_language={source}: also data.target_language, so that {files[0]} would be its "
+                        "own translation"
+                    )
                 if all(exist):
                     return files
                 if any(exist):

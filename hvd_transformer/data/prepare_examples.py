@@ -45,6 +45,7 @@ from hvd_transformer.data.tokenizers import SPECIALS, VOCABULARY_KINDS, BPEToken
 from hvd_transformer.errors import UserError
 
 FORMAT = 3  # of prepared examples; another number prepares all of them anew
+_MOST_LABELS = 1000  # of which each may have a single sample
 _CHUNK = 2000  # samples encoded at a time
 
 
@@ -137,9 +138,14 @@ class _ExampleWriter:
 
     def _learn_labels(self) -> list[str]:
         """The labels of the training split: by value if all are integers, else by code points."""
-        found = {example.label for example in self._read("train") if example.label is not None}
-        if not found:
+        counts = Counter(example.label for example in self._read("train") if example.label is not None)
+        if not (found := set(counts)):
             return []
+        if len(found) > max(_MOST_LABELS, counts.total() / 2):
+            raise UserError(
+                f"data.label_column={self.config.label_column}: {len(found):,} labels for {counts.total():,} training "
+                "samples; it must be the column with the class"
+            )
         if len(found) < 2:
             raise UserError(
                 f"data.label_column={self.config.label_column}: the training split has only the label {found.pop()}; "

@@ -57,14 +57,16 @@ def class_loss(logits: Tensor, labels: Tensor, smoothing: float, class_weights: 
 def classification_loss(
     logits: Tensor, labels: Tensor, smoothing: float, class_weights: Tensor | None, *, training: bool
 ) -> Tensor:
-    """`class_loss`; in evaluation a vector [1 + C × C]: the loss without smoothing, then the confusion matrix, row by
-    row. Its rows are the labels [B], its columns the most likely classes of `logits` [B, C]."""
+    """`class_loss`; in evaluation a vector [1 + 3 × C]: the loss without smoothing, then for each class how often the
+    prediction, the most likely class of `logits` [B, C], is right, the number of `labels` [B], and that of predictions."""
     if training:
         return class_loss(logits, labels, smoothing, class_weights)
-    num_classes = logits.size(-1)
-    matrix = torch.bincount(labels * num_classes + logits.argmax(-1), minlength=num_classes**2)
+    num_classes, predicted = logits.size(-1), logits.argmax(-1)
+    hits = torch.where(predicted == labels, labels, 3 * num_classes)  # the last place: of wrong ones
+    places = torch.cat([hits, labels + num_classes, predicted + 2 * num_classes])
+    counts = torch.bincount(places, minlength=3 * num_classes + 1)[:-1]
     loss = class_loss(logits, labels, 0.0, class_weights)
-    return torch.cat([loss[None], matrix.to(loss.dtype)])
+    return torch.cat([loss[None], counts.to(loss.dtype)])
 
 
 class Classifier(nn.Module):

@@ -26,6 +26,7 @@ from hvd_transformer.tasks.metrics import classification_metrics
 from hvd_transformer.tasks.task import Batch, EvaluationSpec, ExampleTask, ModelSketch, PrepareContext
 
 ROLE = "text"
+_MOST_SHOWN = 50  # labels on the screen
 
 
 class ClassificationTask(ExampleTask):
@@ -44,7 +45,7 @@ class ClassificationTask(ExampleTask):
         # The class whose precision, recall and F1 are reported: as configured, else the second of two, else none.
         second_of_two = 1 if len(self.labels) == 2 else None
         self.positive = second_of_two if positive is None else self.labels.index(positive)
-        self.num_sums = 1 + len(self.labels) ** 2
+        self.num_sums = 1 + 3 * len(self.labels)
         self.weights = self.class_weights()
 
     def make_model(self) -> nn.Module:
@@ -73,7 +74,9 @@ class ClassificationTask(ExampleTask):
     def describe(self) -> str:
         counts = self.data.label_counts
         assert counts is not None
-        classes = ", ".join(f"{label} {count:,}" for label, count in zip(self.labels, counts, strict=True))
+        shown = [f"{label} {count:,}" for label, count in zip(self.labels, counts, strict=True)][:_MOST_SHOWN]
+        more = len(self.labels) - len(shown)
+        classes = ", ".join(shown) + (f", and {more:,} more labels" if more else "")
         vocabulary = f"vocabulary {self.data.tokenizers[ROLE].vocab_size:,}"
         return f"{len(self.data.splits['train']):,} training texts ({classes}), {vocabulary}"
 
@@ -122,13 +125,13 @@ class ClassificationTask(ExampleTask):
         return classifier_flops(self.config.model, len(self.labels), (samples, length))
 
     def metrics(self, sums: Sequence[float], count: int) -> dict[str, float]:
-        matrix = np.array(sums[1:]).reshape(len(self.labels), -1)
-        return {"loss": sums[0] / count} | classification_metrics(matrix, self.positive)
+        counts = np.array(sums[1:]).reshape(3, -1)
+        return {"loss": sums[0] / count} | classification_metrics(counts, self.positive)
 
     @classmethod
     def possible_metrics(cls, config: Config) -> list[str]:
         """Those with a positive class, too: only the data say whether there is one."""
-        return ["loss", *classification_metrics(np.ones((2, 2)), positive=1)]
+        return ["loss", *classification_metrics(np.ones((3, 2)), positive=1)]
 
     def class_weights(self) -> Tensor | None:
         """The configured weights [C]; "balanced" as in scikit-learn: samples / (classes × samples of the class).

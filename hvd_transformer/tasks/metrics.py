@@ -91,18 +91,18 @@ def translation_metrics(hypotheses: Sequence[str], references: Sequence[str]) ->
     }
 
 
-def classification_metrics(matrix: NDArray[np.float64], positive: int | None) -> dict[str, float]:
-    """Metrics of a confusion matrix [C, C], whose rows are labels and whose columns are predictions: accuracy, and
-    precision, recall and F1 as the mean over the classes ("macro") and, with `positive`, of that class.
+def classification_metrics(counts: NDArray[np.float64], positive: int | None) -> dict[str, float]:
+    """Metrics of the numbers of hits, labels and predictions of each class [3, C]: accuracy, and precision, recall and
+    F1 as the mean over the classes ("macro") and, with `positive`, of that class.
 
     A quotient with divisor zero is zero, as with `zero_division=0` in scikit-learn.
     """
-    hits = np.diag(matrix)
-    precision, recall = _quotient(hits, matrix.sum(0)), _quotient(hits, matrix.sum(1))
-    f1 = _quotient(2 * hits, matrix.sum(0) + matrix.sum(1))
+    hits, labels, predictions = counts
+    precision, recall = _quotient(hits, predictions), _quotient(hits, labels)
+    f1 = _quotient(2 * hits, labels + predictions)
     # As in scikit-learn, the mean is over classes that occur as a label or as a prediction.
-    there = matrix.sum(0) + matrix.sum(1) > 0
-    result = {"accuracy": float(hits.sum() / matrix.sum())}
+    there = labels + predictions > 0
+    result = {"accuracy": float(hits.sum() / labels.sum())}
     if positive is not None:
         result |= {"precision": precision[positive], "recall": recall[positive], "f1": f1[positive]}
     for name, own in (("precision", precision), ("recall", recall), ("f1", f1)):

@@ -114,6 +114,10 @@ def test_what_is_wrong_with_the_files(tmp_path: Path) -> None:
     side_by_side(tmp_path, "train")
     assert "no valid split; it must hold valid.de" in refused(tmp_path)
     assert "it holds train.de, train.en" in refused(tmp_path)
+    same = (
+        f"data.source_language=en: also data.target_language, so that {tmp_path}/train.en would be its own translation"
+    )
+    assert refused(tmp_path, "data.source_language=en") == same
     write(tmp_path, "val.de", ["a"])
     assert refused(tmp_path) == f"{tmp_path}/val.de: its partner val.en is missing"
     write(tmp_path, "val.en", ["a", "b"])

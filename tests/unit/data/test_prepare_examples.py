@@ -146,6 +146,13 @@ def test_labels_that_cannot_be_learned_are_refused(tmp_path: Path) -> None:
         table(tmp_path / "new", train=[("a", "y"), ("b", "n")], valid=[("a", "y"), ("b", "maybe")])
     with pytest.raises(UserError, match="the training split has only the label y; there must be two or more"):
         table(tmp_path / "one", train=[("a", "y")], valid=[("a", "y")])
+    names = [("a", str(number)) for number in range(1001)]
+    with pytest.raises(
+        UserError, match="^data.label_column=label: 1,001 labels for 2,001 training samples; it must be"
+    ):
+        table(tmp_path / "many", train=[*names, *names[:-1]], valid=names[:1])
+    assert len(table(tmp_path / "twice", train=names * 2, valid=names[:1]).labels) == 1001
+    assert len(table(tmp_path / "few", train=names[:1000], valid=names[:1]).labels) == 1000
     with pytest.raises(UserError, match="the valid split has no usable sample"):
         table(tmp_path / "none", train=[("a", "y"), ("b", "n")], valid=[(" ", "y")])
 
