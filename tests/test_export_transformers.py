@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,11 @@ def test_its_tokenizer_has_our_numbers(folder: Path, name: str) -> None:
         assert found == ours.encode(text).tolist()
     ids = ours.encode(TEXT).tolist()
     assert theirs.decode(ids) == ours.decode(ids)
+
+
+def test_who_may_read_one_of_its_files_may_read_all(folder: Path) -> None:
+    files = list((folder / "bpe-exported").iterdir())
+    assert {file.stat().st_mode for file in files} == {(folder / "text.txt").stat().st_mode}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -178,6 +184,19 @@ def test_training_begins_at_its_loss(folder: Path, name: str, tmp_path: Path) ->
     wanted = validation_loss(folder / name)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["valid_loss"] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_full_disk_gets_one_line(folder: Path, tmp_path: Path) -> None:
+    """Here files of some size cannot be written."""
+    words = ["export", folder / "bpe", tmp_path / "out", "--format", "transformers"]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16384, limits[1]))
+    try:
+        message = run("hvd-transformer", *words, code=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert message.startswith(f"hvd-transformer: {tmp_path / 'out'}: cannot be written: ")
+    assert "File too large" in message and message.count("\n") == 1
 
 
 def test_bad_input_gets_one_line(folder: Path, tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def test_adapters_are_peft_s_and_can_be_merged(runs: dict[str, Path], root: Path
     adapted = peft.PeftModel.from_pretrained(base, adapters)
     assert adapted.peft_config["default"].r == 4
     assert not {"config.json", "model.safetensors"} & {path.name for path in adapters.iterdir()}
+    assert len({path.stat().st_mode for folder in (adapters, merged) for path in folder.iterdir()}) == 1
     after = adapted(ids).logits
     assert float((after - before).detach().abs().max()) > 1e-2
     whole = transformers.AutoModelForCausalLM.from_pretrained(merged)

@@ -174,6 +174,20 @@ def test_what_is_no_checkpoint_is_told(folder: Path, tmp_path: Path) -> None:
     assert "not a configuration written by `hvd-transformer export`" in message
 
 
+def test_an_export_of_another_version_is_told(tmp_path: Path) -> None:
+    facts = {"format": 1, "made_by": "hvd-transformer 9.0", "task": "language_model", "longest": 8}
+    for model, key in (
+        ({"d_model": 8, "window": 4}, "model.window"),
+        ({"d_model": "wide"}, "model.d_model"),
+        ([], "model"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**facts, "model": model}))
+        for words in (["generate", tmp_path, "--prompt", "a"], ["export", tmp_path, tmp_path / "out"]):
+            message = run("hvd-transformer", *words, code=2)
+            assert message.startswith(f"hvd-transformer: {tmp_path / 'config.json'}: {key}: ")
+            assert "written by hvd-transformer 9.0, this is" in message and message.count("\n") == 1
+
+
 def test_an_exported_folder_has_the_checkpoints_weights(translation: Path, folder: Path, tmp_path: Path) -> None:
     exported = tmp_path / "out"
     run("hvd-transformer", "export", translation, exported)

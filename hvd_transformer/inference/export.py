@@ -3,9 +3,11 @@
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -57,9 +59,18 @@ def export(path: Path, folder: Path, form: str = "native", *, merge: bool = Fals
     try:
         folder.mkdir(parents=True, exist_ok=True)
         made.write(folder)
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written: {error.strerror}") from None
+    except (OSError, SafetensorError) as error:  # the latter does not keep the system's error
+        raise UserError(f"{folder}: cannot be written: {getattr(error, 'strerror', error)}") from None
+    _follow_umask(folder)
     return made.said
+
+
+def _follow_umask(folder: Path) -> None:
+    """safetensors makes its files private (0600): they get the permissions of the others."""
+    other = next(file for file in folder.iterdir() if file.suffix != ".safetensors")
+    for file in folder.glob("*.safetensors"):
+        with suppress(OSError):  # a file system without permissions
+            shutil.copymode(other, file)
 
 
 def _native(path: Path) -> _Export:

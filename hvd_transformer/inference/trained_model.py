@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
+from hvd_transformer import __version__
 from hvd_transformer.checkpoint.saved_run import CONFIG, is_run
 from hvd_transformer.checkpoint.store import MODEL, read_state, resolve
 from hvd_transformer.checkpoint.stored_tensors import StoredTensors
@@ -28,6 +30,7 @@ from hvd_transformer.models.encoder_decoder import EncoderDecoder
 from hvd_transformer.models.language_model import LanguageModel
 
 FORMAT = 1  # of exported folders
+_SECTIONS = (("model", ModelConfig), ("translation", TranslationConfig))
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ def read_facts(path: Path) -> tuple[Path, dict[str, Any]]:
             known = False
         if not known:
             raise UserError(f"{path / CONFIG}: not a configuration written by `hvd-transformer export`")
+        _check_sections(path / CONFIG, facts)
         return path.resolve(), facts
     if (path / lora.ADAPTER).is_file():  # a folder of peft, which has nothing of ours
         rank = lora.check_adapters(path).get("r")
@@ -114,7 +118,7 @@ def read_facts(path: Path) -> tuple[Path, dict[str, Any]]:
     config = state["config"]
     sections = {
         section: {name: config[key] for name in kind.model_fields if (key := f"{section}.{name}") in config}
-        for section, kind in (("model", ModelConfig), ("translation", TranslationConfig))
+        for section, kind in _SECTIONS
     }
     if sections["model"].get("pretrained") is not None:
         model = ModelConfig(**sections["model"])
@@ -126,6 +130,20 @@ def read_facts(path: Path) -> tuple[Path, dict[str, Any]]:
     if (target_length := config.get("data.target_length")) is not None:
         facts["target_length"] = target_length
     return folder, facts | ({"labels": state["labels"]} if "labels" in state else {})
+
+
+def _check_sections(file: Path, facts: dict[str, Any]) -> None:
+    """Raise `UserError` if another version wrote what this one does not know, or someone changed it."""
+    for section, kind in _SECTIONS:
+        try:
+            kind.model_validate(facts.get(section, {}))
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, (section, *first["loc"])))
+            writer = facts.get("made_by", "an unknown version")
+            raise UserError(
+                f"{file}: {key}: {first['msg']}; written by {writer}, this is hvd-transformer {__version__}"
+            ) from None
 
 
 def read_adapters(folder: Path) -> dict[str, Tensor]:
