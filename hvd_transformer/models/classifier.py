@@ -57,8 +57,8 @@ def class_loss(logits: Tensor, labels: Tensor, smoothing: float, class_weights: 
 def classification_loss(
     logits: Tensor, labels: Tensor, smoothing: float, class_weights: Tensor | None, *, training: bool
 ) -> Tensor:
-    """`class_loss`; in evaluation a vector [1 + 3 × C]: the loss without smoothing, then for each class how often the
-    prediction, the most likely class of `logits` [B, C], is right, the number of `labels` [B], and that of predictions."""
+    """`class_loss`; in evaluation a vector [1 + 3 × C]: the loss without smoothing, then the numbers of hits, of
+    `labels` [B] and of predictions, the most likely classes of `logits` [B, C], of each class."""
     if training:
         return class_loss(logits, labels, smoothing, class_weights)
     num_classes, predicted = logits.size(-1), logits.argmax(-1)
