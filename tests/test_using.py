@@ -161,6 +161,16 @@ def test_a_text_goes_on_as_it_was_learned(language_model: Path, folder: Path) ->
         assert "--temperature" in run("hvd-transformer", *words, "--prompt", "a", "--temperature", wrong, code=2)
 
 
+def test_rows_of_a_model_without_a_token_are_not_written(folder: Path) -> None:
+    """`model.vocab_size` may be above the number of tokens; hardly trained, each row is as likely as a token."""
+    (folder / "ab.txt").write_text("ab" * 300)
+    more = ["data.tokenizer=char", "model.vocab_size=512", "data.split=[0.9, 0.1]", "training.text_samples=1"]
+    model = train(folder, "rows", folder / "ab.txt", *more, "training.max_steps=1")
+    words = ["generate", model, "--prompt", "a", "--tokens", 20]
+    for text in (run("hvd-transformer", *words).strip(), json.loads(run("hvd-transformer", *words, "--json"))["text"]):
+        assert len(text.replace("<unk>", "?")) == 21
+
+
 @pytest.mark.parametrize(("name", "kind"), [("translate", "translation"), ("classify", "classification")])
 def test_another_tasks_checkpoint_is_refused(language_model: Path, name: str, kind: str) -> None:
     message = run("hvd-transformer", name, language_model, text="x\n", code=2)

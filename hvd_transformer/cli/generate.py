@@ -72,13 +72,13 @@ def generate(
             raise UserError(
                 f"{place}: {len(row)} tokens; the model has {longest} positions and needs one for the next token"
             )
-    sampling = Sampling(temperature, top_k, top_p, seed)
+    sampling, end, vocab_size = Sampling(temperature, top_k, top_p, seed), tokenizer.document_end, tokenizer.vocab_size
     if len(texts) == 1 and not as_json:
         listener = _Stream(tokenizer, [] if chat else rows[0])
-        generate_batch(trained.model, rows, tokens, sampling, longest, listener, tokenizer.document_end)
+        generate_batch(trained.model, rows, tokens, sampling, longest, listener, end, vocab_size)
         click.echo()
         return
-    found = generate_batch(trained.model, rows, tokens, sampling, longest, end=tokenizer.document_end)
+    found = generate_batch(trained.model, rows, tokens, sampling, longest, end=end, vocab_size=vocab_size)
     for number, (text, row, more) in enumerate(zip(texts, rows, found, strict=True)):
         whole = tokenizer.decode(more if chat else [*row, *more])
         if as_json:

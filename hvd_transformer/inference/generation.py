@@ -67,6 +67,7 @@ def generate(
     max_length: int,
     listener: Callable[[int, int], object] = lambda number, token: None,
     end: int | None = None,
+    vocab_size: int | None = None,
 ) -> list[list[int]]:
     """Generate `num_tokens` tokens after each prompt, or fewer if `max_length` positions are used up or the text ends:
     with `end`, or with what the configuration of a model of transformers says. That token is not returned.
@@ -74,7 +75,8 @@ def generate(
     Prompts must have at least one token. They are processed side by side: while shorter prompts are continued, longer
     ones are still read. The tokens sampled for a prompt depend on the seed and the number of the prompt, not on other
     prompts. `model` is a `LanguageModel` or a causal language model of transformers. `listener` gets the number of a
-    prompt and its next token.
+    prompt and its next token. `vocab_size`: only tokens below it are sampled, since a model may have more rows than its
+    tokenizer has tokens.
     """
     device = next(model.parameters()).device
     generators = [_generator(sampling.seed, number) for number in range(len(prompts))]
@@ -86,7 +88,7 @@ def generate(
     length = min(map(len, rows))
     tokens = torch.tensor([row[:length] for row in rows], device=device)
     while True:
-        logits = steps.step(tokens).cpu().double()  # all at once: a GPU's host waits for each copy
+        logits = steps.step(tokens)[:, :vocab_size].cpu().double()  # all at once: a GPU's host waits for each copy
         for place, number in enumerate(active):
             if len(rows[number]) == length and length < ends[number]:
                 token = draw(logits[place], sampling, generators[number])

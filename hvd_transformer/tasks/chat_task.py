@@ -108,9 +108,8 @@ class ChatTask(ExampleTask):
             return ()
         prompts = [prompt.tolist() for prompt, _ in chosen]
         sampling = Sampling(seed=self.config.seed)
-        found = generate(
-            self.model, prompts, _NEW_TOKENS, sampling, limit, lambda *_: self.tick(), tokenizer.document_end
-        )
+        end, vocab_size = tokenizer.document_end, tokenizer.vocab_size
+        found = generate(self.model, prompts, _NEW_TOKENS, sampling, limit, lambda *_: self.tick(), end, vocab_size)
         return [
             {"prompt": tokenizer.decode(prompt), "reference": reference, "answer": tokenizer.decode(answer)}
             for (prompt, reference), answer in zip(chosen, found, strict=True)

@@ -102,3 +102,16 @@ def test_a_text_ends_with_its_end_token_which_is_not_part_of_it() -> None:
     heard: list[list[int]] = [[] for _ in prompts]
     found = generate(model, prompts, 12, sampling, MAX_LENGTH, lambda number, token: heard[number].append(token), end)
     assert found == heard == wanted
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_without_a_token_are_never_sampled(way: str) -> None:
+    """As if the model did not have them."""
+    model, prompts = random_model(tie_embeddings=False), [[3, 1], [0, 2, 5]]
+    found = generate(model, prompts, 12, WAYS[way], MAX_LENGTH, vocab_size=7)
+    assert max(generate(model, prompts, 12, WAYS[way], MAX_LENGTH)[0]) >= 7
+    with torch.no_grad():
+        model.head.weight, model.head.bias = (
+            torch.nn.Parameter(weight[:7]) for weight in (model.head.weight, model.head.bias)
+        )
+    assert found == plain_loop(model, prompts, 12, WAYS[way])
