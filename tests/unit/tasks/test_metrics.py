@@ -133,10 +133,10 @@ def test_the_numbers_are_scikit_learns(sample: tuple[int, np.ndarray], ranks: in
 
 
 def test_the_sums_of_many_classes_are_few() -> None:
-    """A confusion matrix of 50,000 classes would take 20 GB on each rank."""
-    logits, labels = torch.zeros(2, 50_000), torch.tensor([0, 49_999])
+    """A confusion matrix would have nine million."""
+    logits, labels = torch.zeros(2, 3_000), torch.tensor([0, 2_999])
     sums = classification_loss(logits, labels, 0.0, None, training=False)
-    assert len(sums) == 1 + 3 * 50_000
+    assert len(sums) == 1 + 3 * 3_000
     assert sums[1:].sum() == 1 + 2 + 2
 
 
