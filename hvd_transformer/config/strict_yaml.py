@@ -26,16 +26,20 @@ def parse(text: str) -> Any:
         content = yaml.load(text, Loader=_Loader)  # noqa: S506 - a safe loader
     except RecursionError:
         raise _too_deep() from None
-    _check_depth(content, _MOST_LEVELS)
+    if _depth(content, {}) > _MOST_LEVELS:
+        raise _too_deep()
     return content
 
 
-def _check_depth(content: Any, levels: int) -> None:
-    if isinstance(content, (list, dict)):
-        if not levels:
-            raise _too_deep()
-        for value in content.values() if isinstance(content, dict) else content:
-            _check_depth(value, levels - 1)
+def _depth(content: Any, known: dict[int, int]) -> int:
+    """How deep lists and tables are nested. `known`: of those seen, by id, since aliases may repeat one endlessly."""
+    if not isinstance(content, (list, dict)):
+        return 0
+    if id(content) not in known:
+        known[id(content)] = _MOST_LEVELS  # until its values are known, one of which it may be itself
+        values = content.values() if isinstance(content, dict) else content
+        known[id(content)] = 1 + max((_depth(value, known) for value in values), default=0)
+    return known[id(content)]
 
 
 def _too_deep() -> ValueError:

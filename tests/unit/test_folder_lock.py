@@ -82,8 +82,9 @@ def test_a_release_waits_for_a_renewal(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(FolderLock, "_in_place", slow)
     lock = FolderLock(tmp_path / ".lock", "a job")
+    before = threading.enumerate()
     lock.take()
-    (thread,) = (thread for thread in threading.enumerate() if thread.name == "folder lock" and thread.is_alive())
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "folder lock" and thread not in before)
     assert renews.wait(10)
     lock.release()
     thread.join(10)

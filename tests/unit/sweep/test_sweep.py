@@ -334,7 +334,7 @@ PARAMETERS = "parameters: {optimizer.lr: [1e-3, 1e-2]}\n"
         (PARAMETERS + "settings: {checkpoint.resume: never}\n", "settings: checkpoint.resume: the sweep sets it"),
         (PARAMETERS + "launch: \"-H 'a\"\n", "launch: -H 'a: No closing quotation"),
         (f"parameters: {{seed: {list(range(40))}, data.min_frequency: {list(range(1, 41))}}}\n", "1,600 combinations"),
-        ("parameters: {seed: &all [*all]}\n", "no value may contain itself"),
+        ("parameters: {seed: &all [*all]}\n", "nested more than 20 deep, or in themselves"),
     ],
 )  # fmt: skip
 def test_a_wrong_file_is_refused_in_one_line(text: str, line: str, tmp_path: Path) -> None:
