@@ -171,6 +171,18 @@ def test_rows_of_a_model_without_a_token_are_not_written(folder: Path) -> None:
         assert len(text.replace("<unk>", "?")) == 21
 
 
+def test_a_model_that_has_diverged_is_told(folder: Path) -> None:
+    """Its evaluation, after the step that spoilt it and before the one that would find out, ends in good order."""
+    (folder / "few.tsv").write_text("a b c\tc b a\nb c a\ta c b\n" * 20)
+    more = ["task=translation", "data.tokenizer=basic_english", "data.split=[0.8, 0.2]", "optimizer.warmup_steps=0"]
+    more += ["optimizer.lr=1e38", "optimizer.clip_norm=none", "training.max_steps=1"]
+    model = train(folder, "diverged", folder / "few.tsv", *more)
+    summary = json.loads((model / "summary.json").read_text())
+    assert summary["valid_bleu"] == 0
+    message = run("hvd-transformer", "translate", model / "checkpoints" / "latest", text="a b\n", code=2)
+    assert message.count("\n") == 1 and message.endswith("has values that are no numbers: the training has diverged\n")
+
+
 @pytest.mark.parametrize(("name", "kind"), [("translate", "translation"), ("classify", "classification")])
 def test_another_tasks_checkpoint_is_refused(language_model: Path, name: str, kind: str) -> None:
     message = run("hvd-transformer", name, language_model, text="x\n", code=2)

@@ -101,7 +101,9 @@ def translate_texts(
     beam, length_penalty = settings.beam, settings.length_penalty
     if isinstance(model, EncoderDecoder):
         found = translate(model, sources, num_positions, target_length, beam=beam, length_penalty=length_penalty)
-        return [tokenizer.decode_line(best[0].tokens) for best in found]
+        # There is no hypothesis where the log probabilities are no numbers: an evaluation may come before the step that
+        # finds out that training has diverged.
+        return [tokenizer.decode_line(best[0].tokens) if best else "" for best in found]
     assert isinstance(tokenizer, PairTokenizer)
     source = padded(sources, tokenizer.pad).to(next(model.parameters()).device)
     rows = model.generate(  # type: ignore[operator]  # of transformers

@@ -58,7 +58,7 @@ class Trained:
 
 
 def load_trained(path: Path, task: str, device: str = "cpu") -> Trained:
-    """Load the model in evaluation mode. Raises `UserError` if it is missing, damaged, or not of `task`."""
+    """Load the model in evaluation mode. Raises `UserError` if it is missing, damaged, diverged, or not of `task`."""
     folder, facts = read_facts(path)
     if facts["task"] != task:
         raise UserError(f"{path}: a checkpoint of task={facts['task']}, not of task={task}")
@@ -89,6 +89,9 @@ def load_trained(path: Path, task: str, device: str = "cpu") -> Trained:
         model = _merged(folder).to(device)
     else:
         model = pretrained.load_language_model(folder).to(device)
+    for name, weight in model.named_parameters():
+        if not weight.sum(dtype=torch.float32).isfinite():
+            raise UserError(f"{path}: {name} has values that are no numbers: the training has diverged")
     lengths = facts["longest"], facts.get("target_length")
     return Trained(config, translation, tokenizers, labels, *lengths, model.eval())
 
