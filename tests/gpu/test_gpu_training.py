@@ -76,6 +76,7 @@ def test_dropout_is_the_same_in_every_layout(corpus, tmp_path, layout, precision
         ("fp32", ["model.dropout=0.0"]),
         ("fp32", [DROPOUT]),
         ("bf16", ["model.dropout=0.0"]),
+        ("bf16", [DROPOUT]),
         ("bf16", [DROPOUT, "parallel.pipeline=2", "parallel.micro_batches=2"]),
     ],
 )
