@@ -10,7 +10,8 @@ from hvd_transformer.bench.checkpoint import CheckpointResult
 from hvd_transformer.bench.constants_file import with_link
 from hvd_transformer.bench.data import DataResult
 from hvd_transformer.bench.sizes import show_size
-from hvd_transformer.bench.train import StepTimes, TrainResult, training_constants
+from hvd_transformer.bench.train import StepTimes, TrainResult
+from hvd_transformer.bench.training_constants import training_constants
 from hvd_transformer.comm.world import World
 from hvd_transformer.config import Config
 from hvd_transformer.config.mixture import source_name

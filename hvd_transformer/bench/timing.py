@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Callable
-from statistics import mean, pstdev
+from statistics import mean, median, pstdev
 
 import torch
 
 from hvd_transformer.comm.group import Group
+from hvd_transformer.planning.scaling.step_time import slowest_of
 
 LEAST, MOST = 3, 1000  # repeats
 
@@ -60,3 +61,15 @@ def mean_over_ranks(group: Group, value: float) -> float:
 def relative_deviation(seconds: list[float]) -> float:
     """The standard deviation of the values, divided by their mean."""
     return pstdev(seconds) / mean(seconds)
+
+
+def rank_jitter(group: Group, seconds: list[float]) -> float:
+    """The standard deviation of the ranks' steps / their mean, from how long the slowest rank of each step takes.
+
+    What slows all ranks down at the same time does not count: nobody waits for it. By medians, so that single steps that
+    are held up do not decide. Equal on all ranks. Collective.
+    """
+    own = torch.tensor(seconds, dtype=torch.float64)
+    means = (group.all_reduce_(own, "bench.means") / group.size).tolist()
+    longer = [most / of_all - 1 for most, of_all in zip(slowest(group, seconds), means, strict=True)]
+    return median(longer) / slowest_of(group.size)

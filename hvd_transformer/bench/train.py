@@ -2,24 +2,33 @@
 
 Ranks first train alone, without any communication, then together as configured:
 
-    alone      the first rank of each host, in turn in smaller      training fraction,
+    alone      the first rank of each host, also in smaller         training fraction,
                micro-batches                                        seconds of a layer whatever its size
                all ranks at once                                    crowding, jitter
     together   all ranks                                            tokens per second, MFU, parts of a step
+
+The steps of "alone" take turns, so that what slows the machine down for a while slows all of them alike.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
 from typing import NamedTuple
 
 import torch
 
 from hvd_transformer.bench.synthetic_task import SyntheticTask, samples_per_step
-from hvd_transformer.bench.timing import call_seconds, mean_over_ranks, relative_deviation, repeats, slowest, warm_up
+from hvd_transformer.bench.timing import (
+    call_seconds,
+    mean_over_ranks,
+    rank_jitter,
+    relative_deviation,
+    repeats,
+    slowest,
+    warm_up,
+)
 from hvd_transformer.comm.world import World, agree
 from hvd_transformer.config import Config
 from hvd_transformer.config.batch_size import check_step_size
@@ -27,7 +36,6 @@ from hvd_transformer.data.sampler import Replica
 from hvd_transformer.errors import UserError
 from hvd_transformer.monitoring.heartbeat import Heartbeat
 from hvd_transformer.parallel.mesh import ParallelMesh
-from hvd_transformer.planning.constants import Constants, step_side
 from hvd_transformer.planning.memory_plan import batch_samples
 from hvd_transformer.planning.model_costs import fake_model, layer_costs
 from hvd_transformer.planning.partition import check_partition
@@ -63,7 +71,7 @@ class Alone(NamedTuple):
 
     first: list[StepTimes] | None
     together: float  # seconds of a step while all ranks compute: the mean over the ranks
-    jitter: float  # standard deviation of a rank's step / its mean: the mean over the ranks
+    jitter: float  # standard deviation of a rank's step / its mean
     pieces: list[StepTimes] | None = None  # like `first`, in smaller micro-batches; None: not measured
 
 
@@ -125,61 +133,7 @@ def bench_train(config: Config, vocab_size: int, seconds: float, world: World, h
         )
 
 
-def training_constants(config: Config, device: Constants, result: TrainResult) -> Constants:
-    """The constants of the device with those of training, on rank 0."""
-    if result.alone is None or result.alone.first is None:
-        return device
-    first, precision = result.alone.first, config.training.precision
-    fraction, layer_seconds = _fitted(config, device, result)
-    found = {
-        "training_fraction": {**device.training_fraction, precision: fraction},
-        "layer_seconds": layer_seconds,
-        "optimizer_seconds": median(step.update for step in first) / result.num_parameters,
-        "jitter": result.alone.jitter,
-    }
-    if result.world.local_size == device.devices_per_host:  # all devices of a host were busy
-        found["crowding"] = max(1.0, result.alone.together / median(step.work for step in first))
-    return device.model_copy(update=found)
-
-
-class _Passes(NamedTuple):
-    """A step of so many forwards and backwards."""
-
-    number: float
-    products: float  # seconds of its matrix products, at the rate of their size
-    seconds: float
-
-
-def _fitted(config: Config, device: Constants, result: TrainResult) -> tuple[float, float]:
-    """`training_fraction` and `layer_seconds`, from the same step in micro-batches of one or of two sizes:
-
-    seconds = number × layers × layer_seconds + products / training_fraction
-    """
-    assert result.alone is not None and result.alone.first is not None
-    whole = _passes(config, device, result, result.alone.first)
-    if result.alone.pieces is None:
-        return min(1.0, whole.products / whole.seconds), 0.0
-    pieces = _passes(_in_pieces(config), device, result, result.alone.pieces)
-    more_passes = pieces.number * whole.products - whole.number * pieces.products
-    more_seconds = pieces.seconds * whole.products - whole.seconds * pieces.products
-    layer_seconds = max(0.0, more_seconds / more_passes) / result.num_layers if more_passes > 0 else 0.0
-    # Of a busy machine the steps may say that layers take longer than a step: the products need their time, too.
-    most = max(0.0, whole.seconds - whole.products) / (whole.number * result.num_layers)
-    layer_seconds = min(layer_seconds, most)
-    rest = whole.seconds - whole.number * result.num_layers * layer_seconds
-    return min(1.0, whole.products / rest), layer_seconds
-
-
-def _passes(config: Config, device: Constants, result: TrainResult, steps: list[StepTimes]) -> _Passes:
-    samples = math.ceil(batch_samples(config) / config.parallel.micro_batches)
-    side = step_side(samples * config.data.sequence_length, config.model.d_model)
-    rate = device.matmul_rate(config.training.precision, side) * len(result.mesh.devices)
-    dp = result.mesh.dp
-    number = samples_per_step(config, dp) / dp / samples
-    return _Passes(number, result.flops / rate, median(step.compute for step in steps))
-
-
-def _in_pieces(config: Config) -> Config:
+def in_pieces(config: Config) -> Config:
     """With smaller micro-batches, if they can be smaller."""
     count = min(batch_samples(config), _MAX_PIECES * config.parallel.micro_batches)
     return config.model_copy(update={"parallel": config.parallel.model_copy(update={"micro_batches": count})})
@@ -227,30 +181,42 @@ def checked_mesh(config: Config, world: World, devices: Sequence[torch.device] |
     return mesh
 
 
+class _Timer:
+    """Trains step by step, and keeps the times."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer, self._plans = trainer, trainer.task.sampler.epoch()
+        self._found: list[tuple[float, StepResult]] = []
+
+    def step(self, config: Config) -> None:
+        """One step with this configuration, which may have other micro-batches. Collective, as a step is."""
+        self._trainer.config = config
+        results: list[StepResult] = []
+        seconds = call_seconds(lambda: results.append(self._trainer.step(next(self._plans))), self._trainer.mesh.device)
+        self._found.append((seconds, *results))
+
+    def taken(self) -> list[StepTimes]:
+        """The times of all steps since the last call."""
+        found, self._found = self._found, []
+        return [_times(total, result, self._trainer.world.size) for total, result in found]
+
+
 def _measure(trainer: Trainer, configs: Sequence[Config], seconds: float, world: World) -> list[list[StepTimes]]:
-    """This rank's steps with each configuration, which differ in micro-batches; as many as on the other ranks of
-    `world`, which need not be the trainer's. Collective.
-
-    They take turns, so that what slows the machine down for a while slows all alike.
-    """
-    device, plans = trainer.mesh.device, trainer.task.sampler.epoch()
-    results: list[StepResult] = []
-
-    def step(config: Config) -> None:
-        trainer.config = config
-        results.append(trainer.step(next(plans)))
+    """The steps of all ranks with each configuration, in turn. Collective."""
+    timer = _Timer(trainer)
 
     def turn() -> None:
         for config in configs:
-            step(config)
+            timer.step(config)
 
     with only_new_garbage():
-        count = repeats(seconds, warm_up(world, turn, device))
+        count = repeats(seconds, warm_up(world, turn, trainer.mesh.device))
         world.barrier()
-        results.clear()
-        totals = [call_seconds(partial(step, config), device) for _ in range(count) for config in configs]
+        timer.taken()
+        for _ in range(count):
+            turn()
     trainer.config = configs[0]
-    times = [_times(total, result, trainer.world.size) for total, result in zip(totals, results, strict=True)]
+    times = timer.taken()
     return [times[place :: len(configs)] for place in range(len(configs))]
 
 
@@ -271,26 +237,48 @@ def _alone(
     devices: Sequence[torch.device],
     heartbeat: Heartbeat,
 ) -> Alone:
-    """Each rank as a world of its own, with its share of the samples: first one per host, then all. Collective."""
+    """Each rank as a world of its own, with its share of the samples: one per host, and all at once. Collective."""
     own = World()
     samples = config.training.global_batch_size
     share = None if samples is None else math.ceil(samples / world.size)
     config = config.model_copy(update={"training": config.training.model_copy(update={"global_batch_size": share})})
     with trainer_of(config, vocab_size, own, heartbeat, devices) as trainer:
-        first: list[StepTimes] | None = None
-        pieces: list[list[StepTimes]] = []
-        if world.local_rank == 0:
-            first, *pieces = _measure(trainer, _with_pieces(trainer), seconds / 2, own)
+        return _in_turn(trainer, _with_pieces(trainer), seconds, world)
+
+
+def _in_turn(trainer: Trainer, configs: Sequence[Config], seconds: float, world: World) -> Alone:
+    """A step of the first rank of each host with each configuration, then one of all ranks at once, and again.
+
+    Collective over `world`; the trainer is in a world of its own.
+    """
+    timer = _Timer(trainer)
+    own: list[StepTimes] = []  # by this rank, while the others of its host wait
+    together: list[StepTimes] = []
+
+    def turn() -> None:
+        for config in configs if world.local_rank == 0 else ():
+            timer.step(config)
+        own.extend(timer.taken())
         world.barrier()
-        (together,) = _measure(trainer, [trainer.config], seconds / 2, world)
+        timer.step(configs[0])
+        together.extend(timer.taken())
+        world.barrier()
+
+    with only_new_garbage():
+        count = repeats(seconds, warm_up(world, turn, trainer.mesh.device))
+        own.clear()
+        together.clear()
+        for _ in range(count):
+            turn()
+    first, *pieces = [own[place :: len(configs)] for place in range(len(configs))]
     work = [step.work for step in together]
-    return Alone(first, mean_over_ranks(world, median(work)), mean_over_ranks(world, relative_deviation(work)), *pieces)
+    return Alone(first or None, mean_over_ranks(world, median(work)), rank_jitter(world, work), *pieces)
 
 
 def _with_pieces(trainer: Trainer) -> list[Config]:
     """The configuration, and with smaller micro-batches if they can be smaller. Not with a pipeline or on a GPU, which
     computes while Python goes ahead: both hide what a micro-batch costs."""
-    config, smaller = trainer.config, _in_pieces(trainer.config)
+    config, smaller = trainer.config, in_pieces(trainer.config)
     hides = config.parallel.pipeline > 1 or trainer.mesh.device.type != "cpu"
     return [config] if hides or smaller == config else [config, smaller]
 

@@ -6,7 +6,16 @@ import pytest
 import torch
 from thread_world import make_worlds, on_ranks
 
-from hvd_transformer.bench.timing import LEAST, MOST, mean_over_ranks, relative_deviation, repeats, slowest, warm_up
+from hvd_transformer.bench.timing import (
+    LEAST,
+    MOST,
+    mean_over_ranks,
+    rank_jitter,
+    relative_deviation,
+    repeats,
+    slowest,
+    warm_up,
+)
 
 CPU = torch.device("cpu")
 
@@ -43,3 +52,21 @@ def test_relative_deviation() -> None:
     values = [1.0, 2.0, 4.0, 5.0]
     assert relative_deviation(values) == pytest.approx(statistics.pstdev(values) / 3)
     assert relative_deviation([2.0, 2.0]) == 0
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_jitter_is_what_ranks_wait_for_each_other_not_the_pace_of_them_all(size: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    pace = 1 + torch.rand(2000, generator=generator, dtype=torch.float64)  # of the whole machine
+    own = 1 + 0.05 * torch.randn(size, 2000, generator=generator, dtype=torch.float64)
+    worlds = make_worlds(size)
+
+    def jitter(steps: torch.Tensor) -> list[float]:
+        return on_ranks(worlds, lambda world: rank_jitter(world, (pace * steps[world.rank]).tolist()))
+
+    found = jitter(own)
+    assert found == [found[0]] * size and found[0] == pytest.approx(
+        0.05, rel=0.25
+    )  # by medians: of two ranks a little less
+    assert jitter(torch.ones_like(own)) == pytest.approx([0.0] * size)
+    assert relative_deviation((pace * own[0]).tolist()) > 0.15

@@ -4,7 +4,8 @@ import pytest
 from test_synthetic_task import SMALL, B, T, V
 from thread_world import make_worlds
 
-from hvd_transformer.bench.train import Alone, StepTimes, TrainResult, _times, bench_train, training_constants
+from hvd_transformer.bench.train import Alone, StepTimes, TrainResult, _times, bench_train
+from hvd_transformer.bench.training_constants import training_constants
 from hvd_transformer.comm.world import World
 from hvd_transformer.config import load
 from hvd_transformer.monitoring.heartbeat import Heartbeat
