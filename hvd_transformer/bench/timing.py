@@ -66,7 +66,7 @@ def relative_deviation(seconds: list[float]) -> float:
 def rank_jitter(group: Group, seconds: list[float]) -> float:
     """The standard deviation of the ranks' steps / their mean, from how long the slowest rank of each step takes.
 
-    What slows all ranks down at the same time does not count: nobody waits for it. By medians, so that single steps that
+    What slows all ranks down at the same time does not count: nobody waits for it. The median, so that a few steps that
     are held up do not decide. Equal on all ranks. Collective.
     """
     own = torch.tensor(seconds, dtype=torch.float64)
