@@ -70,6 +70,6 @@ def rank_jitter(group: Group, seconds: list[float]) -> float:
     are held up do not decide. Equal on all ranks. Collective.
     """
     own = torch.tensor(seconds, dtype=torch.float64)
-    means = (group.all_reduce_(own, "bench.means") / group.size).tolist()
+    means: list[float] = (group.all_reduce_(own, "bench.means") / group.size).tolist()
     longer = [most / of_all - 1 for most, of_all in zip(slowest(group, seconds), means, strict=True)]
-    return median(longer) / slowest_of(group.size)
+    return float(median(longer)) / slowest_of(group.size)

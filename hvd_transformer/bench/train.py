@@ -193,7 +193,7 @@ class _Timer:
         self._trainer.config = config
         results: list[StepResult] = []
         seconds = call_seconds(lambda: results.append(self._trainer.step(next(self._plans))), self._trainer.mesh.device)
-        self._found.append((seconds, *results))
+        self._found.append((seconds, results[0]))
 
     def taken(self) -> list[StepTimes]:
         """The times of all steps since the last call."""
