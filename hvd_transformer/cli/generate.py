@@ -1,7 +1,7 @@
 """`hvd-transformer generate`: continues texts with a language model."""
 
 import json
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,6 +62,7 @@ def generate(
     trained = options.load_model(checkpoint, "language_model", device)
     from hvd_transformer.inference.generation import Sampling
     from hvd_transformer.inference.generation import generate as generate_batch
+    from hvd_transformer.inference.text_stream import TextStream
 
     tokenizer, longest = trained.tokenizers["text"], trained.num_positions
     rows = _as_messages(tokenizer, texts, checkpoint) if chat else [tokenizer.encode(text).tolist() for text in texts]
@@ -74,8 +75,13 @@ def generate(
             )
     sampling, end, vocab_size = Sampling(temperature, top_k, top_p, seed), tokenizer.document_end, tokenizer.vocab_size
     if len(texts) == 1 and not as_json:
-        listener = _Stream(tokenizer, [] if chat else rows[0])
-        generate_batch(trained.model, rows, tokens, sampling, longest, listener, end, vocab_size)
+        stream = TextStream(tokenizer)
+
+        def show(more: Sequence[int]) -> None:
+            click.echo(stream.add(more), nl=False)
+
+        show([] if chat else rows[0])
+        generate_batch(trained.model, rows, tokens, sampling, longest, lambda _, token: show([token]), end, vocab_size)
         click.echo()
         return
     found = generate_batch(trained.model, rows, tokens, sampling, longest, end=end, vocab_size=vocab_size)
@@ -103,21 +109,3 @@ def _as_messages(tokenizer: "Tokenizer", texts: list[str], checkpoint: Path) -> 
         return [template.prompt([{"role": "user", "content": text}]).tolist() for text in texts]
     except ValueError as error:
         raise UserError(f"--chat: {error}") from None
-
-
-class _Stream:
-    """Write a text as it grows, except for a character whose bytes are still incomplete."""
-
-    def __init__(self, tokenizer: "Tokenizer", tokens: list[int]) -> None:
-        self.tokenizer, self.tokens, self.shown = tokenizer, tokens.copy(), 0
-        self._write()
-
-    def __call__(self, _: int, token: int) -> None:
-        self.tokens.append(token)
-        self._write()
-
-    def _write(self) -> None:
-        whole = self.tokenizer.decode(self.tokens).rstrip("\ufffd")
-        sys.stdout.write(whole[self.shown :])
-        sys.stdout.flush()
-        self.shown = max(self.shown, len(whole))
