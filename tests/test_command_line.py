@@ -243,3 +243,10 @@ def test_a_folder_of_another_user(folder: Path, words: str, monkeypatch: pytest.
     monkeypatch.setattr(Path, "stat", refused_stat)
     line = told(command("hvd-transformer", *words.split(), folder=folder))
     assert re.fullmatch(r"hvd-transformer: secret/\w+: (cannot be read: )?Permission denied", line)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_to_a_full_disk(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([BIN / "hvd-train", "--print-config"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "hvd-train: the output cannot be written: No space left on device\n")

@@ -1,5 +1,6 @@
 """`hvd-transformer COMMAND`: the command group; a command is imported only when it is called."""
 
+import errno
 import os
 import sys
 from importlib import import_module
@@ -12,7 +13,7 @@ from hvd_transformer.errors import WRONG_INPUT, UserError
 def run(command: click.Command, name: str) -> None:
     """Run `command` on this process's arguments and exit; invalid input gives one line on stderr and exit code 2.
 
-    So does a file of another user that a command does not expect.
+    So does a file of another user that a command does not expect. Output to a full disk gives exit code 1.
     """
     try:
         sys.exit(command.main(prog_name=name, standalone_mode=False))
@@ -29,11 +30,19 @@ def run(command: click.Command, name: str) -> None:
     except click.Abort:
         show(name, "interrupted")
         sys.exit(1)
-    except PermissionError as error:
-        if error.filename is None:
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            show(name, "the output cannot be written: " + _described(error))
+            sys.exit(1)
+        if not isinstance(error, PermissionError) or error.filename is None:
             raise
-        show(name, f"{os.fsdecode(error.filename)}: {error.strerror}")
+        show(name, _described(error))
         sys.exit(WRONG_INPUT)
+
+
+def _described(error: OSError) -> str:
+    file = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+    return f"{file}{error.strerror}"
 
 
 def show(name: str, error: Exception | str) -> None:
