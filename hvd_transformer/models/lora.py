@@ -50,6 +50,8 @@ def check_adapters(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read: {error}") from None
     if kind != ("LORA", "CAUSAL_LM"):
         raise UserError(f"{path}: only LoRA's adapters of causal language models are supported")
+    if found.get("use_dora"):
+        raise UserError(f"{path}: use_dora=true: DoRA is not supported; merge its adapters with peft first")
     return dict(found)
 
 
