@@ -181,43 +181,36 @@ def checked_mesh(config: Config, world: World, devices: Sequence[torch.device] |
     return mesh
 
 
-class _Timer:
-    """Trains step by step, and keeps the times."""
+class _Steps:
+    """The trainer's steps, one after the other."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._plans = trainer, trainer.task.sampler.epoch()
-        self._found: list[tuple[float, StepResult]] = []
 
-    def step(self, config: Config) -> None:
+    def timed(self, config: Config) -> StepTimes:
         """One step with this configuration, which may have other micro-batches. Collective, as a step is."""
-        self._trainer.config = config
-        results: list[StepResult] = []
-        seconds = call_seconds(lambda: results.append(self._trainer.step(next(self._plans))), self._trainer.mesh.device)
-        self._found.append((seconds, results[0]))
-
-    def taken(self) -> list[StepTimes]:
-        """The times of all steps since the last call."""
-        found, self._found = self._found, []
-        return [_times(total, result, self._trainer.world.size) for total, result in found]
+        trainer, results = self._trainer, list[StepResult]()
+        trainer.config = config
+        total = call_seconds(lambda: results.append(trainer.step(next(self._plans))), trainer.mesh.device)
+        return _times(total, results[0], trainer.world.size)
 
 
 def _measure(trainer: Trainer, configs: Sequence[Config], seconds: float, world: World) -> list[list[StepTimes]]:
     """The steps of all ranks with each configuration, in turn. Collective."""
-    timer = _Timer(trainer)
+    steps = _Steps(trainer)
+    found: list[StepTimes] = []
 
     def turn() -> None:
-        for config in configs:
-            timer.step(config)
+        found.extend([steps.timed(config) for config in configs])
 
     with only_new_garbage():
         count = repeats(seconds, warm_up(world, turn, trainer.mesh.device))
         world.barrier()
-        timer.taken()
+        found.clear()
         for _ in range(count):
             turn()
     trainer.config = configs[0]
-    times = timer.taken()
-    return [times[place :: len(configs)] for place in range(len(configs))]
+    return [found[place :: len(configs)] for place in range(len(configs))]
 
 
 def _times(total: float, result: StepResult, num_ranks: int) -> StepTimes:
@@ -251,17 +244,15 @@ def _in_turn(trainer: Trainer, configs: Sequence[Config], seconds: float, world:
 
     Collective over `world`; the trainer is in a world of its own.
     """
-    timer = _Timer(trainer)
-    own: list[StepTimes] = []  # by this rank, while the others of its host wait
+    steps = _Steps(trainer)
+    own: list[StepTimes] = []  # while the other ranks of its host wait
     together: list[StepTimes] = []
 
     def turn() -> None:
-        for config in configs if world.local_rank == 0 else ():
-            timer.step(config)
-        own.extend(timer.taken())
+        if world.local_rank == 0:
+            own.extend([steps.timed(config) for config in configs])
         world.barrier()
-        timer.step(configs[0])
-        together.extend(timer.taken())
+        together.append(steps.timed(configs[0]))
         world.barrier()
 
     with only_new_garbage():

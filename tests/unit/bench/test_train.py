@@ -1,17 +1,21 @@
-"""What `bench train` makes of its measurements: parts of a step, MFU, constants."""
+"""What `bench train` measures, and makes of it: parts of a step, MFU, constants."""
+
+import threading
 
 import pytest
 from test_synthetic_task import SMALL, B, T, V
-from thread_world import make_worlds
+from thread_world import make_worlds, on_ranks
 
 from hvd_transformer.bench.train import Alone, StepTimes, TrainResult, _times, bench_train
 from hvd_transformer.bench.training_constants import training_constants
 from hvd_transformer.comm.world import World
 from hvd_transformer.config import load
+from hvd_transformer.data.sampler import StepPlan
 from hvd_transformer.monitoring.heartbeat import Heartbeat
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.planning.constants import Constants, step_side
 from hvd_transformer.training.state import NO_WISHES, StepResult, StepTotals
+from hvd_transformer.training.trainer import Trainer
 
 CONFIG = load(overrides=SMALL)
 TOTALS = StepTotals(1.0, 1, 1, NO_WISHES)
@@ -105,3 +109,26 @@ def test_real_steps(one_thread: None) -> None:
 
 def test_random_tokens_do_not_diverge_whatever_the_rate(one_thread: None) -> None:
     assert bench_train(load(overrides=[*SMALL, "optimizer.lr=1e9"]), V, 0.01, World(), Heartbeat()).step > 0
+
+
+def test_one_rank_and_all_ranks_take_turns_alone(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[tuple[str, int, int]] = []  # thread, ranks of its world, micro-batches
+    step = Trainer.step
+
+    def spy(trainer: Trainer, plan: StepPlan) -> StepResult:
+        taken.append((threading.current_thread().name, trainer.world.size, trainer.config.parallel.micro_batches))
+        return step(trainer, plan)
+
+    monkeypatch.setattr(Trainer, "step", spy)
+    worlds = make_worlds(2)
+    worlds[1].local_rank = 1
+    first, second = on_ranks(worlds, lambda world: bench_train(CONFIG, V, 0.01, world, Heartbeat()))
+    alone = [(thread, count) for thread, size, count in taken if size == 1]
+    one, *_ = alone[0]
+    (other,) = {thread for thread, _ in alone} - {one}
+    for turn in zip(*[iter(alone)] * 4, strict=True):
+        assert turn[:2] == ((one, 1), (one, B))  # while the other rank waits
+        assert sorted(turn[2:]) == sorted([(one, 1), (other, 1)])
+    assert first.alone is not None and second.alone is not None
+    assert first.alone.first is not None and second.alone.first is None
+    assert first.alone.jitter == second.alone.jitter and first.alone.together == second.alone.together
