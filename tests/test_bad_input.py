@@ -69,11 +69,19 @@ def write_folder(folder: Path, **texts: str | bytes) -> Path:
         (["model.num_layer=1"], "unknown key, did you mean model.num_layers?"),
         (
             ["training.batch_size=many"],
-            "training.batch_size=many (command line): must be a number of at least 1, or auto",
+            "training.batch_size=many (command line): must be a number from 1 to 1000000000000, or auto",
         ),
         (["training.compile=perhaps"], "training.compile=perhaps (command line): must be a valid boolean"),
         (["training.stall_seconds=0"], "training.stall_seconds=0 (command line): must be greater than 0"),
-        (["training.batch_size=0"], "training.batch_size=0 (command line): must be a number of at least 1, or auto"),
+        (
+            ["training.batch_size=0"],
+            "training.batch_size=0 (command line): must be a number from 1 to 1000000000000, or auto",
+        ),
+        (
+            [f"training.epochs={10**13}"],
+            f"training.epochs={10**13} (command line): must be less than or equal to {10**12}",
+        ),
+        (["model.num_layers=20000"], "model.num_layers=20000 (command line): must be less than or equal to 10000"),
         (["model.dropout=1.5"], "model.dropout=1.5 (command line): must be less than 1"),
         (["optimizer.schedule=foo"], "must be 'constant', 'step', 'cosine', 'linear', 'wsd' or 'noam'"),
         (["model.d_model=30", "model.num_heads=4"], "model.d_model=30: must be a multiple of model.num_heads=4"),

@@ -75,7 +75,7 @@ def folder(tmp_path: Path) -> Path:
 
 CONFIGURATIONS = {
     "nonsense=1": KEY,
-    "training.batch_size=0": "training.batch_size=0 (command line): must be a number of at least 1, or auto",
+    "training.batch_size=0": "training.batch_size=0 (command line): must be a number from 1 to 1000000000000, or auto",
     "model.d_model=30 model.num_heads=4": "model.d_model=30: must be a multiple of model.num_heads=4",
     "--preset tinny": "--preset tinny: no such preset, did you mean tiny?",
     "--config absent.yaml": "absent.yaml: cannot be read: No such file or directory",

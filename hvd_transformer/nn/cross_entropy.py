@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from hvd_transformer.nn.contracts import WeightGrads
 from hvd_transformer.nn.kernels import Kernels
 from hvd_transformer.nn.parallel_layers import VocabShard, local_vocab_index, out_of_graph
+from hvd_transformer.nn.planned import chunks
 from hvd_transformer.nn.products import add_product_, autocast_dtype, zeros_beside
 
 # Tokens per chunk: a GPU wants large matrices. On a CPU at least CPU_CHUNK, and up to CPU_LOGITS logits: 16 MiB, which
@@ -94,8 +95,8 @@ class _FusedCrossEntropy(torch.autograd.Function):
         if factor.is_cuda and factor.dtype.itemsize == 2:
             num_zeros = zeros_beside(factor)
             factor, offset = F.pad(factor, (0, 0, 0, num_zeros)), None if bias is None else F.pad(bias, (0, num_zeros))
-        for start in range(0, hidden.size(0), chunk):
-            values, goal = hidden[start : start + chunk], targets[start : start + chunk, None]
+        for part in chunks(hidden.size(0), chunk, sums=not keeps_slopes):
+            values, goal = hidden[part], targets[part, None]
             if narrow is not None:
                 values = values.to(narrow)
             whole = F.linear(values, factor, offset)
@@ -111,11 +112,11 @@ class _FusedCrossEntropy(torch.autograd.Function):
                 grad_bias += slope.sum(0)
             if slope.dtype != logits.dtype:
                 slope = logits.copy_(slope)  # beside the zeros of `whole`
-            grad_hidden[start : start + chunk] = (whole if num_zeros else slope) @ factor
+            grad_hidden[part] = (whole if num_zeros else slope) @ factor
             if grad_weight is None:
                 slopes.append(slope)
             else:
-                add_product_(grad_weight, slope.t(), values, first=start == 0)
+                add_product_(grad_weight, slope.t(), values, first=part.start == 0)
         if shard is not None:
             waits = [shard.group.sum_(sums) for sums in (loss[None], grad_hidden) if sums is not None]
             for wait in waits:

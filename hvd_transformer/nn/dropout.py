@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hvd_transformer.nn.kernels import DropoutBits, FusibleLayer, dropout_threshold
-from hvd_transformer.nn.on_gpu import on_gpu
+from hvd_transformer.nn.planned import on_gpu
 
 
 class _Here(threading.local):

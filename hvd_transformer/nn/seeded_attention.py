@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hvd_transformer.nn.dropout import Dropout, seed_here
-from hvd_transformer.nn.on_gpu import on_gpu
+from hvd_transformer.nn.planned import on_gpu
 from hvd_transformer.nn.products import autocast_dtype
 
 aten = torch.ops.aten

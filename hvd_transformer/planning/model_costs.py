@@ -5,6 +5,7 @@ operators are those of the CPU, with autocast. torch's meta device would use oth
 attention weights [B, H, T, T], and has no autocast.
 """
 
+import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,13 +19,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from hvd_transformer.config.schema import Config
+from hvd_transformer.errors import UserError
 from hvd_transformer.gradients.muon import hidden_matrices
 from hvd_transformer.gradients.weight_grads import WeightGradStore
 from hvd_transformer.nn.contracts import Layer, MicroBatch, Tensors
 from hvd_transformer.nn.cross_entropy import GPU_CHUNK
 from hvd_transformer.nn.dropout import Dropout
-from hvd_transformer.nn.on_gpu import planned_on_gpu
 from hvd_transformer.nn.parallel_layers import WeightGradLayer
+from hvd_transformer.nn.planned import planned_for, planned_on_gpu
 from hvd_transformer.parallel.pipeline import layer_context
 from hvd_transformer.parallel.precision import product_dtype, weight_dtype
 from hvd_transformer.parallel.tensor_parallel import shard_model
@@ -83,11 +85,16 @@ class FakeModel(NamedTuple):
 
 @contextmanager
 def fake_model(config: Config, vocab_size: int, num_samples: int) -> Iterator[FakeModel]:
-    """The model as in training. Tensors that are created inside this context are fake."""
+    """The model as in training. Tensors that are created inside this context are fake.
+
+    Raises `UserError` if one of them has more bytes than a 64-bit number tells.
+    """
     # If training may use a GPU, the GPU's chunk is planned for: it is the larger one.
     chunk = config.model.loss_chunk or (None if config.training.device == "cpu" else GPU_CHUNK)
     on_gpu = for_gpu(config)
-    with FakeTensorMode(), planned_on_gpu(on_gpu), ExitStack() as stack:
+    with ExitStack() as stack:
+        for inside in (_sizes_in_64_bits(), FakeTensorMode(), planned_on_gpu(on_gpu), planned_for("memory")):
+            stack.enter_context(inside)
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(weight_dtype(config.training.precision))
         planned = config.model_copy(update={"model": config.model.model_copy(update={"loss_chunk": chunk})})
@@ -106,6 +113,17 @@ def fake_model(config: Config, vocab_size: int, num_samples: int) -> Iterator[Fa
             # Creates the position tables, which stay.
             forward(layers, batch.inputs, batch.targets, context, recompute=False)
             yield FakeModel(layers, batch, store, context, blocks_compiled)
+
+
+@contextmanager
+def _sizes_in_64_bits() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        sizes = re.search(r"overflowed with sizes=(\[.*?\])", str(error))
+        if sizes is None:
+            raise
+        raise UserError(f"the model needs a tensor of sizes {sizes[1]}: more bytes than 64 bits count") from None
 
 
 def for_gpu(config: Config) -> bool:
@@ -193,10 +211,11 @@ def _flops(model: FakeModel, layer: Layer, tensors: Tensors, targets: Tensors) -
     This is a run of its own because FLOP counters keep tensors alive, which would disturb the memory count.
     """
     counters = [FlopCounterMode(display=False, custom_mapping=_MORE_PRODUCTS) for _ in range(3)]
-    with counters[0]:
-        outputs = forward([layer], received(tensors), targets, model.context, recompute=False)
-    with counters[1], model.store.deferring():
-        backward(outputs)
-    with counters[2]:
-        model.store.run_oldest()
+    with planned_for("flops"):
+        with counters[0]:
+            outputs = forward([layer], received(tensors), targets, model.context, recompute=False)
+        with counters[1], model.store.deferring():
+            backward(outputs)
+        with counters[2]:
+            model.store.run_oldest()
     return [counter.get_total_flops() for counter in counters]

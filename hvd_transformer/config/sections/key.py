@@ -5,6 +5,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+# Of whole numbers: far more than any job needs, and few enough for a sum of them in 64 bits.
+LARGEST = 10**12
+
 
 def _key(may_change: bool, default: Any, description: str, *, allowed: str | None = None, **limits: Any) -> Any:
     """One key: its default, its description in `--help`, its range.
@@ -13,6 +16,8 @@ def _key(may_change: bool, default: Any, description: str, *, allowed: str | Non
     union may be, for messages; pydantic's messages name only one of the alternatives.
     """
     extra: dict[str, Any] = {"may_change": may_change, "allowed": allowed}
+    if isinstance(default, int) and "ge" in limits and "lt" not in limits:
+        limits.setdefault("le", LARGEST)
     return Field(default, description=description, json_schema_extra=extra, **limits)
 
 
@@ -26,7 +31,7 @@ def none_word(value: Any) -> Any:
 
 
 # On the command line every value is a word: `training.max_steps=none` means no limit.
-OptionalCount = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(none_word)]
+OptionalCount = Annotated[Annotated[int, Field(ge=1, le=LARGEST)] | None, BeforeValidator(none_word)]
 OptionalPositive = Annotated[Annotated[float, Field(gt=0)] | None, BeforeValidator(none_word)]
 OptionalName = Annotated[Annotated[str, Field(min_length=1)] | None, BeforeValidator(none_word)]
 

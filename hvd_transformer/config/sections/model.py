@@ -19,6 +19,8 @@ RopeScaling = Annotated[dict[str, float | str] | None, BeforeValidator(none_word
 LoraTargets = Annotated[
     Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] | None, BeforeValidator(none_word)
 ]
+_MOST_LAYERS = 10_000
+OptionalLayers = Annotated[Annotated[int, Field(ge=1, le=_MOST_LAYERS)] | None, BeforeValidator(none_word)]
 OptionalBool = Annotated[bool | None, BeforeValidator(none_word)]
 
 
@@ -50,8 +52,8 @@ class ModelConfig(Section):
         "language_model: rows of the embedding and the output layer, at least one per token of the tokenizer; none: as "
         "many as it has tokens",
     )
-    num_layers: int = fixed(4, "number of Transformer blocks; in the encoder, if there is one", ge=1)
-    num_decoder_layers: OptionalCount = fixed(None, "number of decoder blocks, for translation; none: num_layers")
+    num_layers: int = fixed(4, "number of Transformer blocks; in the encoder, if there is one", ge=1, le=_MOST_LAYERS)
+    num_decoder_layers: OptionalLayers = fixed(None, "number of decoder blocks, for translation; none: num_layers")
     d_model: int = fixed(192, "model width; a multiple of num_heads", ge=1)
     num_heads: int = fixed(6, "number of attention heads", ge=1)
     num_kv_heads: OptionalCount = fixed(

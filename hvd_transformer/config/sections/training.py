@@ -4,10 +4,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hvd_transformer.config.sections.key import OptionalCount, OptionalPositive, Section, changeable, fixed
+from hvd_transformer.config.sections.key import (
+    LARGEST,
+    OptionalCount,
+    OptionalPositive,
+    Section,
+    changeable,
+    fixed,
+)
 from hvd_transformer.errors import UserError
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=LARGEST)]
 
 
 class TrainingConfig(Section):
@@ -19,7 +26,7 @@ class TrainingConfig(Section):
         8,
         "samples per replica and accumulation step; auto: the largest that fits into the memory of every rank, found "
         "once per run; needs global_batch_size",
-        allowed="a number of at least 1, or auto",
+        allowed=f"a number from 1 to {LARGEST}, or auto",
     )
     eval_batch_size: OptionalCount = changeable(None, "batch size in evaluation; none: batch_size")
     eval_batches: OptionalCount = changeable(

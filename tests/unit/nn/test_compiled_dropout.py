@@ -6,7 +6,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from hvd_transformer.nn.compiled_dropout import give_keys
 from hvd_transformer.nn.dropout import Dropout, dropout_key, dropped, number_dropouts
-from hvd_transformer.nn.on_gpu import planned_on_gpu
+from hvd_transformer.nn.planned import planned_on_gpu
 
 RATE = 0.3
 

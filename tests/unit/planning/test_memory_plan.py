@@ -283,6 +283,12 @@ def test_a_vocabulary_that_only_the_data_knows(words: list[str]) -> None:
         make_plan(load(overrides=[*SMALL, *words]))
 
 
+@pytest.mark.parametrize("word", ["model.d_feedforward=1000000000000", "training.batch_size=1000000000000"])
+def test_sizes_beyond_64_bits(word: str) -> None:
+    with pytest.raises(UserError, match=r"a tensor of sizes \[.*1000000000000.*\]: more bytes than 64 bits count"):
+        make_plan(load(overrides=[*SMALL, "model.d_model=40000000", word]), V)
+
+
 @pytest.mark.parametrize(("ranks", "tensor", "dp"), [(1, 1, 1), (4, 1, 4), (6, 2, 3)])
 @pytest.mark.parametrize("optimizer", ["optimizer.name=sgd", "optimizer.name=adamw"])
 def test_replicas_share_the_optimizer(optimizer: str, ranks: int, tensor: int, dp: int) -> None:

@@ -10,6 +10,7 @@ from small_plan import SMALL, D, F, T, V, small_plan
 from hvd_transformer.config import load
 from hvd_transformer.gradients.weight_grads import WeightGradStore
 from hvd_transformer.models.language_model import LanguageModel, language_model_layers
+from hvd_transformer.nn import cross_entropy
 from hvd_transformer.nn.dropout import dropout_key
 from hvd_transformer.nn.parallel_layers import WeightGradLayer
 from hvd_transformer.planning.layer_profile import gradients_as_in_training
@@ -31,6 +32,30 @@ def test_flops_of_a_block_and_the_head() -> None:
     assert block.backward_flops == 2 * products + 5 * attention  # the fused kernel forms the scores again
     # Logits, and the gradients of what they come from: all in forward.
     assert (head.forward_flops, head.backward_flops) == (3 * 2 * tokens * V * D, 0)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["training.device=cuda", "training.precision=bf16", "training.label_smoothing=0.1"],
+        ["parallel.tensor=2", "parallel.vocab_parallel=true", "parallel.pipeline=2", "parallel.partition=uniform"],
+        ["training.precision=fp64", "model.tie_embeddings=false", "optimizer.name=muon"],
+    ],
+)
+@pytest.mark.parametrize("chunk", [3, 16, 25])
+def test_a_loss_in_fewer_chunks_costs_the_same(words: list[str], chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = [f"model.loss_chunk={chunk}", *words]
+    found, asked = small_plan(*settings), 0
+
+    def all_chunks(size: int, chunk: int, *, sums: bool) -> list[slice]:
+        nonlocal asked
+        asked = max(asked, -(-size // chunk))
+        return [slice(start, start + chunk) for start in range(0, size, chunk)]
+
+    monkeypatch.setattr(cross_entropy, "chunks", all_chunks)
+    assert small_plan(*settings) == found
+    assert asked > 2
 
 
 # On the meta device its attention of float64 keeps a logarithm per row as float32.

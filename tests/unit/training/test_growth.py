@@ -191,6 +191,14 @@ def test_a_plan_by_its_layers() -> None:
     assert_straight(plan, 1, 2, 4)
 
 
+def test_a_plan_by_its_batch() -> None:
+    def plan(size: int) -> Costs:
+        config = settings(f"training.batch_size={size}", "model.loss_chunk=32")
+        return {"plan": calls(lambda: make_plan(config, VOCABULARY))}
+
+    assert plan(64)["plan"] < 1.1 * plan(16)["plan"]  # the loss has four times as many chunks
+
+
 def test_a_run_by_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(charts.Figure, "savefig", lambda figure, file, format: None)  # matplotlib's calls vary
 
