@@ -19,10 +19,15 @@ from hvd_transformer.own_folder import make_own_folder
 
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared")
 _SECONDS = 120.0
+_END = b"\nhvd-transformer\n"  # of a kept library: to load one that a crash of the host has cut would be a bus error
 
 
 class CannotCompile(Exception):
     """Why there is no library on this machine, in one line."""
+
+
+class _CannotLoad(CannotCompile):
+    """The library is there, but cannot be loaded."""
 
 
 class NativeLibrary(NamedTuple):
@@ -40,15 +45,17 @@ class NativeLibrary(NamedTuple):
         file = self._file(folder)
         try:
             make_own_folder(folder)
-            if not file.exists():
+            if not _is_whole(file):
                 partial = file.with_name(f".{uuid4().hex}.so")
                 try:
                     self._compile(partial)
+                    with partial.open("ab") as end:
+                        end.write(_END)
                     partial.replace(file)
                 finally:
                     partial.unlink(missing_ok=True)
             return self._open(file)
-        except (OSError, UserError):  # nothing can be kept there
+        except (OSError, UserError, _CannotLoad):  # nothing can be kept, or loaded, from there
             with tempfile.TemporaryDirectory() as private:
                 file = Path(private) / file.name
                 self._compile(file)
@@ -57,7 +64,7 @@ class NativeLibrary(NamedTuple):
     def is_kept(self, folder: Path) -> bool:
         """Whether it has been compiled before, for a machine like this one."""
         try:
-            return self._file(folder).is_file()
+            return _is_whole(self._file(folder))
         except OSError:
             return False
 
@@ -82,7 +89,7 @@ class NativeLibrary(NamedTuple):
         try:
             return ctypes.CDLL(str(file))
         except OSError as error:
-            raise CannotCompile(f"the compiled {self.source.stem} cannot be loaded: {error}") from None
+            raise _CannotLoad(f"the compiled {self.source.stem} cannot be loaded: {error}") from None
 
     def _digest(self) -> str:
         """Of the source and the flags, and of what -march=native and the C library are here."""
@@ -91,3 +98,12 @@ class NativeLibrary(NamedTuple):
             lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
             parts += sorted({line for line in lines if line.startswith(("flags", "model name", "Features"))})
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _is_whole(file: Path) -> bool:
+    try:
+        with file.open("rb") as kept:
+            kept.seek(-len(_END), os.SEEK_END)
+            return kept.read() == _END
+    except OSError:  # none, or too short
+        return False

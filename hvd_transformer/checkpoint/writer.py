@@ -35,7 +35,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: tuple[int, Future[object]] | None = None  # the step that is written
         self._ending = Event()
-        self.unsaved: int | None = None  # on rank 0, the step whose checkpoint was the last that could not be written
+        self.unsaved: int | None = None  # on rank 0, the step of the last checkpoint, if it could not be written
 
     def begin(self, step: int) -> Begun | None:
         """Create the staging folder, after the previous write: at most one snapshot is in memory. Collective.
@@ -75,6 +75,8 @@ class Saver:
             future.result()
         except OSError as error:
             self._failed(step, error)
+        else:
+            self.unsaved = None
 
     def close(self) -> None:
         """Wait for the last write and end the thread."""

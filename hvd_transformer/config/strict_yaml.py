@@ -5,6 +5,7 @@ from typing import Any
 import yaml
 
 _MOST_LEVELS = 20
+_MOST_VALUES = 100_000
 
 
 class _Loader(yaml.SafeLoader):
@@ -21,24 +22,28 @@ class _Loader(yaml.SafeLoader):
 
 def parse(text: str) -> Any:
     """Like `yaml.safe_load`. Raises `yaml.YAMLError`, and `ValueError` for a value such as the date 2020-13-45, and for
-    lists that are nested deeper than anybody needs, such as one that contains itself by an alias."""
+    lists that are deeper or longer than anybody needs, such as one that contains itself by an alias."""
     try:
         content = yaml.load(text, Loader=_Loader)  # noqa: S506 - a safe loader
     except RecursionError:
         raise _too_deep() from None
-    if _depth(content, {}) > _MOST_LEVELS:
+    depth, values = _extent(content, {})
+    if depth > _MOST_LEVELS:
         raise _too_deep()
+    if values > _MOST_VALUES:
+        raise ValueError(f"more than {_MOST_VALUES:,} values, with those that aliases repeat")
     return content
 
 
-def _depth(content: Any, known: dict[int, int]) -> int:
-    """How deep lists and tables are nested. `known`: of those seen, by id, since aliases may repeat one endlessly."""
+def _extent(content: Any, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """How deep lists and tables are nested, and how many values they hold in all. `known`: of those seen, by id, since
+    aliases may repeat one endlessly."""
     if not isinstance(content, (list, dict)):
-        return 0
+        return 0, 1
     if id(content) not in known:
-        known[id(content)] = _MOST_LEVELS  # until its values are known, one of which it may be itself
-        values = content.values() if isinstance(content, dict) else content
-        known[id(content)] = 1 + max((_depth(value, known) for value in values), default=0)
+        known[id(content)] = _MOST_LEVELS, 1  # until its values are known, one of which it may be itself
+        inner = [_extent(value, known) for value in (content.values() if isinstance(content, dict) else content)]
+        known[id(content)] = 1 + max((depth for depth, _ in inner), default=0), 1 + sum(values for _, values in inner)
     return known[id(content)]
 
 

@@ -35,6 +35,8 @@ from hvd_transformer.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
+_PAUSES = 1.0, 4.0  # seconds before the last checkpoint is written again
+
 
 class Session:
     """Runs a `Trainer` until the job ends or is stopped; rank 0 writes the run directory."""
@@ -95,13 +97,13 @@ class Session:
                     break
             profiled.write()
             self.save(best=False)
+            self._save_until_written()
             self.heartbeat.enter_phase("end")
         except BaseException:
             self.progress.stop()
             self.saver.wait(ending=True)
             raise
         self.progress.stop()
-        self.saver.wait()
         return "stopped" if stopped else "finished"
 
     def finish(self, status: str) -> dict[str, Any]:
@@ -155,6 +157,19 @@ class Session:
             now - began,
         )
         self.saved_step, self.saved_at = state.step, time.monotonic()
+
+    def _save_until_written(self) -> None:
+        """Wait for the last checkpoint. If it could not be written, as on a disk that is full or away for a moment,
+        try again a few times: no other one follows. Collective."""
+        state = self.trainer.state
+        for pause in _PAUSES:
+            self.saver.wait()
+            if not self.world.broadcast_object(self.saver.unsaved == state.step):
+                return
+            time.sleep(pause)
+            self.saved_step = None
+            self.save(best=self.config.checkpoint.keep_best and state.best_step == state.step)
+        self.saver.wait()
 
     def warn(self, text: str) -> None:
         """Show a warning on rank 0's screen and in its log."""

@@ -156,6 +156,16 @@ def test_the_library_is_compiled_once(folder: Path, monkeypatch) -> None:
     assert list(folder.iterdir()) == [file]
 
 
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("left", [0, 1000, 20_000])
+def test_a_damaged_library_is_compiled_again(tmp_path: Path, folder: Path, left: int) -> None:
+    (kept,) = folder.iterdir()
+    damaged = tmp_path / kept.name
+    damaged.write_bytes(kept.read_bytes()[:left])
+    assert load_library(tmp_path).gelu is not None
+    assert list(tmp_path.iterdir()) == [damaged] and damaged.stat().st_size == kept.stat().st_size
+
+
 @pytest.mark.parametrize(
     ("compiler", "reason"),
     [("/nowhere/g++", "CXX=/nowhere/g++ is not a command"), ("false", "false: exit code 1")],

@@ -335,6 +335,10 @@ PARAMETERS = "parameters: {optimizer.lr: [1e-3, 1e-2]}\n"
         (PARAMETERS + "launch: \"-H 'a\"\n", "launch: -H 'a: No closing quotation"),
         (f"parameters: {{seed: {list(range(40))}, data.min_frequency: {list(range(1, 41))}}}\n", "1,600 combinations"),
         ("parameters: {seed: &all [*all]}\n", "nested more than 20 deep, or in themselves"),
+        (
+            "parameters: {seed: [&a0 [1], " + ", ".join(f"&a{n} [{f'*a{n - 1}, ' * 9}]" for n in range(1, 15)) + "]}\n",
+            "not valid YAML: more than 100,000 values, with those that aliases repeat",
+        ),
     ],
 )  # fmt: skip
 def test_a_wrong_file_is_refused_in_one_line(text: str, line: str, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from small_job import SMALL, write_texts
 from hvd_transformer.checkpoint.store import CheckpointStore
 from hvd_transformer.tasks.language_model_task import LanguageModelTask
 from hvd_transformer.tasks.metrics import Evaluation
+from hvd_transformer.training import session
 from hvd_transformer.training.state import Wishes
 from hvd_transformer.training.trainer import Trainer
 
@@ -59,14 +60,15 @@ def evaluations(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[float]], 
 
 
 @pytest.fixture
-def full_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Makes the checkpoint of a step find no space."""
+def full_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes the checkpoint of a step find no space, so many `times`."""
+    monkeypatch.setattr(session, "_PAUSES", (0.1, 0.1))
 
-    def set_step(step: int) -> None:
-        original = CheckpointStore.save
+    def set_step(step: int, times: int = 99) -> None:
+        original, failures = CheckpointStore.save, iter(range(times))
 
         def save(store: CheckpointStore, snapshot: Any, *more: Any) -> Path:
-            if snapshot.step == step:
+            if snapshot.step == step and next(failures, None) is not None:
                 raise OSError(errno.ENOSPC, "No space left on device")
             return original(store, snapshot, *more)
 
@@ -118,6 +120,21 @@ def test_a_stop_says_that_all_is_saved_only_if_it_is(
     assert (summary["status"], summary["steps"]) == ("stopped", 1)
     assert ("everything is saved" in text) != is_full
     assert ("this step could not be saved" in text) == is_full
+
+
+@pytest.mark.parametrize(("losses", "best"), [([2.0, 3.0, 1.0, 1.1], 6), ([2.0, 1.0, 3.0, 1.0, 1.1], 4)])
+def test_the_last_checkpoint_is_tried_again(
+    losses: list[float], best: int, train: Train, evaluations, full_at, tmp_path: Path
+) -> None:
+    evaluations(losses)
+    full_at(6, times=2)
+    summary, text = train()
+    assert text.count("the checkpoint of step 6 could not be written") == 2
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert (checkpoints / "latest").resolve().name == "step-00000006"
+    assert (checkpoints / "best").resolve().name == f"step-0000000{best}"
+    assert (summary["status"], summary["best_step"]) == ("finished", best)
+    assert f"(best, at step {best})" in text
 
 
 def test_steps_without_any_target_make_no_line_and_no_error(
