@@ -197,6 +197,11 @@ def test_a_full_disk_gets_one_line(folder: Path, tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert message.startswith(f"hvd-transformer: {tmp_path / 'out'}: cannot be written: ")
     assert "File too large" in message and message.count("\n") == 1
+    assert not (tmp_path / "out").exists()  # so that the same command can be repeated
+    (tmp_path / "out").mkdir()
+    assert (tmp_path / "out").as_posix() in run("hvd-transformer", *words) and len(
+        list((tmp_path / "out").iterdir())
+    ) > 2
 
 
 def test_bad_input_gets_one_line(folder: Path, tmp_path: Path) -> None:

@@ -415,6 +415,32 @@ def test_wait_for_several(service: FakeService, call: Any) -> None:
     assert len([asked for asked in service.asked if asked.what == "GET events"]) == 1
 
 
+@pytest.mark.parametrize("told", ["event", "resync", "ping"])
+def test_wait_asks_for_each_job_a_few_times(service: FakeService, call: Any, told: str) -> None:
+    """One of many ends at each ping, of which an event tells, or it was lost."""
+    count, now = 40, dict[int, str]()
+    for number in range(1, count + 1):
+        service.answers[f"GET jobs/{number}"] = lambda asked, number=number: job(number, now.get(number, "RUNNING"))
+
+    class Stream(list[bytes]):
+        def __iter__(self) -> Iterator[bytes]:
+            yield b": events\n\n"
+            for number in range(1, count + 1):
+                now[number] = "SUCCEEDED"
+                if told == "event":
+                    yield event("job", id=number, state="SUCCEEDED", run="a")
+                yield b": ping\n\n"
+            if told == "resync":
+                yield event("resync")
+            for _ in range(2 * count):
+                yield b": ping\n\n"
+
+    service.streams = [Stream()]
+    done = call("wait", f"1-{count}")
+    assert len(done.stdout.splitlines()) == count
+    assert sum(asked.what.startswith("GET jobs/") for asked in service.asked) <= 4 * count
+
+
 def test_wait_survives_a_restart_of_the_service(state: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pauses = []
 

@@ -9,6 +9,8 @@ import torch
 from commands import command
 from safetensors.torch import load_file
 
+from hvd_transformer.inference import predict
+
 WORDS = {"rot": "red", "blau": "blue", "Hund": "dog", "Katze": "cat", "ein": "a", "und": "and"}
 SMALL = [
     "model.num_layers=1", "model.d_model=32", "model.num_heads=2", "model.d_feedforward=64", "model.max_length=32",
@@ -102,6 +104,13 @@ def test_a_translation_is_what_was_learned(translation: Path, folder: Path) -> N
     assert "standard input, line 601: 40 tokens; the model has model.max_length=32 positions" in long
 
 
+def test_a_translation_is_one_line(translation: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a tokenizer of bytes makes of it."""
+    monkeypatch.setattr(predict, "translate_texts", lambda *given: ["a\nb", "a\r\nb"])
+    text = run("hvd-transformer", "translate", translation, text="Hund\nKatze\n")
+    assert text == "a b\na  b\n"
+
+
 def test_a_label_is_what_was_learned(classification: Path) -> None:
     summary = json.loads((classification / "summary.json").read_text())
     assert summary["valid_accuracy"] > 0.9
@@ -124,6 +133,8 @@ def test_a_label_is_what_was_learned(classification: Path) -> None:
     assert run("hvd-transformer", "classify", classification, text="\ufeffein Hund\r\n") == alone + "\n"
     (padding,) = run("hvd-transformer", "classify", classification, "--text", "<pad>").splitlines()
     assert sum(json.loads(padding)["probabilities"].values()) == pytest.approx(1, abs=1e-5)
+    wrong = run("hvd-transformer", "classify", classification, "--text", "ein Hund", "--file", __file__, code=2)
+    assert wrong == "hvd-transformer: --text and --file: give one of them\n"
     wrong = run("hvd-transformer", "classify", classification, "--text", "ein \udcff", code=2)
     assert "--text" in wrong and "not valid UTF-8" in wrong
 

@@ -2,9 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -12,6 +10,7 @@ import torch
 from hvd_transformer.bench.timing import repeats, series, warm_up
 from hvd_transformer.comm.horovod_env import usable_cores
 from hvd_transformer.comm.world import World
+from hvd_transformer.monitoring.host_usage import HostMemory, host_memory_left
 from hvd_transformer.planning.constants import Constants
 from hvd_transformer.planning.device_peak import device_name
 
@@ -31,7 +30,7 @@ def measure_device(device: torch.device) -> Constants:
         per_host, memory = torch.cuda.device_count(), torch.cuda.get_device_properties(device).total_memory
     else:
         per_host = max(1, usable_cores() // threads)
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // per_host
+        memory = _host_memory().total // per_host
     found = {
         "device": device_name(device),
         "threads": threads if device.type == "cpu" else 1,
@@ -44,14 +43,13 @@ def measure_device(device: torch.device) -> Constants:
 
 
 def free_bytes(device: torch.device) -> int:
-    """The memory that is free: of the GPU, or of this host."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    with suppress(OSError):  # Linux only
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """The memory that is free: of the GPU, or of this host or container."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _host_memory().available
+
+
+def _host_memory() -> HostMemory:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return host_memory_left() or HostMemory(total, total)
 
 
 def _matmul_rates(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[int, float]]:

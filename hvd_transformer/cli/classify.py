@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from hvd_transformer.cli import options
+from hvd_transformer.errors import UserError
 
 
 @click.command()
@@ -20,6 +21,8 @@ def classify(checkpoint: Path, file: Path | None, text: tuple[str, ...], batch_s
     Prints one JSON object per line, in order: the text, its label and the probability of every label. The label of an
     empty text is null. A text that is longer than the training samples is truncated as they were.
     """
+    if text and file is not None:
+        raise UserError("--text and --file: give one of them")
     trained = options.load_model(checkpoint, "classification", device)
     from hvd_transformer.data.tokenizers import Ids
     from hvd_transformer.inference.predict import classify as classify_batch

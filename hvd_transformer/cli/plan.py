@@ -127,7 +127,7 @@ def _scaled(
     from hvd_transformer.planning.constants import load
 
     numbers = scale.split(",")
-    if not all(number.isdecimal() and 1 <= int(number) <= _MOST_DEVICES for number in numbers):
+    if not all(number.isdecimal() and len(number) < 10 and 1 <= int(number) <= _MOST_DEVICES for number in numbers):
         raise UserError(f"--scale {scale}: must be numbers of devices from 1 to {_MOST_DEVICES}, such as 8,64,512")
     if devices_per_host is not None and devices_per_host < 1:
         raise UserError(f"--devices-per-host {devices_per_host}: must be at least 1")

@@ -47,7 +47,8 @@ def run_ranks(
 def tensor_of(settings: Sequence[str]) -> int:
     """`parallel.tensor` on the command line alone: Horovod must know the process sets before it starts."""
     given = [value for key, _, value in (word.partition("=") for word in settings) if key == "parallel.tensor"]
-    return int(given[-1]) if given and given[-1].isdecimal() and int(given[-1]) else 1
+    number = given[-1] if given else ""
+    return max(1, int(number)) if number.isdecimal() and len(number) < 10 else 1
 
 
 def _run(command: str, work: "Work", rank: int, watchdog: "Watchdog", groups: Sequence[Sequence[int]]) -> int:

@@ -111,15 +111,24 @@ class Queued:
 
     def run(self, tasks: Sequence[Task], begun: Callable[[], None]) -> Iterator[tuple[Task, int]]:
         by_job: dict[int, Task] = {}
+        unfinished = self._unfinished(tasks)
         for task in tasks:
             if task.trial.job is None or not self._has(task.trial.job, task):
-                task.trial.job = self._submit(task)
+                known = unfinished.get(task.run.resolve())
+                task.trial.job = self._submit(task) if known is None else known
                 begun()
             by_job[task.trial.job] = task
         for job in ends(self._client, list(by_job)):
             if job["state"] != "SUCCEEDED" and job["reason"]:
                 show_error("hvd-transformer", f"job {job['id']}: {job['reason']}")
             yield by_job[job["id"]], _code(job)
+
+    def _unfinished(self, tasks: Sequence[Task]) -> dict[Path, int]:
+        """The sweep's jobs that have not ended, by run directory: the answer to a request may not have arrived."""
+        from hvd_transformer.service.jobs import ENDED
+
+        jobs = self._client.items("jobs", tag=_tag(tasks[0]), limit=500) if tasks else ()
+        return {Path(job["output_dir"]): job["id"] for job in jobs if job["state"] not in ENDED}
 
     def _has(self, number: int, task: Task) -> bool:
         """Whether this service has the job: its number may be that of another service, or of one that began anew."""
@@ -140,11 +149,15 @@ class Queued:
             "folder": str(Path.cwd()),
             "num_ranks": self._ranks,
             "name": task.trial.name,
-            "tags": [f"sweep={task.run.parent.name}"],
+            "tags": [_tag(task)],
         }
         _forget_end(task)
         answer = self._client.submit(request)
         return int(answer["ids"][0])
+
+
+def _tag(task: Task) -> str:
+    return f"sweep={task.run.parent.name}"
 
 
 def _forget_end(task: Task) -> None:

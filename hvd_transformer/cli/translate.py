@@ -51,4 +51,4 @@ def translate(
         )
 
     for _, text in in_batches(options.lines_of(file), encode, work, batch_size, **options.window(file)):
-        click.echo(text or "")
+        click.echo((text or "").replace("\r", " ").replace("\n", " "))  # byte pairs may write line ends

@@ -49,8 +49,13 @@ def ends(client: "Client", jobs: list[int]) -> Iterator[dict[str, Any]]:
     while pending:
         try:
             for kind, data in client.events():
-                # All of them after a connection has been made, and now and then.
-                look = list(pending) if kind in ("open", "ping") else [data["id"]] if kind == "job" else []
+                if kind in ("open", "resync"):
+                    look = list(pending)
+                elif kind == "ping":  # in case an event was lost: one job after the other
+                    look = [next(iter(pending))]
+                    pending[look[0]] = pending.pop(look[0])
+                else:
+                    look = [data["id"]] if kind == "job" else []
                 for number in look:
                     if number in pending and (job := client.get(f"jobs/{number}"))["state"] in ENDED:
                         del pending[number]

@@ -51,15 +51,23 @@ def possible_batch_sizes(config: Config, dp: int) -> list[int]:
     total, least = config.training.global_batch_size, config.parallel.micro_batches
     assert total is not None
     part = -(-total // dp)
-    sizes = sorted({-(-part // steps) for steps in range(1, part + 1)})
     whole = config.task == "language_model" and config.data.messages_column is None
-    found = [size for size in sizes if size >= least and (whole or total % size == 0)]
+    found = [size for size in _even_sizes(part) if size >= least and (whole or total % size == 0)]
     if not found:
         raise UserError(
             f"parallel.micro_batches={least}: more than the {part} samples that each of {dp} replicas has of "
             f"training.global_batch_size={total}"
         )
     return found
+
+
+def _even_sizes(part: int) -> list[int]:
+    """ceil(part / steps) for each number of steps, ascending; there are about 2 √part."""
+    sizes = [part]
+    while sizes[-1] > 1:
+        steps = -(-part // (sizes[-1] - 1))  # the fewest with which it is smaller
+        sizes.append(-(-part // steps))
+    return sizes[::-1]
 
 
 def with_batch_size(config: Config, size: int) -> Config:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -56,12 +57,20 @@ def export(path: Path, folder: Path, form: str = "native", *, merge: bool = Fals
         raise UserError(f"{given}{error}") from None
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: exists already; choose a new or empty folder")
+    is_new = not folder.exists()
+    partial = folder / f".{uuid4().hex}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        made.write(folder)
-    except (OSError, SafetensorError) as error:  # the latter does not keep the system's error
-        raise UserError(f"{folder}: cannot be written: {getattr(error, 'strerror', error)}") from None
-    _follow_umask(folder)
+        partial.mkdir(parents=True)
+        made.write(partial)
+        _follow_umask(partial)
+        for file in partial.iterdir():
+            file.rename(folder / file.name)
+        partial.rmdir()
+    except BaseException as error:
+        shutil.rmtree(folder if is_new else partial, ignore_errors=True)
+        if isinstance(error, (OSError, SafetensorError)):  # the latter does not keep the system's error
+            raise UserError(f"{folder}: cannot be written: {getattr(error, 'strerror', error)}") from None
+        raise
     return made.said
 
 

@@ -33,14 +33,25 @@ def host_memory_left(root: Path = Path("/")) -> HostMemory | None:
         total, available = values["MemTotal"], values["MemAvailable"]
     except (OSError, ValueError, KeyError, IndexError):
         return None
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    for limit, used, stat, prefix in (
+        ("memory.max", "memory.current", "memory.stat", ""),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_"),
     ):
         with suppress(OSError, ValueError):  # no such group, or "max"
             most, now = (int((root / "sys/fs/cgroup" / name).read_text(encoding="ascii")) for name in (limit, used))
+            now -= min(now, _file_cache(root / "sys/fs/cgroup" / stat, prefix))
             total, available = min(total, most), min(available, max(0, most - now))
     return HostMemory(total, available)
+
+
+def _file_cache(stat: Path, prefix: str) -> int:
+    """Bytes of a control group that hold pages of files: the kernel takes them back when memory is needed."""
+    try:
+        lines = [line.split() for line in stat.read_text(encoding="ascii").splitlines()]
+        values = {name: int(value) for name, value in lines}
+        return values[f"{prefix}inactive_file"] + values[f"{prefix}active_file"]
+    except (OSError, ValueError, KeyError):
+        return 0
 
 
 class HostUsage(NamedTuple):

@@ -74,7 +74,7 @@ def _place(name: str) -> str | None:
 
 def _metric_chart(title: str, unit: str, curves: Mapping[str, Curve]) -> bytes:
     """One chart. A mean over classes ("_macro") is dashed, in the colour of the metric that it averages."""
-    figure, (axes,) = _figure(f"{title} of the validation split" if unit else title, 1)
+    figure, (axes,) = _figure(f"{title} of the validation split" if unit else title, 1, entries=len(curves))
     bases = list(dict.fromkeys(name.removesuffix("_macro") for name in curves))
     for name, (steps, values) in curves.items():
         base = name.removesuffix("_macro")
@@ -223,8 +223,10 @@ def _perplexity_axis(axes: Axes) -> None:
     _plain(right)
 
 
-def _figure(title: str, panels: int) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(8.0, 3.8 if panels == 1 else 5.2), dpi=150, layout="constrained")
+def _figure(title: str, panels: int, entries: int = 0) -> tuple[Figure, list[Axes]]:
+    """`entries`: of a legend beside the axes, which is to have room for them."""
+    height = max(3.8 if panels == 1 else 5.2, 0.8 + 0.22 * entries)
+    figure = Figure(figsize=(8.0, height), dpi=150, layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
     axes = list(figure.subplots(panels, 1, sharex=True, squeeze=False).flat)
     for panel in axes:

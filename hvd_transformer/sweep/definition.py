@@ -68,7 +68,7 @@ class Sweep(_Part):
     method: Literal["grid", "random", "optuna"] = "grid"
     trials: int | None = Field(None, ge=1, le=MAX_TRIALS)
     seed: int = Field(1, ge=0)
-    metric: str = Field("valid_loss", pattern=r"^(train_loss|valid_\w+)$")
+    metric: str = Field("valid_loss", pattern=r"^(train_loss|valid_.+)$")
     direction: Literal["minimize", "maximize"] | None = None
     ranks: int = Field(1, ge=1)
     launch: str = ""

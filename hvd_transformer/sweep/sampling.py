@@ -55,7 +55,7 @@ def suggested(sweep: Sweep, done: Sequence[tuple[Values, float | None]]) -> Valu
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     space = {key: _distribution(values) for key, values in sweep.parameters.items()}
-    sampler = optuna.samplers.TPESampler(seed=sweep.seed + len(done))
+    sampler = optuna.samplers.TPESampler(seed=(sweep.seed + len(done)) % 2**32)
     study = optuna.create_study(direction="minimize", sampler=sampler)
     for values, result in done:
         state = optuna.trial.TrialState.FAIL if result is None else optuna.trial.TrialState.COMPLETE

@@ -131,6 +131,9 @@ class Session:
                 write_report(self.run.path)
             except (OSError, UserError) as error:
                 self.warn(f"{self.run.path}: summary and report could not be written: {error}")
+            except Exception as error:  # of the drawing library: the run is complete without
+                log.exception("the report could not be written")
+                self.warn(f"{self.run.path}: the report could not be written: {error}")
         self.trackers.end(status, finite(summary), self.warn)
         self.saver.close()
         return summary

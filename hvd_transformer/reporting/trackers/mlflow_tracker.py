@@ -1,6 +1,7 @@
 """MLflow: the server or database of MLFLOW_TRACKING_URI."""
 
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -65,10 +66,10 @@ class MlflowTracker:
 
         now = int(time.time() * 1000)
         metrics = [
-            Metric(key, float(value), now, step)
+            Metric(name, float(value), now, step)
             for step, values in rows
-            for key, value in values.items()
-            if step > self._last.get(key, -1)
+            for name, value in zip(map(_allowed, values), values.values(), strict=True)
+            if step > self._last.get(name, -1)
         ]
         for part in in_parts(metrics, _MOST_METRICS):
             self._client.log_batch(self._run, metrics=part)
@@ -79,7 +80,7 @@ class MlflowTracker:
         self.log([(step, numbers)])
         for key, value in summary.items():
             if isinstance(value, str):
-                self._client.set_tag(self._run, key, value)
+                self._client.set_tag(self._run, _allowed(key), value)
         self._client.set_terminated(self._run, _STATES[status])
 
     def _log_parameters(self, values: Mapping[str, Any]) -> None:
@@ -89,3 +90,8 @@ class MlflowTracker:
         parameters = [Param(key, shown(value)[:_MOST_CHARACTERS]) for key, value in values.items()]
         for part in in_parts(parameters, _MOST_PARAMETERS):
             self._client.log_batch(self._run, params=part)
+
+
+def _allowed(name: str) -> str:
+    """One refused name, such as recall@10, would keep all metrics from being logged."""
+    return re.sub(r"[^\w\-. :/]", "_", name)

@@ -5,6 +5,7 @@ import torch
 
 from hvd_transformer.bench import device
 from hvd_transformer.bench.device import free_bytes, measure_device
+from hvd_transformer.monitoring.host_usage import HostMemory
 from hvd_transformer.planning.device_peak import device_name
 
 CPU = torch.device("cpu")
@@ -19,6 +20,8 @@ def test_constants_of_this_cpu(monkeypatch: pytest.MonkeyPatch, one_thread: None
     assert found.matmul.keys() == {"fp32", "bf16", "fp16", "fp64"}
     assert all(rates.keys() == {8, 16} for rates in found.matmul.values())
     assert found.memory_bytes * found.devices_per_host > free_bytes(CPU) > 0
+    monkeypatch.setattr(device, "host_memory_left", lambda: HostMemory(8 << 30, 3 << 30))  # of a container
+    assert (measure_device(CPU).memory_bytes * found.devices_per_host, free_bytes(CPU)) == (8 << 30, 3 << 30)
 
 
 def test_rates_are_flops_over_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

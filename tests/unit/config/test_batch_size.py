@@ -76,6 +76,12 @@ def test_sizes_that_may_be_found_divide_a_replicas_part_evenly(total: int, dp: i
         assert (size in sizes) == (size == 1 or math.ceil(part / (size - 1)) > steps)
 
 
+def test_sizes_of_a_step_as_large_as_any() -> None:
+    config = load(overrides=[*AUTO, f"training.global_batch_size={10**10}"])
+    sizes = possible_batch_sizes(config, 1)
+    assert len(sizes) < 2.1 * 10**5 and (sizes[0], sizes[-2], sizes[-1]) == (1, 5 * 10**9, 10**10)
+
+
 def test_batches_of_examples_divide_the_whole_step() -> None:
     words = [*AUTO, "task=translation", "data.source=multi30k", "training.global_batch_size=96"]
     assert possible_batch_sizes(load(overrides=words), 1) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96]

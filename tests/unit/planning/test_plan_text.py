@@ -65,6 +65,7 @@ def test_command(tmp_path: Path) -> None:
         (["parallel.pipeline=6"], "at most 5"),
         (["parallel.pipeline=2", "parallel.partition=[1, 1]"], "the model has 5"),
         (["data.tokenizer=char"], "--vocab-size"),
+        (["--scale", "9" * 5000], "must be numbers of devices from 1 to 1000000"),
     ],
 )
 def test_wrong_input_is_one_line(words: list[str], told: str, monkeypatch, capsys) -> None:

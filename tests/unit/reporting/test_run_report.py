@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import math
+import warnings
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from PIL import Image
 
 from hvd_transformer.cli.report import report
 from hvd_transformer.errors import UserError
+from hvd_transformer.reporting import charts
 from hvd_transformer.reporting.run_report import write_report
 
 CHARTS = ("loss.png", "learning_rate.png", "throughput.png")
@@ -47,6 +50,26 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self.open and self.open[-1] != "style" and data.strip():
             self.words.append(data.strip())
+
+
+@pytest.mark.parametrize("count", [3, 20, 60])
+def test_the_legend_of_many_curves_is_whole(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    legends, original = [], charts._png
+
+    def png(figure: Figure, axes: list[Axes], series: Any) -> bytes:
+        made = original(figure, axes, series)
+        box, whole = axes[0].get_legend().get_window_extent(), figure.bbox
+        assert 0 <= box.x0 < box.x1 <= whole.x1 and 0 <= box.y0 < box.y1 <= whole.y1
+        assert axes[0].get_window_extent().height > 0.4 * whole.height
+        legends.append(len(axes[0].get_legend().get_texts()))
+        return made
+
+    monkeypatch.setattr(charts, "_png", png)
+    rows = [{"step": step, **{f"valid_source{n}_loss": 5 - step / 10 + n for n in range(count)}} for step in (1, 2, 3)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert set(charts.metric_charts(rows)) == {"losses"}
+    assert legends == [count]
 
 
 def write_run(folder: Path, steps: int) -> None:

@@ -296,6 +296,20 @@ def test_the_row_that_a_stop_kept_back_is_sent_by_the_next_start(
     assert [step for step, _ in metrics["loss"]] == list(range(10, 170, 10))
 
 
+def test_mlflow_has_metrics_whose_names_it_refuses(
+    database: Path, tmp_path: Path, environment: Mapping[str, str]
+) -> None:
+    tracker, job = MlflowTracker(), Job("names", "run", None, str(tmp_path), {})
+    rows = [(step, {"loss": 5.0 - step, "valid_recall@10": step / 10}) for step in (1, 2, 3)]
+    for number in (2, 3):  # the last row after a resume, which has the others already
+        tracker.open(job)
+        tracker.log(rows[:number])
+    tracker.close("finished", {"steps": 3, "a,b": "text", "f1+": 0.5})
+    (metrics,) = of_mlflow(database, tmp_path.name)
+    assert metrics["valid_recall_10"] == [(1, 0.1), (2, 0.2), (3, 0.3)]
+    assert len(metrics["loss"]) == 3 and metrics["summary/f1_"] == [(3, 0.5)]
+
+
 def test_passwords_in_addresses_are_not_told() -> None:
     told = without_passwords("API request to http://bob:SECRET@127.0.0.1:9/x and http://host/a@b failed")
     assert told == "API request to http://…@127.0.0.1:9/x and http://host/a@b failed"

@@ -167,13 +167,19 @@ class FakeService:
     """Its jobs, by number: their run directories. Each succeeds at once."""
 
     def __init__(self, jobs: dict[int, Path]) -> None:
-        self.jobs, self.submitted = jobs, []
+        self.jobs, self.submitted, self.states = jobs, [], dict[int, str]()
 
     def get(self, page: str) -> dict[str, Any]:
         number = int(page.removeprefix("jobs/"))
         if number not in self.jobs:
             raise Refused(404, f"no job {number}")
         return {"id": number, "output_dir": str(self.jobs[number]), "state": "SUCCEEDED", "attempts": []}
+
+    def items(self, page: str, **query: Any) -> Iterator[dict[str, Any]]:
+        assert page == "jobs" and query["tag"].startswith("sweep=")
+        yield from (
+            {**self.get(f"jobs/{number}"), "state": self.states.get(number, "SUCCEEDED")} for number in self.jobs
+        )
 
     def submit(self, request: dict[str, Any]) -> dict[str, Any]:
         number = 100 + len(self.submitted)
@@ -194,6 +200,16 @@ def test_a_job_of_another_service_is_not_waited_for(there: str, tmp_path: Path) 
     runner = Queued(cast(Client, service), 1, [])
     assert list(runner.run([task], lambda: None)) == [(task, 0)]
     assert service.submitted == ([] if there == "own" else ["trial-001"])
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "FAILED"])
+def test_a_job_whose_submission_was_interrupted_is_taken_over(state: str, tmp_path: Path) -> None:
+    trial = Trial(1, {"seed": 1})
+    task = Task(trial, ["seed=1", f"output_dir={tmp_path / trial.name}"], tmp_path / trial.name)
+    service = FakeService({7: task.run.resolve(), 8: tmp_path / "other"})
+    service.states = {7: state, 8: "RUNNING"}
+    assert list(Queued(cast(Client, service), 1, []).run([task], lambda: None)) == [(task, 0)]
+    assert (trial.job, service.submitted) == ((7, []) if state == "RUNNING" else (100, ["trial-001"]))
 
 
 def test_results_that_cannot_be_written(tmp_path: Path) -> None:
@@ -240,6 +256,17 @@ def test_random_values_are_in_their_ranges_and_more_trials_leave_them_as_they_ar
     assert {1, 64} <= set(sizes) <= set(range(1, 65))
     assert sum(size < 8 for size in sizes) == pytest.approx(557, abs=50)  # log(7.5 / 0.5) / log(64.5 / 0.5) = 0.56
     assert {values["model.norm"] for values in many} == {"pre", "post"}
+
+
+def test_optuna_takes_any_seed() -> None:
+    chosen = Sweep(parameters={"optimizer.lr": {"min": 0.1, "max": 1.0}}, method="optuna", seed=20_240_607_123)
+    assert suggested(chosen, []) == suggested(chosen, [])
+
+
+def test_metrics_of_a_task_of_ones_own_have_any_name() -> None:
+    assert Sweep(parameters={"seed": [1]}, metric="valid_recall@10").metric == "valid_recall@10"
+    with pytest.raises(ValueError, match="metric"):
+        Sweep(parameters={"seed": [1]}, metric="test_loss")
 
 
 def test_optuna_learns_from_the_trials_before() -> None:

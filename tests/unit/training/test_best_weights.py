@@ -12,6 +12,7 @@ from commands import command
 from small_job import SMALL, write_texts
 
 from hvd_transformer.checkpoint.store import CheckpointStore
+from hvd_transformer.reporting import run_report
 from hvd_transformer.tasks.language_model_task import LanguageModelTask
 from hvd_transformer.tasks.metrics import Evaluation
 from hvd_transformer.training import session
@@ -135,6 +136,16 @@ def test_the_last_checkpoint_is_tried_again(
     assert (checkpoints / "best").resolve().name == f"step-0000000{best}"
     assert (summary["status"], summary["best_step"]) == ("finished", best)
     assert f"(best, at step {best})" in text
+
+
+def test_a_report_that_cannot_be_drawn_does_not_fail_the_run(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_ticks(run: Path) -> None:
+        raise ValueError("arange: cannot compute length")
+
+    monkeypatch.setattr(run_report, "write_report", no_ticks)
+    summary, text = train()
+    assert summary["status"] == "finished"
+    assert "the report could not be written: arange: cannot compute length" in text and "done: valid loss" in text
 
 
 def test_steps_without_any_target_make_no_line_and_no_error(

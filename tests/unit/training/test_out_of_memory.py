@@ -163,3 +163,13 @@ def test_memory_of_the_host_and_of_a_container(tmp_path: Path) -> None:
     assert host_memory_left(tmp_path) == HostMemory(4000 << 10, 3000 << 10)
     (group / "memory.max").write_text(f"{2000 << 10}\n")
     assert host_memory_left(tmp_path) == HostMemory(2000 << 10, (2000 << 10) - 1024)
+    # Pages of files are given back when memory is needed; those of shared memory are not.
+    (group / "memory.current").write_text(f"{1900 << 10}\n")
+    (group / "memory.stat").write_text(f"file {800 << 10}\nshmem 4096\ninactive_file {500 << 10}\nactive_file 1024\n")
+    assert host_memory_left(tmp_path) == HostMemory(2000 << 10, (600 << 10) + 1024)
+    (group / "memory.max").unlink()
+    (group / "memory").mkdir()
+    (group / "memory/memory.limit_in_bytes").write_text(f"{1000 << 10}\n")
+    (group / "memory/memory.usage_in_bytes").write_text(f"{900 << 10}\n")
+    (group / "memory/memory.stat").write_text("inactive_file 1\ntotal_inactive_file 2048\ntotal_active_file 1024\n")
+    assert host_memory_left(tmp_path) == HostMemory(1000 << 10, (100 << 10) + 3072)
