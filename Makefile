@@ -39,7 +39,7 @@ test: install
 
 # Three at a time on two cores, as many wait; the tests that start real ranks share the cores themselves.
 unit-tests: install
-	$(BIN)/python -m pytest -m "not distributed and not slow" -n 3 --dist loadfile $(SLOWEST) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not distributed and not slow" -n 3 --dist loadfile --no-loadscope-reorder $(SLOWEST) $(PYTEST_ARGS)
 
 distributed-tests: install
 	$(BIN)/python -m pytest -m "distributed and not slow" $(SLOWEST) $(PYTEST_ARGS)
@@ -54,7 +54,7 @@ test-all: install
 	$(MAKE) --keep-going -j1 slow-unit-tests slow-distributed-tests test-docker
 
 slow-unit-tests: install
-	$(LONG) $(BIN)/python -m pytest -m "not distributed" -n 3 --dist loadfile $(SLOWEST) $(PYTEST_ARGS)
+	$(LONG) $(BIN)/python -m pytest -m "not distributed" -n 3 --dist loadfile --no-loadscope-reorder $(SLOWEST) $(PYTEST_ARGS)
 
 slow-distributed-tests: install
 	$(LONG) $(BIN)/python -m pytest -m distributed $(SLOWEST) $(PYTEST_ARGS)

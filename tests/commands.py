@@ -19,8 +19,9 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any
 from unittest.mock import patch
 
@@ -41,10 +42,11 @@ def command(
     text: str = "",
     environment: Mapping[str, str] | None = None,
     hide: Sequence[str] = (),
+    report: bool = False,
 ) -> Done:
     """Runs `hvd-train` or `hvd-transformer` with these words, in `folder`, `text` on its standard input.
 
-    The packages to `hide` cannot be imported, as on a machine that lacks them.
+    The packages to `hide` cannot be imported, as on a machine that lacks them. Without `report` hvd-train writes none.
     """
     given = [program, *map(str, words)]
 
@@ -52,7 +54,7 @@ def command(
         sys.argv = list(given)
         importlib.import_module(f"hvd_transformer.cli.{_MODULES[program]}").main()
 
-    with _without(hide):
+    with _without(hide), nullcontext() if report or program != "hvd-train" else _no_report():
         code, out, err, _ = captured(run, folder=folder, text=text, environment=environment)
     return subprocess.CompletedProcess(given, code, out, err)
 
@@ -171,6 +173,21 @@ def _forget_plugins(modules: Mapping[str, Any]) -> None:
         if file and not str(Path(file).resolve()).startswith(tuple(str(Path(path).resolve()) for path in installed)):
             del sys.modules[name]
     importlib.invalidate_caches()
+
+
+@contextmanager
+def _no_report() -> Iterator[None]:
+    """Its charts take longer than most of these runs; `distributed/test_run_directory.py` has them."""
+    name = "hvd_transformer.reporting.run_report"
+    before, stub = sys.modules.get(name), ModuleType(name)
+    stub.write_report = lambda run: run  # type: ignore[attr-defined]
+    sys.modules[name] = stub
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+        if before is not None:
+            sys.modules[name] = before
 
 
 @contextmanager

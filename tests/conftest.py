@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -27,6 +28,13 @@ torch.set_num_threads(1)  # the cores are shared by several tests, or by the ran
 REPOSITORY = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 
+# Files of few tests, which take long.
+LONG_TESTS = {
+    "test_allowed_skips", "test_checkpoint_epochs", "test_crash", "test_evaluate_kept_code", "test_export_ctranslate2",
+    "test_export_gguf", "test_pass_memory", "test_pretrained_translation", "test_real_queue", "test_real_service",
+    "test_recipes", "test_start_up", "test_using",
+}  # fmt: skip
+
 Ranks = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -38,6 +46,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where several processes share the files: long tests first, then files of many tests, so that all end together."""
+    if hasattr(config, "workerinput"):
+        counts = Counter(item.path for item in items)
+        items.sort(key=lambda item: (item.path.stem not in LONG_TESTS, -counts[item.path], str(item.path)))
 
 
 def pytest_collection_finish() -> None:

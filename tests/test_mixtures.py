@@ -113,6 +113,7 @@ def test_losses_of_a_mixture_are_those_of_all_its_sources(folder: Path, tmp_path
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert all(row[key] and summary[key] for key in ("valid_one_loss", "valid_two_loss"))
     assert re.search(r"valid loss .*, perplexity .*, one loss \d.*, two loss \d", said)
+    run("hvd-transformer", "report", tmp_path / "run")
     assert (tmp_path / "run" / "losses.png").is_file()
 
 

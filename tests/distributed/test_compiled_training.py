@@ -1,12 +1,11 @@
 """`training.compile` changes no result: every task, and matrices that ranks share."""
 
 import random
-import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import rank_environment
-from jobs import TRAIN, relative_difference, steps, tiny, weights, write_corpus
+from commands import command
+from jobs import relative_difference, steps, tiny, weights, write_corpus
 
 pytestmark = pytest.mark.distributed
 
@@ -73,12 +72,8 @@ def test_without_a_compiler_training_goes_on(folder: Path, tmp_path: Path) -> No
     for choice in ("false", "true"):
         settings = [*tiny(folder / "text"), *COMMON, f"training.compile={choice}", f"output_dir={tmp_path / choice}"]
         cache = f"data.cache_dir={tmp_path / 'cache'}"  # without kernels
-        done = subprocess.run(
-            [TRAIN, *(cache if "cache_dir" in word else word for word in settings)],
-            env={**rank_environment(), "CXX": "no-such-compiler"},
-            capture_output=True,
-            text=True,
-        )
+        words = [cache if "cache_dir" in word else word for word in settings]
+        done = command("hvd-train", *words, environment={"CXX": "no-such-compiler"})
         assert done.returncode == 0, done.stderr
         outputs[choice] = done.stdout + done.stderr
     assert outputs["true"].count("training.compile: off, CXX=no-such-compiler is not a command") == 1

@@ -23,7 +23,7 @@ from hvd_transformer.tasks.task import ExampleTask, PrepareContext
 
 pytestmark = pytest.mark.distributed
 
-STEPS = 14  # more than an epoch
+STEPS = 7  # more than two epochs
 WORDS = ["ein", "zwei", "drei", "rot", "blau", "Haus", "Hund", "geht", "nicht"]
 TASKS = ("translation", "classification")
 UNIFORM = "parallel.partition=uniform"  # elsewhere than in "pipeline", layers are not measured first

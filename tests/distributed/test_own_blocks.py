@@ -22,7 +22,7 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.distributed
 
 LENGTH, STEPS, RATE = 12, 3, 0.1
-PIPELINE = ["parallel.pipeline=2", "parallel.micro_batches=2"]
+PIPELINE = ["parallel.pipeline=2", "parallel.micro_batches=2", "parallel.partition=uniform"]
 TENSOR = ["parallel.tensor=2", "parallel.vocab_parallel=true"]
 # By name: world size, and how the work is cut.
 MODES = {

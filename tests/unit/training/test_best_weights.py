@@ -33,10 +33,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(corpus: Path, tmp_path: Path) -> Train:
     """Six steps with an evaluation after every second one; the summary, and all that was printed."""
 
-    def run(*words: str) -> tuple[dict[str, Any], str]:
+    def run(*words: str, report: bool = False) -> tuple[dict[str, Any], str]:
         small = [word for word in SMALL if not word.startswith(("data.cache_dir", "training.max_steps"))]
         small += [f"data.source={corpus}", f"data.cache_dir={corpus / 'cache'}", f"output_dir={tmp_path / 'run'}"]
-        done = command("hvd-train", *small, "training.max_steps=6", "training.eval_every=2", *words)
+        done = command("hvd-train", *small, "training.max_steps=6", "training.eval_every=2", *words, report=report)
         assert done.returncode in (0, 1), done.stderr
         return json.loads((tmp_path / "run" / "summary.json").read_text()), done.stdout + done.stderr
 
@@ -143,7 +143,7 @@ def test_a_report_that_cannot_be_drawn_does_not_fail_the_run(train: Train, monke
         raise ValueError("arange: cannot compute length")
 
     monkeypatch.setattr(run_report, "write_report", no_ticks)
-    summary, text = train()
+    summary, text = train(report=True)
     assert summary["status"] == "finished"
     assert "the report could not be written: arange: cannot compute length" in text and "done: valid loss" in text
 
