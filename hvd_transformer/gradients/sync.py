@@ -218,7 +218,8 @@ class ShardedGradSync(GradSync):
         self, stages: Sequence[Sequence[GradBuffer]], group: Group, *, bytes_in_flight: float = math.inf, **options: Any
     ) -> None:
         super().__init__(stages, group, **options)
-        self._most = bytes_in_flight
+        self._most, self._waits = bytes_in_flight, True
+        self._filled: list[GradBuffer] = []  # by the last step's backwards, in this order
         self._queues: dict[GradBuffer, _StageQueue] = {}  # one per stage
         for stage in stages:
             self._queues.update(dict.fromkeys(stage, _StageQueue()))
@@ -226,6 +227,8 @@ class ShardedGradSync(GradSync):
     def begin_step(self, num_backwards: int = 1, *, local: bool = False) -> None:
         super().begin_step(num_backwards, local=local)
         self._num_backwards = num_backwards
+        if num_backwards:
+            self._filled = []
         for buffer in self.buffers:
             buffer.missing = self._num_dense[buffer]
         backwards = torch.tensor([num_backwards])
@@ -238,12 +241,23 @@ class ShardedGradSync(GradSync):
         if self._num_sent[buffer] >= self._num_backwards:  # each backward sends once
             _raise_used_again(slot)
 
+    def count_grad(self, buffer: GradBuffer) -> None:
+        if buffer.missing == 1 and not self._num_sent[buffer]:
+            self._filled.append(buffer)
+        super().count_grad(buffer)
+
     def send_rest(self) -> None:
-        # In the same order on a rank that had fewer backwards: all wait for each other's buffers.
-        for number in range(int(self._wait_max_backwards())):
-            for buffer in self._order:
-                if self._num_dense[buffer] and self._num_sent[buffer] <= number:
-                    self._send(buffer)
+        # A rank that had fewer backwards sends in the order of the others' backwards, which wait for it as it waits
+        # for them. If it has never had one, and so does not know that order, it waits for nobody.
+        filled = set(self._filled)
+        rest = [buffer for buffer in self._order if self._num_dense[buffer] and buffer not in filled]
+        most, self._waits = int(self._wait_max_backwards()), bool(self._filled)
+        for buffers in (self._filled, rest):
+            for number in range(most):
+                for buffer in buffers:
+                    if self._num_sent[buffer] <= number:
+                        self._send(buffer)
+        self._waits = True
         super().send_rest()
 
     def _send(self, buffer: GradBuffer) -> None:
@@ -251,12 +265,12 @@ class ShardedGradSync(GradSync):
         if buffer in self._in_flight:
             self._arrive(buffer)
         queue, size = self._queues[buffer], buffer.parameters.nbytes
-        while queue and queue.bytes + size > self._most:
+        while queue and self._waits and queue.bytes + size > self._most:
             self._arrive(next(iter(queue)))
         queue[buffer] = None
         queue.bytes += size
         super()._send(buffer)
-        if not self.overlap:
+        if not self.overlap and self._waits:
             self._arrive(buffer)
 
     def _arrive(self, buffer: GradBuffer) -> None:

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 
 import pytest
+import thread_world
 import torch
 from fake_world import FakeWorld
 from torch import Tensor, nn
@@ -448,6 +449,67 @@ def test_a_rank_with_fewer_backwards_sends_as_often_as_the_others(own: int, monk
     finish(sync)
     for index in range(len(buckets)):
         assert world.events.count(f"send bucket.{index}") == 3
+
+
+class Tied(nn.Module):
+    """A tied matrix, whose dense gradient comes first in backward, and three layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(8, 4, dtype=torch.float64))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)).double()
+
+    def forward(self, tokens: Tensor, take: Callable[[Tensor, Tensor], None] | None = None) -> Tensor:
+        hidden = self.matrix[tokens]
+        if take is not None:
+            hidden = self.matrix.detach()[tokens].requires_grad_()
+            hidden.register_hook(lambda grad: take(tokens, grad))
+        for layer in self.layers:
+            hidden = layer(hidden).tanh()
+        return (hidden @ self.matrix.t()).square().sum()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("counts", [(1, 0), (2, 1), (0, 2), (3, 0, 1)])
+def test_ranks_with_other_numbers_of_backwards_do_not_wait_in_a_circle(
+    counts: tuple[int, ...], is_first: bool, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for one message; in the first step no rank knows yet in which order the others send."""
+    monkeypatch.setattr(thread_world, "WAIT_SECONDS", 5.0)
+    torch.manual_seed(0)
+    plain, size = Tied(), len(counts)
+    steps = [counts] if is_first else [(1,) * size, counts]
+
+    def batch(rank: int, step: int, number: int) -> Tensor:
+        return torch.tensor([rank, 2 + step, 4 + number])
+
+    def train(world: World) -> list[dict[str, Tensor]]:
+        model = copy.deepcopy(plain)
+        buffers = make_grad_buffers(
+            dict(model.named_parameters()), set(), EVERY_PARAMETER, shard=ZeroShard(world.rank, size, True)
+        )
+        rows = {"matrix": EmbeddingGradPlan(gather=False, dense=True)}
+        sync = make_grad_sync([buffers], world, embeddings=rows, bytes_in_flight=1, overlap=overlap)
+        found = []
+        for step, numbers in enumerate(steps):
+            sync.begin_step(numbers[world.rank])
+            for number in range(numbers[world.rank]):
+                model(batch(world.rank, step, number), sync.embedding_grads["matrix"].put).backward()
+            finish(sync)
+            found.append({buffer.slots[0].name: buffer.own_gradients.clone() for buffer in buffers})
+        return found
+
+    results = thread_world.on_ranks(worlds := thread_world.make_worlds(size), train)
+    assert not [result for result in results if isinstance(result, BaseException)] and len(worlds) == size
+    for step, numbers in enumerate(steps):
+        plain.zero_grad()
+        for rank, count in enumerate(numbers):
+            for number in range(count):
+                plain(batch(rank, step, number)).backward()
+        for name, parameter in plain.named_parameters():
+            whole = torch.cat([result[step][name] for result in results])
+            torch.testing.assert_close(whole[: parameter.numel()], parameter.grad.flatten(), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("room", [1, 10**9])
