@@ -49,27 +49,73 @@ def plan_embedding_grads(
     return result
 
 
-class EmbeddingGrad:
-    """The rows of one parameter [V, D] in one step: implements `EmbeddingGrads`.
+class RowSink:
+    """The rows of one embedding's lookups in one step: implements `EmbeddingGrads`.
 
-    Backward calls `put`; then either `add`, or `send` and `add_gathered`. `name` is that of the rows on the wire.
+    With `sums` rows that are more than the matrix has are added up, so that a step of any length holds no more.
     """
 
-    def __init__(self, parameter: Tensor, name: str, wire: Wire) -> None:
-        self.parameter, self.name, self.wire = parameter, name, wire
+    def __init__(self, parameter: Tensor, sums: bool) -> None:
+        self._like, self._sums = parameter, sums
         self._rows: list[tuple[Tensor, Tensor]] = []
-        self._gathered: list[Callable[[], Tensor]] = []
+        self._num_rows = 0
+        self._sum: Tensor | None = None
 
     def put(self, tokens: Tensor, rows: Tensor) -> None:
         self._rows.append((tokens, rows))
+        self._num_rows += tokens.numel()
+        if self._sums and self._num_rows > self._like.size(0):
+            if self._sum is None:
+                self._sum = torch.zeros_like(self._like, device=rows.device)
+            _add_all(self._sum, self._rows)
+            self._rows.clear()
+
+    def clear(self) -> None:
+        self._rows.clear()
+        self._num_rows, self._sum = 0, None
+
+    def add(self, matrix: Tensor) -> None:
+        """Add all to `matrix` [V, D]."""
+        if self._sum is not None:
+            matrix.add_(self._sum.to(matrix.device))
+        _add_all(matrix, [(tokens.to(matrix.device), rows.to(matrix.device)) for tokens, rows in self._rows])
+        self.clear()
+
+    def take(self) -> list[tuple[Tensor, Tensor]]:
+        """All rows, on the parameter's device: that of its last stage if it is tied."""
+        device, dtype = self._like.device, self._like.dtype
+        found = [(tokens.to(device), rows.to(device, dtype)) for tokens, rows in self._rows]
+        self.clear()
+        return found
+
+
+class EmbeddingGrad:
+    """The gradient of one parameter's lookups [V, D] in one step.
+
+    Each embedding that shares the parameter puts its rows into a `sink` of its own, since pipeline stages run their
+    backwards side by side and the order of additions is to be the same each time. Then either `add`, or `send` and
+    `add_gathered`. `name` is that of the rows on the wire; `gather`: they will be sent.
+    """
+
+    def __init__(self, parameter: Tensor, name: str, wire: Wire, gather: bool) -> None:
+        self.parameter, self.name, self.wire = parameter, name, wire
+        self._gather, self._sinks = gather, list[RowSink]()
+        self._gathered: list[Callable[[], Tensor]] = []
+
+    def sink(self) -> RowSink:
+        """Takes the rows of one more embedding; rows are added in the order of these calls."""
+        self._sinks.append(RowSink(self.parameter, sums=not self._gather))
+        return self._sinks[-1]
 
     def clear(self) -> None:
         """Drop what an unfinished step left."""
-        self._rows.clear()
+        for sink in self._sinks:
+            sink.clear()
 
     def add(self, matrix: Tensor) -> None:
         """Add this rank's rows to `matrix` [V, D], which is then sent as a whole."""
-        _add_rows(matrix, *self._take())
+        for sink in self._sinks:
+            sink.add(matrix)
 
     def send(self) -> None:
         """Start to gather the rows of all ranks."""
@@ -100,11 +146,19 @@ class EmbeddingGrad:
 
     def _take(self) -> tuple[Tensor, Tensor]:
         like = self.parameter
-        if not self._rows:  # a rank without samples
+        held = [pair for sink in self._sinks for pair in sink.take()]
+        if not held:  # a rank without samples
             return like.new_empty(0, dtype=torch.int64), like.new_empty(0, like.size(1))
-        tokens, rows = (torch.cat(parts) for parts in zip(*self._rows, strict=True))
-        self.clear()
-        return tokens.to(like.device), rows.to(like.device, like.dtype)  # a tied matrix is on its last stage's device
+        tokens, rows = (torch.cat(parts) for parts in zip(*held, strict=True))
+        return tokens, rows
+
+
+def _add_all(matrix: Tensor, held: list[tuple[Tensor, Tensor]]) -> None:
+    if matrix.is_cuda and held:  # where each call makes a matrix
+        tokens, rows = (torch.cat(parts) for parts in zip(*held, strict=True))
+        held = [(tokens, rows)]
+    for tokens, rows in held:
+        _add_rows(matrix, tokens, rows)
 
 
 def _add_rows(matrix: Tensor, tokens: Tensor, rows: Tensor) -> None:

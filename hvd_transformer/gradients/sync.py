@@ -156,7 +156,7 @@ class GradSync:
 
     def _plan_rows(self, buffer: GradBuffer, slot: ParamSlot, plan: EmbeddingGradPlan) -> None:
         parameter = slot.parameter
-        grad = EmbeddingGrad(parameter, _rows_name(slot), self.wire)
+        grad = EmbeddingGrad(parameter, _rows_name(slot), self.wire, plan.gather)
         self.embedding_grads[slot.name] = grad
         self._num_dense[buffer] -= not plan.dense
         if plan.gather:

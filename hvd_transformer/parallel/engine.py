@@ -107,7 +107,7 @@ class Engine:
         self.local_steps = LocalSteps(self.buffers, mesh.dp_group, config.communication, first_local, self.timeline)
         for name, plan in embeddings.items():
             for embedding in plan.embeddings:
-                embedding.embedding_grads = self.grad_sync.embedding_grads[name]
+                embedding.embedding_grads = self.grad_sync.embedding_grads[name].sink()
         compiles = config.training.compile and mesh.device.type != "cpu"  # the blocks, which cannot call back then
         stores = [
             ([layer.module for layer in stage.layers if not (compiles and layer.recompute)], stage.weight_grads)

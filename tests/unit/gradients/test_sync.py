@@ -260,7 +260,7 @@ def test_rows_of_all_ranks_and_rounds_are_added(tied: bool, gather: bool, size: 
     )
     assert len(buckets) == 1 + gather
     sync = make_grad_sync([buckets], world, embeddings={"matrix": EmbeddingGradPlan(gather, dense=tied)})
-    take = sync.embedding_grads["matrix"].put
+    take = sync.embedding_grads["matrix"].sink().put
     batches = torch.tensor([[1, 1, 4], [4, 0, 1]])
     for rounds in (2, 1, 0):  # the second step must not see the first; the third is one without samples
         world.events.clear()
@@ -285,7 +285,7 @@ def test_an_unfinished_steps_rows_are_forgotten() -> None:
     (bucket,) = make_grad_buffers({"weight": weight}, set(), 1)
     sync = GradSync([[bucket]], world, embeddings={"weight": EmbeddingGradPlan(gather=True)})
     sync.begin_step()
-    sync.embedding_grads["weight"].put(torch.tensor([1]), torch.ones(1, 2))
+    sync.embedding_grads["weight"].sink().put(torch.tensor([1]), torch.ones(1, 2))
     sync.begin_step()
     finish(sync)
     assert not bucket.gradients.any()
@@ -491,11 +491,11 @@ def test_ranks_with_other_numbers_of_backwards_do_not_wait_in_a_circle(
         )
         rows = {"matrix": EmbeddingGradPlan(gather=False, dense=True)}
         sync = make_grad_sync([buffers], world, embeddings=rows, bytes_in_flight=1, overlap=overlap)
-        found = []
+        found, take = [], sync.embedding_grads["matrix"].sink().put
         for step, numbers in enumerate(steps):
             sync.begin_step(numbers[world.rank])
             for number in range(numbers[world.rank]):
-                model(batch(world.rank, step, number), sync.embedding_grads["matrix"].put).backward()
+                model(batch(world.rank, step, number), take).backward()
             finish(sync)
             found.append({buffer.slots[0].name: buffer.own_gradients.clone() for buffer in buffers})
         return found
@@ -543,10 +543,11 @@ def test_rows_go_to_the_ranks_whose_shards_they_are_in(tied: bool, gather: bool,
         buckets = make_grad_buffers(parameters, set(), ALL_IN_ONE, alone, ZeroShard(rank, size, gradients))
         sync = make_grad_sync([buckets], world, embeddings=rows)
         sync.begin_step(len(batches))
+        take = sync.embedding_grads["matrix"].sink().put
         for number, batch in enumerate(batches):
             if number == len(batches) - 1:
                 sync.expect_last_backward(sync.buffers)
-            model(batch, sync.embedding_grads["matrix"].put).backward()
+            model(batch, take).backward()
         finish(sync)
         for bucket in buckets:
             for slot in bucket.slots:
