@@ -32,9 +32,13 @@ class SyntheticTask(Task):
         super().__init__(config, None, replica)
         self._vocab_size = vocab_size
         self._micro_batch = cache(self._make_micro_batch)
-        per_step = samples_per_step(config, replica.size)
-        self.sampler = StepSampler(_SAMPLES, per_step, batch_samples(config), replica)
-        self.targets_per_step = self.num_targets((torch.zeros(per_step),))
+        self._per_step = samples_per_step(config, replica.size)
+        self.sampler = StepSampler(_SAMPLES, self._per_step, batch_samples(config), replica)
+        self.targets_per_step = self.num_targets((torch.zeros(self._per_step),))
+
+    @property
+    def lookups_per_step(self) -> int:
+        return self._micro_batch(1).inputs[0].numel() * self._per_step
 
     def make_model(self) -> nn.Module:
         found = self._sketch(1)

@@ -163,6 +163,11 @@ class Task(ABC):
         return {"": self.evaluation_batches(split)}
 
     @property
+    def lookups_per_step(self) -> int:
+        """About how many tokens a full step looks up in one embedding, over all replicas."""
+        return self.targets_per_step
+
+    @property
     def eval_samples(self) -> int | None:
         """How many samples of a split are evaluated at most, the first ones in the order of the data; None: all."""
         return eval_samples(self.config.training)
@@ -287,8 +292,13 @@ class ExampleTask(Task):
             batch_size = config.training.batch_samples
             self.batches = LengthBuckets(self._order("train"), batch_size, config.data.batch_tokens, config.seed)
             num_batches = -(-step_samples(config.training, replica.size) // batch_size)
+            self._share = num_batches / self.batches.num_items  # of an epoch, in a step
             self.sampler = self.batches.sampler(num_batches, replica)
-            self.targets_per_step = max(1, round(self.num_training_targets * num_batches / self.batches.num_items))
+            self.targets_per_step = max(1, round(self.num_training_targets * self._share))
+
+    @property
+    def lookups_per_step(self) -> int:
+        return round(self._order("train").num_tokens * self._share) if "train" in self.splits else 1
 
     @abstractmethod
     def collate(self, split: str, numbers: NDArray[np.int64]) -> Batch:

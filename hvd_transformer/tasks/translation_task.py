@@ -93,6 +93,11 @@ class TranslationTask(ExampleTask):
         targets = self.data.splits["train"].texts["target"]
         return len(targets.tokens) + len(targets)  # each ends with </s>
 
+    @property
+    def lookups_per_step(self) -> int:
+        """Of the longer side of each pair; both sides may look up in the same embedding."""
+        return super().lookups_per_step * (2 if self.config.model.share_embeddings else 1)
+
     def collate(self, split: str, numbers: NDArray[np.int64]) -> Batch:
         """Sources [B, S], and targets that begin with <s> and end with </s> [B, T + 1]."""
         sources, targets = (self.data.splits[split].texts[role] for role in ROLES)

@@ -81,7 +81,7 @@ class Trainer:
             partition=choose_partition(config, task, mesh, world),
             splits=task.cuts,
             shapes=shapes,
-            num_tokens=task.targets_per_step,
+            num_tokens=task.lookups_per_step,
         )
         task.tick = self.engine.timeline.tick
         self.loss_scaler = LossScaler(config.training.precision)

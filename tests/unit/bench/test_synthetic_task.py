@@ -30,6 +30,7 @@ def test_every_task_trains_without_data(task: str, one_thread: None) -> None:
     config = small(f"task={task}", "parallel.micro_batches=4", "training.accumulation=2")
     with trainer_of(config, V, World(), Heartbeat()) as trainer:
         assert trainer.task.targets_per_step == 2 * TARGETS[task]
+        assert trainer.task.lookups_per_step == 2 * B * T
         results = [trainer.step(plan) for plan, _ in zip(trainer.task.sampler.epoch(), range(2), strict=False)]
     assert [result.totals.targets for result in results] == [2 * TARGETS[task]] * 2
     classes = 2 if task == "classification" else V
