@@ -77,7 +77,7 @@ def trainer(
         dp=world.size // tensor,
         tp=tensor,
         dp_rank=replica,
-        tp_rank=0,
+        tp_rank=0 if tensor == 1 else world.rank,
         devices=(torch.device("cpu"),) * config.parallel.pipeline,
         dp_group=world if tensor == 1 else alone,
         tp_group=alone if tensor == 1 else world,

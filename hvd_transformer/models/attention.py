@@ -70,7 +70,7 @@ class Attention(FusibleLayer):
             starts = None if documents is None else documents.starts
             mixed = kernels.attention(query, key, value, self.causal, allowed, drawn, starts)
         elif drops and not seeded_attention.fits(query):  # torch's would draw from torch's generator
-            mixed = (self._weights(query @ key.transpose(-2, -1), allowed, documents) @ value).transpose(1, 2)
+            mixed = (self._weights(query, key, allowed, documents) @ value).transpose(1, 2)
         else:
             length, keys = query.size(2), key.size(2)
             mask = None if allowed is None else allowed[:, None, None]
@@ -89,9 +89,13 @@ class Attention(FusibleLayer):
         output: Tensor = self.output(mixed.flatten(2))
         return output
 
-    def _weights(self, scores: Tensor, allowed: Tensor | None, documents: Documents | None) -> Tensor:
-        """The attention weights after dropout, from products of queries and keys [B, H, T, S]."""
-        scores = scores * self.head_width**-0.5
+    def _weights(self, query: Tensor, key: Tensor, allowed: Tensor | None, documents: Documents | None) -> Tensor:
+        """The attention weights [B, H, T, S] after dropout."""
+        scale = self.head_width**-0.5
+        if torch.float16 in (query.dtype, autocast_dtype(query)):  # whose products overflow before they are scaled
+            scores = (query * scale) @ key.transpose(-2, -1)
+        else:
+            scores = query @ key.transpose(-2, -1) * scale
         if documents is not None:
             scores = scores + documents.added(scores.dtype)
         elif (mask := self._mask(scores.size(-2), scores.size(-1), allowed, scores.device)) is not None:

@@ -1,5 +1,6 @@
 """Pipeline stages with their gradient buffers and optimizers: which buffer each parameter is in, and of what size."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -104,12 +105,17 @@ def add_buffers(
     alone = {name for name, rows in gathers.items() if rows}
     travels = num_hosts > 1 or mesh.device.type == "cuda"
     hidden = _muon_matrices(model) if config.optimizer.name == "muon" else set[str]()
-    # What all ranks of a tensor group hold must be rounded alike on all of them, whatever else they hold.
-    rounded = mesh.tp > 1 and config.communication.compression != "none"
-    unsplit = shapes.keys() - splits.keys() if rounded else set[str]()
+    # What all ranks of a tensor group hold must be added up and rounded alike on all of them, whatever else they hold.
+    uneven = any(shapes[name][split.dim] // split.parts % mesh.tp for name, split in splits.items() if name in shapes)
+    apart = mesh.tp > 1 and (uneven or config.communication.compression != "none")
+    unsplit = shapes.keys() - splits.keys() if apart else set[str]()
     least = LEAST_SHARE * mesh.zero_shard.count
     for number, (stage, own) in enumerate(parameters.items()):
-        part = max(least, sum(weight.nbytes for weight in own.values()) // LEAST_BUCKETS)
+        own_bytes = sum(
+            math.prod(shapes[name]) * weight.itemsize // (mesh.tp if name in splits else 1)
+            for name, weight in own.items()
+        )
+        part = max(least, own_bytes // LEAST_BUCKETS)
         size, last = (min(most, part), gathers.keys() - alone) if travels else (most, set())
         buffers = make_grad_buffers(own, no_decay, size, alone, mesh.zero_shard, apart=(hidden, last, unsplit))
         matrices = None

@@ -60,7 +60,8 @@ def one_step(pieces: int, *words: str) -> Config:
 
 @cache
 def one_after_the_other(pieces: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The losses of the micro-batches and the gradients, without an engine. Lookups' gradients are added last."""
+    """The losses of the micro-batches and the gradients, without an engine. Lookups' gradients are added last; rows that
+    are more than the vocabulary, to each other first."""
     made = one_step(pieces)
     job = trainer(made)
     model, batch = job.task.model, first_batch(job)
@@ -76,8 +77,13 @@ def one_after_the_other(pieces: int) -> tuple[list[float], dict[str, torch.Tenso
         (loss / batch[1].numel()).backward()
         losses.append(loss.item())
     assert len(losses) == pieces
+    weight = model.embedding.embedding.weight
+    many = sum(tokens.numel() for tokens, _ in looked_up) > weight.size(0)
+    added = torch.zeros_like(weight) if many else weight.grad
     for tokens, rows in looked_up:
-        model.embedding.embedding.weight.grad.index_add_(0, tokens, rows)
+        added.index_add_(0, tokens, rows)
+    if many:
+        weight.grad += added
     return losses, {name: weight.grad for name, weight in model.named_parameters()}
 
 
