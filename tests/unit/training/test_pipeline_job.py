@@ -60,7 +60,7 @@ def one_step(pieces: int, *words: str) -> Config:
 
 @cache
 def one_after_the_other(pieces: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The losses of the micro-batches and the gradients, without an engine. Lookups' gradients are added last; rows that
+    """The losses of the micro-batches and the gradients, without an engine. Lookups' gradients are added last; if they
     are more than the vocabulary, to each other first."""
     made = one_step(pieces)
     job = trainer(made)
