@@ -98,7 +98,6 @@ class Session:
             profiled.write()
             self.save(best=False)
             self._save_until_written()
-            self.heartbeat.enter_phase("end")
         except BaseException:
             self.progress.stop()
             self.saver.wait(ending=True)
@@ -166,12 +165,14 @@ class Session:
         try again a few times: no other one follows. Collective."""
         state = self.trainer.state
         for pause in _PAUSES:
+            self.heartbeat.enter_phase("end")
             self.saver.wait()
             if not self.world.broadcast_object(self.saver.unsaved == state.step):
                 return
             time.sleep(pause)
             self.saved_step = None
             self.save(best=self.config.checkpoint.keep_best and state.best_step == state.step)
+        self.heartbeat.enter_phase("end")
         self.saver.wait()
 
     def warn(self, text: str) -> None:
