@@ -125,6 +125,7 @@ def test_losses_of_a_mixture_are_those_of_all_its_sources(folder: Path, tmp_path
         (["web/train-*.parquet", "code/train-*.parquet"], ["web_train", "code_train"]),
         (["x/web/en.txt", "y/web/en.txt", "z/de.txt"], ["x_web_en", "y_web_en", "z_de"]),
         (["a.txt", "a.txt"], ["a_1", "a_2"]),
+        (["*.jsonl", "b.jsonl"], ["source_1", "b_2"]),
     ],
 )
 def test_names_of_sources(given: list[str], names: list[str]) -> None:

@@ -35,6 +35,7 @@ def test_trials_are_jobs_where_a_service_runs(tmp_path: Path) -> None:
 
     with fake_service(tmp_path / "state") as service:
         service.answers["POST jobs"] = submitted
+        service.answers["GET jobs"] = {"items": [], "next": None}
         variables = {"HVD_TRANSFORMER_SERVER": str(tmp_path / "state"), "HVD_TRANSFORMER_TOKEN": ""}
         first = command("hvd-transformer", "sweep", "lr.yaml", folder=tmp_path, environment=variables)
         assert (first.returncode, first.stderr) == (2, "hvd-transformer: not today\n")
@@ -70,6 +71,7 @@ def test_a_sweep_whose_trials_all_failed_fails(tmp_path: Path) -> None:
 
     with fake_service(tmp_path / "state") as service:
         service.answers["POST jobs"] = submitted
+        service.answers["GET jobs"] = {"items": [], "next": None}
         variables = {"HVD_TRANSFORMER_SERVER": str(tmp_path / "state"), "HVD_TRANSFORMER_TOKEN": ""}
         done = command("hvd-transformer", "sweep", "lr.yaml", folder=tmp_path, environment=variables)
     assert done.returncode == 1

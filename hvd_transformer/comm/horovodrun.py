@@ -14,6 +14,8 @@ import json
 import os
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
+from itertools import pairwise
 from socketserver import TCPServer
 from threading import Thread
 
@@ -32,8 +34,7 @@ def main() -> None:
     args = parse_args()
     environment = dict(os.environ)
     config_parser.set_env_from_args(environment, args)
-    # In the order of the command line, of which the parser makes a set.
-    interfaces = sorted(args.nics or network.get_local_intfs(), key=" ".join(sys.argv).find)
+    interfaces = interfaces_of(sys.argv) or sorted(network.get_local_intfs())
     if args.use_mpi:
         # Horovod chooses the interfaces of the ranks only; this is for mpirun itself and its daemons.
         if "OMPI_MCA_oob_tcp_if_exclude" not in environment:
@@ -47,6 +48,14 @@ def main() -> None:
         mpi_run(settings, interfaces, environment, args.command)
     else:
         _serve_gloo(args, interfaces, environment)
+
+
+def interfaces_of(words: Sequence[str]) -> list[str]:
+    """Those of the option `--network-interfaces`, in the order given; the parser makes a set of them."""
+    for word, following in pairwise(words):
+        if word == "--network-interfaces":
+            return [name.strip() for name in following.split(",")]
+    return []
 
 
 class _Rendezvous(http_server.RendezvousHTTPServer):  # type: ignore[misc]

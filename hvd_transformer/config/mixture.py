@@ -46,9 +46,9 @@ def source_names(data: DataConfig) -> list[str]:
     paths = [_words(str(entry["source"])) for entry in data.sources or ()]
     for depth in range(1, 1 + max(map(len, paths), default=0)):
         names = ["_".join(path[-depth:]) for path in paths]
-        if len(set(names)) == len(names):
+        if len(set(names)) == len(names) and all(names):
             return names
-    return [f"{'_'.join(path[-1:])}_{number}".strip("_") for number, path in enumerate(paths, start=1)]
+    return [f"{'_'.join(path[-1:]) or 'source'}_{number}" for number, path in enumerate(paths, start=1)]
 
 
 def _words(source: str) -> list[str]:

@@ -22,6 +22,7 @@ T = TypeVar("T")
 ShouldStop = Callable[[], bool]
 
 PROGRESS, PLACES = "progress.json", "places.json"
+_DAMAGED = "damaged"  # what the new folder replaces
 POLL_SECONDS = 0.2
 # Errors that a user can fix. Any other error keeps its traceback.
 _USER_ERRNOS = {
@@ -103,13 +104,15 @@ def _build_aside(folder: Path, build: Callable[[Path], None], lock_file: IO[str]
         elif not (aside / PROGRESS).is_file() and aside.exists():  # left by a process that died: we hold the lock
             shutil.rmtree(aside)
         aside.mkdir(exist_ok=True)
+        if (aside / _DAMAGED).exists():  # killed while it was removed
+            shutil.rmtree(aside / _DAMAGED)
         build(aside)
         for path in aside.iterdir():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         sync_folder(aside)
         if folder.exists():  # damaged
-            shutil.rmtree(folder.rename(aside / "damaged"))
+            shutil.rmtree(folder.rename(aside / _DAMAGED))
         aside.rename(folder)
         for name in (PROGRESS, PLACES):
             (folder / name).unlink(missing_ok=True)

@@ -86,4 +86,6 @@ class CorpusPieces:
     @cached_property
     def _shards(self) -> dict[str, list[int]]:
         """Size and time of the last change of each."""
-        return {path: known for path, *known in self.corpus.identity.get("shards", ())}
+        found = self.corpus.identity
+        states = found["shards"] if "shards" in found else found.get("files", {}).values()
+        return {path: known[:2] for path, *known in states}

@@ -41,7 +41,8 @@ class PairFiles(ExampleFiles):
     def _other_test(self, folder: Path) -> Files | None:
         """The test split under any name that starts with "test". Raises `UserError` if there are several."""
         ending = f".{self.config.source_language}"
-        stems = {file.name.removesuffix(".gz").removesuffix(ending) for file in folder.glob(f"test*{ending}*")}
+        names = (file.name.removesuffix(".gz") for file in folder.glob("test*"))
+        stems = {name.removesuffix(ending) for name in names if name.endswith(ending)}
         stems |= {file.name.partition("-src.")[0] for file in folder.glob(f"test*-src{ending}.sgm")}
         if len(stems) > 1:
             choices = " or data.test=".join(sorted(stems))

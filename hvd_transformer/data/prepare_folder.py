@@ -50,6 +50,6 @@ def prepare_folder(
         index = write(aside)
         index["digest"] = sha256(json.dumps(index, sort_keys=True))  # without the paths, which differ between hosts
         index["settings"] = {"source": config.source, **settings}
-        (aside / INDEX).write_text(json.dumps(index, indent=2, ensure_ascii=False), encoding="utf-8")
+        (aside / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
     return build_once(folder, load, build, context.should_stop)

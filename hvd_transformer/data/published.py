@@ -45,8 +45,11 @@ def source_path(config: DataConfig, table: Mapping[str, Published], context: Pre
     Raises `UserError` if there is neither.
     """
     path = Path(config.source).expanduser()
-    if path.exists():
-        return path.resolve()
+    try:
+        if path.exists():
+            return path.resolve()
+    except OSError as error:
+        raise UserError(f"data.source={config.source}: cannot be read: {error.strerror}") from None
     if config.source in table:
         return fetch_published(config, table, context)
     raise unknown_source(config.source, list(table))

@@ -28,7 +28,7 @@ class TableFiles(ExampleFiles):
             raise UserError(f"{path}: must end in {', '.join(_KINDS)}, each optionally followed by .gz")
         if name.endswith((".jsonl", ".json")):
             return lambda: _json_lines(path, text, label)
-        return lambda: _separated(path, _Tabs if name.endswith(".tsv") else csv.excel, text, label)
+        return lambda: _separated(path, name.endswith(".tsv"), text, label)
 
     def accepted(self, folder: Path, split: str) -> str:
         name = self.stems[split][0]
@@ -42,32 +42,37 @@ class TableFiles(ExampleFiles):
         return {"text": self.config.text_column, "label": self.config.label_column}
 
 
-class _Tabs(csv.excel_tab):
-    """Tab-separated values without quoting: a text may contain a single quote."""
+def _separated(path: Path, tabs: bool, text: str, label: str) -> Iterator[RawExample]:
+    rows = _tab_rows(path) if tabs else _comma_rows(path)
+    _, names = next(rows, (1, []))
+    places = [_column(path, names, "data.text_column", text), _column(path, names, "data.label_column", label)]
+    for number, values in rows:
+        if values:  # skips empty lines
+            place = f"{path}, line {number}"
+            if len(values) != len(names):
+                raise UserError(f"{place}: {len(values)} columns, but the first line names {len(names)}")
+            if not values[places[1]]:
+                raise UserError(f"{place}: {label} is empty; each text needs a label")
+            yield RawExample((values[places[0]],), values[places[1]], place)
 
-    quoting = csv.QUOTE_NONE
+
+def _tab_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Without quoting: a text may contain a single quote."""
+    for number, line in enumerate(read_lines(path), start=1):
+        yield number, line.split("\t") if line else []
 
 
-def _separated(path: Path, dialect: type[csv.Dialect], text: str, label: str) -> Iterator[RawExample]:
-    reader = csv.reader((f"{line}\n" for line in read_lines(path)), dialect, strict=True)
-    start = 1
+def _comma_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Each row with the line that it begins in."""
+    reader, start = csv.reader((f"{line}\n" for line in read_lines(path)), csv.excel, strict=True), 1
     try:
-        names = next(reader, [])
-        places = [_column(path, names, "data.text_column", text), _column(path, names, "data.label_column", label)]
-        start = reader.line_num + 1
         for values in reader:
-            if values:  # skips empty lines
-                if len(values) != len(names):
-                    raise UserError(
-                        f"{path}, line {start}: {len(values)} columns, but the first line names {len(names)}"
-                    )
-                place = f"{path}, line {start}"
-                if not values[places[1]]:
-                    raise UserError(f"{place}: {label} is empty; each text needs a label")
-                yield RawExample((values[places[0]],), values[places[1]], place)
+            yield start, values
             start = reader.line_num + 1
     except csv.Error as error:
-        raise UserError(f"{path}, line {start}: a broken quote: {error}") from None
+        raise UserError(
+            f"{path}, line {start}: a broken quote, or a carriage return outside of quotes: {error}"
+        ) from None
 
 
 def _column(path: Path, names: list[str], key: str, name: str) -> int:

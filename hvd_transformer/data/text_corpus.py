@@ -85,6 +85,8 @@ def open_corpus(config: DataConfig, context: PrepareContext = ALONE) -> Corpus |
             return _open_pattern(path, config)
     except OSError as error:
         raise UserError(f"{error.filename or path}: cannot be read: {error.strerror}") from None
+    except (NotImplementedError, ValueError) as error:  # of a pattern
+        raise UserError(f"data.source={source}: no possible pattern, or names of splits: {error}") from None
     raise unknown_source(source, SOURCES)
 
 

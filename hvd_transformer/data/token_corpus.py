@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hvd_transformer.config.mixture import origin
 from hvd_transformer.config.schema import DataConfig
@@ -21,7 +22,9 @@ from hvd_transformer.data.token_file import JoinedTokens, TokenFile, Tokens
 from hvd_transformer.data.tokenizers import Tokenizer
 from hvd_transformer.errors import UserError
 
-FORMAT = 2  # of what is kept about token files; another number checks all of them anew
+# The first numbers of files of llm.c, which have a header.
+_HEADERS = {number.to_bytes(4, "little") for number in (20240520, 20240801)}
+FORMAT = 3  # of what is kept about token files; another number checks all of them anew
 _CHECKED = 2**22  # tokens at a time
 
 
@@ -71,7 +74,8 @@ def open_token_files(files: Files, shares: list[float], name: str) -> TokenCorpu
 def find_token_files(paths: Iterable[Path], where: str) -> Files:
     """The `.bin` files among these paths, or of the indices among them, by name. Raises `UserError` if Megatron's have
     several endings: the same documents may be there twice."""
-    found = {path.with_suffix(TOKENS) for path in paths if path.suffix in (TOKENS, INDEX) and path.is_file()}
+    shown = (path for path in paths if not path.name.startswith("."))
+    found = {path.with_suffix(TOKENS) for path in shown if path.suffix in (TOKENS, INDEX) and path.is_file()}
     files = tuple(sorted(found))
     endings = sorted({own for path in files if (own := megatron_ending(path))})
     if len(endings) > 1:
@@ -128,6 +132,8 @@ def _checked(span: TokenSpan, tokenizer: Tokenizer, context: PrepareContext) -> 
     """The entry of these tokens in the index. `documents` counts those that an end token follows."""
     digest, tokens = hashlib.sha256(), np.memmap(span.path, span.dtype, "r")
     documents, vocab_size = 0, tokenizer.vocab_size
+    if not span.path.with_suffix(INDEX).is_file():
+        _check_bare(span.path, tokens, vocab_size)
     for start in range(span.start, span.end, _CHECKED):
         if context.should_stop():
             raise Stopped
@@ -141,6 +147,25 @@ def _checked(span: TokenSpan, tokenizer: Tokenizer, context: PrepareContext) -> 
         if tokenizer.document_end is not None:
             documents += int(np.count_nonzero(part == tokenizer.document_end))
     return {"tokens": span.end - span.start, "sha256": digest.hexdigest(), "documents": documents}
+
+
+def _check_bare(path: Path, tokens: NDArray[Any], vocab_size: int) -> None:
+    """Raise `UserError` if a file without an index, which says nothing of its numbers, is not one of 16 bits as
+    nanoGPT's: numbers of 32 bits would be read as twice as many tokens, every second of them 0 or nearly so."""
+    first = np.asarray(tokens[:_CHECKED])
+    high = first[1::2]
+    wide = high.size > 7 and first.size % 2 == 0 and bool(np.all(high <= vocab_size - 1 >> 16))
+    if vocab_size > 1 << 16 or wide or first[:2].tobytes() in _HEADERS:
+        raise UserError(
+            f"{path}: without an .idx beside it, it must hold nothing but token numbers of 16 bits, of a tokenizer of "
+            f"at most 65,536 tokens, as nanoGPT's do; this one {_what_else(vocab_size, wide)}"
+        )
+
+
+def _what_else(vocab_size: int, wide: bool) -> str:
+    if vocab_size > 1 << 16:
+        return f"is of a tokenizer of {vocab_size:,} tokens"
+    return "seems to hold numbers of 32 bits" if wide else "begins with a header"
 
 
 def _find(folder: Path, stem: str) -> Files:

@@ -51,7 +51,7 @@ class Stop:
     def __init__(self) -> None:
         self.count = 0
         self.by: str | None = None  # who asked first: a signal's name, or "request"
-        self._terminated = -math.inf  # when the last SIGTERM came
+        self._ended = -math.inf  # when the last signal came that is not Ctrl-C
         self._previous = {
             number: signal.signal(number, self._note)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -63,10 +63,11 @@ class Stop:
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         self.by = self.by or signal.Signals(number).name
-        if number != signal.SIGTERM or now - self._terminated > _SAME_SECONDS:
+        # One request: a scheduler and its script, or a closed terminal and its shell, may both send one.
+        if number == signal.SIGINT or now - self._ended > _SAME_SECONDS:
             self.count += 1
-        if number == signal.SIGTERM:
-            self._terminated = now
+        if number != signal.SIGINT:
+            self._ended = now
 
     def request(self, signals: int) -> None:
         """Do as these many signals do in all. Asking again changes nothing."""

@@ -9,6 +9,7 @@ from hvd_transformer.errors import UserError
 from hvd_transformer.launch.hostfile import Host, assign, parse_hostfile, parse_hosts, read_hostfile
 
 COOL_DOWN_SECONDS = 10.0  # for which a lost host is excluded; doubled each time it is lost again
+_MOST_SECONDS = 640.0
 _SCRIPT_SECONDS = 30.0
 
 FindHosts = Callable[[], list[Host]]
@@ -41,7 +42,7 @@ class HostPool:
 
     def cool_down(self, name: str) -> float:
         """Exclude a host for a while; return for how many seconds."""
-        seconds = 2 * self._cooling.get(name, (0.0, COOL_DOWN_SECONDS / 2))[1]
+        seconds = min(2 * self._cooling.get(name, (0.0, COOL_DOWN_SECONDS / 2))[1], _MOST_SECONDS)
         self._cooling[name] = (time.monotonic() + seconds, seconds)
         return seconds
 

@@ -51,14 +51,20 @@ class RestartPolicy:
         step = max((beat["step"] for beat in ended.beats.values()), default=None)
         self._note(step, made_steps=any(beat.get("loss") is not None for beat in ended.beats.values()))
         host = None if ended.lost else ended.at_fault
-        if host is not None:
-            self._failed_first = [*(old for old in self._failed_first if old == host), host]
+        self._failed_first = [] if host is None else [*(old for old in self._failed_first if old == host), host]
         wrong_host = self._made_steps and host is not None and replaceable(host)
         if ended.code == WRONG_INPUT and not ended.lost and not wrong_host:
             return Verdict("")
         if not ended.lost:
             self._failed_steps = [*(old for old in self._failed_steps if old == step), step]
         return self._restart(step, self._at_fault(ended, host, replaceable))
+
+    def went_on(self, ended: AttemptResult) -> None:
+        """Note the steps of a start that ended as it was asked to, so that it resumes with other hosts."""
+        step = max((beat["step"] for beat in ended.beats.values()), default=None)
+        self._made_steps |= any(beat.get("loss") is not None for beat in ended.beats.values())
+        if step is not None and step > self._last_step:
+            self._last_step, self._fruitless, self._failing_since = step, 0, None
 
     def judge_lost_host(self) -> Verdict:
         """Count a start that failed because a host was lost before its ranks ran."""

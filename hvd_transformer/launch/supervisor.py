@@ -94,7 +94,9 @@ class Supervisor:
                     code = ended.code
                     if not self._may_restart(ended, stop):
                         return code
-                hosts = self._wait_for_hosts(stop) if self._begun else self._first_hosts()
+                # Also before the first rank ran: a restart waits for as many hosts as the job may run with.
+                again = self._begun or self._policy.restarts > 0
+                hosts = self._wait_for_hosts(stop) if again else self._first_hosts()
             return code
         finally:
             stop.restore()
@@ -189,6 +191,7 @@ class Supervisor:
             self._cause = ""
             return False
         if ended.stopped and not ended.lost:  # to add or leave hosts: a rank that was asked to stop exits with 1
+            self._policy.went_on(ended)
             self._set_aside(ended.leaving)
             self._cause = "; ".join(ended.leaving.values())
             self._next = "resuming"

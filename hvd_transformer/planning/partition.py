@@ -183,11 +183,12 @@ def _own_partition(config: Config, task: Task, mesh: ParallelMesh, measures: boo
     plan = next(iter(task.sampler.epoch()))  # no rank has a larger accumulation step than rank 0's first
     batches = split_batch(task.batch(0, plan.accumulation[0]), config.parallel.micro_batches)
     micro_batch, threads = task.micro_batch(batches[0]), worker_threads(num_stages)
-    file = profile_cache.file_for(config, layers, micro_batch, mesh.device, threads)
+    recompute = config.parallel.recompute
+    recomputes = recompute == "always" or (recompute == "except_last" and len(batches) > 1)
+    file = profile_cache.file_for(config, layers, micro_batch, mesh.device, threads, recomputes)
     profiles, origin = profile_cache.read(file, len(layers)), "cached"
     if profiles is None:
-        recompute, origin = config.parallel.recompute, "measured now"
-        recomputes = recompute == "always" or (recompute == "except_last" and len(batches) > 1)
+        origin = "measured now"
         context = partial(layer_context, config.training.precision, mesh.device, (config.seed,))
         profiles = measure_layers(
             layers, micro_batch, mesh.device, context=context, recompute=recomputes, threads=threads

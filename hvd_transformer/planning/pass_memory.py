@@ -231,12 +231,13 @@ def stage_activations(
 ) -> int:
     """The peak of activation bytes while the stage works through its operations.
 
-    With `recompute` "never", `passes` needs no mode that recomputes.
+    If nothing is recomputed, `passes` needs no mode that does.
     """
     last = max(operation.micro_batch for operation in operations)
     split = any(operation.kind == "weights" for operation in operations)
     whole = passes[PassMode(recompute=False, defer=split or stage > 0)]
-    recomputed = whole if recompute == "never" else passes[PassMode(recompute=True, defer=split)]
+    again = recompute == "always" or (recompute == "except_last" and last > 0)
+    recomputed = passes[PassMode(recompute=True, defer=split)] if again else whole
     held = peak = 0
     for kind, micro_batch in operations:
         run = whole if recompute == "except_last" and micro_batch == last else recomputed

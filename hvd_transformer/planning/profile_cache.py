@@ -24,13 +24,18 @@ from hvd_transformer.own_folder import make_own_folder
 from hvd_transformer.planning.layer_profile import LayerProfile
 from hvd_transformer.planning.pass_memory import PassMemory, PassMode
 
-FORMAT = 3  # of the file and of the measurement; files of another format are ignored
+FORMAT = 4  # of the file and of the measurement; files of another format are ignored
 
 log = logging.getLogger("hvd_transformer")
 
 
 def file_for(
-    config: Config, layers: Sequence[Layer], micro_batch: MicroBatch, device: torch.device, threads: int
+    config: Config,
+    layers: Sequence[Layer],
+    micro_batch: MicroBatch,
+    device: torch.device,
+    threads: int,
+    recomputes: bool,
 ) -> Path:
     """The file of these profiles, named after everything that they depend on."""
     settings = {
@@ -39,7 +44,7 @@ def file_for(
         "processor": processor_name(device),
         "threads": threads,
         "model": config.model.model_dump(mode="json"),
-        "recompute": config.parallel.recompute,
+        "recomputes": recomputes,
         "precision": config.training.precision,
         "compile": config.training.compile,
         "micro_batch": [

@@ -33,6 +33,7 @@ class HostConnections:
         self.folder = f"/tmp/hvd-transformer-{os.getpid()}-{secrets.token_hex(4)}"
         self._ssh, self._environment = ssh, environment
         self._open: dict[str, HostConnection] = {}
+        self._opening: dict[str, asyncio.Lock] = {}
         self._turns = asyncio.Semaphore(_AT_A_TIME)
         self._names = ThreadPoolExecutor(_AT_A_TIME)
         self._loop = asyncio.new_event_loop()
@@ -91,14 +92,15 @@ class HostConnections:
             self._loop.run_forever()
 
     async def _one(self, host: str, local: bool, seconds: float) -> HostConnection:
-        connection = self._open.get(host)
-        if connection is not None and connection.lost:
-            await connection.close()
-            connection = None
-        if connection is None:
-            connection = await HostConnection.open(host, local, self._ssh, self._environment, seconds, self._turns)
-            self._open[host] = connection
-        return connection
+        async with self._opening.setdefault(host, asyncio.Lock()):  # two threads may want the same new host
+            connection = self._open.get(host)
+            if connection is not None and connection.lost:
+                await connection.close()
+                connection = None
+            if connection is None:
+                connection = await HostConnection.open(host, local, self._ssh, self._environment, seconds, self._turns)
+                self._open[host] = connection
+            return connection
 
     async def _ping(self) -> None:
         while True:

@@ -120,7 +120,7 @@ def clock() -> float:
 
 def exists(path: str) -> bool:
     """Whether the file exists on this host."""
-    return Path(path).exists()
+    return os.path.exists(path)  # noqa: PTH110 - Path.exists raises where a folder on the way cannot be entered
 
 
 def listen(address: str) -> int:
@@ -204,14 +204,15 @@ def _devices() -> list[dict[str, Any]]:
     devices = []
     for line in _output(query).splitlines():
         name, *sizes = (word.strip() for word in line.split(","))
-        if len(sizes) == 2 and all(size.isdigit() for size in sizes):
-            total, free = (int(size) << 20 for size in sizes)
+        if len(sizes) == 2:
+            total, free = (int(size) << 20 if size.isdigit() else 0 for size in sizes)  # [N/A]: the host's memory
             devices.append({"name": name, "memory": total, "memory_free": free})
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return devices
-    names = [word.strip() for word in visible.split(",") if word.strip()]
-    if not all(name.isdigit() for name in names):  # identifiers, or -1
+    words = (word.strip() for word in visible.split(","))
+    names = list(takewhile(lambda name: name not in ("", "-1"), words))  # CUDA ignores what follows
+    if not all(name.isdigit() for name in names):  # identifiers
         return devices[: len(names)]
     known = takewhile(lambda name: int(name) < len(devices), names)  # CUDA ignores all after the first unknown one
     return [devices[int(name)] for name in known]
@@ -223,12 +224,12 @@ def _folder(path: Path) -> dict[str, Any]:
     A folder that is empty does not count as existing: it may be a mount point without its file system.
     """
     here = path.absolute()
-    while not here.exists() and here != here.parent:
+    while not exists(str(here)) and here != here.parent:
         here = here.parent
     disk = os.statvfs(here)
     full = disk.f_files > 0 and disk.f_favail == 0  # no inodes left
     return {
-        "exists": path.exists() and not _is_empty(path),
+        "exists": exists(str(path)) and not _is_empty(path),
         "writable": os.access(here, os.W_OK),
         "free": 0 if full else disk.f_bavail * disk.f_frsize,
     }

@@ -69,3 +69,11 @@ def test_over_mpi_it_becomes_mpirun_without_asking_a_host(tmp_path: Path) -> Non
     for part in ("-np 5 -H a:2,b:3", "plm_rsh_args -p 2222", "btl_tcp_if_include ib0,eth0", "-x NCCL_DEBUG"):
         assert part in done.stdout
     assert done.stdout.endswith(" runner a b\n")
+
+
+def test_interfaces_keep_their_order_whatever_hosts_are_called() -> None:
+    from hvd_transformer.comm.horovodrun import interfaces_of
+
+    words = ["horovodrun", "-H", "node1-ib0:2,node2-ib0:2", "--network-interfaces", "eth0, ib0", "python"]
+    assert interfaces_of(words) == ["eth0", "ib0"]
+    assert interfaces_of(words[:3]) == []

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_transformer.data.build_once import Stopped, build_once
+from hvd_transformer.data.build_once import PROGRESS, Stopped, build_once
 from hvd_transformer.errors import UserError
 
 
@@ -59,6 +59,15 @@ def test_a_damaged_folder_is_replaced(tmp_path):
     folder.mkdir()
     (folder / "content").write_text("")
     assert build_once(folder, load, lambda aside: (aside / "content").write_text("new") and None) == "new"
+
+
+def test_a_kill_while_a_damaged_folder_is_removed_does_no_harm(tmp_path):
+    """What was done so far is kept, and with it what is left of the damaged folder."""
+    aside = tmp_path / ".x.tmp"
+    (aside / "damaged" / "part").mkdir(parents=True)
+    (aside / PROGRESS).write_text("{}")
+    assert build_once(tmp_path / "x", load, lambda aside: (aside / "content").write_text("new") and None) == "new"
+    assert [path.name for path in (tmp_path / "x").iterdir()] == ["content"]
 
 
 def test_waiting_stops_when_asked(tmp_path):

@@ -55,6 +55,14 @@ def test_names_and_languages_can_be_chosen(tmp_path: Path) -> None:
     assert message == f"{tmp_path}: several test splits; choose with data.test=test_a or data.test=test_b"
 
 
+def test_a_test_split_named_after_both_languages(tmp_path: Path) -> None:
+    for split in ("train", "valid", "test2016.de-en"):
+        for number, language in enumerate(("de", "en")):
+            write(tmp_path, f"{split}.{language}", [pair[number] for pair in PAIRS])
+    (tmp_path / "test.de.bak").write_text("old\n")
+    assert read(tmp_path)["test"] == PAIRS
+
+
 def test_tabs(tmp_path: Path) -> None:
     for split in ("train", "valid"):
         write(tmp_path, f"{split}.tsv", ["\t".join(pair) for pair in PAIRS])

@@ -317,3 +317,19 @@ def _saved(cache: Path) -> int:
     if places is None:
         return 0
     return sum(entry["count"] for *_, (entry, _) in json.loads(places.read_text()).values()) // (60 * 10**6)
+
+
+def test_a_plain_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens would be those of a vocabulary that was learned from another text."""
+    file, learn = tmp_path / "one.txt", prepare_text.learn_tokenizer
+    file.write_text("aaa\n" * 50)
+
+    def change(*given: Any, **named: Any) -> Any:
+        found = learn(*given, **named)
+        file.write_text("xyz\n" * 60)
+        return found
+
+    monkeypatch.setattr(prepare_text, "learn_tokenizer", change)
+    config = DataConfig(source=str(file), cache_dir=str(tmp_path / "cache"), tokenizer="char")
+    with pytest.raises(UserError, match=rf"^{file}: changed while it was prepared; restore it to resume$"):
+        prepare_text.prepare_corpus(config, open_corpus(config), None, ALONE)

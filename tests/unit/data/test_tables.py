@@ -43,6 +43,12 @@ def test_tab_separated_values_and_json_lines(tmp_path: Path) -> None:
     assert found == {"train": [('a "quote', "5"), ("b", "1")], "valid": [("a", "5"), ("b", "1")]}
 
 
+def test_a_carriage_return_in_a_tabbed_text_is_a_character(tmp_path: Path) -> None:
+    (tmp_path / "train.tsv").write_bytes(b"text\tlabel\r\nfoo\rbar\ty\r\n\r\nb\tn\r\n")
+    (tmp_path / "valid.tsv").write_text("text\tlabel\nb\tn\n")
+    assert read(tmp_path)["train"] == [("foo\rbar", "y"), ("b", "n")]
+
+
 def test_one_file_is_split_by_seed(tmp_path: Path) -> None:
     file = tmp_path / "all.csv"
     file.write_text("text,label\n" + "".join(f"t{number},{number % 2}\n" for number in range(50)))
@@ -56,8 +62,14 @@ def test_one_file_is_split_by_seed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('text,label\na,1\n"b\nc,2\nd,3\n', ", line 3: a broken quote: unexpected end of data"),
-        ('text,label\na,1\n"b"c,2\n', ", line 3: a broken quote: ',' expected after '\"'"),
+        (
+            'text,label\na,1\n"b\nc,2\nd,3\n',
+            ", line 3: a broken quote, or a carriage return outside of quotes: unexpected end of data",
+        ),
+        (
+            'text,label\na,1\n"b"c,2\n',
+            ", line 3: a broken quote, or a carriage return outside of quotes: ',' expected after '\"'",
+        ),
         ("text,label\na,1\nb\n", ", line 3: 1 columns, but the first line names 2"),
     ],
 )

@@ -80,6 +80,36 @@ def test_folders(ending: str, layout: str, tokenizer: Path, tmp_path: Path) -> N
     assert tokens(alone) == [reference(tokenizer, parts["validation"])]
 
 
+def test_hidden_files_are_no_shards(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    for name in ("train/a.txt", "train/._a.txt", "train/.part.txt", "valid.txt", "test.txt"):
+        (tmp_path / name).write_text(f"{name}\n")
+    spans = open_corpus(DataConfig(source=str(tmp_path))).splits["train"].spans
+    assert [span.path.name for span in spans] == ["a.txt"]
+
+
+def test_names_that_are_not_utf_8(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    for name in ("train/b\udcfc.txt", "valid.txt", "test.txt"):
+        (tmp_path / name).write_text("abc abc\n" * 20)
+    found = [prepare(tmp_path, None, tmp_path, tokenizer="char").digest for _ in range(2)]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"valid": "/somewhere/valid.txt"}, "no possible pattern, or names of splits: Non-relative patterns"),
+        ({"source": "{}/**.txt"}, "no possible pattern, or names of splits: Invalid pattern"),
+    ],
+)
+def test_impossible_names(words: dict[str, str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("abc\n")
+    given = {"source": str(tmp_path)} | {key: value.format(tmp_path) for key, value in words.items()}
+    with pytest.raises(UserError, match=message):
+        open_corpus(DataConfig(**given))
+
+
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 @pytest.mark.parametrize("kind", ["basic_english", "char", "bpe"])
 def test_compressed_text_has_the_tokens_of_the_text(kind: str, suffix: str, tmp_path: Path) -> None:

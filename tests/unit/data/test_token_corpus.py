@@ -183,6 +183,12 @@ def test_bad_files(tokenizer: Path, tmp_path: Path) -> None:
     )
     large = write_nanogpt(tmp_path / "large.bin", [1] * 70 + [90] * 30)
     assert told(large).startswith(f"{large}: token 70 is 90, but the tokenizer has 90 tokens")
+    wide = tmp_path / "wide.bin"
+    np.array(reference(tokenizer), np.uint32).tofile(wide)
+    assert told(wide).endswith("as nanoGPT's do; this one seems to hold numbers of 32 bits")
+    header = tmp_path / "header.bin"
+    header.write_bytes(np.array([20240520, 1, 100] + [0] * 253, np.int32).tobytes() + good_file.read_bytes())
+    assert told(header).endswith("this one begins with a header")
     odd = tmp_path / "odd.bin"
     odd.write_bytes(b"123")
     assert told(odd) == f"{odd}: 3 bytes are no tokens of 2 bytes each"

@@ -19,10 +19,18 @@ def stop() -> Iterator[Stop]:
     signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize(("number", "count"), [(signal.SIGTERM, 1), (signal.SIGHUP, 2)])
-def test_a_scheduler_and_its_script_may_both_send_sigterm(stop: Stop, number: signal.Signals, count: int) -> None:
-    os.kill(os.getpid(), number)
-    os.kill(os.getpid(), number)
+@pytest.mark.parametrize(
+    ("numbers", "count"),
+    [
+        ((signal.SIGTERM, signal.SIGTERM), 1),  # of a scheduler and its script
+        ((signal.SIGHUP, signal.SIGHUP), 1),  # of a closed terminal and its shell
+        ((signal.SIGHUP, signal.SIGTERM), 1),
+        ((signal.SIGINT, signal.SIGINT), 2),  # on purpose
+    ],
+)
+def test_signals_at_once_are_one_request(stop: Stop, numbers: tuple[signal.Signals, ...], count: int) -> None:
+    for number in numbers:
+        os.kill(os.getpid(), number)
     assert stop.count == count
 
 

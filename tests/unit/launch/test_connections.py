@@ -1,13 +1,16 @@
 """One ssh per host: reused, tried again, few at a time; and the folders that agents make there and leave."""
 
+import asyncio
 import os
 import shutil
 import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from node_agents import Started, agents_of, connections_opened, folders, ready
@@ -17,7 +20,7 @@ from hvd_transformer.errors import UserError
 from hvd_transformer.launch.connection import connections as connections_module
 from hvd_transformer.launch.connection import host_connection
 from hvd_transformer.launch.connection.connections import HostConnections
-from hvd_transformer.launch.connection.host_connection import NoConnection
+from hvd_transformer.launch.connection.host_connection import HostConnection, NoConnection
 from hvd_transformer.launch.connection.ssh import Ssh
 from hvd_transformer.launch.node.agent_folder import sockets
 
@@ -141,3 +144,19 @@ def test_over_mpi_no_rank_is_sent_to_another_users_socket(connections: HostConne
         assert sockets(connections.folder) == [str(agent / "runners")]
     finally:
         trap.unlink()
+
+
+def test_two_that_want_the_same_new_host_get_one_connection(
+    connections: HostConnections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, pauses = HostConnection.open, iter([0.3, 0.0])
+
+    async def late(*given: Any) -> HostConnection | NoConnection:
+        await asyncio.sleep(next(pauses))
+        return await real(*given)
+
+    monkeypatch.setattr(HostConnection, "open", late)
+    with ThreadPoolExecutor(2) as pool:
+        found = [pool.submit(connections.run, connections.open(["far.invalid"], 30.0)) for _ in range(2)]
+    first, second = (own.result()["far.invalid"] for own in found)
+    assert isinstance(first, HostConnection) and first is second

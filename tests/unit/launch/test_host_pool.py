@@ -67,3 +67,8 @@ def test_ranks_that_share_matrices_are_whole_groups() -> None:
     assert resolve_min_ranks(None, None, 4, tensor=2) == 4
     with pytest.raises(UserError, match="now have fewer slots than the parallel.tensor=2 ranks of one replica"):
         resolve_min_ranks(None, None, 0, tensor=2)
+
+
+def test_a_host_is_never_excluded_for_more_than_ten_minutes_or_so() -> None:
+    pool = HostPool(lambda: [Host("h1", 2)], None)
+    assert [pool.cool_down("h1") for _ in range(10)] == [10, 20, 40, 80, 160, 320, 640, 640, 640, 640]

@@ -87,3 +87,22 @@ def test_no_host_is_set_aside_where_it_is_not_known_which_is_at_fault() -> None:
     stalled = failed(5, code=STALLED)._replace(at_fault=None)
     assert judge(policy, stalled, "h1", "h2") == (None, [])
     assert judge(policy, stalled, "h1", "h2") == (None, [])
+
+
+def test_the_time_begins_anew_when_a_start_that_was_asked_to_end_made_steps() -> None:
+    """As when a host that is about to end is left."""
+    clock = Clock()
+    policy = RestartPolicy(Limits(9, 60.0), clock)
+    assert judge(policy, failed(100)) == (None, [])
+    clock.now += 172_800
+    policy.went_on(AttemptResult(1, None, {}, True, {0: {"step": 9000, "loss": 2.5}}, ""))
+    assert policy.out_of_time() is None
+    assert policy.judge_lost_host().give_up is None
+
+
+def test_a_failure_of_another_cause_ends_the_row() -> None:
+    policy = RestartPolicy(Limits(9, 60.0))
+    assert judge(policy, failed(5, "h1"), "h1") == (None, [])
+    assert judge(policy, failed(7, lost={"h2": "gone"}), "h1") == (None, ["h2"])
+    assert judge(policy, failed(9, "h1"), "h1") == (None, [])
+    assert judge(policy, failed(11, "h1"), "h1") == (None, ["h1"])

@@ -280,6 +280,15 @@ def test_what_is_computed_again_counts_once_or_for_the_micro_batch_that_keeps_it
         fitting(except_last, again, 4 * (1 + 3) - 1)
 
 
+def test_a_single_micro_batch_is_not_computed_again() -> None:
+    """Then modes that recompute were not measured."""
+    plain = [
+        own._replace(passes={mode: memory for mode, memory in own.passes.items() if not mode.recompute})
+        for own in costs(1, 1, 1, 1, 1, 1, again=3)
+    ]
+    assert fitting(config("parallel.recompute=except_last"), plain, 12, num_micro_batches=1) == [3, 3]
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_the_users_function_is_called_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "counting_stages.py").write_text(

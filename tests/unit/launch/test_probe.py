@@ -1,0 +1,46 @@
+"""What the probe finds on a host: its GPUs, and folders that may not be entered."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hvd_transformer.launch.node import probe
+
+TWO = "NVIDIA H200, 143771, 143000\nNVIDIA H200, 143771, 143000\n"
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [(None, 2), ("0,1", 2), ("1", 1), ("-1", 0), ("0,-1", 1), ("", 0), ("0,7,1", 1), ("GPU-1234", 1)],
+)
+def test_gpus_are_those_that_cuda_shows(visible: str | None, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_output", lambda command: TWO)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert len(probe._devices()) == count
+
+
+def test_a_gpu_that_shares_the_host_s_memory_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_output", lambda command: "NVIDIA GB10, [N/A], [N/A]\n")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert probe._devices() == [{"name": "NVIDIA GB10", "memory": 0, "memory_free": 0}]
+
+
+def test_a_folder_that_may_not_be_entered_is_told_and_does_not_end_the_probe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = tmp_path / "closed"
+    real = os.stat
+
+    def stat(path: object, *more: object, **named: object) -> os.stat_result:
+        if str(path).startswith(f"{closed}/"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *more, **named)  # type: ignore[call-overload, no-any-return]
+
+    closed.mkdir()
+    monkeypatch.setattr(os, "stat", stat)
+    found = probe._folder(closed / "runs" / "x")
+    assert not found["exists"] and found["free"] > 0
+    assert not probe.exists(str(closed / "runs"))
