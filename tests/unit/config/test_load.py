@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hvd_transformer.config import Config, dump, load, load_again
 from hvd_transformer.config.load import PRESETS, preset_names, preset_summary
 from hvd_transformer.config.schema import KEYS, flatten
+from hvd_transformer.config.sections.key import LARGEST
 from hvd_transformer.errors import UserError
 
 PRESET_NAMES = [
@@ -116,7 +117,7 @@ words = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1).filt
     source=st.one_of(words, st.sampled_from(["no", "null", "~", "1e3", "- a", "a: b", "# c", "'", '"', "0x10", "{}"])),
     output=words,
     rate=st.floats(1e-300, 1e300),
-    vocab_size=st.one_of(st.none(), st.integers(257, 2**40)),
+    vocab_size=st.one_of(st.none(), st.integers(257, LARGEST)),
     clip_norm=st.one_of(st.none(), st.floats(1e-300, 1e300)),
     betas=st.tuples(st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True)),
     compiled=st.booleans(),

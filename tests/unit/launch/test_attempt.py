@@ -12,11 +12,13 @@ from hvd_transformer.launch.attempt import Stop
 
 @pytest.fixture
 def stop() -> Iterator[Stop]:
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
+    # Under nohup the first is ignored, in the background of a shell the second.
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGHUP, signal.SIGINT)}
     made = Stop()
     yield made
     made.restore()
-    signal.signal(signal.SIGHUP, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(
