@@ -105,9 +105,10 @@ def add_buffers(
     alone = {name for name, rows in gathers.items() if rows}
     travels = num_hosts > 1 or mesh.device.type == "cuda"
     hidden = _muon_matrices(model) if config.optimizer.name == "muon" else set[str]()
-    # What all ranks of a tensor group hold must be added up and rounded alike on all of them, whatever else they hold.
+    # What all ranks of a tensor group hold must be added up and rounded alike on all of them, whatever else they hold;
+    # the sum of two replicas is the same in any order.
     uneven = any(shapes[name][split.dim] // split.parts % mesh.tp for name, split in splits.items() if name in shapes)
-    apart = mesh.tp > 1 and (uneven or config.communication.compression != "none")
+    apart = mesh.tp > 1 and ((uneven and mesh.dp > 2) or config.communication.compression != "none")
     unsplit = shapes.keys() - splits.keys() if apart else set[str]()
     least = LEAST_SHARE * mesh.zero_shard.count
     for number, (stage, own) in enumerate(parameters.items()):
