@@ -79,13 +79,13 @@ class CorpusPieces:
         return not self.has_documents and is_native(self.libraries, self.size, self.context.report)
 
     def _check_unchanged(self, path: Path) -> None:
-        known = self._shards.get(str(path))
+        known = self._known_files.get(str(path))
         if known is not None and (what := change(path, *known)) is not None:
             raise OSError(errno.ESTALE, f"{what} while it was prepared; restore it to resume", str(path))
 
     @cached_property
-    def _shards(self) -> dict[str, list[int]]:
-        """Size and time of the last change of each."""
+    def _known_files(self) -> dict[str, list[int]]:
+        """Size and time of the last change of each file."""
         found = self.corpus.identity
         states = found["shards"] if "shards" in found else found.get("files", {}).values()
         return {path: known[:2] for path, *known in states}

@@ -52,7 +52,8 @@ def plan_embedding_grads(
 class RowSink:
     """The rows of one embedding's lookups in one step: implements `EmbeddingGrads`.
 
-    With `sums` rows that are more than the matrix has are added up, so that a step of any length holds no more.
+    With `sums` they are added up once there are more of them than the matrix has, so that a step of any length holds at
+    most twice as many.
     """
 
     def __init__(self, parameter: Tensor, sums: bool) -> None:
@@ -149,14 +150,17 @@ class EmbeddingGrad:
         held = [pair for sink in self._sinks for pair in sink.take()]
         if not held:  # a rank without samples
             return like.new_empty(0, dtype=torch.int64), like.new_empty(0, like.size(1))
-        tokens, rows = (torch.cat(parts) for parts in zip(*held, strict=True))
-        return tokens, rows
+        return _joined(held)
+
+
+def _joined(held: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    tokens, rows = (torch.cat(parts) for parts in zip(*held, strict=True))
+    return tokens, rows
 
 
 def _add_all(matrix: Tensor, held: list[tuple[Tensor, Tensor]]) -> None:
-    if matrix.is_cuda and held:  # where each call makes a matrix
-        tokens, rows = (torch.cat(parts) for parts in zip(*held, strict=True))
-        held = [(tokens, rows)]
+    if matrix.is_cuda and held:  # where each call of `_add_rows` makes a matrix
+        held = [_joined(held)]
     for tokens, rows in held:
         _add_rows(matrix, tokens, rows)
 

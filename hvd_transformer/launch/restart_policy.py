@@ -46,10 +46,19 @@ class RestartPolicy:
         self._made_steps = False
         self._failed_first: list[str] = []  # the host of the latest failures, all the same
 
+    def note_steps(self, ended: AttemptResult) -> bool:
+        """Note the steps of a start, however it ended; return whether some are new. The time of failures begins anew."""
+        self._made_steps |= any(beat.get("loss") is not None for beat in ended.beats.values())
+        step = _reached(ended)
+        if step is None or step <= self._last_step:
+            return False
+        self._last_step, self._fruitless, self._failing_since = step, 0, None
+        return True
+
     def judge(self, ended: AttemptResult, *, replaceable: Callable[[str], bool]) -> Verdict:
         """Count a failure. `replaceable`: whether the job can go on without a host."""
-        step = max((beat["step"] for beat in ended.beats.values()), default=None)
-        self._note(step, made_steps=any(beat.get("loss") is not None for beat in ended.beats.values()))
+        step = _reached(ended)
+        self._note_failure(new_steps=self.note_steps(ended))
         host = None if ended.lost else ended.at_fault
         self._failed_first = [] if host is None else [*(old for old in self._failed_first if old == host), host]
         wrong_host = self._made_steps and host is not None and replaceable(host)
@@ -59,16 +68,9 @@ class RestartPolicy:
             self._failed_steps = [*(old for old in self._failed_steps if old == step), step]
         return self._restart(step, self._at_fault(ended, host, replaceable))
 
-    def went_on(self, ended: AttemptResult) -> None:
-        """Note the steps of a start that ended as it was asked to, so that it resumes with other hosts."""
-        step = max((beat["step"] for beat in ended.beats.values()), default=None)
-        self._made_steps |= any(beat.get("loss") is not None for beat in ended.beats.values())
-        if step is not None and step > self._last_step:
-            self._last_step, self._fruitless, self._failing_since = step, 0, None
-
     def judge_lost_host(self) -> Verdict:
         """Count a start that failed because a host was lost before its ranks ran."""
-        self._note(None, made_steps=False)
+        self._note_failure(new_steps=False)
         return self._restart(None, {})
 
     def out_of_time(self) -> str | None:
@@ -77,12 +79,8 @@ class RestartPolicy:
             return None
         return f"giving up: no new step for {self._limits.give_up_seconds:.0f} s after a failure (--give-up-after)"
 
-    def _note(self, step: int | None, made_steps: bool) -> None:
-        self._made_steps |= made_steps
-        if step is not None and step > self._last_step:
-            self._last_step, self._fruitless, self._failing_since = step, 0, self._now()
-            return
-        self._fruitless += 1
+    def _note_failure(self, new_steps: bool) -> None:
+        self._fruitless += not new_steps
         if self._failing_since is None:
             self._failing_since = self._now()
 
@@ -111,3 +109,8 @@ class RestartPolicy:
             return Verdict(late)
         self.restarts += 1
         return Verdict(None, _BACK_OFF_SECONDS[min(self._fruitless, len(_BACK_OFF_SECONDS) - 1)], at_fault)
+
+
+def _reached(ended: AttemptResult) -> int | None:
+    """The last step that a rank told of."""
+    return max((beat["step"] for beat in ended.beats.values()), default=None)

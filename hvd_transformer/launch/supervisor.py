@@ -191,7 +191,7 @@ class Supervisor:
             self._cause = ""
             return False
         if ended.stopped and not ended.lost:  # to add or leave hosts: a rank that was asked to stop exits with 1
-            self._policy.went_on(ended)
+            self._policy.note_steps(ended)
             self._set_aside(ended.leaving)
             self._cause = "; ".join(ended.leaving.values())
             self._next = "resuming"

@@ -287,18 +287,18 @@ class ExampleTask(Task):
         self.splits: Mapping[str, Samples] = data.splits
         self._orders: dict[str, LengthOrder] = {}  # of evaluation, by split
         self.sampler: Sampler = StepSampler(0, 1, 1, replica)
-        self.targets_per_step = 1  # no steps without a training split
+        self.targets_per_step = self._lookups_per_step = 1  # no steps without a training split
         if "train" in self.splits:
             batch_size = config.training.batch_samples
             self.batches = LengthBuckets(self._order("train"), batch_size, config.data.batch_tokens, config.seed)
             num_batches = -(-step_samples(config.training, replica.size) // batch_size)
-            self._share = num_batches / self.batches.num_items  # of an epoch, in a step
             self.sampler = self.batches.sampler(num_batches, replica)
-            self.targets_per_step = max(1, round(self.num_training_targets * self._share))
+            self.targets_per_step = max(1, round(self.num_training_targets * num_batches / self.batches.num_items))
+            self._lookups_per_step = round(self._order("train").num_tokens * num_batches / self.batches.num_items)
 
     @property
     def lookups_per_step(self) -> int:
-        return round(self._order("train").num_tokens * self._share) if "train" in self.splits else 1
+        return self._lookups_per_step
 
     @abstractmethod
     def collate(self, split: str, numbers: NDArray[np.int64]) -> Batch:

@@ -95,7 +95,7 @@ def test_the_time_begins_anew_when_a_start_that_was_asked_to_end_made_steps() ->
     policy = RestartPolicy(Limits(9, 60.0), clock)
     assert judge(policy, failed(100)) == (None, [])
     clock.now += 172_800
-    policy.went_on(AttemptResult(1, None, {}, True, {0: {"step": 9000, "loss": 2.5}}, ""))
+    policy.note_steps(AttemptResult(1, None, {}, True, {0: {"step": 9000, "loss": 2.5}}, ""))
     assert policy.out_of_time() is None
     assert policy.judge_lost_host().give_up is None
 
