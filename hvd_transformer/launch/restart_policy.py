@@ -47,7 +47,7 @@ class RestartPolicy:
         self._failed_first: list[str] = []  # the host of the latest failures, all the same
 
     def note_steps(self, ended: AttemptResult) -> bool:
-        """Note the steps of a start, however it ended; return whether some are new. The time of failures begins anew."""
+        """Note the steps of a start, however it ended; return whether some are new, with which failures begin anew."""
         self._made_steps |= any(beat.get("loss") is not None for beat in ended.beats.values())
         step = _reached(ended)
         if step is None or step <= self._last_step:
