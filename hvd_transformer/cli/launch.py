@@ -110,7 +110,7 @@ def _bench(words: Sequence[str]) -> Worker:
     metavar="TIME",
     help="End the job if it has made no new step for so long after a failure.",
 )
-@options.timeout("--start-timeout", "Time for a new host to answer. Default: 30s")
+@options.timeout("--start-timeout", "Time for a new host to answer. Default: 30s, 6s in the preflight")
 @options.timeout("--silence-timeout", "Time after which a host that sends nothing counts as lost. Default: 8s")
 @options.timeout("--save-timeout", "Time for ranks to save after a request to stop. Default: 2m")
 @click.option(

@@ -4,6 +4,7 @@ Ranks that our launcher, horovodrun or mpirun started know no MASTER_ADDR: the f
 interface of the job and tells the others its address through Horovod.
 """
 
+import ipaddress
 import os
 import re
 import socket
@@ -11,6 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -186,8 +188,22 @@ def _interface(world: World) -> str | None:
     """The network interface that Horovod uses; None: unknown, which leaves the choice to torch."""
     named = next((os.environ[name] for name in _INTERFACE_VARIABLES if os.environ.get(name)), None)
     if named is not None:
-        return named.split(",")[0]
+        first = named.split(",")[0]
+        return _interface_in(first) if "/" in first else first
     return "lo" if len(set(world.hosts)) == 1 else None
+
+
+def _interface_in(subnet: str) -> str | None:
+    """The network interface with an address in a subnet such as 10.1.0.0/16, as Open MPI takes them; None: there is
+    none."""
+    import psutil
+
+    with suppress(ValueError):
+        network = ipaddress.IPv4Network(subnet, strict=False)
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(own.family == socket.AF_INET and ipaddress.IPv4Address(own.address) in network for own in addresses):
+                return str(name)
+    return None
 
 
 def _address(interface: str | None, host: str) -> str:

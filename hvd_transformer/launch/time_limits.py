@@ -12,13 +12,15 @@ _LONGEST_SILENCE = 20.0  # that no user asked for: a job with a dead host is to 
 class TimeLimits:
     """In seconds.
 
-    `start`: for a host to answer when the job starts or takes it in. `silence`: without a word from a running host,
+    `start`: for a host to answer when the job starts or takes it in. `preflight`: for its answer when it is examined
+    before; None: a few seconds, as the user set no `start`. `silence`: without a word from a running host,
     after which it is lost. `save`: for ranks that were asked to stop to save.
     """
 
     start: float = 30.0
     silence: float = 8.0
     save: float = 120.0
+    preflight: float | None = None
 
     @classmethod
     def of(
@@ -30,6 +32,7 @@ class TimeLimits:
             few.start * longer if start is None else start,
             min(few.silence * longer, _LONGEST_SILENCE) if silence is None else silence,
             few.save * longer if save is None else save,
+            preflight=start,
         )
 
     def rank_silence(self, phase: str) -> float:

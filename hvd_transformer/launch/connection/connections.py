@@ -16,6 +16,7 @@ from hvd_transformer.launch.time_limits import TimeLimits
 
 _AT_A_TIME = 32  # connections that are being opened
 _PING_SECONDS = 1.0
+_SUSPENDED_SECONDS = 3.0  # pings that are further apart mean that this process was suspended: it does not count
 _END_SECONDS = 10.0  # for the agents to exit
 _T = TypeVar("_T")
 
@@ -104,8 +105,12 @@ class HostConnections:
 
     async def _ping(self) -> None:
         while True:
+            began = self._loop.time()
             await asyncio.sleep(_PING_SECONDS)
+            slept = self._loop.time() - began
             for connection in self._open.values():
+                if slept > _SUSPENDED_SECONDS:
+                    connection.excuse(slept)
                 if connection.is_agent and not connection.lost:
                     connection.ping(self.limits.silence)
 

@@ -155,6 +155,10 @@ class HostConnection:
         if self._process.stdin.transport.get_write_buffer_size() < _UNSENT_BYTES:
             self.send({"do": "ping"})
 
+    def excuse(self, seconds: float) -> None:
+        """Do not count `seconds` for which this process was suspended."""
+        self._heard = min(asyncio.get_running_loop().time(), self._heard + seconds)
+
     async def close(self) -> None:
         """End the program, whose standard input closes with ssh."""
         self.listener, self.lost = None, True

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -142,7 +143,8 @@ class Admission:
         """All that is found out about these hosts, without clocks and links. Raises `UserError` like `refused`."""
         with self._lock:
             found = self._connections.run(self._examine(self._job._replace(hosts=hosts)))
-            return Examination(dict(self._answers), {}, [], [], {}, found)
+            answers = _with_named_gpus(self._job._replace(hosts=hosts), self._answers)
+            return Examination(answers, {}, [], [], {}, found)
 
     async def _examine(self, job: Job) -> list[Finding]:
         until, opened = await _open(job, self._connections)
@@ -151,7 +153,7 @@ class Admission:
         new = await probes.each(_facts(job, self._environment, until, full=False))
         kept = {host: answer for host, answer in self._answers.items() if host in agents}
         self._answers = {host: {**kept, **new}[host] for host in opened if host in kept or host in new}
-        found = _about(job, self._answers, opened)[0]
+        found = _about(job, _with_named_gpus(job, self._answers), opened)[0]
         if new and "output_dir" in job.folders:
             found += await self._about_sharing(job, probes)
         return probes.silent + found
@@ -200,7 +202,8 @@ def _longer(job: Job) -> float:
 
 async def _open(job: Job, connections: HostConnections) -> tuple[float, dict[str, HostConnection | NoConnection]]:
     """Connect to all hosts; also returns by when they must have answered the first question."""
-    seconds = _longer(job) * _CONNECTED
+    wanted = connections.limits.preflight
+    seconds = _longer(job) * _CONNECTED if wanted is None else wanted
     until = asyncio.get_running_loop().time() + seconds
     return until, await connections.open([host.name for host in job.hosts], seconds)
 
@@ -220,6 +223,21 @@ def _facts(
         return ask(connection, "facts", until, **question)
 
     return facts
+
+
+def _with_named_gpus(job: Job, answers: Mapping[str, Answer]) -> dict[str, Answer]:
+    """The answers with the GPUs that gpus= names now: a host that is connected is not asked again when they change.
+
+    CUDA ignores all after the first that is not there.
+    """
+    gpus = {host.name: host.gpus for host in job.hosts if host.gpus}
+
+    def seen(host: str, answer: Answer) -> Answer:
+        devices = answer["all_devices"]
+        there = takewhile(lambda gpu: gpu < len(devices), gpus[host])
+        return {**answer, "devices": [devices[gpu] for gpu in there]}
+
+    return {host: seen(host, answer) if host in gpus else answer for host, answer in answers.items()}
 
 
 def _about(

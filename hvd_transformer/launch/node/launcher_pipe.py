@@ -27,6 +27,10 @@ class LauncherPipe:
         """Whether the launcher has spoken within `seconds` and is connected."""
         return not self._gone and time.monotonic() - self._heard < seconds
 
+    def excuse(self, seconds: float) -> None:
+        """Do not count `seconds` for which this process was suspended."""
+        self._heard = min(time.monotonic(), self._heard + seconds)
+
     @property
     def unsent(self) -> int:
         """Bytes that wait to be sent."""

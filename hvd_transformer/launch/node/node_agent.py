@@ -28,6 +28,8 @@ from hvd_transformer.launch.sigterm import unblock_sigterm
 _SAFE_PATH = "PYTHONSAFEPATH"  # for the launcher's programs; a script that a task starts may import what is beside it
 _NEWS_SECONDS = 1.0  # between two news if nothing happens: a sign of life, with heartbeats
 _OUTPUT_SECONDS = 0.1  # for which output is gathered into one message
+_SUSPENDED_SECONDS = 3.0  # a longer turn means that this process was suspended, as its ranks were: it does not count
+_WOKEN_SECONDS = 2.0  # after that, for the ranks to write heartbeats
 _SILENCE_SECONDS = 12.0  # without a word from the launcher, until it says how long
 _SAVE_SECONDS = 5.0  # for ranks to save when the launcher is gone
 _END_SECONDS = 2.0  # for killed ranks, and for their runners, to end
@@ -71,7 +73,11 @@ class NodeAgent:
     def serve(self) -> None:
         """Send news and take orders until the launcher is gone or silent, or this host has been left."""
         while self._launcher.lives(self._silence) and not self._has_left():
-            self._turn(max(0.0, self._news_due - time.monotonic()))
+            began = time.monotonic()
+            self._turn(max(0.0, self._news_due - began))
+            if (lasted := time.monotonic() - began) > _SUSPENDED_SECONDS:
+                self._launcher.excuse(lasted)
+                self._beats_due = time.monotonic() + _WOKEN_SECONDS
             if self._asked_to_leave and self._leaves_until is None:
                 self._leave()
             if time.monotonic() >= self._news_due:

@@ -37,6 +37,8 @@ _DISTRIBUTIONS = ("hvd-transformer", "torch", "horovod", "mpi4py")
 _FEATURES = {"gloo": b"13GlooAllreduceE", "MPI": b"12MPIAllreduceE", "NCCL": b"13NCCLAllreduceE"}
 _SIOCGIFADDR, _SIOCGIFFLAGS, _IFF_UP = 0x8915, 0x8913, 1
 _PINGS = 20
+_LATE = 4  # seconds for a command
+_DRIVER = Path("/proc/driver/nvidia")
 _OUTPUT = 1 << 16  # characters at the end of what a command prints
 _MPI4PY = """
 import mpi4py
@@ -76,8 +78,9 @@ def facts(environment: dict[str, str], cwd: str, folders: dict[str, str], full: 
         has_cwd = True
     except OSError:
         has_cwd = False
-    slow = {"devices": _devices, **({"horovod": _horovod, "mpi4py": _mpi4py} if full else {})}
+    slow = {"horovod": _horovod, "mpi4py": _mpi4py} if full else {}
     with ThreadPoolExecutor() as pool:  # each waits for a command
+        devices = pool.submit(_all_devices)
         answers = {name: pool.submit(function) for name, function in slow.items()}
     memory = _memory()
     return {
@@ -92,6 +95,8 @@ def facts(environment: dict[str, str], cwd: str, folders: dict[str, str], full: 
         "interfaces": interfaces(),
         "cwd": has_cwd,
         "folders": {label: _folder(Path(path).expanduser()) for label, path in folders.items()},
+        "all_devices": devices.result(),
+        "devices": _visible(devices.result()),
         **{name: answer.result() for name, answer in answers.items()},
     }
 
@@ -198,15 +203,29 @@ def _memory() -> dict[str, int]:
     return {name: int(value.split()[0]) * 1024 for name, value in (line.split(":") for line in lines)}
 
 
-def _devices() -> list[dict[str, Any]]:
-    """The GPUs that a process on this host may use."""
+def _all_devices() -> list[dict[str, Any]]:
+    """The GPUs of this host."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
     devices = []
-    for line in _output(query).splitlines():
+    for line in _output(query, late="".join(map("{}, [N/A], [N/A]\n".format, _driver_devices()))).splitlines():
         name, *sizes = (word.strip() for word in line.split(","))
         if len(sizes) == 2:
             total, free = (int(size) << 20 if size.isdigit() else 0 for size in sizes)  # [N/A]: the host's memory
             devices.append({"name": name, "memory": total, "memory_free": free})
+    return devices
+
+
+def _driver_devices() -> list[str]:
+    """The names of the GPUs as the driver lists them: where it is not kept loaded, nvidia-smi may need longer."""
+    names = []
+    for file in sorted(_DRIVER.glob("gpus/*/information")):
+        model = re.search(r"^Model:\s*(.*\S)", file.read_text(), re.MULTILINE)
+        names.append(model[1] if model else "GPU")
+    return names
+
+
+def _visible(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that a process on this host may use."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return devices
@@ -264,16 +283,18 @@ def _mpi4py() -> dict[str, str] | None:
     return {"version": lines[0], "mpi": str(Path(lines[1]).resolve())} if len(lines) == 2 else None
 
 
-def _output(command: list[str]) -> str:
-    """What the command prints; empty if it is missing or fails."""
+def _output(command: list[str], late: str = "") -> str:
+    """What the command prints; empty if it is missing or fails, and `late` if it takes too long."""
     if shutil.which(command[0]) is None:
         return ""
     try:
         english = {**os.environ, "LC_ALL": "C"}
         done = subprocess.run(
-            command, env=english, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=4, text=True
+            command, env=english, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=_LATE, text=True
         )
         return done.stdout
+    except subprocess.TimeoutExpired:
+        return late
     except (OSError, subprocess.SubprocessError):
         return ""
 

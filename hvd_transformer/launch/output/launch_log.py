@@ -1,11 +1,13 @@
 """The log of everything that a launched job prints."""
 
+from collections import deque
 from functools import partial
 from pathlib import Path
 
 from hvd_transformer.launch.output.outlet import Outlet
 
 _END_SECONDS = 10.0  # for the rest to be written
+_MOST_UNWRITTEN = 1 << 24  # characters kept while there is no folder, the last ones
 
 
 class LaunchLog:
@@ -15,7 +17,7 @@ class LaunchLog:
     """
 
     def __init__(self, file: Path) -> None:
-        self._file, self._unwritten = file, ""
+        self._file, self._unwritten, self._size = file, deque[str](), 0
         self.make_folder = False
         self._outlet = Outlet("launch log")
 
@@ -34,8 +36,12 @@ class LaunchLog:
             self._append("")
 
     def _append(self, text: str) -> None:
-        self._unwritten += text
+        self._unwritten.append(text)
+        self._size += len(text)
         if self._file.parent.is_dir():
             with self._file.open("a", encoding="utf-8") as file:
-                file.write(self._unwritten)
-            self._unwritten = ""
+                file.writelines(self._unwritten)
+            self._unwritten.clear()
+            self._size = 0
+        while self._size > _MOST_UNWRITTEN:
+            self._size -= len(self._unwritten.popleft())

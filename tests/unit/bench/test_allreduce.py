@@ -138,6 +138,14 @@ def test_torch_uses_the_interface_of_horovod(monkeypatch: pytest.MonkeyPatch) ->
     assert _interface(world) is None  # torch's own choice
     monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", "eth1,eth2")
     assert _interface(world) == "eth1"
+    for subnet, interface in (
+        ("127.0.0.0/8", "lo"),
+        ("127.1.2.3/8,10.0.0.0/8", "lo"),
+        ("240.0.0.0/28", None),
+        ("x/y", None),
+    ):
+        monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", subnet)
+        assert _interface(world) == interface
     monkeypatch.setenv("HOROVOD_GLOO_IFACE", "eth0")
     assert _interface(world) == "eth0"
     assert (_address("lo", "h1"), _address("none7", "h1"), _address(None, "h1")) == ("127.0.0.1", "h1", "h1")

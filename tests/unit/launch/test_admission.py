@@ -1,17 +1,22 @@
 """Which hosts are taken into a job: with real probes, under a stand-in for ssh."""
 
 import os
+import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from node_agents import ready
 from waiting import wait_until
 
 from hvd_transformer.launch.connection.connections import HostConnections
+from hvd_transformer.launch.connection.ssh import Ssh
 from hvd_transformer.launch.doctor import examine
 from hvd_transformer.launch.doctor.examine import Admission
 from hvd_transformer.launch.doctor.findings import Job
 from hvd_transformer.launch.hostfile import Host
 from hvd_transformer.launch.node import probe
+from hvd_transformer.launch.time_limits import TimeLimits
 
 HOSTS = [Host("one.invalid", 1), Host("two.invalid", 1)]
 
@@ -70,6 +75,40 @@ def test_a_host_shows_the_gpus_that_are_named_for_it(
     assert {host: finding.message for host, finding in refused.items()} == {
         "two.invalid": "0 GPUs for 1 slot × 1 stage"
     }
+
+
+def test_a_connected_host_may_get_other_gpus(
+    connections: HostConnections, ssh_log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not asked again, as its node agent answers no questions."""
+    smi = ssh_log.parent / "bin" / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'a GPU, 80, 79'\necho 'another one, 80, 78'\n")
+    smi.chmod(0o755)
+    monkeypatch.setattr(examine.findings, "about_network", lambda *_: [])
+    job = Job([], 1, "cuda", str(Path.cwd()), {"/tmp": "/tmp"}, None)
+    admission = Admission(job, connections, dict(os.environ))
+    assert admission.refused([Host("one.invalid", 1, (1,))]) == {}
+    ready(connections, "one.invalid")
+    assert admission.refused([Host("one.invalid", 2, (0, 1))]) == {}
+    refused = admission.refused([Host("one.invalid", 2, (0, 2))])
+    assert {host: finding.message for host, finding in refused.items()} == {
+        "one.invalid": "1 GPU for 2 slots × 1 stage"
+    }
+
+
+def test_a_host_may_answer_as_late_as_the_user_allows(ssh_log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than the preflight waits by itself, and no longer."""
+    monkeypatch.setattr(examine, "_CONNECTED", 0.2)
+    monkeypatch.setattr(examine.findings, "about_network", lambda *_: [])
+    hosts = [Host("waits.invalid", 1)]
+    with closing(HostConnections(Ssh(), dict(os.environ), TimeLimits.of(1, start=20.0))) as connections:
+        admission = Admission(Job([], 1, "cpu", str(Path.cwd()), {"/tmp": "/tmp"}), connections, dict(os.environ))
+        threading.Timer(1.0, (ssh_log.parent / "go").touch).start()
+        assert admission.refused(hosts) == {}
+    (ssh_log.parent / "go").unlink()
+    with closing(HostConnections(Ssh(), dict(os.environ), TimeLimits.of(1, start=0.3))) as connections:
+        admission = Admission(Job([], 1, "cpu", str(Path.cwd()), {"/tmp": "/tmp"}), connections, dict(os.environ))
+        assert "too slowly" in str(admission.refused(hosts)["waits.invalid"])
 
 
 def test_an_empty_folder_is_a_mount_point_without_its_file_system(tmp_path: Path) -> None:

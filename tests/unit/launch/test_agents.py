@@ -209,6 +209,60 @@ def test_a_killed_launcher_leaves_nothing_and_its_ranks_save(ssh_log: Path, tmp_
     launcher.communicate()
 
 
+SUSPENDED = """
+import json, os, sys, time
+from hvd_transformer.launch import time_limits
+from hvd_transformer.launch.agents import HostAgents
+from hvd_transformer.launch.connection.connections import HostConnections
+from hvd_transformer.launch.connection.ssh import Ssh
+time_limits._RANK_SILENCE = 1.0
+connections = HostConnections(Ssh(), dict(os.environ), time_limits.TimeLimits(silence=2.0))
+agents = HostAgents(["localhost", "far.invalid"], connections)
+agents.begin({})
+agents.wait_ready()
+ranks = [{"HOROVOD_RANK": str(rank), "HOROVOD_HOSTNAME": host} for rank, host in enumerate(agents._agent_of)]
+agents.start({"command": [sys.executable, "-c", sys.argv[1]], "cwd": os.getcwd(), "environment": {}}, ranks)
+while len(agents.beats) < 2:
+    time.sleep(0.01)
+print(connections.folder, flush=True)
+sys.stdin.readline()
+print(json.dumps([agents.running, agents.lost, agents.silent]), flush=True)
+agents.close()
+connections.close()
+"""
+BEATING = """
+import json, os, time
+rank, folder = int(os.environ["HOROVOD_RANK"]), os.environ["HVD_TRANSFORMER_FOLDER"]
+open(f"pid-{rank}", "w").write(str(os.getpid()))
+while True:
+    with open(f"{folder}/new-{rank}", "w") as file:
+        json.dump({"rank": rank, "time": time.monotonic(), "phase": "step"}, file)
+    os.rename(file.name, f"{folder}/beat-{rank}")
+    time.sleep(0.5)
+"""
+
+
+def test_a_job_that_is_suspended_as_a_whole_continues(ssh_log: Path, tmp_path: Path) -> None:
+    """For longer than any of its processes would wait for another one."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", SUSPENDED, BEATING], cwd=tmp_path, env=environment, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert launcher.stdout
+    folder = launcher.stdout.readline().strip()
+    ranks = [int(file.read_text()) for file in tmp_path.glob("pid-*")]
+    every = [launcher.pid, *agents_of(folder), *ranks]
+    assert len(every) == 5
+    for number, seconds in ((signal.SIGSTOP, 5.0), (signal.SIGCONT, 3.0)):
+        for pid in every:
+            os.kill(pid, number)
+        time.sleep(seconds)
+    told, _ = launcher.communicate("\n")
+    assert json.loads(told) == [2, {}, False]
+    assert launcher.returncode == 0
+
+
 def test_a_killed_agent_takes_its_ranks_with_it(connections: HostConnections) -> None:
     """Nobody else on that host could end them."""
     agents = ready(connections, "far.invalid")

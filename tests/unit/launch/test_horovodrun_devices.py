@@ -56,7 +56,23 @@ def test_the_probe_tells_of_the_chosen_devices(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert [device["memory_free"] >> 20 for device in probe._devices()] == seen
+    assert [device["memory_free"] >> 20 for device in probe._visible(probe._all_devices())] == seen
+
+
+def test_where_nvidia_smi_takes_long_the_driver_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It loads the driver anew each time where that is not kept loaded, for seconds per GPU."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 20\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(probe, "_LATE", 0.2)
+    monkeypatch.setattr(probe, "_DRIVER", tmp_path)
+    for place, text in (("0000:b1:00.0", "IRQ: 7\nModel: \t NVIDIA A100 \n"), ("0000:18:00.0", "?")):
+        (tmp_path / "gpus" / place).mkdir(parents=True)
+        (tmp_path / "gpus" / place / "information").write_text(text)
+    names = [(device["name"], device["memory"]) for device in probe._all_devices()]
+    assert names == [("GPU", 0), ("NVIDIA A100", 0)]
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")  # the driver does not work
+    assert probe._all_devices() == []
 
 
 FOUR = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}

@@ -14,7 +14,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from hvd_transformer.launch.output import launch_output, launch_screen, outlet
+from hvd_transformer.launch.output import launch_log, launch_output, launch_screen, outlet
 from hvd_transformer.launch.output.launch_log import LaunchLog
 from hvd_transformer.launch.output.launch_output import LaunchOutput
 from hvd_transformer.launch.output.launch_screen import Screen
@@ -115,6 +115,17 @@ def test_a_log_whose_folder_comes_later_has_everything(tmp_path: Path) -> None:
     log.write("after\n")
     log.close()
     assert (tmp_path / "run" / "launch.log").read_text() == "before\nthe folder\nafter\n"
+
+
+def test_a_log_whose_folder_never_comes_keeps_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job without a run directory may print for weeks."""
+    monkeypatch.setattr(launch_log, "_MOST_UNWRITTEN", 100)
+    log = LaunchLog(tmp_path / "run" / "launch.log")
+    for number in range(100):
+        log.write(f"line {number:4}\n")
+    log.make_folder = True
+    log.close()
+    assert (tmp_path / "run" / "launch.log").read_text() == "".join(f"line {number:4}\n" for number in range(90, 100))
 
 
 def test_a_log_without_a_folder_is_lost_unless_nobody_has_seen_it(tmp_path: Path) -> None:

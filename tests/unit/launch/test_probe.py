@@ -15,17 +15,17 @@ TWO = "NVIDIA H200, 143771, 143000\nNVIDIA H200, 143771, 143000\n"
     [(None, 2), ("0,1", 2), ("1", 1), ("-1", 0), ("0,-1", 1), ("", 0), ("0,7,1", 1), ("GPU-1234", 1)],
 )
 def test_gpus_are_those_that_cuda_shows(visible: str | None, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "_output", lambda command: TWO)
+    monkeypatch.setattr(probe, "_output", lambda command, late: TWO)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert len(probe._devices()) == count
+    assert len(probe._visible(probe._all_devices())) == count
 
 
 def test_a_gpu_that_shares_the_host_s_memory_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "_output", lambda command: "NVIDIA GB10, [N/A], [N/A]\n")
+    monkeypatch.setattr(probe, "_output", lambda command, late: "NVIDIA GB10, [N/A], [N/A]\n")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert probe._devices() == [{"name": "NVIDIA GB10", "memory": 0, "memory_free": 0}]
+    assert probe._visible(probe._all_devices()) == [{"name": "NVIDIA GB10", "memory": 0, "memory_free": 0}]
 
 
 def test_a_folder_that_may_not_be_entered_is_told_and_does_not_end_the_probe(

@@ -20,7 +20,7 @@ def test_many_hosts_get_more_time(hosts: int, limits: TimeLimits) -> None:
 
 @pytest.mark.parametrize("hosts", [1, 1000])
 def test_what_the_user_chooses_holds(hosts: int) -> None:
-    assert TimeLimits.of(hosts, start=5, silence=60, save=7) == TimeLimits(5, 60, 7)
+    assert TimeLimits.of(hosts, start=5, silence=60, save=7) == TimeLimits(5, 60, 7, preflight=5)
 
 
 @pytest.mark.parametrize("hosts", [1, 128, 1000])
