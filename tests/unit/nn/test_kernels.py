@@ -40,6 +40,12 @@ def check(found: Tensor, wanted: Tensor, inputs: list[Tensor], doubles: list[Ten
         torch.testing.assert_close(grad.double(), want, rtol=1e-5, atol=atol)
 
 
+def rounding(terms: int) -> float:
+    """The error of float32 sums of so many terms: it grows with the square root, and vectors of another width add in
+    another order. Where a query sees one key alone, terms of several units must cancel each other."""
+    return 2e-6 * max(1.0, math.sqrt(terms) / 3)
+
+
 def inputs(*shapes: tuple[int, ...], spread: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
     """Random float32 leaves, and the same in float64."""
     torch.manual_seed(3)
@@ -89,7 +95,7 @@ def test_attention(kernels: Kernels, queries: int, keys: int, causal: bool, padd
     weights = (query @ key.transpose(-2, -1) * width**-0.5).masked_fill(~seen, -math.inf).softmax(-1)
     wanted = ((weights if drawn is None else weights * mask(drawn)) @ value).transpose(1, 2)
     found = kernels.attention(*(tensor.transpose(1, 2) for tensor in both[0]), causal, allowed, drawn)
-    check(found, wanted, *both, atol=2e-6 * max(1.0, keys / 80))  # of sums over so many
+    check(found, wanted, *both, atol=rounding(keys))
 
 
 @pytest.mark.parametrize("length", [5, 35, 80])
@@ -105,7 +111,7 @@ def test_attention_within_documents(kernels: Kernels, length: int, drops: bool) 
     weights = (query @ key.transpose(-2, -1) * width**-0.5).masked_fill(~seen, -math.inf).softmax(-1)
     wanted = ((weights if drawn is None else weights * mask(drawn)) @ value).transpose(1, 2)
     found = kernels.attention(*(tensor.transpose(1, 2) for tensor in both[0]), True, None, drawn, starts)
-    check(found, wanted, *both)
+    check(found, wanted, *both, atol=rounding(length))
 
 
 def test_attention_where_rows_begin_at_any_number(kernels: Kernels) -> None:
