@@ -1,5 +1,6 @@
 """`export --format gguf`: transformers' reader of llama.cpp's files finds the same model and the same token numbers."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,9 @@ import torch
 from commands import output as run
 
 from hvd_transformer.cli import export
+from hvd_transformer.data.as_gguf_tokenizer import add_tokenizer
+from hvd_transformer.data.pretrained_tokenizer import PretrainedTokenizer
+from hvd_transformer.data.tokenizers import BPETokenizer
 from hvd_transformer.inference.export import FORMATS
 from hvd_transformer.inference.trained_model import load_trained
 
@@ -65,6 +69,25 @@ def test_its_tokens_are_ours(folder: Path) -> None:
     assert fields["tokenizer.ggml.pre"].contents() == "gpt-2"
     assert fields["tokenizer.ggml.tokens"].contents()[0] == "<unk>"
     assert not fields["tokenizer.ggml.add_bos_token"].contents()
+
+
+def test_a_tuned_model_keeps_its_special_tokens_and_its_chat_template(tmp_path: Path) -> None:
+    ours = BPETokenizer.train([TEXT], 300, 1)
+    special = {"<s>": 300, "<pad>": 301}
+    model = json.loads(ours.json_text)
+    model["added_tokens"] += [{"id": number, "content": token, "special": True, "single_word": False, "lstrip": False,
+                               "rstrip": False, "normalized": False} for token, number in special.items()]  # fmt: skip
+    config = {"bos_token": "<s>", "eos_token": "<pad>", "pad_token": "<pad>", "chat_template": "{{ messages }}"}
+    files = {"tokenizer.json": json.dumps(model), "tokenizer_config.json": json.dumps(config)}
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    add_tokenizer(writer, PretrainedTokenizer(files), 302)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    fields = gguf.GGUFReader(tmp_path / "model.gguf").fields
+    found = {name: fields[f"tokenizer.ggml.{name}_token_id"].contents() for name in ("bos", "eos", "padding")}
+    assert found == {"bos": 300, "eos": 301, "padding": 301}
+    assert fields["tokenizer.chat_template"].contents() == "{{ messages }}"
 
 
 def test_the_command_offers_every_format() -> None:

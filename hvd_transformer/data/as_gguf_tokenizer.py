@@ -44,11 +44,17 @@ def add_tokenizer(writer: Any, tokenizer: Tokenizer, num_rows: int) -> None:
     # Without an end llama.cpp would assume GPT-2's number.
     unknown = tokens.index(UNKNOWN) if UNKNOWN in tokens else 0
     end = unknown if tokenizer.document_end is None else tokenizer.document_end
-    writer.add_bos_token_id(end)
+    begin = tokenizer.begin if isinstance(tokenizer, PretrainedTokenizer) else None
+    writer.add_bos_token_id(end if begin is None else begin)
     writer.add_eos_token_id(end)
     writer.add_unk_token_id(unknown)
     writer.add_add_bos_token(False)
     writer.add_add_space_prefix(False)
+    if isinstance(tokenizer, PretrainedTokenizer):
+        if tokenizer.own_pad is not None:
+            writer.add_pad_token_id(tokenizer.own_pad)
+        if tokenizer.chat_template is not None:
+            writer.add_chat_template(tokenizer.chat_template)
 
 
 def _split(found: dict[str, Any]) -> str | None:

@@ -17,14 +17,23 @@ from hvd_transformer.errors import UserError
 
 # White space to Python, but not to the library.
 _SEPARATORS = "[\\x1c-\\x1f]"
+# At the end of a word, where Python's lower() writes ς and the library σ (Unicode 15.0, section 3.13, Final_Sigma).
+_CASED = r"[\p{Cased}&&[^\p{Case_Ignorable}]]"
+_FINAL_SIGMA = rf"(?<={_CASED}\p{{Case_Ignorable}}*)Σ(?!\p{{Case_Ignorable}}*{_CASED})"
+_CLASS = "PreTrainedTokenizerFast"  # reads tokenizer.json as it is
 
 
 def transformers_files(tokenizer: Tokenizer, max_length: int) -> dict[str, str]:
     """tokenizer.json and tokenizer_config.json, as texts by file name. Raises `UserError` if they cannot hold it."""
     if isinstance(tokenizer, PretrainedTokenizer):
-        return tokenizer.files()
+        files = tokenizer.files()
+        config = json.loads(files[CONFIG])
+        if "tokenizer_class" in config:
+            return files
+        # Without one transformers takes the class of the model's family, which may split text in its own way.
+        return files | {CONFIG: json.dumps(config | {"tokenizer_class": _CLASS}, indent=2, ensure_ascii=False) + "\n"}
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+        "tokenizer_class": _CLASS,
         "unk_token": UNKNOWN,
         "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,
@@ -67,6 +76,7 @@ def _word_level(tokenizer: CharTokenizer | WordTokenizer) -> str:
         split = normalizers.Replace(Regex(_SEPARATORS), " ")
         hidden = "|".join(re.escape(token) for token in tokenizer.tokens if token not in tokenizer.numbers)
         unknown = [normalizers.Replace(Regex(rf"(?<!\S)({hidden})(?!\S)"), UNKNOWN)] if hidden else []
-        model.normalizer = normalizers.Sequence([normalizers.Lowercase(), *replaced, split, *unknown])
+        sigma = normalizers.Replace(Regex(_FINAL_SIGMA), "ς")
+        model.normalizer = normalizers.Sequence([sigma, normalizers.Lowercase(), *replaced, split, *unknown])
         model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return str(model.to_str())

@@ -55,7 +55,7 @@ class PairTokenizer(Tokenizer):
                 (Path(aside) / name).write_bytes(content)
             return from_folder("AutoTokenizer", Path(aside), given="the checkpoint's tokenizer")
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         languages = getattr(self._theirs, "lang_code_to_id", {})  # which M2M100's vocabulary lacks
         return 1 + int(max((*self._theirs.get_vocab().values(), *languages.values())))  # some numbers may be unused
@@ -70,7 +70,7 @@ class PairTokenizer(Tokenizer):
         found = self._theirs.model_max_length
         return int(found) if found < 10**9 else None
 
-    @property
+    @cached_property
     def forced_begin(self) -> int | None:
         """The token that every translation begins with: its language, if there are many."""
         code = getattr(self._theirs, "tgt_lang", None)

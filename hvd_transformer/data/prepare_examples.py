@@ -15,7 +15,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -91,7 +91,9 @@ def prepare_examples(
     if encoder is not None:
         settings["encoder"] = encoder.digest
     write = _ExampleWriter(config, source, roles, shared, learned, encoder, context).write
-    return prepare_folder(config, source.name, settings, write, read_examples, context)
+    found = prepare_folder(config, source.name, settings, write, read_examples, context)
+    # Digests are of token numbers alone: the folder may be of tokenizers with another end token or chat template.
+    return found if learned is None else replace(found, tokenizers=learned.tokenizers)
 
 
 class _Written(NamedTuple):
@@ -249,11 +251,12 @@ class _ExampleWriter:
 
     def _label_numbers(self, split: str, labels: list[str], examples: list[RawExample]) -> NDArray[np.int64]:
         numbers = {label: number for number, label in enumerate(labels)}
+        given = self.learned is not None and self.learned.labels is not None
         for example in examples:
             if example.label not in numbers:
                 alone = f"is only in the {split} split; the training split has {', '.join(labels)}"
                 unknown = f"is none of the model's labels, which are {', '.join(labels)}"
-                raise UserError(f"{example.place}: the label {example.label} {unknown if self.learned else alone}")
+                raise UserError(f"{example.place}: the label {example.label} {unknown if given else alone}")
         return np.array([numbers[str(example.label)] for example in examples], np.int64)
 
     def _keeps(self, example: RawExample, texts: Encoded, left_out: Counter[str]) -> bool:

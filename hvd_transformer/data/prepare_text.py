@@ -10,7 +10,7 @@
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,9 @@ def prepare_corpus(
     if tokenizer is not None and "columns" in corpus.identity:
         settings["document_end"] = tokenizer.document_end  # the digest does not tell it
     write = _TextWriter(config, corpus, tokenizer, context).write
-    return prepare_folder(config, corpus.name, settings, write, read_corpus, context)
+    found = prepare_folder(config, corpus.name, settings, write, read_corpus, context)
+    # The digest is of its token numbers alone: the folder may be of one with another end token or chat template.
+    return found if tokenizer is None else replace(found, tokenizer=tokenizer)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -164,11 +164,11 @@ class PreparedExamples:
         """A digest per split; equal samples give equal digests."""
         return {split: examples.digest for split, examples in self.splits.items()}
 
-    def raw_texts(self, split: str) -> list[list[str]]:
-        """The texts of every sample as they were read. Those of the training split are kept only if it is the single
-        split, to be evaluated."""
+    def raw_texts(self, split: str) -> Iterator[list[str]]:
+        """The texts of each sample as they were read, one sample at a time. Those of the training split are kept only if
+        it is the single split, to be evaluated."""
         with (self.folder / f"{split}.jsonl").open(encoding="utf-8") as file:
-            return [json.loads(line) for line in file]
+            yield from map(json.loads, file)
 
 
 def read_examples(folder: Path, index: dict[str, Any]) -> PreparedExamples | None:

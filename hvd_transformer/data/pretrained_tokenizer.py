@@ -15,7 +15,8 @@ from hvd_transformer.errors import UserError
 from hvd_transformer.huggingface import from_folder, origin
 
 CONFIG = "tokenizer_config.json"  # no tokenizer of ours has this file
-_FILES = ("tokenizer.json", CONFIG, "special_tokens_map.json", "chat_template.jinja")
+_TEMPLATE = "chat_template.jinja"
+_FILES = ("tokenizer.json", CONFIG, "special_tokens_map.json", _TEMPLATE)
 # Keys that tell how it was read, not what it is.
 _READ_KEYS = ("is_local", "local_files_only", "name_or_path")
 
@@ -81,7 +82,7 @@ class PretrainedTokenizer(Tokenizer):
             said = str(error).splitlines() or [type(error).__name__]
             raise UserError(f"{given}: no valid tokenizer.json: {said[0]}") from None
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         return 1 + int(max(self.model.get_vocab().values()))  # some numbers may be unused
 
@@ -125,6 +126,17 @@ class PretrainedTokenizer(Tokenizer):
     @property
     def document_end(self) -> int | None:
         return self._special("eos_token")
+
+    @property
+    def begin(self) -> int | None:
+        """The token number of `bos_token`."""
+        return self._special("bos_token")
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja template of a conversation, if the folder has a single one."""
+        found = self._files.get(_TEMPLATE, self.config.get("chat_template"))
+        return found if isinstance(found, str) else None
 
     def encode_lines(self, lines: Sequence[str]) -> list[Ids]:
         """The token numbers of each line (T,), with special tokens; an empty line has no tokens."""

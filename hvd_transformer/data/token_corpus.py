@@ -102,12 +102,12 @@ def prepare_tokens(
         return {"format": FORMAT, "tokenizer": tokenizer.digest, "splits": splits}
 
     def read(folder: Path, index: dict[str, Any]) -> PreparedData | None:
-        kept, entries = load_tokenizer(folder), index["splits"]
-        if kept.digest != index["tokenizer"]:
+        if load_tokenizer(folder).digest != index["tokenizer"]:
             return None
+        entries = index["splits"]
         splits = {split: _tokens(spans, entries[split]) for split, spans in corpus.splits.items()}
         has_documents = any(entry["documents"] for own in entries.values() for entry in own)
-        return PreparedData(folder, kept, splits, index["digest"], has_documents)
+        return PreparedData(folder, tokenizer, splits, index["digest"], has_documents)
 
     return prepare_folder(config, corpus.name, settings, write, read, context)
 

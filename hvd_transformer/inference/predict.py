@@ -24,12 +24,12 @@ def in_batches(
     encode: Callable[[Sequence[str]], Sequence[Tokens]],
     work: Callable[[list[Tokens]], Sequence[Result]],
     batch_size: int,
-    window: int = 512,
+    window: int | None = None,
 ) -> Iterator[tuple[str, Result | None]]:
     """Yield each line with its result, in order; None for a line without tokens. `work` gets at most `batch_size` lines
-    of similar length. `window` lines are read before the first result."""
+    of similar length. `window` lines (None: 512, or a batch if that is more) are read before the first result."""
     iterator = iter(lines)
-    while some := list(islice(iterator, window)):
+    while some := list(islice(iterator, window or max(512, batch_size))):
         encoded = encode(some)
         order = sorted((number for number in range(len(some)) if len(encoded[number])), key=lambda n: len(encoded[n]))
         results: dict[int, Result] = {}

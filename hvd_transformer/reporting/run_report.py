@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 from collections.abc import Mapping
 from html import escape
 from importlib import resources
@@ -42,6 +43,8 @@ def write_report(run: Path) -> Path:
     """
     rows = read_rows(run)
     summary = read_summary(run / "summary.json")
+    if rows and rows[-1].get("step", 0) > summary.get("steps", math.inf):  # of an earlier end: the run was resumed
+        summary = {}
     images = {
         "loss": charts.loss_chart(rows),
         **charts.metric_charts(rows),

@@ -1,6 +1,7 @@
 """The translation task: pairs of sentences, and the encoder-decoder model."""
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 import numpy as np
 import torch
@@ -150,7 +151,7 @@ class TranslationTask(ExampleTask):
         metrics: dict[str, float] = {}
         if group.rank == 0:
             hypotheses = [every[number] for number in range(len(every))]
-            pairs = self.data.raw_texts(split)[: len(every)]
+            pairs = list(islice(self.data.raw_texts(split), len(every)))
             metrics = translation_metrics(hypotheses, [reference for _, reference in pairs])
             number = self.config.training.text_samples
             self._samples = [

@@ -1,9 +1,13 @@
 """An exported tokenizer.json, read by the tokenizers library alone, has our token numbers."""
 
+from pathlib import Path
+
 import pytest
 from tokenizers import Tokenizer as Model
+from tokenizers import models
 
-from hvd_transformer.data.as_transformers_tokenizer import tokenizer_json, vocabulary_of
+from hvd_transformer.data.as_transformers_tokenizer import tokenizer_json, transformers_files, vocabulary_of
+from hvd_transformer.data.pretrained_tokenizer import PretrainedTokenizer
 from hvd_transformer.data.tokenizers import SPECIALS, BPETokenizer, CharTokenizer, WordTokenizer, build_vocabulary
 
 TEXT = "A room, <pad> b </s><s> x<pad> <PAD>\x1c</s>\t<s> <unk> c.</s>"
@@ -21,3 +25,22 @@ def test_special_tokens_in_a_sentence_are_text(kind: type) -> None:
     assert theirs.decode(ids).strip() == ours.decode_line(ids)
     assert tuple(vocabulary_of(text)[: len(SPECIALS)]) == SPECIALS
     assert len(vocabulary_of(text)) == ours.vocab_size
+
+
+def test_greek_words_end_as_in_python() -> None:
+    text = "ΟΔΟΣ Σ ΣΑΣ ΑΣ.Β ΑΣ' Α'Σ Α'Σ'Β 1Σ ΑΣ1 ΑΣ-Β ΑΣ\u0300Β ʰΣ ΣΣ ΑΣΣ ⅣΣ"
+    ours = build_vocabulary("basic_english", WordTokenizer.count(text), None, 1, SPECIALS)
+    assert Model.from_str(tokenizer_json(ours)).encode(text).ids == ours.encode_lines([text])[0].tolist()
+
+
+def test_transformers_reads_a_tokenizer_file_as_it_is(tmp_path: Path) -> None:
+    """Without the name of a class it would take Qwen's, which splits text differently."""
+    transformers = pytest.importorskip("transformers")
+    model = Model(models.BPE({"a": 0, "b": 1, "1": 2, "ab": 3, "11": 4}, [("a", "b"), ("1", "1")]))
+    model.save(str(tmp_path / "tokenizer.json"))
+    ours = PretrainedTokenizer.open(tmp_path / "tokenizer.json")
+    for name, text in transformers_files(ours, 100).items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs("ab11")["input_ids"] == ours.encode("ab11").tolist() == [3, 4]

@@ -1,6 +1,7 @@
 """Examples become token files: every sample once, left-out ones counted, the same files for any number of workers."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,10 +13,10 @@ import pytest
 from hvd_transformer.config import load
 from hvd_transformer.data.build_once import PrepareContext
 from hvd_transformer.data.parallel_text import PairFiles
-from hvd_transformer.data.prepare_examples import prepare_examples
+from hvd_transformer.data.prepare_examples import TrainedVocabulary, prepare_examples
 from hvd_transformer.data.prepared import PreparedExamples
 from hvd_transformer.data.tables import TableFiles
-from hvd_transformer.data.tokenizers import BPETokenizer
+from hvd_transformer.data.tokenizers import SPECIALS, BPETokenizer, Tokenizer, build_vocabulary
 from hvd_transformer.errors import UserError
 
 TRAIN = [
@@ -66,7 +67,7 @@ def test_samples_come_back(pairs: Path, tokenizer: str, shared: bool) -> None:
     assert data.left_out == {"train": {"empty": 1}, "valid": {}}
     assert "pairs: left out of train: 1 empty" in reports
     assert (data.tokenizers["source"].json_text == data.tokenizers["target"].json_text) == shared
-    assert data.raw_texts("valid") == [list(row) for row in VALID]
+    assert list(data.raw_texts("valid")) == [list(row) for row in VALID]
     target = data.splits["train"].texts["target"]
     assert target.lengths(0, 3).tolist() == [len(target[number]) for number in range(3)]
     assert target.lengths(1, 3).tolist() == target.lengths(0, 3).tolist()[1:]
@@ -144,6 +145,12 @@ def test_labels_that_cannot_be_learned_are_refused(tmp_path: Path) -> None:
         UserError, match=r"line 2: the label maybe is only in the valid split; the training split has n, y"
     ):
         table(tmp_path / "new", train=[("a", "y"), ("b", "n")], valid=[("a", "y"), ("b", "maybe")])
+    own: dict[str, Tokenizer] = {"text": build_vocabulary("char", Counter("ab"), None, 1, SPECIALS)}
+    for labels, message in ((None, "is only in the valid split"), (["n", "y"], "is none of the model's labels")):
+        config = load(overrides=[f"data.cache_dir={tmp_path / 'cache'}"]).data
+        source, learned = TableFiles(config).open(tmp_path / "new", 1), TrainedVocabulary(own, labels)
+        with pytest.raises(UserError, match=f"the label maybe {message}"):
+            prepare_examples(config, source, ("text",), learned=learned)
     with pytest.raises(UserError, match="the training split has only the label y; there must be two or more"):
         table(tmp_path / "one", train=[("a", "y")], valid=[("a", "y")])
     names = [("a", str(number)) for number in range(1001)]

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import command
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torchtext.data.utils import get_tokenizer
 
 from hvd_transformer.comm.process_map import _LazyMap, process_map
@@ -21,6 +22,7 @@ from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data import corpus_pieces, prepare_text
 from hvd_transformer.data.build_once import ALONE, PrepareContext, Stopped
 from hvd_transformer.data.prepared import PreparedData
+from hvd_transformer.data.pretrained_tokenizer import PretrainedTokenizer
 from hvd_transformer.data.text_corpus import open_corpus
 from hvd_transformer.data.text_files import read_pieces
 from hvd_transformer.data.tokenizers import BPETokenizer
@@ -144,6 +146,25 @@ def test_found_again_and_keyed_by_all_that_matters(corpus, tmp_path):
     folders.add(other.folder)
     assert len(folders) == 6
     assert other.digest != first.digest
+
+
+def test_the_tokenizer_is_the_one_that_was_given(tmp_path):
+    """Two folders with one tokenizer.json share the tokens, but not their chat templates."""
+    (tmp_path / "text.txt").write_text("ab ba " * 100)
+    np.array([0, 1] * 100, np.uint16).tofile(tmp_path / "tokens.bin")
+    model = Tokenizer(models.WordLevel({"ab": 0, "ba": 1}, "ab"))
+    model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    for source in ("text.txt", "tokens.bin"):
+        config = DataConfig(source=str(tmp_path / source), cache_dir=str(tmp_path / "cache"), split=[0.5, 0.5])
+        folders = []
+        for template in ("one", "two"):
+            files = {"tokenizer.json": model.to_str(), "tokenizer_config.json": json.dumps({"chat_template": template})}
+            prepared = prepare_text.prepare_corpus(
+                config, open_corpus(config, ALONE), PretrainedTokenizer(files), ALONE
+            )
+            assert prepared.tokenizer.chat_template == template
+            folders.append(prepared.folder)
+        assert folders[0] == folders[1]
 
 
 @pytest.mark.parametrize("damage", ["shorter", "gone", "index", "tokenizer"])

@@ -175,6 +175,17 @@ def test_a_run_that_still_goes(tmp_path: Path) -> None:
     assert "No config.yaml." in words
 
 
+def test_a_resumed_run_has_no_end_yet(tmp_path: Path) -> None:
+    write_run(tmp_path, 250)
+    (tmp_path / "summary.json").write_text(json.dumps({"status": "stopped", "steps": 250, "valid_perplexity": 50.0}))
+    assert "stopped" in check(tmp_path).words
+    add_metrics(tmp_path, {"step": 300, "valid_perplexity": 40.0})
+    words = check(tmp_path).words
+    assert "stopped" not in words
+    assert words[words.index("steps") + 1] == "300"
+    assert words[words.index("valid perplexity") + 1] == "40"
+
+
 @pytest.mark.parametrize(
     "lines",
     [
