@@ -165,8 +165,8 @@ class PreparedExamples:
         return {split: examples.digest for split, examples in self.splits.items()}
 
     def raw_texts(self, split: str) -> Iterator[list[str]]:
-        """The texts of each sample as they were read, one sample at a time. Those of the training split are kept only if
-        it is the single split, to be evaluated."""
+        """The texts of each sample as they were read, one after the other. Those of the training split are kept only
+        if it is the single split, to be evaluated."""
         with (self.folder / f"{split}.jsonl").open(encoding="utf-8") as file:
             yield from map(json.loads, file)
 
