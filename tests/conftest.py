@@ -100,6 +100,7 @@ case "$*" in
 *refused*) echo 'Permission denied (publickey).' >&2; exit 255;;
 *busy*) [ $(grep -c busy {log}) -gt 2 ] || {{ echo 'kex_exchange_identification: Connection closed' >&2; exit 255; }};;
 *noisy*) head -c 40000000 /dev/zero | tr '\\0' x >&2; echo >&2;;
+*jumps*) sleep 60 & echo $! >{tmp_path}/jump; setsid sleep 6 & sleep 60;;
 *waits*) until [ -e {tmp_path}/go ]; do sleep 0.02; done;;
 esac
 exec sh -c "exec $last"

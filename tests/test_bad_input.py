@@ -192,6 +192,18 @@ def test_labelled_texts(tmp_path, words, message):
     assert message in refused(tmp_path, *common)
 
 
+def test_a_task_of_ones_own_without_a_valid_split(tmp_path):
+    (tmp_path / "rows.csv").write_text("text,label\n" + "a nice thing,good\na thing,bad\n" * 20)
+    (tmp_path / "unchecked.py").write_text(
+        "from hvd_transformer.tasks.classification_task import ClassificationTask\n"
+        "class Unchecked(ClassificationTask):\n"
+        "    def has_split(self, split):\n"
+        "        return False\n"
+    )
+    told = refused(tmp_path, *SMALL, "task=unchecked:Unchecked", "data.source=rows.csv", "training.best_metric=loss")
+    assert "task=unchecked:Unchecked: has no valid split, whose evaluations choose the best checkpoint" in told
+
+
 def test_a_configuration_file_names_its_line(tmp_path):
     (tmp_path / "job.yaml").write_text("model:\n  num_layers: 2\n d_model: 3\n")
     assert "job.yaml, line 3: not valid YAML" in refused(tmp_path, "--config", "job.yaml")

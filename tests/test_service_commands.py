@@ -638,6 +638,7 @@ def test_listings_work_while_the_service_is_down(stopped: Path, call: Any, tmp_p
     assert json.loads(call("show", "runs/one", "--json").stdout)["job"]["id"] == 1
     assert json.loads(call("show", 2, "--json").stdout)["run"] is None
     assert call("show", 9, code=2).stderr.endswith("job 9: no such job\n")
+    assert call("show", "9" * 20, code=2).stderr.endswith(f"job {'9' * 20}: no such job\n")
     assert "give the run's directory or the number of its job" in call("show", "a" * 12, code=2).stderr
 
 

@@ -3,6 +3,7 @@
 Part of the checking process (`job_checker.py`): the service itself imports neither the command line nor torch.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,9 +15,17 @@ from hvd_transformer.cli.launch import launch
 from hvd_transformer.cli.launch_options import LaunchOptions
 from hvd_transformer.config import Config
 from hvd_transformer.config.load import load
+from hvd_transformer.config.schema import flatten
 from hvd_transformer.errors import UserError
 from hvd_transformer.launch.host_pool import HostPool, find_hosts, resolve_min_ranks
 from hvd_transformer.launch.hostfile import Host
+
+# Settings that arrays often vary, and that change no memory.
+_WITHOUT_MEMORY = {
+    "seed", "output_dir", "optimizer.lr", "optimizer.lr_scaling", "optimizer.weight_decay", "optimizer.schedule",
+    "optimizer.warmup_steps", "optimizer.gamma", "training.label_smoothing",
+}  # fmt: skip
+_PLANNED: dict[tuple[str, tuple[Host, ...]], int] = {}  # in the process of one request
 
 
 def complete(config: Config, request: Mapping[str, Any]) -> tuple[int, list[str]]:
@@ -32,11 +41,20 @@ def complete(config: Config, request: Mapping[str, Any]) -> tuple[int, list[str]
     hosts, chosen = _hosts(context, config), LaunchOptions(**context.params)
     extra = []
     if request["engine"] == "kubernetes" and chosen.memory_gib is None:
-        extra = ["--memory-gib", f"{planned_bytes(config, hosts) / 2**30:.2f}"]
+        extra = ["--memory-gib", f"{_worker_bytes(config, hosts) / 2**30:.2f}"]
         context = _context({**request, "launch": [*request["launch"], *extra]}, ())
         chosen = LaunchOptions(**context.params)
     text_of(context, chosen, hosts, config)
     return sum(host.slots for host in hosts), extra
+
+
+def _worker_bytes(config: Config, hosts: Sequence[Host]) -> int:
+    """As `planned_bytes`, which takes seconds, once for all jobs of an array that need the same."""
+    settings = {key: value for key, value in flatten(config).items() if key not in _WITHOUT_MEMORY}
+    known = json.dumps(settings), tuple(hosts)
+    if known not in _PLANNED:
+        _PLANNED[known] = planned_bytes(config, hosts)
+    return _PLANNED[known]
 
 
 def job_file(request: Mapping[str, Any]) -> str:

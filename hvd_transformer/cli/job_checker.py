@@ -9,6 +9,7 @@ process ends if there is nothing to do for a while, and with the service.
 
 import gc
 import json
+import math
 import os
 import resource
 import select
@@ -101,8 +102,12 @@ def as_words(config: Config) -> list[str]:
 def _word(key: str, value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "none", True: "true", False: "false"}[value]
+    if isinstance(value, list | dict):  # not as JSON, whose 1e-05 is a text to YAML
+        return yaml.safe_dump(
+            value, default_flow_style=True, allow_unicode=True, width=math.inf, sort_keys=False
+        ).strip()
     if not isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(value)
     if value.startswith(("[", "{")):
         raise UserError(f"{key}={value}: a text that begins like a list or a table cannot be submitted")
     return value

@@ -32,10 +32,14 @@ def check_step_size(config: Config, dp: int) -> None:
     training = config.training
     if training.global_batch_size is None:
         return
-    columns = config.data.batching == "columns"  # a stretch's columns cannot be split
-    most = training.global_batch_size // training.batch_samples if columns else training.global_batch_size
+    most, of = training.global_batch_size, ""
+    if config.data.batching == "columns":  # a stretch's columns cannot be split
+        most //= training.batch_samples
+        of = f" of training.batch_size={training.batch_size} columns each"
+    elif _whole_batches(config) and training.batch_size != "auto":  # which divides each replica's part
+        most = -(-most // training.batch_size)
+        of = f" of training.batch_size={training.batch_size} samples each"
     if dp > most:
-        of = f" of training.batch_size={training.batch_size} columns each" if columns else ""
         raise UserError(
             f"training.global_batch_size={training.global_batch_size}: is enough for {most} ranks{of}, not for {dp}"
         )
@@ -51,14 +55,19 @@ def possible_batch_sizes(config: Config, dp: int) -> list[int]:
     total, least = config.training.global_batch_size, config.parallel.micro_batches
     assert total is not None
     part = -(-total // dp)
-    whole = config.task == "language_model" and config.data.messages_column is None
-    found = [size for size in _even_sizes(part) if size >= least and (whole or total % size == 0)]
+    exact = _whole_batches(config) or ":" in config.task
+    found = [size for size in _even_sizes(part) if size >= least and (total % size == 0 or not exact)]
     if not found:
         raise UserError(
             f"parallel.micro_batches={least}: more than the {part} samples that each of {dp} replicas has of "
             f"training.global_batch_size={total}"
         )
     return found
+
+
+def _whole_batches(config: Config) -> bool:
+    """Whether the replicas share the batches of a step, which are of samples of similar length, and not its samples."""
+    return config.task in ("translation", "classification") or config.data.messages_column is not None
 
 
 def _even_sizes(part: int) -> list[int]:

@@ -27,7 +27,8 @@ _EPSILON = 1e-7  # of a matrix that is zero
 def hidden_matrices(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """The matrices of hidden layers, given a model's modules in order.
 
-    Embeddings are none, neither is the output layer: the last matrix of all, the embedding itself if it is tied.
+    Embeddings are none, nor are biases, nor is the output layer: the last matrix of all, the embedding itself if it is
+    tied.
     """
     modules = list(modules)
     embeddings = {
@@ -35,7 +36,8 @@ def hidden_matrices(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     }
     named = [pair for module in modules for pair in module.named_parameters(remove_duplicate=False)]
     matrices = [weight for _, weight in named if weight.ndim == 2]
-    others = embeddings | {id(weight) for weight in matrices[-1:]}
+    biases = {id(weight) for name, weight in named if name.endswith("bias")}  # Marian's has the shape [1, V]
+    others = embeddings | biases | {id(weight) for weight in matrices[-1:]}
     return list({id(weight): weight for weight in matrices if id(weight) not in others}.values())
 
 

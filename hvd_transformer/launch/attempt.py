@@ -221,7 +221,8 @@ def _group_lives(group: int) -> bool:
     """Whether the process group has any process left that is not a zombie."""
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            state, _, its_group, *_ = file.read_text(encoding="utf-8").rpartition(")")[2].split()
+            text = file.read_text(encoding="utf-8", errors="replace")  # a name may be cut within a character
+            state, _, its_group, *_ = text.rpartition(")")[2].split()
             if its_group == str(group) and state not in "ZX":
                 return True
     return False

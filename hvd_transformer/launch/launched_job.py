@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
+from hvd_transformer.errors import WRONG_INPUT, UserError
 from hvd_transformer.launch.detach import is_detached, leave_terminal
 from hvd_transformer.launch.launch_record import LaunchRecord
 from hvd_transformer.launch.output.launch_log import LaunchLog
@@ -60,6 +61,8 @@ class LaunchedJob:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, UserError):
+            self.code = WRONG_INPUT
         if self._begun and self._supervisor is not None:
             self._outlet.put(partial(self._record.ended, {"code": self.code, **self._supervisor.how()}))
         self._outlet.put(self._record.close)

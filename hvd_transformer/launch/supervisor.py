@@ -235,7 +235,10 @@ class Supervisor:
         return verdict.give_up is None
 
     def _replaceable(self, host: str) -> bool:
-        return self._enough(self._pool.hosts(without=host))
+        try:
+            return self._enough(self._pool.hosts(without=host))
+        except UserError:  # a discovery script may fail occasionally
+            return False
 
     def _enough(self, hosts: Sequence[Host]) -> bool:
         return sum(host.slots for host in hosts) >= self._plan.min_ranks

@@ -6,6 +6,7 @@ Who may do it is for the caller to check.
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from hvd_transformer.errors import UserError
@@ -31,19 +32,20 @@ class Actions:
         wake: Callable[[], object],
         kill: Callable[[int], object],
     ) -> None:
-        self._store, self._checker, self._runs, self._wake, self._kill = store, checker, runs, wake, kill
+        self._store, self._checker, self._runs, self._kill = store, checker, runs, kill
+        self._wake = partial(store.database.after_commit, wake)
         self._submitting = threading.Lock()  # from the check of the folders to the jobs in the database
 
     def submit(self, request: Request, owner: str, key: str | None) -> list[Job]:
         """Queue the jobs of a request. `key`: with one that the owner has used before, nothing is added twice."""
         body = request.model_dump_json()
-        ids = None if key is None else self._store.submitted_before(owner, key, body)
-        if ids is None:
-            with self._submitting:
+        with self._submitting:  # also who sends a request again, while the first one is still being checked
+            ids = None if key is None else self._store.submitted_before(owner, key, body)
+            if ids is None:
                 hosts = self._store.hosts()
                 new = prepare(request, owner, self._runs, hosts, self._checker, self._store)
                 ids = self._store.add_jobs(new, key, body)
-            self._wake()
+                self._wake()
         return [job for job in map(self._store.job, ids) if job is not None]
 
     def cancel(self, id: int, now: bool = False) -> Job:
@@ -120,15 +122,12 @@ class Actions:
 
     def add_hosts(self, hosts: str, gpus: Mapping[str, Sequence[int]]) -> list[Host]:
         """Add hosts, such as "h1:4,node[01-08]:8", or change their slots and GPUs."""
-        known = {host.name: host for host in self._store.hosts()}
         new = []
         for found in parse_hosts(hosts):
             numbers = tuple(gpus.get(found.name, found.gpus))
             if len(set(numbers)) < len(numbers) or min(numbers, default=0) < 0:
                 raise UserError(f"host {found.name}: the numbers of its GPUs must be different ones from 0")
-            before = known.get(found.name)
-            threads = before.threads if before is not None and before.slots == found.slots else 0
-            new.append(Host(found.name, found.slots, numbers, threads))
+            new.append(Host(found.name, found.slots, numbers))
         if unknown := gpus.keys() - {host.name for host in new}:
             raise UserError(f"GPUs of host {min(unknown)}: it is not among the hosts that are added")
         self._store.put_hosts(new)

@@ -6,6 +6,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+LONGEST_NUMBER = 18  # digits: SQLite's numbers have 63 bits
+
 
 class State(str, Enum):
     """Where a job is.

@@ -7,7 +7,7 @@ launchers that run, settles those that have ended, and queues the lost jobs agai
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from hvd_transformer.service.outcome import Exit
 from hvd_transformer.service.run_estimates import RunEstimates
 from hvd_transformer.service.runs.pace import Progress
 from hvd_transformer.service.scheduling.run_length import median_length
-from hvd_transformer.service.scheduling.scheduler import schedule
+from hvd_transformer.service.scheduling.scheduler import fits, schedule
 from hvd_transformer.service.scheduling.snapshot import Decisions, Promise, Running, Snapshot
 from hvd_transformer.service.scheduling.wait_reasons import dependencies
 from hvd_transformer.service.settlement import settle
@@ -210,6 +210,11 @@ class Manager:
         else:
             self._refusals.pop(job, None)
 
+    def _forget_refusals(self, queued: Iterable[int]) -> None:
+        """Of jobs that were cancelled or held meanwhile."""
+        known = self._attempts.keys() | set(queued)
+        self._refusals = {job: refusal for job, refusal in self._refusals.items() if job in known}
+
     def _known(self, id: int) -> Job:
         job = self._store.job(id)
         assert job is not None  # jobs are only forgotten after their end
@@ -238,15 +243,24 @@ class Manager:
         began = time.monotonic()
         running = self._running()
         limits, elsewhere = self._store.all_limits(), self._store.external_owners()
-        waiting, reasons = within_limits(self._store.waiting(), running, limits, self._disk_bytes(), elsewhere)
+        now, hosts, queued = time.time(), self._store.hosts(), self._store.waiting()
+        self._forget_refusals(job.id for job in queued)
+        resting = {job for job, (_, until) in self._refusals.items() if until > began}  # they keep their reasons
+        could_run = fits([host for host in hosts if not (host.down or host.drained)])
+        waiting, reasons = within_limits(
+            [job for job in queued if job.id not in resting],
+            running,
+            limits,
+            self._disk_bytes(),
+            elsewhere,
+            lambda job: job.engine is not Engine.HOSTS or could_run(job.needs),
+        )
         for job, others in self._store.unmet_dependencies().items():
             reasons[job] = dependencies(others)
-        resting = {job for job, (_, until) in self._refusals.items() if until > began}  # they keep their reasons
         if external := [job.id for job in waiting if job.engine is not Engine.HOSTS]:
             self._hand_over(external)
-        waiting = [job for job in waiting if job.id not in resting and job.engine is Engine.HOSTS]
-        now, hosts = time.time(), self._store.hosts()
-        running = grown_within_limits(running, waiting, limits)
+        waiting = [job for job in waiting if job.engine is Engine.HOSTS]
+        running = grown_within_limits(running, [job for job in waiting if could_run(job.needs)], limits)
         usage, taken = self._store.usage(now), tuple(self._taken())
         median = median_length(self._store.recent_seconds())
         decisions = schedule(Snapshot(now, hosts, waiting, running, usage, taken, self._promised, median))

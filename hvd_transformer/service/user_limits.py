@@ -1,7 +1,7 @@
 """Which queued jobs their owners may start now: the limits per user, as a pure function."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -16,12 +16,14 @@ def within_limits(
     limits: Mapping[str | None, Limits],
     disk_bytes: Mapping[str, int] | None,
     elsewhere: Mapping[str, int] = MappingProxyType({}),
+    can_start: Callable[[Waiting], bool] = lambda job: True,
 ) -> tuple[list[Waiting], dict[int, str]]:
     """The jobs that may start, and why each of the others may not.
 
     `limits`: as `SettingsTable.all_limits` returns them; `disk_bytes`: what the run directories of each owner take,
     None if nobody has measured it yet. A job that waits for its owner's limit keeps no later and smaller job of that
-    owner from starting. `elsewhere`: how many jobs of each owner other schedulers have; they take no slots.
+    owner from starting. `elsewhere`: how many jobs of each owner other schedulers have; they take no slots. A job that
+    the hosts `can_start` by no means, as those it needs are down, counts towards no limit.
     """
     if all(limit == Limits() for limit in limits.values()):
         return list(waiting), {}
@@ -34,8 +36,9 @@ def within_limits(
         on_disk = None if disk_bytes is None else disk_bytes.get(new.owner, 0)
         why = _over(new, limit, jobs[new.owner], slots[new.owner], on_disk)
         if why is None:
-            jobs[new.owner] += 1
-            slots[new.owner] += new.needs.num_ranks if new.engine is Engine.HOSTS else 0
+            if limit != Limits() and can_start(new):
+                jobs[new.owner] += 1
+                slots[new.owner] += new.needs.num_ranks if new.engine is Engine.HOSTS else 0
             allowed.append(new)
         else:
             reasons[new.id] = f"limit of {new.owner}: {why}"

@@ -86,7 +86,7 @@ class Webhook:
                     told = False
                 if not told and not last:
                     self._failures += 1
-                    self._closing.wait(min(self._again_after(self._failures), _LONGEST_REST))
+                    self._closing.wait(min(self._again_after(min(self._failures, 99)), _LONGEST_REST))
                 elif not last:
                     self._failures = 0
                     self._due.wait()

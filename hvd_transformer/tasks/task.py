@@ -151,7 +151,7 @@ class Task(ABC):
 
     @abstractmethod
     def has_split(self, split: str) -> bool:
-        """Whether there is a "valid" or "test" split."""
+        """Whether there is a "valid" split, which training needs, or a "test" split."""
 
     @abstractmethod
     def evaluation_batches(self, split: str) -> Iterator[Batch]:

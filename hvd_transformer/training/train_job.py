@@ -205,6 +205,8 @@ def _log_to(file: Path) -> None:
 
 def _make_task(config: Config, data: Data, mesh: ParallelMesh) -> Task:
     task = make_task(config, data, mesh)
+    if not task.has_split("valid"):
+        raise UserError(f"task={config.task}: has no valid split, whose evaluations choose the best checkpoint")
     best, names = config.training.best_metric, task.metric_names
     if best.removeprefix("-") not in names:
         raise UserError(f"training.best_metric={best}: no such metric of this task; it has {', '.join(names)}")

@@ -6,7 +6,9 @@ message; nothing secret is on a command line.
 
 import asyncio
 import json
+import os
 import random
+import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections import deque
@@ -26,6 +28,7 @@ _LINE_BYTES = 1 << 24  # more than the longest message of an agent
 _UNSENT_BYTES = 1 << 16  # above which a host is sent no more pings: it takes nothing
 _LAST_LINES = 20  # kept of what a host prints to standard error
 _LAST_WORDS_SECONDS = 0.5  # to read them
+_KILLED_SECONDS, _LOOK_SECONDS = 2.0, 0.02
 
 Message = dict[str, Any]
 
@@ -160,24 +163,30 @@ class HostConnection:
         self._heard = min(asyncio.get_running_loop().time(), self._heard + seconds)
 
     async def close(self) -> None:
-        """End the program, whose standard input closes with ssh."""
+        """End the program, whose standard input closes with ssh, and what ssh has started, such as a jump's ssh."""
         self.listener, self.lost = None, True
-        with suppress(ProcessLookupError):
-            self._process.kill()
-        await self._process.wait()
-        for task in self._tasks:
-            task.cancel()
         assert self._process.stdin
         self._process.stdin.close()
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        await self._wait(_KILLED_SECONDS)
+        for task in self._tasks:
+            task.cancel()
 
     async def leave(self, seconds: float) -> None:
         """Let the program end with its standard input; kill it after `seconds`."""
         assert self._process.stdin
         self.listener = None
         self._process.stdin.close()
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._process.wait(), seconds)
+        await self._wait(seconds)
         await self.close()
+
+    async def _wait(self, seconds: float) -> None:
+        """Wait for the process alone: what ssh leaves behind, as with ControlPersist, may keep its output open."""
+        until = asyncio.get_running_loop().time() + seconds
+        while self._process.returncode is None and asyncio.get_running_loop().time() < until:
+            await asyncio.sleep(_LOOK_SECONDS)
 
     def _write(self, message: Message) -> None:
         assert self._process.stdin

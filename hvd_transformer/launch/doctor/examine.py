@@ -1,7 +1,7 @@
 """Examines all hosts in parallel: queries their probes, measures clocks and network, and collects the findings.
 
-Takes at most ten seconds for up to 32 hosts, even if hosts do not answer, and up to a minute more where two GPUs of a
-host are tried.
+Takes at most ten seconds for up to 32 hosts, even if hosts cannot be reached, a few more if others answer at the last
+moment, and up to a minute more where two GPUs of a host are tried.
 """
 
 import asyncio
@@ -97,6 +97,7 @@ class Probes:
 # `_HOSTS` in proportion to their number, as this host starts that many connections and reads that many answers.
 _CONNECTED, _ASKED, _MEASURED = 6.0, 6.7, 8.8
 _HOSTS = 32
+_ANSWER = 4.5  # seconds, at least: nvidia-smi may take 4 of them
 _LINK_SECONDS = 0.5
 _SHARING_SECONDS = 3.0
 _CLOCK_ROUNDS = 3
@@ -177,10 +178,11 @@ def first_problems(found: Iterable[Finding]) -> dict[str, Finding]:
 
 async def _examine(job: Job, connections: HostConnections, environment: Mapping[str, str]) -> Examination:
     start, longer = asyncio.get_running_loop().time(), _longer(job)
-    asked, measured = (start + longer * seconds for seconds in (_ASKED, _MEASURED))
     until, opened = await _open(job, connections)
     probes = Probes(opened.values())
     answers = await probes.each(_facts(job, environment, until, full=True))
+    late = max(0.0, asyncio.get_running_loop().time() - start - longer * _CONNECTED)
+    asked, measured = (start + late + longer * seconds for seconds in (_ASKED, _MEASURED))
     found, common = _about(job, answers, opened)
     skews = await probes.each(lambda connection: _skew(connection, asked))
     found += findings.about_clocks(skews)
@@ -204,8 +206,10 @@ async def _open(job: Job, connections: HostConnections) -> tuple[float, dict[str
     """Connect to all hosts; also returns by when they must have answered the first question."""
     wanted = connections.limits.preflight
     seconds = _longer(job) * _CONNECTED if wanted is None else wanted
-    until = asyncio.get_running_loop().time() + seconds
-    return until, await connections.open([host.name for host in job.hosts], seconds)
+    loop = asyncio.get_running_loop()
+    until = loop.time() + seconds
+    opened = await connections.open([host.name for host in job.hosts], seconds)
+    return max(until, loop.time() + _longer(job) * _ANSWER), opened  # one that hangs takes no time from the others
 
 
 def _facts(

@@ -101,14 +101,15 @@ def _daemon() -> int:
     """The process of MPI's daemon on this host, or 0."""
     parent = os.getppid()
     with suppress(OSError):
-        if Path(f"/proc/{parent}/comm").read_text(encoding="utf-8").strip() in _DAEMONS:
+        if Path(f"/proc/{parent}/comm").read_text(encoding="utf-8", errors="replace").strip() in _DAEMONS:
             return parent
     return 0
 
 
 def _lives(pid: int) -> bool:
     with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return text.rpartition(")")[2].split()[0] not in "ZX"
     try:  # it has ended, or this is not Linux
         os.kill(pid, 0)
     except OSError:

@@ -99,6 +99,8 @@ class Screen:
 
 
 def _write(file: TextIO, text: str) -> None:
+    encoding = file.encoding or "utf-8"  # a terminal may not have all characters
+    text = text.encode(encoding, "backslashreplace").decode(encoding)
     with suppress(OSError):  # a closed terminal does not end the job
         file.write(text if text.endswith("\n") else f"{text}\n")
         file.flush()

@@ -33,6 +33,8 @@ def output_folder(output_dir: str) -> str:
 
     Raises `UserError` for a folder of the containers' system, and for one that no volume can have.
     """
+    if output_dir.startswith("~"):
+        raise UserError(f"output_dir={output_dir}: containers have another home folder; give a full or a relative path")
     folder = posixpath.normpath(posixpath.join(FOLDER, output_dir)).replace("//", "/")
     if folder in _TOP or folder.split("/")[1] in _SYSTEM:
         raise UserError(

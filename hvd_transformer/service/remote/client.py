@@ -27,7 +27,7 @@ class NoService(UserError):
 
 
 class Interrupted(NoService):
-    """The connection broke before the answer: what was asked for may have been done, or not."""
+    """The connection broke or took too long before the answer: what was asked for may have been done, or not."""
 
 
 class Refused(UserError):
@@ -168,7 +168,7 @@ class Client:
         try:
             return self._answer(_exchange(connection, method, target, {**self._headers, **(headers or {})}, body))
         except TimeoutError:
-            raise NoService(f"{self.address}: the service did not answer within {_SECONDS:.0f} seconds") from None
+            raise Interrupted(f"{self.address}: the service did not answer within {_SECONDS:.0f} seconds") from None
         except (http.client.HTTPException, OSError) as error:
             raise Interrupted(f"{self.address}: the service ended before it answered: {_reason(error)}") from None
 

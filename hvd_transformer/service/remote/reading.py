@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from hvd_transformer.errors import UserError
+from hvd_transformer.service.jobs import LONGEST_NUMBER
 from hvd_transformer.service.remote.address import expanded
 from hvd_transformer.service.remote.client import Client
 from hvd_transformer.service.runs.index import run_id
@@ -48,8 +49,12 @@ class Online:
 
 
 def job_number(word: str) -> int | None:
-    """The number of a job, if the word is one."""
-    return int(word) if word.isascii() and word.isdecimal() and not _RUN.fullmatch(word) else None
+    """The number of a job, if the word is one. Raises `UserError` for one that no job can have."""
+    if not (word.isascii() and word.isdecimal()) or _RUN.fullmatch(word):
+        return None
+    if len(word) > LONGEST_NUMBER:
+        raise UserError(f"job {word[:40]}: no such job")
+    return int(word)
 
 
 def run_of(word: str) -> str:

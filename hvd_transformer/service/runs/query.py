@@ -185,7 +185,7 @@ def _place(value: Any) -> _Place:
 def _cursor(item: _Item) -> str:
     """Where a page ended, by the value and the id of its last row: rows that come and go shift nothing."""
     (kind, value), run, _ = item
-    return base64.urlsafe_b64encode(json.dumps([kind, value, run]).encode()).decode()
+    return base64.urlsafe_b64encode(json.dumps([kind, value, run], ensure_ascii=False).encode()).decode()
 
 
 def _after(cursor: str, ordered: Sequence[_Item], descending: bool) -> int:

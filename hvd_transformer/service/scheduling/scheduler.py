@@ -9,7 +9,8 @@ slots are reserved for one job, all of them would wait with it. Behind such a jo
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 
 from hvd_transformer.service.jobs import Host, Needs
 from hvd_transformer.service.scheduling import wait_reasons
@@ -47,6 +48,12 @@ STOP_SECONDS = 60.0  # until a job that is being stopped has saved and its slots
 def schedule(snapshot: Snapshot) -> Decisions:
     """What to do now. The cost grows with waiting and running jobs, and with starts times hosts."""
     return _Pass(snapshot).decide()
+
+
+def fits(hosts: Sequence[Host]) -> Callable[[Needs], bool]:
+    """Tells whether a job could run if all of these hosts were free."""
+    everything = all_free(hosts)
+    return cache(lambda needs: everything.room(shape_of(needs, everything)) >= least_ranks(needs))
 
 
 def can_ever_fit(needs: Needs, hosts: Sequence[Host]) -> str | None:

@@ -18,6 +18,9 @@ def back_up(database: Path, target: Path) -> None:
     """
     if target.is_dir():
         raise UserError(f"{target}: is a folder; name a file")
+    own = {database.with_name(f"{database.name}{ending}").resolve() for ending in ("", "-wal", "-shm", ".lock")}
+    if target.resolve() in own or (target.exists() and database.exists() and target.samefile(database)):
+        raise UserError(f"{target}: is the service's own database; name another file")
     source = Database(database, read_only=True)
     temporary = target.with_name(f".{uuid4().hex}.tmp")
     try:

@@ -44,7 +44,7 @@ class Database:
         self._wal = path.with_name(f"{path.name}-wal")
         self._turn = threading.RLock()
         self._writing: int | None = None  # the thread in `write`
-        self._after_commit: dict[Callable[[], None], None] = {}
+        self._after_commit: dict[Callable[[], object], None] = {}
         self._idle: deque[sqlite3.Connection] = deque()
         self._closed = False
         self._owner: DatabaseOwner | None = None
@@ -109,9 +109,12 @@ class Database:
                 if self._closed or len(self._idle) > _IDLE_READERS:
                     self._idle.pop().close()
 
-    def after_commit(self, call: Callable[[], None]) -> None:
-        """Within `write`: `call` once if it is committed."""
-        self._after_commit[call] = None
+    def after_commit(self, call: Callable[[], object]) -> None:
+        """Within `write`: `call` once, if it is committed. Outside: at once."""
+        if self._writing == threading.get_ident():
+            self._after_commit[call] = None
+        else:
+            call()
 
     def close(self) -> None:
         """Close it, and let another service have it."""

@@ -19,12 +19,16 @@ class HostTable(EventLog):
             return [_host(row) for row in connection.execute("SELECT * FROM hosts ORDER BY id")]
 
     def put_hosts(self, hosts: Iterable[Host]) -> None:
-        """Add these hosts, or change the slots, GPUs and threads of those that are known. Others stay."""
+        """Add these hosts, or change the slots, GPUs and threads of those that are known. Others stay.
+
+        A host that comes without `threads` keeps them if it keeps its slots.
+        """
         with self.database.write() as connection:
             connection.executemany(
                 "INSERT INTO hosts (name, slots, gpus, threads, drained, down) VALUES (?, ?, ?, ?, ?, ?)"
                 " ON CONFLICT (name) DO UPDATE SET"
-                " slots = excluded.slots, gpus = excluded.gpus, threads = excluded.threads",
+                " slots = excluded.slots, gpus = excluded.gpus, threads ="
+                " iif(excluded.threads = 0 AND hosts.slots = excluded.slots, hosts.threads, excluded.threads)",
                 ((h.name, h.slots, json.dumps(h.gpus), h.threads, h.drained, h.down) for h in hosts),
             )
             self.changed(connection, "hosts")

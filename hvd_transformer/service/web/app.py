@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from functools import partial
+from http import HTTPStatus
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -64,11 +65,11 @@ class App:
 
     def __init__(self, service: Service, names: Collection[str] = LOOPBACK, behind_proxy: bool = False) -> None:
         """`names`: under which the service is reached. `behind_proxy`: a proxy with TLS stands before it."""
-        self._pool = Pool()
+        self._pool, self._turns = Pool(), Pool(threads=2)
         sessions = Sessions(service.store.database)
         self._authentication = Authentication(service.tokens, sessions, behind_proxy=behind_proxy)
         self._events = EventStream(service.store, service.runs, self._pool)
-        endpoints = Endpoints(service, self._authentication, self._events, self._pool)
+        endpoints = Endpoints(service, self._authentication, self._events, self._pool, self._turns)
         routes: list[BaseRoute] = [
             StarletteRoute(
                 route.path,
@@ -95,6 +96,7 @@ class App:
     def close(self) -> None:
         """End the threads."""
         self._pool.close()
+        self._turns.close()
 
     async def _stream(self, request: Request) -> Response:
         await request.body()
@@ -106,8 +108,8 @@ class App:
         async def is_still_allowed() -> bool:
             try:
                 await self._pool.run(find_user)
-            except HTTPException:
-                return False
+            except HTTPException as error:
+                return error.status_code not in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
             return True
 
         return EventResponse(self._events.read(request.headers.get("last-event-id"), is_still_allowed))

@@ -60,10 +60,12 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
-            self._end_receiving()
-        elif self._receiving is None:
-            self._receiving = self.loop.call_later(self._request_seconds, self.transport.abort)
+        self._watch_request()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()  # reads the head of a request that came together with the one before
+        if self.conn.their_state is h11.SEND_BODY:
+            self._watch_request()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -79,6 +81,13 @@ class Connection(H11Protocol):
         self._end_receiving()
         self._end_sending()
         super().connection_lost(exc)
+
+    def _watch_request(self) -> None:
+        """End the connection unless the rest of the request comes in time."""
+        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+            self._end_receiving()
+        elif self._receiving is None:
+            self._receiving = self.loop.call_later(self._request_seconds, self.transport.abort)
 
     def _end_receiving(self) -> None:
         if self._receiving is not None:

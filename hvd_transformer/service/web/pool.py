@@ -16,8 +16,8 @@ _T = TypeVar("_T")
 class Pool:
     """A few threads, and a queue before them that is not endless."""
 
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="web")
+    def __init__(self, threads: int = _THREADS) -> None:
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="web")
         self._waiting = 0
 
     async def run(self, call: Callable[[], _T]) -> _T:

@@ -43,6 +43,16 @@ def test_a_fixed_size_does_not_depend_on_the_replicas(dp: int) -> None:
             2,
             "training.global_batch_size=8: is enough for 2 ranks of training.batch_size=4 columns each, not for 3",
         ),
+        (
+            ["training.batch_size=4", "training.global_batch_size=10", "task=translation"],
+            3,
+            "training.global_batch_size=10: is enough for 3 ranks of training.batch_size=4 samples each, not for 4",
+        ),
+        (
+            ["training.batch_size=8", "training.global_batch_size=8", "task=classification"],
+            1,
+            "training.global_batch_size=8: is enough for 1 ranks of training.batch_size=8 samples each, not for 2",
+        ),
     ],
 )
 def test_more_ranks_than_have_work_are_refused(words: list[str], most: int, named: str) -> None:

@@ -232,3 +232,13 @@ def test_hidden_matrices_are_neither_embeddings_nor_the_output_layer(tie_embeddi
     ):
         found = {id(weight) for weight in hidden_matrices([model])}
         assert {name for name, weight in model.named_parameters() if id(weight) in found} == wanted
+
+
+def test_hidden_matrices_are_no_biases() -> None:
+    """Marian's has the shape [1, V], and comes before the output layer."""
+    model = nn.Module()
+    model.hidden = nn.Linear(4, 4)
+    model.final_logits_bias = nn.Parameter(torch.zeros(1, 10))
+    model.head = nn.Linear(4, 10)
+    (found,) = hidden_matrices([model])
+    assert found is model.hidden.weight

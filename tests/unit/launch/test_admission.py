@@ -96,6 +96,13 @@ def test_a_connected_host_may_get_other_gpus(
     }
 
 
+def test_a_host_that_hangs_takes_no_time_from_the_others(admission: Admission, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when its sshd answers and the home folder does not."""
+    monkeypatch.setattr(examine, "_CONNECTED", 3.0)
+    for _ in range(2):
+        assert admission.refused([*HOSTS, Host("waits.invalid", 1)]).keys() == {"waits.invalid"}
+
+
 def test_a_host_may_answer_as_late_as_the_user_allows(ssh_log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than the preflight waits by itself, and no longer."""
     monkeypatch.setattr(examine, "_CONNECTED", 0.2)

@@ -1,7 +1,9 @@
-"""The signals that ask a launcher to exit."""
+"""The signals that ask a launcher to exit, and how it sees processes end."""
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -41,3 +43,14 @@ def test_a_later_sigterm_is_a_second_one(stop: Stop, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(attempt, "_SAME_SECONDS", 0.0)
     os.kill(os.getpid(), signal.SIGTERM)
     assert stop.count == 2
+
+
+def test_names_of_processes_may_be_any_bytes() -> None:
+    """The kernel cuts them at 15 bytes, also within a character; /proc has those of all users."""
+    code = "import ctypes, time; ctypes.CDLL(None).prctl(15, b'caf\\xc3'); print(flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert attempt._group_lives(process.pid)
+        process.kill()
+    assert not attempt._group_lives(process.pid)

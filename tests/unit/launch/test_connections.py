@@ -46,6 +46,16 @@ def test_one_ssh_per_host_serves_all_starts_of_a_job(connections: HostConnection
     assert len(folders(connections)) == 3
 
 
+def test_what_ssh_has_started_keeps_nobody_waiting(connections: HostConnections, ssh_log: Path) -> None:
+    """A jump's ssh has its output, and so has the process of ControlPersist, which is in a session of its own."""
+    began = time.monotonic()
+    (found,) = connections.run(connections.open(["jumps.invalid"], 1.0)).values()
+    assert isinstance(found, NoConnection)
+    assert time.monotonic() - began < 4
+    jump = int((ssh_log.parent / "jump").read_text())
+    wait_until(lambda: not Path(f"/proc/{jump}").exists() or " Z " in Path(f"/proc/{jump}/stat").read_text())
+
+
 def test_a_connection_that_sshd_drops_is_tried_again(
     connections: HostConnections, ssh_log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

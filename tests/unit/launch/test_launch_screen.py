@@ -7,7 +7,7 @@ from rich.console import Console
 
 from hvd_transformer.launch.agents import Beat
 from hvd_transformer.launch.hostfile import Host
-from hvd_transformer.launch.output.launch_screen import _View
+from hvd_transformer.launch.output.launch_screen import Screen, _View
 
 
 def shown(beats: dict[int, Beat]) -> list[str]:
@@ -38,3 +38,10 @@ def test_before_the_first_step_there_is_no_speed() -> None:
     progress, numbers, *_ = shown({0: {**beat, "tokens_per_second": None, "unit": "tokens"}})
     assert progress.startswith("starting")
     assert numbers.strip() == "3 ranks on 2 hosts"
+
+
+def test_a_terminal_without_some_characters_shows_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="latin-1"))
+    Screen().show(0, "out", "café \ufffd 日\n")
+    assert written.getvalue().decode("latin-1") == "café \\ufffd \\u65e5\n"

@@ -237,6 +237,12 @@ def test_no_volume_hides_the_containers_system(scheduler: str, output: str) -> N
 
 
 @pytest.mark.parametrize("scheduler", ["kubernetes", "compose"])
+def test_no_volume_is_in_a_home_folder(scheduler: str) -> None:
+    with pytest.raises(UserError, match=r"^output_dir=~/runs/x: containers have another home folder; give a full or a"):
+        MAKE[scheduler](job(output_dir="~/runs/x"))
+
+
+@pytest.mark.parametrize("scheduler", ["kubernetes", "compose"])
 def test_no_volume_has_a_colon_in_its_path(scheduler: str) -> None:
     with pytest.raises(UserError, match=r"^output_dir=/data/10:30: the path of a volume has no colon"):
         MAKE[scheduler](job(output_dir="/data/10:30"))

@@ -482,6 +482,15 @@ def test_a_discovery_script_that_fails_is_named(
     assert str(raised.value).endswith(message)
 
 
+def test_a_discovery_script_that_fails_as_a_rank_fails_does_not_end_the_job(stand: Path) -> None:
+    """As when both come from a network that is away for a moment."""
+    find = from_script(write_script(stand, f"[ -e {stand}/away ] && exit 1; echo localhost:2"), os.environ)
+    threading.Timer(6, (stand / "away").unlink, kwargs={"missing_ok": True}).start()
+    script = f"[ $start = 2 ] && exit 0; {beat(5)} [ $HOROVOD_RANK = 0 ] && exec sleep 100; touch away; exit 7"
+    assert supervise(stand, script, find, restarts=1) == 0
+    assert starts(stand) == [2, 2]
+
+
 def test_a_host_that_is_lost_again_is_left_alone_for_longer() -> None:
     hosts = HostPool(given(localhost=1, far=1), None)
     first = hosts.cool_down("far.invalid")

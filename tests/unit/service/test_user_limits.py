@@ -55,3 +55,11 @@ def test_until_the_disk_is_measured_its_limit_keeps_jobs_waiting() -> None:
     allowed, reasons = within_limits(jobs, [], {None: Limits(), "ann": Limits(disk_bytes=5)}, None)
     assert [job.id for job in allowed] == [2]
     assert reasons == {1: "limit of ann: the runs are being measured"}
+
+
+def test_a_job_that_no_host_can_run_now_counts_towards_no_limit() -> None:
+    jobs = [waiting(1, "ann", 4), waiting(2, "ann", 2), waiting(3, "ann", 3)]
+    limits = {None: Limits(max_running=1, max_slots=4)}
+    allowed, reasons = within_limits(jobs, [], limits, {}, can_start=lambda job: job.id != 1)
+    assert [job.id for job in allowed] == [1, 2]
+    assert reasons == {3: "limit of ann: 1 jobs run or start, 1 may"}

@@ -126,6 +126,23 @@ def test_an_error_is_tried_again_and_keeps_no_later_news_from_coming(store: Stor
     assert ids(posted) == [1, 1, 1, 2]
 
 
+def test_after_days_of_failures_it_still_tries(store: Store) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}/"
+    waits: list[float] = []
+
+    def again_after(tries: int) -> float:
+        waits.append(2.0**tries)
+        return 0.01
+
+    webhook = Webhook(address, store, again_after)
+    webhook._failures = 2000
+    end(store, State.FAILED)
+    webhook.start()
+    wait_until(lambda: len(waits) > 2)
+    webhook.close()
+
+
 @pytest.mark.parametrize("code", [301, 302, 307])
 def test_a_redirect_is_an_error(code: int, store: Store, caplog: pytest.LogCaptureFixture) -> None:
     """urllib would fetch the other address and call that a success."""

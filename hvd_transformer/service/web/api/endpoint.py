@@ -27,8 +27,12 @@ _NOBODY = User("", Role.VIEW)
 class Endpoints:
     """Makes Starlette's endpoints of the routes."""
 
-    def __init__(self, service: Service, authentication: Authentication, events: EventStream, pool: Pool) -> None:
-        self._service, self._authentication, self._events, self._pool = service, authentication, events, pool
+    def __init__(
+        self, service: Service, authentication: Authentication, events: EventStream, pool: Pool, turns: Pool
+    ) -> None:
+        """`turns`: the threads of the routes that take turns."""
+        self._service, self._authentication, self._events = service, authentication, events
+        self._pool, self._turns = pool, turns
         self._table = RunTable(service.store, service.runs)
 
     def of(self, handler: Handler, route: Route) -> Callable[[Request], Awaitable[Response]]:
@@ -36,7 +40,8 @@ class Endpoints:
 
         async def endpoint(request: Request) -> Response:
             body = await request.body()
-            return await self._pool.run(partial(self._answer, handler, route, request, body))
+            pool = self._turns if route.takes_turns else self._pool
+            return await pool.run(partial(self._answer, handler, route, request, body))
 
         return endpoint
 

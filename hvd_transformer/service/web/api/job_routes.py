@@ -8,13 +8,15 @@ from pydantic import Field
 from starlette.exceptions import HTTPException
 
 from hvd_transformer.errors import UserError
-from hvd_transformer.service.jobs import Job, State
+from hvd_transformer.service.jobs import LONGEST_NUMBER, Job, State
 from hvd_transformer.service.storage.tokens import Role
 from hvd_transformer.service.submitting.request import Request
 from hvd_transformer.service.web.api import models
-from hvd_transformer.service.web.api.routes import BASE, LONGEST_NUMBER, Call, Route
+from hvd_transformer.service.web.api.routes import BASE, Call, Route
 from hvd_transformer.service.web.api.views import JobViews
 from hvd_transformer.service.web.parts import Queue
+
+_AT_ONCE = 100  # changes between two syncs of the disk, while other requests that write wait
 
 
 class JobsQuery(models.Body):
@@ -69,14 +71,19 @@ def bulk(call: Call) -> models.BulkDone:
     body: models.Bulk = call.body
     done: list[int] = []
     errors: dict[int, str] = {}
-    for number in dict.fromkeys(body.ids):
-        try:
-            _BULK[body.action](call, _own(call, number))
-            done.append(number)
-        except UserError as error:
-            errors[number] = str(error)
-        except HTTPException as error:
-            errors[number] = error.detail
+    numbers = list(dict.fromkeys(body.ids))
+    for first in range(0, len(numbers), _AT_ONCE):
+        changed = []
+        with call.service.store.batch():
+            for number in numbers[first : first + _AT_ONCE]:
+                try:
+                    _BULK[body.action](call, _own(call, number))
+                    changed.append(number)
+                except UserError as error:
+                    errors[number] = str(error)
+                except HTTPException as error:
+                    errors[number] = error.detail
+        done += changed
     return models.BulkDone(done=done, errors=errors)
 
 
@@ -175,6 +182,7 @@ ROUTES = [
         headers=("Idempotency-Key",),
         status=201,
         needs_queue=True,
+        takes_turns=True,
     ),
     Route("GET", f"{BASE}/jobs", Role.VIEW, list_jobs, "Jobs by id.", models.Jobs, query=JobsQuery),
     Route(

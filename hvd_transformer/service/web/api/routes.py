@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from hvd_transformer.service.jobs import LONGEST_NUMBER
 from hvd_transformer.service.storage.tokens import Role
 from hvd_transformer.service.web.access.authentication import Authentication, User
 from hvd_transformer.service.web.api.run_table import RunTable
@@ -17,7 +18,6 @@ from hvd_transformer.service.web.event_stream import EventStream
 from hvd_transformer.service.web.parts import Service
 
 BASE = "/api/v1"
-LONGEST_NUMBER = 18  # digits: SQLite's numbers have 63 bits
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Route:
     """`role`: who may use it; None: anybody. `handler` runs in a thread of the pool; None: `App` has it.
 
     `refused`: the status where `handler` raises `UserError`. `text`: the media type of an answer that is no JSON.
+    `takes_turns`: one such request at a time does its work, for seconds; the others wait apart from all other requests.
     """
 
     method: str
@@ -64,6 +65,7 @@ class Route:
     status: int = 200
     refused: int = 422
     needs_queue: bool = False
+    takes_turns: bool = False
     text: str = ""
     headers: tuple[str, ...] = ()  # of the request, beside those that all have
 

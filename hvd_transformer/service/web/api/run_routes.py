@@ -20,6 +20,7 @@ from hvd_transformer.service.web.api.views import JobViews
 _ID = re.compile(r"[0-9a-f]{12}")
 _MOST_KEYS = 50
 _MOST_CONDITIONS = 20
+_LONGEST_CURSOR = 20_000  # it has the value that the table is sorted by; a request's head may be 32 KiB
 
 Text = Annotated[str, Field(max_length=1000)]
 
@@ -34,7 +35,7 @@ class RunsQuery(models.Body):
     where: Annotated[list[Text], Field(max_length=_MOST_CONDITIONS)] = []
     sort: Text = "updated"
     order: models.Order = models.Order.DESC
-    cursor: Text | None = None
+    cursor: Annotated[str, Field(max_length=_LONGEST_CURSOR)] | None = None
     limit: Annotated[int, Field(ge=1, le=500)] = 50
     config: Annotated[list[Text], Field(max_length=_MOST_KEYS)] = []
 

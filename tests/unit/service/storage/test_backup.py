@@ -62,3 +62,23 @@ def test_what_cannot_be_backed_up(tmp_path: Path) -> None:
         back_up(source, tmp_path / "backup.db")
     assert (tmp_path / "backup.db").read_text() == "the last good one"
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    "name", ["service.db", "../here/service.db", "service.db-wal", "service.db.lock", "link", "twin"]
+)
+def test_a_backup_is_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A file that took the database's place would destroy it, as its service goes on writing to the old one."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    path = Path("service.db").absolute()
+    with closing(Store(path)) as store:
+        store.add_jobs([new_job("a")])
+        Path("link").symlink_to("service.db")
+        Path("twin").hardlink_to("service.db")
+        before = path.stat().st_ino
+        with pytest.raises(UserError, match=f"^{name}: is the service's own database; name another file$"):
+            back_up(path, Path(name))
+        assert path.stat().st_ino == before
+        store.add_jobs([new_job("b")])
+    assert names(path) == ["a", "b"]

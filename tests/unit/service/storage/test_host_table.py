@@ -72,3 +72,11 @@ def test_unknown_hosts(store: Store) -> None:
     ):
         with pytest.raises(UserError, match="^host h9: no such host; see hvd-transformer hosts$"):
             call()
+
+
+def test_a_host_that_comes_again_keeps_its_threads(store: Store) -> None:
+    """As when the service is started again with the same -H: jobs start before the host has been asked."""
+    store.put_hosts([Host("h2", 4, (0, 1))])
+    assert store.hosts()[0].threads == 8
+    store.put_hosts([Host("h2", 5, (0, 1))])
+    assert store.hosts()[0].threads == 0

@@ -63,6 +63,9 @@ def test_values_that_are_not_plain_words(tmp_path: Path) -> None:
     )
     config = load(file=tmp_path / "c.yaml")
     assert flatten(config_of([*as_words(config), "output_dir=runs/default"])) == flatten(config)
+    (tmp_path / "c.yaml").write_text("data: {sources: [{source: x, weight: 1.0e-05}, {source: y, weight: 1}]}")
+    config = load(file=tmp_path / "c.yaml")
+    assert flatten(config_of([*as_words(config), "output_dir=runs/default"])) == flatten(config)
     (tmp_path / "c.yaml").write_text("data: {source: '[a]'}")
     with pytest.raises(
         UserError, match=r"^data.source=\[a\]: a text that begins like a list or a table cannot be submitted"

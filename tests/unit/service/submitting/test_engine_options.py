@@ -1,14 +1,17 @@
 """Jobs for Slurm and Kubernetes: what is kept of them, and what is refused when they are submitted."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from job_files import documents
 
+from hvd_transformer.cli import engine_job
+from hvd_transformer.config import Config, load
 from hvd_transformer.errors import UserError
+from hvd_transformer.launch.hostfile import Host
 from hvd_transformer.service.jobs import Engine, Needs
 from hvd_transformer.service.storage.new_job import NewJob
 from hvd_transformer.service.storage.store import Store
@@ -85,6 +88,23 @@ def test_an_elastic_job_and_one_of_one_node(submit: Submit, store: Store, checke
     assert (elastic.needs, single.needs) == (Needs(4, 2), Needs(1, 1))
     assert " --min-np 2 " in checker.job_file(elastic, "x")
     assert " --min-np " not in checker.job_file(single, "x") and "--nodes=1" in checker.job_file(single, "x")
+
+
+def test_an_array_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning a large model takes seconds, and a request has 30."""
+    planned: list[int] = []
+
+    def plan(config: Config, hosts: Sequence[Host]) -> int:
+        planned.append(config.seed)
+        return 2**30
+
+    monkeypatch.setattr(engine_job, "planned_bytes", plan)
+    monkeypatch.setattr(engine_job, "_PLANNED", {})
+    request = {"engine": "kubernetes", "launch": ["--image", "x"], "runs": str(tmp_path), "env_names": []}
+    for words in (["seed=1"], ["seed=2"], ["seed=3", "optimizer.lr=0.1"], ["seed=4", "model.d_model=384"]):
+        ranks, extra = engine_job.complete(load(overrides=words), {**request, "num_ranks": 1, "min_ranks": None})
+        assert (ranks, extra) == (1, ["--memory-gib", "1.00"])
+    assert planned == [1, 4]
 
 
 def test_a_job_for_kubernetes_keeps_the_memory_that_was_planned(submit: Submit, store: Store, checker: Checker) -> None:

@@ -2,10 +2,12 @@
 
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from web_service import Running, running
+from web_service import AgreeingChecker, Running, running
 
 from hvd_transformer.errors import UserError
 
@@ -84,3 +86,35 @@ def test_a_slow_request_does_not_keep_others_waiting(service: Running, monkeypat
     go_on.set()
     thread.join(10)
     assert statuses == [200]
+
+
+def test_submissions_that_wait_for_each_other_keep_nobody_else_waiting(
+    service: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than there are threads for pages."""
+    asked, go_on, token = threading.Event(), threading.Event(), service.token("ann")
+
+    def slow(self: AgreeingChecker, *words: Any) -> Any:
+        asked.set()
+        go_on.wait(20)
+        raise UserError("seed=x: must be a number")
+
+    monkeypatch.setattr(AgreeingChecker, "check", slow)
+    statuses: list[int] = []
+
+    def submit() -> None:
+        answer = service.request("POST", "/api/v1/jobs", {"folder": str(service.folder)}, token=token)
+        statuses.append(answer.status)
+
+    threads = [threading.Thread(target=submit) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    assert asked.wait(10)
+    time.sleep(0.2)  # until all of them wait
+    assert service.request("GET", "/api/v1/me", token=token).status == 200
+    assert service.request("GET", "/health").status == 200
+    assert statuses == []
+    go_on.set()
+    for thread in threads:
+        thread.join(10)
+    assert statuses == [422] * 12

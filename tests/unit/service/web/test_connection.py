@@ -77,6 +77,15 @@ def test_the_second_request_of_a_connection_has_the_limit_too(service: Running) 
         assert is_ended(connection)
 
 
+def test_a_request_that_comes_with_the_one_before_has_the_limit_too(service: Running) -> None:
+    with connect(service) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" + HEAD + b"Content-Length: 9\r\n\r\n")
+        answer = b""
+        while found := connection.recv(4096):
+            answer += found
+        assert b'{"status":"ok"}' in answer
+
+
 def test_who_does_not_read_is_ended(service: Running) -> None:
     """More than the kernel takes; the connection ends though the client is there."""
     run = service.make_run("long")

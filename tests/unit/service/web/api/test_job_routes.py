@@ -1,14 +1,17 @@
 """Submitting, listing and changing jobs over HTTP, with the real database and actions."""
 
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from web_service import Running, running
+from web_service import AgreeingChecker, Running, running
 
 from hvd_transformer.service.jobs import Placement, State
 from hvd_transformer.service.storage.tokens import Role
+from hvd_transformer.service.web.api import job_routes
 
 JOBS = "/api/v1/jobs"
 
@@ -53,6 +56,37 @@ def test_a_request_that_is_sent_again_adds_nothing(service: Running) -> None:
     assert service.request("POST", JOBS, {"folder": "/", "priority": 1}, key, token).status == 422
     assert service.request("POST", JOBS, {"folder": "/"}, key, service.token("bob")).json["ids"] != first
     assert len(service.store.jobs()) == before + 2
+
+
+def test_a_request_that_is_sent_again_while_it_is_checked_adds_nothing(
+    service: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a client that has waited for a minute."""
+    token, key, body = service.token("ann"), {"Idempotency-Key": "k2"}, {"folder": "/", "words": ["output_dir=/runs/x"]}
+    asked, go_on, check = threading.Event(), threading.Event(), AgreeingChecker.check
+
+    checks: list[object] = []
+
+    def slow(self: AgreeingChecker, *words: Any) -> Any:
+        checks.append(words)
+        asked.set()
+        go_on.wait(10)
+        return check(self, *words)
+
+    monkeypatch.setattr(AgreeingChecker, "check", slow)
+    found: list[list[int]] = []
+
+    def submit() -> None:
+        found.append(service.request("POST", JOBS, body, key, token).json["ids"])
+
+    threads = [threading.Thread(target=submit) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        assert asked.wait(10)
+    go_on.set()
+    for thread in threads:
+        thread.join(10)
+    assert found[0] == found[1] and len(checks) == 1
 
 
 @pytest.mark.parametrize(
@@ -174,6 +208,30 @@ def test_many_jobs_at_once_each_by_itself(service: Running) -> None:
     tagged = service.request("POST", f"{JOBS}/bulk", {"ids": [mine], "action": "tags", "add": ["x"]}, token=ann)
     assert tagged.json == {"done": [mine], "errors": {}}
     assert service.request("POST", f"{JOBS}/bulk", {"ids": [mine], "action": "delete"}, token=ann).status == 422
+
+
+def test_many_changes_are_few_transactions(service: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each one waits for the disk."""
+    ann, bob = service.token("ann"), service.token("bob")
+    mine = [service.submit(ann)["id"] for _ in range(5)]
+    theirs = service.submit(bob)["id"]
+    monkeypatch.setattr(job_routes, "_AT_ONCE", 3)
+    batches: list[list[State]] = []
+    batch = service.store.batch
+
+    @contextmanager
+    def counted() -> Iterator[None]:
+        outermost = service.store.database._writing is None
+        with batch():
+            yield
+        if outermost:
+            batches.append([job.state for job in service.store.jobs() if job.id in mine])
+
+    monkeypatch.setattr(service.store, "batch", counted)
+    body = {"ids": [*mine[:2], theirs, *mine[2:]], "action": "hold"}
+    answer = service.request("POST", f"{JOBS}/bulk", body, token=ann).json
+    assert (answer["done"], set(answer["errors"])) == (mine, {str(theirs)})
+    assert [states.count(State.HELD) for states in batches] == [2, 5]
 
 
 def test_a_service_without_hosts_only_shows(tmp_path: Path) -> None:

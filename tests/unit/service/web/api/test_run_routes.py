@@ -65,6 +65,15 @@ def test_filters_and_pages(service: Running, token: str) -> None:
     assert get(service, f"{RUNS}?user=nobody", token) == {"items": [], "next": None, "total": 0, "keys": []}
 
 
+def test_a_table_sorted_by_long_values_has_a_second_page(service: Running, token: str) -> None:
+    """The cursor holds one of them."""
+    runs = [service.make_run(f"long {place}", {"data": {"source": f"{'/данные' * 500}/{place}"}}) for place in "ab"]
+    query = f"{RUNS}?sort=data.source&order=asc&limit=1"
+    first = get(service, query, token)
+    second = get(service, f"{query}&cursor={first['next']}", token)
+    assert [row["id"] for page in (first, second) for row in page["items"]] == runs
+
+
 def test_runs_without_a_job_are_tagged(service: Running, token: str) -> None:
     first, second = service.make_run("first"), service.make_run("second")
     job = service.submit(token, tags=["of the job"])
