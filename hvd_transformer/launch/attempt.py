@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -106,7 +107,7 @@ def run_attempt(
         try:
             agents.begin(values, {host.name: host.gpus for host in horovodrun.hosts if host.gpus})
             agents.wait_ready()
-            if not horovodrun.mpi and (plan := _plan(process)):
+            if not horovodrun.mpi and (plan := _plan(process, stop)):
                 order = {"command": list(worker), "cwd": str(Path.cwd()), "environment": plan["environment"]}
                 agents.start(order, plan["ranks"])
             stopped = _wait(process, horovodrun.num_ranks, agents, stop, show, say, look, connections.limits.save)
@@ -147,9 +148,12 @@ def _start(
         )
 
 
-def _plan(process: subprocess.Popen[bytes]) -> dict[str, Any] | None:
-    """What `comm/horovodrun.py` prints over gloo; None if it has failed."""
+def _plan(process: subprocess.Popen[bytes], stop: Stop) -> dict[str, Any] | None:
+    """What `comm/horovodrun.py` prints over gloo; None if it has failed, or if it is asked to stop before."""
     assert process.stdout
+    while not select.select([process.stdout], [], [], _LOOK_SECONDS)[0]:  # a file system may stand still
+        if stop.count:
+            return None
     line = process.stdout.readline()
     return dict(json.loads(line)) if line.endswith(b"\n") else None
 

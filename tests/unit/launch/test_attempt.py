@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -54,3 +55,12 @@ def test_names_of_processes_may_be_any_bytes() -> None:
         assert attempt._group_lives(process.pid)
         process.kill()
     assert not attempt._group_lives(process.pid)
+
+
+def test_a_start_that_stands_still_can_be_stopped(stop: Stop) -> None:
+    """As where horovodrun's files are on a server that is away."""
+    with subprocess.Popen(["sleep", "60"], stdout=subprocess.PIPE) as process:
+        threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGTERM]).start()
+        assert attempt._plan(process, stop) is None
+        process.kill()
+    assert stop.count == 1
