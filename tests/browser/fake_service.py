@@ -182,7 +182,10 @@ class Handler(BaseHTTPRequestHandler):
                 state.streams.remove(mine)
 
     def _send(self, status: int, body: Any, headers: dict[str, str] | None = None) -> None:
-        self._write(status, json.dumps(body).encode(), "application/json", headers or {})
+        data, headers = json.dumps(body).encode(), dict(headers or {})
+        if len(data) >= 2000:  # as the service does
+            data, headers["Content-Encoding"] = gzip.compress(data, 4), "gzip"
+        self._write(status, data, "application/json", headers)
 
     def _write(self, status: int, data: bytes, kind: str, headers: dict[str, str] | None = None) -> None:
         self.send_response(HTTPStatus(status))

@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+import time
 
 import pytest
 
@@ -86,7 +87,10 @@ def _open(visit: Visit, address: str):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("address", ADDRESSES)
 def test_no_page_loads_more_than_150_kb_or_from_elsewhere(visit: Visit, address: str) -> None:
     page = _open(visit, address)
-    loaded = dict(page.run(_LOADED))
+    loaded: dict[str, int] = {}
+    while (now := dict(page.run(_LOADED))) != loaded:  # what is asked for may ask for more
+        loaded = now
+        time.sleep(0.7)
     assert all(name.startswith("http://127.0.0.1:") for name in loaded)
     assert any(name.endswith("/app.js") for name in loaded) and any("/api/v1/" in name for name in loaded)
     assert sum(loaded.values()) <= MOST_BYTES, sorted(loaded.items(), key=lambda item: -item[1])

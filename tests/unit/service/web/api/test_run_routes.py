@@ -1,5 +1,6 @@
 """The table of runs, one run, its curves and its logs, over HTTP."""
 
+import gzip
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -229,3 +230,16 @@ def test_runs_side_by_side(service: Running, token: str) -> None:
     assert waiting["differs"]["optimizer.lr"] == [0.1, "0.3"]
     for runs, status in (("", 422), (",".join(f"{n:012x}" for n in range(21)), 422), (f"{first},{'0' * 12}", 404)):
         assert service.request("GET", f"/api/v1/compare?runs={runs}", token=token).status == status
+
+
+def test_curves_are_packed_for_who_takes_that(service: Running, token: str) -> None:
+    lines = [{"step": step, "loss": 1 / (step + 1)} for step in range(1000)]
+    path = f"{RUNS}/{service.make_run('packed', {}, lines)}/metrics?keys=loss&width=400"
+    plain = service.request("GET", path, token=token)
+    packed = service.request("GET", path, headers={"Accept-Encoding": "gzip, br"}, token=token)
+    assert (plain.headers.get("content-encoding"), packed.headers["content-encoding"]) == (None, "gzip")
+    assert gzip.decompress(packed.body) == plain.body
+    assert len(packed.body) < 0.6 * len(plain.body)
+    assert plain.headers["vary"] == packed.headers["vary"] == "Accept-Encoding"
+    small = service.request("GET", "/health", headers={"Accept-Encoding": "gzip"})
+    assert small.json == {"status": "ok"}
