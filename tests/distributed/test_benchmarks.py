@@ -73,11 +73,11 @@ def test_a_rank_that_builds_its_part_of_a_model_needs_little_more(tmp_path):
 
 
 def test_the_loss_in_chunks_is_the_same_and_takes_less(tmp_path):
-    bench("loss_memory", "--tokens", 1024, "--vocabulary", 8000, "--width", 32, "--json", tmp_path / "figures.json")
+    bench("loss_memory", "--tokens", 4096, "--vocabulary", 8000, "--width", 32, "--json", tmp_path / "figures.json")
     figures = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
     chunked, whole = figures["memories"]
     assert chunked["loss"] == pytest.approx(whole["loss"], rel=1e-6)
-    logits = 4 * 1024 * 8000
+    logits = 4 * 4096 * 8000
     assert whole["allocated"] >= logits > chunked["allocated"]
     # What the process took is what was counted, but for the kernels' own room.
     assert whole["process"] >= 0.9 * logits and chunked["process"] < 1.2 * logits
