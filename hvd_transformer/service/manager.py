@@ -260,7 +260,7 @@ class Manager:
         if external := [job.id for job in waiting if job.engine is not Engine.HOSTS]:
             self._hand_over(external)
         waiting = [job for job in waiting if job.engine is Engine.HOSTS]
-        running = grown_within_limits(running, [job for job in waiting if could_run(job.needs)], limits)
+        running = grown_within_limits(running, (job for job in waiting if could_run(job.needs)), limits)
         usage, taken = self._store.usage(now), tuple(self._taken())
         median = median_length(self._store.recent_seconds())
         decisions = schedule(Snapshot(now, hosts, waiting, running, usage, taken, self._promised, median))

@@ -1,7 +1,7 @@
 """Which queued jobs their owners may start now: the limits per user, as a pure function."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -46,7 +46,7 @@ def within_limits(
 
 
 def grown_within_limits(
-    running: Sequence[Running], waiting: Sequence[Waiting], limits: Mapping[str | None, Limits]
+    running: Sequence[Running], waiting: Iterable[Waiting], limits: Mapping[str | None, Limits]
 ) -> list[Running]:
     """The running jobs, of which elastic ones need no more ranks than their owner's limit of slots lets them grow to.
 

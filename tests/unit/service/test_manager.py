@@ -700,3 +700,12 @@ def test_jobs_of_unknown_length_are_as_long_as_recent_ones(service: Service) -> 
     blocked, unknown = service.add(2), service.add(1)
     service.turn()
     assert (service.state(blocked), service.state(unknown)) == (State.QUEUED, State.STARTING)
+
+
+def test_a_job_whose_host_is_down_leaves_its_owner_s_limit_to_others(service: Service) -> None:
+    service.store.set_limits(Limits(max_running=1))
+    service.store.set_down("h2", "gone")
+    large, small, other = service.add(4), service.add(1), service.add(1)
+    service.turn()
+    assert [service.state(job) for job in (large, small, other)] == [State.QUEUED, State.STARTING, State.QUEUED]
+    assert service.job(other).reason == "limit of ann: 1 jobs run or start, 1 may"
