@@ -1,6 +1,7 @@
 """Data parallel training: ours over gloo and over MPI, torch DistributedDataParallel, and no communication at all.
 
     python -m benchmarks.data_parallel --model medium
+    python -m benchmarks.data_parallel --model medium --precision bf16
 
 Tokens a second of 2 ranks on this machine, one thread each; see `benchmarks.workload` for the models and
 `benchmarks.settings` for what all contestants get. DistributedDataParallel is first tried in every variant, compiled
@@ -8,6 +9,7 @@ ones among them; the two best ones are then measured with the others, and the be
 of ours with and without `training.compile`.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -18,7 +20,7 @@ import click
 from benchmarks.command_line import measured, measuring, run
 from benchmarks.group import Contestant
 from benchmarks.launching import alone, horovod, torchrun
-from benchmarks.paired import Options, Target
+from benchmarks.paired import LOSS_TOLERANCE, Options, Target
 from benchmarks.settings import PEER_VARIANTS, RANKS, Peer
 from benchmarks.workload import LARGE, SMALL
 
@@ -55,9 +57,11 @@ def ddp_name(peer: Peer) -> str:
     return f"DDP, {peer}"
 
 
-def find_best(model: Model, options: Options, number: int = 2) -> tuple[list[Peer], dict[str, float]]:
+def find_best(
+    model: Model, settings: Sequence[str], options: Options, number: int = 2
+) -> tuple[list[Peer], dict[str, float]]:
     """The fastest variants of DistributedDataParallel in a short run, and the median rate of each."""
-    result = measured([torchrun(ddp_name(peer), "ddp", *model.settings, peer=peer) for peer in model.peers], options)
+    result = measured([torchrun(ddp_name(peer), "ddp", *settings, peer=peer) for peer in model.peers], options)
     medians = {name: median(rates) for name, rates in result.rates.items()}
     ranked = sorted(model.peers, key=lambda peer: medians[ddp_name(peer)], reverse=True)
     return ranked[:number], medians
@@ -79,20 +83,22 @@ def contestants(settings: tuple[str, ...], peers: list[Peer]) -> list[Contestant
 
 @click.command()
 @click.option("--model", "name", type=click.Choice(list(MODELS)), default="medium", show_default=True)
+@click.option("--precision", type=click.Choice(list(LOSS_TOLERANCE)), default="fp32", show_default=True)
 @click.option("--sweep", default=3, show_default=True, type=click.IntRange(1), help="Rounds that choose the peers.")
 @measuring
-def main(name: str, sweep: int, rounds: int, steps: int, warmup: int, file: Path | None) -> None:
+def main(name: str, precision: str, sweep: int, rounds: int, steps: int, warmup: int, file: Path | None) -> None:
     """Measure data-parallel training against torch DistributedDataParallel and against no communication."""
-    settings, wanted, _ = MODELS[name]
-    peers, medians = find_best(MODELS[name], Options(sweep, steps, warmup))
+    model, tolerance = MODELS[name], LOSS_TOLERANCE[precision]
+    settings, wanted = (*model.settings, f"training.precision={precision}"), model.wanted
+    peers, medians = find_best(model, settings, Options(sweep, steps, warmup, tolerance=tolerance))
     for variant, rate in medians.items():
         click.echo(f"sweep: {variant}: {rate:,.0f} tokens a second")
     ddp = [ddp_name(peer) for peer in peers]
     targets = [Target([GLOO, GLOO + COMPILED], ddp, wanted.gloo), Target([MPI, MPI + COMPILED], ddp, wanted.mpi)]
     targets += [Target([name], ddp, None) for name in (GLOO, MPI)]
     targets += [Target([MPI], LIMIT, wanted.limit), Target([GLOO], LIMIT, None), Target(ddp, LIMIT, None)]
-    more = {"model": name, "sweep": medians}
-    run(contestants(settings, peers), targets, Options(rounds, steps, warmup), file, more)
+    more = {"model": name, "precision": precision, "sweep": medians}
+    run(contestants(settings, peers), targets, Options(rounds, steps, warmup, tolerance=tolerance), file, more)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from hvd_transformer.config.schema import Config
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.gradients.optimizer import names_without_decay
 from hvd_transformer.models.language_model import LanguageModel
+from hvd_transformer.parallel.precision import autocast
 from hvd_transformer.training.lr_schedule import peak_rate
 
 
@@ -102,7 +103,8 @@ def make_step(
         part = next(units)
         inputs, targets = task.batch(0, part)
         optimizer.zero_grad(set_to_none=not peer.keep_gradients)
-        loss = model(inputs, targets)
+        with autocast(config.training.precision, inputs.device):
+            loss = model(inputs, targets)
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, clip_norm, foreach=True)
         optimizer.step()

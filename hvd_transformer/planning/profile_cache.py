@@ -7,9 +7,7 @@ import hashlib
 import json
 import logging
 import math
-import platform
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from hvd_transformer.nn.contracts import Layer, MicroBatch
 from hvd_transformer.own_folder import make_own_folder
 from hvd_transformer.planning.layer_profile import LayerProfile
 from hvd_transformer.planning.pass_memory import PassMemory, PassMode
+from hvd_transformer.planning.processor import processor_name
 
 FORMAT = 4  # of the file and of the measurement; files of another format are ignored
 
@@ -55,17 +54,6 @@ def file_for(
     }
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     return Path(config.data.cache_dir).expanduser().absolute() / "layers" / f"{digest[:16]}.json"
-
-
-def processor_name(device: torch.device) -> str:
-    """The model of the GPU or CPU."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    with suppress(OSError):  # Linux only, where `platform` knows just the architecture
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def to_json(profile: LayerProfile) -> dict[str, Any]:

@@ -11,8 +11,9 @@ import torch
 from hvd_transformer import __version__
 from hvd_transformer.comm.horovod_env import usable_cores
 from hvd_transformer.comm.world import World
+from hvd_transformer.config import Config
 from hvd_transformer.parallel.mesh import ParallelMesh
-from hvd_transformer.planning.profile_cache import processor_name
+from hvd_transformer.planning.processor import number_formats, processor_name
 
 _IF_USED = ("horovod", "mpi4py", "transformers")
 
@@ -23,7 +24,8 @@ def run_environment(world: World, mesh: ParallelMesh) -> dict[str, Any]:
     Call when the model is loaded: a package counts as used when it is imported.
     """
     devices = [processor_name(device) for device in dict.fromkeys(mesh.devices) if device.type != "cpu"]
-    own = {"cpu": processor_name(torch.device("cpu")), "cores": usable_cores(), "devices": devices}
+    cpu, formats = processor_name(torch.device("cpu")), number_formats()
+    own = {"cpu": cpu, "number_formats": formats, "cores": usable_cores(), "devices": devices}
     found = world.gather_objects(own)
     if not found:
         return {}
@@ -42,6 +44,19 @@ def run_environment(world: World, mesh: ParallelMesh) -> dict[str, Any]:
         else:
             group["names"].append(host)
     return {"packages": _packages(), "hosts": alike}
+
+
+def slow_precision(config: Config, mesh: ParallelMesh, environment: Mapping[str, Any]) -> str | None:
+    """That CPUs compute more slowly in 16 bits than in 32; None: they do not, or this is not rank 0."""
+    precision = config.training.precision
+    if mesh.device.type != "cpu" or precision not in ("bf16", "fp16") or not environment:
+        return None
+    without = [group["names"] for group in environment["hosts"] if precision not in group["number_formats"]]
+    names = [name for group in without for name in group]
+    if not names:
+        return None
+    where = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+    return f"training.precision={precision} is slower than fp32 on {where}: no {precision} instructions in the CPU"
 
 
 def _packages() -> dict[str, str]:

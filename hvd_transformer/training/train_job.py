@@ -38,7 +38,7 @@ from hvd_transformer.training.lr_schedule import scaling_warning
 from hvd_transformer.training.out_of_memory import memory_errors_told
 from hvd_transformer.training.process import StopRequest, keep_freed_memory, only_new_garbage
 from hvd_transformer.training.run_directory import RunDirectory, epoch_batch_size
-from hvd_transformer.training.run_environment import environment_lines, run_environment
+from hvd_transformer.training.run_environment import environment_lines, run_environment, slow_precision
 from hvd_transformer.training.session import Session
 from hvd_transformer.training.state import TrainState
 from hvd_transformer.training.trainer import Trainer
@@ -118,14 +118,15 @@ def _train(
         log.warning(mesh.warning)
     across_hosts, scaling = mesh.across_hosts(config, world), scaling_warning(config.optimizer, trainer.lr_replicas)
     limited = limited_evaluation(config)
-    for warning in (mesh.warning, across_hosts, scaling, limited):
+    environment, peak = run_environment(world, mesh), None
+    slow = slow_precision(config, mesh, environment)
+    for warning in (mesh.warning, across_hosts, scaling, slow, limited):
         if warning is not None:
             progress.message(f"warning: {warning}")
     if limited is not None:
         log.info(limited)
     if checkpoint is not None:
         progress.message(f"resuming from {checkpoint} after step {state.step} of {trainer.total_steps}")
-    environment, peak = run_environment(world, mesh), None
     if world.rank == 0:
         peak, of_peak = find_peak(mesh.device, config.training.precision)
         for line in (*environment_lines(environment), of_peak):

@@ -54,6 +54,7 @@ class Job(NamedTuple):
     cwd: str
     folders: Mapping[str, str]  # by the name that the user knows them by
     network_interface: str | None = None
+    precision: str = "fp32"
 
     @classmethod
     def of(cls, horovodrun: Horovodrun, config: Config, trains: bool = True) -> "Job":
@@ -66,7 +67,8 @@ class Job(NamedTuple):
             "/tmp": "/tmp",
         }
         stages, device = config.parallel.pipeline, config.training.device
-        return cls(horovodrun.hosts, stages, device, str(Path.cwd()), folders, horovodrun.network_interface)
+        interface, precision = horovodrun.network_interface, config.training.precision
+        return cls(horovodrun.hosts, stages, device, str(Path.cwd()), folders, interface, precision)
 
 
 def _sources(data: DataConfig) -> dict[str, str]:
@@ -239,6 +241,9 @@ def _devices(job: Job, answers: Answers) -> Iterator[Finding]:
         if not on_gpus and cores < host.slots * job.stages:
             fewer = f"give it {_count(max(1, cores // job.stages), 'slot')} for speed"
             yield Finding(host.name, f"{_count(cores, 'core')} for {slots}", fewer, problem=False)
+        if not on_gpus and job.precision in ("bf16", "fp16") and job.precision not in answer["number_formats"]:
+            message = f"its CPU has no {job.precision} instructions: training.precision={job.precision} is slow there"
+            yield Finding(host.name, message, "set training.precision=fp32, or leave this host out", problem=False)
 
 
 def _folders(job: Job, answers: Answers) -> Iterator[Finding]:

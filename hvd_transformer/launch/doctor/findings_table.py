@@ -52,7 +52,7 @@ def _software(answer: Answer) -> str:
 def _cells(found: Examination, host: str) -> Iterator[str]:
     answer = found.answers[host]
     yield "\n".join(f"{device['name']}, {_gib(device['memory_free'])}" for device in answer["devices"]) or "none"
-    yield str(answer["cores"])
+    yield " ".join([str(answer["cores"]), *answer["number_formats"]])
     yield f"{_gib(answer['memory_free'])} of {_gib(answer['memory'])}"
     yield "\n".join(f"{_gib(answer['folders'][label]['free'])} {label}" for label in ("output_dir", "/tmp"))
     yield f"{found.skews[host][0] * 1000:+.1f} ms" if host in found.skews else ""

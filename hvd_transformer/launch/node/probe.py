@@ -39,6 +39,7 @@ _SIOCGIFADDR, _SIOCGIFFLAGS, _IFF_UP = 0x8915, 0x8913, 1
 _PINGS = 20
 _LATE = 4  # seconds for a command
 _DRIVER = Path("/proc/driver/nvidia")
+_FORMATS = {"bf16": {"avx512_bf16", "amx_bf16"}, "fp16": {"avx512_fp16", "amx_fp16"}}  # their instructions on x86
 _OUTPUT = 1 << 16  # characters at the end of what a command prints
 _MPI4PY = """
 import mpi4py
@@ -89,6 +90,7 @@ def facts(environment: dict[str, str], cwd: str, folders: dict[str, str], full: 
         "versions": {name: _version(name) for name in _DISTRIBUTIONS},
         "source": _source_digest(),
         "cores": len(os.sched_getaffinity(0)),
+        "number_formats": _number_formats(),
         "load": os.getloadavg()[0],
         "memory": memory.get("MemTotal", 0),
         "memory_free": memory.get("MemAvailable", 0),
@@ -196,6 +198,13 @@ def _source_digest() -> str | None:
     for file in sorted(folder.rglob("*.py")):
         digest.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def _number_formats() -> list[str]:
+    """The 16-bit formats that this CPU has instructions for; all of them if it is not an x86 processor."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    flags = next((set(line.split()) for line in lines if line.startswith("flags")), None)
+    return [name for name, instructions in _FORMATS.items() if flags is None or instructions & flags]
 
 
 def _memory() -> dict[str, int]:

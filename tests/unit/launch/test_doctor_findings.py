@@ -31,6 +31,7 @@ ANSWER: dict[str, Any] = {
     "versions": {"hvd-transformer": "0.1.0", "torch": "2.13.0", "horovod": "0.28.1", "mpi4py": "4.1.2"},
     "source": "0123456789ab",
     "cores": 8,
+    "number_formats": [],
     "memory": 64 * GIB,
     "memory_free": 60 * GIB,
     "devices": [],
@@ -124,6 +125,27 @@ def test_what_only_slows_a_job_is_no_problem() -> None:
         wanted = job("a:2,b:2,c:2", "training.device=cpu")
         [finding] = found(changed, wanted=wanted)
         assert (finding.host, finding.problem) == ("c", False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "formats", "names"),
+    [
+        ("training.precision=bf16", ["bf16"], []),
+        ("training.precision=bf16", [], ["c"]),
+        ("training.precision=fp16", ["bf16"], ["c"]),
+        ("training.precision=fp32", [], []),
+    ],
+)
+def test_a_cpu_without_instructions_for_the_precision_is_named(
+    settings: str, formats: list[str], names: list[str]
+) -> None:
+    answers = {name: {**ANSWER, "number_formats": ["bf16", "fp16"]} for name in ("a", "b", "c")}
+    answers["c"] = {**ANSWER, "number_formats": formats}
+    notes = list(about_hosts(job("a:2,b:2,c:2", settings), answers))
+    assert [(note.host, note.problem) for note in notes] == [(name, False) for name in names]
+    on_gpus = {name: {**answer, "devices": [GPU] * 2} for name, answer in answers.items()}
+    words = [str(note) for note in about_hosts(job("a:2,b:2,c:2", settings), on_gpus)]
+    assert not any("instructions" in word for word in words)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from hvd_transformer.launch.node import probe
+from hvd_transformer.planning.processor import number_formats
 
 TWO = "NVIDIA H200, 143771, 143000\nNVIDIA H200, 143771, 143000\n"
 
@@ -26,6 +27,21 @@ def test_a_gpu_that_shares_the_host_s_memory_is_one(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(probe, "_output", lambda command, late: "NVIDIA GB10, [N/A], [N/A]\n")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert probe._visible(probe._all_devices()) == [{"name": "NVIDIA GB10", "memory": 0, "memory_free": 0}]
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "formats"),
+    [
+        ("model name\t: one\nflags\t\t: fpu avx512f avx512_bf16\n", ["bf16"]),
+        ("flags\t\t: amx_bf16 amx_tile avx512_fp16\n", ["bf16", "fp16"]),
+        ("flags\t\t: fpu avx2\nvmx flags\t: vnmi\n", []),
+        ("processor\t: 0\nFeatures\t: fp asimd\n", ["bf16", "fp16"]),
+    ],
+)
+def test_the_number_formats_of_the_cpu(cpuinfo: str, formats: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor's and the training's agree."""
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: cpuinfo)
+    assert probe._number_formats() == number_formats() == formats
 
 
 def test_a_folder_that_may_not_be_entered_is_told_and_does_not_end_the_probe(

@@ -13,7 +13,7 @@ from hvd_transformer.comm.horovod_env import usable_cores
 from hvd_transformer.comm.world import World
 from hvd_transformer.config import load
 from hvd_transformer.parallel.mesh import ParallelMesh
-from hvd_transformer.training.run_environment import environment_lines, run_environment
+from hvd_transformer.training.run_environment import environment_lines, run_environment, slow_precision
 
 CONFIG = load(overrides=["training.device=cpu"])
 
@@ -49,3 +49,20 @@ def test_hosts_that_are_alike_are_together(monkeypatch: pytest.MonkeyPatch) -> N
     ]
     monkeypatch.setattr(world, "gather_objects", lambda _: [])
     assert run_environment(world, ParallelMesh.of(CONFIG, world)) == {}
+
+
+@pytest.mark.parametrize(
+    ("precision", "hosts"),
+    [("fp32", None), ("bf16", "h2"), ("fp16", "h1 and 2 more")],
+)
+def test_a_precision_that_is_slow_on_a_host_is_told(precision: str, hosts: str | None) -> None:
+    config = load(overrides=["training.device=cpu", f"training.precision={precision}"])
+    alike = [{"names": ["h1", "h3"], "number_formats": ["bf16"]}, {"names": ["h2"], "number_formats": []}]
+    mesh = ParallelMesh.of(config, World())
+    assert slow_precision(config, mesh, {}) is None
+    found = slow_precision(config, mesh, {"hosts": alike})
+    if hosts is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert f"training.precision={precision} is slower than fp32 on {hosts}: no {precision} instructions" in found
