@@ -62,7 +62,7 @@ def test_trials_are_jobs_where_a_service_runs(tmp_path: Path) -> None:
 
 def test_a_sweep_whose_trials_all_failed_fails(tmp_path: Path) -> None:
     (tmp_path / "lr.yaml").write_text("preset: tiny\nparameters:\n  optimizer.lr: [0.1, 0.2]\n")
-    numbers = iter((1, 2))
+    numbers = iter((1, 2, 3, 4))
 
     def submitted(asked: Asked) -> Any:
         number, run = next(numbers), asked.body["words"][-1].removeprefix("output_dir=")
@@ -74,6 +74,9 @@ def test_a_sweep_whose_trials_all_failed_fails(tmp_path: Path) -> None:
         service.answers["GET jobs"] = {"items": [], "next": None}
         variables = {"HVD_TRANSFORMER_SERVER": str(tmp_path / "state"), "HVD_TRANSFORMER_TOKEN": ""}
         done = command("hvd-transformer", "sweep", "lr.yaml", folder=tmp_path, environment=variables)
+        for words, submissions in ((), 2), (("--retry-failed",), 4):
+            command("hvd-transformer", "sweep", "lr.yaml", *words, folder=tmp_path, environment=variables)
+            assert len(service.bodies("POST jobs")) == submissions
     assert done.returncode == 1
     assert [line.split()[-1] for line in done.stdout.splitlines()[-3:-1]] == ["failed", "failed"]
 

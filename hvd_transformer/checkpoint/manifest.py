@@ -9,6 +9,7 @@ A file of tensors has a checksum per range, given by its end: the ranks that wri
 the ranks that load it verify different ones.
 """
 
+import errno
 import hashlib
 import json
 import zlib
@@ -64,11 +65,27 @@ def write(folder: Path, ranges: Mapping[str, Sequence[Range]] | None = None) -> 
     (folder / NAME).write_text(json.dumps({"files": files}, indent=1), encoding="utf-8")
 
 
+def unreadable(file: Path, error: OSError) -> UserError:
+    """What it means that a file of a checkpoint, or its folder, cannot be read: damage if the disk fails or it is not
+    there; else something, such as permissions, that says nothing about the checkpoint."""
+    if error.errno in (errno.EIO, errno.ENOENT):
+        return DamagedCheckpoint(f"{file}: damaged: {error.strerror}")
+    return UserError(f"{file}: cannot be read: {error.strerror}")
+
+
 def verify(folder: Path, index: int = 0, count: int = 1) -> None:
     """Raise `DamagedCheckpoint` unless the folder has exactly the listed files, undamaged and in safe formats.
 
-    Each file is read once, from its start to its end; of `count` ranks, each reads an equal part.
+    Each file is read once, from its start to its end; of `count` ranks, each reads an equal part. Raises `UserError` if
+    a file cannot be read for another reason.
     """
+    try:
+        _verify(folder, index, count)
+    except OSError as error:
+        raise unreadable(Path(error.filename or folder), error) from None
+
+
+def _verify(folder: Path, index: int, count: int) -> None:
     if not folder.is_dir():
         raise DamagedCheckpoint(f"{folder}: no such checkpoint folder")
     try:
@@ -76,7 +93,7 @@ def verify(folder: Path, index: int = 0, count: int = 1) -> None:
         expected = {str(name): (int(entry["size"]), _checks(folder / name, entry)) for name, entry in files.items()}
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{folder}: no checkpoint: {NAME} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(f"{folder / NAME}: damaged: {error}") from None
     for path in sorted(folder.iterdir()):
         if path.suffix not in SUFFIXES:

@@ -10,6 +10,7 @@ import torch
 from hvd_transformer.checkpoint import manifest
 from hvd_transformer.checkpoint.manifest import DamagedCheckpoint, Verify
 from hvd_transformer.comm.world import World
+from hvd_transformer.errors import UserError
 
 Result = TypeVar("Result")
 
@@ -50,25 +51,26 @@ def with_verification(world: World, action: Callable[[Verify], Result]) -> Resul
     while (told := world.broadcast_object(None)) is not None:
         try:
             _verify(world, told)
-        except DamagedCheckpoint:
+        except UserError:
             continue  # rank 0 decides what to do
     return None
 
 
 def _verify(world: World, told: list[Any]) -> None:
-    """Verify a folder that rank 0 describes. Raises `DamagedCheckpoint` on all ranks. Collective."""
+    """Verify a folder that rank 0 describes. Raises what `manifest.verify` raised, on all ranks. Collective."""
     if world.rank == 0:
         world.broadcast_object(told)
     found = SharedFolder._from(world, told)
-    damage = None
+    problem = None
     if found.sees[world.rank]:
         try:
             manifest.verify(found.path, sum(found.sees[: world.rank]), sum(found.sees))
-        except (DamagedCheckpoint, OSError) as error:
-            damage = str(error)
-    first = world.first_object(damage)
+        except UserError as error:
+            problem = isinstance(error, DamagedCheckpoint), str(error)
+    first = world.first_object(problem)
     if first is not None:
-        raise DamagedCheckpoint(first[1])
+        is_damaged, message = first[1]
+        raise (DamagedCheckpoint if is_damaged else UserError)(message)
 
 
 def _describe(folder: Path) -> list[Any]:

@@ -118,32 +118,35 @@ class CheckpointStore:
         return [path for _, path in sorted(found)]
 
     def newest_whole(self, warn: Callable[[str], None], verify: Verify = manifest.verify) -> Path | None:
-        """The newest whole checkpoint. Damaged ones are reported to `warn` and renamed, never deleted.
+        """The newest whole checkpoint. Damaged ones after it are reported to `warn` and renamed, never deleted.
 
-        Returns None if there are no checkpoints. Raises `DamagedCheckpoint` if all are damaged.
+        Returns None if there are no checkpoints. Raises `DamagedCheckpoint` if all are damaged, and `UserError` at one
+        that cannot be read: both change nothing.
         """
         self._settle_replaced()
-        last: DamagedCheckpoint | None = None
+        damaged: list[tuple[Path, DamagedCheckpoint]] = []
         for path in reversed(self.steps()):
             try:
                 verify(path)
-                return path
             except DamagedCheckpoint as error:
-                last = error
-                path.rename(_free_name(path.with_name(path.name + ".damaged")))
-                warn(f"{error}; it is set aside and the checkpoint before it is used")
-        if last is not None:
+                damaged.append((path, error))
+                continue
+            for other, problem in damaged:
+                other.rename(_free_name(other.with_name(other.name + ".damaged")))
+                warn(f"{problem}; it is set aside and the checkpoint before it is used")
+            return path
+        if damaged:
             raise DamagedCheckpoint(
-                f"{last}; no whole checkpoint is left in {self.folder}; delete the folder to start over"
+                f"{damaged[-1][1]}; no whole checkpoint is in {self.folder}; move it away to start over"
             )
         return None
 
     def whole(self, step: int, verify: Verify = manifest.verify) -> Path | None:
-        """The checkpoint of this step; None if there is none or it is damaged."""
+        """The checkpoint of this step; None if there is none or it is damaged or cannot be read."""
         path = self.folder / _name(step)
         try:
             verify(path)
-        except DamagedCheckpoint:
+        except UserError:
             return None
         return path
 
@@ -207,10 +210,12 @@ def resolve(path: Path, verify: Verify = manifest.verify) -> Path:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Read state.json of a checkpoint. Raises `DamagedCheckpoint`."""
+    """Read state.json of a checkpoint. Raises `DamagedCheckpoint`, and `UserError` if it cannot be read."""
     try:
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise manifest.unreadable(folder / STATE, error) from None
+    except ValueError as error:
         raise DamagedCheckpoint(f"{folder / STATE}: damaged: {error}") from None
     if not isinstance(state, dict):
         raise DamagedCheckpoint(f"{folder / STATE}: must hold a JSON object")

@@ -12,20 +12,22 @@ from hvd_transformer.cli import options, service_options
 @click.argument("file", type=options.PATH)
 @service_options.server
 @click.option("--local", is_flag=True, help="Train here, one trial after the other, also if a service runs.")
+@click.option("--retry-failed", is_flag=True, help="Train failed trials again, from their last checkpoints.")
 @service_options.as_json
-def sweep(file: Path, server: str | None, local: bool, as_json: bool) -> None:
+def sweep(file: Path, server: str | None, local: bool, retry_failed: bool, as_json: bool) -> None:
     """Run the sweep that the YAML file FILE describes: its parameters, metric, trials, ranks and early stopping.
 
     `hvd-transformer sweep lr.yaml`
 
     Where a service runs, trials are its jobs; else they are launched here one after the other. The same command goes
     on with a sweep that was interrupted. The results are in its folder: results.csv, results.png, and a run directory
-    per trial. The exit code is 1 if all trials failed.
+    per trial. The exit code is 1 if all trials failed or one was stopped.
     """
+    from hvd_transformer.cli.main import show as show_error
     from hvd_transformer.cli.sweep_runners import check_launch_options, runner_of
     from hvd_transformer.sweep.definition import read_sweep
     from hvd_transformer.sweep.results import table, write_results
-    from hvd_transformer.sweep.run import run_sweep
+    from hvd_transformer.sweep.run import TrialStopped, run_sweep
     from hvd_transformer.sweep.sampling import all_values, check_optuna, corners
     from hvd_transformer.sweep.trials import Trial, Trials, alone_in
 
@@ -49,7 +51,13 @@ def sweep(file: Path, server: str | None, local: bool, as_json: bool) -> None:
 
     with alone_in(folder, lambda line: click.echo(line, err=True)):
         trials = Trials(chosen, folder)
-        run_sweep(trials, runner, show)
+        if retry_failed:
+            trials.forget_failures()
+        try:
+            run_sweep(trials, runner, show)
+        except TrialStopped as error:
+            show_error("hvd-transformer", error)
+            sys.exit(error.code)
         write_results(trials)
     columns, rows = table(trials)
     if as_json:

@@ -91,7 +91,7 @@ class Sweep(_Part):
     def settings_of(self, values: dict[str, Any], max_steps: int | None = None) -> list[str]:
         """KEY=VALUE of a trial with these values of the parameters."""
         last = {} if max_steps is None else {"training.max_steps": max_steps}
-        return [f"{key}={shown(value)}" for key, value in (self.settings | values | last).items()]
+        return [f"{key}={_word(value)}" for key, value in (self.settings | values | last).items()]
 
     def words(self, values: dict[str, Any], max_steps: int | None = None) -> list[str]:
         """The arguments of hvd-train for such a trial."""
@@ -135,8 +135,20 @@ def read_sweep(file: Path) -> Sweep:
     return sweep
 
 
+def _word(value: Any) -> str:
+    """A value as hvd-train reads it from its command line: YAML, in which texts of a list or a table need quotes."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else shown(value)
+
+
 def _check(sweep: Sweep, file: Path) -> None:
-    """Raise `UserError` for keys that do not fit together."""
+    """Raise `UserError` for paths that cannot be, and for keys that do not fit together."""
+    for name, path in (("config", sweep.config), ("output_dir", sweep.output_dir)):
+        try:
+            possible = path is None or (Path(path).expanduser() and "\0" not in path)
+        except RuntimeError:  # ~ of a user whom nobody knows
+            possible = False
+        if not possible:
+            raise UserError(f"{file}: {name}: {shown(path)}: must be {_ALLOWED[name]}")
     try:
         shlex.split(sweep.launch)
     except ValueError as error:

@@ -32,10 +32,18 @@ class Runner(Protocol):
         when a trial has got a job."""
 
 
+class TrialStopped(Exception):
+    """A trial was ended from outside, which is no result. `code`: the exit code of the sweep."""
+
+    def __init__(self, trial: Trial, code: int) -> None:
+        super().__init__(f"{trial.name} was stopped (exit code {code}); the same command goes on")
+        self.code = code if code == STALLED else 1
+
+
 def run_sweep(trials: Trials, runner: Runner, show: Callable[[Trial, int | None], None]) -> None:
     """Run all trials that have no result yet; `show` is called with each one that ends, and its rung.
 
-    Raises `UserError` for wrong input of a trial, and for one that was ended from outside, which is no result.
+    Raises `UserError` if no trial can be trained for wrong input, and `TrialStopped`.
     """
     sweep = trials.sweep
     if sweep.method == "optuna":
@@ -61,19 +69,30 @@ def _rung(
     rung = "end" if max_steps is None else str(max_steps)
     trials.save()
     tasks = [_task(trials, trial, max_steps) for trial in alive if rung not in trial.results and not trial.failed]
+    refused: list[Task] = []
+
+    def record(task: Task, result: float | None, seconds: float | None) -> None:
+        task.trial.results[rung], task.trial.seconds = result, seconds
+        trials.save()
+        show(task.trial, max_steps)
+
     for task, code in runner.run(tasks, trials.save):
         summary = _summary(task.run)
         task.trial.job = None
-        if code == WRONG_INPUT:
+        if code == WRONG_INPUT:  # of all trials, or values of this one that do not fit into memory or the data
             trials.save()
-            raise UserError(f"{task.trial.name}: cannot be trained: {' '.join(task.words)}; its error is above")
+            refused.append(task)
+            continue
         if code < 0 or code == STALLED or (code != 0 and summary.get("status") == "stopped"):
             trials.save()
-            raise UserError(f"{task.trial.name} was stopped (exit code {code}); the same command goes on")
-        task.trial.results[rung] = _metric(trials.sweep, summary, task.run) if code == 0 else None
-        task.trial.seconds = summary.get("seconds")
-        trials.save()
-        show(task.trial, max_steps)
+            raise TrialStopped(task.trial, code)
+        result = _metric(trials.sweep, summary, task.run) if code == 0 else None
+        record(task, result, summary.get("seconds"))
+    if refused and all(trial.value is None for trial in trials.all):
+        first = refused[0]
+        raise UserError(f"{first.trial.name}: cannot be trained: {' '.join(first.words)}; its error is above")
+    for task in refused:
+        record(task, None, None)
 
 
 def _task(trials: Trials, trial: Trial, max_steps: int | None) -> Task:

@@ -93,6 +93,11 @@ class Trials:
             self.all.append(Trial(number, values))
         return self.all[number - 1]
 
+    def forget_failures(self) -> None:
+        """Let the trials that failed go on from their last results."""
+        for trial in self.all:
+            trial.results = {rung: value for rung, value in trial.results.items() if value is not None}
+
     def save(self) -> None:
         """Raises `UserError` if the folder cannot be written."""
         document = {"sweep": self._definition, "trials": [asdict(trial) for trial in self.all]}

@@ -1,5 +1,7 @@
 """A checkpoint is there whole or not at all, whatever happens while it is saved; the right ones are kept."""
 
+import errno
+import io
 import json
 import os
 import shutil
@@ -13,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +25,11 @@ from safetensors.torch import load_file
 from hvd_transformer.checkpoint import manifest, staging
 from hvd_transformer.checkpoint.layout import Writers
 from hvd_transformer.checkpoint.manifest import DamagedCheckpoint
+from hvd_transformer.checkpoint.shared_folder import with_verification
 from hvd_transformer.checkpoint.store import MODEL, OPTIMIZER, CheckpointStore, Snapshot, read_state, resolve
 from hvd_transformer.checkpoint.stored_tensors import StoredTensors
 from hvd_transformer.checkpoint.tensor_file import Entry, FilePart
+from hvd_transformer.comm.world import World
 from hvd_transformer.errors import UserError
 
 
@@ -164,11 +169,49 @@ def test_a_step_damaged_twice_is_set_aside_twice(tmp_path: Path) -> None:
 
 def test_where_none_is_whole_it_says_so_and_does_not_begin_again(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, 9)
-    (store.save(snapshot(1)) / MODEL).write_bytes(b"")
+    for step in (1, 2):
+        (store.save(snapshot(step)) / MODEL).write_bytes(b"")
+    before = names(tmp_path)
+    for _ in range(2):  # the second start neither
+        with pytest.raises(DamagedCheckpoint) as caught:
+            store.newest_whole(no_warning)
+        assert "no whole checkpoint is in" in str(caught.value) and MODEL in str(caught.value)
+    assert names(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [(errno.EACCES, MODEL), (errno.EMFILE, MODEL), (errno.EIO, None), (errno.EACCES, manifest.NAME)],
+)
+def test_one_that_may_not_be_read_is_not_damaged(
+    number: int, name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A colleague's umask, or too many open files: nothing is set aside, as for a disk that fails."""
+    store = CheckpointStore(tmp_path, 9)
+    for step in (1, 2):
+        store.save(snapshot(step))
+    real, newest = io.open, tmp_path / "step-00000002"
+
+    def refuses(file: Any, *more: Any, **named: Any) -> Any:
+        if file == newest / (name or MODEL):
+            raise OSError(number, os.strerror(number), str(file))
+        return real(file, *more, **named)
+
+    monkeypatch.setattr(io, "open", refuses)  # with which pathlib opens
     warnings: list[str] = []
-    with pytest.raises(DamagedCheckpoint) as caught:
-        store.newest_whole(warnings.append)
-    assert "no whole checkpoint is left" in str(caught.value) and MODEL in str(caught.value)
+
+    def find(verify: manifest.Verify) -> Path | None:
+        return store.newest_whole(warnings.append, verify)
+
+    if name is None:
+        assert with_verification(World(), find) == tmp_path / "step-00000001"
+        assert "Input/output error; it is set aside" in warnings[0]
+        return
+    with pytest.raises(UserError) as caught:
+        with_verification(World(), find)
+    assert str(caught.value) == f"{newest / name}: cannot be read: {os.strerror(number)}"
+    assert not isinstance(caught.value, DamagedCheckpoint) and warnings == []
+    assert store.steps() == [tmp_path / "step-00000001", newest]
 
 
 def test_a_step_that_is_damaged_or_not_there_is_none(tmp_path: Path) -> None:

@@ -13,11 +13,12 @@ from commands import command
 from hvd_transformer import folder_lock
 from hvd_transformer.cli.sweep import sweep
 from hvd_transformer.cli.sweep_runners import Queued
+from hvd_transformer.config import load
 from hvd_transformer.errors import UserError
 from hvd_transformer.service.remote.client import Client, Refused
 from hvd_transformer.sweep.definition import Sweep, read_sweep
 from hvd_transformer.sweep.results import table, write_results
-from hvd_transformer.sweep.run import Task, run_sweep
+from hvd_transformer.sweep.run import Task, TrialStopped, run_sweep
 from hvd_transformer.sweep.sampling import all_values, suggested
 from hvd_transformer.sweep.trials import Trial, Trials, alone_in
 
@@ -110,6 +111,44 @@ def test_a_trial_that_fails_later_is_not_replaced(tmp_path: Path) -> None:
     assert again.trained == []
 
 
+class FailsWith(FakeTraining):
+    """The trials of these seeds end with this exit code."""
+
+    def __init__(self, code: int, *seeds: int) -> None:
+        super().__init__(seeds)
+        self._code = code
+
+    def run(self, tasks: Sequence[Task], begun: Callable[[], None]) -> Iterator[tuple[Task, int]]:
+        for task, code in super().run(tasks, begun):
+            yield task, self._code if code else 0
+
+
+def test_values_that_do_not_fit_into_memory_fail_and_the_others_go_on(tmp_path: Path) -> None:
+    """hvd-train exits with 2 where memory ends before the first step."""
+    training = FailsWith(2, 1, 3, 7)
+    trials = Trials(Sweep(**HALVING), tmp_path)
+    run_sweep(trials, training, no_news)
+    assert sorted(training.trained) == sorted(expected((1, 3, 7)))
+    assert [trial.number for trial in trials.all if trial.failed] == [1, 3, 7]
+
+
+def test_a_sweep_of_which_no_trial_can_be_trained_is_wrong_input_and_goes_on_when_that_is_mended(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"trial-001: cannot be trained: .*; its error is above$"):
+        run_sweep(Trials(Sweep(**HALVING), tmp_path), FailsWith(2, *range(1, 10)), no_news)
+    second = FakeTraining()
+    run_sweep(Trials(Sweep(**HALVING), tmp_path), second, no_news)
+    assert sorted(second.trained) == sorted(expected())
+
+
+def test_failed_trials_are_trained_again_when_asked(tmp_path: Path) -> None:
+    run_sweep(Trials(Sweep(**HALVING), tmp_path), FailsWith(137, 3, 7), no_news)
+    trials, again = Trials(Sweep(**HALVING), tmp_path), FakeTraining()
+    trials.forget_failures()
+    run_sweep(trials, again, no_news)
+    assert [seed for seed, steps in again.trained if steps == 10] == [3, 7]
+    assert not any(trial.failed for trial in trials.all)
+
+
 @pytest.mark.parametrize("code", [-15, 75, 1])
 def test_a_trial_that_was_ended_from_outside_is_trained_again(code: int, tmp_path: Path) -> None:
     """By a signal, by the watchdog, or as a run that was stopped."""
@@ -122,8 +161,9 @@ def test_a_trial_that_was_ended_from_outside_is_trained_again(code: int, tmp_pat
                 task.trial.job = 7
                 yield task, code
 
-    with pytest.raises(UserError, match="trial-001 was stopped"):
+    with pytest.raises(TrialStopped, match="trial-001 was stopped") as stopped:
         run_sweep(Trials(Sweep(**HALVING), tmp_path), Ended(), no_news)
+    assert stopped.value.code == (75 if code == 75 else 1)
     trials, second = Trials(Sweep(**HALVING), tmp_path), FakeTraining()
     assert trials.all[0].job is None
     run_sweep(trials, second, no_news)
@@ -149,6 +189,15 @@ def test_two_sweeps_do_not_start_the_same_trials(tmp_path: Path, monkeypatch: py
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"file: cannot be written: File exists$"), alone_in(tmp_path / "file", print):
         pass
+
+
+def test_a_text_with_a_comma_stays_one(tmp_path: Path) -> None:
+    """In a list or a table of the command line."""
+    (tmp_path / "sweep.yaml").write_text("parameters:\n  data.sources: [[{source: 'a, b: c.jsonl', weight: 1}]]\n")
+    chosen = read_sweep(tmp_path / "sweep.yaml")
+    (values,) = all_values(chosen)
+    config = load(overrides=["data.text_column=text", *chosen.words(values)])
+    assert config.data.sources == [{"source": "a, b: c.jsonl", "weight": 1}]
 
 
 def test_a_date_is_text(tmp_path: Path) -> None:
@@ -327,6 +376,9 @@ PARAMETERS = "parameters: {optimizer.lr: [1e-3, 1e-2]}\n"
             "method: optuna\ntrials: 2\n",
             "model.d_model=24: must be a multiple of model.num_heads=10",
         ),
+        (PARAMETERS + "output_dir: ~no-such-user/a\n", "sweep.yaml: output_dir: ~no-such-user/a: must be a folder"),
+        (PARAMETERS + 'output_dir: "a\\0b"\n', "sweep.yaml: output_dir: 'a\\x00b': must be a folder"),
+        (PARAMETERS + "config: ~no-such-user/a\n", "sweep.yaml: config: ~no-such-user/a: must be a YAML file"),
         (PARAMETERS + "config: base.yaml\n", "base.yaml: cannot be read: No such file"),
         ("parameters: {parallel.tensor: [1, 2]}\n", "ranks: 1: must be a multiple of parallel.tensor=2"),
         ("parameters: {parallel.pipeline: [1, 9]}\n", "parallel.pipeline=9"),
