@@ -233,7 +233,7 @@ class _Watch:
     def _process_lives(self) -> bool | None:
         """None: it cannot be seen from here."""
         table = _process_table()
-        if table is None or self._owner.get("processes") != table:
+        if table is None or self._owner.get("processes") != table or _is_hidden(self._owner["pid"]):
             return None
         return bool(_start_time(self._owner["pid"]) == self._owner["started"])
 
@@ -248,6 +248,22 @@ def _process_table() -> str | None:
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return None
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether the process is another user's, and /proc does not show it: it may be mounted with hidepid."""
+    try:
+        Path(f"/proc/{pid}/stat").read_bytes()
+    except PermissionError:
+        return True
+    except OSError:
+        try:
+            os.kill(pid, 0)
+        except PermissionError:
+            return True
+        except (OSError, OverflowError):
+            return False
+    return False
 
 
 def _start_time(pid: int) -> str | None:

@@ -87,13 +87,16 @@ def _empty_cache(config: Config, world: World) -> Iterator[Config]:
     folder = cache / world.broadcast_object(f".bench-data-{uuid4().hex[:12]}")
 
     def make() -> None:
-        if world.local_rank == 0:
-            folder.mkdir(exist_ok=True)  # hosts may share it
+        if world.local_rank != 0:
+            return
+        try:
+            folder.mkdir(parents=True, exist_ok=True)  # hosts may share it
             for entry in cache.iterdir():
-                link = folder / entry.name
                 if entry.is_dir() and entry.name not in ("prepared", folder.name):
                     with suppress(FileExistsError):
-                        link.symlink_to(entry)
+                        (folder / entry.name).symlink_to(entry)
+        except OSError as error:
+            raise UserError(f"data.cache_dir={config.data.cache_dir}: cannot be written: {error.strerror}") from None
 
     agree(world, make)
     data = config.data.model_copy(update={"cache_dir": str(folder)})

@@ -57,9 +57,9 @@ def _fitted(config: Config, device: Constants, result: TrainResult) -> tuple[flo
 
 
 def _passes(config: Config, device: Constants, result: TrainResult, steps: list[StepTimes]) -> _Passes:
-    samples = math.ceil(batch_samples(config) / config.parallel.micro_batches)
+    dp = result.mesh.dp
+    samples = math.ceil(batch_samples(config, dp) / config.parallel.micro_batches)
     side = step_side(samples * config.data.sequence_length, config.model.d_model)
     rate = device.matmul_rate(config.training.precision, side) * len(result.mesh.devices)
-    dp = result.mesh.dp
     number = samples_per_step(config, dp) / dp / samples
     return _Passes(number, result.flops / rate, median(step.compute for step in steps))

@@ -70,6 +70,11 @@ def _whole_batches(config: Config) -> bool:
     return config.task in ("translation", "classification") or config.data.messages_column is not None
 
 
+def cuts_windows(config: Config) -> bool:
+    """Whether the replicas share the samples of a step: windows of a text."""
+    return config.task == "language_model" and not _whole_batches(config) and config.data.batching == "windows"
+
+
 def _even_sizes(part: int) -> list[int]:
     """ceil(part / steps) for each number of steps, ascending; there are about 2 √part."""
     sizes = [part]

@@ -3,6 +3,7 @@
 import resource
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -26,22 +27,38 @@ class HostMemory(NamedTuple):
 
 
 def host_memory_left(root: Path = Path("/")) -> HostMemory | None:
-    """What Linux says of the memory, and of the control group's limit if there is one; None: not known."""
+    """What Linux says of the memory, and of the limits of the control groups that this process is in; None: not known."""
     try:
         lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
         values = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
         total, available = values["MemTotal"], values["MemAvailable"]
     except (OSError, ValueError, KeyError, IndexError):
         return None
-    for limit, used, stat, prefix in (
-        ("memory.max", "memory.current", "memory.stat", ""),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_"),
-    ):
+    for group, limit, used, prefix in _control_groups(root):
         with suppress(OSError, ValueError):  # no such group, or "max"
-            most, now = (int((root / "sys/fs/cgroup" / name).read_text(encoding="ascii")) for name in (limit, used))
-            now -= min(now, _file_cache(root / "sys/fs/cgroup" / stat, prefix))
+            most, now = (int((group / name).read_text(encoding="ascii")) for name in (limit, used))
+            now -= min(now, _file_cache(group / "memory.stat", prefix))
             total, available = min(total, most), min(available, max(0, most - now))
     return HostMemory(total, available)
+
+
+def _control_groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
+    """The folders of this process's control group and those around it, all of which limit it, and the names of their
+    files: a job of Slurm or systemd has its own. In a container its group is the outermost one that is seen."""
+    path = {"": "/", "memory": "/"}  # by controller: of version 2 there is one for all
+    with suppress(OSError, ValueError):
+        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            _, controllers, own = line.split(":", 2)
+            path |= dict.fromkeys(controllers.split(","), own)
+    mount = root / "sys/fs/cgroup"
+    for top, own, names in (
+        (mount, path[""], ("memory.max", "memory.current", "")),
+        (mount / "memory", path["memory"], ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")),
+    ):
+        parts = [part for part in own.split("/") if part]
+        inside = [] if ".." in parts else parts  # it is not below what is mounted here
+        for depth in range(len(inside) + 1):
+            yield top.joinpath(*inside[:depth]), *names
 
 
 def _file_cache(stat: Path, prefix: str) -> int:

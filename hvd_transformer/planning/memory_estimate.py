@@ -43,10 +43,10 @@ def estimate_memory(config: Config, vocab_size: int, dp: int, *, evaluation: boo
     Raises `UserError` if the task cannot be planned, or not be partitioned as configured.
     """
     check_partition(config)
-    samples = batch_samples(config)
+    samples = batch_samples(config, dp)
     size = math.ceil(samples / config.parallel.micro_batches)
     if evaluation:
-        size = config.training.eval_batch_size or samples
+        size = config.training.eval_batch_size or batch_samples(config)
     with fake_model(config, vocab_size, size) as model:
         costs = layer_costs(model, PASS_MODES[:1] if evaluation else _modes(config))
         names = [layer.name for layer in model.layers]

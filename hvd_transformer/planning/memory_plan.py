@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import get_args
 
+from hvd_transformer.config.batch_size import cuts_windows
 from hvd_transformer.config.mixture import origin
 from hvd_transformer.config.schema import Config
 from hvd_transformer.data.tokenizers import BPE_VOCAB_SIZE
@@ -97,7 +98,7 @@ def make_plan(config: Config, vocab_size: int | None = None, ranks: int | None =
     """
     dp = num_replicas(config, ranks)
     vocab_size, origin = vocabulary(config, vocab_size)
-    samples = batch_samples(config)
+    samples = batch_samples(config, dp)
     micro_batch_size = math.ceil(samples / config.parallel.micro_batches)
     count = math.ceil(samples / micro_batch_size)
     check_partition(config)
@@ -151,12 +152,18 @@ def known_vocabulary(config: Config) -> tuple[int, str] | None:
     return None
 
 
-def batch_samples(config: Config) -> int:
-    """Samples per replica and accumulation step; at most, where they differ in length."""
+def batch_samples(config: Config, dp: int | None = None) -> int:
+    """Samples per replica and accumulation step; at most, where they differ in length.
+
+    One of `dp` replicas has less than `training.batch_size` where its part of `training.global_batch_size` is smaller.
+    """
     if config.data.batch_tokens is not None and config.task != "language_model":
         longest = max(config.data.length_of(role) for role in ("source", "target"))
         return max(1, config.data.batch_tokens // longest)
-    return config.training.batch_samples
+    training = config.training
+    if dp is None or training.global_batch_size is None or not cuts_windows(config):
+        return training.batch_samples
+    return min(training.batch_samples, math.ceil(training.global_batch_size / dp))
 
 
 def vocabulary(config: Config, given: int | None) -> tuple[int, str]:

@@ -126,6 +126,31 @@ def test_a_number_of_a_process_that_is_used_again_is_another_process(tmp_path: P
     assert json.loads(file.read_bytes())["token"] != owner["token"] and not lock.lost
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, which may become another user")
+@pytest.mark.parametrize("how", ["hidepid=2", "hidepid=1"])
+def test_a_process_that_proc_does_not_show_to_this_user_may_live(how: str, tmp_path: Path) -> None:
+    file, look = tmp_path / ".lock", tmp_path / "look.py"
+    look.write_text(
+        "import codecs, os, sys\nfrom pathlib import Path\nfrom hvd_transformer.folder_lock import _Watch\n"
+        "codecs.lookup('ascii')  # while Python may be read\n"
+        "os.setgroups([])\nos.setgid(65534)\nos.setuid(65534)\nprint(_Watch.of(Path(sys.argv[1]), None)._process_lives())\n"
+    )
+    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        folder.chmod(0o755)
+    words = [sys.executable, str(look), str(file)]
+    hiding = ["unshare", "--mount", "sh", "-c", f'mount -t proc -o {how} proc /proc && exec "$@"', "sh"]
+
+    def seen(*before: str) -> str:
+        return subprocess.run([*before, *words], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+
+    with another_process(file) as owner:
+        file.chmod(0o644)
+        assert (seen(), seen(*hiding)) == ("True", "None")
+        owner.kill()
+        owner.wait()
+        assert (seen(), seen(*hiding)) == ("False", "False")
+
+
 def test_of_an_owner_on_another_host_only_its_renewals_tell(tmp_path: Path) -> None:
     file = tmp_path / ".lock"
     gone = FolderLock(file, "a job")

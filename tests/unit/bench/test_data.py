@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from test_synthetic_task import SMALL
 
-from hvd_transformer.bench.data import _checked, bench_data
+from hvd_transformer.bench.data import _checked, _empty_cache, bench_data
 from hvd_transformer.comm.world import World
 from hvd_transformer.config import load
 from hvd_transformer.data.sampler import Replica, StepSampler
@@ -48,3 +48,20 @@ def test_a_task_without_steps_is_refused() -> None:
     task: Any = SimpleNamespace(sampler=StepSampler(0, 1, 1, Replica()), config=load())
     with pytest.raises(UserError, match="data.source=python-docs: the training split is too small for one step"):
         _checked(task)
+
+
+@pytest.mark.parametrize("name", ["not/yet/there", "file"])
+def test_the_cache_s_folder_is_made_or_named(name: str, tmp_path: Path) -> None:
+    """A task of one's own may make nothing in it before."""
+    (tmp_path / "file").touch()
+    config = load(overrides=[f"data.cache_dir={tmp_path / name}"])
+    if name == "file":
+        with (
+            pytest.raises(UserError, match=r"^data.cache_dir=.*/file: cannot be written: "),
+            _empty_cache(config, World()),
+        ):
+            pass
+    else:
+        with _empty_cache(config, World()) as made:
+            assert Path(made.data.cache_dir).is_dir()
+        assert list((tmp_path / name).iterdir()) == []

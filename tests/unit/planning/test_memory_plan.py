@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._C._profiler import _EventType
 
 from hvd_transformer.config import load
+from hvd_transformer.data.sampler import Replica, StepSampler
 from hvd_transformer.errors import UserError
 from hvd_transformer.gradients.weight_grads import WeightGradStore
 from hvd_transformer.models.language_model import LanguageModel, language_model_layers
@@ -302,6 +303,17 @@ def test_replicas_share_the_optimizer(optimizer: str, ranks: int, tensor: int, d
     assert state.gradients == alone.gradients == alone.weights
     on_the_way = 0 if dp == 1 else alone.weights  # a small model's all at once
     assert gradients.gradients == math.ceil(alone.weights / dp) + on_the_way
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "total", "ranks"), [(64, 64, 8), (24, 64, 2), (4, 64, 8), (10, 64, 7), (8, None, 4)]
+)
+def test_samples_are_those_of_the_largest_accumulation_step(batch_size: int, total: int | None, ranks: int) -> None:
+    words = [f"training.batch_size={batch_size}", f"training.global_batch_size={total or 'none'}"]
+    plan = make_plan(load(overrides=[*SMALL, *words]), V, ranks)
+    samplers = (StepSampler(1000, total or ranks * batch_size, batch_size, Replica(own, ranks)) for own in range(ranks))
+    largest = max(len(part) for sampler in samplers for part in next(sampler.epoch()).accumulation)
+    assert plan.num_samples == largest
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,9 @@ def test_values_that_do_not_fit_into_memory_fail_and_the_others_go_on(tmp_path: 
     assert [trial.number for trial in trials.all if trial.failed] == [1, 3, 7]
 
 
-def test_a_sweep_of_which_no_trial_can_be_trained_is_wrong_input_and_goes_on_when_that_is_mended(tmp_path: Path) -> None:
+def test_a_sweep_of_which_no_trial_can_be_trained_is_wrong_input_and_goes_on_when_that_is_mended(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(UserError, match=r"trial-001: cannot be trained: .*; its error is above$"):
         run_sweep(Trials(Sweep(**HALVING), tmp_path), FailsWith(2, *range(1, 10)), no_news)
     second = FakeTraining()

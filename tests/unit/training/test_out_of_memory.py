@@ -173,3 +173,26 @@ def test_memory_of_the_host_and_of_a_container(tmp_path: Path) -> None:
     (group / "memory/memory.usage_in_bytes").write_text(f"{900 << 10}\n")
     (group / "memory/memory.stat").write_text("inactive_file 1\ntotal_inactive_file 2048\ntotal_active_file 1024\n")
     assert host_memory_left(tmp_path) == HostMemory(1000 << 10, (100 << 10) + 3072)
+
+
+@pytest.mark.parametrize(
+    ("line", "top", "limit", "usage"),
+    [
+        ("0::/slurm/job_7/step_0", "", "memory.max", "memory.current"),
+        ("0::/\n9:memory:/slurm/job_7/step_0", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ("3:cpu,memory:/slurm/job_7/step_0", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ],
+)
+def test_memory_of_a_job_on_a_host(line: str, top: str, limit: str, usage: str, tmp_path: Path) -> None:
+    """Slurm limits the group of the job, around those of its steps; of the group beside it nothing counts."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal:  4000 kB\nMemFree:  5 kB\nMemAvailable:  3000 kB\n")
+    (tmp_path / "proc/self/cgroup").write_text(f"{line}\n")
+    for name, most in (("slurm/job_7", 800), ("slurm/job_7/step_0", 4000), ("slurm/job_8", 5)):
+        group = tmp_path / "sys/fs/cgroup" / top / name
+        group.mkdir(parents=True)
+        (group / limit).write_text(f"{most << 10}\n")
+        (group / usage).write_text(f"{100 << 10}\n")
+    assert host_memory_left(tmp_path) == HostMemory(800 << 10, 700 << 10)
+    (tmp_path / "proc/self/cgroup").write_text(line.replace("/slurm", "/../slurm") + "\n")  # not below what is mounted
+    assert host_memory_left(tmp_path) == HostMemory(4000 << 10, 3000 << 10)
