@@ -25,23 +25,25 @@ CHANGING = (
 )
 
 
-def write_chat_model(folder: Path, template: str | None = UNMARKED, kind: str = "gpt") -> Path:
-    """A folder with random weights and a byte-level tokenizer; `kind`: "gpt" or "llama"."""
+def write_chat_model(
+    folder: Path, template: str | None = UNMARKED, kind: str = "gpt", end: str = "<|im_end|>"
+) -> Path:
+    """A folder with random weights and a byte-level tokenizer; `kind`: "gpt" or "llama"; `end`: its `eos_token`."""
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     model = Tokenizer(models.BPE())
     model.pre_tokenizer, model.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    special = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
+    special = list(dict.fromkeys(["<|pad|>", "<|im_start|>", "<|im_end|>", end]))
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet)
     model.train_from_iterator([" ".join(WORDS), "system user assistant tool"] * 3, trainer)
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=model, pad_token="<|pad|>", eos_token="<|im_end|>", chat_template=template
+        tokenizer_object=model, pad_token="<|pad|>", eos_token=end, chat_template=template
     )
     tokenizer.save_pretrained(folder)
     torch.manual_seed(4)
-    common = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": 2, "initializer_range": 0.2}
+    common = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": special.index(end), "initializer_range": 0.2}
     if kind == "gpt":
         config = transformers.GPT2Config(
             **common, n_embd=16, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0

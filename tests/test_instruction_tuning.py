@@ -8,6 +8,7 @@ import pytest
 import torch
 from chats import CHANGING, MARKED, conversations, write_chat_model, write_conversations
 from commands import command, output
+from safetensors.torch import load_file, save_file
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -72,6 +73,46 @@ def test_generate_takes_the_chat_template(runs: dict[str, Path]) -> None:
     words = ["--chat", "--prompt", PROMPT, "--temperature", "0", "--tokens", "6", "--json"]
     answer = json.loads(output("hvd-transformer", "generate", runs["whole"], *words))["answer"]
     assert answer == tokenizer.decode([token for token in ids.tolist() if token != tokenizer.eos_token_id])
+
+
+@pytest.mark.parametrize(("model", "kind"), [("llama", []), ("gpt", []), ("gpt", LORA)], ids=["own", "whole", "lora"])
+def test_an_answer_ends_where_its_turn_does(model: str, kind: list[str], tmp_path: Path) -> None:
+    """Base models bring a chat template whose messages end with another token than a text: as Qwen's."""
+    folder = write_chat_model(tmp_path / "base", MARKED, model, "<|endoftext|>")
+    chat = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": "good"}]
+    for split in ("train", "valid"):
+        write_conversations(tmp_path / f"{split}.jsonl", [chat] * 8)
+    words = [f"data.source={tmp_path}", "data.messages_column=messages"]
+    words += [f"data.cache_dir={tmp_path / 'cache'}", "data.workers=1", "training.device=cpu"]
+    words += ["data.sequence_length=60", "training.epochs=60", "training.batch_size=8", "optimizer.lr=0.02", "training.text_samples=1"]
+    if kind:  # adapters alone teach random weights nothing
+        output("hvd-train", *words, f"model.pretrained={folder}", f"output_dir={tmp_path / 'before'}")
+        output("hvd-transformer", "export", tmp_path / "before", tmp_path / "tuned")
+        (tmp_path / "tuned" / "generation_config.json").unlink()
+        folder, kind = tmp_path / "tuned", [*kind, "optimizer.lr=1e-4", "training.epochs=2"]
+    output("hvd-train", *words, f"model.pretrained={folder}", *kind, f"output_dir={tmp_path / 'run'}")
+    last = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[-1])["samples"][0]
+    assert last["answer"] == "good"
+    output("hvd-transformer", "export", tmp_path / "run", tmp_path / "native")
+    exported, more = tmp_path / "native", ["--format", "transformers"] if model == "llama" else ["--merge"]
+    if model == "llama" or kind:
+        exported = tmp_path / "theirs"
+        output("hvd-transformer", "export", tmp_path / "run", exported, *more)
+    words = ["--chat", "--prompt", PROMPT, "--temperature", "0", "--tokens", "20", "--json"]
+    for trained in (tmp_path / "run", tmp_path / "native", exported):
+        assert json.loads(output("hvd-transformer", "generate", trained, *words))["answer"] == "good"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    inputs = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported)
+    found = theirs.generate(**inputs, max_new_tokens=20, do_sample=False, pad_token_id=0)
+    assert tokenizer.decode(found[0, inputs["input_ids"].size(1) :]) == "good<|im_end|>"
+    if kind:  # of the adapters alone, which belong to these weights
+        weights = load_file(folder / "model.safetensors")
+        save_file({name: weight * 1.01 for name, weight in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+        run = tmp_path / "run"
+        for command in (["generate", run, *words], ["evaluate", run, "--split", "valid"], ["export", run, "x", "--merge"]):
+            said = output("hvd-transformer", *command, code=2)
+            assert f"{folder}: is not the model that the checkpoint's adapters were trained on; was it changed?" in said
 
 
 def test_adapters_are_peft_s_and_can_be_merged(runs: dict[str, Path], root: Path) -> None:

@@ -60,6 +60,7 @@ def generate(
     if not texts:
         raise UserError("generate: give --prompt TEXT or --file FILE")
     trained = options.load_model(checkpoint, "language_model", device)
+    from hvd_transformer.data.chat_template import end_tokens
     from hvd_transformer.inference.generation import Sampling
     from hvd_transformer.inference.generation import generate as generate_batch
     from hvd_transformer.inference.text_stream import TextStream
@@ -73,7 +74,8 @@ def generate(
             raise UserError(
                 f"{place}: {len(row)} tokens; the model has {longest} positions and needs one for the next token"
             )
-    sampling, end, vocab_size = Sampling(temperature, top_k, top_p, seed), tokenizer.document_end, tokenizer.vocab_size
+    sampling, vocab_size = Sampling(temperature, top_k, top_p, seed), tokenizer.vocab_size
+    ends = end_tokens(tokenizer) if chat else [] if tokenizer.document_end is None else [tokenizer.document_end]
     if len(texts) == 1 and not as_json:
         stream = TextStream(tokenizer)
 
@@ -81,10 +83,10 @@ def generate(
             click.echo(stream.add(more), nl=False)
 
         show([] if chat else rows[0])
-        generate_batch(trained.model, rows, tokens, sampling, longest, lambda _, token: show([token]), end, vocab_size)
+        generate_batch(trained.model, rows, tokens, sampling, longest, lambda _, token: show([token]), ends, vocab_size)
         click.echo()
         return
-    found = generate_batch(trained.model, rows, tokens, sampling, longest, end=end, vocab_size=vocab_size)
+    found = generate_batch(trained.model, rows, tokens, sampling, longest, ends_text=ends, vocab_size=vocab_size)
     for number, (text, row, more) in enumerate(zip(texts, rows, found, strict=True)):
         whole = tokenizer.decode(more if chat else [*row, *more])
         if as_json:

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from hvd_transformer.data.as_transformers_tokenizer import tokenizer_json
+from hvd_transformer.data.chat_template import end_tokens
 from hvd_transformer.data.pretrained_tokenizer import PretrainedTokenizer
 from hvd_transformer.data.tokenizers import UNKNOWN, BPETokenizer, Tokenizer
 from hvd_transformer.errors import UserError
@@ -47,6 +48,9 @@ def add_tokenizer(writer: Any, tokenizer: Tokenizer, num_rows: int) -> None:
     begin = tokenizer.begin if isinstance(tokenizer, PretrainedTokenizer) else None
     writer.add_bos_token_id(end if begin is None else begin)
     writer.add_eos_token_id(end)
+    for number in end_tokens(tokenizer):
+        if number != end:  # of a message in a conversation
+            writer.add_eot_token_id(number)
     writer.add_unk_token_id(unknown)
     writer.add_add_bos_token(False)
     writer.add_add_space_prefix(False)

@@ -13,12 +13,13 @@ import numpy as np
 from hvd_transformer.data.example_encoder import Encoded
 from hvd_transformer.data.pretrained_tokenizer import PretrainedTokenizer
 from hvd_transformer.data.splits import RawExample
-from hvd_transformer.data.tokenizers import Ids, sha256
+from hvd_transformer.data.tokenizers import Ids, Tokenizer, sha256
 from hvd_transformer.errors import UserError
 from hvd_transformer.huggingface import from_folder
 
 Messages = Sequence[Mapping[str, Any]]
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_ANSWER = "answer"
 
 
 class ChatTemplate:
@@ -49,6 +50,18 @@ class ChatTemplate:
     def prompt(self, messages: Messages) -> Ids:
         """The token numbers [T] that the assistant's next message follows. Raises `ValueError`."""
         return self.tokenizer.encode(self._render(messages, add_generation_prompt=True))
+
+    @cached_property
+    def turn_end(self) -> int | None:
+        """The special token that the assistant's messages end with, such as <|im_end|>; None: they end without one."""
+        messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
+        try:
+            _, _, after = self._render(messages).rpartition(_ANSWER)
+        except ValueError:  # it takes other conversations only
+            return None
+        added = self.tokenizer.model.get_added_tokens_decoder()
+        numbers = map(int, self.tokenizer.encode(after))
+        return next((number for number in numbers if number in added and added[number].special), None)
 
     def encode(self, messages: Messages) -> tuple[Ids, Ids]:
         """The token numbers [T] of a conversation, and the places [N] of those that the assistant wrote.
@@ -92,6 +105,14 @@ class ChatTemplate:
         except Exception as error:  # what a template raises
             said = str(error).strip().splitlines() or [type(error).__name__]
             raise ValueError(f"the chat template fails: {said[0]}") from None
+
+
+def end_tokens(tokenizer: Tokenizer) -> list[int]:
+    """The tokens that end a text: the tokenizer's own, and that of an assistant's message if it has a chat template."""
+    found = [tokenizer.document_end]
+    if isinstance(tokenizer, PretrainedTokenizer) and tokenizer.chat_template is not None:
+        found.append(ChatTemplate(tokenizer, "the tokenizer").turn_end)
+    return list(dict.fromkeys(number for number in found if number is not None))
 
 
 class ConversationEncoder:

@@ -17,9 +17,10 @@ from hvd_transformer.checkpoint.saved_run import CONFIG
 from hvd_transformer.checkpoint.store import MODEL
 from hvd_transformer.data.as_gguf_tokenizer import add_tokenizer
 from hvd_transformer.data.as_transformers_tokenizer import tokenizer_json, transformers_files, vocabulary_of
+from hvd_transformer.data.chat_template import end_tokens
 from hvd_transformer.data.load_tokenizer import load_tokenizer
 from hvd_transformer.data.pair_tokenizer import PairTokenizer
-from hvd_transformer.data.tokenizers import BEGIN, END, BPETokenizer
+from hvd_transformer.data.tokenizers import BEGIN, END, BPETokenizer, Tokenizer
 from hvd_transformer.errors import UserError
 from hvd_transformer.inference.trained_model import FORMAT, Trained, load_trained, read_adapters, read_facts
 from hvd_transformer.models import lora, pretrained
@@ -27,7 +28,8 @@ from hvd_transformer.models.as_ctranslate2 import Vocabularies, as_ctranslate2
 from hvd_transformer.models.as_gguf import add_llama
 from hvd_transformer.models.as_transformers import as_transformers
 
-_MODEL = ("model*.safetensors", f"{MODEL}.index.json", "generation_config.json")
+_GENERATION = "generation_config.json"
+_MODEL = ("model*.safetensors", f"{MODEL}.index.json", _GENERATION)
 _TOKENIZERS = (
     "*tokenizer.json",
     "*vocabulary.json",
@@ -86,13 +88,15 @@ def _native(path: Path) -> _Export:
     source, facts = read_facts(path)
     if facts["model"].get("lora_rank") is not None:
         return _adapters(source)
-    own, tokenizer_files = _our_facts(facts), dict[str, bytes]()
+    own, tokenizer_files, generation = _our_facts(facts), dict[str, bytes](), dict[str, str]()
     if facts["model"].get("pretrained") is not None:
         own = json.loads((source / CONFIG).read_text(encoding="utf-8")) | {pretrained.OURS: own}
         if facts["task"] == "translation":
             tokenizer = load_tokenizer(source, "target-")
             assert isinstance(tokenizer, PairTokenizer)
             tokenizer_files = tokenizer.folder_files
+        elif facts["task"] == "language_model":
+            generation = _generation_file(load_tokenizer(source, ""), source / _GENERATION)
     copied = {path for pattern in (*_TOKENIZERS, *_MODEL) for path in source.glob(pattern)}
     if tokenizer_files:  # which the checkpoint has in one file per side
         copied -= set(source.glob(f"*-{PairTokenizer.file_name}"))
@@ -102,6 +106,7 @@ def _native(path: Path) -> _Export:
             shutil.copyfile(file, folder / file.name)
         for name, content in tokenizer_files.items():
             (folder / name).write_bytes(content)
+        _write_texts(folder, generation)
         _write_config(folder, own)
 
     return _Export(write)
@@ -131,7 +136,8 @@ def _merged(path: Path) -> _Export:
 
     def write(folder: Path) -> None:
         trained.model.save_pretrained(folder)  # type: ignore[operator]
-        _write_texts(folder, trained.tokenizers["text"].files())
+        tokenizer = trained.tokenizers["text"]
+        _write_texts(folder, {**tokenizer.files(), **_generation_file(tokenizer, folder / _GENERATION)})
         theirs = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         _write_config(folder, theirs | {pretrained.OURS: own})
 
@@ -141,9 +147,10 @@ def _merged(path: Path) -> _Export:
 def _transformers(path: Path) -> _Export:
     trained, facts = _load(path, "language_model")
     made = as_transformers(trained.config, _weights(trained))
-    texts = transformers_files(trained.tokenizers["text"], trained.num_positions)
+    tokenizer = trained.tokenizers["text"]
+    texts = {**transformers_files(tokenizer, trained.num_positions), **_generation_file(tokenizer)}
     ours = {pretrained.OURS: _our_facts(facts) | {"model": {"pretrained": "."}}}
-    own = {**made.config, "eos_token_id": trained.tokenizers["text"].document_end, **ours}
+    own = {**made.config, "eos_token_id": tokenizer.document_end, **ours}
 
     def write(folder: Path) -> None:
         _write_texts(folder, texts)
@@ -208,6 +215,21 @@ def _load(path: Path, task: str) -> tuple[Trained, dict[str, Any]]:
 
 def _weights(trained: Trained) -> dict[str, Tensor]:
     return {name: weight.data for name, weight in trained.model.named_parameters()}
+
+
+def _generation_file(tokenizer: Tokenizer, known: Path | None = None) -> dict[str, str]:
+    """generation_config.json with every token that ends a text, if it is not only the tokenizer's own: a chat model
+    ends its answers with that of its template. `known`: the file as it is, if it exists."""
+    try:
+        found = {} if known is None else json.loads(known.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        found = {}
+    before = found.get("eos_token_id")
+    before = [] if before is None else before if isinstance(before, list) else [before]
+    ends = list(dict.fromkeys([*before, *end_tokens(tokenizer)]))
+    if len(ends) == len(before) or ends == [tokenizer.document_end]:
+        return {}
+    return {_GENERATION: json.dumps({**found, "eos_token_id": ends}, indent=1) + "\n"}
 
 
 def _our_facts(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Text generation with a language model: many prompts in one batch, with a key-value cache."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,11 +66,11 @@ def generate(
     sampling: Sampling,
     max_length: int,
     listener: Callable[[int, int], object] = lambda number, token: None,
-    end: int | None = None,
+    ends_text: Collection[int] = (),
     vocab_size: int | None = None,
 ) -> list[list[int]]:
     """Generate `num_tokens` tokens after each prompt, or fewer if `max_length` positions are used up or the text ends:
-    with `end`, or with what the configuration of a model of transformers says. That token is not returned.
+    with a token of `ends_text` or of what the configuration of a model of transformers says. It is not returned.
 
     Prompts must have at least one token. They are processed side by side: while shorter prompts are continued, longer
     ones are still read. The tokens sampled for a prompt depend on the seed and the number of the prompt, not on other
@@ -83,7 +83,7 @@ def generate(
     rows = [list(prompt) for prompt in prompts]
     ends = [min(len(prompt) + num_tokens, max_length) for prompt in prompts]
     steps = LanguageModelSteps(model) if isinstance(model, LanguageModel) else PretrainedSteps(model)
-    last = _last_tokens(model) | (set() if end is None else {end})
+    last = _last_tokens(model).union(ends_text)
     active = list(range(len(rows)))
     length = min(map(len, rows))
     tokens = torch.tensor([row[:length] for row in rows], device=device)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hvd_transformer import __version__
 from hvd_transformer.checkpoint.saved_run import CONFIG, is_run
-from hvd_transformer.checkpoint.store import MODEL, read_state, resolve
+from hvd_transformer.checkpoint.store import MODEL, STATE, read_state, resolve
 from hvd_transformer.checkpoint.stored_tensors import StoredTensors
 from hvd_transformer.config.schema import ModelConfig, TranslationConfig
 from hvd_transformer.data.load_tokenizer import load_tokenizer
@@ -28,6 +28,8 @@ from hvd_transformer.models import lora, pretrained
 from hvd_transformer.models.classifier import Classifier
 from hvd_transformer.models.encoder_decoder import EncoderDecoder
 from hvd_transformer.models.language_model import LanguageModel
+from hvd_transformer.parallel.precision import weight_dtype
+from hvd_transformer.parallel.replica_check import checksum
 
 FORMAT = 1  # of exported folders
 _SECTIONS = (("model", ModelConfig), ("translation", TranslationConfig))
@@ -167,7 +169,17 @@ def _merged(folder: Path) -> nn.Module:
             weight.copy_(stored)
     if found:
         raise UserError(f"{folder}: its adapters are not those of {lora.base_folder(folder)}: it lacks {min(found)}")
+    if (folder / STATE).is_file():
+        _check_base(model, read_state(folder), lora.base_folder(folder))
     return lora.merged(model)
+
+
+def _check_base(model: nn.Module, state: dict[str, Any], base: Path) -> None:
+    """Raise `UserError` if the checkpoint's adapters belong to other weights than those in the folder `base`."""
+    dtype = weight_dtype(state["config"]["training.precision"])
+    frozen = [weight.data.to(dtype) for weight in model.parameters() if not weight.requires_grad]
+    if checksum(frozen) != state.get("frozen_checksum"):
+        raise UserError(f"{base}: {lora.CHANGED_BASE}")
 
 
 def _fill(model: nn.Module, stored: StoredTensors, device: str) -> None:

@@ -32,6 +32,9 @@ def add_adapters(model: nn.Module, folder: Path, config: ModelConfig) -> nn.Modu
     return _adapted(model, lora_config, f"model.lora_targets: {origin(folder)}")
 
 
+CHANGED_BASE = "is not the model that the checkpoint's adapters were trained on; was it changed?"
+
+
 def load_adapted(folder: Path) -> nn.Module:
     """The language model of the adapters in a checkpoint or a folder of peft, whose own weights are not read yet."""
     check_adapters(folder)

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from hvd_transformer.config.schema import Config
-from hvd_transformer.data.chat_template import ChatTemplate, ConversationEncoder
+from hvd_transformer.data.chat_template import ChatTemplate, ConversationEncoder, end_tokens
 from hvd_transformer.data.conversations import ConversationFiles
 from hvd_transformer.data.prepare_examples import TrainedVocabulary, prepare_examples
 from hvd_transformer.data.prepared import PreparedExamples
@@ -108,8 +108,8 @@ class ChatTask(ExampleTask):
             return ()
         prompts = [prompt.tolist() for prompt, _ in chosen]
         sampling = Sampling(seed=self.config.seed)
-        end, vocab_size = tokenizer.document_end, tokenizer.vocab_size
-        found = generate(self.model, prompts, _NEW_TOKENS, sampling, limit, lambda *_: self.tick(), end, vocab_size)
+        ends, vocab_size = end_tokens(tokenizer), tokenizer.vocab_size
+        found = generate(self.model, prompts, _NEW_TOKENS, sampling, limit, lambda *_: self.tick(), ends, vocab_size)
         return [
             {"prompt": tokenizer.decode(prompt), "reference": reference, "answer": tokenizer.decode(answer)}
             for (prompt, reference), answer in zip(chosen, found, strict=True)

@@ -182,9 +182,9 @@ class LanguageModelTask(DecoderTask):
         starts = [len(tokens) * place // number for place, tokens in enumerate(chosen)]
         prompts = [tokens[start : start + size].tolist() for tokens, start in zip(chosen, starts, strict=True)]
         sampling = Sampling(seed=self.config.seed)
-        end, vocab_size = tokenizer.document_end, tokenizer.vocab_size
+        ends = [] if tokenizer.document_end is None else [tokenizer.document_end]
         found = generate(
-            self.model, prompts, _NEW_TOKENS, sampling, self.length, lambda *_: self.tick(), end, vocab_size
+            self.model, prompts, _NEW_TOKENS, sampling, self.length, lambda *_: self.tick(), ends, tokenizer.vocab_size
         )
         return [
             {"prompt": tokenizer.decode(prompt), "continuation": tokenizer.decode(more)}

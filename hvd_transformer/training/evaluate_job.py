@@ -148,6 +148,8 @@ def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchd
     with memory_errors_told(config, mesh, task, world, heartbeat):
         trainer = Trainer(config, world, mesh, task, TrainState(), draw=False)
         heartbeat.timeline = trainer.engine.timeline
+        if "frozen_checksum" in saved.state:  # of a checkpoint
+            trainer.check_frozen(saved.state)
         restore_weights(trainer.engine, saved.folder if world.rank == 0 else None)
         if mesh.device.type == "cuda":  # the kernels of a CPU are for training
             compile_layers(config, task, mesh, world)

@@ -32,6 +32,7 @@ from hvd_transformer.data.sampler import StepPlan
 from hvd_transformer.errors import UserError
 from hvd_transformer.gradients.optimizer import clip_factor
 from hvd_transformer.gradients.update_factor import update_factor
+from hvd_transformer.models.lora import CHANGED_BASE
 from hvd_transformer.nn.contracts import MicroBatch
 from hvd_transformer.parallel.engine import Engine
 from hvd_transformer.parallel.layer_inputs import inputs_moved
@@ -270,7 +271,7 @@ class Trainer:
 
         Raises `UserError` if the weights that are not trained differ from those it was trained with.
         """
-        agree(self.world, lambda: self._check_frozen(saved))
+        self.check_frozen(saved)
         restore(self.engine, folder, self.state.updates)
         if self.engine.local_steps.active and saved["dp"] > 1:  # a single replica has no outer weights
             restore_outer_state(self.engine, folder, self.state.step)
@@ -278,12 +279,14 @@ class Trainer:
         self.engine.load_wire_states(saved.get("wire", []))
         restore_wire(self.engine, folder)
 
-    def _check_frozen(self, saved: Mapping[str, Any]) -> None:
-        if saved.get("frozen_checksum") != self.engine.frozen_checksum:
-            raise UserError(
-                f"model.pretrained={self.config.model.pretrained}: is not the model that the checkpoint's adapters "
-                "were trained on; was it changed?"
-            )
+    def check_frozen(self, saved: Mapping[str, Any]) -> None:
+        """Raise `UserError` if the weights that are not trained differ from those of a checkpoint's state. Collective."""
+
+        def check() -> None:
+            if saved.get("frozen_checksum") != self.engine.frozen_checksum:
+                raise UserError(f"model.pretrained={self.config.model.pretrained}: {CHANGED_BASE}")
+
+        agree(self.world, check)
 
     @cached_property
     def tokenizer_files(self) -> dict[str, str]:

@@ -140,6 +140,9 @@ def test_a_process_that_proc_does_not_show_to_this_user_may_live(how: str, tmp_p
     words = [sys.executable, str(look), str(file)]
     hiding = ["unshare", "--mount", "sh", "-c", f'mount -t proc -o {how} proc /proc && exec "$@"', "sh"]
 
+    if subprocess.run([*hiding, "true"], stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("needs the right to mount")
+
     def seen(*before: str) -> str:
         return subprocess.run([*before, *words], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 

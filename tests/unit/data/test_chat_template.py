@@ -54,6 +54,20 @@ def test_the_mask_is_that_of_transformers(folder: Path, text: str, trims: bool) 
         assert 0 < len(places) < len(ids)
 
 
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [
+        (MARKED, "<|im_end|>"),
+        (UNMARKED, "<|im_end|>"),
+        ("{% for m in messages %}{{ m['content'] }} {% endfor %}", None),  # no special token
+        ("{% for m in messages %}{{ raise_exception('never') }}{% endfor %}", None),
+    ],
+)
+def test_the_token_that_ends_a_turn(folder: Path, text: str, end: str | None) -> None:
+    template = template_of(folder, text)
+    assert template.turn_end == (None if end is None else template.tokenizer.model.token_to_id(end))
+
+
 def test_a_prompt_ends_where_the_assistant_begins(folder: Path) -> None:
     template = template_of(folder, UNMARKED)
     tokens, places = template.encode(CHATS[0])

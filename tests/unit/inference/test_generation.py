@@ -100,7 +100,7 @@ def test_a_text_ends_with_its_end_token_which_is_not_part_of_it() -> None:
     wanted = [row[: row.index(end)] if end in row else row for row in whole]
     assert len(wanted[0]) < 12
     heard: list[list[int]] = [[] for _ in prompts]
-    found = generate(model, prompts, 12, sampling, MAX_LENGTH, lambda number, token: heard[number].append(token), end)
+    found = generate(model, prompts, 12, sampling, MAX_LENGTH, lambda number, token: heard[number].append(token), [end])
     assert found == heard == wanted
 
 
