@@ -25,9 +25,7 @@ CHANGING = (
 )
 
 
-def write_chat_model(
-    folder: Path, template: str | None = UNMARKED, kind: str = "gpt", end: str = "<|im_end|>"
-) -> Path:
+def write_chat_model(folder: Path, template: str | None = UNMARKED, kind: str = "gpt", end: str = "<|im_end|>") -> Path:
     """A folder with random weights and a byte-level tokenizer; `kind`: "gpt" or "llama"; `end`: its `eos_token`."""
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -43,7 +41,12 @@ def write_chat_model(
     )
     tokenizer.save_pretrained(folder)
     torch.manual_seed(4)
-    common = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": special.index(end), "initializer_range": 0.2}
+    common = {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": None,
+        "eos_token_id": special.index(end),
+        "initializer_range": 0.2,
+    }
     if kind == "gpt":
         config = transformers.GPT2Config(
             **common, n_embd=16, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0

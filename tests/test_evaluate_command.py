@@ -2,10 +2,12 @@
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from conftest import BIN
 from test_using import SMALL, WORDS, run, sentences
 
 from hvd_transformer.cli.launch import launch
@@ -234,3 +236,13 @@ def test_launch_checks_the_words_first(trained, folder: Path) -> None:
         done = CliRunner().invoke(launch, ["--dry-run", "--", "evaluate", *map(str, words)])
         assert isinstance(done.exception, UserError)
         assert message in str(done.exception)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_result_on_a_full_disk(trained) -> None:
+    words = [BIN / "hvd-transformer", "evaluate", trained("classification"), "--json"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "hvd-transformer: the output cannot be written: No space left on device"
+    assert "Traceback" not in done.stderr

@@ -67,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_its_tokenizer_has_our_numbers(folder: Path, name: str) -> None:
     theirs = transformers.AutoTokenizer.from_pretrained(folder / f"{name}-exported")
     ours = load_tokenizer(folder / name / "checkpoints" / "latest")
-    for text in (TEXT, PROMPT, "A \t newline\n\n and \x1c µ unknown ☃", ""):
+    for text in (TEXT, PROMPT, "A \t newline\n\n and \x1c µ unknown ☃", "a <unk> b <unk>x", ""):
         found = theirs(text, add_special_tokens=False)["input_ids"]
         assert found == ours.encode(text).tolist()
     ids = ours.encode(TEXT).tolist()

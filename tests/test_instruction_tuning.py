@@ -84,7 +84,13 @@ def test_an_answer_ends_where_its_turn_does(model: str, kind: list[str], tmp_pat
         write_conversations(tmp_path / f"{split}.jsonl", [chat] * 8)
     words = [f"data.source={tmp_path}", "data.messages_column=messages"]
     words += [f"data.cache_dir={tmp_path / 'cache'}", "data.workers=1", "training.device=cpu"]
-    words += ["data.sequence_length=60", "training.epochs=60", "training.batch_size=8", "optimizer.lr=0.02", "training.text_samples=1"]
+    words += [
+        "data.sequence_length=60",
+        "training.epochs=60",
+        "training.batch_size=8",
+        "optimizer.lr=0.02",
+        "training.text_samples=1",
+    ]
     if kind:  # adapters alone teach random weights nothing
         output("hvd-train", *words, f"model.pretrained={folder}", f"output_dir={tmp_path / 'before'}")
         output("hvd-transformer", "export", tmp_path / "before", tmp_path / "tuned")
@@ -108,9 +114,15 @@ def test_an_answer_ends_where_its_turn_does(model: str, kind: list[str], tmp_pat
     assert tokenizer.decode(found[0, inputs["input_ids"].size(1) :]) == "good<|im_end|>"
     if kind:  # of the adapters alone, which belong to these weights
         weights = load_file(folder / "model.safetensors")
-        save_file({name: weight * 1.01 for name, weight in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+        save_file(
+            {name: weight * 1.01 for name, weight in weights.items()}, folder / "model.safetensors", {"format": "pt"}
+        )
         run = tmp_path / "run"
-        for command in (["generate", run, *words], ["evaluate", run, "--split", "valid"], ["export", run, "x", "--merge"]):
+        for command in (
+            ["generate", run, *words],
+            ["evaluate", run, "--split", "valid"],
+            ["export", run, "x", "--merge"],
+        ):
             said = output("hvd-transformer", *command, code=2)
             assert f"{folder}: is not the model that the checkpoint's adapters were trained on; was it changed?" in said
 

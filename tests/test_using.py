@@ -1,12 +1,16 @@
 """What was trained is used by the commands, without Horovod: on a model trained here."""
 
 import json
+import os
 import random
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from commands import command
+from conftest import BIN
 from safetensors.torch import load_file
 
 from hvd_transformer.inference import predict
@@ -102,6 +106,24 @@ def test_a_translation_is_what_was_learned(translation: Path, folder: Path) -> N
     late = "Hund\n" * 600 + "Hund " * 40 + "\n"
     long = run("hvd-transformer", "translate", translation, text=late, code=2)
     assert "standard input, line 601: 40 tokens; the model has model.max_length=32 positions" in long
+
+
+def test_what_only_training_needs_is_not_read(translation: Path, tmp_path: Path) -> None:
+    """The optimizer's state is twice the model."""
+    run_directory = shutil.copytree(translation, tmp_path / "run", symlinks=True)
+    for name, code in (("optimizer.safetensors", 0), ("model.safetensors", 2)):
+        file = run_directory / "checkpoints" / "best" / name
+        content = bytearray(file.read_bytes())
+        content[-5] ^= 1
+        file.write_bytes(content)
+        found = run("hvd-transformer", "translate", run_directory, text="Hund\n", code=code)
+        assert found == "dog\n" if code == 0 else "model.safetensors: damaged: the checksum" in found
+
+
+def test_output_is_utf_8_whatever_the_locale(classification: Path) -> None:
+    words = [BIN / "hvd-transformer", "classify", classification, "--text", "Hund 狗 é"]
+    found = subprocess.run(words, env={**os.environ, "PYTHONIOENCODING": "latin-1"}, stdout=subprocess.PIPE, check=True)
+    assert json.loads(found.stdout.decode("utf-8"))["text"] == "Hund 狗 é"
 
 
 def test_a_translation_is_one_line(translation: Path, monkeypatch: pytest.MonkeyPatch) -> None:

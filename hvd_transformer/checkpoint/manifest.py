@@ -73,19 +73,19 @@ def unreadable(file: Path, error: OSError) -> UserError:
     return UserError(f"{file}: cannot be read: {error.strerror}")
 
 
-def verify(folder: Path, index: int = 0, count: int = 1) -> None:
+def verify(folder: Path, index: int = 0, count: int = 1, unread: tuple[str, ...] = ()) -> None:
     """Raise `DamagedCheckpoint` unless the folder has exactly the listed files, undamaged and in safe formats.
 
-    Each file is read once, from its start to its end; of `count` ranks, each reads an equal part. Raises `UserError` if
-    a file cannot be read for another reason.
+    Each file is read once, from its start to its end; of `count` ranks, each reads an equal part. Files whose names
+    begin as one of `unread` are not looked at. Raises `UserError` if a file cannot be read for another reason.
     """
     try:
-        _verify(folder, index, count)
+        _verify(folder, index, count, unread)
     except OSError as error:
         raise unreadable(Path(error.filename or folder), error) from None
 
 
-def _verify(folder: Path, index: int, count: int) -> None:
+def _verify(folder: Path, index: int, count: int, unread: tuple[str, ...]) -> None:
     if not folder.is_dir():
         raise DamagedCheckpoint(f"{folder}: no such checkpoint folder")
     try:
@@ -102,13 +102,14 @@ def _verify(folder: Path, index: int, count: int) -> None:
             )
         if path.name not in expected and path.name != NAME:
             raise DamagedCheckpoint(f"{path}: not in {NAME}")
-    for name, (size, _) in expected.items():
+    read = {name: entry for name, entry in expected.items() if not name.startswith(unread)}
+    for name, (size, _) in read.items():
         path = folder / name
         if Path(name).name != name or not path.is_file():
             raise DamagedCheckpoint(f"{path}: missing")
         if path.stat().st_size != size:
             raise DamagedCheckpoint(f"{path}: truncated: {path.stat().st_size} bytes of {size}")
-    for check in _share([check for _, checks in expected.values() for check in checks], index, count):
+    for check in _share([check for _, checks in read.values() for check in checks], index, count):
         if _KINDS[check.kind](check.file, check.start, check.stop) != check.checksum:
             raise DamagedCheckpoint(
                 f"{check.file}: damaged: the checksum of bytes {check.start} to {check.stop} is not the one in {NAME}"

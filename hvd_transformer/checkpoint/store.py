@@ -33,6 +33,7 @@ _REPLACED = ".replaced-"
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 OUTER = "outer.safetensors"  # of local steps
 WIRE = "wire.safetensors"  # of compressed gradients
+FOR_TRAINING = tuple(name.partition(".")[0] for name in (OPTIMIZER, OUTER, WIRE))  # how names of these files begin
 
 
 @dataclass(frozen=True)

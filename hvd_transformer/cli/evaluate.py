@@ -53,7 +53,7 @@ def evaluate(
     training.eval_batch_size, translation.beam or parallel.pipeline. The whole split is evaluated, whatever
     training.eval_batches was in training, unless KEY=VALUE sets it.
     """
-    mistake = None
+    mistake, shown = None, list[str]()
     try:
         check(checkpoint, settings)
     except UserError as error:  # raised once all ranks have met: only rank 0 needs to see the folder
@@ -69,10 +69,13 @@ def evaluate(
         request = Request(checkpoint, settings, split, data, trust_task, kept_code)
         result = evaluate_checkpoint(request, world, stop, watchdog, progress)
         if world.rank == 0:
-            click.echo(_as_json(result, world.size) if as_json else _as_text(result, world.size))
+            shown.append(_as_json(result, world.size) if as_json else _as_text(result, world.size))
         return 0
 
-    sys.exit(run_ranks("hvd-transformer", work, tensor_of(settings), mistake=mistake))
+    code = run_ranks("hvd-transformer", work, tensor_of(settings), mistake=mistake)
+    for text in shown:
+        click.echo(text)
+    sys.exit(code)
 
 
 def check(checkpoint: Path, settings: Sequence[str]) -> None:

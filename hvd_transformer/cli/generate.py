@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @click.command()
 @options.checkpoint
 @click.option("--prompt", "prompts", type=options.Text(), multiple=True, help="Text to continue; repeatable.")
-@click.option("--file", type=options.PATH, metavar="FILE", help="File with one prompt per line, all in one batch.")
+@click.option("--file", type=options.PATH, metavar="FILE", help="File with one prompt per line.")
 @click.option("--tokens", type=click.IntRange(1), default=100, show_default=True, help="Tokens to generate per prompt.")
 @click.option(
     "--temperature",
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     help="Nucleus sampling: sample from the fewest tokens with this total probability.",
 )
 @click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="Seed of the sampling.")
+@options.batch_size
 @click.option("--chat", is_flag=True, help="Each prompt is a user's message, by the chat template; print the answers.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per prompt.")
 @options.device
@@ -45,14 +46,15 @@ def generate(
     top_k: int | None,
     top_p: float | None,
     seed: int,
+    batch_size: int,
     chat: bool,
     as_json: bool,
     device: str,
 ) -> None:
     """Continue texts with CHECKPOINT: a language model's checkpoint, run directory or exported folder.
 
-    A single prompt's text is streamed as it is generated. Several prompts are printed with their texts when all are
-    complete.
+    A single prompt's text is streamed as it is generated. Several prompts are printed with their texts, in order, when
+    those before are complete.
     """
     lines = list(options.lines_of(file)) if file else []
     texts, places = [*prompts, *lines], [f"--prompt {_shown(text)}" for text in prompts]
@@ -61,7 +63,7 @@ def generate(
         raise UserError("generate: give --prompt TEXT or --file FILE")
     trained = options.load_model(checkpoint, "language_model", device)
     from hvd_transformer.data.chat_template import end_tokens
-    from hvd_transformer.inference.generation import Sampling
+    from hvd_transformer.inference.generation import Sampling, generate_in_batches
     from hvd_transformer.inference.generation import generate as generate_batch
     from hvd_transformer.inference.text_stream import TextStream
 
@@ -86,7 +88,7 @@ def generate(
         generate_batch(trained.model, rows, tokens, sampling, longest, lambda _, token: show([token]), ends, vocab_size)
         click.echo()
         return
-    found = generate_batch(trained.model, rows, tokens, sampling, longest, ends_text=ends, vocab_size=vocab_size)
+    found = generate_in_batches(trained.model, rows, tokens, sampling, longest, batch_size, ends, vocab_size)
     for number, (text, row, more) in enumerate(zip(texts, rows, found, strict=True)):
         whole = tokenizer.decode(more if chat else [*row, *more])
         if as_json:

@@ -1,5 +1,6 @@
 """Options that several commands share, and what commands that use a trained model have in common."""
 
+import io
 import math
 import os
 import re
@@ -161,8 +162,13 @@ def check_checkpoint(path: Path) -> None:
 
 
 def load_model(checkpoint: Path, task: str, device: str) -> "Trained":
-    """The model of a checkpoint of `task` on the device of `--device`. Raises `UserError`."""
+    """The model of a checkpoint of `task` on the device of `--device`. Raises `UserError`.
+
+    From here on the output is UTF-8, as texts are read, whatever the locale says.
+    """
     check_checkpoint(checkpoint)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")
     import torch
 
     from hvd_transformer.inference.trained_model import load_trained

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from hvd_transformer.config.schema import Config
 from hvd_transformer.errors import UserError
 
@@ -47,7 +49,13 @@ def with_own_blocks(config: Config) -> Config:
                 f"{entry.default}"
             )
     values = config.model.model_dump() | keys
-    return config.model_copy(update={"model": type(config.model).model_validate(values)})
+    try:
+        model = type(config.model).model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise UserError(f"model.pretrained={folder}: {place} in its config.json: {first['msg']}") from None
+    return config.model_copy(update={"model": model})
 
 
 def model_keys(found: Mapping[str, Any], origin: str) -> dict[str, Any]:
@@ -81,7 +89,10 @@ def model_keys(found: Mapping[str, Any], origin: str) -> dict[str, Any]:
         _refuse(origin, found, "use_sliding_window", bool(found.get("use_sliding_window", False)), "false")
     else:
         _refuse(origin, found, "mlp_bias", bool(found.get("mlp_bias", False)) != bias, "attention_bias")
-    theta, scaling = _rope(found)
+    try:
+        theta, scaling = _rope(found)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{origin}: its config.json is not a {family}'s: {type(error).__name__}: {error}") from None
     return keys | {
         "norm": "pre",
         "norm_type": "rms",

@@ -32,9 +32,8 @@ def transformers_files(tokenizer: Tokenizer, max_length: int) -> dict[str, str]:
             return files
         # Without one transformers takes the class of the model's family, which may split text in its own way.
         return files | {CONFIG: json.dumps(config | {"tokenizer_class": _CLASS}, indent=2, ensure_ascii=False) + "\n"}
-    config = {
+    config = {  # no unk_token: transformers would find it in texts, and tokenizer.json has it
         "tokenizer_class": _CLASS,
-        "unk_token": UNKNOWN,
         "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,
     }

@@ -1,6 +1,6 @@
 """Text generation with a language model: many prompts in one batch, with a key-value cache."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 from hvd_transformer.models.attention import KVCache
 from hvd_transformer.models.language_model import LanguageModel
+
+
+_WINDOW = 512  # prompts that are ordered by length
 
 
 class Sampling(NamedTuple):
@@ -42,20 +45,34 @@ class LanguageModelSteps:
 
 
 class PretrainedSteps:
-    """`LanguageModelSteps` for a model of transformers."""
+    """`LanguageModelSteps` for a model of transformers. One whose cache cannot select rows, as those of recurrent and
+    hybrid models, reads all its tokens again for each."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.past: Any = None
+        self.seen: Tensor | None = None  # without a cache
 
     def step(self, tokens: Tensor) -> Tensor:
-        found = self.model(input_ids=tokens, past_key_values=self.past, use_cache=True)
-        self.past = found.past_key_values
+        if self.seen is not None:
+            self.seen = torch.cat([self.seen, tokens], 1)
+            found = self.model(input_ids=self.seen, use_cache=False)
+        elif self.past is not None:
+            found = self.model(input_ids=tokens, past_key_values=self.past, use_cache=True)
+        else:
+            found = self.model(input_ids=tokens, use_cache=True)
+            self.past = getattr(found, "past_key_values", None)
+            layers = getattr(self.past, "layers", [None])
+            if not all(hasattr(layer, "batch_select_indices") for layer in layers):
+                self.past, self.seen = None, tokens
         logits: Tensor = found.logits[:, -1]
         return logits
 
     def select(self, rows: Tensor) -> None:
-        self.past.batch_select_indices(rows)
+        if self.seen is not None:
+            self.seen = self.seen.index_select(0, rows)
+        else:
+            self.past.batch_select_indices(rows)
 
 
 @torch.no_grad()
@@ -68,18 +85,19 @@ def generate(
     listener: Callable[[int, int], object] = lambda number, token: None,
     ends_text: Collection[int] = (),
     vocab_size: int | None = None,
+    numbers: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Generate `num_tokens` tokens after each prompt, or fewer if `max_length` positions are used up or the text ends:
     with a token of `ends_text` or of what the configuration of a model of transformers says. It is not returned.
 
     Prompts must have at least one token. They are processed side by side: while shorter prompts are continued, longer
-    ones are still read. The tokens sampled for a prompt depend on the seed and the number of the prompt, not on other
-    prompts. `model` is a `LanguageModel` or a causal language model of transformers. `listener` gets the number of a
+    ones are still read. The tokens sampled for a prompt depend on the seed and its number (of `numbers`, or its place),
+    not on other prompts. `model` is a `LanguageModel` or a causal language model of transformers. `listener` gets the number of a
     prompt and its next token. `vocab_size`: only tokens below it are sampled, since a model may have more rows than its
     tokenizer has tokens.
     """
     device = next(model.parameters()).device
-    generators = [_generator(sampling.seed, number) for number in range(len(prompts))]
+    generators = [_generator(sampling.seed, number) for number in numbers or range(len(prompts))]
     rows = [list(prompt) for prompt in prompts]
     ends = [min(len(prompt) + num_tokens, max_length) for prompt in prompts]
     steps = LanguageModelSteps(model) if isinstance(model, LanguageModel) else PretrainedSteps(model)
@@ -106,6 +124,30 @@ def generate(
         tokens = torch.tensor([[rows[number][length]] for number in active], device=device)
         length += 1
     return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
+
+
+def generate_in_batches(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    sampling: Sampling,
+    max_length: int,
+    batch_size: int,
+    ends_text: Collection[int] = (),
+    vocab_size: int | None = None,
+) -> Iterator[list[int]]:
+    """Yield what `generate` returns, in order; at most `batch_size` prompts of similar length are in memory."""
+    for first in range(0, len(prompts), max(_WINDOW, batch_size)):
+        window = range(first, min(first + max(_WINDOW, batch_size), len(prompts)))
+        order, found = sorted(window, key=lambda number: len(prompts[number])), dict[int, list[int]]()
+        for start in range(0, len(order), batch_size):
+            own = order[start : start + batch_size]
+            rows = [prompts[number] for number in own]
+            more = generate(
+                model, rows, num_tokens, sampling, max_length, ends_text=ends_text, vocab_size=vocab_size, numbers=own
+            )
+            found |= zip(own, more, strict=True)
+        yield from (found[number] for number in window)
 
 
 def _last_tokens(model: nn.Module) -> set[int]:

@@ -26,12 +26,13 @@ def in_batches(
     batch_size: int,
     window: int | None = None,
 ) -> Iterator[tuple[str, Result | None]]:
-    """Yield each line with its result, in order; None for a line without tokens. `work` gets at most `batch_size` lines
+    """Yield each line with its result, in order; None for a line of white space or without tokens. `work` gets at most `batch_size` lines
     of similar length. `window` lines (None: 512, or a batch if that is more) are read before the first result."""
     iterator = iter(lines)
     while some := list(islice(iterator, window or max(512, batch_size))):
         encoded = encode(some)
-        order = sorted((number for number in range(len(some)) if len(encoded[number])), key=lambda n: len(encoded[n]))
+        wanted = (number for number, line in enumerate(some) if line.strip() and len(encoded[number]))
+        order = sorted(wanted, key=lambda number: len(encoded[number]))
         results: dict[int, Result] = {}
         for first in range(0, len(order), batch_size):
             numbers = order[first : first + batch_size]

@@ -8,6 +8,7 @@ The export of a `model.pretrained` is a Hugging Face folder again; its config.js
 import json
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from hvd_transformer import __version__
+from hvd_transformer.checkpoint import manifest
 from hvd_transformer.checkpoint.saved_run import CONFIG, is_run
-from hvd_transformer.checkpoint.store import MODEL, STATE, read_state, resolve
+from hvd_transformer.checkpoint.store import FOR_TRAINING, MODEL, STATE, read_state, resolve
 from hvd_transformer.checkpoint.stored_tensors import StoredTensors
 from hvd_transformer.config.schema import ModelConfig, TranslationConfig
 from hvd_transformer.data.load_tokenizer import load_tokenizer
@@ -118,7 +120,7 @@ def read_facts(path: Path) -> tuple[Path, dict[str, Any]]:
             "model": {"pretrained": ".", "lora_rank": rank},
             "longest": sys.maxsize,
         }
-    folder = resolve(path)
+    folder = resolve(path, partial(manifest.verify, unread=FOR_TRAINING))
     state = read_state(folder)
     config = state["config"]
     sections = {

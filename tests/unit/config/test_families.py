@@ -121,6 +121,11 @@ def test_other_families_are_transformers_own_modules(tmp_path: Path) -> None:
             "rope_type=dynamic: must be one of linear, llama3, yarn",
         ),
         (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            "rope_scaling.* in its config.json: ",
+        ),
+        ({"rope_scaling": [1]}, "its config.json is not a llama's: TypeError"),
+        (
             {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
             "rope_type=llama3 needs low_freq_factor",
         ),

@@ -1,12 +1,15 @@
 """Generation with the cache, many prompts at once, against the whole model over the whole text for every token."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from hvd_transformer.config.schema import ModelConfig
+from hvd_transformer.inference import generation
 from hvd_transformer.inference.generation import Sampling, _generator, generate
 from hvd_transformer.models.language_model import LanguageModel
 
@@ -102,6 +105,51 @@ def test_a_text_ends_with_its_end_token_which_is_not_part_of_it() -> None:
     heard: list[list[int]] = [[] for _ in prompts]
     found = generate(model, prompts, 12, sampling, MAX_LENGTH, lambda number, token: heard[number].append(token), [end])
     assert found == heard == wanted
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 99])
+def test_batches_of_prompts_of_similar_length_give_the_same_in_order(
+    batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "_WINDOW", 5)
+    model, prompts = random_model(), [*ragged_prompts(), *ragged_prompts()[::-1]]
+    sizes: list[list[int]] = []
+    real = generation.generate
+
+    def watched(model: LanguageModel, rows: Sequence[Sequence[int]], *more: Any, **named: Any) -> list[list[int]]:
+        sizes.append([len(row) for row in rows])
+        return real(model, rows, *more, **named)
+
+    monkeypatch.setattr(generation, "generate", watched)
+    sampling = WAYS["both"]
+    found = list(generation.generate_in_batches(model, prompts, 12, sampling, MAX_LENGTH, batch_size))
+    assert found == plain_loop(model, prompts, 12, sampling)
+    assert max(map(len, sizes)) == min(batch_size, len(prompts))
+    assert all(own == sorted(own) for own in sizes)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "lfm2", "gpt2"])
+def test_models_of_transformers_whose_cache_cannot_select_rows(kind: str) -> None:
+    """Against all tokens again for each: recurrent models have no keys, hybrid ones some layers without."""
+    torch.manual_seed(1)
+    common = {"vocab_size": V, "hidden_size": 16, "num_hidden_layers": 2, "eos_token_id": None, "pad_token_id": 0}
+    config = {
+        "mamba": lambda: transformers.MambaConfig(**common, state_size=4, initializer_range=0.5),
+        "lfm2": lambda: transformers.Lfm2Config(
+            **common, intermediate_size=16, num_attention_heads=2, num_key_value_heads=1,
+            layer_types=["conv", "full_attention"], initializer_range=0.5,
+        ),
+        "gpt2": lambda: transformers.GPT2Config(vocab_size=V, n_embd=16, n_layer=2, n_head=2, eos_token_id=None),
+    }[kind]()  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
+    prompts = ragged_prompts()
+    found = generate(model, prompts, 6, Sampling(temperature=0), MAX_LENGTH)
+    for prompt, more in zip(prompts, found, strict=True):
+        text = list(prompt)
+        while len(text) < min(len(prompt) + 6, MAX_LENGTH):
+            with torch.no_grad():
+                text.append(int(model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
+        assert more == text[len(prompt) :]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -23,3 +23,12 @@ def test_a_batch_has_as_many_lines_as_was_asked_for(batch_size: int, wanted: lis
     lines = ["x" * (1 + number * 7 % 13) for number in range(600)]
     assert list(in_batches(lines, encode, work, batch_size)) == [(line, len(line)) for line in lines]
     assert sizes == wanted
+
+
+def test_a_line_of_white_space_has_no_result() -> None:
+    """As in training, which leaves it out; a tokenizer may have tokens for it."""
+    lines = ["a b", "   ", "\t\t", "\u00a0", "", "c"]
+    found = in_batches(
+        lines, lambda some: [np.zeros(len(line), np.uint32) for line in some], lambda own: ["x"] * len(own), 4
+    )
+    assert [result for _, result in found] == ["x", None, None, None, None, "x"]
