@@ -219,10 +219,12 @@ class ShardedGradSync(GradSync):
     ) -> None:
         super().__init__(stages, group, **options)
         self._most, self._waits = bytes_in_flight, True
-        self._filled: list[GradBuffer] = []  # by the last step's backwards, in this order
+        self._filled: list[GradBuffer] = []  # by the last step's backwards, a stage's in this order
         self._queues: dict[GradBuffer, _StageQueue] = {}  # one per stage
-        for stage in stages:
+        self._stage: dict[GradBuffer, int] = {}  # its number
+        for number, stage in enumerate(stages):
             self._queues.update(dict.fromkeys(stage, _StageQueue()))
+            self._stage.update(dict.fromkeys(stage, number))
 
     def begin_step(self, num_backwards: int = 1, *, local: bool = False) -> None:
         super().begin_step(num_backwards, local=local)
@@ -248,7 +250,9 @@ class ShardedGradSync(GradSync):
 
     def send_rest(self) -> None:
         # A rank that had fewer backwards sends in the order of the others' backwards, which wait for it as it waits
-        # for them. If it has never had one, and so does not know that order, it waits for nobody.
+        # for them: stage by stage, the last one first, since the threads of the stages fill their buffers at times that
+        # differ from rank to rank. If it has never had one, and so does not know that order, it waits for nobody.
+        self._filled.sort(key=self._stage.__getitem__, reverse=True)
         filled = set(self._filled)
         rest = [buffer for buffer in self._order if self._num_dense[buffer] and buffer not in filled]
         most, self._waits = int(self._wait_max_backwards()), bool(self._filled)

@@ -1,6 +1,8 @@
 """Gradients add up as in plain autograd, and each bucket is sent once: as soon as it is full, never before."""
 
 import copy
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -510,6 +512,44 @@ def test_ranks_with_other_numbers_of_backwards_do_not_wait_in_a_circle(
         for name, parameter in plain.named_parameters():
             whole = torch.cat([result[step][name] for result in results])
             torch.testing.assert_close(whole[: parameter.numel()], parameter.grad.flatten(), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_stages_whose_backwards_end_in_another_order_on_each_rank_do_not_wait_in_a_circle(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their threads do not wait for each other. Two of three ranks then have no backward, and send in one order."""
+    monkeypatch.setattr(thread_world, "WAIT_SECONDS", 5.0)
+    torch.manual_seed(0)
+    plain = nn.ModuleList(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4)) for _ in range(2)).double()
+
+    def train(world: World) -> list[Tensor]:
+        stages = copy.deepcopy(plain)
+        shard = ZeroShard(world.rank, 3, True)
+        buffers = [
+            make_grad_buffers(dict(stage.named_parameters(prefix=str(number))), set(), EVERY_PARAMETER, shard=shard)
+            for number, stage in enumerate(stages)
+        ]
+        sync = make_grad_sync(buffers, world, bytes_in_flight=1, overlap=overlap)
+        for numbers in ((1, 1, 1), (1, 0, 0)):
+            sync.begin_step(numbers[world.rank])
+            losses = [stage(inputs(world.rank)).square().sum() for stage in stages] if numbers[world.rank] else []
+            threads = [threading.Thread(target=loss.backward) for loss in losses]
+            for thread in threads if world.rank == 1 else reversed(threads):
+                thread.start()
+                time.sleep(0.1)
+            for thread in threads:
+                thread.join()
+            finish(sync)
+        return [buffer.own_gradients.clone() for stage in buffers for buffer in stage]
+
+    results = thread_world.on_ranks(thread_world.make_worlds(3), train)
+    assert not [result for result in results if isinstance(result, BaseException)]
+    for stage in plain:  # the last step
+        stage(inputs(0)).square().sum().backward()
+    parts = (torch.cat(parts) for parts in zip(*results, strict=True))
+    wanted = {parameter.grad.flatten().double().sum().item() for parameter in plain.parameters()}
+    assert {round(float(part.sum()), 9) for part in parts} == {round(total, 9) for total in wanted}
 
 
 @pytest.mark.parametrize("room", [1, 10**9])
