@@ -7,6 +7,7 @@ threads share that generator, so it is seeded and read under a lock.
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,8 +32,20 @@ _lock = threading.Lock()
 
 def fits(query: Tensor) -> bool:
     """Whether fused kernels take these heads [B, H, T, W]."""
-    width = query.size(-1)
-    return on_gpu(query) and query.dtype != torch.float64 and width % 8 == 0 and width <= _WIDEST
+    width, dtype = query.size(-1), autocast_dtype(query) or query.dtype
+    if dtype == torch.float64 or (dtype == torch.bfloat16 and query.is_cuda and not _is_ampere(query.device)):
+        return False
+    return on_gpu(query) and width % 8 == 0 and width <= _WIDEST
+
+
+@cache
+def _is_ampere(device: torch.device) -> bool:
+    """Whether the GPU is of this generation or a later one: others have no flash attention and no bfloat16."""
+    return torch.cuda.get_device_capability(device)[0] >= 8
+
+
+def _takes_flash(query: Tensor, bias: Tensor | None) -> bool:
+    return bias is None and query.dtype in _HALF and _is_ampere(query.device)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, dropout: Dropout) -> Tensor:
@@ -80,7 +93,7 @@ def _forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, rate: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The result; what backward needs: the logarithms of the sums of exponentials, and the state of the generator."""
-    if bias is None and query.dtype in _HALF:
+    if _takes_flash(query, bias):
         out, sums, _, _, _, _, state, more, _ = _flash(query, key, value, rate, causal)
         return out, sums, state, more
     found: tuple[Tensor, Tensor, Tensor, Tensor] = _efficient(query, key, value, bias, True, rate, causal)
@@ -106,7 +119,7 @@ def _attention(
     with _seeded(query.device, seed_here(*place.tolist())):
         out, sums, state, more = _forward(query, key, value, bias, rate, causal)
     out = _by_position(out)
-    if bias is None and query.dtype in _HALF:
+    if _takes_flash(query, bias):
         return out, sums, state.view(torch.int64), torch.empty(0, dtype=torch.int64)
     return out, sums, state.cpu(), more.cpu()
 
@@ -117,7 +130,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _, sums, *_ = _forward(query, key, value, bias, rate, causal)  # of fake tensors
     out = _by_position(torch.empty_like(query))
-    if bias is None and query.dtype in _HALF:
+    if _takes_flash(query, bias):
         state, more = torch.empty(2, dtype=torch.int64, device=query.device), torch.empty(0, dtype=torch.int64)
     else:
         state, more = (torch.empty((), dtype=torch.int64, device="cpu") for _ in range(2))
@@ -138,7 +151,7 @@ def _attention_backward(
     rate: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if bias is None and query.dtype in _HALF:
+    if _takes_flash(query, bias):
         seed = state.view(torch.uint64)
         grads: tuple[Tensor, Tensor, Tensor] = _flash_backward(
             grad, query, key, value, out, sums, None, None, query.size(2), key.size(2), rate, causal, seed, seed[:0]

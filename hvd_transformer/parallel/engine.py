@@ -23,7 +23,13 @@ from hvd_transformer.gradients.wire.plain import WireOptions
 from hvd_transformer.monitoring.timeline import Timeline
 from hvd_transformer.nn.contracts import Layer, TensorGroup
 from hvd_transformer.parallel.mesh import ParallelMesh
-from hvd_transformer.parallel.model_stage import ModelStage, add_buffers, add_shadows, check_shared_weights
+from hvd_transformer.parallel.model_stage import (
+    ModelStage,
+    add_buffers,
+    add_shadows,
+    check_layers,
+    check_shared_weights,
+)
 from hvd_transformer.parallel.pipeline import Pipeline, worker_threads
 from hvd_transformer.parallel.precision import product_dtype
 from hvd_transformer.parallel.replica_check import check_replicas, checksum
@@ -60,6 +66,7 @@ class Engine:
         self.stages = [
             ModelStage(layers[start:stop], device) for (start, stop), device in zip(ends, mesh.devices, strict=True)
         ]
+        agree(world, lambda: check_layers(self.stages, model, shapes))
         if len(self.stages) > 1:
             agree(world, lambda: check_shared_weights(self.stages))
         self._communicators: StageCommunicators | None = None

@@ -1,7 +1,7 @@
 """Pipeline stages with their gradient buffers and optimizers: which buffer each parameter is in, and of what size."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,17 @@ def check_shared_weights(stages: Sequence[ModelStage]) -> None:
                         f"parallel.pipeline={len(stages)}: layer {layer.name} shares a weight with a later stage; "
                         "choose parallel.partition so that such layers are in one stage"
                     )
+
+
+def check_layers(stages: Sequence[ModelStage], model: nn.Module, trained: Collection[str]) -> None:
+    """Raise `UserError` if a weight that is trained belongs to no layer, as may be in a task of one's own."""
+    held = {id(weight) for stage in stages for layer in stage.layers for weight in layer.module.parameters()}
+    for name, weight in model.named_parameters():
+        if name in trained and id(weight) not in held:
+            raise UserError(
+                f"the task's `layers`: no Layer has the parameter {name}; add it to the module of the Layer that uses "
+                "it, or name it in `frozen`"
+            )
 
 
 def add_buffers(

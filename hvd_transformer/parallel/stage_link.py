@@ -94,7 +94,10 @@ class CudaStageStreams(StageStreams):
         self.compute, self.copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def begin(self) -> None:
-        self.compute.wait_stream(torch.cuda.current_stream(self.device))
+        current = torch.cuda.current_stream(self.device)
+        self.compute.wait_stream(current)
+        # Where a stage on another GPU looks up rows of this one's tied embedding, which was updated just before.
+        torch.cuda.default_stream(self.device).wait_stream(current)
 
     def end(self) -> None:
         torch.cuda.current_stream(self.device).wait_stream(self.compute)

@@ -73,6 +73,8 @@ def settle_batch_size(
         agree(world, lambda: _check_known(first, task))
         with _fits(first, world, mesh, task, heartbeat) as fits:
             size = search(world, sizes, fits, heartbeat)
+        del fits  # with the model of the trials, before the real one is built
+        _free_memory()
         how = f"the largest of {sizes[0]} to {sizes[-1]} that fits on every rank"
     else:
         how = "found at an earlier start of this run"
@@ -103,8 +105,7 @@ def search(world: World, sizes: list[int], fits: Fits, heartbeat: Heartbeat) -> 
 @contextmanager
 def _fits(config: Config, world: World, mesh: ParallelMesh, task: Task, heartbeat: Heartbeat) -> Iterator[Fits]:
     """Whether a size fits on this rank, asked in the same order on all ranks. Collective."""
-    alone = mesh.tp == 1 and (mesh.dp == 1 or config.parallel.optimizer_shard == "none")
-    if mesh.device.type == "cpu" or not alone:
+    if not _can_try(config, mesh):
         yield agree(world, lambda: by_plan(config, world, mesh, task))
         return
     with memory_errors_told(config, mesh, task, world, heartbeat):
@@ -115,6 +116,12 @@ def _fits(config: Config, world: World, mesh: ParallelMesh, task: Task, heartbea
         trainer.close()
         del trainer
         _free_memory()
+
+
+def _can_try(config: Config, mesh: ParallelMesh) -> bool:
+    """Whether a size is tried out: on a GPU, where that needs no other rank."""
+    alone = mesh.tp == 1 and (mesh.dp == 1 or config.parallel.optimizer_shard == "none")
+    return mesh.device.type != "cpu" and alone
 
 
 def by_plan(config: Config, world: World, mesh: ParallelMesh, task: Task) -> Fits:

@@ -202,8 +202,18 @@ def gathered(checker: StreamChecker, monkeypatch: Patch) -> None:
             group.gather(torch.ones(3) + 1).sum()
 
 
+def looked_up(checker: StreamChecker, monkeypatch: Patch) -> None:
+    """A stage on another GPU looks up rows of the last stage's tied embedding, on that GPU's default stream."""
+    leave_default_stream([CPU])
+    weight = torch.ones(3) + 1  # as it was updated
+    CudaStageStreams(CPU).begin()
+    with torch.cuda.stream(checker.default):  # type: ignore[arg-type]
+        weight.sum()
+
+
 MUTATIONS: list[tuple[str, str, Scenario]] = [
-    ("self.compute.wait_stream(torch.cuda.current_stream(self.device))", "unordered", piped),
+    ("self.compute.wait_stream(current)", "unordered", piped),
+    ("torch.cuda.default_stream(self.device).wait_stream(current)", "unordered", looked_up),
     ("torch.cuda.current_stream(self.device).wait_stream(self.compute)", "unordered", piped),
     ("self.compute.wait_event(sent.ready)", "unordered", piped),
     ("tensor.record_stream(self.compute)", "reused", handed_over),
@@ -225,6 +235,11 @@ def test_each_line_is_needed(
     scenario(checker, monkeypatch)
     assert muted
     assert any(problem.startswith(kind) for problem in checker.problems)
+
+
+def test_rows_of_a_tied_embedding_are_looked_up_after_its_update(checker: StreamChecker, monkeypatch: Patch) -> None:
+    looked_up(checker, monkeypatch)
+    assert not checker.problems
 
 
 @pytest.mark.parametrize("aside", [False, True])

@@ -1,6 +1,7 @@
 """`training.batch_size=auto`: what is found, on ranks that differ, and what a resumed run does with it."""
 
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,9 +17,11 @@ from hvd_transformer.errors import UserError
 from hvd_transformer.models.layers import Block
 from hvd_transformer.monitoring.heartbeat import Heartbeat
 from hvd_transformer.monitoring.host_usage import HostMemory
+from hvd_transformer.reporting.progress import Silent
 from hvd_transformer.tasks.decoder_task import DecoderTask
 from hvd_transformer.training import batch_size_search
-from hvd_transformer.training.batch_size_search import by_trial, search
+from hvd_transformer.training.batch_size_search import by_trial, search, settle_batch_size
+from hvd_transformer.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -48,6 +51,28 @@ def memory_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[int]]:
         return seen
 
     return limit
+
+
+def test_nothing_of_the_trials_is_left_when_the_real_model_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may need more than half of a GPU's memory."""
+    built: list[weakref.ref[object]] = []
+
+    class Watched(Trainer):
+        def __init__(self, *words: object, **options: object) -> None:
+            super().__init__(*words, **options)
+            built.extend(map(weakref.ref, (self, self.engine, *self.engine.buffers)))
+
+    monkeypatch.setattr(batch_size_search, "_can_try", lambda config, mesh: True)
+    monkeypatch.setattr(batch_size_search, "make_task", lambda config, data, mesh: trainer(config).task)
+    monkeypatch.setattr(batch_size_search, "Trainer", Watched)
+    job = trainer(fixed())
+    small = [word for word in SMALL if not word.startswith("training.batch_size")]
+    config, _ = settle_batch_size(
+        settings(*small, *AUTO), job.world, job.mesh, None, None, None, Silent(), Heartbeat()
+    )  # type: ignore[arg-type]
+    assert config.training.batch_size == SIZES[-1]
+    assert built and [found() for found in built] == [None] * len(built)
+    job.close()
 
 
 @pytest.mark.parametrize("words", [(), ("parallel.pipeline=2", "parallel.partition=uniform")])

@@ -16,7 +16,7 @@ from hvd_transformer.gradients.buffers import ZeroShard
 from hvd_transformer.nn.contracts import Layer
 from hvd_transformer.nn.dropout import dropout_key
 from hvd_transformer.nn.parallel_layers import WeightGradLayer
-from hvd_transformer.parallel.model_stage import ModelStage, check_shared_weights
+from hvd_transformer.parallel.model_stage import ModelStage, check_layers, check_shared_weights
 from hvd_transformer.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -193,6 +193,15 @@ def test_layers_that_share_a_weight_must_be_in_one_stage() -> None:
     with pytest.raises(UserError, match="^parallel.pipeline=2: layer a shares a weight with a later stage; "):
         check_shared_weights([ModelStage([first, middle], cpu), ModelStage([last], cpu)])
     check_shared_weights([ModelStage([middle], cpu), ModelStage([first, last], cpu)])
+
+
+def test_a_parameter_of_no_layer_is_named() -> None:
+    """As of a module that a task of one's own forgot."""
+    model = torch.nn.ModuleDict({"used": torch.nn.Linear(3, 3), "norm": torch.nn.LayerNorm(3)})
+    stages = [ModelStage([Layer("used", model["used"], model["used"])], torch.device("cpu"))]
+    with pytest.raises(UserError, match="^the task's `layers`: no Layer has the parameter norm.weight; add it to the "):
+        check_layers(stages, model, dict(model.named_parameters()))
+    check_layers(stages, model, ["used.weight", "used.bias"])  # the others are frozen
 
 
 def test_the_timeline_shows_every_operation_in_its_lane() -> None:
