@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from hvd_transformer.models.attention import KVCache
 from hvd_transformer.models.language_model import LanguageModel
 
-
 _WINDOW = 512  # prompts that are ordered by length
 
 
@@ -92,9 +91,9 @@ def generate(
 
     Prompts must have at least one token. They are processed side by side: while shorter prompts are continued, longer
     ones are still read. The tokens sampled for a prompt depend on the seed and its number (of `numbers`, or its place),
-    not on other prompts. `model` is a `LanguageModel` or a causal language model of transformers. `listener` gets the number of a
-    prompt and its next token. `vocab_size`: only tokens below it are sampled, since a model may have more rows than its
-    tokenizer has tokens.
+    not on other prompts. `model` is a `LanguageModel` or a causal language model of transformers. `listener` gets the
+    place of a prompt and its next token. `vocab_size`: only tokens below it are sampled, since a model may have more
+    rows than its tokenizer has tokens.
     """
     device = next(model.parameters()).device
     generators = [_generator(sampling.seed, number) for number in numbers or range(len(prompts))]

@@ -26,8 +26,9 @@ def in_batches(
     batch_size: int,
     window: int | None = None,
 ) -> Iterator[tuple[str, Result | None]]:
-    """Yield each line with its result, in order; None for a line of white space or without tokens. `work` gets at most `batch_size` lines
-    of similar length. `window` lines (None: 512, or a batch if that is more) are read before the first result."""
+    """Yield each line with its result, in order; None for a line of white space or without tokens. `work` gets at most
+    `batch_size` lines of similar length. `window` lines (None: 512, or a batch if that is more) are read before the
+    first result."""
     iterator = iter(lines)
     while some := list(islice(iterator, window or max(512, batch_size))):
         encoded = encode(some)

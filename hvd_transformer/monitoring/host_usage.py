@@ -27,7 +27,7 @@ class HostMemory(NamedTuple):
 
 
 def host_memory_left(root: Path = Path("/")) -> HostMemory | None:
-    """What Linux says of the memory, and of the limits of the control groups that this process is in; None: not known."""
+    """What Linux says of the memory, and of the limits of this process's control groups; None: not known."""
     try:
         lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
         values = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}

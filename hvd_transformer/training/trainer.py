@@ -280,7 +280,7 @@ class Trainer:
         restore_wire(self.engine, folder)
 
     def check_frozen(self, saved: Mapping[str, Any]) -> None:
-        """Raise `UserError` if the weights that are not trained differ from those of a checkpoint's state. Collective."""
+        """Raise `UserError` if the weights that are not trained differ from those of a checkpoint. Collective."""
 
         def check() -> None:
             if saved.get("frozen_checksum") != self.engine.frozen_checksum:

@@ -133,7 +133,8 @@ def test_a_process_that_proc_does_not_show_to_this_user_may_live(how: str, tmp_p
     look.write_text(
         "import codecs, os, sys\nfrom pathlib import Path\nfrom hvd_transformer.folder_lock import _Watch\n"
         "codecs.lookup('ascii')  # while Python may be read\n"
-        "os.setgroups([])\nos.setgid(65534)\nos.setuid(65534)\nprint(_Watch.of(Path(sys.argv[1]), None)._process_lives())\n"
+        "os.setgroups([])\nos.setgid(65534)\nos.setuid(65534)\n"
+        "print(_Watch.of(Path(sys.argv[1]), None)._process_lives())\n"
     )
     for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
         folder.chmod(0o755)

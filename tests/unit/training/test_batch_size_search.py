@@ -67,9 +67,7 @@ def test_nothing_of_the_trials_is_left_when_the_real_model_is_built(monkeypatch:
     monkeypatch.setattr(batch_size_search, "Trainer", Watched)
     job = trainer(fixed())
     small = [word for word in SMALL if not word.startswith("training.batch_size")]
-    config, _ = settle_batch_size(
-        settings(*small, *AUTO), job.world, job.mesh, None, None, None, Silent(), Heartbeat()
-    )  # type: ignore[arg-type]
+    config, _ = settle_batch_size(settings(*small, *AUTO), job.world, job.mesh, None, None, None, Silent(), Heartbeat())  # type: ignore[arg-type]
     assert config.training.batch_size == SIZES[-1]
     assert built and [found() for found in built] == [None] * len(built)
     job.close()
