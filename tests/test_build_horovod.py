@@ -45,10 +45,10 @@ class Environment:
             (folder / "bin" / name).chmod(0o755)
         (folder / "cuda").write_text("13.0")
 
-    def build(self, **variables: str) -> tuple[int, str, str]:
+    def build(self, *words: str, **variables: str) -> tuple[int, str, str]:
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("HOROVOD_", "CUDA_"))}
         clean["HVD_TRANSFORMER_CACHE"] = str(self.folder / "cache")
-        script = ["bash", REPOSITORY / "docker" / "build_horovod.sh", self.folder / "bin" / "python"]
+        script = ["bash", REPOSITORY / "docker" / "build_horovod.sh", *words, self.folder / "bin" / "python"]
         done = subprocess.run(script, env={**clean, **variables}, capture_output=True, text=True, timeout=60)
         return done.returncode, done.stdout.strip(), done.stderr
 
@@ -77,6 +77,24 @@ def test_a_wheel_is_kept_for_its_gpu_operations_and_architectures(environment: E
     assert found == [(0, wheel) for wheel in kept]
     assert environment.build(HOROVOD_BUILD_CUDA_CC_LIST="80,90")[:2] == (0, kept[0])  # no kernels in it
     assert environment.build(HOROVOD_GPU_OPERATIONS="NCCL", HOROVOD_BUILD_CUDA_CC_LIST="90")[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("python", "variables", "said"),
+    [
+        ("exit 0", {}, ""),
+        ("exit 0", {"CXX": "no-such-compiler"}, "no C++ compiler 'no-such-compiler'; install g++ (C++17) or set CXX"),
+        ('case "$*" in *version_info*) exit 1;; -V) echo Python 3.9.1;; esac', {}, "is Python 3.9.1; Python 3.10 or "),
+        ('case "$*" in *Python.h*) exit 1;; esac', {}, "install its headers (Debian, Ubuntu: python3-dev)"),
+    ],
+)
+def test_a_check_says_what_is_missing_and_needs_no_torch(
+    environment: Environment, python: str, variables: dict[str, str], said: str
+) -> None:
+    (environment.folder / "bin" / "python").write_text(f"#!/bin/sh\n{python}\n")
+    code, _, found = environment.build("--check", **variables)
+    assert code == (1 if said else 0)
+    assert said in found and found.count("\n") == (1 if said else 0)
 
 
 def test_a_torch_without_cuda_is_refused_at_once(environment: Environment) -> None:

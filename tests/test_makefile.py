@@ -15,6 +15,12 @@ echo "python $*" >>log
 case "$*" in *"$(cat fails)"*) exit 1 ;; esac
 """
 BUILD = """#!/bin/sh
+if [ "$1" = --check ]; then
+    echo "check $2" >>log
+    case "check" in *"$(cat fails)"*) exit 1 ;; esac
+    exit 0
+fi
+case "a build" in *"$(cat fails)"*) exit 1 ;; esac
 operations=${HOROVOD_GPU_OPERATIONS:-CPUs}
 echo "horovod for $operations" >>log
 mkdir -p "kept wheels/$operations" && echo "$operations" >"kept wheels/$operations/horovod.whl"
@@ -57,7 +63,7 @@ def checkout(tmp_path: Path) -> Checkout:
 def test_install_runs_once(checkout: Checkout) -> None:
     code, ran = checkout.make("install")
     assert code == 0
-    assert ran[0] == "python -m venv .venv"
+    assert ran[:2] == ["check ./python", "python -m venv .venv"]
     assert "horovod for CPUs" in ran
     assert ran[-1].endswith("--force-reinstall kept wheels/CPUs/horovod.whl")
     assert checkout.make("install") == (0, [])
@@ -73,6 +79,19 @@ def test_other_gpu_operations_are_another_installation(checkout: Checkout) -> No
     os.utime(checkout.folder / "setup.cfg", (2**32, 2**32))
     assert "horovod for NCCL" in checkout.make("install")[1]
     assert "horovod for CPUs" in checkout.make("install", HOROVOD_GPU_OPERATIONS="")[1]
+
+
+def test_what_a_build_lacks_is_told_before_anything_is_made(checkout: Checkout) -> None:
+    (checkout.folder / "fails").write_text("check")
+    assert checkout.make("install") == (2, ["check ./python"])
+    assert not (checkout.folder / ".venv").exists()
+
+
+def test_a_build_that_fails_is_not_followed_by_an_installation(checkout: Checkout) -> None:
+    (checkout.folder / "fails").write_text("a build")
+    code, ran = checkout.make("install")
+    assert code == 2
+    assert not any("--force-reinstall" in line for line in ran)
 
 
 def test_an_installation_that_failed_is_tried_again(checkout: Checkout) -> None:

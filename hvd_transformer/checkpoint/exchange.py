@@ -52,7 +52,7 @@ def exchange(
         due = [of_rank[number] if number < len(of_rank) else [] for of_rank in chunks]
         sent = [
             [
-                own[span.piece.name].between(first, last).view(torch.uint8)
+                own[span.piece.name].between(first, last).view(torch.uint8).to(some.device)  # of other stages' GPUs
                 for span, first, last in of_rank
                 if rank != group.rank and held(group.rank, span.piece.name) is not None
             ]

@@ -125,7 +125,8 @@ class Group:
         if hvd is None:
             return lambda: tensor
         # Unless the number of ranks is a power of two, gloo's can return memory that another rank has already freed.
-        if self._link.sums_whole or (self._link.gloo and self.size.bit_count() > 1):
+        whole = self._link.sums_whole or (self._link.gloo and self.size.bit_count() > 1)
+        if whole and tensor.device.type == "cpu":  # GPUs have NCCL's
             wait = self.all_reduce_async_(tensor, name)
             return lambda: wait().view(self.size, -1)[self.rank]
         wait = self._start(hvd.reducescatter_async, tensor.view(self.size, -1), name, op=hvd.Sum)

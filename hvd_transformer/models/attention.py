@@ -62,6 +62,7 @@ class Attention(FusibleLayer):
         kernels, drops, groups = self.kernels, self.dropout.active, query.size(1) // key.size(1)
         # A GPU's kernels for 16 bits read each head of keys and values for all of its queries.
         shares = query.is_cuda and query.dtype.itemsize == 2 and not drops and allowed is None and documents is None
+        shares = shares and seeded_attention.is_ampere(query)  # else torch would form the weights [B, H, T, S]
         if groups > 1 and not shares:
             key, value = (heads.repeat_interleave(groups, 1) for heads in (key, value))
         if self.training and kernels is not None and kernels.fit(query, key, value, rows=True):

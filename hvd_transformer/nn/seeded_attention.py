@@ -7,7 +7,6 @@ threads share that generator, so it is seeded and read under a lock.
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from hvd_transformer.nn.products import autocast_dtype
 
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
-_WIDEST = 256  # a head of the fused kernels
+_WIDE, _WIDEST = 192, 256  # a head of the fused kernels
 _STEP = 16  # rows of a bias begin at multiples of so many numbers
 # Their overloads: from version 2.13 on torch has several, among which it would look at each call.
 _flash = aten._scaled_dot_product_flash_attention.default
@@ -33,19 +32,28 @@ _lock = threading.Lock()
 def fits(query: Tensor) -> bool:
     """Whether fused kernels take these heads [B, H, T, W]."""
     width, dtype = query.size(-1), autocast_dtype(query) or query.dtype
-    if dtype == torch.float64 or (dtype == torch.bfloat16 and query.is_cuda and not _is_ampere(query.device)):
+    if dtype == torch.float64 or (dtype == torch.bfloat16 and query.is_cuda and not is_ampere(query)):
         return False
     return on_gpu(query) and width % 8 == 0 and width <= _WIDEST
 
 
-@cache
-def _is_ampere(device: torch.device) -> bool:
-    """Whether the GPU is of this generation or a later one: others have no flash attention and no bfloat16."""
-    return torch.cuda.get_device_capability(device)[0] >= 8
+@torch.compiler.assume_constant_result
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def is_ampere(query: Tensor) -> bool:
+    """Whether its GPU is of this generation or a later one: others have no flash attention and no bfloat16."""
+    return _capability(query.device) >= (8, 0)
 
 
 def _takes_flash(query: Tensor, bias: Tensor | None) -> bool:
-    return bias is None and query.dtype in _HALF and _is_ampere(query.device)
+    """Whether flash attention takes it, with dropout: torch's backward of wide heads computes nothing then, unless the
+    GPU has much shared memory, as those for data centres have."""
+    if bias is not None or query.dtype not in _HALF or not is_ampere(query):
+        return False
+    capability = _capability(query.device)
+    return query.size(-1) <= _WIDE or capability == (8, 0) or capability[0] in (9, 10)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, dropout: Dropout) -> Tensor:

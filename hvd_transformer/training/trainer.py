@@ -209,7 +209,7 @@ class Trainer:
         def losses(batches: Iterator[Batch]) -> Iterator[tuple[Tensor, int]]:
             # Enough at a time to keep all stages busy.
             while group := list(islice(batches, 1 if num_stages == 1 else 8 * num_stages)):
-                found = pipeline.evaluate([self.task.micro_batch(self._pinned(batch)) for batch in group])
+                found = pipeline.evaluate([self._pinned(self.task.micro_batch(batch)) for batch in group])
                 yield from zip(found, map(self.task.num_targets, group), strict=True)
 
         parts = self.task.evaluation_parts(split)
@@ -308,7 +308,7 @@ class Trainer:
         targets, samples, flops = 0, 0, 0.0
         with self.engine.timeline.span("data", "batches"):
             for items in plan.accumulation:
-                batch = self._pinned(self.task.batch(epoch, items))
+                batch = self.task.batch(epoch, items)
                 flops += self.task.flops(batch)
                 batches = split_batch(batch, self.config.parallel.micro_batches)
                 targets += sum(map(self.task.num_targets, batches))
@@ -317,7 +317,7 @@ class Trainer:
                 key = (self.config.seed, epoch, items.start)
                 accumulation.append(
                     [
-                        self.task.micro_batch(piece)._replace(dropout_key=(*key, number))
+                        self._pinned(self.task.micro_batch(piece))._replace(dropout_key=(*key, number))
                         for number, piece in enumerate(batches)
                     ]
                 )
@@ -332,6 +332,9 @@ class Trainer:
             total += (training.epochs - state.epoch - 1) * sampler.num_steps()
         return total if training.max_steps is None else min(total, max(training.max_steps, state.step))
 
-    def _pinned(self, batch: Batch) -> Batch:
+    def _pinned(self, batch: MicroBatch) -> MicroBatch:
         """In memory that a GPU copies from while it computes; torch keeps it until those copies are done."""
-        return batch if self.mesh.device.type == "cpu" else tuple(tensor.pin_memory() for tensor in batch)
+        if self.mesh.device.type == "cpu":
+            return batch
+        inputs, targets = (tuple(tensor.pin_memory() for tensor in part) for part in (batch.inputs, batch.targets))
+        return batch._replace(inputs=inputs, targets=targets)

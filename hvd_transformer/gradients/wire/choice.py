@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hvd_transformer.comm.group import Group, Link
+from hvd_transformer.comm.streams import has_streams
 from hvd_transformer.gradients.buffers import ParamSlot
 from hvd_transformer.gradients.wire.fp16 import Fp16Fp32SumWire, Fp16Wire
 from hvd_transformer.gradients.wire.plain import InTransit, Layout, Wire, WireOptions
@@ -81,6 +82,7 @@ class AutoWire(Wire):
     def __init__(self, group: Group, layouts: Mapping[str, Layout], options: WireOptions | None = None) -> None:
         super().__init__(group, layouts, options)
         self._inner = Wire(group, layouts, self.options)
+        self._devices = list(dict.fromkeys(layout.values.device for layout in layouts.values()))  # of all stages
         self._chosen = False
         self._num_steps = 0
         self._news: str | None = None
@@ -94,26 +96,26 @@ class AutoWire(Wire):
     def begin_step(self, step: int, total_steps: int, scale: float) -> None:
         if not self._chosen:
             if self._num_steps == 0:
-                self._link = _measure_link(self.group)
+                self._link = _measure_link(self.group, self._devices[0])
             if self._num_steps == MEASURED_STEPS:
                 self._choose()
             self._num_steps += 1
         self._messages = []
         self._inner.begin_step(step, total_steps, scale)
-        self._began = time.perf_counter()
+        self._began = self._now(*self._devices)
 
     def all_reduce_async(self, gradients: Tensor, name: str) -> InTransit:
-        return self._note(self._inner.all_reduce_async(gradients, name))
+        return self._note(self._inner.all_reduce_async(gradients, name), gradients.device)
 
     def reduce_scatter_async(self, gradients: Tensor, name: str) -> InTransit:
-        return self._note(self._inner.reduce_scatter_async(gradients, name))
+        return self._note(self._inner.reduce_scatter_async(gradients, name), gradients.device)
 
     def all_gather_async(self, rows: Tensor, name: str) -> InTransit:
-        return self._note(self._inner.all_gather_async(rows, name), rows=True)
+        return self._note(self._inner.all_gather_async(rows, name), rows.device, rows=True)
 
     def finish_sending(self) -> None:
         if not self._chosen and self._num_steps > SLOW_STEPS:
-            self._steps.append((time.perf_counter() - self._began, self._messages))
+            self._steps.append((self._now(*self._devices) - self._began, self._messages))
         self._inner.finish_sending()
 
     def end_step(self) -> None:
@@ -140,11 +142,19 @@ class AutoWire(Wire):
         news, self._news = self._news, None
         return news
 
-    def _note(self, sent: InTransit, *, rows: bool = False) -> InTransit:
-        # An all-gather of rows takes as long as an allreduce of half of all ranks' rows.
-        nbytes = sent.nbytes * (self.group.size / 2 if rows else 1)
-        self._messages.append(Message(time.perf_counter() - self._began, nbytes, rows))
+    def _note(self, sent: InTransit, device: torch.device, *, rows: bool = False) -> InTransit:
+        if not self._chosen:
+            # An all-gather of rows takes as long as an allreduce of half of all ranks' rows.
+            nbytes = sent.nbytes * (self.group.size / 2 if rows else 1)
+            self._messages.append(Message(self._now(device) - self._began, nbytes, rows))
         return sent
+
+    def _now(self, *devices: torch.device) -> float:
+        """The time when the computations of these devices are done: while it measures, the host waits for GPUs."""
+        for device in devices:
+            if not self._chosen and has_streams(device):
+                torch.cuda.current_stream(device).synchronize()
+        return time.perf_counter()
 
     def _become(self, kind: str) -> None:
         self._inner, self._chosen, self.format = _FORMATS[kind](self.group, self.layouts, self.options), True, kind
@@ -169,15 +179,15 @@ class AutoWire(Wire):
         )
 
 
-def _measure_link(group: Group) -> tuple[float, float]:
-    """Seconds of a small allreduce, and seconds per byte of a large one. Collective."""
+def _measure_link(group: Group, device: torch.device) -> tuple[float, float]:
+    """Seconds of a small allreduce between these devices, and seconds per byte of a large one. Collective."""
 
     def seconds(count: int, repeats: int) -> float:
-        values, found = torch.zeros(count), []
+        values, found = torch.zeros(count, device=device), []
         for _ in range(repeats):
             group.barrier()
             began = time.perf_counter()
-            group.all_reduce_(values, f"wire.link.{count}")
+            group.all_reduce_(values, f"wire.link.{count}")[0].item()  # waits for a GPU
             found.append(time.perf_counter() - began)
         return statistics.median(found)
 

@@ -73,6 +73,12 @@ def test_a_rank_gets_its_part_of_the_sum_and_gloo_sums_whole_where_it_cannot_be_
     assert horovod.calls == [used]
 
 
+def test_gpus_scatter_their_sums_by_nccl_also_where_gloo_s_cannot_be_trusted() -> None:
+    group, horovod = make_group(3, gloo=True)
+    group.reduce_scatter_async(torch.empty(6, device="meta"), "sums")  # stands for a GPU's
+    assert horovod.calls == ["reducescatter"]
+
+
 @pytest.mark.parametrize("asleep", [True, False])
 def test_only_a_published_horovod_is_polled(asleep: bool) -> None:
     group, horovod = make_group(2, waits_asleep=asleep)

@@ -68,8 +68,8 @@ def test_ranks_see_the_gpus_of_their_host(
     agents = HostAgents([host], connections)
     agents.begin(VALUES, {host: (5, 4)})
     agents.wait_ready()
-    Started(connections, agents, way, 0, ["sh", "-c", "echo $CUDA_VISIBLE_DEVICES"])
-    assert printed(agents) == "5,4\n"
+    Started(connections, agents, way, 0, ["sh", "-c", "echo $CUDA_VISIBLE_DEVICES $CUDA_DEVICE_ORDER"])
+    assert printed(agents) == "5,4 PCI_BUS_ID\n"
     agents.close()
 
 

@@ -1,5 +1,6 @@
 """`auto`: the estimate written out plainly, one choice on all ranks, and a resumed run that keeps it."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,7 +53,7 @@ COSTS = {"fp16": 1e-6, "int8": 5e-6, "int4": 1.4e-5}  # seconds per byte of grad
 
 def slow_link(monkeypatch: pytest.MonkeyPatch, per_byte: float) -> None:
     """A link as slow as that, and costs of encoding that no machine decides."""
-    monkeypatch.setattr(choice, "_measure_link", lambda group: (1e-6, per_byte * (1 + group.rank)))
+    monkeypatch.setattr(choice, "_measure_link", lambda group, device: (1e-6, per_byte * (1 + group.rank)))
     monkeypatch.setattr(choice, "_measure_encoding", lambda layouts, options: COSTS)
 
 
@@ -101,7 +102,23 @@ def test_a_resumed_run_keeps_the_choice_unless_the_number_of_hosts_has_changed(m
 def test_the_real_measurements_are_positive() -> None:
     def measure(world: World) -> tuple[float, ...]:
         made = layouts(LAYOUT)
-        return (*choice._measure_link(world), *choice._measure_encoding(made, WireOptions()).values())
+        return (*choice._measure_link(world, torch.device("cpu")), *choice._measure_encoding(made, WireOptions()).values())
 
     for numbers in of_ranks(2, measure):
         assert len(numbers) == 5 and min(numbers) > 0
+
+
+def test_the_link_is_measured_between_the_devices_that_have_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of GPUs it is NCCL's, and the host's clock waits for what they compute."""
+    seen, waited = [], []
+    monkeypatch.setattr(choice, "_measure_link", lambda group, device: seen.append(device) or (1e-6, 1e-9))
+    monkeypatch.setattr(choice, "has_streams", lambda device: True)
+    stream = SimpleNamespace(synchronize=lambda: waited.append(True))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    made = {"a": layouts({"a": 8})["a"]}
+    wire = AutoWire(World(), made)
+    wire.begin_step(1, 9, 1.0)
+    wire.all_reduce_async(made["a"].values, "a")
+    wire.finish_sending()
+    assert seen == [made["a"].values.device]
+    assert len(waited) >= 2
