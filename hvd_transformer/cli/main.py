@@ -1,5 +1,6 @@
 """`hvd-transformer COMMAND`: the command group; a command is imported only when it is called."""
 
+import difflib
 import errno
 import os
 import sys
@@ -96,6 +97,17 @@ class LazyGroup(click.Group):
         command = getattr(import_module(f"hvd_transformer.cli.{cmd_name}"), cmd_name)
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            if near:
+                error.message = f"{error.message.rstrip('.')}, did you mean {near[0]}?"
+            raise
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
