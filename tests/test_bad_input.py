@@ -324,12 +324,12 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_used(run,
     assert (run / "run/checkpoints/step-00000004.damaged").is_dir()  # nothing is lost
 
 
-def test_no_whole_checkpoint_is_left(run):
+def test_where_no_checkpoint_is_whole_nothing_changes(run):
     for step in (2, 4):
         (run / f"run/checkpoints/step-{step:08d}/state.json").write_text("{}")
-    line = told(run, "data.source=text", "output_dir=run", *SMALL)  # both are set aside
+    line = refused(run, "data.source=text", "output_dir=run", *SMALL)
     assert "state.json: " in line
-    assert "no whole checkpoint is left" in line
+    assert "no whole checkpoint is in run/checkpoints; move it away to start over" in line
 
 
 def test_resume_never_keeps_the_earlier_run(run):
