@@ -97,6 +97,12 @@ def write_folder(folder: Path, **texts: str | bytes) -> Path:
         (["data.train=part1"], "data.train=part1: only if data.source is a folder; python-docs is no folder"),
         (["training.global_batch_size=0"], "training.global_batch_size=0 (command line): must be greater than or"),
         (["training.max_steps"], "not of the form KEY=VALUE"),
+        (["hvd-train", "--preset", "tiny"], "hvd-train: leave it out; only its arguments belong here"),
+        (
+            ["task=classification"],
+            "data.source=python-docs: only for task=language_model; name a file or folder of this",
+        ),
+        (["task=translation"], "data.source=python-docs: only for task=language_model; name a file or folder of this"),
         (["--preset", "tutorial-2b"], "no such preset, did you mean tutorial-1b?"),
         (["--config", "absent.yaml"], "absent.yaml: cannot be read"),
     ],

@@ -642,6 +642,20 @@ def test_listings_work_while_the_service_is_down(stopped: Path, call: Any, tmp_p
     assert "give the run's directory or the number of its job" in call("show", "a" * 12, code=2).stderr
 
 
+def test_run_directories_need_no_service(call: Any, state: Path, tmp_path: Path) -> None:
+    """Nor one that has ever run: nothing is left in its place."""
+    small_run(tmp_path / "runs" / "one", 0.1, 2.0)
+    small_run(tmp_path / "runs" / "other", 0.3, 1.0)
+    found = json.loads(call("compare", "runs/one", "runs/other", "--json").stdout)
+    assert found["differs"]["optimizer.lr"] == [0.1, 0.3]
+    done = call("show", "runs/one", "--json")
+    assert (json.loads(done.stdout)["run"]["step"], done.stderr) == (3, "")
+    assert not (state / "service.db").exists()
+    (tmp_path / "empty").mkdir()
+    assert call("show", "empty", code=2).stderr.endswith(f"{tmp_path}/empty: not a run directory\n")
+    assert "no service is running" in call("compare", "1", "runs/one", code=2).stderr
+
+
 def test_runs_are_compared_while_the_service_is_down(stopped: Path, call: Any, tmp_path: Path) -> None:
     small_run(tmp_path / "runs" / "other", 0.3, 1.0)
     found = json.loads(call("compare", "1", "2", "runs/other", "--json").stdout)

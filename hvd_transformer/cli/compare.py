@@ -17,11 +17,11 @@ def compare(runs: tuple[str, ...], server: str | None, as_json: bool) -> None:
 
     `hvd-transformer compare 7 8 runs/last-week`
 
-    Also works while the service is down.
+    Also works while the service is down; run directories alone need no service.
     """
     if not 2 <= len(set(runs)) == len(runs) <= _MOST:
         raise UserError(f"give 2 to {_MOST} different jobs or runs to compare")
-    found = service_options.reading(server).compare(runs)
+    found = service_options.reading(server, runs).compare(runs)
     if as_json:
         service_options.print_json(found)
         return

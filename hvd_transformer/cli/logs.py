@@ -26,7 +26,10 @@ _LOOK_SECONDS = 1.0
 @service_options.server
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: the text, and where it ends in the log.")
 def logs(job: str, follow: bool, rank: str, lines: int | None, server: str | None, as_json: bool) -> None:
-    """Print the log of a job, or of the run of a directory or id."""
+    """Print the log of a job, or of the run of a directory or id, from the service.
+
+    Without one, logs are files in the run directory: launch.log and logs/rank-NNN.log.
+    """
     from hvd_transformer.cli.log_reader import LogReader
 
     if rank != "launch" and not rank.isdecimal():

@@ -105,9 +105,9 @@ class LazyGroup(click.Group):
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
             near = difflib.get_close_matches(args[0], COMMANDS, n=1)
-            if near:
-                error.message = f"{error.message.rstrip('.')}, did you mean {near[0]}?"
-            raise
+            if not near:
+                raise
+            raise click.UsageError(f"{error.message.rstrip('.')}, did you mean {near[0]}?", ctx) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

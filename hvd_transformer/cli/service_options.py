@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -74,8 +75,11 @@ def client_of(given: str | None) -> "Client":
     return Client(Address.find(given))
 
 
-def reading(given: str | None) -> "Reading":
-    """Where a listing comes from: the service or, if it is down, its database, which is said on stderr."""
+def reading(given: str | None, words: Sequence[str] = ()) -> "Reading":
+    """Where a listing comes from: the service or, if it is down, its database, which is said on stderr.
+
+    Run directories alone, the `words`, need neither.
+    """
     from hvd_transformer.service.remote.address import DATABASE
     from hvd_transformer.service.remote.client import NoService
     from hvd_transformer.service.remote.reading import Online
@@ -84,11 +88,13 @@ def reading(given: str | None) -> "Reading":
     try:
         client.get("me")
     except NoService as error:
-        state = client.address.state
-        if state is None or not (state / DATABASE).exists():
-            raise
         from hvd_transformer.service.remote.offline import Offline
 
+        state = client.address.state
+        if state is None or not (state / DATABASE).exists():
+            if given is not None or not words or not all(Path(word).expanduser().is_dir() for word in words):
+                raise
+            return Offline.of_directories()
         show_error("hvd-transformer", f"{error}; this is what its database has")
         return Offline(state)
     return Online(client)

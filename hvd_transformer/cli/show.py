@@ -18,9 +18,9 @@ _MOST_RANKS = 16  # in the table
 def show(job: str, server: str | None, as_json: bool) -> None:
     """Show a job by its number, or a run by its directory or id: state, attempts, progress, metrics, checkpoints.
 
-    Also works while the service is down.
+    Also works while the service is down; a run directory needs no service.
     """
-    source = service_options.reading(server)
+    source = service_options.reading(server, [job])
     found, run = source.job_and_run(job)
     if as_json:
         service_options.print_json({"job": found, "run": run})

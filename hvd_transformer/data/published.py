@@ -59,7 +59,9 @@ def unknown_source(source: str, known: Sequence[str]) -> UserError:
     """The error for a `data.source` that is neither a path nor one of the `known` names."""
     if source == DataConfig.model_fields["source"].default:
         more = f" or one of {', '.join(known)}" if known else ""
-        return UserError(f"data.source={source}: only for task=language_model; name a file or folder of this task{more}")
+        return UserError(
+            f"data.source={source}: only for task=language_model; name a file or folder of this task{more}"
+        )
     if not known:
         return UserError(f"data.source={source}: no such file or folder")
     near = difflib.get_close_matches(source, known, n=1, cutoff=0.6)

@@ -37,14 +37,15 @@ def fits(query: Tensor) -> bool:
     return on_gpu(query) and width % 8 == 0 and width <= _WIDEST
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
 def is_ampere(query: Tensor) -> bool:
     """Whether its GPU is of this generation or a later one: others have no flash attention and no bfloat16."""
-    return _capability(query.device) >= (8, 0)
+    capability: tuple[int, int] = _capability(query.device)
+    return capability >= (8, 0)
 
 
 def _takes_flash(query: Tensor, bias: Tensor | None) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 
@@ -24,6 +25,7 @@ class Offline:
     """The database in a state folder. Documents have the shape of the HTTP interface. Raises `UserError`."""
 
     def __init__(self, state: Path) -> None:
+        self._folder: TemporaryDirectory[str] | None = None
         self._store = Store(state / DATABASE, read_only=True)
         self._service = Service(
             version="",
@@ -35,6 +37,15 @@ class Offline:
             queue=None,
             problem=lambda: None,
         )
+
+    @classmethod
+    def of_directories(cls) -> "Offline":
+        """Without a service: it knows no job, and shows what run directories hold."""
+        folder = TemporaryDirectory()
+        Store(Path(folder.name) / DATABASE).close()
+        found = cls(Path(folder.name))
+        found._folder = folder  # removed with it
+        return found
 
     def jobs(self, states: Sequence[str], user: str | None, tag: str | None) -> Iterable[dict[str, Any]]:
         views = JobViews(self._service)

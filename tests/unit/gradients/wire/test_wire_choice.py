@@ -102,7 +102,10 @@ def test_a_resumed_run_keeps_the_choice_unless_the_number_of_hosts_has_changed(m
 def test_the_real_measurements_are_positive() -> None:
     def measure(world: World) -> tuple[float, ...]:
         made = layouts(LAYOUT)
-        return (*choice._measure_link(world, torch.device("cpu")), *choice._measure_encoding(made, WireOptions()).values())
+        return (
+            *choice._measure_link(world, torch.device("cpu")),
+            *choice._measure_encoding(made, WireOptions()).values(),
+        )
 
     for numbers in of_ranks(2, measure):
         assert len(numbers) == 5 and min(numbers) > 0
