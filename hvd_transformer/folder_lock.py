@@ -261,7 +261,7 @@ def _is_hidden(pid: int) -> bool:
             os.kill(pid, 0)
         except PermissionError:
             return True
-        except (OSError, OverflowError):
+        except (OSError, OverflowError, TypeError):
             return False
     return False
 

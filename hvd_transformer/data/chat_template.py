@@ -19,7 +19,7 @@ from hvd_transformer.huggingface import from_folder
 
 Messages = Sequence[Mapping[str, Any]]
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_ANSWER = "answer"
+_ANSWER = "hvd-answer"  # which no template writes itself
 
 
 class ChatTemplate:
@@ -56,8 +56,10 @@ class ChatTemplate:
         """The special token that the assistant's messages end with, such as <|im_end|>; None: they end without one."""
         messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
         try:
-            _, _, after = self._render(messages).rpartition(_ANSWER)
+            _, found, after = self._render(messages).rpartition(_ANSWER)
         except ValueError:  # it takes other conversations only
+            return None
+        if not found:
             return None
         added = self.tokenizer.model.get_added_tokens_decoder()
         numbers = map(int, self.tokenizer.encode(after))

@@ -222,7 +222,7 @@ def _generation_file(tokenizer: Tokenizer, known: Path | None = None) -> dict[st
     ends its answers with that of its template. `known`: the file as it is, if it exists."""
     try:
         found = {} if known is None else json.loads(known.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):
         found = {}
     before = found.get("eos_token_id")
     before = [] if before is None else before if isinstance(before, list) else [before]

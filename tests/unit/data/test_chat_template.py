@@ -60,6 +60,7 @@ def test_the_mask_is_that_of_transformers(folder: Path, text: str, trims: bool) 
         (MARKED, "<|im_end|>"),
         (UNMARKED, "<|im_end|>"),
         ("{% for m in messages %}{{ m['content'] }} {% endfor %}", None),  # no special token
+        ("{% for m in messages %}<|im_start|>{{ m['content'] | upper }}{% endfor %}", None),  # not as it was
         ("{% for m in messages %}{{ raise_exception('never') }}{% endfor %}", None),
     ],
 )
