@@ -37,15 +37,17 @@ def fits(query: Tensor) -> bool:
     return on_gpu(query) and width % 8 == 0 and width <= _WIDEST
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+# As torch.compiler.assume_constant_result, which would import the compiler, that takes seconds.
+_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def is_ampere(query: Tensor) -> bool:
     """Whether its GPU is of this generation or a later one: others have no flash attention and no bfloat16."""
-    capability: tuple[int, int] = _capability(query.device)
-    return capability >= (8, 0)
+    return _capability(query.device) >= (8, 0)
 
 
 def _takes_flash(query: Tensor, bias: Tensor | None) -> bool:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -136,8 +137,9 @@ def test_a_process_that_proc_does_not_show_to_this_user_may_live(how: str, tmp_p
         "os.setgroups([])\nos.setgid(65534)\nos.setuid(65534)\n"
         "print(_Watch.of(Path(sys.argv[1]), None)._process_lives())\n"
     )
-    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        folder.chmod(0o755)
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.owner() == "root" and not folder.stat().st_mode & stat.S_IXOTH:
+            folder.chmod(0o755)
     words = [sys.executable, str(look), str(file)]
     hiding = ["unshare", "--mount", "sh", "-c", f'mount -t proc -o {how} proc /proc && exec "$@"', "sh"]
 
