@@ -192,6 +192,7 @@ def test_every_command_is_among_them() -> None:
     [
         (["hvd-train", "--presett"], "hvd-train: No such option '--presett'."),
         (["hvd-transformer", "trian"], "hvd-transformer: No such command 'trian'."),
+        (["hvd-train", "output_dir=runs/hvd-train", "nonsense=1"], "hvd-train: nonsense (command line): unknown key"),
         (["hvd-transformer", "lanch"], "hvd-transformer: No such command 'lanch', did you mean launch?"),
         (["hvd-transformer", "generate"], "hvd-transformer generate: Missing argument 'CHECKPOINT'."),
         (["hvd-transformer", "launch", "-n"], "hvd-transformer launch: No such option '-n'."),

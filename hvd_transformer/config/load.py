@@ -127,7 +127,7 @@ class _Settings:
 
     def add_word(self, word: str, origin: str = "command line") -> None:
         key, equals, value = word.partition("=")
-        if word.endswith("hvd-train"):
+        if not equals and word.endswith("hvd-train"):
             raise UserError(f"{shown(word)}: leave it out; only its arguments belong here")
         if not equals or not key.strip():
             raise UserError(f"{shown(word)}: not of the form KEY=VALUE, such as training.max_steps=50")

@@ -1,7 +1,8 @@
 """The loop equals a plain torch script step by step; overflows are left out, and what diverges is told."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from small_job import SPLITS, VOCABULARY, run, settings, trainer, weights
 from torch import Tensor, nn
 
 from hvd_transformer.config import Config
+from hvd_transformer.nn.contracts import MicroBatch
 from hvd_transformer.training.state import TrainState, Wishes
 from hvd_transformer.training.trainer import Diverged, Trainer
 
@@ -378,3 +380,35 @@ def test_between_hosts_a_small_model_has_several_buckets_and_on_one_host_one() -
     assert len(few) == 1 and len(several) > 4
     names = [{slot.name for slot in buffer.slots} for buffer in several]
     assert {"embedding.embedding.weight"} in names  # complete last: nothing else waits for it
+
+
+def test_a_step_and_an_evaluation_compute_on_what_was_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on a copy that the task makes of it, from which a GPU could not read while it computes."""
+    pinned: list[MicroBatch] = []
+    used: list[MicroBatch] = []
+
+    def pin(_: Trainer, batch: MicroBatch) -> MicroBatch:
+        pinned.append(batch._replace(inputs=tuple(tensor.clone() for tensor in batch.inputs)))
+        return pinned[-1]
+
+    monkeypatch.setattr(Trainer, "_pinned", pin)
+    job = trainer(settings("parallel.micro_batches=2"))
+    pipeline = job.engine.pipeline
+    forward_backward, evaluate = pipeline.forward_backward, pipeline.evaluate
+
+    def step(accumulation: Sequence[Sequence[MicroBatch]], *more: Any) -> None:
+        used.extend(batch for batches in accumulation for batch in batches)
+        forward_backward(accumulation, *more)
+
+    def losses(batches: Sequence[MicroBatch]) -> Any:
+        used.extend(batches)
+        return evaluate(batches)
+
+    monkeypatch.setattr(pipeline, "forward_backward", step)
+    monkeypatch.setattr(pipeline, "evaluate", losses)
+    run(job, 1)
+    job.evaluate("valid")
+    job.close()
+    of_pinned = {id(tensor) for batch in pinned for tensor in batch.inputs}
+    assert len(used) > 2
+    assert all(id(tensor) in of_pinned for batch in used for tensor in batch.inputs)
