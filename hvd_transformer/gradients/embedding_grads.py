@@ -70,6 +70,7 @@ class RowSink:
                 self._sum = torch.zeros_like(self._like, device=rows.device)
             _add_all(self._sum, self._rows)
             self._rows.clear()
+            self._num_rows = 0
 
     def clear(self) -> None:
         self._rows.clear()
