@@ -92,7 +92,7 @@ class NativeLibrary(NamedTuple):
             raise _CannotLoad(f"the compiled {self.source.stem} cannot be loaded: {error}") from None
 
     def _digest(self) -> str:
-        """Of the source and the flags, and of what -march=native and the C library are here."""
+        """Hash of the source, the flags, and what -march=native and the C library are here."""
         parts = [self.source.read_text(encoding="utf-8"), *self.flags, platform.machine(), *platform.libc_ver()]
         with suppress(OSError):  # Linux only
             lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

@@ -90,7 +90,7 @@ class SyntheticTask(Task):
         return MicroBatch(tuple(map(self._pinned, inputs)), tuple(map(self._pinned, found[-1].targets)))
 
     def _pinned(self, tensor: Tensor) -> Tensor:
-        """As training's batches are where there is a GPU."""
+        """Pin the batch's memory for copies to a GPU, as training does."""
         on_gpu = torch.cuda.is_available() and self.config.training.device != "cpu"
         return tensor.pin_memory() if on_gpu else tensor
 

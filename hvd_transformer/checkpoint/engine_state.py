@@ -42,7 +42,7 @@ def outer_state(engine: Engine) -> Shards:
 
 
 def wire_state(engine: Engine) -> Shards:
-    """What this rank keeps for gradients in transit, by names such as "wire.0.error.head.weight". Collective.
+    """State of the wire formats on this rank, by names such as "wire.0.error.head.weight". Collective.
 
     The number is the place in the tensor group. Each tensor is [dp, n] and has a row per rank of that place; this rank
     has one row of those of its own place, and nothing of others.
@@ -105,7 +105,7 @@ def columns(engine: Engine) -> list[Column]:
 
 
 def held_by_tensor_group(engine: Engine) -> Callable[[int, str], Held | None]:
-    """What a rank of the tensor group has of a parameter that the others have not: its piece."""
+    """The piece of a parameter that only this rank of the tensor group has."""
 
     def held(rank: int, name: str) -> Held | None:
         if name not in engine.splits:
@@ -117,7 +117,7 @@ def held_by_tensor_group(engine: Engine) -> Callable[[int, str], Held | None]:
 
 
 def held_by_world(engine: Engine) -> Callable[[int, str], Held | None]:
-    """What a rank of the world saves of a parameter's optimizer state: its ZeRO shard. Collective."""
+    """The ZeRO shard of a parameter's optimizer state that a rank of the world saves. Collective."""
     tensor, of_places = engine.mesh.tp, columns(engine)
 
     @cache
@@ -132,7 +132,7 @@ def held_by_world(engine: Engine) -> Callable[[int, str], Held | None]:
 
 
 def held_by_places(engine: Engine, state: Shards) -> Callable[[int, str], Held | None]:
-    """What a rank of the world keeps of a tensor of `wire_state`: its row."""
+    """The row of a tensor of `wire_state` that belongs to a rank of the world."""
     tensor = engine.mesh.tp
 
     def held(rank: int, name: str) -> Held | None:
@@ -163,7 +163,7 @@ def _shards(engine: Engine, flats: Iterable[Tensor | None], *, whole: bool = Fal
 
 
 def _piece(engine: Engine, name: str, tp_rank: int) -> Piece:
-    """What a rank of the tensor group holds of a parameter."""
+    """The piece of a parameter on a rank of the tensor group."""
     shape = tuple(engine.shapes[name])
     blocks = StridedBlocks.of(shape, engine.splits.get(name), tp_rank, engine.mesh.tp)
     return Piece(name, engine.buffers[0].parameters.dtype, shape, blocks, 0, blocks.before(prod(shape)))

@@ -19,7 +19,7 @@ EXCHANGE_BYTES = 16 << 20
 
 
 class Held(NamedTuple):
-    """What a rank holds of a tensor: `length` elements of its piece."""
+    """`length` elements of a rank's piece of a tensor."""
 
     blocks: StridedBlocks
     start: int

@@ -46,7 +46,7 @@ class Writers:
 
     @cached_property
     def ranks(self) -> list[list[int]]:
-        """Of each host, those that see the folder."""
+        """Ranks that can see the folder, per host."""
         found: dict[int, list[int]] = {}
         for rank, host in enumerate(self.hosts):
             if host is not None:
@@ -109,10 +109,10 @@ class Files(Protocol):
     """The files of one kind, such as the model's."""
 
     def pieces(self, host: int) -> list[Piece]:
-        """What the host's file holds, in order."""
+        """Pieces in the host's file, in order."""
 
     def spans(self, rank: int) -> list[Span]:
-        """What the rank writes of its host's file, in order."""
+        """Spans of its host's file that the rank writes, in order."""
 
 
 class SharedFiles:
@@ -255,5 +255,5 @@ def index(name: str, files: Files, writers: Writers) -> dict[str, str]:
 
 
 def _by_size(pieces: Sequence[Piece]) -> list[Piece]:
-    """Those with large elements first: each then starts at a multiple of its element's size."""
+    """Sort pieces by element size, largest first, so that each starts at a multiple of its element's size."""
     return sorted(pieces, key=lambda piece: -piece.dtype.itemsize)

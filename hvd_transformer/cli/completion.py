@@ -54,7 +54,7 @@ def _choices(key: str) -> list[str]:
 
 
 def _words(kind: Any) -> list[str]:
-    """Of a type: true and false, the words of a literal, none."""
+    """Words that values of this type may be: true and false, a literal's words, none."""
     if kind is bool:
         return ["true", "false"]
     if kind is type(None):

@@ -49,7 +49,7 @@ def complete(config: Config, request: Mapping[str, Any]) -> tuple[int, list[str]
 
 
 def _worker_bytes(config: Config, hosts: Sequence[Host]) -> int:
-    """As `planned_bytes`, which takes seconds, once for all jobs of an array that need the same."""
+    """Cached `planned_bytes`, which takes seconds: computed once for all jobs of an array that need the same."""
     settings = {key: value for key, value in flatten(config).items() if key not in _WITHOUT_MEMORY}
     known = json.dumps(settings), tuple(hosts)
     if known not in _PLANNED:

@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def interfaces_of(words: Sequence[str]) -> list[str]:
-    """Those of the option `--network-interfaces`, in the order given; the parser makes a set of them."""
+    """Interfaces of the option `--network-interfaces`, in the order given; the parser makes a set of them."""
     for word, following in pairwise(words):
         if word == "--network-interfaces":
             return [name.strip() for name in following.split(",")]

@@ -112,7 +112,7 @@ class _LazyMap:
         return self.mapped(function, chain(first, rest))
 
     def in_threads(self, function: Callable[[A], B], items: Iterable[A], /) -> Iterator[B]:
-        """The same over as many threads, for functions that compute without Python's lock."""
+        """Map over as many threads instead, for functions that release Python's lock."""
         if self.threads is None:
             executor = self.stack.enter_context(ThreadPoolExecutor(self.processes))
             self.stack.callback(executor.shutdown, wait=False, cancel_futures=True)  # a stop waits for none of the rest

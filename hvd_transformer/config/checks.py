@@ -306,7 +306,7 @@ def _check_global_batch_size(config: Config) -> None:
 
 
 def _check_found_batch_size(config: Config) -> None:
-    """That what is trained does not depend on the batch size that is found."""
+    """Refuse settings with which the result would depend on the batch size that is found."""
     training, data, given = config.training, config.data, "training.batch_size=auto"
     if training.global_batch_size is None:
         raise UserError(f"{given}: needs training.global_batch_size, the samples per step whatever is found")

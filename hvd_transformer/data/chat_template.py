@@ -44,7 +44,7 @@ class ChatTemplate:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """Those that the template may name, such as eos_token."""
+        """Special tokens that the template may name, such as eos_token."""
         return {name: str(token) for name, token in self._theirs.special_tokens_map.items()}
 
     def prompt(self, messages: Messages) -> Ids:

@@ -14,7 +14,7 @@ _BUSY = 0.25  # of a core: below, this process only waits
 
 
 def in_thread(work: Callable[[], Result], look: Callable[[], object]) -> Result:
-    """What `work` returns or raises; `look` is called meanwhile, and what it raises ends the wait."""
+    """Run `work` in a thread and return its result. `look` is called meanwhile; an exception of it ends the wait."""
     ended: Future[Result] = Future()
 
     def run() -> None:
@@ -31,7 +31,7 @@ def in_thread(work: Callable[[], Result], look: Callable[[], object]) -> Result:
 
 
 def computing(work: Callable[[], Result], should_stop: ShouldStop) -> Result:
-    """What `work` returns, which computes in native code. Raises `Stopped` on request.
+    """Run native code in a thread and return its result. Raises `Stopped` on request.
 
     `should_stop` is a sign of progress (`training.progress_rounds`), so it is called only while this process computes.
     """

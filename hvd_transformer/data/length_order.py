@@ -44,7 +44,7 @@ class LengthOrder:
 
     @classmethod
     def sorted_before(cls, numbers: NDArray[Any], histogram: NDArray[Any]) -> "LengthOrder":
-        """What `write_length_order` wrote and returned."""
+        """Read what `write_length_order` wrote and returned."""
         (lengths,) = histogram.nonzero()
         return cls(numbers, lengths, histogram[lengths])
 
@@ -69,7 +69,7 @@ class LengthOrder:
         return self.numbers[start:stop].astype(np.int64)
 
     def shuffled(self, start: int, stop: int, key: tuple[int, ...]) -> NDArray[np.int64]:
-        """As `samples`, if the samples of each length were in a random order determined by `key`."""
+        """Like `samples`, with the samples of each length in a random order determined by `key`."""
         found = []
         while start < stop:
             run = int(np.searchsorted(self.ends, start, side="right"))

@@ -43,7 +43,7 @@ def has_documents(path: Path) -> bool:
 
 
 def find_shards(paths: Iterable[Path], origin: str) -> Files:
-    """Those of the paths that are files of text or documents, by name. Raises `UserError` if they have several endings:
+    """Files of text or documents among the paths, by name. Raises `UserError` if they have several endings:
     the same documents may be there twice."""
     files = sorted(path for path in paths if ending(path) and not path.name.startswith(".") and path.is_file())
     if len(found := sorted({ending(path) for path in files})) > 1:

@@ -32,7 +32,7 @@ class TextSpan:
 
     @property
     def size(self) -> int:
-        """Of a span whose end is known, or bytes of the file."""
+        """Bytes from the start to the end of the span, or of the file."""
         return (self.path.stat().st_size if self.end is None else self.end) - self.start
 
 

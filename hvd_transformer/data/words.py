@@ -103,7 +103,7 @@ class Words(NamedTuple):
 
     @classmethod
     def of(cls, numbers: Mapping[str, int]) -> "Words":
-        """Those of a dictionary."""
+        """Build from a dictionary of words and their numbers."""
         words = [word.encode("utf-8", "surrogatepass") for word in numbers]
         ends = np.cumsum(np.fromiter(map(len, words), np.uint64, len(words)), dtype=np.uint64)
         values = np.fromiter(numbers.values(), np.uint64, len(words))

@@ -180,7 +180,7 @@ class _Split(_Shares):
 def _matrices(
     buffer: GradBuffer, slot: ParamSlot, split: TensorSplit | None, shape: Sequence[int], tp: int
 ) -> Iterator[_Matrix]:
-    """Those that a parameter consists of."""
+    """Yield the matrices that are stacked in a parameter."""
     dim, parts = split or (None, 1)
     assert dim == 0 or parts == 1, "stacked rows only"
     (rows, columns), (all_rows, all_columns) = slot.parameter.shape, shape

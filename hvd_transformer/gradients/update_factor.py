@@ -18,7 +18,7 @@ class UpdateFactor(NamedTuple):
     skip: Tensor
 
     def to(self, device: torch.device) -> "UpdateFactor":
-        """The same on another device."""
+        """A copy on another device."""
         return UpdateFactor(self.divisor.to(device, non_blocking=True), self.skip.to(device, non_blocking=True))
 
 

@@ -114,7 +114,7 @@ class Supervisor:
                 self._stop.request(signals)
 
     def how(self) -> dict[str, Any]:
-        """What is known of the end of the job, for exit.json."""
+        """How the job ended, for exit.json."""
         stopped = None if self._stop is None else self._stop.by
         return {
             "cause": self._cause if stopped is None else "it was asked to stop",
@@ -209,7 +209,7 @@ class Supervisor:
         return True
 
     def _last_line(self, ended: AttemptResult) -> str:
-        """What the rank that failed first, or horovodrun, has said of it, for who sees no output."""
+        """Last line of the rank that failed first, or of horovodrun, for readers who do not see the output."""
         if ended.lost or (ended.first is not None and (ended.first.code == STALLED or ended.first.code > 128)):
             return ""
         if ended.first is not None:

@@ -40,7 +40,7 @@ class CountedFlops:
         self._factors = np.linalg.solve(terms, [_count(outline, fake, lengths) for lengths in places])
 
     def of_batch(self, num_samples: int, lengths: Sequence[int]) -> float:
-        """Of a batch whose inputs have these lengths, in the order of `longest`."""
+        """FLOPs of a batch whose inputs have these lengths, in the order of `longest`."""
         return float(num_samples * (self._factors @ self._terms(lengths)))
 
     def _terms(self, lengths: Sequence[int]) -> list[float]:
@@ -68,7 +68,7 @@ def _without_memory(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
 
 
 def _count(model: nn.Module, fake: FakeTensorMode, lengths: Mapping[str, int]) -> int:
-    """Of one sample. Attention keeps its weights for backward: no kernel computes them again."""
+    """FLOPs of one sample. Attention keeps its weights for backward: no kernel computes them again."""
     counter = _Counter()
     with sdpa_kernel(SDPBackend.MATH), fake, counter:
         inputs = {name: torch.zeros(1, length, dtype=torch.int64) for name, length in lengths.items()}

@@ -28,7 +28,7 @@ def document_places(starts: Tensor) -> Tensor:
 
 
 def document_mask(starts: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores of causal attention [B, 1, T, T]: 0 within a document, else minus infinity."""
+    """Mask to add to causal attention's scores [B, 1, T, T]: 0 within a document, otherwise minus infinity."""
     places = torch.arange(starts.size(1), device=starts.device)
     outside = (places < starts[..., None]) | (places > places[:, None])
     return torch.zeros(outside.shape, dtype=dtype, device=starts.device).masked_fill_(outside, -torch.inf)[:, None]

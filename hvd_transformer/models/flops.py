@@ -14,7 +14,7 @@ _BOTH_WAYS = 6  # per position and number of a weight
 def language_model_flops(
     config: ModelConfig, vocab_size: int, shape: tuple[int, int], num_targets: int | None = None
 ) -> float:
-    """Of the decoder-only language model; `shape` of the tokens: (B, T). Of these B × T, `num_targets` (None: all)
+    """FLOPs of the decoder-only language model on tokens of `shape` (B, T). Only `num_targets` positions (None: all)
     reach the output layer of `vocab_size` tokens."""
     samples, length = shape
     blocks = config.num_layers * _block_weights(config)
@@ -24,7 +24,7 @@ def language_model_flops(
 
 
 def classifier_flops(config: ModelConfig, num_classes: int, shape: tuple[int, int]) -> float:
-    """Of the encoder with a pooled head; `shape` of the tokens: (B, T)."""
+    """FLOPs of the encoder with a pooled head on tokens of `shape` (B, T)."""
     samples, length = shape
     blocks = config.num_layers * _block_weights(config)
     scores = config.num_layers * length * length
@@ -35,8 +35,8 @@ def classifier_flops(config: ModelConfig, num_classes: int, shape: tuple[int, in
 def encoder_decoder_flops(
     config: ModelConfig, vocab_size: int, source: tuple[int, int], target: tuple[int, int], num_targets: int
 ) -> float:
-    """Of the encoder-decoder; shapes of source (B, S) and target (B, T). Of these B × T, `num_targets` are no padding,
-    and only they reach the output layer of `vocab_size` tokens."""
+    """FLOPs of the encoder-decoder on a source (B, S) and a target (B, T). Of the B × T target positions only the
+    `num_targets` without padding reach the output layer of `vocab_size` tokens."""
     (samples, sources), (_, targets) = source, target
     encoders, decoders = config.num_layers, config.num_decoder_layers or config.num_layers
     block, crossed = _block_weights(config), 2 * config.d_model * _width(config)  # query and output; key and value
@@ -48,7 +48,7 @@ def encoder_decoder_flops(
 
 
 def _width(config: ModelConfig) -> int:
-    """Of all query heads together."""
+    """Total width of all query heads."""
     return config.num_heads * (config.head_width or config.d_model // config.num_heads)
 
 

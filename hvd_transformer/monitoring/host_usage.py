@@ -27,7 +27,7 @@ class HostMemory(NamedTuple):
 
 
 def host_memory_left(root: Path = Path("/")) -> HostMemory | None:
-    """What Linux says of the memory, and of the limits of this process's control groups; None: not known."""
+    """Bytes that Linux and this process's control groups still allow; None if unknown."""
     try:
         lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
         values = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
@@ -72,7 +72,8 @@ def _file_cache(stat: Path, prefix: str) -> int:
 
 
 class HostUsage(NamedTuple):
-    """Of all processes of a host, over a time. Traffic that bypasses the kernel (RDMA) is not in it."""
+    """Use of a host's CPU and network by all its processes over a time. Traffic that bypasses the kernel (RDMA) is not
+    counted."""
 
     cpu: float  # busy share of all cores
     sent: float  # bytes per second, without those to the host itself

@@ -42,7 +42,7 @@ def stall_report(seen: Sequence[PeerHeartbeat], hosts: Sequence[str], silent_sec
 
 
 def late_ranks(seen: Iterable[PeerHeartbeat], silent_seconds: float) -> list[PeerHeartbeat]:
-    """Those whose heartbeat is older than `silent_seconds` (suspended, or on a lost host) or that wait for no other."""
+    """Ranks that wait for no other, or whose heartbeat is older than `silent_seconds` (suspended, on a lost host)."""
     late = [found for found in seen if found.age > silent_seconds or not found.beat["waits_for"]]
     return sorted(late, key=lambda found: int(found.beat["rank"]))
 

@@ -254,7 +254,7 @@ class Watchdog:
             time.sleep(_SETTLE_SECONDS)  # a launcher may kill the others at the first exit
 
     def _folders(self) -> list[Path]:
-        """Those for heartbeats: the launcher's, which is of this host, then the run directory's."""
+        """Folders for heartbeats: the launcher's, which is on this host, then the run directory's."""
         return [folder for folder in (self._private, self._shared) if folder is not None]
 
     def _in(self, folder: Path, action: Callable[[], object]) -> None:

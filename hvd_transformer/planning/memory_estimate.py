@@ -76,7 +76,7 @@ def estimate_memory(config: Config, vocab_size: int, dp: int, *, evaluation: boo
 
 
 def _modes(config: Config) -> list[PassMode]:
-    """Those that a stage of the configuration may use, the plain one first."""
+    """Pass modes that a stage may use; without recompute first."""
     parallel = config.parallel
     defers = parallel.pipeline > 1 or parallel.schedule == "zero_bubble"
     recomputes = parallel.recompute != "never"

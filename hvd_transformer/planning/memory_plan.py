@@ -48,7 +48,7 @@ class StageCost:
 
     @property
     def shadows(self) -> int:
-        """Of the weights in 16 bits, which mixed precision keeps beside them."""
+        """Bytes of the 16-bit copies of the weights that mixed precision keeps."""
         return sum(layer.shadow_bytes for layer in self.layers)
 
 
@@ -125,7 +125,10 @@ def make_plan(config: Config, vocab_size: int | None = None, ranks: int | None =
 
 
 def num_replicas(config: Config, ranks: int | None) -> int:
-    """Of a job of so many ranks; None: one replica. Raises `UserError` if the ranks do not fit the configuration."""
+    """Number of data-parallel replicas of a job with this many ranks; None: one replica.
+
+    Raises `UserError` if the ranks do not fit the configuration.
+    """
     tensor, shard = config.parallel.tensor, config.parallel.optimizer_shard
     if ranks is None:
         if shard != "none":

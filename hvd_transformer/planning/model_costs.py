@@ -194,7 +194,7 @@ def layer_costs(model: FakeModel, modes: Sequence[PassMode] = PASS_MODES[:1]) ->
 
 
 def _kind(layer: Layer) -> Hashable:
-    """The same for layers that do the same with inputs of the same shape, as far as can be told."""
+    """Key that is equal for layers with the same costs: the same work on inputs of the same shape."""
     run = layer.run.func if isinstance(layer.run, partial) and layer.run.args == (layer.module,) else layer.run
     plain = tuple(
         (type(module), *((name, value) for name, value in vars(module).items() if isinstance(value, (int, float, str))))

@@ -101,7 +101,7 @@ class AllocationTracker(TorchDispatchMode):
         return self._packed[-1]
 
     def _roots(self, tree: object) -> list[Tensor]:
-        """What no elementwise operation has computed, of all that these tensors come from."""
+        """Tensors that these are computed from by elementwise operations alone."""
         found: dict[int, Tensor] = {}
         for leaf in tree_leaves(tree):
             if isinstance(leaf, Tensor):

@@ -211,7 +211,7 @@ class Manager:
             self._refusals.pop(job, None)
 
     def _forget_refusals(self, queued: Iterable[int]) -> None:
-        """Of jobs that were cancelled or held meanwhile."""
+        """Drop the counts of jobs that have left the queue."""
         known = self._attempts.keys() | set(queued)
         self._refusals = {job: refusal for job, refusal in self._refusals.items() if job in known}
 

@@ -12,7 +12,7 @@ _CHANGED = 0.1  # the part by which a speed must change to be written
 
 
 class RunEstimates:
-    """Of active jobs. `progress`: how far the run in a folder is, None if nobody knows."""
+    """Estimated ends of active jobs. `progress`: how far the run in a folder is, None if unknown."""
 
     def __init__(self, store: Store, progress: Callable[[Path], Progress | None]) -> None:
         self._store, self._progress = store, progress

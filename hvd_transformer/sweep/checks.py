@@ -35,7 +35,7 @@ def check_trial(sweep: Sweep, values: dict[str, Any], file: Path) -> None:
 
 
 def _check_metrics(sweep: Sweep, config: Config, file: Path) -> None:
-    """Of a task of one's own the metrics may be unknown until there are data."""
+    """Raise `UserError` if a metric does not exist. A custom task's metrics may be unknown until there are data."""
     known, best = known_metrics(config), config.training.best_metric
     if known is None:
         return

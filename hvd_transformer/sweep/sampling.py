@@ -50,7 +50,7 @@ def check_optuna() -> None:
 
 
 def suggested(sweep: Sweep, done: Sequence[tuple[Values, float | None]]) -> Values:
-    """What Optuna (TPE) tries after these trials with their results; None: failed. The same again for the same."""
+    """Values that Optuna (TPE) tries after these trials; a result of None is a failed trial. Deterministic."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)

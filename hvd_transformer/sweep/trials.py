@@ -108,7 +108,7 @@ class Trials:
             raise UserError(f"{self._file}: cannot be written: {error.strerror}") from None
 
     def best(self, trials: Iterable[Trial], rung: int) -> list[Trial]:
-        """Those that have finished this rung, best first, also if they failed later."""
+        """Trials that have finished this rung, best first, also if they failed later."""
         values = {trial.number: trial.results.get(str(rung)) for trial in trials}
         found = [trial for trial in trials if values[trial.number] is not None]
         return sorted(found, key=lambda trial: self.sweep.sign * (values[trial.number] or 0.0))

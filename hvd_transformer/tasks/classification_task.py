@@ -130,7 +130,7 @@ class ClassificationTask(ExampleTask):
 
     @classmethod
     def possible_metrics(cls, config: Config) -> list[str]:
-        """Those with a positive class, too: only the data say whether there is one."""
+        """Metrics with and without a positive class: only the data say whether there is one."""
         return ["loss", *classification_metrics(np.ones((3, 2)), positive=1)]
 
     def class_weights(self) -> Tensor | None:

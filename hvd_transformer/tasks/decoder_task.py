@@ -23,7 +23,7 @@ class DecoderTask(Task):
 
     @property
     def rows(self) -> int:
-        """Of the embedding. Raises `UserError` if the tokenizer has more tokens."""
+        """Rows of the embedding matrix. Raises `UserError` if the tokenizer has more tokens."""
         tokens, rows = self.tokenizers[""].vocab_size, self.config.model.vocab_size
         if rows is not None and rows < tokens:
             raise UserError(f"model.vocab_size={rows}: must be at least {tokens}, the tokens of the tokenizer")

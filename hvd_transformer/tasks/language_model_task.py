@@ -125,7 +125,7 @@ class LanguageModelTask(DecoderTask):
         return chain.from_iterable(self._evaluation_parts(split))
 
     def evaluation_parts(self, split: str) -> Mapping[str, Iterator[Batch]]:
-        """Of a mixture by source."""
+        """Evaluation batches by source for a mixture; otherwise under one empty name."""
         tokens = self.data.splits[split]
         if not isinstance(tokens, MixedTokens):
             return {"": self.evaluation_batches(split)}

@@ -46,7 +46,7 @@ class OwnBlocks(DecoderTask):
 
 
 class OwnBlocksTask(OwnBlocks, LanguageModelTask):
-    """Of a text."""
+    """Fine-tunes a Hugging Face causal language model on text, in this package's own blocks."""
 
     @classmethod
     def prepare(cls, config: Config, context: PrepareContext) -> PreparedData:
@@ -54,7 +54,7 @@ class OwnBlocksTask(OwnBlocks, LanguageModelTask):
 
 
 class OwnBlocksChatTask(OwnBlocks, ChatTask):
-    """Of the assistant, in a conversation."""
+    """Fine-tunes a Hugging Face causal language model on conversations, in this package's own blocks."""
 
     def flops(self, batch: Batch) -> float:
         samples, length = batch[0].shape

@@ -123,7 +123,7 @@ class _CausalTask(PretrainedTask):
         return found if model.lora_rank is None else lora.add_adapters(found, folder, model)
 
     def loss(self, *tensors: Tensor) -> Tensor:
-        """Of the targets [B, T] of tokens [B, T]; with places [N], of targets [N] at these of B × T."""
+        """Sum of the cross-entropy of targets [B, T], or of targets [N] at `places` [N] of the B × T positions."""
         tokens, targets, *places = tensors
         smoothing = self.config.training.label_smoothing if self.model.training else 0.0
         with torch_dropout_key(tokens.device):
@@ -134,7 +134,7 @@ class _CausalTask(PretrainedTask):
 
     @property
     def adapters(self) -> str:
-        """What LoRA trains, for `describe`."""
+        """The trained adapters, for `describe`."""
         return "" if self.config.model.lora_rank is None else f"; {lora.describe(self.model)}"
 
     @property
@@ -150,7 +150,7 @@ class _CausalTask(PretrainedTask):
 
 
 class PretrainedLanguageModelTask(_CausalTask, LanguageModelTask):
-    """Of a text."""
+    """Fine-tunes a Hugging Face causal language model on text, as transformers builds it."""
 
     def describe(self) -> str:
         return super().describe() + self.adapters
@@ -161,7 +161,7 @@ class PretrainedLanguageModelTask(_CausalTask, LanguageModelTask):
 
 
 class PretrainedChatTask(_CausalTask, ChatTask):
-    """Of the assistant, in a conversation."""
+    """Fine-tunes a Hugging Face causal language model on conversations, as transformers builds it."""
 
     def input_lengths(self, batch: Batch) -> list[int]:
         return [batch[0].size(1) - 1]  # the last token is a target only

@@ -96,7 +96,7 @@ class TranslationTask(ExampleTask):
 
     @property
     def lookups_per_step(self) -> int:
-        """Of the longer side of each pair; both sides may look up in the same embedding."""
+        """Tokens looked up per step, by the longer side of each pair; both sides may share an embedding."""
         return super().lookups_per_step * (2 if self.config.model.share_embeddings else 1)
 
     def collate(self, split: str, numbers: NDArray[np.int64]) -> Batch:

@@ -78,7 +78,7 @@ def _raise_first(message: str | None, world: World) -> None:
 
 
 def limited_evaluation(config: Config) -> str | None:
-    """That evaluation sees a part of the data only; None: it sees all."""
+    """Message if evaluation sees only a part of the data; None if it sees all."""
     most = eval_samples(config.training)
     if most is None:
         return None

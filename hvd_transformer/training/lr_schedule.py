@@ -17,7 +17,7 @@ def peak_rate(config: OptimizerConfig, replicas: float) -> float:
 
 
 def scaling_warning(config: OptimizerConfig, replicas: float) -> str | None:
-    """What to change if Adam starts at a rate scaled linearly by many replicas, which often diverges."""
+    """Warning if Adam starts at a rate scaled linearly by many replicas, which often diverges."""
     if config.name == "sgd" or config.lr_scaling != "linear" or config.warmup_steps or replicas < _MANY_REPLICAS:
         return None
     return (

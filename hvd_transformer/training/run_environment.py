@@ -47,7 +47,7 @@ def run_environment(world: World, mesh: ParallelMesh) -> dict[str, Any]:
 
 
 def slow_precision(config: Config, mesh: ParallelMesh, environment: Mapping[str, Any]) -> str | None:
-    """That CPUs compute more slowly in 16 bits than in 32; None: they do not, or this is not rank 0."""
+    """Warning if CPUs compute more slowly in 16 bits than in 32; None otherwise, and on ranks other than 0."""
     precision = config.training.precision
     if mesh.device.type != "cpu" or precision not in ("bf16", "fp16") or not environment:
         return None

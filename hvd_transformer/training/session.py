@@ -289,7 +289,7 @@ class Session:
         return best and self.config.checkpoint.keep_best
 
     def _text_samples(self) -> Sequence[Mapping[str, str]]:
-        """What the model writes now. Collective."""
+        """Text samples of the model as it is now. Collective."""
         if not self.config.training.text_samples or self.valid is None or not math.isfinite(self.valid["loss"]):
             return ()  # nothing can be sampled from logits that are no numbers
         return self.trainer.text_samples("valid")

@@ -59,7 +59,7 @@ class TrainState:
 
 
 class Wishes(NamedTuple):
-    """What a rank asks all ranks to do after a step; of all ranks together: what any of them asks for."""
+    """Requests to all ranks after a step; combined over ranks, those that any rank has made."""
 
     stop: bool = False
     save: bool = False  # a checkpoint

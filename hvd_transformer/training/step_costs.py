@@ -74,7 +74,7 @@ class StepCosts:
         return found
 
     def _peak_memory(self) -> int:
-        """Of this rank's fullest GPU, or of its process."""
+        """Peak bytes of this rank's fullest GPU, or of its process on a CPU."""
         if self._mesh.device.type == "cpu":
             return peak_resident_bytes()
         return max(torch.cuda.max_memory_allocated(device) for device in set(self._mesh.devices))

@@ -177,7 +177,7 @@ class Trainer:
         return result
 
     def _skip(self, totals: StepTotals, norm: float, *, local: bool) -> None:
-        """What follows from gradients that are no numbers: a smaller loss scale, or `Diverged`. Collective."""
+        """Handle gradients that are not finite: lower the loss scale, or raise `Diverged`. Collective."""
         if self.engine.overflowed_in_transit():
             log.warning("step %d is skipped: a sum of gradients overflowed in transit", self.state.step + 1)
         elif not self.loss_scaler.overflowed():
@@ -224,7 +224,7 @@ class Trainer:
         return Evaluation(metrics, count)
 
     def text_samples(self, split: str) -> Sequence[Mapping[str, str]]:
-        """What the model writes after the evaluation of a split; on the ranks of other replicas nothing. Collective."""
+        """Text samples after the evaluation of a split; empty on the ranks of other replicas. Collective."""
         if self.mesh.dp_rank != 0:
             return ()
         # Texts that grow would be compiled anew for many lengths.

@@ -53,7 +53,7 @@ def _too_slow(host: str) -> Finding:
 
 
 def _why(error: NoConnection) -> Finding:
-    """What it means that there is no connection, or no longer."""
+    """The finding for a host that cannot be reached, or no longer."""
     if error.code is None:
         return _too_slow(error.host)
     if error.code == 255:  # ssh's own failure

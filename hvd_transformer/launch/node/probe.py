@@ -234,7 +234,7 @@ def _driver_devices() -> list[str]:
 
 
 def _visible(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that a process on this host may use."""
+    """Devices visible to processes on this host."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return devices
@@ -293,7 +293,7 @@ def _mpi4py() -> dict[str, str] | None:
 
 
 def _output(command: list[str], late: str = "") -> str:
-    """What the command prints; empty if it is missing or fails, and `late` if it takes too long."""
+    """Output of the command; empty if it is missing or fails, `late` if it takes too long."""
     if shutil.which(command[0]) is None:
         return ""
     try:

@@ -43,7 +43,7 @@ class Seconds(NamedTuple):
         return self.latency + self.transfer
 
     def times(self, count: float) -> "Seconds":
-        """That of `count` such collectives, one after the other."""
+        """Seconds of `count` such collectives, one after the other."""
         return Seconds(*(part * count for part in self))
 
 

@@ -102,7 +102,7 @@ def _batched(config: Config, dp: int, tp: int, pp: int) -> Layout:
 
 
 def _samples(config: Config, layout: Layout) -> int:
-    """Of a step."""
+    """Samples per step over all replicas."""
     training = config.training
     return training.global_batch_size or batch_samples(config) * training.accumulation * layout.dp
 

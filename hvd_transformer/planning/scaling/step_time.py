@@ -95,7 +95,7 @@ def _stages(times: Sequence[LayerTime], num_stages: int) -> list[tuple[int, int]
 
 
 def _makespan(times: Sequence[LayerTime], stages: Sequence[tuple[int, int]], config: Config, layout: Layout) -> float:
-    """Of one accumulation step."""
+    """Seconds of one accumulation step, from the first forward to the last backward."""
     if layout.pp == 1:
         return layout.micro_batches * sum(time.both for time in times)
     schedule = make_schedule(config.parallel.schedule, layout.pp, layout.micro_batches)

@@ -71,7 +71,7 @@ class Backend(Protocol):
         """
 
     def gone(self, external: str) -> Sighting:
-        """What it means if the scheduler does not know an attempt any more."""
+        """How an attempt ended that the scheduler does not know any more."""
 
     def submit(self, attempt: Submission) -> str:
         """Hand an attempt over; returns its id. Raises `UserError` if the scheduler refuses it for good."""

@@ -28,7 +28,7 @@ class Commands:
         self._process: subprocess.Popen[str] | None = None
 
     def run(self, *words: str, text: str = "", env: Mapping[str, str] | None = None, cwd: str | None = None) -> str:
-        """What the command prints. `text`: its input; `env`: more variables.
+        """Run the command and return its output. `text`: its input; `env`: more variables.
 
         Raises `CommandFailed`, `CommandMissing`, and `EngineFault` if it cannot be started or does not end.
         """

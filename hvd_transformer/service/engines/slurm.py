@@ -102,7 +102,7 @@ class Slurm:
                 self._commands.run("scancel", "--quiet", *options, *jobs[at : at + _AT_ONCE])
 
     def _accounting(self, by: str, jobs: Sequence[str], *more: str) -> str:
-        """What `sacct` knows of jobs that `squeue` has forgotten; nothing without it, or without accounting."""
+        """Jobs that `squeue` has forgotten, from `sacct`; empty without it, or without accounting."""
         options = ("--allocations", "--noheader", "--parsable2", f"--format={_SACCT}")
         try:
             return self._commands.run("sacct", *options, *more, f"{by}={','.join(jobs)}")
@@ -135,7 +135,7 @@ def _sighting(number: str, state: str, code: str, name: str, nodes: str, reason:
 
 
 def _exit_code(text: str) -> int:
-    """As a shell tells it: of sacct's CODE:SIGNAL, or of squeue's wait status."""
+    """Shell exit code from sacct's CODE:SIGNAL or squeue's wait status."""
     code, _, number = text.partition(":")
     if not code.isdigit():
         return 0

@@ -87,7 +87,7 @@ class Ended:
         self._summary = summary.get("status")
 
     def status(self) -> RunStatus:
-        """Of a run that nobody has: without a record of its end, its processes were killed or failed."""
+        """Status of a run without a live process: without a record of its end, it was killed or failed."""
         if self._summary == "finished":
             return RunStatus.FINISHED
         if self._summary == "stopped" or self.cause == "it was asked to stop":

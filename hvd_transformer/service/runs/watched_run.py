@@ -209,7 +209,7 @@ def _first_start(run: Path) -> float | None:
 
 
 def _shared(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with texts that runs have in common kept once."""
+    """Copy of `values` in which equal texts of several runs share memory."""
     kept = {sys.intern(key): plain(value) for key, value in values.items()}
     return {key: sys.intern(value) if type(value) is str else value for key, value in kept.items()}
 

@@ -12,7 +12,7 @@ WORTH_SECONDS = 600.0  # of the job's rest; growing costs it a restart
 
 
 def grow(running: Sequence[Running], timeline: Timeline, cluster: Cluster, everything: FreeSpace) -> Iterator[Grow]:
-    """Of the jobs that are not being stopped, the highest priority first, then the oldest.
+    """Give free slots to running jobs with fewer ranks than they want: highest priority first, then the oldest.
 
     Takes from the timeline what it gives.
     """

@@ -36,7 +36,8 @@ class Steps(NamedTuple):
 
 
 def kind_of(owner: str, config: Mapping[str, Any]) -> str:
-    """The same for jobs of one owner that take as long per step, and as many steps without `training.max_steps`."""
+    """Key that is equal for jobs of one owner with the same time per step, and the same number of steps unless
+    `training.max_steps` sets it."""
     settings = {key: value for key, value in config.items() if key not in _WITHOUT_EFFECT}
     settings["training.max_steps"] = config.get("training.max_steps") is not None
     return hashlib.sha256(json.dumps([owner, settings], sort_keys=True).encode()).hexdigest()[:32]
@@ -47,7 +48,7 @@ def steps_of(config: Mapping[str, Any]) -> Steps:
 
 
 def seconds_left(pace: Pace, steps: Steps, ranks: int, done: int) -> float | None:
-    """Of a job of the same kind that has done some steps; None: nobody knows how many steps it has.
+    """Estimated seconds left for a job of this kind after `done` steps; None if its number of steps is unknown.
 
     Fewer ranks take longer: for each step if they share its samples, otherwise they need more steps for an epoch.
     """
@@ -64,5 +65,5 @@ def seconds_left(pace: Pace, steps: Steps, ranks: int, done: int) -> float | Non
 
 
 def median_length(seconds: Sequence[float]) -> float | None:
-    """Of recent jobs, as the length of those of which nothing is known; None: they are too few."""
+    """Median run time of recent jobs, for jobs of unknown length; None if there are too few."""
     return None if len(seconds) < _LEAST_JOBS else median(seconds)

@@ -46,7 +46,7 @@ STOP_SECONDS = 60.0  # until a job that is being stopped has saved and its slots
 
 
 def schedule(snapshot: Snapshot) -> Decisions:
-    """What to do now. The cost grows with waiting and running jobs, and with starts times hosts."""
+    """Decide what to start, stop and grow. The cost grows with waiting and running jobs, and with starts × hosts."""
     return _Pass(snapshot).decide()
 
 

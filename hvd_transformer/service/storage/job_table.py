@@ -109,7 +109,7 @@ class JobTable(NewsTable):
             ]
 
     def unmet_dependencies(self) -> dict[int, dict[int, State]]:
-        """Of each queued job that waits for others: the ids and states of those that have not succeeded."""
+        """Ids and states of the jobs that each queued job still waits for."""
         unmet: dict[int, dict[int, State]] = {}
         query = f"{_UNMET} AND job IN (SELECT id FROM jobs WHERE state = 'QUEUED') ORDER BY job, after"
         with self.database.read() as connection:

@@ -21,7 +21,7 @@ class Pool:
         self._waiting = 0
 
     async def run(self, call: Callable[[], _T]) -> _T:
-        """What `call` returns in a thread. Raises `HTTPException` 503 if too much waits already."""
+        """Run `call` in a thread and return its result. Raises `HTTPException` 503 if too much waits already."""
         if self._waiting >= _MOST_WAITING:
             raise HTTPException(503, "the service is busy: try again", {"Retry-After": "1"})
         self._waiting += 1

@@ -229,7 +229,7 @@ class StepSamples(Answer):
 
 
 class RunDetails(Row):
-    """Of a job that has not begun, what is in its run directory is empty."""
+    """A run and what its run directory holds, which is empty for a job that has not begun."""
 
     attempts: list[Attempt]
     ranks: list[Rank] = []
