@@ -6,3 +6,10 @@ STALLED = 75  # ended by the watchdog; a launcher may restart it (EX_TEMPFAIL of
 
 class UserError(Exception):
     """An error that the user can fix: names the file, line or key that is wrong, and what is allowed instead."""
+
+
+def missing_extra(given: str | None, package: str, extra: str) -> UserError:
+    """The error that `given` needs a package that is missing; `extra` of this package installs it. None: the caller
+    names what is given."""
+    needs = f"needs {package}; install it with: pip install 'hvd-transformer[{extra}]'"
+    return UserError(f"{given}: {needs}" if given else needs)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from hvd_transformer.errors import UserError
+from hvd_transformer.errors import UserError, missing_extra
 
 
 def origin(folder: Path) -> str:
@@ -21,9 +21,7 @@ def from_folder(kind: str, folder: Path, given: str | None = None, **options: An
         import transformers
         from transformers.utils import logging
     except ImportError:
-        raise UserError(
-            f"{given}: needs transformers; install it with: pip install 'hvd-transformer[pretrained]'"
-        ) from None
+        raise missing_extra(given, "transformers", "pretrained") from None
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     fixed = {"local_files_only": True, "trust_remote_code": False}  # no downloads, no code from the folder

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from hvd_transformer.cli import options
-from hvd_transformer.errors import UserError
+from hvd_transformer.errors import missing_extra
 
 
 class _OrNone(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
@@ -102,7 +102,7 @@ def serve(
     try:
         from hvd_transformer.service.service import Options, TrainingService
     except ModuleNotFoundError as error:
-        raise UserError(f"{error.name}: not installed; pip install 'hvd-transformer[service]'") from None
+        raise missing_extra("serve", error.name or "more packages", "service") from None
     from hvd_transformer.launch.host_pool import given_hosts
     from hvd_transformer.service.jobs import Engine, Host
     from hvd_transformer.service.remote.address import DATABASE, SOCKET, default_state

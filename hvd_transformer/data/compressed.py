@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hvd_transformer.errors import UserError
+from hvd_transformer.errors import UserError, missing_extra
 
 COMPRESSED = (".gz", ".zst")
 BLOCK_BYTES = 2**20
@@ -69,7 +69,7 @@ class _ZstdFile(io.RawIOBase):
         try:
             import zstandard
         except ImportError:
-            raise UserError(f"{path}: needs zstandard; install it with: pip install 'hvd-transformer[zstd]'") from None
+            raise missing_extra(str(path), "zstandard", "zstd") from None
         self._error = zstandard.ZstdError
         self._new_frame = zstandard.ZstdDecompressor(max_window_size=_LONGEST_WINDOW).decompressobj
         self._frame: Any = None

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from hvd_transformer.errors import UserError
+from hvd_transformer.errors import UserError, missing_extra
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -195,9 +195,7 @@ def _read_sentencepiece(path: Path, given: str) -> tuple[Any, Any]:
     try:
         from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
     except ImportError:
-        raise UserError(
-            f"{given}: needs sentencepiece; install it with: pip install 'hvd-transformer[sentencepiece]'"
-        ) from None
+        raise missing_extra(given, "sentencepiece", "sentencepiece") from None
     try:
         proto, processor = sentencepiece_model_pb2.ModelProto.FromString(content), SentencePieceProcessor()
         processor.LoadFromSerializedProto(content)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_transformer.data.text_files import TextSpan
-from hvd_transformer.errors import UserError
+from hvd_transformer.errors import UserError, missing_extra
 
 PARQUET = ".parquet"
 _ROWS = 256  # decoded at a time
@@ -84,7 +84,7 @@ def _opened(path: Path, column: str) -> Iterator[Any]:
     try:
         from pyarrow import ArrowException, parquet, types
     except ImportError:
-        raise UserError(f"{path}: needs pyarrow; install it with: pip install 'hvd-transformer[parquet]'") from None
+        raise missing_extra(str(path), "pyarrow", "parquet") from None
     try:
         with parquet.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file:
             schema = file.schema_arrow

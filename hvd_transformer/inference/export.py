@@ -21,7 +21,7 @@ from hvd_transformer.data.chat_template import end_tokens
 from hvd_transformer.data.load_tokenizer import load_tokenizer
 from hvd_transformer.data.pair_tokenizer import PairTokenizer
 from hvd_transformer.data.tokenizers import BEGIN, END, BPETokenizer, Tokenizer
-from hvd_transformer.errors import UserError
+from hvd_transformer.errors import UserError, missing_extra
 from hvd_transformer.inference.trained_model import FORMAT, Trained, load_trained, read_adapters, read_facts
 from hvd_transformer.models import lora, pretrained
 from hvd_transformer.models.as_ctranslate2 import Vocabularies, as_ctranslate2
@@ -180,7 +180,7 @@ def _gguf(path: Path) -> _Export:
     try:
         import gguf
     except ImportError:
-        raise UserError("needs gguf; install it with: pip install 'hvd-transformer[gguf]'") from None
+        raise missing_extra(None, "gguf", "gguf") from None
     weights, name = _weights(trained), "model.gguf"
     writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.LLAMA])
     add_llama(writer, trained.config, weights)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hvd_transformer.config.schema import ModelConfig
-from hvd_transformer.errors import UserError
+from hvd_transformer.errors import UserError, missing_extra
 from hvd_transformer.models.positions import sinusoidal_table
 
 
@@ -31,7 +31,7 @@ def as_ctranslate2(config: ModelConfig, weights: Mapping[str, Tensor], vocabular
     try:
         from ctranslate2.specs import common_spec, transformer_spec
     except ImportError:
-        raise UserError("needs ctranslate2; install it with: pip install 'hvd-transformer[ctranslate2]'") from None
+        raise missing_extra(None, "ctranslate2", "ctranslate2") from None
     activations = common_spec.Activation
     spec = transformer_spec.TransformerSpec.from_config(
         (config.num_layers, config.num_decoder_layers or config.num_layers),

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from hvd_transformer.config.schema import ModelConfig
-from hvd_transformer.errors import UserError
+from hvd_transformer.errors import UserError, missing_extra
 from hvd_transformer.huggingface import origin
 from hvd_transformer.models.pretrained import load_language_model
 
@@ -117,7 +117,7 @@ def _peft(given: str) -> Any:
     try:
         import peft
     except ImportError:
-        raise UserError(f"{given}: needs peft; install it with: pip install 'hvd-transformer[lora]'") from None
+        raise missing_extra(given, "peft", "lora") from None
     return peft
 
 

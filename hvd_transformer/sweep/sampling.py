@@ -7,7 +7,7 @@ from itertools import chain, islice, product
 from math import prod
 from typing import Any
 
-from hvd_transformer.errors import UserError
+from hvd_transformer.errors import UserError, missing_extra
 from hvd_transformer.sweep.definition import MAX_TRIALS, Range, Sweep
 
 Values = dict[str, Any]
@@ -46,7 +46,7 @@ def check_optuna() -> None:
     try:
         import optuna  # noqa: F401
     except ImportError:
-        raise UserError("method=optuna: not installed; install it with: pip install 'hvd-transformer[sweep]'") from None
+        raise missing_extra("method=optuna", "optuna", "sweep") from None
 
 
 def suggested(sweep: Sweep, done: Sequence[tuple[Values, float | None]]) -> Values:

@@ -17,7 +17,7 @@ from typing import Any
 from hvd_transformer import atomic
 from hvd_transformer.config import Config
 from hvd_transformer.config.schema import flatten
-from hvd_transformer.errors import UserError
+from hvd_transformer.errors import UserError, missing_extra
 
 FILE = "tracking.json"  # in the run directory: the id of the run
 _MODULE = "hvd_transformer.reporting.trackers.tracker_process"
@@ -35,9 +35,7 @@ class Trackers:
         """Start the processes, which look meanwhile whether they have their keys. Raises `UserError`."""
         for name in names:
             if find_spec(name) is None:
-                raise UserError(
-                    f"tracking={name}: not installed; install it with: pip install 'hvd-transformer[{name}]'"
-                )
+                raise missing_extra(f"tracking={name}", name, name)
         self._processes = {name: _start(name) for name in names}
         self._heard = dict.fromkeys(names, b"")
 

@@ -367,7 +367,7 @@ def test_the_run_is_another_one_from_step_0_with_other_settings(tmp_path: Path) 
     ("word", "hidden", "variables", "line"),
     [
         ("tracking=[wandb]", "", {"WANDB_MODE": "online"}, "tracking=wandb: no usable API key"),
-        ("tracking=[trackio]", "trackio", {}, "tracking=trackio: not installed; install it with: pip install"),
+        ("tracking=[trackio]", "trackio", {}, "tracking=trackio: needs trackio; install it with: pip install"),
         ("tracking=[mlflow]", "", {"MLFLOW_TRACKING_URI": "mlruns"}, "tracking=mlflow: MLFLOW_TRACKING_URI="),
         ("tracking=[mlflow, neptune]", "", {}, "must be a list of wandb, mlflow and trackio, such as [wandb, mlflow]"),
         ("tracking=wandb", "", {}, "must be a list of wandb, mlflow and trackio, such as [wandb, mlflow]"),
@@ -391,5 +391,5 @@ def test_what_cannot_be_used_is_refused_before_training(
 def test_names_of_packages_are_those_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "find_spec", lambda name: None)
     for name in tracker_process.TRACKERS:
-        with pytest.raises(UserError, match=rf"tracking={name}: not installed; .*hvd-transformer\[{name}\]"):
+        with pytest.raises(UserError, match=rf"tracking={name}: needs {name}; .*hvd-transformer\[{name}\]"):
             Trackers([name])

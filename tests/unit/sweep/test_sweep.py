@@ -443,7 +443,7 @@ def test_optuna_is_optional(tmp_path: Path) -> None:
     (tmp_path / "sweep.yaml").write_text(PARAMETERS + "method: optuna\ntrials: 2\n")
     done = command("hvd-transformer", "sweep", "sweep.yaml", folder=tmp_path, hide=["optuna"])
     assert done.returncode == 2
-    assert "method=optuna: not installed; install it with: pip install 'hvd-transformer[sweep]'" in done.stderr
+    assert "method=optuna: needs optuna; install it with: pip install 'hvd-transformer[sweep]'" in done.stderr
 
 
 @pytest.mark.parametrize(
