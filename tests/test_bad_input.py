@@ -94,7 +94,7 @@ def write_folder(folder: Path, **texts: str | bytes) -> Path:
             ["data.batch_tokens=1000"],
             "data.batch_tokens=1000: not with task=language_model, only with task=translation or",
         ),
-        (["data.train=part1"], "data.train=part1: only if data.source is a folder; python-docs is no folder"),
+        (["data.train=part1"], "data.train=part1: only if data.source is a folder; python-docs is not a folder"),
         (["training.global_batch_size=0"], "training.global_batch_size=0 (command line): must be greater than or"),
         (["training.max_steps"], "not of the form KEY=VALUE"),
         (["hvd-train", "--preset", "tiny"], "hvd-train: leave it out; only its arguments belong here"),
@@ -207,7 +207,7 @@ def test_a_task_of_ones_own_without_a_valid_split(tmp_path):
         "        return False\n"
     )
     told = refused(tmp_path, *SMALL, "task=unchecked:Unchecked", "data.source=rows.csv", "training.best_metric=loss")
-    assert "task=unchecked:Unchecked: has no valid split, whose evaluations choose the best checkpoint" in told
+    assert "task=unchecked:Unchecked: has no valid split, which is needed to choose the best checkpoint" in told
 
 
 def test_a_configuration_file_names_its_line(tmp_path):
@@ -238,7 +238,7 @@ def test_a_text_shorter_than_a_window(tmp_path):
 def test_invalid_utf8(tmp_path):
     write_folder(tmp_path / "text", valid=TEXT.encode() + b"\xff" + TEXT.encode())
     line = refused(tmp_path, "data.source=text", *SMALL)
-    assert f"valid.txt: no valid UTF-8 at byte {len(TEXT)} " in line
+    assert f"valid.txt: not valid UTF-8 at byte {len(TEXT)} " in line
 
 
 def test_a_vocabulary_of_one(tmp_path):
@@ -367,7 +367,7 @@ def test_a_full_disk_while_saving(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
         assert "could not be written" in done.stdout
         assert "No space left on device" in done.stdout
-        assert "training goes on, the checkpoints before it stay" in done.stdout
+        assert "training continues, and earlier checkpoints are kept" in done.stdout
         state = json.loads((disk / "run/checkpoints/latest/state.json").read_text())
         assert state["position"]["step"] == 2
         assert sorted(path.name for path in (disk / "run/checkpoints").iterdir()) == ["latest", "step-00000002"]

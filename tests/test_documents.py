@@ -85,7 +85,7 @@ BROKEN = [
     ("{", "line 3: not valid JSON: "),
     ("7", "line 3: must be a JSON object with the column text"),
     ('{"body": "x"}', "line 3: has no column text (data.text_column); it has body"),
-    (r'{"text": "a \ud800 b"}', "line 3: text has half of a surrogate pair"),
+    (r'{"text": "a \ud800 b"}', "line 3: text contains an unpaired surrogate (invalid Unicode)"),
     ('{"text": ["x"]}', 'line 3: text must be a text, not ["x"]'),
 ]
 

@@ -55,7 +55,7 @@ def test_its_token_numbers_are_trained_on_and_kept(folder: Path, given: str) -> 
         (["data.tokenizer={}/none/tokenizer.json"], "none/tokenizer.json: cannot be read: No such file or directory"),
         (["data.tokenizer={}/none.model"], "none.model: cannot be read: No such file or directory"),
         (["data.tokenizer={}/text.tiktoken"], "text.tiktoken: line 1: must be a token in base64, a space and its rank"),
-        (["data.tokenizer={}/text.txt"], "text.txt: no valid tokenizer.json: "),
+        (["data.tokenizer={}/text.txt"], "text.txt: not a valid tokenizer.json: "),
         (["data.tokenizer={}/own", "data.vocab_size=100"], "own, whose vocabulary is fixed; leave it at none"),
         (["data.tokenizer={}/own", "data.tokenizer_sample_mb=1"], "own is not learned"),
         (["data.tokenizer={}/own", "model.vocab_size=50"], "model.vocab_size=50: must be at least 71, the tokens of"),

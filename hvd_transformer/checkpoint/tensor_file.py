@@ -118,7 +118,7 @@ class StoredTensor(NamedTuple):
 
 
 def read(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file by name. Raises `DamagedCheckpoint` if it is no valid safetensors file."""
+    """The tensors of a file by name. Raises `DamagedCheckpoint` if it is not a valid safetensors file."""
     with _reading(file):
         with safe_open(file, framework="pt"):  # checks everything in the header
             pass
@@ -149,4 +149,4 @@ def _reading(file: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, OSError, ValueError) as error:
-        raise DamagedCheckpoint(f"{file}: no valid safetensors file: {error}") from None
+        raise DamagedCheckpoint(f"{file}: not a valid safetensors file: {error}") from None

@@ -90,7 +90,7 @@ class Saver:
         self.unsaved = step
         self.warn(
             f"the checkpoint of step {step} could not be written to {self.store.folder}: {error}; "
-            "training goes on, the checkpoints before it stay"
+            "training continues, and earlier checkpoints are kept"
         )
 
 

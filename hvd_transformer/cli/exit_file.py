@@ -50,13 +50,13 @@ class ExitFile:
     ) -> None:
         if self._name is None:
             return
-        code, cause = _told(error)
+        code, cause = _code_and_cause(error)
         how = {"code": code, **_NOTHING, **self._how()}
         with suppress(OSError):  # a full disk: who started this process has its exit code
             write_text(Path(self._name), json.dumps(how | ({"cause": cause} if cause else {})) + "\n")
 
 
-def _told(error: BaseException | None) -> tuple[int, str]:
+def _code_and_cause(error: BaseException | None) -> tuple[int, str]:
     """The exit code that the error will give this process (`cli/main.py`), and the cause in words, if it has any."""
     if error is None:
         return 0, ""

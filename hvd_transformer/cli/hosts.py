@@ -106,7 +106,7 @@ _names = click.argument("names", nargs=-1, required=True, metavar="HOST...")
 @service_options.server
 @service_options.as_json
 def drain(names: tuple[str, ...], server: str | None, as_json: bool) -> None:
-    """Start no new jobs on these hosts; those that run go on."""
+    """Start no new jobs on these hosts; running jobs continue."""
     _change(names, "drain", "takes no new jobs", server, as_json)
 
 

@@ -194,7 +194,9 @@ def _check_data_keys(config: Config) -> None:
             )
     check_mixture(data)
     if data.document_mask and data.batching == "columns":
-        raise UserError("data.document_mask=true: not with data.batching=columns, whose rows go on; use windows")
+        raise UserError(
+            "data.document_mask=true: not with data.batching=columns, whose columns continue across steps; use windows"
+        )
     _check_tokenizer(config)
     sample, default = data.tokenizer_sample_mb, type(data).model_fields["tokenizer_sample_mb"].default
     if sample != default and data.tokenizer != "bpe" and config.task in _BUILT_IN:

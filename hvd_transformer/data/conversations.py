@@ -64,5 +64,5 @@ def _checked(messages: Any, column: str) -> str:
             raise ValueError(f"message {number}: unknown role {message['role']!r}; the roles are {', '.join(ROLES)}")
     text = json.dumps(messages, ensure_ascii=False)
     if not is_text(text):
-        raise ValueError(f"{column} has half of a surrogate pair")
+        raise ValueError(f"{column} contains an unpaired surrogate (invalid Unicode)")
     return text

@@ -201,7 +201,7 @@ def _read_sentencepiece(path: Path, given: str) -> tuple[Any, Any]:
         processor.LoadFromSerializedProto(content)
         return proto, processor
     except Exception:  # both libraries have types of their own
-        raise UserError(f"{given}: no SentencePiece model") from None
+        raise UserError(f"{given}: not a SentencePiece model") from None
 
 
 _PROBES = (

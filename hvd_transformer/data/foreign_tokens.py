@@ -123,7 +123,9 @@ class _File:
         if not size:
             raise UserError(f"{path}: the file is empty; it must hold tokens")
         if rest:
-            raise UserError(f"{path}: {size} bytes are no tokens of {np.dtype(self.dtype).itemsize} bytes each")
+            raise UserError(
+                f"{path}: its size, {size} bytes, is not a multiple of {np.dtype(self.dtype).itemsize} bytes per token"
+            )
 
     @property
     def has_index(self) -> bool:

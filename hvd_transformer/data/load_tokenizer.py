@@ -32,7 +32,7 @@ def load_tokenizer(folder: Path, prefix: str = "") -> Tokenizer:
             # A tokenizer.json of the library tokenizers does not say its kind.
             return tokenizer_from_json(json.loads(text).get("kind", BPETokenizer.kind), text)
         except Exception as error:  # tokenizers raises Exception itself
-            raise UserError(f"{path}: no valid tokenizer: {error}") from None
+            raise UserError(f"{path}: not a valid tokenizer: {error}") from None
     raise UserError(f"{folder}: no tokenizer; it must hold {BPETokenizer.file_name} or {VocabularyTokenizer.file_name}")
 
 

@@ -96,8 +96,8 @@ def _opened(path: Path, column: str) -> Iterator[Any]:
                 raise UserError(f"{path}: {column} (data.text_column) must be a column of strings, not {kind}")
             yield file
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: no valid UTF-8 in {column}: {error.reason}") from None
+        raise UserError(f"{path}: {column} is not valid UTF-8: {error.reason}") from None
     except (ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno:  # of the file system
             raise
-        raise UserError(f"{path}: no valid Parquet file: {(str(error).splitlines() or [''])[0]}") from None
+        raise UserError(f"{path}: not a valid Parquet file: {(str(error).splitlines() or [''])[0]}") from None

@@ -42,7 +42,7 @@ class PretrainedTokenizer(Tokenizer):
         try:
             return cls(_texts(folder))
         except Exception as error:  # tokenizers raises Exception itself
-            raise UserError(f"{folder / CONFIG}: no valid tokenizer beside it: {error}") from None
+            raise UserError(f"{folder / CONFIG}: the tokenizer beside it is invalid: {error}") from None
 
     @classmethod
     def read(cls, folder: Path, given: str | None = None) -> "PretrainedTokenizer":
@@ -80,7 +80,7 @@ class PretrainedTokenizer(Tokenizer):
             raise UserError(f"{given}: cannot be read: {error.strerror}") from None
         except Exception as error:  # tokenizers raises Exception itself
             said = str(error).splitlines() or [type(error).__name__]
-            raise UserError(f"{given}: no valid tokenizer.json: {said[0]}") from None
+            raise UserError(f"{given}: not a valid tokenizer.json: {said[0]}") from None
 
     @cached_property
     def vocab_size(self) -> int:

@@ -179,7 +179,7 @@ def _unpack(archive: Path, folder: Path) -> None:
                 raise DownloadError(f"{damaged} is damaged in the archive")
             content.extractall(folder)
     except zipfile.BadZipFile:
-        raise DownloadError("the download is no zip archive") from None
+        raise DownloadError("the download is not a zip archive") from None
 
 
 def _take(data_set: Published, attempt: Path, folder: Path) -> None:

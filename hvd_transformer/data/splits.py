@@ -63,7 +63,7 @@ def chosen_split(wanted: str | None, present: Collection[str], origin: str) -> s
     if wanted is not None and wanted not in own:
         raise UserError(f"{origin}: no {wanted} split; there is {' and '.join(own) or 'none to evaluate'}")
     if wanted is None and own in ([], ["train"]):
-        raise UserError(f"{origin}: no valid and no test split")
+        raise UserError(f"{origin}: has neither a valid nor a test split")
     return wanted or own[-1]
 
 

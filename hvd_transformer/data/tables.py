@@ -90,7 +90,7 @@ def _json_lines(path: Path, text: str, label: str) -> Iterator[RawExample]:
         found = {text: values[text], label: str(values[label])}
         for column, value in found.items():
             if not is_text(value):
-                raise UserError(f"{place}: {column} has half of a surrogate pair")
+                raise UserError(f"{place}: {column} contains an unpaired surrogate (invalid Unicode)")
         yield RawExample((found[text],), found[label], place)
 
 
@@ -104,7 +104,7 @@ def json_objects(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str, 
         try:
             values = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{place}: no valid JSON: {error}") from None
+            raise UserError(f"{place}: not valid JSON: {error}") from None
         if not isinstance(values, dict):
             shape = ", ".join(f'"{name}": …' for name in columns.values())
             raise UserError(f"{place}: must be an object, such as {{{shape}}}")

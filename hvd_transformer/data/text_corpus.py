@@ -57,7 +57,7 @@ def open_corpus(config: DataConfig, context: PrepareContext = ALONE) -> Corpus |
     """
     source = config.source
     if source in SOURCES:
-        check_no_names(config, f"{source} is no folder")
+        check_no_names(config, f"{source} is not a folder")
     if source == "python-docs":
         _refuse_column(config, source)
         return _open_python_docs(Path(config.cache_dir).expanduser().absolute(), context)
@@ -86,7 +86,7 @@ def open_corpus(config: DataConfig, context: PrepareContext = ALONE) -> Corpus |
     except OSError as error:
         raise UserError(f"{error.filename or path}: cannot be read: {error.strerror}") from None
     except (NotImplementedError, ValueError) as error:  # of a pattern
-        raise UserError(f"data.source={source}: no possible pattern, or names of splits: {error}") from None
+        raise UserError(f"data.source={source}: invalid file pattern or split names: {error}") from None
     raise unknown_source(source, SOURCES)
 
 

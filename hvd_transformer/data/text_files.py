@@ -59,7 +59,7 @@ class Piece:
             return self.data.decode("utf-8")
         except UnicodeDecodeError as error:
             raise UserError(
-                f"{self.path}: no valid UTF-8 at byte {self.start + error.start} "
+                f"{self.path}: not valid UTF-8 at byte {self.start + error.start} "
                 f"({error.reason}); data must be UTF-8 text"
             ) from None
 
@@ -85,7 +85,7 @@ def _document(line: bytes, column: str) -> str:
     try:
         found = json.loads(line)
     except UnicodeDecodeError as error:
-        raise ValueError(f"no valid UTF-8: {error.reason}") from None
+        raise ValueError(f"not valid UTF-8: {error.reason}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not valid JSON: {error}") from None
     if not isinstance(found, dict):
@@ -95,7 +95,7 @@ def _document(line: bytes, column: str) -> str:
     if not isinstance(text := found[column], str):
         raise ValueError(f"{column} must be a text, not {json.dumps(text)[:40]}")
     if not is_text(text):
-        raise ValueError(f"{column} has half of a surrogate pair")
+        raise ValueError(f"{column} contains an unpaired surrogate (invalid Unicode)")
     return text
 
 
@@ -210,7 +210,7 @@ def read_lines(path: Path | None) -> Iterator[str]:
             for number, line in enumerate(file, start=1):
                 yield line.rstrip(b"\r\n").decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"{name}, line {number}: no valid UTF-8: {error.reason}") from None
+        raise UserError(f"{name}, line {number}: not valid UTF-8: {error.reason}") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{name}, after line {number}: damaged: {error}") from None
     except OSError as error:

@@ -95,7 +95,7 @@ def load_trained(path: Path, task: str, device: str = "cpu") -> Trained:
         model = pretrained.load_language_model(folder).to(device)
     for name, weight in model.named_parameters():
         if not weight.sum(dtype=torch.float32).isfinite():
-            raise UserError(f"{path}: {name} has values that are no numbers: the training has diverged")
+            raise UserError(f"{path}: {name} contains NaN or infinity: the training has diverged")
     lengths = facts["longest"], facts.get("target_length")
     return Trained(config, translation, tokenizers, labels, *lengths, model.eval())
 

@@ -54,8 +54,8 @@ def _ancestors() -> Iterator[Path]:
             yield process
 
 
-class Silent:
-    """Show nothing: for every rank except 0. Also the interface of the others."""
+class ProgressDisplay:
+    """Where a run shows its progress. This base class shows nothing."""
 
     def start(self, total_steps: int, first_step: int) -> None:
         """Begin. `first_step`: steps already completed; 0, or those of the checkpoint."""
@@ -98,7 +98,11 @@ class _State:
         return duration(max(0.0, left))
 
 
-class Progress(Silent):
+class Silent(ProgressDisplay):
+    """For every rank except 0."""
+
+
+class Progress(ProgressDisplay):
     """A progress bar on a terminal; elsewhere a line at the first step, the last one, and every five seconds between.
 
     A closed screen, or a full disk behind it, does not end the training.

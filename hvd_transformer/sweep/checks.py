@@ -21,7 +21,7 @@ def check_trial(sweep: Sweep, values: dict[str, Any], file: Path) -> None:
     config = load(sweep.preset, base, sweep.settings_of(values, sweep.rungs[0]), origin=str(file))
     resume, schedule, tensor = config.checkpoint.resume, config.optimizer.schedule, config.parallel.tensor
     if resume != "auto":
-        raise UserError(f"{file}: checkpoint.resume={resume}: trials need auto, to go on where they were interrupted")
+        raise UserError(f"{file}: checkpoint.resume={resume}: trials need auto, to resume where they were interrupted")
     if sweep.halving is not None and schedule not in _FOR_HALVING:
         raise UserError(
             f"{file}: halving: not with optimizer.schedule={schedule}, whose rate depends on training.max_steps, which "

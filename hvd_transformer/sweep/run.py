@@ -36,7 +36,7 @@ class TrialStopped(Exception):
     """A trial was ended from outside, which is no result. `code`: the exit code of the sweep."""
 
     def __init__(self, trial: Trial, code: int) -> None:
-        super().__init__(f"{trial.name} was stopped (exit code {code}); the same command goes on")
+        super().__init__(f"{trial.name} was stopped (exit code {code}); run the same command to resume")
         self.code = code if code == STALLED else 1
 
 

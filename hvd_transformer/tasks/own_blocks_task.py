@@ -34,7 +34,7 @@ class OwnBlocks(DecoderTask):
         if lacking := sorted(theirs - set(stored.names)):
             raise UserError(f"{origin(folder)}: lacks {lacking[0]}, a weight of its model")
         if more:
-            raise UserError(f"{origin(folder)}: has {more[0]}, which is no weight of its model")
+            raise UserError(f"{origin(folder)}: has {more[0]}, which is not a weight of its model")
         with torch.device("meta"):
             shapes = {name: weight.shape for name, weight in LanguageModel(self.rows, config).named_parameters()}
         for name, pieces in names.items():

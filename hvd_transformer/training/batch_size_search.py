@@ -27,11 +27,11 @@ from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.planning.batch_size_fit import fits_by_plan, largest_that_fits
 from hvd_transformer.planning.memory_plan import vocabulary
 from hvd_transformer.planning.memory_savings import with_value
-from hvd_transformer.reporting.progress import Silent
+from hvd_transformer.reporting.progress import ProgressDisplay
 from hvd_transformer.tasks.registry import task_class
 from hvd_transformer.tasks.task import Data, Task, largest_vocabulary
 from hvd_transformer.training.job_setup import make_task
-from hvd_transformer.training.out_of_memory import is_out_of_memory, memory_errors_told
+from hvd_transformer.training.out_of_memory import explain_out_of_memory, is_out_of_memory
 from hvd_transformer.training.state import TrainState
 from hvd_transformer.training.trainer import Trainer
 
@@ -53,7 +53,7 @@ def settle_batch_size(
     data: Data,
     kept: Found | None,
     of_epoch: int | None,
-    progress: Silent,
+    progress: ProgressDisplay,
     heartbeat: Heartbeat,
 ) -> tuple[Config, Found | None]:
     """The configuration with a number for `training.batch_size`, and what to keep of it. Collective.
@@ -108,7 +108,7 @@ def _fits(config: Config, world: World, mesh: ParallelMesh, task: Task, heartbea
     if not _can_try(config, mesh):
         yield agree(world, lambda: by_plan(config, world, mesh, task))
         return
-    with memory_errors_told(config, mesh, task, world, heartbeat):
+    with explain_out_of_memory(config, mesh, task, world, heartbeat):
         trainer = Trainer(config, world, mesh, task, TrainState(), draw=False)
     try:
         yield by_trial(trainer)

@@ -21,7 +21,7 @@ from hvd_transformer.monitoring.watchdog import Watchdog
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.planning.partition import check_partition
 from hvd_transformer.plugin import CODE
-from hvd_transformer.reporting.progress import Silent
+from hvd_transformer.reporting.progress import ProgressDisplay
 from hvd_transformer.tasks.task import Data, EvaluationSpec, Task
 from hvd_transformer.training.determinism import choose_kernels
 from hvd_transformer.training.job_setup import (
@@ -32,7 +32,7 @@ from hvd_transformer.training.job_setup import (
     make_task,
     prepare_data,
 )
-from hvd_transformer.training.out_of_memory import memory_errors_told
+from hvd_transformer.training.out_of_memory import explain_out_of_memory
 from hvd_transformer.training.process import StopRequest, keep_freed_memory
 from hvd_transformer.training.state import TrainState
 from hvd_transformer.training.trainer import Trainer
@@ -117,7 +117,9 @@ def _pretrained(values: Mapping[str, Any], folder: Path) -> str | None:
     return None if ModelConfig(**model).in_own_blocks else str(folder)
 
 
-def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchdog, progress: Silent) -> Result:
+def evaluate(
+    request: Request, world: World, stop: StopRequest, watchdog: Watchdog, progress: ProgressDisplay
+) -> Result:
     """Evaluate one split; the same result on all ranks. Collective.
 
     Raises `UserError` on all ranks if the input is wrong, `Stopped` if a signal arrives while data is prepared.
@@ -145,7 +147,7 @@ def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchd
     split = agree(world, lambda: _split(task, request.split, config))
     if path is None:
         agree(world, lambda: _check_unchanged(data, split, saved.state, config))
-    with memory_errors_told(config, mesh, task, world, heartbeat):
+    with explain_out_of_memory(config, mesh, task, world, heartbeat):
         trainer = Trainer(config, world, mesh, task, TrainState(), draw=False)
         heartbeat.timeline = trainer.engine.timeline
         if "frozen_checksum" in saved.state:  # of a checkpoint
@@ -165,7 +167,7 @@ def evaluate(request: Request, world: World, stop: StopRequest, watchdog: Watchd
     return Result(saved.folder, split, source, found.metrics, count, task.unit, left_out, notes, most)
 
 
-def _choose_code(task: str, request: Request, kept: Path | None, progress: Silent) -> None:
+def _choose_code(task: str, request: Request, kept: Path | None, progress: ProgressDisplay) -> None:
     """Choose the code that the task will be imported from."""
     if request.kept_code:
         os.environ[CODE] = str(kept)  # as the service does, for worker processes too

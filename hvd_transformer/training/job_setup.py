@@ -20,7 +20,7 @@ from hvd_transformer.parallel.deferred_init import deferred_init
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.parallel.precision import weight_dtype
 from hvd_transformer.parallel.tensor_parallel import Shapes, load_pieces, shard_model
-from hvd_transformer.reporting.progress import Silent
+from hvd_transformer.reporting.progress import ProgressDisplay
 from hvd_transformer.tasks.registry import task_class
 from hvd_transformer.tasks.task import Data, EvaluationSpec, PrepareContext, Task
 from hvd_transformer.training.compiled_blocks import compile_blocks, why_no_blocks
@@ -43,7 +43,7 @@ def check_same_configuration(config: Config, world: World) -> None:
 def prepare_data(
     config: Config,
     world: World,
-    progress: Silent,
+    progress: ProgressDisplay,
     stop: StopRequest,
     heartbeat: Heartbeat,
     wanted: EvaluationSpec | None = None,

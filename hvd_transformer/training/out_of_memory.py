@@ -49,10 +49,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def memory_errors_told(
+def explain_out_of_memory(
     config: Config, mesh: ParallelMesh, task: Task, world: World, heartbeat: Heartbeat
 ) -> Iterator[None]:
-    """Raises `OutOfMemory` where memory runs out inside."""
+    """Turn an error for lack of memory into `OutOfMemory`, which says what needs it and what helps."""
     try:
         yield
     except Exception as error:

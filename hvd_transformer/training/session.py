@@ -21,7 +21,7 @@ from hvd_transformer.errors import UserError
 from hvd_transformer.monitoring.heartbeat import Heartbeat
 from hvd_transformer.monitoring.stall_report import Stragglers
 from hvd_transformer.reporting.metrics_log import MetricsLog
-from hvd_transformer.reporting.progress import Silent
+from hvd_transformer.reporting.progress import ProgressDisplay
 from hvd_transformer.reporting.samples_log import SamplesLog
 from hvd_transformer.reporting.trackers.processes import Trackers
 from hvd_transformer.tasks.metrics import chosen, is_better, perplexity, show_metrics
@@ -45,7 +45,7 @@ class Session:
         self,
         trainer: Trainer,
         run: RunDirectory,
-        progress: Silent,
+        progress: ProgressDisplay,
         data_digest: str,
         heartbeat: Heartbeat,
         trackers: Trackers,

@@ -52,10 +52,10 @@ class TrainState:
 
     @classmethod
     def load(cls, state: dict[str, Any]) -> "TrainState":
-        position = cls(**state)
-        if position.remaining is not None:
-            position.remaining = [(start, stop) for start, stop in position.remaining]
-        return position
+        loaded = cls(**state)
+        if loaded.remaining is not None:
+            loaded.remaining = [(start, stop) for start, stop in loaded.remaining]
+        return loaded
 
 
 class Wishes(NamedTuple):

@@ -21,7 +21,7 @@ from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.parallel.replica_check import broadcast_parameters
 from hvd_transformer.planning.device_peak import find_peak
 from hvd_transformer.planning.partition import check_partition
-from hvd_transformer.reporting.progress import Progress, Silent, screen
+from hvd_transformer.reporting.progress import Progress, ProgressDisplay, Silent, screen
 from hvd_transformer.reporting.trackers.processes import Trackers
 from hvd_transformer.tasks.metrics import show_metrics
 from hvd_transformer.tasks.task import Data, Task
@@ -35,7 +35,7 @@ from hvd_transformer.training.job_setup import (
     prepare_data,
 )
 from hvd_transformer.training.lr_schedule import scaling_warning
-from hvd_transformer.training.out_of_memory import memory_errors_told
+from hvd_transformer.training.out_of_memory import explain_out_of_memory
 from hvd_transformer.training.process import StopRequest, keep_freed_memory, only_new_garbage
 from hvd_transformer.training.run_directory import RunDirectory, epoch_batch_size
 from hvd_transformer.training.run_environment import environment_lines, run_environment, slow_precision
@@ -100,7 +100,7 @@ def _train(
     data: Data,
     trainer: Trainer,
     checkpoint: Path | None,
-    progress: Silent,
+    progress: ProgressDisplay,
     stop: StopRequest,
     watchdog: Watchdog,
     trackers: Trackers,
@@ -114,8 +114,6 @@ def _train(
 
     state = trainer.state
     progress.message(_headline(config, world, trainer))
-    if mesh.warning is not None and world.rank == 0:
-        log.warning(mesh.warning)
     across_hosts, scaling = mesh.across_hosts(config, world), scaling_warning(config.optimizer, trainer.lr_replicas)
     limited = limited_evaluation(config)
     environment, peak = run_environment(world, mesh), None
@@ -123,8 +121,7 @@ def _train(
     for warning in (mesh.warning, across_hosts, scaling, slow, limited):
         if warning is not None:
             progress.message(f"warning: {warning}")
-    if limited is not None:
-        log.info(limited)
+            log.warning(warning)
     if checkpoint is not None:
         progress.message(f"resuming from {checkpoint} after step {state.step} of {trainer.total_steps}")
     if world.rank == 0:
@@ -134,8 +131,8 @@ def _train(
     if world.broadcast_object(peak is not None):
         trainer.task.count_flops()
     session = Session(trainer, directory, progress, data.digest, heartbeat, trackers, environment, peak and peak.rate)
-    told = partial(memory_errors_told, config, mesh, trainer.task, world, heartbeat)
-    with only_new_garbage(), told():
+    explained = partial(explain_out_of_memory, config, mesh, trainer.task, world, heartbeat)
+    with only_new_garbage(), explained():
         status = session.train(stop)
     if status == "stopped":  # said first: a launcher may not wait for what follows
         saved = (
@@ -149,7 +146,7 @@ def _train(
         )
     heartbeat.enter_phase("end")
     trainer.engine.check_replicas("at the end")
-    with told():
+    with explained():
         summary = session.finish(status)
     trainer.close()
     if status == "finished":
@@ -164,7 +161,7 @@ def _assemble(
     mesh: ParallelMesh,
     data: Data,
     checkpoint: Path | None,
-    progress: Silent,
+    progress: ProgressDisplay,
     heartbeat: Heartbeat,
 ) -> Trainer:
     """A trainer with initial or restored weights: what wrong input can make fail when the data are there."""
@@ -172,7 +169,7 @@ def _assemble(
     state = TrainState() if saved is None else TrainState.load(saved["position"])
     state.choose_best_by(config.training.best_metric)
     task = agree(world, lambda: _make_task(config, data, mesh))
-    with memory_errors_told(config, mesh, task, world, heartbeat):
+    with explain_out_of_memory(config, mesh, task, world, heartbeat):
         trainer = Trainer(config, world, mesh, task, state, draw=saved is None)
         if saved is None:
             broadcast_parameters(trainer.engine.buffers, mesh.dp_group)
@@ -207,7 +204,7 @@ def _log_to(file: Path) -> None:
 def _make_task(config: Config, data: Data, mesh: ParallelMesh) -> Task:
     task = make_task(config, data, mesh)
     if not task.has_split("valid"):
-        raise UserError(f"task={config.task}: has no valid split, whose evaluations choose the best checkpoint")
+        raise UserError(f"task={config.task}: has no valid split, which is needed to choose the best checkpoint")
     best, names = config.training.best_metric, task.metric_names
     if best.removeprefix("-") not in names:
         raise UserError(f"training.best_metric={best}: no such metric of this task; it has {', '.join(names)}")

@@ -49,5 +49,5 @@ def test_an_error_of_a_rank_ends_all_with_code_2(corpus):
     words = (f"data.source={corpus}", "data.tokenizer=basic_english", f"data.cache_dir={corpus / 'cache'}")
     result = prepare(*words, ranks=3)
     assert result.returncode == 2
-    assert result.stderr.count(f"train.txt: no valid UTF-8 at byte {size} ") == 1
+    assert result.stderr.count(f"train.txt: not valid UTF-8 at byte {size} ") == 1
     assert "Traceback" not in result.stderr

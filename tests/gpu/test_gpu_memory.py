@@ -11,7 +11,7 @@ from hvd_transformer.comm.world import World
 from hvd_transformer.config import Config
 from hvd_transformer.monitoring.heartbeat import Heartbeat
 from hvd_transformer.training.batch_size_search import by_trial, longest_micro_batches, search
-from hvd_transformer.training.out_of_memory import OutOfMemory, memory_errors_told
+from hvd_transformer.training.out_of_memory import OutOfMemory, explain_out_of_memory
 from hvd_transformer.training.state import TrainState
 from hvd_transformer.training.trainer import Trainer
 
@@ -58,7 +58,7 @@ def test_the_line_names_device_plan_and_keys(little_memory: int) -> None:
     heartbeat.phase = "step"
     with (
         pytest.raises(OutOfMemory, match=r"out of memory in step 1.*cuda:0 has .* GiB.*weights .*=") as caught,
-        memory_errors_told(made.config, made.mesh, made.task, World(), heartbeat),
+        explain_out_of_memory(made.config, made.mesh, made.task, World(), heartbeat),
     ):
         batches = longest_micro_batches(made.config, made.task, 2**14)
         made.engine.pipeline.forward_backward([batches], 1.0, lambda loss: None)

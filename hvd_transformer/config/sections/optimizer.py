@@ -35,7 +35,7 @@ class OptimizerConfig(Section):
     ema: OptionalDecay = fixed(
         None,
         "decay of an exponential moving average of the weights, such as 0.999, which is evaluated and saved for use "
-        "while training goes on with the raw weights; none: no average",
+        "while training continues with the raw weights; none: no average",
     )
     schedule: Literal["constant", "step", "cosine", "linear", "wsd", "noam"] = fixed(
         "cosine",

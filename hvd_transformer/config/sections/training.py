@@ -76,7 +76,7 @@ class TrainingConfig(Section):
     compile: bool = changeable(
         False,
         "compile fused kernels: on a CPU for training in fp32, with its C++ compiler; on a GPU whole blocks, with "
-        "torch.compile. Where that cannot be, one line says why, and training goes on without",
+        "torch.compile. Where that cannot be, one line says why, and training continues without",
     )
     deterministic: bool = changeable(
         False, "deterministic kernels on a GPU, which are slower: runs repeat bit for bit, as they always do on a CPU"

@@ -96,5 +96,5 @@ def test_ranges_are_joined_until_they_are_long_enough() -> None:
 
 def test_what_is_no_such_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"something else")
-    with pytest.raises(DamagedCheckpoint, match=f"{tmp_path / 'file'}: no valid safetensors file"):
+    with pytest.raises(DamagedCheckpoint, match=f"{tmp_path / 'file'}: not a valid safetensors file"):
         tensor_file.read(tmp_path / "file")

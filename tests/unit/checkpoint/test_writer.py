@@ -80,7 +80,7 @@ def test_a_full_disk_is_told_and_training_goes_on(tmp_path: Path) -> None:
         saver.wait()
     (warning,) = warnings
     assert warning.startswith(f"the checkpoint of step 2 could not be written to {tmp_path}: ")
-    assert "training goes on" in warning and "\n" not in warning
+    assert "training continues" in warning and "\n" not in warning
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     # There is room again.
     save(saver, snapshot(3, count=100_000))

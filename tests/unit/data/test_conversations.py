@@ -14,7 +14,7 @@ from hvd_transformer.errors import UserError
 FILES = ConversationFiles(load(overrides=["data.messages_column=chat"]).data)
 USER = {"role": "user", "content": "a"}
 BROKEN = [
-    ('{"chat": [', "no valid JSON: "),
+    ('{"chat": [', "not valid JSON: "),
     ("7", 'must be an object, such as {"chat": …}'),
     ('{"text": "x"}', "has no such column; it has text"),
     ('{"chat": "x"}', "chat must be a list of messages, each with role and content"),
@@ -24,7 +24,7 @@ BROKEN = [
     (json.dumps({"chat": [USER, {"role": "assistant"}]}), "message 2: has no content"),
     (json.dumps({"chat": [{"role": "user", "content": ["a"]}]}), "message 1: content must be a text"),
     (json.dumps({"chat": [{"role": "bot", "content": "a"}]}), "message 1: unknown role 'bot'; the roles are system, "),
-    (r'{"chat": [{"role": "user", "content": "\ud800"}]}', "chat has half of a surrogate pair"),
+    (r'{"chat": [{"role": "user", "content": "\ud800"}]}', "chat contains an unpaired surrogate (invalid Unicode)"),
 ]
 
 

@@ -132,8 +132,8 @@ def test_a_sentencepiece_model_has_the_numbers_of_sentencepiece(kind: str, name:
         ("a.tiktoken", b"IQ== 0\nIg= 1\n", "line 2: must be a token in base64, a space and its rank"),
         ("a.tiktoken", b"IQ== 0\nIg== one\n", "line 2: must be a token in base64, a space and its rank"),
         ("a.tiktoken", b"IQ== 0\n", "has no token for the byte 0x00; a .tiktoken file has one for each byte"),
-        ("a.model", b"no protocol buffer", "no SentencePiece model"),
-        ("a.model", b"", "no SentencePiece model"),
+        ("a.model", b"no protocol buffer", "not a SentencePiece model"),
+        ("a.model", b"", "not a SentencePiece model"),
     ],
 )
 def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:

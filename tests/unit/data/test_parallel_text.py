@@ -132,7 +132,7 @@ def test_what_is_wrong_with_the_files(tmp_path: Path) -> None:
     message = f"{tmp_path}/val.de has 1 lines, {tmp_path}/val.en has 2; parallel files must have equally many"
     assert refused(tmp_path) == message
     (tmp_path / "val.en").write_bytes(b"\xff\n")
-    assert refused(tmp_path).startswith(f"{tmp_path}/val.en, line 1: no valid UTF-8: ")
+    assert refused(tmp_path).startswith(f"{tmp_path}/val.en, line 1: not valid UTF-8: ")
     (tmp_path / "val.de").unlink()
     (tmp_path / "val.en").unlink()
     side_by_side(tmp_path, "val", ".gz")

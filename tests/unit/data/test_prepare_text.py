@@ -334,7 +334,7 @@ def make_bad(kind: str, folder: Path) -> tuple[list[str], str]:
         return words, "test.txt: the test split has no token"
     if kind == "invalid utf-8":
         (folder / "valid.txt").write_bytes("é words\n".encode() + b"caf\xe9 au lait\n")
-        return words, "valid.txt: no valid UTF-8 at byte 12 "
+        return words, "valid.txt: not valid UTF-8 at byte 12 "
     if kind == "vocabulary of one":
         return [*words, "data.min_frequency=2"], "data.min_frequency=2: leaves a vocabulary of nothing but <unk>"
     assert kind == "cache is a file"
@@ -364,5 +364,5 @@ def test_invalid_utf8_in_any_tokenizer(tmp_path, kind):
         (tmp_path / f"{split}.txt").write_bytes(b"some words\n" * 900)
     (tmp_path / "train.txt").write_bytes(b"some words\n" * 900 + b"\xc3(")
     config = DataConfig(source=str(tmp_path), tokenizer=kind, cache_dir=str(tmp_path / "cache"))
-    with pytest.raises(UserError, match="train.txt: no valid UTF-8 at byte 9900 "):
+    with pytest.raises(UserError, match="train.txt: not valid UTF-8 at byte 9900 "):
         prepare(config)

@@ -278,7 +278,7 @@ def test_nothing_is_left_where_nothing_was_done(tmp_path: Path) -> None:
     fail(folder / "train-00000-of-00005.jsonl", 0, cache, tokenizer)
     text = tmp_path / "text.txt"
     text.write_bytes("".join(DOCUMENTS).encode() + b"\xff")
-    with pytest.raises(UserError, match=rf"^{text}: no valid UTF-8 at byte"):
+    with pytest.raises(UserError, match=rf"^{text}: not valid UTF-8 at byte"):
         prepare_own(text, cache, tokenizer)
     assert {path.suffix for path in (cache / "prepared").iterdir()} == {".lock"}
 

@@ -82,8 +82,8 @@ def test_broken_rows_are_told_with_their_line(tmp_path: Path, text: str, message
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (r'{"text": "a \ud83d b", "label": 1}', "text has half of a surrogate pair"),
-        (r'{"text": "a", "label": "\udc00"}', "label has half of a surrogate pair"),
+        (r'{"text": "a \ud83d b", "label": 1}', "text contains an unpaired surrogate (invalid Unicode)"),
+        (r'{"text": "a", "label": "\udc00"}', "label contains an unpaired surrogate (invalid Unicode)"),
         ('{"text": "a", "label": null}', "label must be a string or a number, and not empty"),
         ('{"text": "a", "label": [1]}', "label must be a string or a number, and not empty"),
         ('{"text": "a", "label": ""}', "label must be a string or a number, and not empty"),
@@ -113,7 +113,7 @@ def test_what_is_missing_is_told_with_what_there_is(tmp_path: Path) -> None:
     lines.write_text('{"text": "a", "label": 1}\n{"text": "a"}\n')
     assert refused(lines) == f"data.label_column=label: {lines}, line 2 has no such column; it has text"
     lines.write_text('{"text": "a", "label": 1}\n{oops\n')
-    assert refused(lines).startswith(f"{lines}, line 2: no valid JSON: ")
+    assert refused(lines).startswith(f"{lines}, line 2: not valid JSON: ")
     lines.write_text('{"text": 5, "label": 1}\n')
     assert refused(lines) == f"{lines}, line 1: text must be a string"
     other = tmp_path / "x.xlsx"

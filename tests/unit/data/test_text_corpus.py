@@ -100,7 +100,9 @@ def test_named_splits_need_a_folder(tmp_path):
     with pytest.raises(UserError, match=r"^data.valid=x: only if data.source is a folder; .*text.txt is one file"):
         open_corpus(DataConfig(source=str(tmp_path / "text.txt"), valid="x"))
     for source in ("python-docs", "wikitext2"):
-        with pytest.raises(UserError, match=f"^data.train=x: only if data.source is a folder; {source} is no folder"):
+        with pytest.raises(
+            UserError, match=f"^data.train=x: only if data.source is a folder; {source} is not a folder"
+        ):
             open_corpus(DataConfig(source=source, train="x", cache_dir=str(tmp_path)))
 
 

@@ -60,7 +60,7 @@ def test_lines_of_standard_input_are_those_of_a_file(tmp_path, monkeypatch):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
         assert list(read_lines(None)) == list(read_lines(path))
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\n\xff\n")))
-    with pytest.raises(UserError, match="^standard input, line 2: no valid UTF-8: invalid start byte$"):
+    with pytest.raises(UserError, match="^standard input, line 2: not valid UTF-8: invalid start byte$"):
         list(read_lines(None))
 
 
@@ -82,7 +82,7 @@ def test_invalid_utf8_is_named_by_file_and_offset(tmp_path_factory, before, wron
     data = before.encode() + wrong + after.encode()
     with pytest.raises(UnicodeDecodeError) as expected:
         data.decode()
-    with pytest.raises(UserError, match=rf"^{path}: no valid UTF-8 at byte {expected.value.start} "):
+    with pytest.raises(UserError, match=rf"^{path}: not valid UTF-8 at byte {expected.value.start} "):
         for piece in pieces(path, data, size):
             piece.text()
 

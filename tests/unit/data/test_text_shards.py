@@ -99,8 +99,8 @@ def test_names_that_are_not_utf_8(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"valid": "/somewhere/valid.txt"}, "no possible pattern, or names of splits: Non-relative patterns"),
-        ({"source": "{}/**.txt"}, "no possible pattern, or names of splits: Invalid pattern"),
+        ({"valid": "/somewhere/valid.txt"}, "invalid file pattern or split names: Non-relative patterns"),
+        ({"source": "{}/**.txt"}, "invalid file pattern or split names: Invalid pattern"),
     ],
 )
 def test_impossible_names(words: dict[str, str], message: str, tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ GOOD = b'{"text": "a cat"}\n'
 BAD = [
     ("x.parquet", table_bytes(TABLE.drop(["text"])), "has no column text (data.text_column); it has id, url"),
     ("x.parquet", table_bytes(TABLE), "text (data.text_column) must be a column of strings, not list<"),
-    ("x.parquet", table_bytes(TABLE)[:-9], "no valid Parquet file: "),
+    ("x.parquet", table_bytes(TABLE)[:-9], "not a valid Parquet file: "),
     ("x.parquet", table_bytes(pyarrow.table({"text": ["a", "b", None]})), "row 2: text must be a text, not null"),
     ("x.jsonl.gz", gzip.compress(GOOD * 9)[:-5], "damaged: Compressed file ended before"),
     ("x.jsonl.gz", GOOD, "damaged: Not a gzipped file"),
@@ -169,7 +169,7 @@ BAD = [
     ("x.jsonl.zst", GOOD, "damaged: "),
     ("x.jsonl.gz", gzip.compress(GOOD * 2 + b"{\n" + GOOD), ", line 3: not valid JSON: "),
     ("x.jsonl.zst", compressed(GOOD + b'{"body": "a"}\n' + GOOD, ".zst"), ", line 2: has no column text"),
-    ("x.txt.gz", gzip.compress(b"caf\xe9"), "no valid UTF-8 at byte 3"),
+    ("x.txt.gz", gzip.compress(b"caf\xe9"), "not valid UTF-8 at byte 3"),
 ]
 
 

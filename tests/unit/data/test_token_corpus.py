@@ -191,7 +191,7 @@ def test_bad_files(tokenizer: Path, tmp_path: Path) -> None:
     assert told(header).endswith("this one begins with a header")
     odd = tmp_path / "odd.bin"
     odd.write_bytes(b"123")
-    assert told(odd) == f"{odd}: 3 bytes are no tokens of 2 bytes each"
+    assert told(odd) == f"{odd}: its size, 3 bytes, is not a multiple of 2 bytes per token"
     prefix = write_megatron(tmp_path / "cut", good)
     index = prefix.with_suffix(".idx")
     data = index.read_bytes()

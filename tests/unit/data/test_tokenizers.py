@@ -178,7 +178,7 @@ def test_saved_and_loaded(tmp_path, bpe, kind):
 )
 def test_damaged_tokenizer(tmp_path, name, content):
     (tmp_path / name).write_text(content)
-    with pytest.raises(UserError, match=f"{name}: no valid tokenizer"):
+    with pytest.raises(UserError, match=f"{name}: not a valid tokenizer"):
         load_tokenizer(tmp_path)
 
 

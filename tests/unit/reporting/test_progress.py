@@ -15,7 +15,7 @@ import time
 
 import pytest
 
-from hvd_transformer.reporting.progress import Progress, Silent, duration, screen
+from hvd_transformer.reporting.progress import Progress, ProgressDisplay, Silent, duration, screen
 
 
 class Clock:
@@ -31,7 +31,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def show(progress: Silent, step: int, loss: float = 5.123) -> None:
+def show(progress: ProgressDisplay, step: int, loss: float = 5.123) -> None:
     progress.step(step, epoch=1, loss=loss, perplexity=168.0, lr=1e-3, per_second=12345.4, unit="tokens")
 
 
