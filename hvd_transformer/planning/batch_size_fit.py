@@ -7,9 +7,7 @@ from hvd_transformer.config.batch_size import with_batch_size
 from hvd_transformer.config.schema import Config
 from hvd_transformer.planning.host_memory import memory_on_host
 from hvd_transformer.planning.memory_estimate import estimate_memory
-
-# What an estimate leaves free, for libraries, send buffers and short-lived tensors.
-_RESERVE = 0.1
+from hvd_transformer.planning.partition import DEVICE_RESERVE
 
 
 def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
@@ -34,4 +32,4 @@ def fits_by_plan(config: Config, size: int, vocab_size: int, dp: int, num_bytes:
     estimates = estimate_memory(with_batch_size(config, size), vocab_size, dp)
     on_cpu = config.training.device == "cpu"
     needed = memory_on_host(estimates) if on_cpu else max(estimate.total for estimate in estimates)
-    return needed <= (1 - _RESERVE) * num_bytes
+    return needed <= (1 - DEVICE_RESERVE) * num_bytes

@@ -26,8 +26,8 @@ from hvd_transformer.tasks.task import Task, split_batch
 
 log = logging.getLogger("hvd_transformer")
 
-# The fraction of GPU memory left for libraries, send buffers, short-lived tensors and fragmentation.
-_RESERVE = 0.1
+# The fraction of a device's memory left for libraries, send buffers, short-lived tensors and fragmentation.
+DEVICE_RESERVE = 0.1
 
 # The cost of a stage from (stage, first layer, last layer exclusive); None if the stage is not allowed.
 CostOfStage = Callable[[int, int, int], float | None]
@@ -242,7 +242,7 @@ def best_partition(
         activations = stage_activations(schedule[stage], stage, parallel.recompute, passes)
         return round(fixed[stop] - fixed[start]) + activations
 
-    return balanced(seconds, num_stages, stage_bytes, (1 - _RESERVE) * device_bytes)
+    return balanced(seconds, num_stages, stage_bytes, (1 - DEVICE_RESERVE) * device_bytes)
 
 
 def given_partition(config: Config, names: Sequence[str]) -> list[int] | None:

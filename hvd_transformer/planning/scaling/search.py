@@ -5,14 +5,13 @@ from dataclasses import dataclass
 
 from hvd_transformer.config.schema import Config
 from hvd_transformer.planning.memory_plan import batch_samples
+from hvd_transformer.planning.partition import DEVICE_RESERVE
 from hvd_transformer.planning.scaling.layer_work import ModelWork
 from hvd_transformer.planning.scaling.layout import Layout, Machine
 from hvd_transformer.planning.scaling.layout_memory import layout_memory
 from hvd_transformer.planning.scaling.measure_work import can_split
 from hvd_transformer.planning.scaling.step_time import StepTime, step_time
 
-# Of a device's memory, for libraries, send buffers and fragmentation.
-_RESERVE = 0.1
 # Micro-batches per stage where the configuration has fewer: a bubble of a fifth at most.
 _MICRO_BATCHES = 4
 
@@ -68,7 +67,7 @@ def search(work: ModelWork, config: Config, machine: Machine, devices: int, memo
                 tokens_per_second=rate,
                 efficiency=rate / devices / alone,
                 memory=memory,
-                fits=memory <= (1 - _RESERVE) * memory_bytes,
+                fits=memory <= (1 - DEVICE_RESERVE) * memory_bytes,
             )
         )
     found.sort(key=lambda candidate: (not candidate.fits, -candidate.tokens_per_second))

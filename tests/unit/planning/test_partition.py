@@ -215,7 +215,7 @@ def fitting(
     config: Config, costs: Sequence[LayerProfile], mib: float, num_micro_batches: int = 4, dp: int = 1
 ) -> list[int]:
     """On devices that have `mib` left for the stages."""
-    return best_partition(config, costs, num_micro_batches, round(mib * MIB / (1 - partition._RESERVE)) + 1, dp)
+    return best_partition(config, costs, num_micro_batches, round(mib * MIB / (1 - partition.DEVICE_RESERVE)) + 1, dp)
 
 
 @pytest.mark.parametrize(
