@@ -25,7 +25,7 @@ from hvd_transformer.config.schema import KEYS, SECTIONS
 
 LINES = [(page, line) for page in (*CHECKED, *BESIDE) for line in commands(page)]
 LAUNCHERS = {"horovodrun", "mpirun"}
-OTHERS = {"sbatch", "kubectl", "docker", "cp", "cat"}
+OTHERS = {"sbatch", "kubectl", "docker", "cp", "cat", "paste", "cut"}
 # Of other programs, named in running text.
 OTHER_OPTIONS = {
     "--nnodes", "--nproc-per-node", "--master-addr", "--master-port", "--rdzv-endpoint", "--max-restarts",
@@ -140,7 +140,7 @@ def test_every_message_in_troubleshooting_is_still_said() -> None:
 
 
 def test_the_presets_of_the_guide_are_the_presets() -> None:
-    table = TEXT["docs/guide/getting-started.md"].split("| preset | what |")[1].split("\n\n")[0]
+    table = TEXT["docs/guide/getting-started.md"].split("| preset | description |")[1].split("\n\n")[0]
     presets = {path.stem for path in (REPOSITORY / "hvd_transformer" / "config" / "presets").iterdir()}
     assert set(re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)) == presets
 
@@ -150,11 +150,13 @@ def test_the_architecture_has_every_package_in_the_order_of_the_contract() -> No
     setup.read(REPOSITORY / "setup.cfg", encoding="utf-8")
     layers = setup["importlinter:contract:rooms"]["layers"].split("\n")[1:]
     table = TEXT["ARCHITECTURE.md"].split("## Packages")[1].split("\n## ")[0]
-    rows = [re.findall(r"`(\w+)`", line.split("|")[1]) for line in table.splitlines() if line.startswith("| `")]
-    ordered = [set(re.findall(r"\w+", layer)) for layer in reversed(layers)]
-    assert [set(row) for row in rows] == ordered
+    rows = [line.split("|") for line in table.splitlines() if line.startswith("| `")]
+    ordered = [(int(layer), name.strip(" `")) for _, name, layer, *_ in rows]
+    assert [layer for layer, _ in ordered] == sorted(layer for layer, _ in ordered)
+    wanted = [(number, name) for number, own in enumerate(reversed(layers), 1) for name in re.findall(r"\w+", own)]
+    assert sorted(ordered) == sorted(wanted)
     here = {path.stem for path in (REPOSITORY / "hvd_transformer").iterdir()} - {"__init__", "__pycache__", "py"}
-    assert {name for row in ordered for name in row} == here
+    assert {name for _, name in ordered} == here
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from commands import command
 from huggingface import write_bert
 from pages import commands as commands_of
 
-LAUNCHER = re.compile(r"^horovodrun .*?(?=hvd-)")
+LAUNCHER = re.compile(r"^(hvd-transformer launch .*? -- |horovodrun .*?hvd-train )")
 TEXT = "The cat's (big, red) hat sat on my rug!\nIs the rug; the cat: “fine”?  Äh, no… 1234 hats.\n"
 PAIRS = [("ein roter Hund und eine Katze", "a red dog and a cat"), ("zwei Hunde und ein Hut", "two dogs and a hat")]
 SHORT = [
@@ -48,7 +48,7 @@ def write_data(folder: Path) -> None:
 
 
 def shortened(line: str) -> list[str]:
-    words = shlex.split(LAUNCHER.sub("", line))
+    words = shlex.split(LAUNCHER.sub("hvd-train ", line))
     if words[0] != "hvd-train" and words[1] != "prepare":
         return words
     preset = words[words.index("--preset") + 1] if "--preset" in words else ""
@@ -73,6 +73,14 @@ def test_every_recipe_s_commands_work_in_the_page_s_order(tmp_path: Path) -> Non
         assert done.stdout, line
         if file:
             (tmp_path / file).write_text(done.stdout)
-    german, english = ((tmp_path / "more" / f"train.{language}").read_text().splitlines() for language in ("de", "en"))
-    assert len(german) == len(english) == 3 * 40 * len(PAIRS)
-    assert set(PAIRS) <= set(zip(german, english, strict=True))
+    german, english, other_english, other_german = (
+        (tmp_path / name).read_text().split("\n")[:-1]
+        for name in ("pairs/train.de", "pairs/train.en", "translated.en", "translated.de")
+    )
+    pairs = [
+        *zip(german, english, strict=True),
+        *zip(german, other_english, strict=True),
+        *zip(other_german, english, strict=True),
+    ]
+    more = ((tmp_path / "more" / f"train.{language}").read_text().split("\n")[:-1] for language in ("de", "en"))
+    assert list(zip(*more, strict=True)) == list(dict.fromkeys(pairs))  # each pair once, in the order of the first
