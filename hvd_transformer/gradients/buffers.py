@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hvd_transformer.nn.products import add_product_
+from hvd_transformer.nn.matmul import addmm_
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class GradBuffer:
             else:
                 view.add_(grad.sum(0, dtype=view.dtype))
         else:
-            add_product_(view, grad.t(), values, first=first)
+            addmm_(view, grad.t(), values, first=first)
 
     def add_scaled(self, slot: ParamSlot, gradient: Tensor, factor: Tensor) -> None:
         """Add a gradient × the scalar `factor`."""

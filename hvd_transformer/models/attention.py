@@ -11,8 +11,8 @@ from hvd_transformer.models.positions import RotaryPositions
 from hvd_transformer.nn import seeded_attention
 from hvd_transformer.nn.dropout import Dropout
 from hvd_transformer.nn.kernels import FusibleLayer
+from hvd_transformer.nn.matmul import autocast_dtype
 from hvd_transformer.nn.parallel_layers import ColumnParallelLinear, RowParallelLinear
-from hvd_transformer.nn.products import autocast_dtype
 
 
 class KVCache:

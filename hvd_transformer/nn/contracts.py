@@ -1,4 +1,4 @@
-"""What layers, pipeline and gradient engine know of each other."""
+"""The interfaces between layers, pipeline and gradient engine."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -9,7 +9,7 @@ Tensors = tuple[Tensor, ...]
 
 
 class Layer(NamedTuple):
-    """One layer of a model. `run` takes the tensors of the layer before it and returns its own: one, or a tuple."""
+    """One layer of a model. `run` takes the output of the previous layer and returns its own: a tensor or a tuple."""
 
     name: str
     module: nn.Module  # whose parameters `run` uses
@@ -18,9 +18,9 @@ class Layer(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """`inputs` go to the first layer; the last layer takes `targets` after the tensors of the layer before it.
+    """`inputs` go to the first layer; the last layer takes `targets` after the output tensors of the previous layer.
 
-    `dropout_key` places the samples in the job: see `nn.dropout.dropout_key`.
+    `dropout_key` identifies the samples in the job: see `nn.dropout.dropout_key`.
     """
 
     inputs: Tensors
@@ -39,7 +39,7 @@ class TensorSplit(NamedTuple):
 
 
 class TensorGroup(Protocol):
-    """The ranks that hold the other pieces of one split layer."""
+    """The ranks that share one split layer, each with a piece of its weights."""
 
     index: int  # this rank's piece, from 0
     count: int  # the number of pieces
@@ -52,18 +52,18 @@ class TensorGroup(Protocol):
 
 
 class WeightGrads(Protocol):
-    """Takes the weight gradient of one linear layer as the two matrices that it is the product of."""
+    """Receives the weight gradient of one linear layer as two matrices, whose product it is."""
 
     def put(self, values: Tensor, grad: Tensor) -> None:
         """Called in backward with the layer's input [N, D_in] and the gradient of its output [N, D_out]."""
 
     def put_formed(self, weight_grad: Tensor, bias_grad: Tensor | None, factor: Tensor) -> None:
-        """Called in backward with gradients that are formed already, like weight and bias, to be multiplied by the
-        scalar `factor`."""
+        """Called in backward with computed gradients in the shapes of weight and bias, which are still to be multiplied
+        by the scalar `factor`."""
 
 
 class EmbeddingGrads(Protocol):
-    """Takes the gradient of embedding lookups as rows, one per token."""
+    """Receives the gradient of embedding lookups as rows, one per token."""
 
     def put(self, tokens: Tensor, rows: Tensor) -> None:
         """Called in backward with the token numbers [N] and the gradient of their vectors [N, D]."""

@@ -1,6 +1,6 @@
 """Cross-entropy of a vocabulary projection, computed in chunks so that the full logits never exist at once."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hvd_transformer.nn.contracts import WeightGrads
+from hvd_transformer.nn.dry_run import chunks
 from hvd_transformer.nn.kernels import Kernels
-from hvd_transformer.nn.parallel_layers import VocabShard, local_vocab_index, out_of_graph
-from hvd_transformer.nn.planned import chunks
-from hvd_transformer.nn.products import add_product_, autocast_dtype, zeros_beside
+from hvd_transformer.nn.matmul import addmm_, autocast_dtype, count_pad_rows
+from hvd_transformer.nn.parallel_layers import VocabShard, detach_with_anchor, local_vocab_index
 
 # Tokens per chunk: a GPU wants large matrices. On a CPU at least CPU_CHUNK, and up to CPU_LOGITS logits: 16 MiB, which
 # stay in a large cache, and below the 32 MiB from which glibc maps each block anew, page by page.
@@ -34,18 +34,20 @@ def fused_cross_entropy(
     """Sum over tokens of the cross-entropy of `hidden @ weight.T + bias`.
 
     hidden [N, D], weight [V, D], bias [V] or None, targets [N] → scalar in float32 or wider. Holds the logits of
-    `chunk` tokens (None: a good number for the device) at a time, and forms their gradients beside the loss, so that
+    `chunk` tokens (None: a good number for the device) at a time, and computes their gradients with the loss, so that
     logits are computed once (the idea of Liger-Kernel's fused linear cross-entropy, arXiv 2410.10989, section 3.2). For
-    backward it keeps the smaller of the logits' gradients [N, V] and the weight's gradient [V, D].
+    backward it saves the smaller of the logits' gradients [N, V] and the weight's gradient [V, D].
 
-    While `weight_grads` is given, weight and bias get no gradient: with N ≤ D `weight_grads` gets `hidden` and the
-    logits' gradients in backward, otherwise the formed gradients.
+    If `weight_grads` is given, weight and bias get no gradient: with N ≤ D `weight_grads` gets `hidden` and the
+    logits' gradients in backward, otherwise the computed weight and bias gradients.
 
     `smoothing` is the share of each target's weight that is spread over the whole vocabulary (Szegedy et al. 2016,
     arXiv 1512.00567, section 7), as in torch's `label_smoothing`.
 
     With a `shard`, weight and bias have that shard's rows only. The ranks exchange two numbers per token, not the
     logits (Megatron-LM, arXiv 1909.08053, section 3), and all get the same result.
+
+    `shadow` is the weight in the dtype of autocast (see `WeightGradLayer`); `kernels` are used where they fit.
     """
     if chunk is None:
         vocab_size = weight.size(0) if shard is None else shard.total  # the same on all ranks
@@ -55,13 +57,25 @@ def fused_cross_entropy(
     if not torch.is_grad_enabled():
         weight_grads = None
     if weight_grads is not None:
-        weight, bias, anchor = out_of_graph(hidden, weight, bias)
-    # Inside `forward` gradients look wanted also under no_grad: evaluation would form them in vain.
-    wants = torch.is_grad_enabled()
+        weight, bias, anchor = detach_with_anchor(hidden, weight, bias)
+    # Inside `Function.forward` needs_input_grad is also true under no_grad: evaluation would compute unused gradients.
+    options = LossOptions(chunk, torch.is_grad_enabled(), weight_grads, shard, smoothing, kernels, shadow)
     loss: Tensor = _FusedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, chunk, wants, weight_grads, anchor, shard, smoothing, kernels, shadow
+        hidden, weight, bias, targets, anchor, options
     )
     return loss
+
+
+class LossOptions(NamedTuple):
+    """The arguments of `fused_cross_entropy` that get no gradient."""
+
+    chunk: int
+    grad_enabled: bool  # in the caller
+    weight_grads: WeightGrads | None
+    shard: VocabShard | None
+    smoothing: float
+    kernels: Kernels | None
+    shadow: Tensor | None
 
 
 class _FusedCrossEntropy(torch.autograd.Function):
@@ -72,117 +86,134 @@ class _FusedCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        chunk: int,
-        wants: bool,
-        grads: WeightGrads | None,
         anchor: Tensor | None,
-        shard: VocabShard | None,
-        smoothing: float,
-        kernels: Kernels | None,
-        shadow: Tensor | None,
+        options: LossOptions,
     ) -> Tensor:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        loss = torch.zeros((), dtype=torch.promote_types(wide, weight.dtype), device=hidden.device)
-        wants_gradient = wants and any(ctx.needs_input_grad)
-        keeps_slopes = hidden.size(0) <= hidden.size(1)
-        grad_hidden = torch.empty_like(hidden) if wants_gradient else None
-        grad_weight = torch.empty_like(weight) if wants_gradient and not keeps_slopes else None
+        chunk, grad_enabled, weight_grads, shard, smoothing, kernels, shadow = options
+        (num_tokens, d_model), vocab_size = hidden.shape, weight.size(0)  # N, D, V; with a shard V is its rows
+        accum_dtype = torch.promote_types(torch.promote_types(hidden.dtype, torch.float32), weight.dtype)
+        loss = torch.zeros((), dtype=accum_dtype, device=hidden.device)
+        needs_grad = grad_enabled and any(ctx.needs_input_grad)
+        save_grad_logits = num_tokens <= d_model  # [N, V] is no larger than grad_weight [V, D]
+        grad_hidden = torch.empty_like(hidden) if needs_grad else None
+        grad_weight = torch.empty_like(weight) if needs_grad and not save_grad_logits else None
         grad_bias = torch.zeros_like(bias) if grad_weight is not None and bias is not None else None
-        slopes: list[Tensor] = []
-        narrow = autocast_dtype(hidden)
-        factor = weight if narrow is None else weight.to(narrow) if shadow is None else shadow
-        offset, num_zeros = bias, 0
-        if factor.is_cuda and factor.dtype.itemsize == 2:
-            num_zeros = zeros_beside(factor)
-            factor, offset = F.pad(factor, (0, 0, 0, num_zeros)), None if bias is None else F.pad(bias, (0, num_zeros))
-        for part in chunks(hidden.size(0), chunk, sums=not keeps_slopes):
-            values, goal = hidden[part], targets[part, None]
-            if narrow is not None:
-                values = values.to(narrow)
-            whole = F.linear(values, factor, offset)
-            logits = whole[:, : weight.size(0)] if num_zeros else whole
+        saved_grad_logits: list[Tensor] = []
+        compute_dtype = autocast_dtype(hidden)
+        matmul_weight = _matmul_weight(weight, compute_dtype, shadow)
+        matmul_weight, matmul_bias, num_pad_rows = _pad_vocabulary(matmul_weight, bias)
+        for rows in chunks(num_tokens, chunk, accumulates=not save_grad_logits):
+            hidden_chunk, target = hidden[rows], targets[rows, None]  # [C, D], [C, 1]
+            if compute_dtype is not None:
+                hidden_chunk = hidden_chunk.to(compute_dtype)
+            padded_logits = F.linear(hidden_chunk, matmul_weight, matmul_bias)  # [C, V + num_pad_rows]
+            logits = padded_logits[:, :vocab_size] if num_pad_rows else padded_logits  # [C, V]
             if grad_hidden is not None and shard is None and kernels is not None and kernels.fit(logits):
-                loss += kernels.cross_entropy_(logits, goal, smoothing).sum()
-                slope = logits
+                loss += kernels.cross_entropy_(logits, target, smoothing).sum()
+                grad_logits = logits
             else:
-                slope = _add_losses(loss, logits, goal, smoothing, shard, wants_gradient)
+                grad_logits = _add_losses(loss, logits, target, smoothing, shard, needs_grad)
             if grad_hidden is None:
                 continue
             if grad_bias is not None:
-                grad_bias += slope.sum(0)
-            if slope.dtype != logits.dtype:
-                slope = logits.copy_(slope)  # beside the zeros of `whole`
-            grad_hidden[part] = (whole if num_zeros else slope) @ factor
+                grad_bias += grad_logits.sum(0)
+            if grad_logits.dtype != logits.dtype:
+                grad_logits = logits.copy_(grad_logits)  # in place: the padding columns of `padded_logits` stay zero
+            grad_hidden[rows] = (padded_logits if num_pad_rows else grad_logits) @ matmul_weight
             if grad_weight is None:
-                slopes.append(slope)
+                saved_grad_logits.append(grad_logits)
             else:
-                add_product_(grad_weight, slope.t(), values, first=part.start == 0)
+                addmm_(grad_weight, grad_logits.t(), hidden_chunk, first=rows.start == 0)
         if shard is not None:
             waits = [shard.group.sum_(sums) for sums in (loss[None], grad_hidden) if sums is not None]
             for wait in waits:
                 wait()
-        kept = hidden if slopes else None
-        ctx.save_for_backward(kept, grad_hidden, grad_weight, grad_bias, *slopes)
-        ctx.grads, ctx.types = grads, (weight.dtype, None if bias is None else bias.dtype)
+        saved_hidden = hidden if saved_grad_logits else None
+        ctx.save_for_backward(saved_hidden, grad_hidden, grad_weight, grad_bias, *saved_grad_logits)
+        ctx.weight_grads, ctx.dtypes = weight_grads, (weight.dtype, None if bias is None else bias.dtype)
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, grad_hidden, grad_weight, grad_bias, *slopes = ctx.saved_tensors
+        hidden, grad_hidden, grad_weight, grad_bias, *saved_grad_logits = ctx.saved_tensors
         if grad_hidden is not None:
             grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
-        if grad_weight is not None and ctx.grads is not None:
-            ctx.grads.put_formed(grad_weight, grad_bias, grad)
+        if grad_weight is not None and ctx.weight_grads is not None:
+            ctx.weight_grads.put_formed(grad_weight, grad_bias, grad)
             grad_weight = grad_bias = None
         elif grad_weight is not None:
             grad_weight = grad_weight * grad.to(grad_weight.dtype)
             grad_bias = None if grad_bias is None else grad_bias * grad.to(grad_bias.dtype)
-        if slopes:
-            slope = torch.cat(slopes) if len(slopes) > 1 else slopes[0]
-            slope = slope * grad.to(slope.dtype)
-            values = hidden.detach().to(slope.dtype)  # detached: as in `nn.parallel_layers`
-            if ctx.grads is not None:
-                ctx.grads.put(values, slope)
+        if saved_grad_logits:
+            grad_logits = torch.cat(saved_grad_logits) if len(saved_grad_logits) > 1 else saved_grad_logits[0]  # [N, V]
+            grad_logits = grad_logits * grad.to(grad_logits.dtype)
+            # Detached: a deferred weight gradient would otherwise keep the graph of `hidden` alive.
+            hidden = hidden.detach().to(grad_logits.dtype)
+            if ctx.weight_grads is not None:
+                ctx.weight_grads.put(hidden, grad_logits)
             else:
-                weight_type, bias_type = ctx.types
-                grad_weight = (slope.t() @ values).to(weight_type)
-                grad_bias = None if bias_type is None else slope.sum(0, dtype=bias_type)
-        return grad_hidden, grad_weight, grad_bias, *(None,) * 9
+                weight_dtype, bias_dtype = ctx.dtypes
+                grad_weight = (grad_logits.t() @ hidden).to(weight_dtype)
+                grad_bias = None if bias_dtype is None else grad_logits.sum(0, dtype=bias_dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+def _matmul_weight(weight: Tensor, compute_dtype: torch.dtype | None, shadow: Tensor | None) -> Tensor:
+    """The weight in the dtype of the matrix product."""
+    if compute_dtype is None:
+        return weight
+    return weight.to(compute_dtype) if shadow is None else shadow
+
+
+def _pad_vocabulary(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, int]:
+    """Append zero rows to weight [V, D] and bias [V] if a GPU's kernels need it to be fast; also returns their number.
+
+    Padding logits are zero. They stay zero when logits are replaced by their gradients, so they add nothing.
+    """
+    if not (weight.is_cuda and weight.dtype.itemsize == 2):
+        return weight, bias, 0
+    num_pad_rows = count_pad_rows(weight)
+    padded_bias = None if bias is None else F.pad(bias, (0, num_pad_rows))
+    return F.pad(weight, (0, 0, 0, num_pad_rows)), padded_bias, num_pad_rows
 
 
 def _add_losses(
-    loss: Tensor, logits: Tensor, goal: Tensor, smoothing: float, shard: VocabShard | None, wants_gradient: bool
+    loss: Tensor, logits: Tensor, target: Tensor, smoothing: float, shard: VocabShard | None, needs_grad: bool
 ) -> Tensor:
-    """Adds the cross-entropies of a chunk to `loss`. Returns the gradient of the logits: softmax − targets."""
-    even = smoothing / (logits.size(-1) if shard is None else shard.total)  # of each token of the vocabulary
-    if shard is None:
-        own = logits if logits.dtype == loss.dtype and logits.device.type == "cpu" else None
-        # In place: a new matrix would push the logits out of the cache.
-        log_probability, hit = torch.log_softmax(logits, -1, dtype=loss.dtype, out=own), None
-        loss -= (1 - smoothing) * log_probability.gather(1, goal).sum()
-    else:
-        log_probability, hit, goal = _local_log_probabilities(logits.to(loss.dtype), goal, shard)
-        loss -= (1 - smoothing) * (log_probability.gather(1, goal) * hit).sum()
-    if smoothing:
-        loss -= even * log_probability.sum()
-    if not wants_gradient:
-        return log_probability
-    slope = log_probability.exp_().sub_(even) if smoothing else log_probability.exp_()
-    ones = torch.ones_like(goal, dtype=slope.dtype) if hit is None else hit.to(slope.dtype)
-    return slope.scatter_add_(1, goal, (smoothing - 1) * ones)
+    """Add the cross-entropies of a chunk to `loss`. Returns the gradient of the logits: softmax − targets.
 
-
-def _local_log_probabilities(logits: Tensor, goal: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor, Tensor]:
-    """The log probabilities [N, V'] of the shard's tokens; which targets [N, 1] are among them, and at which index.
-
-    logits [N, V'], goal [N, 1] as numbers of the whole vocabulary. Each rank contributes its largest logit and the sum
-    of its exponentials relative to that; the sum over the vocabulary follows from those of all ranks.
+    logits [C, V], target [C, 1] → [C, V] in the dtype of `loss`; without `needs_grad` the result is meaningless.
     """
-    top = logits.amax(-1)
-    total = (logits - top[:, None]).exp_().sum(-1)
-    tops, totals = shard.group.gather(torch.stack([top, total])).unbind(1)
-    highest = tops.amax(0)
-    log_total = highest + (totals * (tops - highest).exp_()).sum(0).log_()
-    hit, place = local_vocab_index(goal, shard.rows)
-    return logits - log_total[:, None], hit, place
+    vocab_size = logits.size(-1) if shard is None else shard.total
+    token_smoothing = smoothing / vocab_size  # the target probability of each token of the vocabulary
+    if shard is None:
+        out = logits if logits.dtype == loss.dtype and logits.device.type == "cpu" else None
+        # In place: a new matrix would push the logits out of the cache.
+        log_probs, is_local = torch.log_softmax(logits, -1, dtype=loss.dtype, out=out), None
+        loss -= (1 - smoothing) * log_probs.gather(1, target).sum()
+    else:
+        log_probs, is_local, target = _local_log_probs(logits.to(loss.dtype), target, shard)
+        loss -= (1 - smoothing) * (log_probs.gather(1, target) * is_local).sum()
+    if smoothing:
+        loss -= token_smoothing * log_probs.sum()
+    if not needs_grad:
+        return log_probs
+    grad_logits = log_probs.exp_().sub_(token_smoothing) if smoothing else log_probs.exp_()
+    ones = torch.ones_like(target, dtype=grad_logits.dtype) if is_local is None else is_local.to(grad_logits.dtype)
+    return grad_logits.scatter_add_(1, target, (smoothing - 1) * ones)
+
+
+def _local_log_probs(logits: Tensor, target: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor, Tensor]:
+    """The log-probabilities [C, V'] of the shard's tokens; which targets [C, 1] are among them, and at which index.
+
+    logits [C, V'], target [C, 1] as token numbers of the whole vocabulary. Each rank contributes its largest logit and
+    the sum of its exponentials relative to that: together they give the log-sum-exp over the vocabulary.
+    """
+    local_max = logits.amax(-1)  # [C]
+    local_sum = (logits - local_max[:, None]).exp_().sum(-1)  # [C]
+    rank_max, rank_sum = shard.group.gather(torch.stack([local_max, local_sum])).unbind(1)  # [ranks, C] each
+    global_max = rank_max.amax(0)
+    log_sum_exp = global_max + (rank_sum * (rank_max - global_max).exp_()).sum(0).log_()
+    is_local, local_target = local_vocab_index(target, shard.rows)
+    return logits - log_sum_exp[:, None], is_local, local_target

@@ -1,4 +1,4 @@
-"""The library of `kernels.cpp`, which `kernels.py` calls."""
+"""Compiles and loads `kernels.cpp`, which `kernels.py` calls."""
 
 import ctypes
 import platform
@@ -7,7 +7,7 @@ from pathlib import Path
 from hvd_transformer.native_library import CannotCompile as CannotCompile
 from hvd_transformer.native_library import NativeLibrary
 
-# Not -ffast-math: infinities and NaN keep their meaning. torch has loaded the same OpenMP library already.
+# Without -ffast-math, which would break infinities and NaN. torch has loaded the same OpenMP library already.
 FLAGS = ["-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared"]
 if platform.machine() == "x86_64":
     FLAGS.append("-mprefer-vector-width=512")
@@ -15,5 +15,5 @@ _LIBRARY = NativeLibrary(Path(__file__).with_name("kernels.cpp"), FLAGS)
 
 
 def load_library(folder: Path) -> ctypes.CDLL:
-    """The compiled kernels, kept in `folder`. Raises `CannotCompile`."""
+    """Load the compiled kernels from `folder`, where they are compiled first if necessary. Raises `CannotCompile`."""
     return _LIBRARY.load(folder)

@@ -59,7 +59,9 @@ inline Normal normal_at(float x) {
 }
 
 // What dropout multiplies a value by.
-inline float kept(int16_t bits, int32_t least, float scale) { return bits >= least ? scale : 0.0f; }
+inline float dropout_factor_of(int16_t bits, int32_t threshold, float scale) {
+    return bits >= threshold ? scale : 0.0f;
+}
 
 // Calls `loop` with whether there is memory at `pointer`, as a constant: a loop for each case.
 template <typename Loop>
@@ -70,8 +72,8 @@ inline void with_or_without(const void* pointer, Loop loop) {
         loop(std::false_type{});
 }
 
-constexpr int64_t kQueries = kVector;  // attention takes so many at a time, one in each place of its vectors
-// Float32 values per register here, and as many rows of a product at a time as its registers hold.
+constexpr int64_t kQueries = kVector;  // queries per block of attention: one in each lane of its vectors
+// Float32 values per register of this machine, and how many rows of a product its registers hold at a time.
 #if defined(__AVX512F__)
 constexpr int kLanes = 16, kTile = 12;
 #elif defined(__AVX__)
@@ -155,8 +157,8 @@ struct Rows {
     Rows from(int64_t row) const { return {start + row * stride, stride}; }
 };
 
-// The rows themselves if their width is that of vectors, else copies in `scratch` that end with zeros.
-inline Rows whole_vectors(Rows rows, int64_t count, int64_t width, float* scratch) {
+// The rows themselves if their width is a multiple of kVector, else copies in `scratch` that are padded with zeros.
+inline Rows pad_rows(Rows rows, int64_t count, int64_t width, float* scratch) {
     const int64_t padded_width = padded(width);
     if (width == padded_width) return rows;
     for (int64_t row = 0; row < count; ++row) {
@@ -166,70 +168,68 @@ inline Rows whole_vectors(Rows rows, int64_t count, int64_t width, float* scratc
     return {scratch, padded_width};
 }
 
-// `count` rows as columns [width, kQueries], times `factor`; the columns that are left are zero.
-inline void copy_across(float* out, Rows rows, int64_t count, int64_t width, float factor) {
+// Copies `count` rows × `scale` as columns to `out` [width, kQueries]; the other columns become zero.
+inline void copy_transposed(float* out, Rows rows, int64_t count, int64_t width, float scale) {
     for (int64_t i = 0; i < width; ++i) {
-        for (int64_t row = 0; row < count; ++row) out[i * kQueries + row] = rows.start[row * rows.stride + i] * factor;
+        for (int64_t row = 0; row < count; ++row) out[i * kQueries + row] = rows.start[row * rows.stride + i] * scale;
         std::fill(out + i * kQueries + count, out + (i + 1) * kQueries, 0.0f);
     }
 }
 
-// Where the queries, keys or values of each head lie: the strides of samples, heads and rows; rows are contiguous.
+// Where the queries, keys or values [B, H, T, D/H] of each head lie, by their strides; rows are contiguous.
 struct Heads {
     const float* start;
-    int64_t sample, head, row;
+    int64_t sample_stride, head_stride, row_stride;
 
-    Rows of(int64_t index, int64_t heads) const {
-        return {start + index / heads * sample + index % heads * head, row};
+    Rows of(int64_t head, int64_t num_heads) const {
+        return {start + head / num_heads * sample_stride + head % num_heads * head_stride, row_stride};
     }
 };
 
-// `least` and `scale`: of dropout.
-struct Attention {
-    int64_t samples, heads, queries, keys, width;
-    int32_t causal, least;
-    float factor, scale;
+struct AttentionParams {
+    int64_t batch, heads, queries, keys, head_dim;
+    int32_t causal, dropout_threshold;
+    float softmax_scale, dropout_scale;
 
     template <typename Number>
     Number* row_of(Number* out, int64_t head, int64_t query) const {
-        return out + ((head / heads * queries + query) * heads + head % heads) * width;
+        return out + ((head / heads * queries + query) * heads + head % heads) * head_dim;
     }
 
     // The number of keys that the queries up to `query` may see.
     int64_t end_of(int64_t query) const { return causal ? keys - queries + query + 1 : keys; }
 };
 
-// kQueries queries of one head, from `first` on, or those that are left, and the keys `begin` to `end` - 1 that any of
-// them sees. Scores and weights have a row for each key and a column for each query, so whatever is summed over the
-// keys of a query is summed by whole vectors.
+// Up to kQueries queries of one head, from `first` on, and the keys `begin` to `end` - 1 that any of them sees. Scores
+// and weights have a row per key and a column per query, so sums over the keys of a query are sums of whole vectors.
 struct Block {
-    const Attention& is;
+    const AttentionParams& attn;
     int64_t head, first, rows, begin, end;
-    const bool* may_see;  // a key; null: all
+    const bool* is_allowed;  // by key; null: all keys
     const int16_t* bits;
-    int64_t same_begin, same_end;  // the keys that all these queries see
+    int64_t common_begin, common_end;  // the keys that all queries of the block see
     Integers begins[kParts], ends[kParts];
 
-    Block(const Attention& attention, int64_t its_head, int64_t its_first, const bool* allowed, const int64_t* starts,
-          const int16_t* all_bits)
-        : is(attention), head(its_head), first(its_first), rows(std::min(kQueries, is.queries - first)) {
-        const int64_t* own = starts ? starts + head / is.heads * is.queries + first : nullptr;
+    Block(const AttentionParams& its_attn, int64_t its_head, int64_t its_first, const bool* allowed,
+          const int64_t* starts, const int16_t* all_bits)
+        : attn(its_attn), head(its_head), first(its_first), rows(std::min(kQueries, attn.queries - first)) {
+        const int64_t* own = starts ? starts + head / attn.heads * attn.queries + first : nullptr;
         begin = own ? own[0] : 0;
-        same_begin = own ? own[rows - 1] : 0;
-        same_end = is.end_of(first);
-        end = is.end_of(first + rows - 1);
-        may_see = allowed ? allowed + head / is.heads * is.keys : nullptr;
-        bits = all_bits ? all_bits + (head * is.queries + first) * is.keys : nullptr;
+        common_begin = own ? own[rows - 1] : 0;
+        common_end = attn.end_of(first);
+        end = attn.end_of(first + rows - 1);
+        is_allowed = allowed ? allowed + head / attn.heads * attn.keys : nullptr;
+        bits = all_bits ? all_bits + (head * attn.queries + first) * attn.keys : nullptr;
         for (int64_t query = 0; query < kQueries; ++query) {
             const int64_t own_or_last = std::min(query, rows - 1);
             begins[query / kLanes][query % kLanes] = own ? own[own_or_last] : 0;
-            ends[query / kLanes][query % kLanes] = is.end_of(first + own_or_last);
+            ends[query / kLanes][query % kLanes] = attn.end_of(first + own_or_last);
         }
     }
 
     int64_t count() const { return end - begin; }
 
-    // -infinity for the scores of what is not seen.
+    // Sets the scores of keys that a query does not see to -infinity.
     void mask(float* scores) const {
         const auto mask_some = [&](int64_t from, int64_t to) {
             for (int64_t j = from; j < to; ++j) {
@@ -239,18 +239,19 @@ struct Block {
                     score[part] = (begins[part] <= key) & (key < ends[part]) ? score[part] : Vector{} - INFINITY;
             }
         };
-        mask_some(begin, std::min(same_begin, end));
-        mask_some(std::max(begin, std::min(same_end, end)), end);
-        if (!may_see) return;
+        mask_some(begin, std::min(common_begin, end));
+        mask_some(std::max(begin, std::min(common_end, end)), end);
+        if (!is_allowed) return;
         for (int64_t j = begin; j < end; ++j)
-            if (!may_see[j]) std::fill_n(scores + (j - begin) * kQueries, kQueries, -INFINITY);
+            if (!is_allowed[j]) std::fill_n(scores + (j - begin) * kQueries, kQueries, -INFINITY);
     }
 
-    // What dropout multiplies the weights by: as many rows and columns.
-    void draw(float* factors) const {
+    // Writes what dropout multiplies the weights by, laid out as the weights.
+    void fill_dropout_factors(float* factors) const {
         for (int64_t i = 0; i < rows; ++i)
             for (int64_t j = begin; j < end; ++j)
-                factors[(j - begin) * kQueries + i] = kept(bits[i * is.keys + j], is.least, is.scale);
+                factors[(j - begin) * kQueries + i] =
+                    dropout_factor_of(bits[i * attn.keys + j], attn.dropout_threshold, attn.dropout_scale);
     }
 };
 
@@ -271,83 +272,85 @@ void random_bits(const uint64_t* state, uint64_t* out, int64_t count) {
 }
 
 // out = values × dropout, plus `residual` unless that is null.
-void dropout(float* out, const float* residual, const float* values, const int16_t* bits, int64_t count, int32_t least,
-             float scale) {
+void dropout(float* out, const float* residual, const float* values, const int16_t* bits, int64_t count,
+             int32_t threshold, float scale) {
     with_or_without(residual, [=](auto adds) {
 #pragma omp parallel for simd if (parallel : count >= kParallelFrom)
         for (int64_t i = 0; i < count; ++i)
-            out[i] = (adds ? residual[i] : 0.0f) + values[i] * kept(bits[i], least, scale);
+            out[i] = (adds ? residual[i] : 0.0f) + values[i] * dropout_factor_of(bits[i], threshold, scale);
     });
 }
 
-// out = gelu(values) × dropout, and its derivative to `slopes` unless that is null; without dropout `bits` is null.
-void gelu(float* out, float* slopes, const float* values, const int16_t* bits, int64_t count, int32_t least,
-          float scale) {
+// out = gelu(values) × dropout, and its derivative to `derivatives` unless that is null. Without dropout `bits` is
+// null.
+void gelu(float* out, float* derivatives, const float* values, const int16_t* bits, int64_t count,
+          int32_t threshold, float scale) {
     with_or_without(bits, [=](auto drops) {
-        with_or_without(slopes, [=](auto slopes_too) {
+        with_or_without(derivatives, [=](auto with_derivatives) {
 #pragma omp parallel for simd if (parallel : count >= kParallelFrom)
             for (int64_t i = 0; i < count; ++i) {
                 const Normal normal = normal_at(values[i]);
-                const float factor = drops ? kept(bits[i], least, scale) : 1.0f;
-                out[i] = values[i] * normal.cdf * factor;
-                if (slopes_too) slopes[i] = (normal.cdf + values[i] * normal.density) * factor;
+                const float dropout_factor = drops ? dropout_factor_of(bits[i], threshold, scale) : 1.0f;
+                out[i] = values[i] * normal.cdf * dropout_factor;
+                if (with_derivatives) derivatives[i] = (normal.cdf + values[i] * normal.density) * dropout_factor;
             }
         });
     });
 }
 
-// out [samples, queries, heads, width] = (softmax(query × keyᵀ × factor) × dropout) × value; without dropout `bits`
-// [samples, heads, queries, keys] is null. A query sees the keys that `allowed` [samples, keys] marks (null: all), if
-// `causal` those up to its own position, the queries being the last of the keys, and those from `starts` [samples,
-// queries] on, which never decreases (null: key 0). Backward forms the weights anew from `log_totals` [samples, heads,
-// queries]. Each head is computed by one thread, so no sum depends on their number.
-void attention_forward(float* out, float* log_totals, const Heads* query, const Heads* key, const Heads* value,
-                       const bool* allowed, const int64_t* starts, const int16_t* bits, const Attention* sizes) {
-    const Attention& is = *sizes;
-    const int64_t width = padded(is.width), stride = is.heads * is.width;
-#pragma omp parallel if (is.samples * is.heads * is.queries * is.keys >= kParallelFrom)
+// out [B, T, H, D/H] = (softmax(query × keyᵀ × softmax_scale) × dropout) × value; without dropout `bits` [B, H, T, S]
+// is null. A query sees the keys that `allowed` [B, S] marks (null: all), if `causal` those up to its own position
+// (the queries are the last of the keys), and those from `starts` [B, T] on, which never decreases (null: key 0).
+// Backward recomputes the weights from `log_sum_exp` [B, H, T]. Each head is computed by one thread, so no sum depends
+// on the number of threads.
+void attention_forward(float* out, float* log_sum_exp, const Heads* query, const Heads* key, const Heads* value,
+                       const bool* allowed, const int64_t* starts, const int16_t* bits, const AttentionParams& attn) {
+    const int64_t padded_dim = padded(attn.head_dim), stride = attn.heads * attn.head_dim;
+#pragma omp parallel if (attn.batch * attn.heads * attn.queries * attn.keys >= kParallelFrom)
     {
-        Scratch scratch(kQueries * (2 * width + 2 * is.keys) + is.keys * width);
-        float *asked = scratch.take(kQueries * width), *mixed = scratch.take(kQueries * width);
-        float *weights = scratch.take(is.keys * kQueries), *factors = scratch.take(is.keys * kQueries);
-        float* spare = scratch.take(is.keys * width);
+        Scratch scratch(kQueries * (2 * padded_dim + 2 * attn.keys) + attn.keys * padded_dim);
+        float *scaled_queries = scratch.take(kQueries * padded_dim), *padded_out = scratch.take(kQueries * padded_dim);
+        float *weights = scratch.take(attn.keys * kQueries), *dropout_factors = scratch.take(attn.keys * kQueries);
+        float* padded_values = scratch.take(attn.keys * padded_dim);
 #pragma omp for
-        for (int64_t head = 0; head < is.samples * is.heads; ++head) {
-            const Rows keys = key->of(head, is.heads), queries = query->of(head, is.heads);
-            const Rows values = whole_vectors(value->of(head, is.heads), is.keys, is.width, spare);
-            for (int64_t first = 0; first < is.queries; first += kQueries) {
-                const Block block(is, head, first, allowed, starts, bits);
+        for (int64_t head = 0; head < attn.batch * attn.heads; ++head) {
+            const Rows keys = key->of(head, attn.heads), queries = query->of(head, attn.heads);
+            const Rows values = pad_rows(value->of(head, attn.heads), attn.keys, attn.head_dim, padded_values);
+            for (int64_t first = 0; first < attn.queries; first += kQueries) {
+                const Block block(attn, head, first, allowed, starts, bits);
                 const int64_t count = block.count();
-                copy_across(asked, queries.from(first), block.rows, is.width, is.factor);
-                product<false>(weights, kQueries, keys.from(block.begin).start, keys.stride, 1, asked, kQueries, count,
-                               kQueries, is.width);
+                copy_transposed(scaled_queries, queries.from(first), block.rows, attn.head_dim, attn.softmax_scale);
+                product<false>(weights, kQueries, keys.from(block.begin).start, keys.stride, 1, scaled_queries,
+                               kQueries, count, kQueries, attn.head_dim);
                 block.mask(weights);
-                if (bits) block.draw(factors);
-                alignas(64) float shares[kQueries];
+                if (bits) block.fill_dropout_factors(dropout_factors);
+                alignas(64) float inverse_sums[kQueries];
                 for (int part = 0; part < kParts; ++part) {
                     UnalignedVector* weight = vectors(weights) + part;
-                    const UnalignedVector* factor = vectors(factors) + part;
-                    Vector top = Vector{} - INFINITY, total = {};
-                    for (int64_t j = 0; j < count; ++j) top = weight[j * kParts] > top ? weight[j * kParts] : top;
+                    const UnalignedVector* dropout_factor = vectors(dropout_factors) + part;
+                    Vector row_max = Vector{} - INFINITY, row_sum = {};
+                    for (int64_t j = 0; j < count; ++j)
+                        row_max = weight[j * kParts] > row_max ? weight[j * kParts] : row_max;
                     for (int64_t j = 0; j < count; ++j) {
-                        const Vector its = exp_of<Bits>(weight[j * kParts] - top);
-                        total += its;
-                        weight[j * kParts] = bits ? its * factor[j * kParts] : its;
+                        const Vector exponential = exp_of<Bits>(weight[j * kParts] - row_max);
+                        row_sum += exponential;
+                        weight[j * kParts] = bits ? exponential * dropout_factor[j * kParts] : exponential;
                     }
                     for (int lane = 0; lane < kLanes; ++lane) {
                         const int64_t i = part * kLanes + lane;
-                        shares[i] = 1.0f / total[lane];
+                        inverse_sums[i] = 1.0f / row_sum[lane];
                         if (i < block.rows)
-                            log_totals[head * is.queries + first + i] = top[lane] + std::log(total[lane]);
+                            log_sum_exp[head * attn.queries + first + i] = row_max[lane] + std::log(row_sum[lane]);
                     }
                 }
-                float* own = is.row_of(out, head, first);
-                const bool whole = is.width == width;
-                product<false>(whole ? own : mixed, whole ? stride : width, weights, 1, kQueries,
-                               values.from(block.begin).start, values.stride, block.rows, width, count);
+                float* own = attn.row_of(out, head, first);
+                const bool is_aligned = attn.head_dim == padded_dim;
+                product<false>(is_aligned ? own : padded_out, is_aligned ? stride : padded_dim, weights, 1, kQueries,
+                               values.from(block.begin).start, values.stride, block.rows, padded_dim, count);
                 for (int64_t i = 0; i < block.rows; ++i)
-                    for (int64_t k = 0; k < is.width; ++k)
-                        own[i * stride + k] = (whole ? own[i * stride + k] : mixed[i * width + k]) * shares[i];
+                    for (int64_t k = 0; k < attn.head_dim; ++k)
+                        own[i * stride + k] =
+                            (is_aligned ? own[i * stride + k] : padded_out[i * padded_dim + k]) * inverse_sums[i];
             }
         }
     }
@@ -355,107 +358,116 @@ void attention_forward(float* out, float* log_totals, const Heads* query, const 
 
 // The gradients of query, key and value, laid out as `out`, from `grad` of `out`.
 void attention_backward(float* grad_query, float* grad_key, float* grad_value, const float* grad, const float* out,
-                        const float* log_totals, const Heads* query, const Heads* key, const Heads* value,
-                        const bool* allowed, const int64_t* starts, const int16_t* bits, const Attention* sizes) {
-    const Attention& is = *sizes;
-    const int64_t width = padded(is.width), stride = is.heads * is.width;
-#pragma omp parallel if (is.samples * is.heads * is.queries * is.keys >= kParallelFrom)
+                        const float* log_sum_exp, const Heads* query, const Heads* key, const Heads* value,
+                        const bool* allowed, const int64_t* starts, const int16_t* bits, const AttentionParams& attn) {
+    const int64_t padded_dim = padded(attn.head_dim), stride = attn.heads * attn.head_dim;
+#pragma omp parallel if (attn.batch * attn.heads * attn.queries * attn.keys >= kParallelFrom)
     {
-        Scratch scratch(kQueries * (5 * width + 4 * is.keys) + 3 * is.keys * width);
-        float *asked = scratch.take(kQueries * width), *slopes = scratch.take(kQueries * width);
-        float *query_spare = scratch.take(kQueries * width), *grad_spare = scratch.take(kQueries * width);
-        float *mixed = scratch.take(kQueries * width), *weights = scratch.take(is.keys * kQueries);
-        float *grads = scratch.take(is.keys * kQueries), *factors = scratch.take(is.keys * kQueries);
-        float *dropped = bits ? scratch.take(is.keys * kQueries) : weights;
-        float *spare = scratch.take(is.keys * width), *of_keys = scratch.take(is.keys * width);
-        float* of_values = scratch.take(is.keys * width);
+        Scratch scratch(kQueries * (5 * padded_dim + 4 * attn.keys) + 3 * attn.keys * padded_dim);
+        float* scaled_queries = scratch.take(kQueries * padded_dim);
+        float* grad_columns = scratch.take(kQueries * padded_dim);
+        float* padded_queries = scratch.take(kQueries * padded_dim);
+        float* padded_grads = scratch.take(kQueries * padded_dim);
+        float* padded_out = scratch.take(kQueries * padded_dim);
+        float* weights = scratch.take(attn.keys * kQueries);
+        float* grad_scores = scratch.take(attn.keys * kQueries);
+        float* dropout_factors = scratch.take(attn.keys * kQueries);
+        float* dropped_weights = bits ? scratch.take(attn.keys * kQueries) : weights;
+        float* padded_keys = scratch.take(attn.keys * padded_dim);
+        float* key_grads = scratch.take(attn.keys * padded_dim);
+        float* value_grads = scratch.take(attn.keys * padded_dim);
 #pragma omp for
-        for (int64_t head = 0; head < is.samples * is.heads; ++head) {
-            const Rows keys = whole_vectors(key->of(head, is.heads), is.keys, is.width, spare);
-            const Rows values = value->of(head, is.heads), queries = query->of(head, is.heads);
-            std::fill(of_keys, of_keys + is.keys * width, 0.0f);
-            std::fill(of_values, of_values + is.keys * width, 0.0f);
-            for (int64_t first = 0; first < is.queries; first += kQueries) {
-                const Block block(is, head, first, allowed, starts, bits);
+        for (int64_t head = 0; head < attn.batch * attn.heads; ++head) {
+            const Rows keys = pad_rows(key->of(head, attn.heads), attn.keys, attn.head_dim, padded_keys);
+            const Rows values = value->of(head, attn.heads), queries = query->of(head, attn.heads);
+            std::fill(key_grads, key_grads + attn.keys * padded_dim, 0.0f);
+            std::fill(value_grads, value_grads + attn.keys * padded_dim, 0.0f);
+            for (int64_t first = 0; first < attn.queries; first += kQueries) {
+                const Block block(attn, head, first, allowed, starts, bits);
                 const int64_t count = block.count(), begin = block.begin;
-                const Rows own_grad = {is.row_of(grad, head, first), stride};
-                const Rows query_rows = whole_vectors(queries.from(first), block.rows, is.width, query_spare);
-                const Rows grad_rows = whole_vectors(own_grad, block.rows, is.width, grad_spare);
-                copy_across(asked, query_rows, block.rows, is.width, is.factor);
-                copy_across(slopes, grad_rows, block.rows, is.width, 1.0f);
-                product<false>(weights, kQueries, keys.from(begin).start, keys.stride, 1, asked, kQueries, count,
-                               kQueries, is.width);
-                product<false>(grads, kQueries, values.from(begin).start, values.stride, 1, slopes, kQueries, count,
-                               kQueries, is.width);
+                const Rows own_grad = {attn.row_of(grad, head, first), stride};
+                const Rows query_rows = pad_rows(queries.from(first), block.rows, attn.head_dim, padded_queries);
+                const Rows grad_rows = pad_rows(own_grad, block.rows, attn.head_dim, padded_grads);
+                copy_transposed(scaled_queries, query_rows, block.rows, attn.head_dim, attn.softmax_scale);
+                copy_transposed(grad_columns, grad_rows, block.rows, attn.head_dim, 1.0f);
+                product<false>(weights, kQueries, keys.from(begin).start, keys.stride, 1, scaled_queries, kQueries,
+                               count, kQueries, attn.head_dim);
+                product<false>(grad_scores, kQueries, values.from(begin).start, values.stride, 1, grad_columns,
+                               kQueries, count, kQueries, attn.head_dim);
                 block.mask(weights);
-                if (bits) block.draw(factors);
-                alignas(64) float means[kQueries] = {}, logs[kQueries];
-                std::fill(logs, logs + kQueries, INFINITY);  // no weight for queries that are not there
-                std::copy_n(log_totals + head * is.queries + first, block.rows, logs);
+                if (bits) block.fill_dropout_factors(dropout_factors);
+                // FlashAttention's D: the sum of out × grad per query.
+                alignas(64) float deltas[kQueries] = {}, block_lse[kQueries];
+                std::fill(block_lse, block_lse + kQueries, INFINITY);  // weights of queries past the last one are zero
+                std::copy_n(log_sum_exp + head * attn.queries + first, block.rows, block_lse);
                 for (int64_t i = 0; i < block.rows; ++i) {
-                    const float *result = is.row_of(out, head, first + i), *its = own_grad.start + i * stride;
-                    float mean = 0.0f;
-#pragma omp simd reduction(+ : mean)
-                    for (int64_t k = 0; k < is.width; ++k) mean += result[k] * its[k];
-                    means[i] = mean;
+                    const float *out_row = attn.row_of(out, head, first + i), *grad_row = own_grad.start + i * stride;
+                    float delta = 0.0f;
+#pragma omp simd reduction(+ : delta)
+                    for (int64_t k = 0; k < attn.head_dim; ++k) delta += out_row[k] * grad_row[k];
+                    deltas[i] = delta;
                 }
                 for (int part = 0; part < kParts; ++part) {
-                    const Vector mean = vectors(means)[part];
-                    const Vector log_total = vectors(logs)[part];
+                    const Vector delta = vectors(deltas)[part];
+                    const Vector lse = vectors(block_lse)[part];
                     UnalignedVector* weight = vectors(weights) + part;
-                    UnalignedVector* slope = vectors(grads) + part;
-                    UnalignedVector* kept_weight = vectors(dropped) + part;
-                    const UnalignedVector* factor = vectors(factors) + part;
+                    UnalignedVector* grad_score = vectors(grad_scores) + part;
+                    UnalignedVector* dropped_weight = vectors(dropped_weights) + part;
+                    const UnalignedVector* dropout_factor = vectors(dropout_factors) + part;
                     for (int64_t j = 0; j < count * kParts; j += kParts) {
-                        const Vector its = exp_of<Bits>(weight[j] - log_total);
-                        const Vector back = bits ? slope[j] * factor[j] : slope[j];
-                        kept_weight[j] = bits ? its * factor[j] : its;
-                        slope[j] = is.factor * its * (back - mean);
+                        const Vector probability = exp_of<Bits>(weight[j] - lse);
+                        const Vector grad_weight = bits ? grad_score[j] * dropout_factor[j] : grad_score[j];
+                        dropped_weight[j] = bits ? probability * dropout_factor[j] : probability;
+                        grad_score[j] = attn.softmax_scale * probability * (grad_weight - delta);
                     }
                 }
-                float* own = is.row_of(grad_query, head, first);
-                const bool whole = is.width == width;
-                product<false>(whole ? own : mixed, whole ? stride : width, grads, 1, kQueries, keys.from(begin).start,
-                               keys.stride, block.rows, width, count);
-                if (!whole)
+                float* own = attn.row_of(grad_query, head, first);
+                const bool is_aligned = attn.head_dim == padded_dim;
+                product<false>(is_aligned ? own : padded_out, is_aligned ? stride : padded_dim, grad_scores, 1,
+                               kQueries, keys.from(begin).start, keys.stride, block.rows, padded_dim, count);
+                if (!is_aligned)
                     for (int64_t i = 0; i < block.rows; ++i)
-                        std::memcpy(own + i * stride, mixed + i * width, is.width * sizeof(float));
-                product<true>(of_keys + begin * width, width, grads, kQueries, 1, query_rows.start, query_rows.stride,
-                              count, width, block.rows);
-                product<true>(of_values + begin * width, width, dropped, kQueries, 1, grad_rows.start, grad_rows.stride,
-                              count, width, block.rows);
+                        std::memcpy(own + i * stride, padded_out + i * padded_dim, attn.head_dim * sizeof(float));
+                product<true>(key_grads + begin * padded_dim, padded_dim, grad_scores, kQueries, 1, query_rows.start,
+                              query_rows.stride, count, padded_dim, block.rows);
+                product<true>(value_grads + begin * padded_dim, padded_dim, dropped_weights, kQueries, 1,
+                              grad_rows.start, grad_rows.stride, count, padded_dim, block.rows);
             }
-            for (int64_t j = 0; j < is.keys; ++j) {
-                const int64_t place = ((head / is.heads * is.keys + j) * is.heads + head % is.heads) * is.width;
-                std::memcpy(grad_key + place, of_keys + j * width, is.width * sizeof(float));
-                std::memcpy(grad_value + place, of_values + j * width, is.width * sizeof(float));
+            for (int64_t j = 0; j < attn.keys; ++j) {
+                const int64_t place =
+                    ((head / attn.heads * attn.keys + j) * attn.heads + head % attn.heads) * attn.head_dim;
+                std::memcpy(grad_key + place, key_grads + j * padded_dim, attn.head_dim * sizeof(float));
+                std::memcpy(grad_value + place, value_grads + j * padded_dim, attn.head_dim * sizeof(float));
             }
         }
     }
 }
 
-// Replaces logits [rows, width] by the gradient of the cross-entropy with `targets` [rows], and writes the
-// cross-entropy of each row to `losses`. Label smoothing gives `even` of a target's weight to each token.
-void cross_entropy(float* losses, float* logits, const int64_t* targets, int64_t rows, int64_t width, float even) {
-    const float rest = 1.0f - even * width;
-#pragma omp parallel for if (rows * width >= kParallelFrom)
+// Replaces logits [rows, vocab_size] by the gradient of the cross-entropy with `targets` [rows], and writes the
+// cross-entropy of each row to `losses`. Label smoothing gives each token of the vocabulary the target probability
+// `token_smoothing`.
+void cross_entropy(float* losses, float* logits, const int64_t* targets, int64_t rows, int64_t vocab_size,
+                   float token_smoothing) {
+    const float target_weight = 1.0f - token_smoothing * vocab_size;
+#pragma omp parallel for if (rows * vocab_size >= kParallelFrom)
     for (int64_t row = 0; row < rows; ++row) {
-        float *logit = logits + row * width, *goal = logit + targets[row];
-        float top = -INFINITY, sum = 0.0f, total = 0.0f;
-#pragma omp simd reduction(max : top)
-        for (int64_t i = 0; i < width; ++i) top = logit[i] > top ? logit[i] : top;
-        if (even != 0.0f) {
-#pragma omp simd reduction(+ : sum)
-            for (int64_t i = 0; i < width; ++i) sum += logit[i] - top;
+        float *logit = logits + row * vocab_size, *target_logit = logit + targets[row];
+        float row_max = -INFINITY, shifted_sum = 0.0f, row_sum = 0.0f;
+#pragma omp simd reduction(max : row_max)
+        for (int64_t i = 0; i < vocab_size; ++i) row_max = logit[i] > row_max ? logit[i] : row_max;
+        if (token_smoothing != 0.0f) {
+#pragma omp simd reduction(+ : shifted_sum)
+            for (int64_t i = 0; i < vocab_size; ++i) shifted_sum += logit[i] - row_max;
         }
-        const float of_goal = *goal - top;
-#pragma omp simd reduction(+ : total)
-        for (int64_t i = 0; i < width; ++i) total += logit[i] = exp_of(logit[i] - top);
-        const float log_total = std::log(total), share = 1.0f / total;
-        losses[row] = rest * (log_total - of_goal) + even * (width * log_total - sum);
+        const float shifted_target = *target_logit - row_max;
+#pragma omp simd reduction(+ : row_sum)
+        for (int64_t i = 0; i < vocab_size; ++i) row_sum += logit[i] = exp_of(logit[i] - row_max);
+        const float log_sum = std::log(row_sum), inverse_sum = 1.0f / row_sum;
+        losses[row] =
+            target_weight * (log_sum - shifted_target) + token_smoothing * (vocab_size * log_sum - shifted_sum);
 #pragma omp simd
-        for (int64_t i = 0; i < width; ++i) logit[i] = logit[i] * share - even;
-        *goal -= rest;
+        for (int64_t i = 0; i < vocab_size; ++i) logit[i] = logit[i] * inverse_sum - token_smoothing;
+        *target_logit -= target_weight;
     }
 }
 

@@ -1,8 +1,8 @@
-"""Fused parts of a training step on a CPU: dropout + residual, GELU + dropout, attention, and the loss.
+"""Fused CPU kernels of a training step: dropout + residual, GELU + dropout, attention, and cross-entropy.
 
-They stand where autograd expects operations, between the matrix products. So everything that hangs on the products
-stays as it is: weight-gradient stores, sums of a tensor group, recomputation, stages in threads. The calls run without
-Python's global lock. Results are those of torch's operations, up to rounding; dropout keeps the same values.
+They are autograd functions between the linear layers, which stay as they are. So the kernels work with everything that
+builds on linear layers: weight-gradient stores, tensor groups, recomputation, stages in threads. The calls release
+Python's global interpreter lock. Results equal those of torch's operations up to rounding, with the same dropout mask.
 """
 
 import ctypes
@@ -25,25 +25,24 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 
 class DropoutBits(NamedTuple):
-    """16 random bits per value: one whose `bits` are less than `least` is dropped, the others grow by `scale`."""
+    """16 random bits per value: it is dropped if they are below `threshold`, otherwise multiplied by `scale`."""
 
     bits: Tensor  # int16
-    least: int
+    threshold: int
     scale: float
 
 
 def dropout_threshold(rate: float) -> tuple[int, float]:
-    """`least` and `scale` of `DropoutBits`: the dropped share is rounded to 65,536ths, and the scale is exactly that
-    share's."""
-    dropped = min(round(rate * 2**16), 2**16 - 1)
-    return dropped - 2**15, 2**16 / (2**16 - dropped)
+    """Return `threshold` and `scale` of `DropoutBits`. `scale` is exact for the rate rounded to 65,536ths."""
+    num_dropped = min(round(rate * 2**16), 2**16 - 1)  # of the 2^16 values of 16 bits
+    return num_dropped - 2**15, 2**16 / (2**16 - num_dropped)
 
 
-_NONE = (None, 0, 1.0)  # instead of `DropoutBits`, where nothing is dropped
+_NO_DROPOUT = (None, 0, 1.0)  # instead of `DropoutBits`
 
 
 class Kernels:
-    """The functions of the compiled library. Tensors that `fit` only."""
+    """The functions of the compiled library, for tensors that `fit`."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         for name, types in _SIGNATURES.items():
@@ -53,7 +52,7 @@ class Kernels:
 
     @staticmethod
     def fit(*tensors: Tensor | None, rows: bool = False) -> bool:
-        """Whether these are what the kernels take: float32 on the CPU, contiguous; `rows`: if only each row is."""
+        """Whether the kernels support these tensors: float32, on the CPU, contiguous (`rows`: only each row)."""
         return all(
             tensor.dtype == torch.float32
             and tensor.device.type == "cpu"
@@ -63,22 +62,24 @@ class Kernels:
         )
 
     def draw(self, shape: Sequence[int], rate: float, seed: int) -> DropoutBits:
-        """Random bits for values of this shape: those of numpy's SFC64 with the seed."""
+        """Draw random bits for values of this shape from SFC64: the same bits as numpy's with this seed."""
         count = torch.Size(shape).numel()
         state = np.random.SFC64(seed).state["state"]["state"]
         bits = torch.empty(-(-count // 4), dtype=torch.int64)
         self.library.random_bits(state.ctypes.data, bits.data_ptr(), bits.numel())
         return DropoutBits(bits.view(torch.int16)[:count].view(shape), *dropout_threshold(rate))
 
-    def dropout(self, values: Tensor, drawn: DropoutBits, residual: Tensor | None = None) -> Tensor:
-        """`values` after dropout, plus `residual`; all of one shape."""
-        result: Tensor = _Dropout.apply(self.library, values, residual, *drawn)  # type: ignore[no-untyped-call]
+    def dropout(self, values: Tensor, dropout_bits: DropoutBits, residual: Tensor | None = None) -> Tensor:
+        """Apply dropout to `values` and add `residual`; all have the same shape."""
+        result: Tensor = _Dropout.apply(self.library, values, residual, *dropout_bits)  # type: ignore[no-untyped-call]
         return result
 
-    def gelu(self, values: Tensor, drawn: DropoutBits | None) -> Tensor:
-        """GELU (Hendrycks and Gimpel 2016, arXiv 1606.08415), then dropout."""
-        trains = torch.is_grad_enabled() and values.requires_grad
-        result: Tensor = _Gelu.apply(self.library, values, trains, *(drawn or _NONE))  # type: ignore[no-untyped-call]
+    def gelu(self, values: Tensor, dropout_bits: DropoutBits | None) -> Tensor:
+        """Apply GELU (Hendrycks and Gimpel 2016, arXiv 1606.08415), then dropout."""
+        needs_grad = torch.is_grad_enabled() and values.requires_grad
+        result: Tensor = _Gelu.apply(  # type: ignore[no-untyped-call]
+            self.library, values, needs_grad, *(dropout_bits or _NO_DROPOUT)
+        )
         return result
 
     def attention(
@@ -88,23 +89,23 @@ class Kernels:
         value: Tensor,
         causal: bool,
         allowed: Tensor | None,
-        drawn: DropoutBits | None,
+        dropout_bits: DropoutBits | None,
         starts: Tensor | None = None,
     ) -> Tensor:
-        """Scaled dot-product attention with queries [B, H, T, D/H] over keys and values [B, H, S, D/H]: [B, T, H, D/H].
+        """Scaled dot-product attention: query [B, H, T, D/H], key and value [B, H, S, D/H] → [B, T, H, D/H].
 
         `allowed` [B, S] marks the keys to attend to. If `causal`, the queries are the last T of the S positions.
         `starts` [B, T] is the first key that each query attends to and must not decrease; earlier keys cost no time.
-        Dropout of the weights has bits [B, H, T, S]. The weights never exist as a whole (FlashAttention, Dao et al.
-        2022, arXiv 2205.14135); rows of queries, keys and values are contiguous.
+        `dropout_bits` of the weights have the shape [B, H, T, S]. The weights are never stored as a whole
+        (FlashAttention, Dao et al. 2022, arXiv 2205.14135). Rows of queries, keys and values must be contiguous.
         """
         result: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-            self.library, query, key, value, causal, allowed, starts, *(drawn or _NONE)
+            self.library, query, key, value, causal, allowed, starts, *(dropout_bits or _NO_DROPOUT)
         )
         return result
 
     def cross_entropy_(self, logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
-        """The cross-entropies [N] of `targets` [N] given `logits` [N, V]; replaces the logits by their gradient."""
+        """Return the cross-entropies [N] of `targets` [N] given `logits` [N, V]. The gradient replaces the logits."""
         losses = logits.new_empty(logits.size(0))
         self.library.cross_entropy(
             losses.data_ptr(), logits.data_ptr(), targets.data_ptr(), *logits.shape, smoothing / logits.size(1)
@@ -113,7 +114,7 @@ class Kernels:
 
 
 class FusibleLayer(nn.Module):
-    """A layer that trains by `kernels` where it has them and they fit."""
+    """A layer that uses `kernels` in training, if they are set and fit its tensors."""
 
     kernels: Kernels | None = None
 
@@ -125,13 +126,19 @@ def _address(tensor: Tensor | None) -> int | None:
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, library: ctypes.CDLL, values: Tensor, residual: Tensor | None, bits: Tensor, least: int, scale: float
+        ctx: Any,
+        library: ctypes.CDLL,
+        values: Tensor,
+        residual: Tensor | None,
+        bits: Tensor,
+        threshold: int,
+        scale: float,
     ) -> Tensor:
         ctx.save_for_backward(bits)
-        ctx.library, ctx.least, ctx.scale = library, least, scale
+        ctx.library, ctx.threshold, ctx.scale = library, threshold, scale
         out = torch.empty_like(values)
         library.dropout(
-            out.data_ptr(), _address(residual), values.data_ptr(), bits.data_ptr(), values.numel(), least, scale
+            out.data_ptr(), _address(residual), values.data_ptr(), bits.data_ptr(), values.numel(), threshold, scale
         )
         return out
 
@@ -140,44 +147,55 @@ class _Dropout(torch.autograd.Function):
         (bits,) = ctx.saved_tensors
         grad = grad.contiguous()
         out = torch.empty_like(grad)
-        ctx.library.dropout(out.data_ptr(), None, grad.data_ptr(), bits.data_ptr(), grad.numel(), ctx.least, ctx.scale)
+        ctx.library.dropout(
+            out.data_ptr(), None, grad.data_ptr(), bits.data_ptr(), grad.numel(), ctx.threshold, ctx.scale
+        )
         return None, out, grad if ctx.needs_input_grad[2] else None, None, None, None
 
 
 class _Gelu(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, library: ctypes.CDLL, values: Tensor, trains: bool, bits: Tensor | None, least: int, scale: float
+        ctx: Any,
+        library: ctypes.CDLL,
+        values: Tensor,
+        needs_grad: bool,
+        bits: Tensor | None,
+        threshold: int,
+        scale: float,
     ) -> Tensor:
-        out, slopes = torch.empty_like(values), torch.empty_like(values) if trains else None
-        library.gelu(out.data_ptr(), _address(slopes), values.data_ptr(), _address(bits), values.numel(), least, scale)
-        # In place of values and bits: it is as much memory, and a product is all that is left to do.
-        ctx.save_for_backward(slopes)
+        out, derivative = torch.empty_like(values), torch.empty_like(values) if needs_grad else None
+        library.gelu(
+            out.data_ptr(), _address(derivative), values.data_ptr(), _address(bits), values.numel(), threshold, scale
+        )
+        # The derivative of GELU and dropout together is saved instead of values and bits: it takes as much memory, and
+        # backward is one multiplication.
+        ctx.save_for_backward(derivative)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (slopes,) = ctx.saved_tensors
-        return None, grad * slopes, None, None, None, None
+        (derivative,) = ctx.saved_tensors
+        return None, grad * derivative, None, None, None, None
 
 
 class _Heads(ctypes.Structure):
-    """`Heads` of kernels.cpp."""
+    """The struct `Heads` of kernels.cpp: the address and the strides of a tensor [B, H, T, D/H]."""
 
-    _fields_ = [("start", _P), ("sample", _N), ("head", _N), ("row", _N)]
+    _fields_ = [("start", _P), ("sample_stride", _N), ("head_stride", _N), ("row_stride", _N)]
 
     @classmethod
     def of(cls, values: Tensor) -> "_Heads":
         return cls(values.data_ptr(), *values.stride()[:3])
 
 
-class _Sizes(ctypes.Structure):
-    """`Attention` of kernels.cpp."""
+class _AttentionParams(ctypes.Structure):
+    """The struct `AttentionParams` of kernels.cpp."""
 
     _fields_ = [
-        *((name, _N) for name in ("samples", "heads", "queries", "keys", "width")),
-        *((name, _I) for name in ("causal", "least")),
-        *((name, _F) for name in ("factor", "scale")),
+        *((name, _N) for name in ("batch", "heads", "queries", "keys", "head_dim")),
+        *((name, _I) for name in ("causal", "dropout_threshold")),
+        *((name, _F) for name in ("softmax_scale", "dropout_scale")),
     ]
 
 
@@ -193,30 +211,31 @@ class _Attention(torch.autograd.Function):
         allowed: Tensor | None,
         starts: Tensor | None,
         bits: Tensor | None,
-        least: int,
+        threshold: int,
         scale: float,
     ) -> Tensor:
-        batch, heads, queries, width = query.shape
-        sizes = _Sizes(batch, heads, queries, key.size(2), width, causal, least, width**-0.5, scale)
+        batch_size, num_heads, num_queries, head_dim = query.shape
+        params = _AttentionParams(*query.shape[:3], key.size(2), head_dim, causal, threshold, head_dim**-0.5, scale)
         allowed, starts = (None if tensor is None else tensor.contiguous() for tensor in (allowed, starts))
-        out, log_totals = query.new_empty(batch, queries, heads, width), query.new_empty(batch, heads, queries)
+        out = query.new_empty(batch_size, num_queries, num_heads, head_dim)
+        log_sum_exp = query.new_empty(batch_size, num_heads, num_queries)
         library.attention_forward(
-            out.data_ptr(), log_totals.data_ptr(), *_pointers(query, key, value), _address(allowed),
-            _address(starts), _address(bits), ctypes.byref(sizes),
+            out.data_ptr(), log_sum_exp.data_ptr(), *_pointers(query, key, value), _address(allowed),
+            _address(starts), _address(bits), ctypes.byref(params),
         )  # fmt: skip
-        ctx.save_for_backward(out, log_totals, query, key, value, allowed, starts, bits)
-        ctx.library, ctx.sizes = library, sizes
+        ctx.save_for_backward(out, log_sum_exp, query, key, value, allowed, starts, bits)
+        ctx.library, ctx.params = library, params
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        out, log_totals, query, key, value, allowed, starts, bits = ctx.saved_tensors
+        out, log_sum_exp, query, key, value, allowed, starts, bits = ctx.saved_tensors
         grad, grad_query = grad.contiguous(), torch.empty_like(out)
         grad_key, grad_value = (out.new_empty(key.transpose(1, 2).shape) for _ in range(2))
         ctx.library.attention_backward(
             grad_query.data_ptr(), grad_key.data_ptr(), grad_value.data_ptr(), grad.data_ptr(), out.data_ptr(),
-            log_totals.data_ptr(), *_pointers(query, key, value), _address(allowed), _address(starts), _address(bits),
-            ctypes.byref(ctx.sizes),
+            log_sum_exp.data_ptr(), *_pointers(query, key, value), _address(allowed), _address(starts), _address(bits),
+            ctypes.byref(ctx.params),
         )  # fmt: skip
         grads = (tensor.transpose(1, 2) for tensor in (grad_query, grad_key, grad_value))
         return None, *grads, None, None, None, None, None, None

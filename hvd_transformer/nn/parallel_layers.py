@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hvd_transformer.nn.contracts import EmbeddingGrads, TensorGroup, TensorSplit, WeightGrads
-from hvd_transformer.nn.products import autocast_dtype, product
+from hvd_transformer.nn.matmul import autocast_dtype, matmul
 
 
 class VocabShard(NamedTuple):
@@ -28,19 +28,19 @@ def split_range(size: int, index: int, count: int) -> range:
     return range(size * index // count, size * (index + 1) // count)
 
 
-def local_vocab_index(numbers: Tensor, rows: range) -> tuple[Tensor, Tensor]:
+def local_vocab_index(tokens: Tensor, rows: range) -> tuple[Tensor, Tensor]:
     """Which of these token numbers [...] are among `rows`, and their index there; 0 for the others."""
-    inside = (numbers >= rows.start) & (numbers < rows.stop)
-    return inside, (numbers - rows.start).masked_fill(~inside, 0)
+    is_local = (tokens >= rows.start) & (tokens < rows.stop)
+    return is_local, (tokens - rows.start).masked_fill(~is_local, 0)
 
 
 def reduce_from_tensor_group(values: Tensor, group: TensorGroup) -> Tensor:
-    """The sum of `values` over the group. In backward each rank's values get the sum's gradient."""
-    result: Tensor = _Sum.apply(values, group)  # type: ignore[no-untyped-call]
+    """Sum `values` over the group (all-reduce). In backward each rank's values get the gradient of the sum."""
+    result: Tensor = _ReduceFromTensorGroup.apply(values, group)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Sum(torch.autograd.Function):
+class _ReduceFromTensorGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: TensorGroup) -> Tensor:
         result = values.clone(memory_format=torch.contiguous_format)
@@ -53,12 +53,12 @@ class _Sum(torch.autograd.Function):
 
 
 def copy_to_tensor_group(values: Tensor, group: TensorGroup) -> Tensor:
-    """`values`, which every rank has and uses for other things. In backward the gradient is the sum over the group."""
-    result: Tensor = _Copy.apply(values, group)  # type: ignore[no-untyped-call]
+    """Return `values`, which ranks share but use differently. In backward their gradients are summed over the group."""
+    result: Tensor = _CopyToTensorGroup.apply(values, group)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Copy(torch.autograd.Function):
+class _CopyToTensorGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: TensorGroup) -> Tensor:
         ctx.group = group
@@ -75,11 +75,11 @@ class SplitLayer(nn.Module):
     """A layer whose weights the ranks of a tensor group can split between them."""
 
     def splits(self) -> dict[str, TensorSplit]:
-        """How its own parameters are split, by name."""
+        """The split of each of the layer's own parameters, by name."""
         return {}
 
-    def set_tensor_group(self, group: TensorGroup, whole: Sequence[int]) -> None:
-        """From now on compute with the other ranks of `group`. `whole` is the shape of the unsplit weight."""
+    def set_tensor_group(self, group: TensorGroup, unsplit_shape: Sequence[int]) -> None:
+        """Compute with the other ranks of `group` from now on. `unsplit_shape` is the shape of the unsplit weight."""
         raise NotImplementedError
 
 
@@ -91,12 +91,13 @@ class VocabParallelLayer(SplitLayer):
     def splits(self) -> dict[str, TensorSplit]:
         return dict.fromkeys((name for name, _ in self.named_parameters(recurse=False)), TensorSplit(0))
 
-    def set_tensor_group(self, group: TensorGroup, whole: Sequence[int]) -> None:
-        self.shard = VocabShard(group, split_range(whole[0], group.index, group.count), whole[0])
+    def set_tensor_group(self, group: TensorGroup, unsplit_shape: Sequence[int]) -> None:
+        vocab_size = unsplit_shape[0]
+        self.shard = VocabShard(group, split_range(vocab_size, group.index, group.count), vocab_size)
 
 
 def tensor_splits(model: nn.Module, vocabulary: bool) -> dict[str, TensorSplit]:
-    """How a model's parameters are split, by name; with `vocabulary` also those of embeddings and output layers."""
+    """The split of each parameter of a model, by name; with `vocabulary` also those of embeddings and output layers."""
     splits = {
         f"{prefix}.{name}" if prefix else name: split
         for prefix, module in model.named_modules()
@@ -110,10 +111,10 @@ def tensor_splits(model: nn.Module, vocabulary: bool) -> dict[str, TensorSplit]:
 class WeightGradLayer(SplitLayer):
     """A layer `values @ weight.T + bias`.
 
-    While `weight_grads` is set, autograd computes no gradient for weight and bias: `weight_grads` gets the two
-    matrices instead, and adds their product to the gradient buffer, now or when the stage has time.
+    While `weight_grads` is set, autograd computes no gradient for weight and bias: `weight_grads` gets the layer's
+    input and the gradient of its output instead, and adds their product to the gradient buffer, at once or deferred.
 
-    `shadow` is the weight in the number format of autocast, which it then need not be converted to at each call.
+    `shadow` is a copy of the weight in the dtype of autocast, which saves the conversion in each call.
     """
 
     weight: Tensor
@@ -122,12 +123,14 @@ class WeightGradLayer(SplitLayer):
     shadow: Tensor | None = None
 
     def _shadow(self, values: Tensor) -> Tensor | None:
-        """The shadow, where autocast is on."""
+        """The shadow if autocast is on, otherwise None."""
         return None if self.shadow is None or autocast_dtype(values) is None else self.shadow
 
 
-def out_of_graph(values: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Weight and bias detached, and an anchor that makes autograd call backward: None if `values` do that."""
+def detach_with_anchor(
+    values: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Detach weight and bias. The third tensor, the anchor, makes autograd call backward; None if `values` do that."""
     anchor = None if values.requires_grad else torch.empty(0, requires_grad=True, device=values.device)
     return weight.detach(), None if bias is None else bias.detach(), anchor
 
@@ -135,20 +138,20 @@ def out_of_graph(values: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[T
 class Linear(WeightGradLayer, nn.Linear):
     """`nn.Linear` whose weight gradients go where `WeightGradLayer` says."""
 
-    column_group: TensorGroup | None = None  # its ranks have some of the outputs each
-    row_group: TensorGroup | None = None  # its ranks have some of the inputs each
+    column_group: TensorGroup | None = None  # column parallel: each rank has some of the output features
+    row_group: TensorGroup | None = None  # row parallel: each rank has some of the input features
 
     def forward(self, values: Tensor) -> Tensor:
-        """[..., D_in] to [..., D_out]."""
+        """values [..., D_in] → [..., D_out]."""
         is_split = self.column_group is not None or self.row_group is not None
         shadow = self._shadow(values)
         if not torch.is_grad_enabled():
-            return _product(values, self.weight if shadow is None else shadow, self.bias, self.row_group)
+            return _linear(values, self.weight if shadow is None else shadow, self.bias, self.row_group)
         if self.weight_grads is None and shadow is None and not is_split:
-            return _product(values, self.weight, self.bias, self.row_group)
+            return _linear(values, self.weight, self.bias, self.row_group)
         weight, bias, anchor = self.weight, self.bias, None
         if self.weight_grads is not None:
-            weight, bias, anchor = out_of_graph(values, weight, bias)
+            weight, bias, anchor = detach_with_anchor(values, weight, bias)
         result: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
             values, weight, bias, self.weight_grads, anchor, self.column_group, self.row_group, shadow
         )
@@ -165,7 +168,7 @@ class ColumnParallelLinear(Linear):
     def splits(self) -> dict[str, TensorSplit]:
         return dict.fromkeys(("weight", "bias"), TensorSplit(0, self.parts))
 
-    def set_tensor_group(self, group: TensorGroup, whole: Sequence[int]) -> None:
+    def set_tensor_group(self, group: TensorGroup, unsplit_shape: Sequence[int]) -> None:
         self.column_group = group
 
 
@@ -175,16 +178,16 @@ class RowParallelLinear(Linear):
     def splits(self) -> dict[str, TensorSplit]:
         return {"weight": TensorSplit(1)}
 
-    def set_tensor_group(self, group: TensorGroup, whole: Sequence[int]) -> None:
+    def set_tensor_group(self, group: TensorGroup, unsplit_shape: Sequence[int]) -> None:
         self.row_group = group
 
 
-def _product(values: Tensor, weight: Tensor, bias: Tensor | None, row: TensorGroup | None) -> Tensor:
-    if row is None:
+def _linear(values: Tensor, weight: Tensor, bias: Tensor | None, row_group: TensorGroup | None) -> Tensor:
+    if row_group is None:
         return F.linear(values, weight, bias)
     result = F.linear(values, weight)
-    row.sum_(result)()
-    return result if bias is None else result.add_(bias)
+    row_group.sum_(result)()
+    return result if bias is None else result.add_(bias)  # once, not on each rank
 
 
 class _Linear(torch.autograd.Function):
@@ -194,42 +197,44 @@ class _Linear(torch.autograd.Function):
         values: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        grads: WeightGrads | None,
+        weight_grads: WeightGrads | None,
         anchor: Tensor | None,
-        column: TensorGroup | None,
-        row: TensorGroup | None,
+        column_group: TensorGroup | None,
+        row_group: TensorGroup | None,
         shadow: Tensor | None,
     ) -> Tensor:
-        narrow = autocast_dtype(values)
-        if narrow is not None:
-            values = values.to(narrow)  # kept in this format for backward, as autocast does
-        factor = weight if shadow is None else shadow
-        ctx.save_for_backward(values, factor)
-        ctx.grads, ctx.column, ctx.types = grads, column, (weight.dtype, None if bias is None else bias.dtype)
-        return _product(values, factor, bias, row)
+        compute_dtype = autocast_dtype(values)
+        if compute_dtype is not None:
+            values = values.to(compute_dtype)  # saved in this dtype for backward, as autocast does
+        matmul_weight = weight if shadow is None else shadow
+        ctx.save_for_backward(values, matmul_weight)
+        ctx.weight_grads, ctx.column_group = weight_grads, column_group
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        return _linear(values, matmul_weight, bias, row_group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # Without torch's `once_differentiable`, which costs as much as the rest of this.
+        # No `once_differentiable`: the decorator costs as much time as the rest of this function's Python code.
         values, weight = ctx.saved_tensors
         grad_values = grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None
-        summed = None if grad_values is None or ctx.column is None else ctx.column.sum_(grad_values)
-        # Detached: deferred, they would keep the graph that they came from alive.
-        values, rows = values.detach().flatten(0, -2), grad.flatten(0, -2)
+        # Start the all-reduce of a column-parallel layer first: the weight gradient is computed meanwhile.
+        wait = None if grad_values is None or ctx.column_group is None else ctx.column_group.sum_(grad_values)
+        # Detached: a deferred weight gradient would otherwise keep the graph of `values` alive.
+        values, grad = values.detach().flatten(0, -2), grad.flatten(0, -2)  # [N, D_in], [N, D_out]
         grad_weight = grad_bias = None
-        if ctx.grads is not None:
-            ctx.grads.put(values, rows)
+        if ctx.weight_grads is not None:
+            ctx.weight_grads.put(values, grad)
         else:
-            weight_type, bias_type = ctx.types
-            grad_weight = product(rows.t(), values, weight_type)
-            grad_bias = None if bias_type is None else rows.sum(0, dtype=bias_type)
-        if summed is not None:
-            summed()
+            weight_dtype, bias_dtype = ctx.dtypes
+            grad_weight = matmul(grad.t(), values, weight_dtype)
+            grad_bias = None if bias_dtype is None else grad.sum(0, dtype=bias_dtype)
+        if wait is not None:
+            wait()
         return grad_values, grad_weight, grad_bias, None, None, None, None, None
 
 
 class VocabParallelEmbedding(VocabParallelLayer, nn.Embedding):
-    """`nn.Embedding` whose lookups can give their gradient as rows, one per token.
+    """`nn.Embedding` whose lookups can give a sparse gradient: rows, one per token.
 
     While `embedding_grads` is set it gets these rows, and the weight gets no gradient from lookups. The gradient of a
     tied weight is then complete at the start of backward, as soon as the output layer has added its part. With a
@@ -239,17 +244,19 @@ class VocabParallelEmbedding(VocabParallelLayer, nn.Embedding):
     embedding_grads: EmbeddingGrads | None = None
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Token numbers [...] to vectors [..., D]."""
+        """tokens [...] → vectors [..., D]."""
         if self.shard is None:
             return self._lookup(tokens)
-        inside, rows = local_vocab_index(tokens, self.shard.rows)
-        # Tokens of other shards give zeros to row 0: to leave them out, a GPU would have to tell the host their number.
-        return reduce_from_tensor_group(self._lookup(rows).masked_fill(~inside[..., None], 0), self.shard.group)
+        is_local, indices = local_vocab_index(tokens, self.shard.rows)
+        # Tokens of other shards look up row 0, with a gradient of zero. To leave them out, the host would have to wait
+        # until the GPU has counted them.
+        local_vectors = self._lookup(indices).masked_fill(~is_local[..., None], 0)
+        return reduce_from_tensor_group(local_vectors, self.shard.group)
 
     def _lookup(self, tokens: Tensor) -> Tensor:
         if self.embedding_grads is None or not torch.is_grad_enabled():
             return F.embedding(tokens.to(self.weight.device), self.weight).to(tokens.device)
-        # The anchor makes autograd call backward; the weight itself stays out of the graph.
+        # The anchor makes autograd call backward, although the detached weight needs no gradient.
         anchor = torch.empty(0, requires_grad=True, device=tokens.device)
         weight = self.weight.detach()
         vectors: Tensor = _Lookup.apply(anchor, tokens, weight, self.embedding_grads)  # type: ignore[no-untyped-call]
@@ -258,15 +265,15 @@ class VocabParallelEmbedding(VocabParallelLayer, nn.Embedding):
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, tokens: Tensor, weight: Tensor, grads: EmbeddingGrads) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, tokens: Tensor, weight: Tensor, embedding_grads: EmbeddingGrads) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.grads = grads
-        # Tied to an output layer on another device, the matrix stays there and the rows travel.
+        ctx.embedding_grads = embedding_grads
+        # If the weight is tied to an output layer on another device, it stays there and only the rows are copied.
         return F.embedding(tokens.to(weight.device), weight).to(tokens.device)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
         (tokens,) = ctx.saved_tensors
-        ctx.grads.put(tokens.flatten(), grad.flatten(0, -2))
+        ctx.embedding_grads.put(tokens.flatten(), grad.flatten(0, -2))
         return None, None, None, None

@@ -1,7 +1,7 @@
-"""Attention with dropout on a GPU: the weights [B, H, T, S] never exist as a whole, nor does their dropout mask.
+"""Fused attention with seeded dropout on a GPU: neither the weights [B, H, T, S] nor their dropout mask are stored.
 
-torch's fused kernels draw the mask inside, from a seed and a count that they read of the device's generator. Stages in
-threads share that generator, so it is seeded and read under a lock.
+torch's fused kernels draw the mask inside, from a Philox seed and offset that they read from the device's generator.
+Stages in threads share that generator, so it is seeded and read under a lock.
 """
 
 import threading
@@ -13,15 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hvd_transformer.nn.dropout import Dropout, seed_here
-from hvd_transformer.nn.planned import on_gpu
-from hvd_transformer.nn.products import autocast_dtype
+from hvd_transformer.nn.dropout import Dropout, current_seed
+from hvd_transformer.nn.dry_run import on_gpu
+from hvd_transformer.nn.matmul import autocast_dtype
 
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
-_WIDE, _WIDEST = 192, 256  # a head of the fused kernels
-_STEP = 16  # rows of a bias begin at multiples of so many numbers
-# Their overloads: from version 2.13 on torch has several, among which it would look at each call.
+_MAX_HEAD_DIM = 256  # of the fused kernels
+_MAX_FLASH_HEAD_DIM = 192  # of flash attention's backward with dropout, unless the GPU has much shared memory
+_BIAS_ALIGNMENT = 16  # rows of a bias begin at multiples of this many elements
+# The overloads are chosen here: torch 2.13 and later have several, and would search them in each call.
 _flash = aten._scaled_dot_product_flash_attention.default
 _flash_backward = aten._scaled_dot_product_flash_attention_backward.default
 _efficient = aten._scaled_dot_product_efficient_attention.default
@@ -30,46 +31,49 @@ _lock = threading.Lock()
 
 
 def fits(query: Tensor) -> bool:
-    """Whether fused kernels take these heads [B, H, T, W]."""
-    width, dtype = query.size(-1), autocast_dtype(query) or query.dtype
+    """Whether fused kernels support queries [B, H, T, W] of this head dimension and dtype."""
+    head_dim, dtype = query.size(-1), autocast_dtype(query) or query.dtype
     if dtype == torch.float64 or (dtype == torch.bfloat16 and query.is_cuda and not is_ampere(query)):
         return False
-    return on_gpu(query) and width % 8 == 0 and width <= _WIDEST
+    return on_gpu(query) and head_dim % 8 == 0 and head_dim <= _MAX_HEAD_DIM
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-# As torch.compiler.assume_constant_result, which would import the compiler, that takes seconds.
+# Equivalent to the decorator torch.compiler.assume_constant_result, which imports the compiler: that takes seconds.
 _capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_ampere(query: Tensor) -> bool:
-    """Whether its GPU is of this generation or a later one: others have no flash attention and no bfloat16."""
+    """Whether the query's GPU is Ampere or later: earlier ones have no flash attention and no bfloat16."""
     return _capability(query.device) >= (8, 0)
 
 
 def _takes_flash(query: Tensor, bias: Tensor | None) -> bool:
-    """Whether flash attention takes it, with dropout: torch's backward of wide heads computes nothing then, unless the
-    GPU has much shared memory, as those for data centres have."""
+    """Whether flash attention supports these queries with dropout.
+
+    With dropout, torch's backward for large head dimensions computes nothing, unless the GPU has as much shared memory
+    as data-center GPUs have.
+    """
     if bias is not None or query.dtype not in _HALF or not is_ampere(query):
         return False
     capability = _capability(query.device)
-    return query.size(-1) <= _WIDE or capability == (8, 0) or capability[0] in (9, 10)
+    return query.size(-1) <= _MAX_FLASH_HEAD_DIM or capability == (8, 0) or capability[0] in (9, 10)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, dropout: Dropout) -> Tensor:
     """Scaled dot-product attention with queries [B, H, T, W] over keys and values [B, H, S, W]: [B, H, T, W].
 
-    `mask` is added to the scores, or says which to keep, and broadcasts to [B, H, T, S]; with `causal`, T = S and there
-    is no mask. A head that `fits` only.
+    `mask` broadcasts to [B, H, T, S]: floats are added to the scores, booleans mark the keys to attend to. With
+    `causal`, T = S and there is no mask. Requires `fits(query)`.
     """
-    narrow = autocast_dtype(query)
-    if narrow is not None:
-        query, key, value = (heads.to(narrow) for heads in (query, key, value))
+    compute_dtype = autocast_dtype(query)
+    if compute_dtype is not None:
+        query, key, value = (heads.to(compute_dtype) for heads in (query, key, value))
     bias = None if mask is None else _bias(mask, query, key.size(2))
-    if not query.is_cuda:  # in `plan`
+    if not query.is_cuda:  # a dry run of `plan`
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, is_causal=causal)
     if torch.compiler.is_compiling():
         attention = torch.ops.hvd_transformer.attention
@@ -79,17 +83,17 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
         return _forward(query, key, value, bias, dropout.rate, causal)[0]
 
 
-def _bias(mask: Tensor, query: Tensor, keys: int) -> Tensor:
-    """The mask as what is added to the scores, in the kernels' shape and alignment."""
+def _bias(mask: Tensor, query: Tensor, num_keys: int) -> Tensor:
+    """Turn the mask into a bias that is added to the scores, in the kernels' shape and alignment."""
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
-    padded = F.pad(mask.to(query.dtype), (0, -keys % _STEP))[..., :keys]
-    return padded.expand(*query.shape[:3], keys)
+    padded = F.pad(mask.to(query.dtype), (0, -num_keys % _BIAS_ALIGNMENT))[..., :num_keys]
+    return padded.expand(*query.shape[:3], num_keys)
 
 
 @contextmanager
 def _seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """The device's generator is at the beginning of this seed inside; no other thread reads it."""
+    """Seed the device's generator inside, where no other thread reads it; restores its state afterwards."""
     generator = torch.cuda.default_generators[device.index]
     with _lock:
         before = generator.get_state()
@@ -103,15 +107,15 @@ def _seeded(device: torch.device, seed: int) -> Iterator[None]:
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, rate: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The result; what backward needs: the logarithms of the sums of exponentials, and the state of the generator."""
+    """The output, and what backward needs: the log-sum-exp of the scores, and the Philox seed and offset of dropout."""
     if _takes_flash(query, bias):
-        out, sums, _, _, _, _, state, more, _ = _flash(query, key, value, rate, causal)
-        return out, sums, state, more
-    found: tuple[Tensor, Tensor, Tensor, Tensor] = _efficient(query, key, value, bias, True, rate, causal)
-    return found
+        out, log_sum_exp, _, _, _, _, philox_seed, philox_offset, _ = _flash(query, key, value, rate, causal)
+        return out, log_sum_exp, philox_seed, philox_offset
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = _efficient(query, key, value, bias, True, rate, causal)
+    return result
 
 
-# The same as operators of compiled graphs, which must know how memory is laid out: as [B, T, H, W].
+# Custom operators for compiled graphs. A graph must know the memory layout of their results, here [B, T, H, W].
 
 
 def _by_position(heads: Tensor) -> Tensor:
@@ -125,27 +129,29 @@ def _all_by_position(heads: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.library.custom_op("hvd_transformer::attention", mutates_args=())
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, place: Tensor, rate: float, causal: bool
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout_key: Tensor, rate: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    with _seeded(query.device, seed_here(*place.tolist())):
-        out, sums, state, more = _forward(query, key, value, bias, rate, causal)
+    with _seeded(query.device, current_seed(*dropout_key.tolist())):
+        out, log_sum_exp, philox_seed, philox_offset = _forward(query, key, value, bias, rate, causal)
     out = _by_position(out)
     if _takes_flash(query, bias):
-        return out, sums, state.view(torch.int64), torch.empty(0, dtype=torch.int64)
-    return out, sums, state.cpu(), more.cpu()
+        # Flash attention returns both numbers in one tensor.
+        return out, log_sum_exp, philox_seed.view(torch.int64), torch.empty(0, dtype=torch.int64)
+    return out, log_sum_exp, philox_seed.cpu(), philox_offset.cpu()
 
 
 @_attention.register_fake
 def _(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, place: Tensor, rate: float, causal: bool
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout_key: Tensor, rate: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _, sums, *_ = _forward(query, key, value, bias, rate, causal)  # of fake tensors
+    _, log_sum_exp, *_ = _forward(query, key, value, bias, rate, causal)  # on fake tensors
     out = _by_position(torch.empty_like(query))
     if _takes_flash(query, bias):
-        state, more = torch.empty(2, dtype=torch.int64, device=query.device), torch.empty(0, dtype=torch.int64)
+        philox_seed = torch.empty(2, dtype=torch.int64, device=query.device)
+        philox_offset = torch.empty(0, dtype=torch.int64)
     else:
-        state, more = (torch.empty((), dtype=torch.int64, device="cpu") for _ in range(2))
-    return out, sums, state, more
+        philox_seed, philox_offset = (torch.empty((), dtype=torch.int64, device="cpu") for _ in range(2))
+    return out, log_sum_exp, philox_seed, philox_offset
 
 
 @torch.library.custom_op("hvd_transformer::attention_backward", mutates_args=())
@@ -156,20 +162,23 @@ def _attention_backward(
     value: Tensor,
     bias: Tensor | None,
     out: Tensor,
-    sums: Tensor,
-    state: Tensor,
-    more: Tensor,
+    log_sum_exp: Tensor,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
     rate: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if _takes_flash(query, bias):
-        seed = state.view(torch.uint64)
+        state = philox_seed.view(torch.uint64)
         grads: tuple[Tensor, Tensor, Tensor] = _flash_backward(
-            grad, query, key, value, out, sums, None, None, query.size(2), key.size(2), rate, causal, seed, seed[:0]
-        )
+            grad, query, key, value, out, log_sum_exp, None, None, query.size(2), key.size(2), rate, causal,
+            state, state[:0],
+        )  # fmt: skip
         return _all_by_position(grads)
-    wanted = [True, True, True, False]
-    *grads, _ = _efficient_backward(grad, query, key, value, bias, out, sums, state, more, rate, wanted, causal)
+    needs_grad = [True, True, True, False]  # query, key, value, bias
+    *grads, _ = _efficient_backward(
+        grad, query, key, value, bias, out, log_sum_exp, philox_seed, philox_offset, rate, needs_grad, causal
+    )
     return _all_by_position(grads)
 
 

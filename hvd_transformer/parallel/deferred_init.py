@@ -37,7 +37,7 @@ Keep = Callable[[str, Tensor], Tensor]
 
 
 class CannotDefer(RuntimeError):
-    """The model needs values while it is built, or random numbers in an order that cannot be repeated."""
+    """Raised if building the model reads values, or draws random numbers in an order that cannot be repeated."""
 
 
 class _Call(NamedTuple):
@@ -148,7 +148,7 @@ class DeferredInit(TorchDispatchMode):
                 wholes[call.storage] = whole
 
     def _following(self) -> list[_Call | None]:
-        """For each call the next one on the same tensor."""
+        """Return, for each call, the next one on the same tensor."""
         later: dict[int, _Call] = {}
         found = []
         for call in reversed(self._calls):
@@ -163,7 +163,7 @@ def _is_usual(device: torch.device | None = None, memory_format: object = None, 
 
 
 def _storage(tensor: Tensor) -> int:
-    """Equal for views of the same memory, also where there is none."""
+    """A key that is equal for views of the same memory, also on the meta device."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -174,7 +174,7 @@ def _fill(weight: nn.Parameter, values: Tensor) -> None:
 
 
 class _SeemsOnCpu(TorchFunctionMode):
-    """Lets no one see the meta device: on it, functions of `torch.nn.init` do nothing at all."""
+    """Hides the meta device, on which functions of `torch.nn.init` would do nothing."""
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
@@ -186,9 +186,9 @@ class _SeemsOnCpu(TorchFunctionMode):
 
 
 def deferred_init(make_model: Callable[[], nn.Module]) -> tuple[nn.Module, DeferredInit]:
-    """A model whose parameters have no values until `materialize`.
+    """Build a model whose parameters have no values until `materialize`.
 
-    A model that cannot be built so is built as usual: nothing is deferred.
+    A model that does not support this is built as usual, with nothing deferred.
     """
     init = DeferredInit()
     try:

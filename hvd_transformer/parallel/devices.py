@@ -34,7 +34,7 @@ class Refusal(NamedTuple):
 def choose_devices(wanted: str, num_stages: int, world: World) -> tuple[tuple[torch.device, ...], str | None]:
     """The device of each stage of this rank; and a warning if `wanted="auto"` is the CPU although there are GPUs.
 
-    Collective. Raises `UserError` on all ranks if `wanted="cuda"` cannot be.
+    Collective. Raises `UserError` on all ranks if `wanted="cuda"` is not possible.
     """
     on_cpu = (torch.device("cpu"),) * num_stages
     if wanted == "cpu":
@@ -91,7 +91,7 @@ def _too_few(sights: Sequence[Sight], rank: int, num_stages: int, hosts: Sequenc
 
 
 def _exchange(world: World) -> list[Sight]:
-    """What each rank knows. Collective: one all-gather."""
+    """Gather what each rank knows. Collective: one all-gather."""
     gpus = _visible_gpus()
     own = torch.tensor([len(gpus), world.sends_from_gpus, *gpus], dtype=torch.int64)
     numbers = iter(world.all_gather_async(own, "devices")().tolist())
@@ -102,7 +102,7 @@ def _exchange(world: World) -> list[Sight]:
 
 
 def _visible_gpus() -> list[int]:
-    """A number for each GPU that this process sees, made from its UUID."""
+    """A number per GPU that this process sees, a hash of its UUID."""
     if not torch.cuda.is_available():
         return []
     uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]

@@ -14,9 +14,9 @@ from hvd_transformer.parallel.pipeline import Stage
 
 @contextmanager
 def inputs_moved(stages: Sequence[Stage]) -> Iterator[None]:
-    """Inside, the module of each layer moves the tensors that it is called with to the device of its stage.
+    """Make the module of each layer move its input tensors to the device of its stage, inside the context.
 
-    With all stages on one device nothing changes.
+    If all stages are on one device, nothing changes.
     """
     hooks = []
     if len({stage.device for stage in stages}) > 1:

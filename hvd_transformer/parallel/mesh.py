@@ -102,9 +102,10 @@ def process_groups(size: int, tensor: int) -> list[Sequence[int]]:
 
 
 def _tp_groups(size: int, tensor: int) -> list[Sequence[int]]:
-    """Neighbouring ranks, so that a group is on one host if the host's slots are a multiple of `tensor`."""
+    """The tensor groups: neighbouring ranks, so that a group is on one host if its slots are a multiple of `tensor`."""
     return [range(first, first + tensor) for first in range(0, size, tensor)]
 
 
 def _dp_groups(size: int, tensor: int) -> list[Sequence[int]]:
+    """The data-parallel groups: the ranks that hold the same shards."""
     return [range(shard, size, tensor) for shard in range(tensor)]

@@ -21,8 +21,8 @@ from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.parallel.pipeline import Stage
 from hvd_transformer.parallel.tensor_parallel import Shapes, Splits
 
-# Where buffers travel beside backward: their number per stage, unless that made them too small.
-LEAST_BUCKETS = 4
+# Buckets per stage, at least, where their transfer overlaps with backward; fewer if they would become too small.
+MIN_BUCKETS = 4
 
 
 class ModelStage(Stage):
@@ -45,13 +45,13 @@ class ModelStage(Stage):
         return {name: norm for buffer in self.buffers for name, norm in buffer.norms().items()}
 
     def update(self, factor: float | UpdateFactor, rate: float) -> None:
-        """One optimizer step with the gradients × `factor`; starts the all-gather of sharded parameters."""
+        """Run one optimizer step with the gradients × `factor`, and start the all-gather of sharded parameters."""
         self.optimizer.step(rate, factor)
         if self.all_gather is not None:
             self.all_gather.start()
 
     def exchange_weights(self) -> None:
-        """Swap the raw and the averaged weights; starts the all-gather of sharded parameters."""
+        """Swap the raw and the averaged weights, and start the all-gather of sharded parameters."""
         if self.optimizer.average is not None:
             self.optimizer.average.exchange()
             if self.all_gather is not None:
@@ -59,8 +59,10 @@ class ModelStage(Stage):
 
 
 def check_shared_weights(stages: Sequence[ModelStage]) -> None:
-    """Raise `UserError` if a weight gets gradients from several stages: they would come at any time, and from threads
-    side by side. A tied embedding's lookups are another matter: the last stage adds their rows at the end.
+    """Raise `UserError` if a weight gets gradients from several stages.
+
+    Their threads would add to it at the same time, in any order. Lookups of a tied embedding are allowed: the last
+    stage adds their rows at the end.
     """
     last = {id(weight): stage for stage in stages for layer in stage.layers for weight in layer.module.parameters()}
     for stage in stages:
@@ -76,10 +78,10 @@ def check_shared_weights(stages: Sequence[ModelStage]) -> None:
 
 
 def check_layers(stages: Sequence[ModelStage], model: nn.Module, trained: Collection[str]) -> None:
-    """Raise `UserError` if a weight that is trained belongs to no layer, as may be in a task of one's own."""
-    held = {id(weight) for stage in stages for layer in stage.layers for weight in layer.module.parameters()}
+    """Raise `UserError` if a trained weight belongs to no layer, which can happen in a user-defined task."""
+    in_layers = {id(weight) for stage in stages for layer in stage.layers for weight in layer.module.parameters()}
     for name, weight in model.named_parameters():
-        if name in trained and id(weight) not in held:
+        if name in trained and id(weight) not in in_layers:
             raise UserError(
                 f"the task's `layers`: no Layer has the parameter {name}; add it to the module of the Layer that uses "
                 "it, or name it in `frozen`"
@@ -95,17 +97,19 @@ def add_buffers(
     num_hosts: int,
     splits: Splits,
     shapes: Shapes,
-    gathers: Mapping[str, bool],
-    most: int,
+    row_gathered: Mapping[str, bool],
+    max_bucket_bytes: int,
 ) -> None:
-    """Give each stage buffers of its own parameters, so that it sends and updates without the others. They have at
-    most `most` bytes.
+    """Give each stage buffers of its own parameters, so that it sends and updates without the others.
 
-    `splits` and `shapes` as in `Engine`. A tied parameter belongs to the last stage that has it: the output layer's,
-    where its dense gradient comes from. `gathers` says of looked-up parameters whether their rows are gathered.
+    `max_bucket_bytes` is the size of a buffer at most; a larger parameter gets one alone. `splits` and `shapes` are
+    those of `Engine`. `row_gathered` has the name of each embedding parameter, and whether its gradient is gathered as
+    rows; such a parameter gets a buffer alone. A tied parameter belongs to the last stage that has it: that of the
+    output layer, where its dense gradient comes from.
 
-    Buffers can travel while backward goes on. On one host whose cores all compute that gains nothing, and each message
-    costs their time; elsewhere a stage has several, and the last embedding keeps no other one waiting.
+    The transfer of a buffer can overlap with backward. On one host whose cores all compute, overlap gains nothing and
+    each message costs CPU time, so buffers have the largest size. Elsewhere a stage has at least `MIN_BUCKETS`, and
+    embeddings, whose gradients are complete last, share no buffer with other parameters.
     """
     stage_of = {id(weight): stage for stage in stages for layer in stage.layers for weight in layer.module.parameters()}
     parameters: dict[ModelStage, dict[str, nn.Parameter]] = {stage: {} for stage in stages}
@@ -113,30 +117,36 @@ def add_buffers(
         if name in shapes:
             parameters[stage_of[id(weight)]][name] = weight
     no_decay = names_without_decay(model)
-    alone = {name for name, rows in gathers.items() if rows}
-    travels = num_hosts > 1 or mesh.device.type == "cuda"
+    alone = {name for name, is_gathered in row_gathered.items() if is_gathered}
+    overlaps = num_hosts > 1 or mesh.device.type == "cuda"
     hidden = _muon_matrices(model) if config.optimizer.name == "muon" else set[str]()
-    # What all ranks of a tensor group hold must be added up and rounded alike on all of them, whatever else they hold;
-    # the sum of two replicas is the same in any order.
+    # Unsplit weights must be summed and rounded identically on all ranks of a tensor group. They need buffers of their
+    # own if split weights have shards of different sizes, which changes the order of the sum (the sum of two replicas
+    # is the same in any order), and if a compressed format rounds them together with split weights.
     uneven = any(shapes[name][split.dim] // split.parts % mesh.tp for name, split in splits.items() if name in shapes)
     apart = mesh.tp > 1 and ((uneven and mesh.dp > 2) or config.communication.compression != "none")
     unsplit = shapes.keys() - splits.keys() if apart else set[str]()
-    least = LEAST_SHARE * mesh.zero_shard.count
+    min_bucket_bytes = LEAST_SHARE * mesh.zero_shard.count
     for number, (stage, own) in enumerate(parameters.items()):
         own_bytes = sum(
             math.prod(shapes[name]) * weight.itemsize // (mesh.tp if name in splits else 1)
             for name, weight in own.items()
         )
-        part = max(least, own_bytes // LEAST_BUCKETS)
-        size, last = (min(most, part), gathers.keys() - alone) if travels else (most, set())
-        buffers = make_grad_buffers(own, no_decay, size, alone, mesh.zero_shard, apart=(hidden, last, unsplit))
+        if overlaps:
+            bucket_bytes = min(max_bucket_bytes, max(min_bucket_bytes, own_bytes // MIN_BUCKETS))
+            embeddings = row_gathered.keys() - alone
+        else:
+            bucket_bytes, embeddings = max_bucket_bytes, set()
+        buffers = make_grad_buffers(
+            own, no_decay, bucket_bytes, alone, mesh.zero_shard, apart=(hidden, embeddings, unsplit)
+        )
         matrices = None
         if hidden:
             matrices = SharedMatrices(
                 [buffer for buffer in buffers if buffer.slots[0].name in hidden],
                 splits=splits,
                 shapes=shapes,
-                # In local steps each replica makes its own update.
+                # In local steps each replica computes its own update.
                 replicas=mesh.dp_group if config.communication.local_steps == 1 else mesh.dp_group.alone(),
                 tensor_group=mesh.tp_group,
                 cost=orthogonalise_cost,
@@ -152,7 +162,7 @@ def _muon_matrices(model: nn.Module) -> set[str]:
 
 
 def add_shadows(model: nn.Module, buffers: Iterable[GradBuffer], dtype: torch.dtype) -> None:
-    """Let the linear layers multiply by weights that are in the number format of autocast already."""
+    """Give the linear layers copies of their weights in the dtype of autocast, which the buffers keep up to date."""
     places = {id(slot.parameter): (buffer, slot) for buffer in buffers for slot in buffer.slots}
     for module in model.modules():
         if isinstance(module, WeightGradLayer) and id(module.weight) in places:

@@ -47,7 +47,7 @@ class Stage:
 
 
 class StageFailed(RuntimeError):
-    """Names the stage, the layer and the micro-batch; the cause is the original error."""
+    """Raised with the names of the stage, the layer and the micro-batch; its cause is the original error."""
 
 
 def worker_threads(num_stages: int) -> int:
@@ -57,7 +57,7 @@ def worker_threads(num_stages: int) -> int:
 
 @contextmanager
 def layer_context(precision: Precision, device: torch.device, key: Sequence[int]) -> Iterator[None]:
-    """What surrounds each call of a layer: autocast, and the place of its dropout."""
+    """The context of each call of a layer: autocast, and the dropout key."""
     with autocast(precision, device), dropout_key(*key):
         yield
 
@@ -105,14 +105,14 @@ class Pipeline:
             first_number += len(micro_batches)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """The losses only; raises `StageFailed`."""
+        """Return the losses of forward passes without gradients; raises `StageFailed`."""
         losses: list[Tensor] = []
         run = ScheduleRun(self, micro_batches, forward_only(len(self.stages), len(micro_batches)), losses.append)
         self.map(torch.no_grad()(run.work))  # in each stage's own thread
         return losses
 
     def map(self, function: Callable[[int], Result]) -> list[Result]:
-        """`function(stage)` of all stages side by side, each by its own worker."""
+        """Call `function(stage)` for all stages in parallel, each in its own worker; returns the results."""
         if not self._workers:
             return [function(0)]
 
@@ -124,7 +124,7 @@ class Pipeline:
             streams.begin()
         waiting = [worker.submit(work, stage) for stage, worker in enumerate(self._workers)]
         errors = [error for future in waiting if (error := future.exception()) is not None]
-        if errors:  # all have ended by now; who was only broken off has nothing to say
+        if errors:  # all workers have ended; `Aborted` ones ended because another stage failed
             raise next((error for error in errors if not isinstance(error, Aborted)), errors[0])
         for streams in self.streams:
             streams.end()
@@ -150,11 +150,11 @@ class ScheduleRun:
 
     def __post_init__(self) -> None:
         num_stages = len(self.schedule)
-        # Of this size no schedule ever waits for room while its neighbour waits for it.
+        # This capacity avoids deadlocks: no stage waits for room in a channel while its neighbour waits for it.
         self.down, self.up = ([Channel(num_stages) for _ in range(num_stages)] for _ in range(2))
 
     def work(self, stage: int) -> None:
-        """All operations of one stage; an error ends the other stages, too."""
+        """Run all operations of one stage; an error ends the other stages, too."""
         runner = StageRunner(self, stage)
         for operation in self.schedule[stage]:
             try:
@@ -191,7 +191,7 @@ class StageRunner:
                 self._stage.weight_grads.run_oldest()
 
     def where(self, operation: Operation, error: BaseException) -> str:
-        """The place of an error, in words."""
+        """Describe the place of an error."""
         layers, name = self._stage.layers, getattr(error, "failed_layer", None)
         layer = f"layer {name}" if name else f"layers {layers[0].name} to {layers[-1].name}"
         number = self._run.first_number + operation.micro_batch
@@ -267,8 +267,8 @@ class StageRunner:
         return kind == "always" or (kind == "except_last" and number < len(self._run.micro_batches) - 1)
 
     def _defers(self, number: int) -> bool:
-        """Whether weight gradients wait for the end of backward.
+        """Whether weight gradients are deferred until the end of backward.
 
-        That takes memory, which recomputing is there to save; and the first stage has nobody to send a gradient to.
+        That takes memory, which recomputation should save; and the first stage has no stage to send a gradient to.
         """
         return self._splits_backward or (not self._is_first and not self._recomputes(number))

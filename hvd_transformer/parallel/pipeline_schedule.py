@@ -18,7 +18,7 @@ SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
 
 def make_schedule(kind: ScheduleName, num_stages: int, num_micro_batches: int) -> Schedule:
-    """The operations of every stage for one accumulation step.
+    """Return the operations of every stage for one accumulation step.
 
     gpipe: Huang et al. 2019, arXiv 1811.06965. 1f1b with a flush: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.
     zero_bubble: ZB-H1 of Qi et al. 2023, arXiv 2401.10241, section 3.1, where stage s defers weight gradients by s

@@ -39,13 +39,13 @@ class LossScaler:
         self.good_steps = 0
 
     def good(self) -> None:
-        """The gradients were finite."""
+        """Count a step whose gradients were finite."""
         self.good_steps += 1
         if self.active and self.good_steps % self.patience == 0:
             self.scale *= 2
 
     def overflowed(self) -> bool:
-        """The gradients were not finite: halve the factor. False if that cannot help."""
+        """Halve the factor after a step whose gradients were not finite. Returns False if that cannot help."""
         if not self.active or self.scale <= 1:
             return False
         self.scale, self.good_steps = max(1.0, self.scale / 2), 0

@@ -19,7 +19,7 @@ _MULTIPLIER = 6364136223846793005
 
 
 class ReplicasDiffer(RuntimeError):
-    """The ranks that should hold equal weights do not."""
+    """Raised if ranks that should hold equal weights do not."""
 
 
 def broadcast_parameters(buffers: Sequence[GradBuffer], group: Group) -> None:
@@ -51,7 +51,7 @@ def check_replicas(
     cut: Collection[str] = (),
     frozen: int = 0,
 ) -> int:
-    """The checksum of the weights. Raises `ReplicasDiffer` with the ranks that differ from the others.
+    """Return the checksum of the weights. Raises `ReplicasDiffer` with the ranks that differ from the others.
 
     Groups of `tensor` neighbouring ranks split the weights named in `cut`; all other weights are equal on all ranks.
     `frozen` is this rank's checksum of those that are in no buffer.
@@ -65,7 +65,7 @@ def check_replicas(
 
 
 def _runs(buffers: Sequence[GradBuffer], chosen: Callable[[ParamSlot], bool]) -> list[Tensor]:
-    """Neighbouring weights as one tensor: the padding between two is zero on every rank."""
+    """The `chosen` weights, neighbours joined into one tensor: the padding between them is zero on every rank."""
     found = []
     for buffer in buffers:
         for is_chosen, slots in groupby(buffer.slots, chosen):
@@ -76,9 +76,10 @@ def _runs(buffers: Sequence[GradBuffer], chosen: Callable[[ParamSlot], bool]) ->
 
 
 def _by_name(buffers: Sequence[GradBuffer], split: Collection[str]) -> list[Tensor]:
-    """The weights that are not split, small ones together.
+    """The weights that are not split, in the order of their names, small ones joined.
 
-    Not by their buffers: shards of different sizes (a vocabulary of 99 on two ranks) may fill those differently.
+    The order of the buffers may differ per rank, because shards of different sizes (a vocabulary of 99 on two ranks)
+    can fill them differently.
     """
     slots = ((slot, buffer) for buffer in buffers for slot in buffer.slots if slot.name not in split)
     large: list[Tensor] = []
@@ -90,7 +91,7 @@ def _by_name(buffers: Sequence[GradBuffer], split: Collection[str]) -> list[Tens
 
 
 def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """The bits of a tensor, 64 each, and of its last element of 32 bits if that is left over."""
+    """The bits of a tensor as 64-bit words, and its last 32 bits if they are left over."""
     bits = tensor.detach().contiguous().flatten().view(torch.int32)
     if bits.storage_offset() % 2:
         bits = bits.clone()
@@ -123,7 +124,7 @@ def _raise_strangers(own: Sequence[int], world: World, when: str, tensor: int) -
 
 
 def _signed(value: int) -> int:
-    """A 64-bit number in the range of torch's int64."""
+    """Shift an unsigned 64-bit number into the range of torch's int64."""
     return value - 2**63
 
 

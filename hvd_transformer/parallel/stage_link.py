@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Aborted(Exception):
-    """Another stage failed, so this one stops."""
+    """Raised in a stage that stops because another stage failed."""
 
 
 class StageTensors(NamedTuple):
@@ -79,7 +79,7 @@ class StageStreams:
         return StageTensors(tensors)
 
     def receive(self, sent: StageTensors) -> tuple[Tensor | None, ...]:
-        """The tensors on this stage's device, ready to use."""
+        """Return the tensors on this stage's device, ready to use."""
         return tuple(None if tensor is None else self._received(tensor, sent) for tensor in sent.tensors)
 
     def _received(self, tensor: Tensor, sent: StageTensors) -> Tensor:
@@ -96,7 +96,7 @@ class CudaStageStreams(StageStreams):
     def begin(self) -> None:
         current = torch.cuda.current_stream(self.device)
         self.compute.wait_stream(current)
-        # Where a stage on another GPU looks up rows of this one's tied embedding, which was updated just before.
+        # On the default stream a stage on another GPU looks up rows of this one's tied embedding, just updated.
         torch.cuda.default_stream(self.device).wait_stream(current)
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""Which library a tensor group's layers communicate over (`communication.tensor_backend`), and its communicators."""
+"""Chooses the library over which tensor groups communicate (`communication.tensor_backend`), and connects them."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ def connect_stages(config: Config, world: World, mesh: ParallelMesh) -> StageCom
 
 
 def _uses_torch(wanted: str, world: World, device: torch.device) -> bool:
-    """Whether all ranks can do as wanted. Collective."""
+    """Whether tensor groups use torch.distributed. Collective. Raises `UserError` if it is `wanted` but missing."""
     if wanted == "horovod" or (wanted == "auto" and device.type == "cpu"):
         return False
     backend = _torch_backend(device)

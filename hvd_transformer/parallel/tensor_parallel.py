@@ -18,7 +18,7 @@ from hvd_transformer.parallel.deferred_init import DeferredInit
 
 Splits = Mapping[str, TensorSplit]  # by parameter name
 Shapes = Mapping[str, Sequence[int]]  # of the unsplit weights, by parameter name
-# Collectives of one layer in flight at most; their names repeat, so that Horovod caches them.
+# The most collectives of one layer in flight. Their names repeat, so that Horovod caches them.
 _NAMES = 4
 
 
@@ -34,7 +34,7 @@ def piece(whole: Tensor, split: TensorSplit, index: int, count: int) -> Tensor:
 def shard_model(
     model: nn.Module, splits: Splits, index: int, count: int, init: DeferredInit | None = None, *, draw: bool = True
 ) -> Shapes:
-    """Leave the model rank `index`'s pieces of the weights, of `count`. Returns the shapes of the unsplit weights.
+    """Reduce the model to rank `index`'s pieces of the weights, of `count`. Returns the shapes of the unsplit weights.
 
     Weights that `init` has deferred are initialized here, one after the other; without `draw` they are zero. Parameters
     stay the same objects, so tied ones stay tied. Until `set_tensor_groups`, layers use this rank's pieces only.
@@ -49,7 +49,7 @@ def shard_model(
         set_tensor_groups(model, splits, shapes, lambda _: LocalTensorGroup(index, count))
         for module in model.modules():
             if splits and isinstance(module, Dropout) and module.sharded:
-                module.share = index
+                module.shard_index = index
     return shapes
 
 
@@ -92,7 +92,7 @@ class RankTensorGroup:
         return self._ranks.all_gather_async(values[None], self._next())()
 
     def _next(self) -> str:
-        """Every rank calls a layer's collectives in the same order."""
+        """The name of the layer's next collective: equal on all ranks, which call them in the same order."""
         self._calls = (self._calls + 1) % _NAMES
         return f"tensor.{self._name}.{self._calls}"
 

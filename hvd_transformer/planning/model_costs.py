@@ -25,8 +25,8 @@ from hvd_transformer.gradients.weight_grads import WeightGradStore
 from hvd_transformer.nn.contracts import Layer, MicroBatch, Tensors
 from hvd_transformer.nn.cross_entropy import GPU_CHUNK
 from hvd_transformer.nn.dropout import Dropout
+from hvd_transformer.nn.dry_run import assume_gpu, dry_run
 from hvd_transformer.nn.parallel_layers import WeightGradLayer
-from hvd_transformer.nn.planned import planned_for, planned_on_gpu
 from hvd_transformer.parallel.pipeline import layer_context
 from hvd_transformer.parallel.precision import product_dtype, weight_dtype
 from hvd_transformer.parallel.tensor_parallel import shard_model
@@ -93,7 +93,7 @@ def fake_model(config: Config, vocab_size: int, num_samples: int) -> Iterator[Fa
     chunk = config.model.loss_chunk or (None if config.training.device == "cpu" else GPU_CHUNK)
     on_gpu = for_gpu(config)
     with ExitStack() as stack:
-        for inside in (_sizes_in_64_bits(), FakeTensorMode(), planned_on_gpu(on_gpu), planned_for("memory")):
+        for inside in (_sizes_in_64_bits(), FakeTensorMode(), assume_gpu(on_gpu), dry_run("memory")):
             stack.enter_context(inside)
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(weight_dtype(config.training.precision))
@@ -211,7 +211,7 @@ def _flops(model: FakeModel, layer: Layer, tensors: Tensors, targets: Tensors) -
     This is a run of its own because FLOP counters keep tensors alive, which would disturb the memory count.
     """
     counters = [FlopCounterMode(display=False, custom_mapping=_MORE_PRODUCTS) for _ in range(3)]
-    with planned_for("flops"):
+    with dry_run("flops"):
         with counters[0]:
             outputs = forward([layer], received(tensors), targets, model.context, recompute=False)
         with counters[1], model.store.deferring():

@@ -17,10 +17,10 @@ _MOST_GRAPHS = 64  # of a block's code, before torch.compile gives up on it
 
 def compile_blocks(task: Task) -> None:
     """Compile each block of the task's model: it becomes graphs when it is first called."""
-    from hvd_transformer.nn.compiled_dropout import give_keys
+    from hvd_transformer.nn.compiled_dropout import set_dropout_keys
 
     assert task.model is not None
-    give_keys(task.model)
+    set_dropout_keys(task.model)
     # The blocks of a model share their graphs: one each for training and for evaluation, for each shape.
     limit = {}
     if "recompile_limit" in signature(torch.compile).parameters:

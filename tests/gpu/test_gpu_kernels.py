@@ -10,7 +10,7 @@ from torch import Tensor
 from hvd_transformer.nn import seeded_attention
 from hvd_transformer.nn.cross_entropy import fused_cross_entropy
 from hvd_transformer.nn.dropout import Dropout, dropout_key
-from hvd_transformer.nn.products import add_product_, product
+from hvd_transformer.nn.matmul import addmm_, matmul
 
 pytestmark = pytest.mark.gpu
 
@@ -123,10 +123,10 @@ def test_products_add_up_in_float32(dtype: torch.dtype) -> None:
     left, right = torch.randn(300, 5000, device="cuda").to(dtype), torch.randn(5000, 200, device="cuda").to(dtype)
     exact = left.double() @ right.double()
     closely = {"rtol": 1e-5, "atol": 1e-3}  # 16 bits would be off by up to a half
-    torch.testing.assert_close(product(left, right, torch.float32).double(), exact, **closely)
+    torch.testing.assert_close(matmul(left, right, torch.float32).double(), exact, **closely)
     target = torch.empty(300, 200, device="cuda")
-    add_product_(target, left, right, first=True)
-    add_product_(target, left, right, first=False)
+    addmm_(target, left, right, first=True)
+    addmm_(target, left, right, first=False)
     torch.testing.assert_close(target.double(), 2 * exact, **closely)
 
 

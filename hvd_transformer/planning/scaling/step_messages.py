@@ -39,9 +39,11 @@ class StepMessages:
         self._sent_bytes = self._number_bytes * COMPRESSED[config.communication.compression]
         looked_up = {"auto": tokens * layout.dp, "always": 0, "never": math.inf}[config.communication.embedding_rows]
         transfer = transfer_sizes(machine.device, layout.dp, config.communication.bucket_mb)
-        most = transfer.bucket / self._number_bytes
+        max_elements = transfer.bucket / self._number_bytes
         self._buckets = [
-            bucket for start, stop in reversed(stages) for bucket in make_buckets(layers, start, stop, most, looked_up)
+            bucket
+            for start, stop in reversed(stages)
+            for bucket in make_buckets(layers, start, stop, max_elements, looked_up)
         ]
         self._row_numbers = [
             weight.width * tokens * layout.dp
@@ -59,7 +61,7 @@ class StepMessages:
         and the last one's backward drains it.
         """
         gathered = sorted(self._buckets, key=lambda bucket: bucket.first_layer) if self._shard != "none" else []
-        gathers = [self._seconds("all_gather", self._number_bytes * bucket.numbers) for bucket in gathered]
+        gathers = [self._seconds("all_gather", self._number_bytes * bucket.num_elements) for bucket in gathered]
         forward = [
             Work(time.forward, needs=sum(bucket.first_layer <= index for bucket in gathered))
             for index, time in enumerate(times)
@@ -82,7 +84,7 @@ class StepMessages:
 
     def _reduce(self, bucket: Bucket) -> Seconds:
         kind: Collective = "all_reduce" if self._shard == "none" else "reduce_scatter"
-        return self._seconds(kind, self._sent_bytes * bucket.numbers)
+        return self._seconds(kind, self._sent_bytes * bucket.num_elements)
 
     def _seconds(self, kind: Collective, num_bytes: float) -> Seconds:
         return self._machine.seconds(kind, self._group, num_bytes)

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from hvd_transformer.nn.compiled_dropout import give_keys
-from hvd_transformer.nn.dropout import Dropout, dropout_key, dropped, number_dropouts
-from hvd_transformer.nn.planned import planned_on_gpu
+from hvd_transformer.nn.compiled_dropout import set_dropout_keys
+from hvd_transformer.nn.dropout import Dropout, dropout_key, number_dropouts, seeded_dropout
+from hvd_transformer.nn.dry_run import assume_gpu
 
 RATE = 0.3
 
@@ -25,7 +25,7 @@ def test_compiled_blocks_drop_what_eager_ones_drop() -> None:
     torch._dynamo.reset()
     blocks = nn.ModuleList([Block() for _ in range(3)])
     number_dropouts(blocks)
-    give_keys(blocks)
+    set_dropout_keys(blocks)
     counter = CompileCounterWithBackend("aot_eager")
     for block in blocks:
         block.compile(backend=counter)
@@ -39,7 +39,7 @@ def test_compiled_blocks_drop_what_eager_ones_drop() -> None:
                 seed = block.dropout.seed()
             gradient = block.linear.weight.grad.clone()
             block.zero_grad()
-            kept = dropped(torch.ones(16, 8), RATE, seed)
+            kept = seeded_dropout(torch.ones(16, 8), RATE, seed)
             wanted = torch.relu(block.linear(values)) * kept + values
             wanted.square().sum().backward()
             torch.testing.assert_close(found, wanted)
@@ -57,11 +57,11 @@ def test_on_a_gpu_backward_draws_the_mask_again() -> None:
         return tensor
 
     dropout = Dropout(RATE)
-    with planned_on_gpu(), dropout_key(3, 4), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with assume_gpu(), dropout_key(3, 4), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         found = dropout(values)
         assert torch.equal(dropout(values.t().contiguous().t()), found)  # whatever the layout of its memory
     assert not saved
     found.sum().backward()
     torch.testing.assert_close(values.grad, found.detach() / values.detach())
-    with planned_on_gpu(), dropout_key(3, 5):
+    with assume_gpu(), dropout_key(3, 5):
         assert not torch.equal(dropout(values), found)

@@ -40,7 +40,7 @@ def test_a_draw_depends_on_the_place_the_layer_and_the_piece_and_on_nothing_else
     first, second = Dropout(0.5), Dropout(0.5)
     number_dropouts(torch.nn.Sequential(first, second))
     piece = Dropout(0.5, sharded=True)
-    piece.share = 1
+    piece.shard_index = 1
     draws = [
         drop(first, values, 1, 2),
         drop(first, values, 1, 3),

@@ -28,7 +28,7 @@ def kernels(folder: Path) -> Kernels:
 
 
 def mask(drawn: DropoutBits) -> Tensor:
-    return (drawn.bits >= drawn.least).double() * drawn.scale
+    return (drawn.bits >= drawn.threshold).double() * drawn.scale
 
 
 def check(found: Tensor, wanted: Tensor, inputs: list[Tensor], doubles: list[Tensor], *, atol: float = 2e-6) -> None:

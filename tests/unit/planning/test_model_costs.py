@@ -48,7 +48,7 @@ def test_a_loss_in_fewer_chunks_costs_the_same(words: list[str], chunk: int, mon
     settings = [f"model.loss_chunk={chunk}", *words]
     found, asked = small_plan(*settings), 0
 
-    def all_chunks(size: int, chunk: int, *, sums: bool) -> list[slice]:
+    def all_chunks(size: int, chunk: int, *, accumulates: bool) -> list[slice]:
         nonlocal asked
         asked = max(asked, -(-size // chunk))
         return [slice(start, start + chunk) for start in range(0, size, chunk)]
