@@ -53,16 +53,23 @@ def _gpus(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) ->
     found: dict[str, list[int]] = {}
     for word in value:
         host, equals, numbers = word.partition("=")
-        if not equals or not host or not all(number.isdecimal() for number in numbers.split(",")):
+        given = numbers.split(",") if numbers else []
+        if not equals or not host or not all(number.isdecimal() for number in given):
             raise click.BadParameter(f"{word!r} is not of the form HOST=0,1.", ctx, param)
-        found[host] = [int(number) for number in numbers.split(",")]
+        found[host] = [int(number) for number in given]
     return found
 
 
 @hosts.command()
 @click.argument("names", required=False, metavar="HOST:SLOTS,…")
 @options.hostfile
-@click.option("--gpus", multiple=True, callback=_gpus, metavar="HOST=0,1", help="GPU numbers of a host; repeatable.")
+@click.option(
+    "--gpus",
+    multiple=True,
+    callback=_gpus,
+    metavar="HOST=0,1",
+    help="GPU numbers of a host; HOST= removes them. Repeatable.",
+)
 @service_options.server
 @service_options.as_json
 def add(

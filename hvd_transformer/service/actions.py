@@ -121,7 +121,10 @@ class Actions:
         return self._store.set_tags(id, add, remove)
 
     def add_hosts(self, hosts: str, gpus: Mapping[str, Sequence[int]]) -> list[Host]:
-        """Add hosts, such as "h1:4,node[01-08]:8", or change their slots and GPUs."""
+        """Add hosts, such as "h1:4,node[01-08]:8", or change their slots and GPUs.
+
+        `gpus`: their numbers, by host. A host that is not named there keeps its GPUs; one without numbers loses them.
+        """
         new = []
         for found in parse_hosts(hosts):
             numbers = tuple(gpus.get(found.name, found.gpus))
@@ -130,7 +133,7 @@ class Actions:
             new.append(Host(found.name, found.slots, numbers))
         if unknown := gpus.keys() - {host.name for host in new}:
             raise UserError(f"GPUs of host {min(unknown)}: it is not among the hosts that are added")
-        self._store.put_hosts(new)
+        self._store.put_hosts(new, [name for name, numbers in gpus.items() if not numbers])
         self._wake()
         return new
 

@@ -27,6 +27,7 @@ from hvd_transformer.service.scheduling.wait_reasons import dependencies
 from hvd_transformer.service.settlement import settle
 from hvd_transformer.service.stops import Stops
 from hvd_transformer.service.storage.store import Store
+from hvd_transformer.service.submitting.not_now import rest_seconds
 from hvd_transformer.service.user_limits import grown_within_limits, within_limits
 
 _LOOK_SECONDS = 1.0  # between two looks at time limits and hosts when nothing happens
@@ -34,7 +35,6 @@ _ESTIMATE_SECONDS = 10.0  # between two passes of the scheduler when nothing hap
 _USAGE_SECONDS = 60.0  # after which what a running job uses is written down
 _REST = 2.0  # a pass rests for so many times its own duration, so that a long queue leaves time for everything else
 _STUCK_SECONDS = 30.0
-_LEAST_REST, _MOST_REST = 10.0, 600.0  # seconds, of a job whose hosts are refused again and again
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Manager:
         self._attempts: dict[int, Attempt] = {}  # the open one of each active job
         self._accounted: dict[int, float] = {}  # up to when each job's usage is written down, monotonic
         self._promised: Mapping[int, Promise] = {}  # starts that the scheduler has reserved, for its next pass
-        self._refusals: dict[int, tuple[int, float]] = {}  # of jobs whose hosts were refused: how often, rest until
+        self._refusals: dict[int, tuple[int, float]] = {}  # of jobs that could not start: how often, rest until
         self._due = threading.Event()  # a pass of the scheduler
         self._closing = threading.Event()
         self._looked = time.monotonic()
@@ -155,8 +155,8 @@ class Manager:
     def _take_over(self, attempt: Attempt) -> None:
         """Learn what has become of an attempt that somebody else has started, or given slots."""
         job = self._known(attempt.job)
-        self._has_begun(job, attempt)
         try:
+            self._has_begun(job, attempt)
             if (ended := self._launchers.adopt(job, attempt)) is not None:
                 self._settle(attempt, ended)
         except BaseException:
@@ -205,10 +205,29 @@ class Manager:
         """
         count = self._refusals.get(job, (0, 0.0))[0] + 1
         if refused:
-            rest = 0.0 if count == 1 else min(_LEAST_REST * 2.0 ** (count - 2), _MOST_REST)
+            rest = 0.0 if count == 1 else rest_seconds(count - 1)
             self._refusals[job] = count, time.monotonic() + rest
         else:
             self._refusals.pop(job, None)
+
+    def _still_refused(self, now: float) -> dict[int, str]:
+        """Let the jobs rest on that cannot start yet; returns why.
+
+        They get no slots, and take none from others, to find that out.
+        """
+        still: dict[int, str] = {}
+        asked: dict[tuple[object, ...], str | None] = {}  # of thousands of jobs most need the same
+        for id in [id for id, (_, until) in self._refusals.items() if 0.0 < until <= now and id not in self._attempts]:
+            job = self._known(id)
+            needs = job.folder, job.env_file, Path(job.output_dir).parent
+            if needs not in asked:
+                asked[needs] = self._launchers.why_not_now(job)
+            if (why := asked[needs]) is not None:
+                self._note_refusal(id, True)
+                still[id] = why
+            else:
+                self._refusals[id] = self._refusals[id][0], 0.0  # asked again if its start is refused again
+        return still
 
     def _forget_refusals(self, queued: Iterable[int]) -> None:
         """Drop the counts of jobs that have left the queue."""
@@ -245,6 +264,7 @@ class Manager:
         limits, elsewhere = self._store.all_limits(), self._store.external_owners()
         now, hosts, queued = time.time(), self._store.hosts(), self._store.waiting()
         self._forget_refusals(job.id for job in queued)
+        still = self._still_refused(began)
         resting = {job for job, (_, until) in self._refusals.items() if until > began}  # they keep their reasons
         could_run = fits([host for host in hosts if not (host.down or host.drained)])
         waiting, reasons = within_limits(
@@ -255,6 +275,7 @@ class Manager:
             elsewhere,
             lambda job: job.engine is not Engine.HOSTS or could_run(job.needs),
         )
+        reasons |= still
         for job, others in self._store.unmet_dependencies().items():
             reasons[job] = dependencies(others)
         if external := [job.id for job in waiting if job.engine is not Engine.HOSTS]:
@@ -303,9 +324,9 @@ class Manager:
         for start in decisions.starts:
             attempt = self._store.start(start.job, start.allocation, time.time())
             if attempt is not None and (job := self._store.job(start.job)) is not None:
-                self._has_begun(job, attempt)
-                self._estimates.began(attempt, seconds.get(job.id))
                 try:
+                    self._has_begun(job, attempt)
+                    self._estimates.began(attempt, seconds.get(job.id))
                     environment = thread_limit(attempt.allocation, hosts)
                     if (ended := self._launchers.start(job, attempt, environment)) is not None:
                         self._settle(attempt, ended)

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from hvd_transformer.service.jobs import Engine
+from hvd_transformer.service.jobs import Engine, Needs
+from hvd_transformer.service.scheduling.placement import best_size, least_ranks
 from hvd_transformer.service.scheduling.snapshot import Running, Waiting
 from hvd_transformer.service.storage.settings import Limits
 
@@ -18,7 +19,8 @@ def within_limits(
     elsewhere: Mapping[str, int] = MappingProxyType({}),
     can_start: Callable[[Waiting], bool] = lambda job: True,
 ) -> tuple[list[Waiting], dict[int, str]]:
-    """The jobs that may start, and why each of the others may not.
+    """The jobs that may start, and why each of the others may not. Elastic ones need no more ranks than the limit of
+    slots lets them start with.
 
     `limits`: as `SettingsTable.all_limits` returns them; `disk_bytes`: what the run directories of each owner take,
     None if nobody has measured it yet. A job that waits for its owner's limit keeps no later and smaller job of that
@@ -36,6 +38,8 @@ def within_limits(
         on_disk = None if disk_bytes is None else disk_bytes.get(new.owner, 0)
         why = _over(new, limit, jobs[new.owner], slots[new.owner], on_disk)
         if why is None:
+            if new.engine is Engine.HOSTS and limit.max_slots is not None:
+                new = replace(new, needs=_within(new.needs, limit.max_slots - slots[new.owner]))
             if limit != Limits() and can_start(new):
                 jobs[new.owner] += 1
                 slots[new.owner] += new.needs.num_ranks if new.engine is Engine.HOSTS else 0
@@ -80,12 +84,18 @@ def _slots(job: Running) -> int:
     return sum(part.ranks for part in job.allocation)
 
 
+def _within(needs: Needs, slots: int) -> Needs:
+    """The needs of a job that may start, with at most so many ranks."""
+    return needs if slots >= needs.num_ranks else replace(needs, num_ranks=best_size(needs, slots))
+
+
 def _over(new: Waiting, limit: Limits, jobs: int, slots: int, disk_bytes: int | None) -> str | None:
     if limit.max_running is not None and jobs >= limit.max_running:
         return f"{jobs} jobs run or start, {limit.max_running} may"
-    on_hosts = new.engine is Engine.HOSTS
-    if on_hosts and limit.max_slots is not None and slots + new.needs.num_ranks > limit.max_slots:
-        return f"{slots} slots in use, {limit.max_slots} may be; this job needs {new.needs.num_ranks}"
+    on_hosts, least = new.engine is Engine.HOSTS, least_ranks(new.needs)
+    if on_hosts and limit.max_slots is not None and slots + least > limit.max_slots:
+        needs = f"{'at least ' * (least < new.needs.num_ranks)}{least}"
+        return f"{slots} slots in use, {limit.max_slots} may be; this job needs {needs}"
     if limit.disk_bytes is not None and disk_bytes is None:
         return "the runs are being measured"
     if limit.disk_bytes is not None and disk_bytes is not None and disk_bytes >= limit.disk_bytes:

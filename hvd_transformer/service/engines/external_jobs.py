@@ -11,19 +11,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from hvd_transformer.errors import WRONG_INPUT, UserError
 from hvd_transformer.service.engines.backend import Backend, EngineFault, Sighting, Submission, files_of
 from hvd_transformer.service.engines.commands import Commands
 from hvd_transformer.service.engines.conclusion import conclude
 from hvd_transformer.service.jobs import Cause, Engine, Job, State
+from hvd_transformer.service.launching.launch_command import secret_values
 from hvd_transformer.service.outcome import Exit, not_started
 from hvd_transformer.service.settlement import settle
 from hvd_transformer.service.storage.external_table import ExternalAttempt
 from hvd_transformer.service.storage.store import Store
 from hvd_transformer.service.submitting.code_snapshot import install
-from hvd_transformer.service.submitting.env_file import read_values
-from hvd_transformer.service.submitting.request import env_owners
+from hvd_transformer.service.submitting.not_now import NotNow, check_folder, error_of, rest_seconds
 
 LOOK_SECONDS = 5.0  # between two looks at the schedulers
 _LEAST_REST = 1.0  # between them if something has changed meanwhile
@@ -35,11 +36,20 @@ _log = logging.getLogger(__name__)
 JobFile = Callable[[Job, str], str]  # the text of the job file, with what it makes named so
 
 
+class _Rest(NamedTuple):
+    """Of an attempt that cannot be submitted now."""
+
+    tries: int
+    until: float  # monotonic
+    why: str
+
+
 class ExternalJobs:
     """One thread, from `start` to `close`; jobs go on after `close`.
 
-    `state`: the service's state folder; `commands`: that the backends run; `job_file` raises `UserError`;
-    `wake_manager` is called when an attempt has ended. `wake`, `accept` and `kill` may be called from any thread.
+    `state`: the service's state folder; `commands`: that the backends run; `job_file` raises `UserError`, and
+    `NotNow` for what has nothing to do with the job; `wake_manager` is called when an attempt has ended. `wake`,
+    `accept` and `kill` may be called from any thread.
     """
 
     def __init__(
@@ -58,6 +68,7 @@ class ExternalJobs:
         self._service = store.service_id()
         stopping = store.jobs([State.STOPPING])  # before this service was started
         self._to_kill = {job.id for job in stopping if job.engine in backends and job.stopping is Cause.KILLED}
+        self._rests: dict[int, _Rest] = {}  # by job
         self._due, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="external jobs", daemon=True)
 
@@ -158,46 +169,60 @@ class ExternalJobs:
         self._to_kill.difference_update(attempt.job for attempt, _ in kill)
 
     def _submit(self, backend: Backend, attempts: Sequence[ExternalAttempt]) -> None:
+        words, tried = dict[ExternalAttempt, str](), 0
         for at, attempt in enumerate(attempts):
+            rest = self._rests.get(attempt.job)
+            if rest is not None and rest.until > time.monotonic() and attempt.state is not State.STOPPING:
+                words[attempt] = rest.why
+                continue
             job = self._known(attempt)
             if job.state is State.STOPPING:
                 self._settle(attempt, not_started("it was stopped before"))
                 continue
-            if at >= _SUBMIT_AT_ONCE:
+            if tried >= _SUBMIT_AT_ONCE:
                 self.wake()
-                return
+                break
+            seconds = self._seconds_left(job)  # not below: a fault of the database is none of the job
             try:
-                external = backend.submit(self._submission(job, attempt))
+                external = backend.submit(self._submission(job, attempt, seconds))
+            except NotNow as error:  # of this job alone: the others do not wait for it
+                words[attempt] = self._put_off(attempt, error)
+                continue
             except UserError as error:
                 self._settle(attempt, Exit(WRONG_INPUT, str(error)))
             except EngineFault as fault:
-                self._tell(dict.fromkeys(attempts[at:], f"{backend.title}: {fault}"))
-                return
+                words |= dict.fromkeys(attempts[at:], f"{backend.title}: {fault}")
+                break
             else:
                 self._store.set_external(job.id, attempt.number, external)
+                self._rests.pop(job.id, None)
+            tried += 1
+        self._tell(words)
 
-    def _submission(self, job: Job, attempt: ExternalAttempt) -> Submission:
-        """Raises `UserError` for what is wrong with the job, and `EngineFault` for a disk that is full or away."""
+    def _put_off(self, attempt: ExternalAttempt, error: NotNow) -> str:
+        """Let it rest; returns why it waits."""
+        tries = self._rests[attempt.job].tries + 1 if attempt.job in self._rests else 1
+        rest = _Rest(tries, time.monotonic() + rest_seconds(tries), not_started(str(error)).cause)
+        self._rests[attempt.job] = rest
+        return rest.why
+
+    def _submission(self, job: Job, attempt: ExternalAttempt, seconds: float | None) -> Submission:
+        """Raises `UserError` for what is wrong with the job, `NotNow` for a folder that is away or a full disk, and
+        `EngineFault` if no job can be submitted now.
+        """
         claim, run = f"hvd-{self._service}-{job.id}", Path(job.output_dir)
-        values = {}
-        if job.env_names:
-            values = read_values(Path(job.env_file or ""), job.env_names, env_owners(job.owner))
+        check_folder(job.folder)
+        values = secret_values(job)
         try:
             files_of(job, attempt.number).folder.mkdir(parents=True, exist_ok=True)
             code = install(self._state / "code" / job.code, run) if job.code else None
         except OSError as error:
-            raise EngineFault(f"{error.filename or run}: {error.strerror or error}") from None
-        return Submission(
-            self._name(attempt),
-            claim,
-            self._service,
-            job,
-            attempt.number,
-            self._job_file(job, claim),
-            self._seconds_left(job),
-            values,
-            code,
-        )
+            raise error_of(error, f"{error.filename or run}: {error.strerror or error}") from None
+        try:
+            file = self._job_file(job, claim)
+        except NotNow as error:
+            raise EngineFault(str(error)) from None
+        return Submission(self._name(attempt), claim, self._service, job, attempt.number, file, seconds, values, code)
 
     def _seconds_left(self, job: Job) -> float | None:
         if job.time_limit is None:
@@ -218,6 +243,7 @@ class ExternalJobs:
                 job = self._store.update(job.id, state=State.STOPPING, stopping=Cause.TIME_LIMIT)
             job = settle(self._store, job, attempt.number, ended, time.time())
         self._to_kill.discard(job.id)
+        self._rests.pop(job.id, None)
         self._wake_manager()  # jobs may wait for it
 
     def _known(self, attempt: ExternalAttempt) -> Job:

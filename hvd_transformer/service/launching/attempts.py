@@ -8,7 +8,6 @@ before the launcher is started  the lock is free and has no process: nothing was
 later                           the launcher goes on, holds the lock and wrote its process there before its program ran
 """
 
-import errno
 import os
 import selectors
 import signal
@@ -26,19 +25,16 @@ from hvd_transformer.launch.output.launch_client import LaunchClient
 from hvd_transformer.plugin import CODE
 from hvd_transformer.service.jobs import Allocation, Attempt, Job
 from hvd_transformer.service.launching.attempt_files import AttemptFiles, write_hosts
-from hvd_transformer.service.launching.launch_command import launch_environment, launch_words
+from hvd_transformer.service.launching.launch_command import launch_environment, launch_words, secret_values
 from hvd_transformer.service.launching.orphans import Orphans
 from hvd_transformer.service.outcome import Exit, not_started
 from hvd_transformer.service.submitting.code_snapshot import install
+from hvd_transformer.service.submitting.not_now import NotNow, check_folder, error_of, make_run_folder
 
 LAUNCHER = (sys.executable, "-m", "hvd_transformer.cli.main")
 # The shell becomes the launcher, so the process is written down before there is anything that could be lost; with a
 # full disk there is no launcher.
 _WITH_PID = ("/bin/sh", "-c", 'echo $$ >"$0" && exec "$@"')
-# Errors that are no fault of the job: another time, it may start.
-_OF_THIS_MACHINE = {
-    errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE,
-}  # fmt: skip
 _KILLED = "its launcher was killed"
 _LOOK_SECONDS = 0.2  # between two looks at what wakes nobody: files, and locks of processes that cannot be watched
 _ORPHANS_SECONDS = 1.0  # likewise for ranks that a launcher may have left
@@ -106,11 +102,12 @@ class Launchers:
         """Start the launcher of an attempt that the database has as STARTING.
 
         `environment` is for variables that this process does not have. Returns None, or why nothing was started: for
-        wrong input, such as a folder that is gone, or because this machine cannot, as with a full disk. Raises
+        wrong input, or because that is not possible now, as with a full disk, or a folder that is not mounted. Raises
         `FileExistsError` if the attempt was started before.
         """
         files = AttemptFiles(self.spool(job.id), attempt.number)
         try:
+            _check_folders(job)
             files.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_hosts(files.folder, attempt.allocation)
             if job.code:
@@ -118,13 +115,26 @@ class Launchers:
                 environment = {**environment, CODE: str(code)}
             process = self._spawn(job, files, environment)
         except UserError as error:
-            return Exit(WRONG_INPUT, str(error))
+            return _refusal(error)
         except OSError as error:
             if isinstance(error, FileExistsError) and error.filename == str(files.lock):
                 raise
-            why = f"{error.filename or files.folder}: {error.strerror or error}"
-            return not_started(why) if error.errno in _OF_THIS_MACHINE else Exit(WRONG_INPUT, why)
+            return _refusal(error_of(error, f"{error.filename or files.folder}: {error.strerror or error}"))
         self._watch(_Launcher(job, attempt, files, process, process.pid))
+        return None
+
+    def why_not_now(self, job: Job) -> str | None:
+        """Why `start` would not start the job now, in the words of its answer, as far as that can be told before.
+
+        None: it would, or would tell what is wrong with the job.
+        """
+        try:
+            _check_folders(job)
+            secret_values(job)
+        except NotNow as error:
+            return _refusal(error).cause
+        except UserError:
+            pass
         return None
 
     def adopt(self, job: Job, attempt: Attempt) -> Exit | None:
@@ -211,8 +221,6 @@ class Launchers:
             os.close(end)
 
     def _spawn(self, job: Job, files: AttemptFiles, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        if not Path(job.folder).is_dir():
-            raise UserError(f"{job.folder}: no such folder; the job was submitted there")
         descriptors = [files.take_lock()]
         try:
             for path in (files.begun, files.out):
@@ -287,6 +295,16 @@ class Launchers:
                 signal.pidfd_send_signal(found.pidfd, number)
             elif found.pid is not None and found.files.is_held():
                 os.kill(found.pid, number)
+
+
+def _check_folders(job: Job) -> None:
+    """Raise `NotNow` or `UserError` for a folder that the launcher could not use: it would end with wrong input."""
+    check_folder(job.folder)
+    make_run_folder(Path(job.output_dir))
+
+
+def _refusal(error: UserError) -> Exit:
+    return not_started(str(error)) if isinstance(error, NotNow) else Exit(WRONG_INPUT, str(error))
 
 
 def _ask(run: Path, pid: int | None, what: str) -> bool:

@@ -30,20 +30,26 @@ def launch_words(job: Job, files: AttemptFiles) -> list[str]:
 def launch_environment(job: Job, defaults: Mapping[str, str], begun: int, files: AttemptFiles) -> dict[str, str]:
     """The launcher's environment: this process's, the values of the job's `env_names`, and where it is to tell what.
 
-    `defaults` are for variables that this process does not have. Raises `UserError` for a file of values that is
-    missing, incomplete or not private.
+    `defaults` are for variables that this process does not have. Raises `UserError` like `secret_values`.
     """
-    values = {}
-    if job.env_names:
-        values = read_values(Path(job.env_file or ""), job.env_names, env_owners(job.owner))
     return {
         **defaults,
         **os.environ,
-        **values,
+        **secret_values(job),
         BEGUN: str(begun),
         **own_variables(job, files),
         "PYTHONSAFEPATH": "1",  # see `launcher_environment`
     }
+
+
+def secret_values(job: Job) -> dict[str, str]:
+    """The values of the job's `env_names`, from its private file.
+
+    Raises `UserError` if that is incomplete or not private, and `NotNow` if it is away.
+    """
+    if not job.env_names:
+        return {}
+    return read_values(Path(job.env_file or ""), job.env_names, env_owners(job.owner))
 
 
 def own_variables(job: Job, files: AttemptFiles) -> dict[str, str]:

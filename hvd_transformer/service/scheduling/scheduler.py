@@ -127,7 +127,9 @@ class _Pass:
         """Where it starts, if there is room: in the place that it was promised, else with as many ranks as fit."""
         if job.id in self._places:
             promised = self._cluster.parts_of(self._places[job.id], shape)
-            if promised is not None and spare.fits(promised):
+            ranks = sum(slots for _, slots in self._places[job.id])
+            # Its owner's limit may have left it fewer ranks since then.
+            if promised is not None and ranks <= job.needs.num_ranks and spare.fits(promised):
                 return promised
         ranks = best_size(job.needs, spare.room(shape))
         return spare.place(shape, ranks) if ranks else []

@@ -4,7 +4,7 @@ import sqlite3
 from collections import defaultdict
 
 from hvd_transformer.errors import UserError
-from hvd_transformer.service.jobs import ACTIVE, ENDED, Allocation, Attempt, Job, Placement, State
+from hvd_transformer.service.jobs import ACTIVE, ENDED, Allocation, Attempt, Engine, Job, Placement, State
 from hvd_transformer.service.storage.host_table import HostTable, can_have, place, placement_of
 from hvd_transformer.service.storage.job_table import JobTable
 
@@ -23,7 +23,9 @@ class AttemptTable(JobTable, HostTable):
                 return None
             query = "SELECT coalesce(max(number), 0) + 1 FROM attempts WHERE job = ?"
             number = int(connection.execute(query, (job_id,)).fetchone()[0])
-            connection.execute("INSERT INTO attempts (job, number, began) VALUES (?, ?, ?)", (job_id, number, now))
+            waits = job.engine is not Engine.HOSTS  # in the queue of the other scheduler, until `begin_external`
+            row = (job_id, number, now, waits)
+            connection.execute("INSERT INTO attempts (job, number, began, waits) VALUES (?, ?, ?, ?)", row)
             place(connection, job_id, number, allocation)
             self._write(connection, job, {"state": State.STARTING})
             return Attempt(job_id, number, allocation, now)
@@ -65,15 +67,16 @@ class AttemptTable(JobTable, HostTable):
     ) -> Job:
         """End an attempt, free its slots and move its job to `state`, in one transaction.
 
-        `retries`: the new number, if it changes. Raises `UserError` if the attempt has ended before.
+        `retries`: the new number, if it changes. An attempt that another scheduler never began has run for no time,
+        however long it waited there. Raises `UserError` if the attempt has ended before.
         """
         assert state not in ACTIVE
         with self.database.write() as connection:
             job = self._known(connection, job_id)
             done = connection.execute(
-                "UPDATE attempts SET ended = ?, code = ?, cause = ?, first_step = ?, last_step = ?"
-                " WHERE job = ? AND number = ? AND ended IS NULL",
-                (ended, code, cause, first_step, last_step, job_id, number),
+                "UPDATE attempts SET began = iif(waits, ?, began), waits = 0, ended = ?, code = ?, cause = ?,"
+                " first_step = ?, last_step = ? WHERE job = ? AND number = ? AND ended IS NULL",
+                (ended, ended, code, cause, first_step, last_step, job_id, number),
             )
             if done.rowcount == 0:
                 raise UserError(f"job {job_id}: its attempt {number} does not run")

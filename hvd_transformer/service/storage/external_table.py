@@ -52,7 +52,9 @@ class ExternalTable(AttemptTable):
     def begin_external(self, job: int, number: int, reason: str, now: float) -> None:
         """Its ranks are being started: STARTING → RUNNING. The time that it waited there is no running time."""
         with self.database.write() as connection:
-            connection.execute("UPDATE attempts SET began = ? WHERE job = ? AND number = ?", (now, job, number))
+            connection.execute(
+                "UPDATE attempts SET began = ?, waits = 0 WHERE job = ? AND number = ?", (now, job, number)
+            )
             self._write(connection, self._known(connection, job), {"state": State.RUNNING, "reason": reason})
 
     def set_asked_to_stop(self, attempts: Iterable[tuple[int, int]]) -> None:

@@ -3,7 +3,7 @@
 import json
 import sqlite3
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from hvd_transformer.errors import UserError
 from hvd_transformer.service.jobs import Allocation, Host, Placement
@@ -18,18 +18,23 @@ class HostTable(EventLog):
         with self.database.read() as connection:
             return [_host(row) for row in connection.execute("SELECT * FROM hosts ORDER BY id")]
 
-    def put_hosts(self, hosts: Iterable[Host]) -> None:
+    def put_hosts(self, hosts: Iterable[Host], without_gpus: Collection[str] = ()) -> None:
         """Add these hosts, or change the slots, GPUs and threads of those that are known. Others stay.
 
-        A host that comes without `threads` keeps them if it keeps its slots.
+        A host that comes without `gpus` keeps those that are known, unless it is one of `without_gpus`; one without
+        `threads` keeps them if it keeps its slots.
         """
+        rows = [
+            (h.name, h.slots, json.dumps(h.gpus), h.threads, h.drained, h.down, bool(h.gpus) or h.name in without_gpus)
+            for h in hosts
+        ]
         with self.database.write() as connection:
             connection.executemany(
                 "INSERT INTO hosts (name, slots, gpus, threads, drained, down) VALUES (?, ?, ?, ?, ?, ?)"
                 " ON CONFLICT (name) DO UPDATE SET"
-                " slots = excluded.slots, gpus = excluded.gpus, threads ="
+                " slots = excluded.slots, gpus = iif(?, excluded.gpus, hosts.gpus), threads ="
                 " iif(excluded.threads = 0 AND hosts.slots = excluded.slots, hosts.threads, excluded.threads)",
-                ((h.name, h.slots, json.dumps(h.gpus), h.threads, h.drained, h.down) for h in hosts),
+                rows,
             )
             self.changed(connection, "hosts")
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from hvd_transformer.errors import UserError
 from hvd_transformer.service.jobs import ACTIVE, ENDED, WAITING, Cause, Engine, Job, Needs, State
+from hvd_transformer.service.scheduling.placement import least_ranks
 from hvd_transformer.service.scheduling.snapshot import Waiting
 from hvd_transformer.service.storage import idempotency, job_rows, pace_table
 from hvd_transformer.service.storage.new_job import NewJob, digest
@@ -216,9 +217,10 @@ class JobTable(NewsTable):
                     f"{len(jobs)} more are too many"
                 )
         for job in jobs:
-            on_hosts = job.engine is Engine.HOSTS
-            if on_hosts and limits.max_slots is not None and job.needs.num_ranks > limits.max_slots:
-                raise UserError(f"{owner} may use {limits.max_slots} slots; {job.name} needs {job.needs.num_ranks}")
+            on_hosts, least = job.engine is Engine.HOSTS, least_ranks(job.needs)
+            if on_hosts and limits.max_slots is not None and least > limits.max_slots:
+                needs = f"{'at least ' * (least < job.needs.num_ranks)}{least}"
+                raise UserError(f"{owner} may use {limits.max_slots} slots; {job.name} needs {needs}")
 
 
 # Dependencies of which the other job has not succeeded. Retention keeps jobs that others wait for.

@@ -176,6 +176,11 @@ MIGRATIONS: tuple[str, ...] = (
     );
     CREATE INDEX news_by_job ON news (job);
     """,
+    """
+    ALTER TABLE attempts ADD COLUMN waits INTEGER NOT NULL DEFAULT 0;
+    UPDATE attempts SET waits = 1 WHERE ended IS NULL
+        AND (SELECT engine != 'hosts' AND state = 'STARTING' FROM jobs WHERE id = job);
+    """,
 )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from hvd_transformer.errors import UserError
 from hvd_transformer.service.jobs import Engine, Job
+from hvd_transformer.service.submitting.not_now import NotNow
 
 _START_SECONDS = 30.0
 _END_SECONDS = 5.0
@@ -53,7 +54,7 @@ class Checked:
 
 
 class Checker:
-    """The checking process. Any thread may call `check`; they take turns.
+    """The checking process. Any thread may call `check`; they take turns. A fault of the process raises `NotNow`.
 
     `code`: the folder for snapshots of users' code. The process ends after `idle` seconds without a request; a request
     may take `limit` seconds.
@@ -120,13 +121,16 @@ class Checker:
         if (answer := self._try(request)) is None and not fresh:  # it was just ending, as it had been idle
             answer = self._try(request)
         if answer is None:
-            raise UserError("the process that checks configurations does not start; see the service's output")
+            raise NotNow("the process that checks configurations does not start; see the service's output")
         return answer
 
     def _try(self, request: bytes) -> dict[str, Any] | None:
-        """The answer; None if the process has ended by itself. Raises `UserError` if it has crashed or hangs."""
+        """The answer; None if the process has ended by itself. Raises `NotNow` if it has crashed or hangs."""
         if self.pid is None:
-            self._start()
+            try:
+                self._start()
+            except OSError as error:  # no memory, or too many open files
+                raise NotNow(f"the process that checks configurations does not start: {error.strerror}") from None
         assert self._socket is not None and self._process is not None
         data = bytearray()
         deadline = time.monotonic() + _START_SECONDS + self._limit
@@ -141,7 +145,7 @@ class Checker:
                 data += part
         except TimeoutError:
             self._end()
-            raise UserError("the process that checks configurations does not answer; try again") from None
+            raise NotNow("the process that checks configurations does not answer; try again") from None
         except OSError:  # it is gone
             data.clear()
         if data.endswith(b"\n"):
@@ -151,7 +155,7 @@ class Checker:
         if code == 0:
             return None
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        raise UserError(f"the process that checks configurations has ended with {how}; try again")
+        raise NotNow(f"the process that checks configurations has ended with {how}; try again")
 
     def _start(self) -> None:
         self._end()

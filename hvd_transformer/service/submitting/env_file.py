@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from hvd_transformer.errors import UserError
+from hvd_transformer.service.submitting.not_now import error_of
 
 _MAX_BYTES = 1 << 20
 _LINE = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)=(.*)")
@@ -16,7 +17,7 @@ def read_values(file: Path, names: Sequence[str], owners: Collection[int]) -> di
     """The values of the variables `names`, each up to the end of its line; lines that begin with # are comments.
 
     Raises `UserError`, which never shows a value, if the file lacks one, if others than its owner may read it, or if
-    its owner is none of the users `owners`.
+    its owner is none of the users `owners`; and `NotNow`, which is one, if it is away.
     """
     values: dict[str, str] = {}
     for number, line in enumerate(_private_text(file, owners).splitlines(), start=1):
@@ -44,7 +45,7 @@ def _private_text(file: Path, owners: Collection[int]) -> str:
                 raise UserError(f"--env-file {file}: others may read or write it; use: chmod 600 {file}")
             data = stream.read(_MAX_BYTES + 1)
     except OSError as error:
-        raise UserError(f"--env-file {file}: cannot be read: {error.strerror}") from None
+        raise error_of(error, f"--env-file {file}: cannot be read: {error.strerror}") from None
     if len(data) > _MAX_BYTES:
         raise UserError(f"--env-file {file}: larger than 1 MiB")
     try:

@@ -33,6 +33,8 @@ class FakeLaunchers:
         self.changes: list[Change] = []
         self.adopting: dict[int, Exit] = {}
         self.refuse: Exit | None = None
+        self.away: str | None = None
+        self.looked_for: list[int] = []
         self.broken = False
 
     def start(self, job: Job, attempt: Attempt, environment: Mapping[str, str]) -> Exit | None:
@@ -41,9 +43,15 @@ class FakeLaunchers:
             raise RuntimeError("an error nobody thought of")
         if self.refuse is not None:
             return self.refuse
+        if self.away is not None:
+            return not_started(self.away)
         self.started.append((job.id, attempt.number, attempt.allocation))
         self.environments.append(environment)
         return None
+
+    def why_not_now(self, job: Job) -> str | None:
+        self.looked_for.append(job.id)
+        return None if self.away is None else not_started(self.away).cause
 
     def adopt(self, job: Job, attempt: Attempt) -> Exit | None:
         self.adopted.append(job.id)
@@ -417,6 +425,35 @@ def test_what_this_machine_cannot_start_now_waits_and_does_not_go_round_in_circl
     assert (len(service.store.attempts(job)), service.job(job).retries) == (2, 0)
 
 
+def test_jobs_wait_for_a_folder_that_is_away_without_slots(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take none from others to find out that it is still away."""
+    clock = a_clock(monkeypatch)
+    jobs = [service.add(2, priority=5), service.add(2, priority=5)]
+    service.launchers.away = "/project: No such file or directory"
+    for _ in range(5):
+        service.turn()
+    other = service.add(4)
+    service.launchers.away, away = None, service.launchers.away
+    service.turn()
+    service.launchers.begin(other)
+    service.launchers.away = away
+    for _ in range(3):
+        clock[0] += 1000
+        service.turn()
+    assert service.state(other) is State.RUNNING
+    for job in jobs:
+        assert (service.state(job), service.job(job).reason) == (State.QUEUED, f"not started: {away}")
+        assert (len(service.store.attempts(job)), service.job(job).retries) == (1, 0)
+    assert service.launchers.looked_for == [jobs[0]] * 4  # one look for all that need the same
+    service.launchers.away = None
+    clock[0] += 1000
+    service.turn()
+    assert service.state(other) is State.STOPPING
+    service.launchers.end(other, 1)
+    service.turn()
+    assert [service.state(job) for job in jobs] == [State.STARTING] * 2
+
+
 def test_a_full_disk_in_the_middle_of_a_start_loses_no_job(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its slots are given; nothing was started, and that cannot be written down either."""
     job = service.add()
@@ -500,6 +537,18 @@ def test_an_elastic_job_does_not_grow_beyond_the_slots_of_its_owner(service: Ser
     assert sum(part.ranks for part in grown[1]) == 4
 
 
+def test_an_elastic_job_starts_with_as_many_ranks_as_the_limit_of_its_owner_leaves(service: Service) -> None:
+    service.store.set_limits(Limits(max_slots=3))
+    fixed, elastic = service.add(1), service.add(4, min_ranks=1)
+    service.turn()
+    sizes = [sum(part.ranks for part in allocation) for *_, allocation in service.launchers.started]
+    assert ([job for job, *_ in service.launchers.started], sizes) == ([fixed, elastic], [1, 2])
+    too_large = service.add(4, owner="ben", min_ranks=2)
+    service.store.set_limits(Limits(max_slots=1), "ben")
+    service.turn()
+    assert service.job(too_large).reason == ("limit of ben: 0 slots in use, 1 may be; this job needs at least 2")
+
+
 def test_what_an_admin_does_with_hosts_while_the_manager_looks_at_them_stays(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -511,6 +560,14 @@ def test_what_an_admin_does_with_hosts_while_the_manager_looks_at_them_stays(
     service.manager.look()
     monkeypatch.undo()
     assert service.store.hosts() == [Host("h1", 8, threads=7, down="no answer")]
+
+
+def test_gpus_stay_until_an_admin_takes_them_away(service: Service) -> None:
+    service.actions.add_hosts("h1:2,h2:2", {"h1": [0, 1]})
+    service.actions.add_hosts("h1:4", {})
+    assert service.store.hosts()[0] == Host("h1", 4, (0, 1))
+    service.actions.add_hosts("h1:4,h2:2", {"h1": []})
+    assert [host.gpus for host in service.store.hosts()] == [(), ()]
 
 
 def _meanwhile(service: Service, monkeypatch: pytest.MonkeyPatch, what: Callable[[], object]) -> threading.Thread:
@@ -651,6 +708,36 @@ def test_an_error_between_slots_and_launcher_loses_no_job(service: Service) -> N
     service.turn()
     assert [attempt.number for attempt in service.store.attempts(job)] == [1, 2]
     assert [started[:2] for started in service.launchers.started] == [(job, 2)]
+
+
+@pytest.mark.parametrize("part", ["_stops", "_estimates"])
+def test_an_error_just_after_slots_were_given_loses_no_job(
+    service: Service, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """As when a database cannot be read for a moment: too many files are open."""
+    job = service.add(time_limit=100.0)
+    fault = UserError("service.db: it cannot be opened")
+    monkeypatch.setattr(getattr(service.manager, part), "began", lambda *_: (_ for _ in ()).throw(fault))
+    service.launchers.adopting = {job: not_started("the service ended")}
+    with pytest.raises(UserError, match="it cannot be opened"):
+        service.manager.schedule()
+    assert service.state(job) is State.STARTING
+    monkeypatch.undo()
+    service.turn()
+    assert service.launchers.started == [(job, 2, service.store.attempts(job)[1].allocation)]
+
+
+def test_an_error_as_an_attempt_is_taken_over_loses_no_job(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = service.add(time_limit=100.0)
+    service.turn()
+    service.manager = service.new_manager()
+    fault = UserError("service.db: it cannot be opened")
+    monkeypatch.setattr(service.manager._stops, "began", lambda *_: (_ for _ in ()).throw(fault))
+    with pytest.raises(UserError, match="it cannot be opened"):
+        service.manager.recover()
+    monkeypatch.undo()
+    service.turn()
+    assert service.launchers.adopted == [job]
 
 
 def test_jobs_of_one_kind_are_as_long_as_the_one_whose_speed_is_known(service: Service) -> None:

@@ -35,6 +35,24 @@ def test_a_smaller_job_passes_one_that_is_too_large_for_the_slots_left() -> None
     assert reasons == {1: "limit of ann: 2 slots in use, 4 may be; this job needs 4"}
 
 
+def test_an_elastic_job_may_start_with_fewer_ranks_in_whole_tensor_groups() -> None:
+    limits = {None: Limits(max_slots=16)}
+    elastic = Waiting(1, "ann", 0, 1.0, Needs(8, 4, 2))
+    for used, ranks in ((0, 8), (8, 8), (9, 6), (12, 4)):
+        (allowed,), reasons = within_limits([elastic], [running(9, "ann", used)], limits, {})
+        assert (allowed, reasons) == (replace(elastic, needs=Needs(ranks, 4, 2)), {})
+    allowed, reasons = within_limits([elastic], [running(9, "ann", 13)], limits, {})
+    assert allowed == []
+    assert reasons == {1: "limit of ann: 13 slots in use, 16 may be; this job needs at least 4"}
+
+
+def test_the_ranks_that_an_elastic_job_may_start_with_count() -> None:
+    jobs = [Waiting(1, "ann", 0, 1.0, Needs(32, 4)), waiting(2, "ann")]
+    allowed, reasons = within_limits(jobs, [running(9, "ann", 10)], {None: Limits(max_slots=16)}, {})
+    assert [job.needs for job in allowed] == [Needs(6, 4)]
+    assert reasons == {2: "limit of ann: 16 slots in use, 16 may be; this job needs 1"}
+
+
 def test_a_user_whose_runs_fill_the_disk_starts_nothing() -> None:
     jobs = [waiting(1, "ann"), waiting(2, "ben")]
     allowed, reasons = within_limits(jobs, [], {None: Limits(disk_bytes=2**30)}, {"ann": 2**30, "ben": 5})

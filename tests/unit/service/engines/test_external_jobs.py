@@ -10,11 +10,14 @@ import pytest
 from new_jobs import new_job
 
 from hvd_transformer.errors import UserError
+from hvd_transformer.service.actions import Actions
 from hvd_transformer.service.engines.backend import Ended, EngineFault, Sighting, Submission
 from hvd_transformer.service.engines.commands import Commands
 from hvd_transformer.service.engines.external_jobs import ExternalJobs
-from hvd_transformer.service.jobs import Cause, Engine, Job, Needs, State
+from hvd_transformer.service.jobs import Attempt, Cause, Engine, Job, Needs, State
 from hvd_transformer.service.storage.store import Store
+from hvd_transformer.service.submitting.checker import Checker
+from hvd_transformer.service.submitting.not_now import NotNow
 
 
 class FakeScheduler:
@@ -64,13 +67,17 @@ class Service:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.scheduler = folder, FakeScheduler()
+        self.job_file_fault: UserError | None = None
         self.store = Store(folder / "service.db")
         self.jobs = self._new()
 
     def _new(self) -> ExternalJobs:
-        return ExternalJobs(
-            self.store, {Engine.SLURM: self.scheduler}, lambda job, name: f"file of {name}", self.folder, Commands()
-        )
+        return ExternalJobs(self.store, {Engine.SLURM: self.scheduler}, self._job_file, self.folder, Commands())
+
+    def _job_file(self, job: Job, name: str) -> str:
+        if self.job_file_fault is not None:
+            raise self.job_file_fault
+        return f"file of {name}"
 
     def restart(self) -> None:
         self.store.close()
@@ -78,7 +85,10 @@ class Service:
         self.jobs = self._new()
 
     def add(self, **fields: Any) -> int:
-        given = {"output_dir": str(self.folder / "runs" / "{id}"), "needs": Needs(2, 2), "engine": Engine.SLURM}
+        given = {
+            "output_dir": str(self.folder / "runs" / "{id}"), "folder": str(self.folder), "needs": Needs(2, 2),
+            "engine": Engine.SLURM,
+        }  # fmt: skip
         (number,) = self.store.add_jobs([new_job(**{**given, **fields})])
         self.jobs.accept([number])
         return number
@@ -163,6 +173,124 @@ def test_what_the_scheduler_refuses_fails_at_once(service: Service) -> None:
     job = service.job(number)
     assert (job.state, job.reason) == (State.FAILED, "sbatch: Invalid partition name specified")
     assert service.store.attempts(number)[0].code == 2
+
+
+def a_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The monotonic clock, to go on as the test says."""
+    clock = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    return clock
+
+
+def test_jobs_wait_for_a_folder_that_is_away_and_the_others_do_not(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, folder = a_clock(monkeypatch), service.folder / "project"
+    away = [service.add(folder=str(folder)) for _ in range(30)]  # more than are submitted at once
+    other = service.add()
+    service.jobs.look()
+    assert [sent.job.id for sent in service.scheduler.submitted] == [other]
+    why = f"not started: {folder}: No such file or directory; the job starts in this folder"
+    assert {(service.job(job).state, service.job(job).reason) for job in away} == {(State.STARTING, why)}
+    folder.mkdir()
+    service.jobs.look()  # they rest
+    assert len(service.scheduler.submitted) == 1
+    service.cancel(away[0])  # which does not wait for their rest
+    service.jobs.look()
+    assert service.job(away[0]).state is State.CANCELLED
+    clock[0] += 11
+    for _ in range(3):
+        service.jobs.look()
+    assert [sent.job.id for sent in service.scheduler.submitted] == [other, *away[1:]]
+    assert service.job(away[1]).reason == "job 2: Resources"
+    assert len(service.store.attempts(away[1])) == 1
+
+
+def test_a_private_file_that_is_away_and_a_full_disk_are_waited_for(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret, mkdir = service.folder / "secret", Path.mkdir
+    number = service.add(env_names=("TOKEN",), env_file=str(secret))
+    full = service.add()
+
+    def no_space(self: Path, *more: Any, **named: Any) -> None:
+        if self == Path(service.job(full).output_dir) / ".attempts":
+            raise OSError(28, "No space left on device", str(self))
+        mkdir(self, *more, **named)
+
+    monkeypatch.setattr(Path, "mkdir", no_space)
+    service.jobs.look()
+    reasons = [service.job(job).reason for job in (number, full)]
+    assert reasons == [
+        f"not started: --env-file {secret}: cannot be read: No such file or directory",
+        f"not started: {service.job(full).output_dir}/.attempts: No space left on device",
+    ]
+    secret.write_text("OTHER=1")
+    secret.chmod(0o600)
+    service.restart()
+    service.jobs.look()
+    assert (service.job(number).state, service.job(full).state) == (State.FAILED, State.STARTING)
+    assert service.job(number).reason == f"--env TOKEN: not in {secret}"
+
+
+def test_a_run_directory_that_is_a_file_is_wrong_input(service: Service) -> None:
+    (service.folder / "file").touch()
+    number = service.add(output_dir=str(service.folder / "file"))
+    other = service.add()
+    service.jobs.look()
+    assert (service.job(number).state, service.job(other).state) == (State.FAILED, State.STARTING)
+    assert service.store.attempts(number)[0].code == 2
+
+
+def test_a_fault_of_the_checking_process_fails_no_job(service: Service) -> None:
+    numbers = [service.add(), service.add()]
+    service.job_file_fault = NotNow("the process that checks configurations does not answer; try again")
+    service.jobs.look()
+    for number in numbers:
+        job = service.job(number)
+        assert (job.state, job.reason) == (State.STARTING, f"Slurm: {service.job_file_fault}")
+    service.job_file_fault = None
+    service.jobs.look()
+    assert len(service.scheduler.submitted) == 2
+    service.job_file_fault = UserError("--image: is needed")  # what it says of the job
+    wrong = service.add()
+    service.jobs.look()
+    assert (service.job(wrong).state, service.job(wrong).reason) == (State.FAILED, "--image: is needed")
+
+
+def test_a_fault_of_the_database_fails_no_job(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    number = service.add(time_limit=60.0)
+    read = service.store.attempts
+
+    def fail_once(job: int) -> list[Attempt]:
+        monkeypatch.undo()
+        raise UserError("service.db: it cannot be opened")
+
+    monkeypatch.setattr(service.store, "attempts", fail_once)
+    with pytest.raises(UserError, match="it cannot be opened"):
+        service.jobs.look()
+    assert service.store.attempts == read
+    assert service.job(number).state is State.STARTING
+    service.jobs.look()
+    assert len(service.scheduler.submitted) == 1
+
+
+@pytest.mark.parametrize("action", ["hold", "cancel"])
+def test_the_time_in_the_scheduler_s_own_queue_is_no_running_time(service: Service, action: str) -> None:
+    number = service.add(time_limit=3600.0)
+    actions = Actions(service.store, Checker(service.folder), service.folder, lambda: None, lambda job: None)
+    service.jobs.look()
+    with service.store.database.write() as connection:  # it has waited for ten hours
+        connection.execute("UPDATE attempts SET began = began - 36000")
+    getattr(actions, action)(number)
+    service.jobs.look()
+    service.scheduler.see("1", "job 1: CANCELLED", ended=Ended.CANCELLED)
+    service.jobs.look()
+    assert [attempt.seconds for attempt in service.store.attempts(number)] == [0.0]
+    (actions.release if action == "hold" else actions.retry)(number)
+    service.jobs.accept([number])
+    service.jobs.look()
+    assert [sent.seconds for sent in service.scheduler.submitted] == [3600.0, 3600.0]
 
 
 def test_ranks_that_save_get_no_second_signal(service: Service) -> None:

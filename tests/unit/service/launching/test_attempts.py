@@ -204,9 +204,10 @@ def test_no_attempt_is_started_twice(tmp_path: Path, launchers: Launchers, stub:
 
 
 def test_a_start_that_is_not_possible_is_refused(tmp_path: Path, launchers: Launchers) -> None:
+    (tmp_path / "file").touch(0o600)
     jobs = [
-        job(Path("/no/such/folder")),
-        job(tmp_path, env_names=["TOKEN"], env_file=str(tmp_path / "missing"), number=2),
+        job(tmp_path / "file"),
+        job(tmp_path, env_names=["TOKEN"], env_file=str(tmp_path / "file"), number=2),
         job(tmp_path, code="0123", number=3),
     ]
     found = [launchers.start(of, attempt(of), {}) for of in jobs]
@@ -214,17 +215,71 @@ def test_a_start_that_is_not_possible_is_refused(tmp_path: Path, launchers: Laun
     for exit, line in zip(
         found,
         (
-            "/no/such/folder: no such folder; the job was submitted there",
-            "missing: cannot be read: No such file or directory",
+            "file: Not a directory; the job starts in this folder",
+            f"--env TOKEN: not in {tmp_path / 'file'}",
             "the snapshot of the job's code is missing; submit the job again",
         ),
         strict=True,
     ):
         assert exit and exit.cause.endswith(line)
+    assert [launchers.why_not_now(of) for of in jobs] == [None] * 3
     assert list(launchers.poll()) == [] and starts(tmp_path) == []
     for number in (1, 2, 3):  # as a later service sees them
         of = job(tmp_path, number=number)
         assert launchers.adopt(of, attempt(of)) == not_started("the service ended")
+
+
+def test_a_folder_or_a_private_file_that_is_away_is_waited_for(tmp_path: Path, launchers: Launchers) -> None:
+    folder, secret = tmp_path / "project", tmp_path / "mounted" / "secret"
+    jobs = [job(folder, "begin"), job(tmp_path, "begin", env_names=["TOKEN"], env_file=str(secret), number=2)]
+    expected = [
+        not_started(f"{folder}: No such file or directory; the job starts in this folder"),
+        not_started(f"--env-file {secret}: cannot be read: No such file or directory"),
+    ]
+    assert [launchers.start(of, attempt(of), {}) for of in jobs] == expected
+    assert [launchers.why_not_now(of) for of in jobs] == [exit.cause for exit in expected]
+    assert starts(tmp_path) == []
+    folder.mkdir()
+    secret.parent.mkdir()
+    secret.write_text("TOKEN=1")
+    secret.chmod(0o600)
+    assert [launchers.why_not_now(of) for of in jobs] == [None, None]
+    assert [launchers.start(of, attempt(of, 2), {}) for of in jobs] == [None, None]
+    changes(launchers, 4)
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ENOTCONN, errno.ESTALE, errno.EIO, errno.EHOSTDOWN])
+def test_whatever_a_file_system_says_that_is_away_the_job_is_not_to_blame(
+    tmp_path: Path, launchers: Launchers, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    of, stat = job(tmp_path), os.stat
+
+    def away(path: Any, *more: Any, **named: Any) -> os.stat_result:
+        if str(path) == f"{tmp_path}/.":
+            raise OSError(code, os.strerror(code), path)
+        return stat(path, *more, **named)
+
+    monkeypatch.setattr(os, "stat", away)
+    ended = launchers.start(of, attempt(of), {})
+    assert ended == not_started(f"{tmp_path}: {os.strerror(code)}; the job starts in this folder")
+
+
+def test_a_run_directory_that_cannot_be_written_now_is_waited_for(
+    tmp_path: Path, launchers: Launchers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of, mkdir = job(tmp_path), Path.mkdir
+
+    def read_only(self: Path, *more: Any, **named: Any) -> None:
+        if self == Path(of.output_dir):
+            raise OSError(errno.EROFS, "Read-only file system", str(self))
+        mkdir(self, *more, **named)
+
+    monkeypatch.setattr(Path, "mkdir", read_only)
+    expected = not_started(f"{tmp_path / 'runs'}: Read-only file system; the run directory is made there")
+    assert launchers.start(of, attempt(of), {}) == expected
+    assert launchers.why_not_now(of) == expected.cause
+    monkeypatch.undo()
+    assert launchers.why_not_now(of) is None
 
 
 @pytest.mark.parametrize("name", ["hosts", "begun", "out"])
@@ -296,8 +351,7 @@ def test_the_code_of_a_job_is_put_into_its_run_directory(tmp_path: Path, launche
 
 
 def test_a_run_directory_that_is_a_file_is_wrong_input(tmp_path: Path, launchers: Launchers) -> None:
-    (tmp_path / "state" / "code" / "0123").mkdir(parents=True)
-    of = job(tmp_path, code="0123")
+    of = job(tmp_path)
     Path(of.output_dir).parent.mkdir()
     Path(of.output_dir).touch()
     ended = launchers.start(of, attempt(of), {})

@@ -362,3 +362,10 @@ def test_without_hosts() -> None:
     assert can_ever_fit(Needs(1, 1), []) == "needs 1 slot, the service has no hosts"
     decisions = decide([waiting(1, 1)], hosts=[])
     assert decisions.reasons == {1: "resources: needs 1 slot, the service has no hosts"}
+
+
+def test_an_elastic_job_whose_owner_may_have_fewer_slots_now_starts_with_fewer() -> None:
+    """Than it was promised in the pass before."""
+    promised = {1: Promise(NOW, (("h1", 4), ("h2", 2)))}
+    assert started(decide([waiting(1, 6, least=2)], promised=promised)) == {1: (Placement("h1", 4), Placement("h2", 2))}
+    assert started(decide([waiting(1, 3, least=2)], promised=promised)) == {1: (Placement("h1", 3),)}

@@ -51,6 +51,16 @@ def test_how_an_attempt_goes_elsewhere(store: Store) -> None:
     assert store.attempts(2)[0].began == 2500.0
 
 
+def test_an_attempt_has_run_since_it_began_there(store: Store) -> None:
+    store.start(1, on("h1"), 2000.0)
+    store.start(2, (), 2000.0)
+    store.begin_external(2, 1, "", 2500.0)
+    store.start(3, (), 2000.0)  # never begins
+    for job in (1, 2, 3):
+        store.end_attempt(job, 1, ended=2600.0, state=State.FAILED)
+    assert [store.attempts(job)[0].seconds for job in (1, 2, 3)] == [600.0, 100.0, 0.0]
+
+
 def test_the_service_has_one_id_for_ever(store: Store, tmp_path: Path) -> None:
     id = store.service_id()
     store.close()

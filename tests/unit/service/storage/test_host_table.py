@@ -74,6 +74,16 @@ def test_unknown_hosts(store: Store) -> None:
             call()
 
 
+def test_a_host_that_comes_again_keeps_its_gpus(store: Store) -> None:
+    """As when they were given with `hosts add`, and the service is started again with -H."""
+    store.put_hosts([Host("h2", 3), Host("h1", 2)])
+    assert [host.gpus for host in store.hosts()] == [(0, 1), ()]
+    store.put_hosts([Host("h2", 3, (4,)), Host("h3", 1, (0,))], without_gpus=["h1"])
+    assert [host.gpus for host in store.hosts()] == [(4,), (), (0,)]
+    store.put_hosts([Host("h2", 3), Host("h3", 1)], without_gpus=["h2"])
+    assert [host.gpus for host in store.hosts()] == [(), (), (0,)]
+
+
 def test_a_host_that_comes_again_keeps_its_threads(store: Store) -> None:
     """As when the service is started again with the same -H: jobs start before the host has been asked."""
     store.put_hosts([Host("h2", 4, (0, 1))])

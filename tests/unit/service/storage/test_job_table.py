@@ -148,7 +148,10 @@ def test_limits_of_the_queue(store: Store) -> None:
     store.add_jobs([new_job("c"), new_job("d")])
     store.add_jobs([new_job("e", owner="ben")])
     with pytest.raises(UserError, match="^ben may use 4 slots; f needs 5$"):
-        store.add_jobs([new_job("f", owner="ben", needs=Needs(5, 1))])
+        store.add_jobs([new_job("f", owner="ben", needs=Needs(5, 5))])
+    with pytest.raises(UserError, match="^ben may use 4 slots; f needs at least 6$"):
+        store.add_jobs([new_job("f", owner="ben", needs=Needs(8, 5, 2))])
+    store.add_jobs([new_job("f", owner="ben", needs=Needs(8, 3, 2))])  # elastic: it starts with what it may have
 
 
 def test_who_may_start(store: Store) -> None:

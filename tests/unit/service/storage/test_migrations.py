@@ -108,6 +108,26 @@ def test_all_that_version_1_knew_is_kept(old: Path) -> None:
         ]
 
 
+def test_attempts_that_wait_in_another_scheduler_s_queue_are_known_as_such(
+    old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job of Slurm that runs and one that waits there, in a database of before."""
+    for module in (migrations, database_module):
+        monkeypatch.setattr(module, "MIGRATIONS", migrations.MIGRATIONS[:6])
+    Store(old).close()
+    monkeypatch.undo()
+    with closing(sqlite3.connect(old)) as connection:
+        for job, state in ((3, "RUNNING"), (5, "STARTING")):
+            connection.execute("UPDATE jobs SET engine = 'slurm', state = ? WHERE id = ?", (state, job))
+            connection.execute("INSERT INTO attempts (job, number, began) VALUES (?, 1, 1000.0)", (job,))
+        connection.commit()
+    with closing(Store(old)) as store:
+        store.end_attempt(1, 2, ended=1764000031.0, state=State.FAILED)
+        for job in (3, 5):
+            store.end_attempt(job, 1, ended=1100.0, state=State.FAILED)
+        assert [store.attempts(job)[-1].seconds for job in (1, 3, 5)] == [1.0, 100.0, 0.0]
+
+
 def test_the_steps_are_taken_once_and_the_file_before_them_is_kept(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Store(old).close()
     first = len(migrations.MIGRATIONS)

@@ -19,6 +19,7 @@ from hvd_transformer.config.load import preset_names
 from hvd_transformer.config.schema import flatten
 from hvd_transformer.errors import UserError
 from hvd_transformer.service.submitting.checker import Checked, Checker
+from hvd_transformer.service.submitting.not_now import NotNow
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +188,28 @@ def test_a_crash_is_one_error_and_the_next_request_works(checker: Checker, tmp_p
     process.kill()  # between two requests nobody notices
     process.wait(30)
     assert checker.check(str(tmp_path), [[]]) == expected
+
+
+@pytest.mark.parametrize(
+    ("program", "line"),
+    [
+        ("/bin/false", "has ended with exit code 1; try again"),
+        ("/bin/true", "does not start; see the service's output"),
+        ("/no/such/python", "does not start: No such file or directory"),
+    ],
+)
+def test_a_process_that_does_not_work_is_no_fault_of_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, line: str
+) -> None:
+    monkeypatch.setattr(sys, "executable", program)
+    with pytest.raises(NotNow, match=f"^the process that checks configurations {line}$"):
+        Checker(tmp_path).check(str(tmp_path), [[]])
+
+
+def test_what_is_wrong_with_a_job_does_not_pass(checker: Checker, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        checker.check(str(tmp_path), [["no.such=1"]])
+    assert not isinstance(caught.value, NotNow)
 
 
 def test_it_ends_when_it_is_idle_or_the_service_ends(tmp_path: Path) -> None:
