@@ -9,7 +9,8 @@ from hvd_transformer.service.remote.client import Client, Refused
 from hvd_transformer.service.remote.reading import locate
 
 _LINE_BYTES = 200  # of a usual line: how much is read at first for the last N lines
-_MOST_BYTES = 1 << 20
+_MOST_BYTES = 1 << 20  # of a page
+_LARGEST = 1 << 50  # larger than any log
 _NOT_FOUND = 404
 
 
@@ -47,14 +48,27 @@ class LogReader:
         return bool(self._client.get(f"runs/{self.run}")["state"] != "RUNNING")
 
     def _tail(self, lines: int) -> str:
-        size = min(max(1, lines) * _LINE_BYTES, _MOST_BYTES)
+        size = min(max(1, lines) * _LINE_BYTES, _LARGEST)
         while True:
-            page = self._page(tail=size, limit=size)
+            start, text = self._end(size)
+            found = text.split("\n")
+            ended = found[-1] == ""  # the last line is whole
+            if len(found) - ended > lines or start == 0:
+                return "\n".join(found[max(0, len(found) - ended - lines) :])
+            size = min(4 * size, _LARGEST)
+
+    def _end(self, size: int) -> tuple[int, str]:
+        """The last `size` bytes, from the beginning of a line on, and where that is."""
+        page = self._page(tail=size, limit=min(size, _MOST_BYTES))
+        start, end, text = page["offset"], page["size"], [page["text"]]
+        while page["offset"] < page["next"] < end:
             self.offset = page["next"]
-            found = page["text"].splitlines(keepends=True)
-            if len(found) > lines or page["offset"] == 0 or size == _MOST_BYTES:
-                return "".join(found[len(found) - lines :] if lines < len(found) else found)
-            size = min(4 * size, _MOST_BYTES)
+            page = self._page(offset=self.offset, limit=_MOST_BYTES)
+            if page["offset"] < self.offset:  # another start has replaced it
+                return self._end(size)
+            text.append(page["text"])
+        self.offset = page["next"]
+        return start, "".join(text)
 
     def _page(self, **query: int) -> dict[str, Any]:
         try:

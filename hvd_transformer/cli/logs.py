@@ -52,7 +52,7 @@ def logs(job: str, follow: bool, rank: str, lines: int | None, server: str | Non
 def _follow(reader: "LogReader", lines: int | None) -> None:
     """Print what is there, from the last `lines` on, and what comes, also while the service is restarted."""
     from hvd_transformer.cli.log_reader import Missing
-    from hvd_transformer.service.remote.client import NoService
+    from hvd_transformer.service.remote.client import Busy, NoService
 
     away = False
     while True:
@@ -69,7 +69,7 @@ def _follow(reader: "LogReader", lines: int | None) -> None:
                     raise
             if ended and reader.complete:
                 return
-        except NoService as error:
+        except (NoService, Busy) as error:
             if not away:
                 show_error("hvd-transformer", f"{error}; still waiting")
             away = True

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import sys
 from collections.abc import Callable
 from contextlib import closing
@@ -12,6 +13,8 @@ import click
 
 from hvd_transformer.cli import options
 from hvd_transformer.errors import missing_extra
+
+_WEBHOOK = "HVD_TRANSFORMER_WEBHOOK"  # for an address that is secret
 
 
 class _OrNone(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
@@ -55,7 +58,12 @@ def _limit(name: str, what: str) -> Callable[[options.F], options.F]:
 @click.option(
     "--public-host", "public_hosts", multiple=True, metavar="NAME", help="Name that browsers use; repeatable."
 )
-@click.option("--webhook", metavar="URL", help="Address to post JSON to when a job has ended.")
+@click.option(
+    "--webhook",
+    envvar=_WEBHOOK,
+    metavar="URL",
+    help=f"Address to post JSON to when a job has ended. Default: ${_WEBHOOK}, which no list of processes shows.",
+)
 @click.option(
     "--retention-days",
     type=_OrNone(options.FiniteRange(0, min_open=True)),
@@ -99,6 +107,7 @@ def serve(
 
     Ctrl-C or SIGTERM ends the service; jobs go on, and the next `serve` takes them over.
     """
+    os.environ.pop(_WEBHOOK, None)  # it may be secret: for this process alone, and not for the jobs
     try:
         from hvd_transformer.service.service import Options, TrainingService
     except ModuleNotFoundError as error:

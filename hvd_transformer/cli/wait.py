@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from hvd_transformer.service.remote.client import Client
 
 _PAUSE_SECONDS = 2.0  # between two attempts to reach the service
+_POLL_SECONDS = 5.0  # between two looks at jobs of whose events the service does not tell, as too many listen
+_FEW = 20  # jobs that are looked at one by one
 
 
 @click.command()
@@ -25,7 +27,7 @@ def wait(jobs: list[int], server: str | None, as_json: bool) -> None:
 
     `hvd-transformer wait 7 && hvd-transformer translate runs/tiny-7`
 
-    Keeps waiting while the service is restarted.
+    Keeps waiting while the service is restarted or busy.
     """
     found: dict[int, dict[str, Any]] = {}
     for job in ends(service_options.client_of(server), jobs):
@@ -43,13 +45,16 @@ def wait(jobs: list[int], server: str | None, as_json: bool) -> None:
 def ends(client: "Client", jobs: list[int]) -> Iterator[dict[str, Any]]:
     """The jobs, each when it has ended. The first look at them tells whether the service is there and knows them."""
     from hvd_transformer.service.jobs import ENDED
-    from hvd_transformer.service.remote.client import NoService
+    from hvd_transformer.service.remote.client import Busy, NoService
 
     pending, known, away = dict.fromkeys(jobs), False, False
     while pending:
+        seconds = _PAUSE_SECONDS
         try:
-            for kind, data in client.events():
-                if kind in ("open", "resync"):
+            for kind, data in _events(client):
+                if kind == "refused":
+                    look, seconds = _perhaps_ended(client, list(pending)), _POLL_SECONDS
+                elif kind in ("open", "resync"):
                     look = list(pending)
                 elif kind == "ping":  # in case an event was lost: one job after the other
                     look = [next(iter(pending))]
@@ -63,13 +68,34 @@ def ends(client: "Client", jobs: list[int]) -> Iterator[dict[str, Any]]:
                 known, away = True, False
                 if not pending:
                     return
-        except NoService as error:
-            if not known:
+        except (NoService, Busy) as error:
+            if not known and isinstance(error, NoService):
                 raise
             if not away:
                 show_error("hvd-transformer", f"{error}; still waiting")
             away = True
-        time.sleep(_PAUSE_SECONDS)
+        time.sleep(seconds)
+
+
+def _events(client: "Client") -> Iterator[tuple[str, dict[str, Any]]]:
+    """The events of the service; one "refused" alone where too many listen to them already."""
+    from hvd_transformer.service.remote.client import Busy
+
+    try:
+        yield from client.events()
+    except Busy:
+        yield "refused", {}
+
+
+def _perhaps_ended(client: "Client", pending: list[int]) -> list[int]:
+    """The jobs that a look may find ended. Many are compared with the list of those that have not."""
+    from hvd_transformer.service.jobs import ENDED, State
+
+    if len(pending) <= _FEW:
+        return pending
+    states = ",".join(state.value for state in State if state not in ENDED)
+    open_ = {job["id"] for job in client.items("jobs", state=states, limit=500)}
+    return [number for number in pending if number not in open_]
 
 
 def exit_code(job: dict[str, Any]) -> int:

@@ -19,6 +19,7 @@ _LOOK_SECONDS = 1.0  # between two looks for new lines of runs
 _TIDY_SECONDS = 60.0  # after which the curves that nobody looks at are forgotten
 _DISK_SECONDS = 600.0
 _FORGET_SECONDS = 3600.0
+_END_SECONDS = 2.0  # for work that goes on at the end; storage may stand still
 
 _log = logging.getLogger(__name__)
 
@@ -51,11 +52,12 @@ class Housekeeping:
             thread.start()
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads. One that waits for the storage is left to the end of the process."""
         self._closed.set()
         self._looked.set()
+        end = time.monotonic() + _END_SECONDS
         for thread in self._threads:
-            thread.join()
+            thread.join(max(0.0, end - time.monotonic()))
 
     def _repeat(self, work: Callable[[], object], seconds: float) -> None:
         told = ""
@@ -63,11 +65,12 @@ class Housekeeping:
             try:
                 work()
             except (OSError, UserError) as error:  # a full disk, storage that is away
-                if str(error) != told:
+                if str(error) != told and not self._closed.is_set():
                     _log.warning("%s", error)
                 told = str(error)
             except Exception:  # whatever it is, the next time may go well
-                _log.exception("%s", threading.current_thread().name)
+                if not self._closed.is_set():  # otherwise the database may be closed
+                    _log.exception("%s", threading.current_thread().name)
             self._closed.wait(seconds)
 
     def _look(self) -> None:
@@ -79,7 +82,10 @@ class Housekeeping:
         if any(limits.disk_bytes is not None for limits in self._store.all_limits().values()):
             runs = self._runs.rows()
             jobs = self._store.jobs_by_output(str(run.path) for run in runs)
-            self._disk_bytes = disk_bytes(runs, {path: job.owner for path, job in jobs.items()})
+            owners = {path: job.owner for path, job in jobs.items()}
+            found = disk_bytes(runs, owners, self._closed.is_set)
+            if not self._closed.is_set():
+                self._disk_bytes = found
 
     def _forget(self) -> None:
         if (days := self._store.retention_days()) is not None:
@@ -88,21 +94,21 @@ class Housekeeping:
         self._sessions.forget_ended()
 
 
-def disk_bytes(runs: Iterable[RunRow], owners: Mapping[str, str]) -> dict[str, int]:
+def disk_bytes(runs: Iterable[RunRow], owners: Mapping[str, str], ends: Callable[[], bool]) -> dict[str, int]:
     """What the run directories take on the disk, by user: those of jobs count for who has submitted them.
 
-    `owners`: of the jobs, by folder, which all belong to the service's user.
+    `owners`: of the jobs, by folder, which all belong to the service's user. `ends`: whether to stop halfway.
     """
     sizes: Counter[str] = Counter()
     for run in runs:
-        sizes[owners.get(str(run.path), run.user)] += _size(run.path)
+        sizes[owners.get(str(run.path), run.user)] += _size(run.path, ends)
     return dict(sizes)
 
 
-def _size(folder: Path) -> int:
+def _size(folder: Path, ends: Callable[[], bool]) -> int:
     """Links are not followed; what goes away meanwhile does not count."""
     total, folders = 0, [str(folder)]
-    while folders:
+    while folders and not ends():
         try:
             with os.scandir(folders.pop()) as entries:
                 for entry in entries:

@@ -26,6 +26,7 @@ class State:
         self.runs = fake_data.runs(archived)
         self.hosts = fake_data.hosts() if queue_on else []
         self.queue_on = queue_on
+        self.notes: list[str] = []  # which runs may be missing, and why
         self.calls: list[tuple[str, str, Any]] = []  # changes that arrived
         self.refuse: tuple[int, str] | None = None  # answer of every call from now on
         self.down = False  # connections are closed without an answer
@@ -229,6 +230,7 @@ def matching(state: State, query: dict[str, list[str]]) -> dict[str, Any]:
         "next": str(start + limit) if start + limit < len(rows) else None,
         "total": len(rows),
         "keys": keys,
+        "notes": state.notes,
     }
 
 

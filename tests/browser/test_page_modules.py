@@ -52,6 +52,21 @@ def test_numbers(page: Browser, value: float | None, text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "tags"),
+    [
+        ("", []),
+        (" a  b,c ,a", ["a", "b", "c"]),
+        ('"a b" c"d e"', ["a b", "c", "d e"]),
+        ('"a ""b"" c" ""', ['a "b" c']),
+        ('"half a', ["half", "a"]),
+    ],
+)
+def test_tags_as_a_line(page: Browser, line: str, tags: list[str]) -> None:
+    assert _call(page, "run_tags", "m.parseTags(a[0])", line) == tags
+    assert _call(page, "run_tags", "m.parseTags(m.tagLine(a[0]))", tags) == tags
+
+
+@pytest.mark.parametrize(
     ("seconds", "text"),
     [(0.2, "0 s"), (42, "42 s"), (200, "3 min 20 s"), (3600, "1 h"), (7500, "2 h 5 min"), (273_600, "3 d 4 h")],
 )

@@ -186,6 +186,39 @@ def test_tags_of_many_keep_those_that_differ(visit: Visit, service: FakeServer) 
     assert service.state.job(50)["tags"] == ["july", "paper"]
 
 
+def test_tags_with_spaces_commas_and_quotes_stay_whole(visit: Visit, service: FakeServer) -> None:
+    kept = ["two words", "a,b", 'say "hi"', "plain", '"', "no\u00a0break"]
+    job = service.state.job(49)
+    service.state.run(job["run"]).tags = job["tags"] = list(kept)
+    page = visit("/?text=gpt-medium/elastic")
+    page.sees("gpt-medium/elastic")
+    page.click("thead input")
+    page.button("Tags", ".selected").click()
+    page.one("dialog input[name=tags]").send_keys(' new, "three new words" ,')
+    page.button("Set tags", "dialog").click()
+    page.sees("Tags of 1 run changed.", "#messages")
+    [(_, _, body)] = service.state.calls
+    assert (body["add"], body["remove"]) == (["new", "three new words"], [])
+    assert job["tags"] == [*kept, "new", "three new words"]
+
+
+def test_which_runs_may_be_missing_is_shown(visit: Visit, service: FakeServer) -> None:
+    service.state.notes = ["/runs has more than 10,000 folders that are no runs: new runs may be missing here"]
+    page = visit()
+    page.sees(service.state.notes[0], "#notes")
+    service.state.notes = []
+    service.state.set_state(service.state.job(47), "RUNNING")
+    page.sees_not("10,000 folders", "main")
+
+
+def test_a_waiting_job_that_is_cancelled_may_come_back_to_its_place(visit: Visit) -> None:
+    page = visit("/?text=gpt-medium/elastic")
+    page.sees("gpt-medium/elastic")
+    page.click("thead input")
+    page.button("Cancel", ".selected").click()
+    page.sees("It leaves the queue; Retry puts it back into its old place.", "dialog")
+
+
 def test_runs_without_jobs_are_tagged(
     visit: Visit, another_service: Callable[..., AbstractContextManager[FakeServer]]
 ) -> None:

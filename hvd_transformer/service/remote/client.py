@@ -20,6 +20,8 @@ from hvd_transformer.service.remote.address import SOCKET, TOKEN, Address, read_
 _SECONDS = 60.0
 _BASE = "/api/v1/"
 _PAUSES = (0.5, 2.0, 5.0, 10.0)  # seconds, between attempts to submit once a connection broke
+# Of a proxy that got no answer from the service, which may be just being restarted.
+_NO_ANSWER = (HTTPStatus.BAD_GATEWAY, HTTPStatus.GATEWAY_TIMEOUT)
 
 
 class NoService(UserError):
@@ -36,6 +38,10 @@ class Refused(UserError):
     def __init__(self, status: int, line: str) -> None:
         super().__init__(line)
         self.status = status
+
+
+class Busy(Refused):
+    """The service has too much to do at the moment, or a proxy tells that it is away: nothing was done."""
 
 
 class Client:
@@ -84,7 +90,7 @@ class Client:
         *pauses, last = _PAUSES  # meanwhile there may be no service
         for pause in pauses:
             time.sleep(pause)
-            with suppress(NoService):
+            with suppress(NoService, Busy):
                 return self.post("jobs", request, key)
         time.sleep(last)
         return self.post("jobs", request, key)
@@ -100,14 +106,14 @@ class Client:
                 return
 
     def events(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The events from now on, each with its data, until the service ends.
+        """The events from now on, each with its data, until the service ends. Raises `Busy` if too many listen.
 
         The first one is "open", and the service's signs of life are "ping"; neither has data.
         """
         with closing(self._connect()) as connection:
             try:
-                connection.request("GET", _target("events"), headers={**self._headers, "Accept": "text/event-stream"})
-                response = connection.getresponse()
+                headers = {**self._headers, "Accept": "text/event-stream"}
+                response = _ask(connection, "GET", _target("events"), headers)
                 if response.status != HTTPStatus.OK:
                     raise self._refusal(response, response.read())
             except (http.client.HTTPException, OSError) as error:
@@ -193,7 +199,7 @@ class Client:
             )
         return NoService(f"{self.address}: no service answers: {_reason(error)}")
 
-    def _refusal(self, response: http.client.HTTPResponse, data: bytes) -> Refused:
+    def _refusal(self, response: http.client.HTTPResponse, data: bytes) -> UserError:
         """The service's own line; in front of it there may be a proxy, whose pages are of no use here."""
         if response.status == HTTPStatus.UNAUTHORIZED and "Authorization" not in self._headers:
             return Refused(response.status, f"{self.address}: needs a token; {_how_to_give_a_token()}")
@@ -204,7 +210,10 @@ class Client:
             line = f"{self.address}: answers with HTTP status {response.status} {response.reason}".rstrip()
         if response.status == HTTPStatus.UNAUTHORIZED:
             line += f"; {_how_to_give_a_token()}"
-        return Refused(response.status, line)
+        if response.status in _NO_ANSWER:
+            return Interrupted(line)
+        kind = Busy if response.status == HTTPStatus.SERVICE_UNAVAILABLE else Refused
+        return kind(response.status, line)
 
 
 def _exchange(
@@ -215,9 +224,22 @@ def _exchange(
     body: bytes | None = None,
 ) -> tuple[http.client.HTTPResponse, bytes]:
     """Raises what http.client raises."""
-    connection.request(method, target, body, dict(headers))
-    response = connection.getresponse()
+    response = _ask(connection, method, target, headers, body)
     return response, response.read()
+
+
+def _ask(
+    connection: http.client.HTTPConnection,
+    method: str,
+    target: str,
+    headers: Mapping[str, str],
+    body: bytes | None = None,
+) -> http.client.HTTPResponse:
+    """Raises what http.client raises."""
+    # A service that has too many connections says so without reading anything.
+    with suppress(BrokenPipeError, ConnectionResetError):
+        connection.request(method, target, body, dict(headers))
+    return connection.getresponse()
 
 
 class _UnixConnection(http.client.HTTPConnection):

@@ -1,13 +1,14 @@
 """Finds the run directories below a folder, again and again, looking only into folders that have changed."""
 
 import os
+import stat
 import time
 from collections import deque
 from pathlib import Path
 
 MARKS = ("config.yaml", "metrics.jsonl")  # what makes a folder a run directory
 _DEPTH = 5  # levels below the folder
-_MOST_FOLDERS = 10_000  # that are looked at and are no runs
+MOST_FOLDERS = 10_000  # that are looked at and are no runs
 # A folder may change once more within the resolution of its time, and a host's clock may be behind that of the storage.
 _SETTLED_SECONDS = 3.0
 
@@ -29,25 +30,29 @@ class FolderScan:
         self.cut = False  # there are more folders than are looked at
 
     def find(self) -> set[Path]:
-        """The run directories there are now. One `stat` per folder that is no run; none per run."""
+        """The run directories there are now. One `stat` per folder that is no run; none per run.
+
+        Beyond the most folders no new runs are found, and those that are known get a `stat`.
+        """
         seen: dict[Path, _Folder] = {}
         runs: set[Path] = set()
-        self.cut = False
+        cut = False
         left = deque([(self.root, 0)])
         while left:
             path, depth = left.popleft()
             if path in self._runs:
                 runs.add(path)
                 continue
-            if len(seen) >= _MOST_FOLDERS:
-                self.cut = True
+            if len(seen) >= MOST_FOLDERS:
+                cut = True
+                runs.update(filter(_is_folder, self._runs - runs))
                 break
             folder = self._look(path, runs)
             if folder is not None:
                 seen[path] = folder
                 if depth < _DEPTH:
                     left.extend((inner, depth + 1) for inner in folder.inner)
-        self._folders, self._runs = seen, runs
+        self._folders, self._runs, self.cut = seen, runs, cut
         return runs
 
     def forget(self, run: Path) -> None:
@@ -75,3 +80,10 @@ class FolderScan:
             runs.add(path)
             return None
         return _Folder(modified, settled, sorted(inner))
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(path.lstat().st_mode)
+    except OSError:
+        return False

@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict
 from pathlib import Path
 
+from hvd_transformer.service.runs import folders
 from hvd_transformer.service.runs.folders import FolderScan
 from hvd_transformer.service.runs.pace import Progress
 from hvd_transformer.service.runs.plain_files import plain
@@ -33,7 +34,10 @@ class RunIndex:
     @property
     def notes(self) -> list[str]:
         """What users should know: what is not shown, and why."""
-        return [f"{self.root}: too many folders; some are not looked into"] if self._scan.cut else []
+        if not self._scan.cut:
+            return []
+        most = f"{folders.MOST_FOLDERS:,} folders that are no runs"
+        return [f"{self.root} has more than {most}: new runs may be missing here; move other folders away"]
 
     def refresh(self) -> None:
         """Find new runs and what has changed in those that are known. Unreadable ones are shown as such."""

@@ -16,12 +16,13 @@ from hvd_transformer.errors import UserError
 from hvd_transformer.service.storage.sessions import Sessions
 from hvd_transformer.service.storage.tokens import Role
 from hvd_transformer.service.web import static_files
-from hvd_transformer.service.web.access.authentication import Authentication
+from hvd_transformer.service.web.access.authentication import Authentication, session_cookie
 from hvd_transformer.service.web.access.security import LimitedBody, SameOrigin, SecurityHeaders, canonical, failure
 from hvd_transformer.service.web.api import host_routes, job_routes, models, prometheus, run_routes, token_routes
 from hvd_transformer.service.web.api.endpoint import Endpoints
 from hvd_transformer.service.web.api.openapi import document
 from hvd_transformer.service.web.api.routes import BASE, Call, Route
+from hvd_transformer.service.web.connection import Room
 from hvd_transformer.service.web.event_response import EventResponse
 from hvd_transformer.service.web.event_stream import EventStream
 from hvd_transformer.service.web.parts import Service
@@ -36,7 +37,8 @@ def health(call: Call) -> Response | models.Health:
 
 
 def openapi(call: Call) -> Response:
-    return JSONResponse(document(ROUTES, call.service.version))
+    cookie = session_cookie(call.service.store.service_id())
+    return JSONResponse(document(ROUTES, call.service.version, cookie))
 
 
 _EVENTS = Route(
@@ -67,7 +69,8 @@ class App:
         """`names`: under which the service is reached. `behind_proxy`: a proxy with TLS stands before it."""
         self._pool, self._turns = Pool(), Pool(threads=2)
         sessions = Sessions(service.store.database)
-        self._authentication = Authentication(service.tokens, sessions, behind_proxy=behind_proxy)
+        cookie = session_cookie(service.store.service_id())
+        self._authentication = Authentication(service.tokens, sessions, cookie, behind_proxy=behind_proxy)
         self._events = EventStream(service.store, service.runs, self._pool)
         endpoints = Endpoints(service, self._authentication, self._events, self._pool, self._turns)
         routes: list[BaseRoute] = [
@@ -102,8 +105,9 @@ class App:
         await request.body()
         find_user = partial(self._authentication.user, request)
         await self._pool.run(find_user)
-        if self._events.is_full:
-            raise HTTPException(503, "too many pages listen to events: close some", {"Retry-After": "60"})
+        room: Room = request.state.room
+        if room.streams >= room.most_streams:
+            raise HTTPException(503, "too many listen to events: close some pages", {"Retry-After": "60"})
 
         async def is_still_allowed() -> bool:
             try:
@@ -112,7 +116,7 @@ class App:
                 return error.status_code not in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
             return True
 
-        return EventResponse(self._events.read(request.headers.get("last-event-id"), is_still_allowed))
+        return EventResponse(self._events.read(request.headers.get("last-event-id"), is_still_allowed), room)
 
 
 def create_app(service: Service, names: Collection[str] = LOOPBACK, behind_proxy: bool = False) -> App:

@@ -18,18 +18,30 @@ from hvd_transformer.service.web.access.authentication import Peer
 
 REQUEST_SECONDS = 15.0  # for a whole request, from its first byte or from the connection
 READ_SECONDS = 60.0  # for the client to read what is ready for it
-_BUSY = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nRetry-After: 5\r\nConnection: close\r\n\r\n"
+_WHY_BUSY = b'{"error":"the service has too many connections: try again"}'
+_BUSY = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nContent-Length: %d\r\nRetry-After: 5\r\n"
+    b"Connection: close\r\n\r\n%s"
+) % (len(_WHY_BUSY), _WHY_BUSY)
 
 
 class Room:
-    """How many connections there are through one door, and may be."""
+    """How many connections there are through one door, and may be; and how many of them are streams of events.
+
+    Streams last: they may take half of the room, and the rest is for requests.
+    """
 
     def __init__(self, most: int) -> None:
-        self.most, self.taken = most, 0
+        self.most, self.taken, self.streams = most, 0, 0
+
+    @property
+    def most_streams(self) -> int:
+        """How many streams there may be."""
+        return self.most // 2
 
 
 class Connection(H11Protocol):
-    """Connections of the Unix socket have the user on the other side as `scope["state"]["peer"]`."""
+    """Tells requests its "room" and, on the Unix socket, the user on the other side, "peer", in `scope["state"]`."""
 
     def __init__(
         self,
@@ -39,7 +51,7 @@ class Connection(H11Protocol):
         room: Room,
         seconds: tuple[float, float] = (REQUEST_SECONDS, READ_SECONDS),
     ) -> None:
-        super().__init__(config, server_state, app_state)
+        super().__init__(config, server_state, {**app_state, "room": room})
         self._room = room
         self._request_seconds, self._read_seconds = seconds
         self._receiving: asyncio.TimerHandle | None = None  # while a part of a request is missing

@@ -7,23 +7,27 @@ from contextlib import aclosing
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from hvd_transformer.service.web.connection import Room
+
 
 class EventResponse(Response):
-    """Sends the parts of an event stream as they come."""
+    """Sends the parts of an event stream as they come, and counts in its room meanwhile."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, parts: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, parts: AsyncGenerator[bytes, None], room: Room) -> None:
         super().__init__(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._parts = parts
+        self._parts, self._room = parts, room
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._room.streams += 1
         sending = asyncio.ensure_future(self._send(send))
         leaving = asyncio.ensure_future(receive())  # the body has been read: what comes is the end
         try:
             await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            self._room.streams -= 1
             leaving.cancel()
             if not sending.done():
                 sending.cancel()

@@ -29,7 +29,6 @@ _LOOK_SECONDS = 0.25  # between two looks at the version of the index of runs, w
 _REST_SECONDS = 0.1  # after a look that found something: a burst of changes is one look
 _KEPT = 2000  # events for readers that are behind
 _MOST_MISSED = 1000  # events that are told one by one
-_MOST_READERS = 200
 PING_SECONDS = 15.0
 _FAILED_SECONDS = 5.0
 
@@ -98,11 +97,6 @@ class EventStream:
             self._readers -= 1
             if not self._readers:
                 self._stop()
-
-    @property
-    def is_full(self) -> bool:
-        """Whether there are as many readers as there may be."""
-        return self._readers >= _MOST_READERS
 
     def close(self) -> None:
         """End all streams."""

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -20,7 +21,11 @@ from hvd_transformer.service.web.app import App
 from hvd_transformer.service.web.connection import READ_SECONDS, REQUEST_SECONDS, Connection, Room
 from hvd_transformer.service.web.listening import Listening
 
-_MOST_TCP, _MOST_UNIX = 300, 100  # connections: strangers on the network cannot keep the commands out
+# Connections: strangers on the network cannot keep the commands out. Each `wait` has two.
+_MOST_TCP, _MOST_UNIX = 400, 1000
+_LEAST_UNIX = 100
+_OPEN_FILES = 4096  # that the process may have, where the system lets it: those of the queue and of runs are others
+_OTHER_FILES = 300  # that are not connections, where it may not have so many
 _KEEP_ALIVE_SECONDS = 5
 _END_SECONDS = 3  # for requests that run when the service ends
 _HANDSHAKE_SECONDS = 10.0
@@ -45,7 +50,9 @@ class WebServer:
         self.port: int = tcp.getsockname()[1]
         self.url = listening.url(self.port)
         self._path = listening.socket
-        self._server = _Server(app, [(unix, None, Room(_MOST_UNIX)), (tcp, tls, Room(_MOST_TCP))], seconds)
+        files = _allow_open_files()
+        most = max(_LEAST_UNIX, min(_MOST_UNIX, files - _MOST_TCP - _OTHER_FILES))
+        self._server = _Server(app, [(unix, None, Room(most)), (tcp, tls, Room(_MOST_TCP))], seconds)
 
     def run(self) -> None:
         """Serve until `stop`, SIGTERM or SIGINT (in the main thread); then let running requests end."""
@@ -134,6 +141,15 @@ class _Server(uvicorn.Server):
         self._ending.set()
 
 
+def _allow_open_files() -> int:
+    """Raise the limit of open files as far as is needed and allowed; returns it. Programs that it starts inherit it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < (wanted := min(_OPEN_FILES, hard)):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return soft
+
+
 def _listen_tcp(listening: Listening) -> socket.socket:
     family = socket.AF_INET6 if ":" in listening.address else socket.AF_INET
     try:
@@ -155,7 +171,7 @@ def _listen_unix(path: Path) -> socket.socket:
             listener.bind(f"/proc/self/fd/{folder}/{path.name}")
         finally:
             os.close(folder)
-        listener.listen(128)
+        listener.listen(_MOST_UNIX)  # beyond that the kernel refuses clients that do not wait
     except OSError as error:
         listener.close()
         raise UserError(f"{path}: cannot listen there: {error.strerror}") from None

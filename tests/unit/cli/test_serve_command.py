@@ -1,5 +1,6 @@
 """`hvd-transformer serve`: what it refuses before it makes anything, what it remembers, and backups."""
 
+import os
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
@@ -73,10 +74,30 @@ def test_limits_are_remembered_until_they_are_lifted(serve: Serve, tmp_path: Pat
     assert remembered() == (Limits(max_slots=16), None)
 
 
+def test_the_secret_address_of_the_webhook_comes_from_the_environment(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No list of processes shows it there, and what the service starts does not have it."""
+    found: list[tuple[str | None, bool]] = []
+    init = module.Webhook.__init__
+
+    def made(webhook: module.Webhook, address: str, *rest: object) -> None:
+        found.append((address, "HVD_TRANSFORMER_WEBHOOK" in os.environ))
+        init(webhook, address, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module.Webhook, "__init__", made)
+    monkeypatch.setenv("HVD_TRANSFORMER_WEBHOOK", "https://hooks.example/secret")
+    serve("-H", "localhost:1")
+    serve("-H", "localhost:1", "--webhook", "https://hooks.example/given")
+    assert found == [("https://hooks.example/secret", False), ("https://hooks.example/given", False)]
+    monkeypatch.setenv("HVD_TRANSFORMER_WEBHOOK", "nonsense")
+    assert "must be like https://host" in serve(code=2)
+
+
 def test_backup(serve: Serve, tmp_path: Path) -> None:
     serve("--max-slots", 16)
     assert serve("--backup", "copy.db") == f"copy.db: has the database of {tmp_path}/state\n"
     with closing(sqlite3.connect(tmp_path / "copy.db")) as copy:
-        assert copy.execute("SELECT count(*) FROM settings").fetchone() == (1,)
+        assert copy.execute("SELECT count(*) FROM settings WHERE key = 'limits'").fetchone() == (1,)
     assert "no such file" in serve("--backup", "copy.db", "--state", "absent", code=2)
     assert not (tmp_path / "absent").exists()

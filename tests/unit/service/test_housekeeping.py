@@ -10,8 +10,10 @@ from threading import Event
 import pytest
 
 from hvd_transformer.own_folder import user_name
+from hvd_transformer.service import housekeeping as housekeeping_module
 from hvd_transformer.service.housekeeping import Housekeeping
 from hvd_transformer.service.jobs import Needs
+from hvd_transformer.service.runs import folders
 from hvd_transformer.service.runs.index import RunIndex, RunRow
 from hvd_transformer.service.runs.metrics.curves import Curves
 from hvd_transformer.service.storage.settings import Limits
@@ -59,6 +61,54 @@ class SlowIndex(RunIndex):
     def rows(self) -> list[RunRow]:
         self.looked_at.set()
         return super().rows()
+
+
+def test_it_ends_while_it_measures(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storage is slow, and there are many folders: the end comes after one of them."""
+    for number in range(300):
+        (make := tmp_path / "runs" / "a" / "checkpoints" / str(number)).mkdir(parents=True)
+        (make / "weights").touch()
+    make_run(tmp_path / "runs" / "b", 10)
+    for name in folders.MARKS:
+        (tmp_path / "runs" / "a" / name).write_text("{}\n")
+    store.set_limits(Limits(disk_bytes=1))
+    housekeeping = Housekeeping(store, RunIndex(tmp_path / "runs"), Curves(), tmp_path)
+    measured, scandir = Event(), os.scandir
+
+    def slow(folder: str) -> "os._ScandirIterator[str]":
+        if "checkpoints" in str(folder):
+            measured.set()
+            time.sleep(0.05)
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", slow)
+    housekeeping.start()
+    assert measured.wait(30)
+    began = time.monotonic()
+    housekeeping.close()
+    assert time.monotonic() - began < 1.5
+    assert not any(thread.is_alive() for thread in housekeeping._threads)
+    assert housekeeping.disk_bytes() is None  # not the half of it
+
+
+def test_storage_that_stands_still_does_not_keep_it_from_ending(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(housekeeping_module, "_END_SECONDS", 0.1)
+    stands, go_on = Event(), Event()
+
+    class Still(RunIndex):
+        def refresh(self) -> None:
+            stands.set()
+            go_on.wait(30)
+
+    housekeeping = Housekeeping(store, Still(tmp_path), Curves(), tmp_path)
+    housekeeping.start()
+    assert stands.wait(30)
+    began = time.monotonic()
+    housekeeping.close()
+    assert time.monotonic() - began < 5
+    go_on.set()
 
 
 def test_runs_count_for_those_who_submitted_them(store: Store, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The curves of one run, from its metrics.jsonl: any key, over steps, seconds, samples or tokens, at any zoom.
 
-The file stays the truth. What is kept of it is in memory alone, about 2.7 bytes per point of a long run (`pyramid.py`);
-close views are read again from the file (`raw_blocks.py`).
+The file stays the truth. What is kept of it is in memory alone, at most 2.7 bytes per point of a long run
+(`pyramid.py`); close views are read again from the file (`raw_blocks.py`).
 """
 
 import math
@@ -107,6 +107,15 @@ class Curve:
         """The last lines in which the work of the ranks was compared, to find a slow one."""
         with self._lock:
             return list(self._comparisons)
+
+    def coarsen(self) -> bool:
+        """Take less memory: close views are then less exact or read again. Returns False if it takes the least."""
+        before = self.memory
+        with self._lock:
+            self._blocks.forget()
+            for pyramid in self._pyramids.values():
+                pyramid.coarsen()
+        return self.memory < before
 
     @property
     def memory(self) -> int:

@@ -2,6 +2,9 @@
 
 Curves that nobody looks at cost nothing. Those of a long file are built in the background: what has been read so far is
 shown meanwhile.
+
+Where memory is short, curves that nobody looks at now are forgotten first. Of those that a page shows, the largest
+become coarser: if they were forgotten, a page that compares many runs would have them read again for ever.
 """
 
 import logging
@@ -13,10 +16,12 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from hvd_transformer.errors import UserError
+from hvd_transformer.service.runs.comparison import MOST_RUNS
 from hvd_transformer.service.runs.metrics.curve import Curve
 
 _AT_ONCE = 2  # parts of the file (`READ_BYTES`) that are read before others get their turn
 _IDLE_SECONDS = 900.0
+_LOOKED_SECONDS = 30.0  # for which curves count as being looked at: a page asks again sooner, while they change
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +39,7 @@ class _Kept:
 class Curves:
     """The curves that were looked at last, up to `limit` bytes of memory; those of one run may take more."""
 
-    def __init__(self, limit: int = 64 << 20) -> None:
+    def __init__(self, limit: int = MOST_RUNS * (4 << 20)) -> None:
         self._limit = limit
         self._lock = threading.Lock()
         self._kept: OrderedDict[Path, _Kept] = OrderedDict()  # the one that was looked at last at the end
@@ -84,11 +89,24 @@ class Curves:
         with self._lock:
             kept = self._kept.get(run)
             if kept is not None and kept.curve is curve:
-                self._memory += memory - kept.memory
-                kept.memory = memory
+                self._count(kept, memory)
             while self._memory > self._limit and len(self._kept) > 1:
-                self._forget(next(iter(self._kept)))
+                self._save_memory()
         return complete
+
+    def _count(self, kept: _Kept, memory: int) -> None:
+        self._memory += memory - kept.memory
+        kept.memory = memory
+
+    def _save_memory(self) -> None:
+        """Forget the curves that were looked at first, unless that was just now and others can become coarser."""
+        run, first = next(iter(self._kept.items()))
+        if time.monotonic() - first.looked < _LOOKED_SECONDS:
+            for kept in sorted(self._kept.values(), key=lambda kept: kept.memory, reverse=True):
+                if kept.curve.coarsen():
+                    self._count(kept, kept.curve.memory)
+                    return
+        self._forget(run)
 
     def _forget(self, run: Path) -> None:
         if (kept := self._kept.pop(run, None)) is not None:

@@ -4,6 +4,8 @@ level 0   16 points per chunk: where the smallest and the largest value are, and
 level 1   4 chunks of level 0 per chunk, and so on
 
 A spike is the largest value of its chunk at every level, so no view can miss it.
+
+Where memory is short, `coarsen` gives up all points or level 0: then the chunks of what was level 1 are the finest.
 """
 
 import math
@@ -18,6 +20,7 @@ _CHUNK = 16  # points
 _FAN = 4
 # All points of a curve are kept up to this number: curves of few points, such as of evaluations, are drawn from them.
 MOST_RAW = 16_384
+_LEAST_RAW, _LEAST_CHUNKS = 4096, 1024  # that are left when memory is short: what a chart of some 500 pixels shows
 _PER_PIXEL = 2  # chunks, at least, of the level that a view is made of
 Point = tuple[float, float]  # step, value; NaN is a gap
 
@@ -72,6 +75,7 @@ class Pyramid:
 
     def __init__(self) -> None:
         self.count = 0
+        self._chunk = _CHUNK
         self._raw: Column | None = Column(array("d"), array("d"))
         self._rest = Column(array("d"), array("d"))  # the points of the last chunk of level 0
         self._levels = [_Level()]
@@ -84,14 +88,14 @@ class Pyramid:
             self._raw.values.extend(values)
         else:
             self._raw = None
-        if len(self._rest.values) == _CHUNK:
+        if len(self._rest.values) == self._chunk:
             self._rest = Column(array("d"), array("d"))
         elif self._rest.values:
             self._levels[0].cut(len(self._levels[0]) - 1)
             steps, values = self._rest.steps + steps, self._rest.values + values
         changed = len(self._levels[0])
-        _add_chunks(self._levels[0], steps, values)
-        last = (len(values) - 1) // _CHUNK * _CHUNK
+        _add_chunks(self._levels[0], steps, values, self._chunk)
+        last = (len(values) - 1) // self._chunk * self._chunk
         self._rest = Column(steps[last:], values[last:])
         self._raise(changed)
 
@@ -114,7 +118,16 @@ class Pyramid:
         """How many points there are between two steps, to within a chunk at either end."""
         if self._raw is not None:
             return bisect_right(self._raw.steps, last) - bisect_left(self._raw.steps, first)
-        return min(self.count, _CHUNK * self._levels[0].count(first, last))
+        return min(self.count, self._chunk * self._levels[0].count(first, last))
+
+    def coarsen(self) -> None:
+        """Take less memory, if it takes more than a chart needs: without all points, and with one level less."""
+        if self.count > _LEAST_RAW:
+            self._raw = None
+        if len(self._levels[0]) > _LEAST_CHUNKS:
+            del self._levels[0]
+            self._chunk *= _FAN
+            self._rest = Column(array("d"), array("d"))  # the last chunk has been begun without them, and stays short
 
     @property
     def memory(self) -> int:
@@ -146,9 +159,9 @@ def _cut(column: Column, first: float, last: float) -> Column:
     return Column(column.steps[part], column.values[part])
 
 
-def _add_chunks(level: _Level, steps: "array[float]", values: "array[float]") -> None:
-    for start in range(0, len(values), _CHUNK):
-        own_steps, own = steps[start : start + _CHUNK], values[start : start + _CHUNK]
+def _add_chunks(level: _Level, steps: "array[float]", values: "array[float]", chunk: int) -> None:
+    for start in range(0, len(values), chunk):
+        own_steps, own = steps[start : start + chunk], values[start : start + chunk]
         level.append(smallest(own_steps, own), largest(own_steps, own))
 
 

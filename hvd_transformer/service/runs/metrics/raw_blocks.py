@@ -46,6 +46,10 @@ class RawBlocks:
                 found.values.extend(own.values[begin:end])
         return found
 
+    def forget(self) -> None:
+        """Forget the columns; they can be read again."""
+        self._cached.clear()
+
     @property
     def memory(self) -> int:
         """Bytes of memory, roughly: keys share the arrays of their steps."""

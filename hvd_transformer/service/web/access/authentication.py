@@ -18,7 +18,6 @@ from hvd_transformer.service.storage.sessions import SESSION_SECONDS, Sessions
 from hvd_transformer.service.storage.tokens import Principal, Role, Tokens
 from hvd_transformer.service.web.access.guesses import Guesses
 
-COOKIE = "hvd_session"
 _RANK = {Role.VIEW: 0, Role.SUBMIT: 1, Role.ADMIN: 2}
 _LONGEST_SECRET = 1000
 _MOST_KNOWN = 1000
@@ -47,9 +46,11 @@ class User:
 class Authentication:
     """Finds out who sends a request. Its methods raise `HTTPException` with 401, 403 or 429 otherwise. Thread-safe."""
 
-    def __init__(self, tokens: Tokens, sessions: Sessions, *, behind_proxy: bool = False) -> None:
-        """`behind_proxy`: a proxy, which all clients come through, tells their addresses in X-Forwarded-For."""
-        self._tokens, self._sessions = tokens, sessions
+    def __init__(self, tokens: Tokens, sessions: Sessions, cookie: str, *, behind_proxy: bool = False) -> None:
+        """`cookie`: the name of the session's. `behind_proxy`: a proxy tells the clients' addresses in
+        X-Forwarded-For, as all of them come through it.
+        """
+        self._tokens, self._sessions, self._cookie = tokens, sessions, cookie
         self._behind_proxy = behind_proxy
         self._guesses = Guesses()
         self._known: OrderedDict[bytes, None] = OrderedDict()  # digests of secrets that were right
@@ -60,7 +61,7 @@ class Authentication:
         peer: Peer | None = getattr(request.state, "peer", None)
         if peer is not None:
             return User(user_name(peer.uid), Role.ADMIN if peer.uid in (0, os.geteuid()) else Role.SUBMIT)
-        authorization, cookie = request.headers.get("authorization"), request.cookies.get(COOKIE)
+        authorization, cookie = request.headers.get("authorization"), request.cookies.get(self._cookie)
         if authorization is not None:
             kind, _, secret = authorization.partition(" ")
             if kind.lower() != "bearer":
@@ -80,12 +81,12 @@ class Authentication:
     def log_in(self, request: Request, token: str) -> str:
         """The cookie of a new session of the user with this token."""
         self._check(request, token)
-        return _cookie(request, self._sessions.open(token), int(SESSION_SECONDS), self._behind_proxy)
+        return self._set_cookie(request, self._sessions.open(token), int(SESSION_SECONDS))
 
     def log_out(self, request: Request) -> str:
         """End the session, and return the cookie that the browser forgets it with."""
-        self._sessions.close(request.cookies.get(COOKIE, ""))
-        return _cookie(request, "", 0, self._behind_proxy)
+        self._sessions.close(request.cookies.get(self._cookie, ""))
+        return self._set_cookie(request, "", 0)
 
     def _check(self, request: Request, secret: str) -> Principal:
         """Whose token this is. Clients that guess must wait; tokens that were right once need not."""
@@ -116,11 +117,15 @@ class Authentication:
             return forwarded[-1].rpartition(",")[2].strip()
         return request.client.host if request.client else ""
 
+    def _set_cookie(self, request: Request, secret: str, seconds: int) -> str:
+        secure = "; Secure" if request.url.scheme == "https" or self._behind_proxy else ""
+        return f"{self._cookie}={secret}; Path=/; Max-Age={seconds}; HttpOnly; SameSite=Strict{secure}"
+
+
+def session_cookie(service_id: str) -> str:
+    """The name of the session's cookie. Services on several ports of one host share its cookies, and not this name."""
+    return f"hvd_session_{service_id}"
+
 
 def _unknown(line: str) -> HTTPException:
     return HTTPException(401, line, {"WWW-Authenticate": "Bearer"})
-
-
-def _cookie(request: Request, secret: str, seconds: int, behind_proxy: bool) -> str:
-    secure = "; Secure" if request.url.scheme == "https" or behind_proxy else ""
-    return f"{COOKIE}={secret}; Path=/; Max-Age={seconds}; HttpOnly; SameSite=Strict{secure}"

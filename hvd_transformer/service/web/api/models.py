@@ -196,6 +196,7 @@ class Rows(Answer):
     next: str | None
     total: int = Field(description="number of runs that match")
     keys: list[str] = Field(description="metrics that any of them has")
+    notes: list[str] = Field([], description="lines for users: which runs may be missing, and why")
 
 
 class Rank(Answer):

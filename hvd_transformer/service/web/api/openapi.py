@@ -15,8 +15,8 @@ _REFERENCE = "#/components/schemas/{model}"
 _ID = re.compile(r"\{(\w+)\}")
 
 
-def document(routes: Sequence[Route], version: str) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of these routes."""
+def document(routes: Sequence[Route], version: str, cookie: str) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of these routes. `cookie`: the name of the session's."""
     schemas = _Schemas(routes)
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
@@ -29,7 +29,7 @@ def document(routes: Sequence[Route], version: str) -> dict[str, Any]:
             "schemas": schemas.definitions,
             "securitySchemes": {
                 "token": {"type": "http", "scheme": "bearer"},
-                "session": {"type": "apiKey", "in": "cookie", "name": "hvd_session"},
+                "session": {"type": "apiKey", "in": "cookie", "name": cookie},
             },
         },
     }

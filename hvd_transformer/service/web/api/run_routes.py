@@ -84,7 +84,9 @@ def list_runs(call: Call) -> models.Rows:
         views.estimated_end,
     )
     items = [views.row(row, query.config) for row in page.items]
-    return models.Rows(items=items, next=page.next, total=page.total, keys=list(page.keys))
+    return models.Rows(
+        items=items, next=page.next, total=page.total, keys=list(page.keys), notes=call.service.runs.notes
+    )
 
 
 def show_run(call: Call) -> models.RunDetails:

@@ -9,7 +9,8 @@ import { showError } from "./messages.js";
 import { throttle } from "./timing.js";
 
 const FOLLOW_MS = 500;
-const UNREAD_MS = 400; // the service is still reading a long file
+const UNREAD_MS = 400; // the service is still reading a long file: each pause is longer than the one before
+const LONGEST_UNREAD_MS = 3000;
 let groups = 0;
 
 /**
@@ -38,6 +39,7 @@ export class Charts {
     this.look = { ...lookFrom(query), group: `charts-${groups}` };
     this.plots = new Map();
     this.seen = new Set();
+    this.unreadMs = UNREAD_MS;
     this.tools = chartToolbar(this.look.group, (change) => this.#set(change));
     this.tools.show(this.look);
     this.toolbar = this.tools.element;
@@ -127,7 +129,11 @@ export class Charts {
     if (look.x !== this.look.x || look.range !== this.look.range || signal.aborted) return;
     await Promise.all(plots.map((plot) => this.#draw(plot)));
     this.onRead();
-    if ([...wanted.keys()].some(({ complete }) => !complete)) setTimeout(() => this.followSoon(), UNREAD_MS);
+    if ([...wanted.keys()].every(({ complete }) => complete)) this.unreadMs = UNREAD_MS;
+    else {
+      setTimeout(() => this.followSoon(), this.unreadMs);
+      this.unreadMs = Math.min(this.unreadMs * 1.5, LONGEST_UNREAD_MS);
+    }
   }
 
   #drawAll() {

@@ -89,7 +89,7 @@ async function askCancel(jobs) {
   const active = jobs.filter(({ state }) => ACTIVE.includes(state)).length;
   const text = active
     ? `${active === jobs.length ? "" : `${active} of them have ranks that run. `}The ranks save a checkpoint and end; Retry resumes there.`
-    : "It leaves the queue; Retry puts it back at its end.";
+    : "It leaves the queue; Retry puts it back into its old place.";
   const now = h(
     "label",
     { class: "choice" },

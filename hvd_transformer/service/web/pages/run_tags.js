@@ -43,14 +43,36 @@ export async function tagRuns(runs) {
   return changed > 0;
 }
 
+/**
+ * Writes tags as a line that people can change. Those with spaces, commas or quotes are quoted; `""` is a quote in them.
+ * @param {string[]} tags
+ * @returns {string}
+ */
+export function tagLine(tags) {
+  return tags.map((tag) => (/[\s,"]/.test(tag) ? `"${tag.replaceAll('"', '""')}"` : tag)).join(" ");
+}
+
+/**
+ * Reads such a line.
+ * @param {string} line
+ * @returns {string[]}
+ */
+export function parseTags(line) {
+  const tags = [];
+  for (const [, quoted, bare] of line.matchAll(/"((?:[^"]|"")*)"|([^\s,"]+)/g)) {
+    tags.push(bare ?? quoted.replaceAll('""', '"'));
+  }
+  return [...new Set(tags.filter(Boolean))];
+}
+
 async function askTags(runs) {
   const one = runs.length === 1;
   const common = runs[0].tags.filter((tag) => runs.every(({ tags }) => tags.includes(tag)));
   const field = h(
     "label",
     { class: "field" },
-    "Tags, separated by spaces",
-    h("input", { name: "tags", value: common.join(" "), autocomplete: "off" }),
+    'Tags, separated by spaces; one with spaces as "in quotes"',
+    h("input", { name: "tags", value: tagLine(common), autocomplete: "off" }),
   );
   const title = `Tags of ${one ? runs[0].name : `${runs.length} runs`}`;
   const text = one
@@ -58,7 +80,6 @@ async function askTags(runs) {
     : "These tags are on all of them; what you remove is removed from all.";
   const form = await confirm({ title, text, action: "Set tags", more: [field] });
   if (!form) return null;
-  const words = form.get("tags").split(/[\s,]+/);
-  const wanted = [...new Set(words.filter(Boolean))];
+  const wanted = parseTags(form.get("tags"));
   return { add: wanted.filter((tag) => !common.includes(tag)), remove: common.filter((tag) => !wanted.includes(tag)) };
 }

@@ -9,6 +9,7 @@ import { onNews } from "./events.js";
 import { filterBar } from "./filter_bar.js";
 import { number } from "./format.js";
 import { describeKeys, shortcut } from "./keys.js";
+import { redraw } from "./morph.js";
 import { go, setQuery, setTitle } from "./router.js";
 import { fromAddress } from "./runs_query.js";
 import { selectionBar } from "./selection_bar.js";
@@ -25,12 +26,17 @@ export async function open({ main, query, signal }) {
   const state = fromAddress(query);
   let metrics = [];
   const count = h("span", { class: "count" });
+  const notes = h("div", { class: "notices", id: "notes" });
 
   const load = async (cursor, limit) => {
     const { sort, order, ...filter } = state;
     const ordered = sort ? { sort, order } : NEWEST;
     const page = await get("runs", { ...filter, ...ordered, cursor, limit, config: chosenKeys() }, signal);
     metrics = page.keys || metrics;
+    redraw(
+      notes,
+      (page.notes || []).map((line) => h("p", { class: "notice wait" }, line)),
+    );
     count.textContent = `${number(page.total)} ${page.total === 1 ? "run" : "runs"}`;
     return page;
   };
@@ -83,7 +89,7 @@ export async function open({ main, query, signal }) {
     submit,
   );
   main.className = "full";
-  replace(main, h("h1", { class: "hidden" }, "Runs and jobs"), tools, table.element, bar.element);
+  replace(main, h("h1", { class: "hidden" }, "Runs and jobs"), tools, notes, table.element, bar.element);
 
   shortcut("Runs", "/", "filter", () => filter.focus(), signal);
   shortcut("Runs", "o", "columns", columns, signal);

@@ -16,7 +16,7 @@ from command_service import FakeService, event, fake_service, fake_tls_service
 from hvd_transformer.errors import UserError
 from hvd_transformer.service.remote import client as client_module
 from hvd_transformer.service.remote.address import Address
-from hvd_transformer.service.remote.client import Client, Interrupted, NoService, Refused
+from hvd_transformer.service.remote.client import Busy, Client, Interrupted, NoService, Refused
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_the_path_of_a_socket_may_be_long(tmp_path: Path) -> None:
         ((403, {"error": "job 7 is bob's"}), "job 7 is bob's"),
         ((404, {"error": "job 7: no such job"}), "job 7: no such job"),
         ((409, {"error": "job 7 has ended"}), "job 7 has ended"),
-        ((502, b"<html>"), "{state}: answers with HTTP status 502 Bad Gateway"),
+        ((500, b"<html>"), "{state}: answers with HTTP status 500 Internal Server Error"),
         ((404, {"detail": "x"}), "{state}: answers with HTTP status 404 Not Found"),
         ((404, []), "{state}: answers with HTTP status 404 Not Found"),
         (
@@ -147,6 +147,27 @@ def test_refusals(service: FakeService, client: Client, state: Path, answer: obj
         client.post("jobs/7/cancel", {})
     assert str(error.value) == line.format(state=state, config=os.environ["XDG_CONFIG_HOME"])
     assert isinstance(error.value, UserError)
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "line"),
+    [
+        ((502, b"<html>"), Interrupted, "{state}: answers with HTTP status 502 Bad Gateway"),
+        ((504, b"<html>"), Interrupted, "{state}: answers with HTTP status 504 Gateway Timeout"),
+        ((503, b"<html>"), Busy, "{state}: answers with HTTP status 503 Service Unavailable"),
+        ((503, {"error": "the service is busy: try again"}), Busy, "the service is busy: try again"),
+    ],
+)
+def test_a_service_that_is_away_or_busy(
+    service: FakeService, client: Client, state: Path, answer: object, kind: type[UserError], line: str
+) -> None:
+    """Behind a proxy, a restart of the service is an answer of the proxy's."""
+    service.answers["GET me"] = answer
+    with pytest.raises(kind) as error:
+        client.get("me")
+    assert str(error.value) == line.format(state=state)
+    service.answers["GET me"] = {"owner": "ann"}
+    assert client.get("me") == {"owner": "ann"}
 
 
 def test_something_else_answers(service: FakeService, client: Client, state: Path) -> None:
@@ -201,6 +222,21 @@ def test_submitting_again_has_the_same_key(state: Path, monkeypatch: pytest.Monk
     assert client.submit({"folder": "/"}) == {"ids": [1]}
     assert len(seen) == 3
     assert len({headers["Idempotency-Key"] for headers in seen}) == 1
+
+
+@pytest.mark.parametrize("status", [502, 504])
+def test_a_submission_through_a_proxy_is_sent_again(
+    service: FakeService, client: Client, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """The proxy cannot tell whether the request has arrived."""
+    monkeypatch.setattr(client_module, "_PAUSES", (0.0, 0.0, 0.0))
+    answers: list[object] = [(status, b"<html>"), (503, b"<html>"), (201, {"ids": [1]})]
+    service.answers["POST jobs"] = lambda asked: answers.pop(0)
+    assert client.submit({"folder": "/"}) == {"ids": [1]}
+    assert len({asked.headers["Idempotency-Key"] for asked in service.asked}) == 1
+    answers[:] = [(503, {"error": "the disk is full"})]
+    with pytest.raises(Busy, match="the disk is full"):  # it was refused: nothing has been done
+        client.submit({"folder": "/"})
 
 
 def test_a_submission_waits_for_a_service_that_is_away_once_it_may_have_arrived(

@@ -1,6 +1,7 @@
 """Finds run directories, and looks only where something has changed."""
 
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -86,12 +87,32 @@ def test_settled_folders_are_not_listed_again(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_number_of_folders_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_FOLDERS", 5)
+    monkeypatch.setattr(module, "MOST_FOLDERS", 5)
     for number in range(10):
         (tmp_path / str(number)).mkdir()
     scan = FolderScan(tmp_path)
     scan.find()
     assert scan.cut
+
+
+def test_known_runs_stay_where_there_are_too_many_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders that come later, and precede the runs, hide only new ones."""
+    monkeypatch.setattr(module, "MOST_FOLDERS", 5)
+    runs = {_run(tmp_path / name) for name in ("zz-1", "zz-2", "zz-3")}
+    scan = FolderScan(tmp_path)
+    assert scan.find() == runs
+    for number in range(10):
+        (tmp_path / str(number)).mkdir()
+    for _ in range(3):
+        assert scan.find() == runs
+        assert scan.cut
+    shutil.rmtree(tmp_path / "zz-1")
+    (tmp_path / "zz-2").rename(tmp_path / "zz-4")
+    assert scan.find() == {tmp_path / "zz-3"}
+    for number in range(10):
+        (tmp_path / str(number)).rmdir()
+    assert scan.find() == {tmp_path / "zz-3", tmp_path / "zz-4"}
+    assert not scan.cut
 
 
 def test_unreadable_folders_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

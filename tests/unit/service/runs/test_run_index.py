@@ -12,6 +12,7 @@ from made_runs import add_lines, foreign_lock, left_over_lock, line, make_run, t
 
 from hvd_transformer.atomic import write_text
 from hvd_transformer.folder_lock import FolderLock
+from hvd_transformer.service.runs import folders
 from hvd_transformer.service.runs import watched_run as module
 from hvd_transformer.service.runs.index import RunIndex, run_id
 from hvd_transformer.service.runs.status import RunStatus
@@ -223,12 +224,21 @@ def test_ids_name_the_real_folder(tmp_path: Path) -> None:
 
 
 def test_too_many_folders_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvd_transformer.service.runs.folders._MOST_FOLDERS", 2)
+    index, run = RunIndex(tmp_path), make_run(tmp_path / "zz-run", training([1]))
+    index.refresh()
+    assert index.notes == []
+    monkeypatch.setattr(folders, "MOST_FOLDERS", 2)
     for number in range(5):
         (tmp_path / str(number)).mkdir()
-    index = RunIndex(tmp_path)
     index.refresh()
-    assert index.notes == [f"{tmp_path}: too many folders; some are not looked into"]
+    assert index.notes == [
+        f"{tmp_path} has more than 2 folders that are no runs: new runs may be missing here; move other folders away"
+    ]
+    add_lines(run, training([2]))
+    assert _row(index, run).step == 2
+    shutil.rmtree(run)
+    index.refresh()
+    assert index.rows() == []
 
 
 def test_names_that_are_no_text_are_shown(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Clients that are slow, silent or too many: they are ended, and others do not notice."""
 
+import http.client
 import select
 import socket
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 from web_service import Running, running
 
+from hvd_transformer.service.remote.address import Address
+from hvd_transformer.service.remote.client import Busy, Client
 from hvd_transformer.service.web import server
 
 HEAD = b"POST /login HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -122,6 +125,29 @@ def test_what_is_no_request_is_ended(service: Running, sent: bytes) -> None:
         assert data == b"" or data.startswith(b"HTTP/1.1 400 ")
 
 
+def test_a_command_is_told_that_there_are_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sends while the service ends the connection: the answer counts, and not that the pipe is broken."""
+    monkeypatch.setattr(server, "_MOST_UNIX", 2)
+    monkeypatch.setattr(server, "_LEAST_UNIX", 2)
+    with running(tmp_path) as service, ExitStack() as stack:
+        for _ in range(2):
+            other = stack.enter_context(socket.socket(socket.AF_UNIX))
+            other.connect(str(tmp_path / "service.sock"))
+        client = Client(Address(tmp_path))
+        connect = client._connect
+
+        def slow() -> http.client.HTTPConnection:
+            connection = connect()
+            select.select([connection.sock], [], [], 10)  # it has been refused
+            return connection
+
+        monkeypatch.setattr(client, "_connect", slow)
+        for ask in (lambda: client.get("me"), lambda: client.post("jobs/1/cancel", {}), lambda: next(client.events())):
+            with pytest.raises(Busy, match="^the service has too many connections: try again$"):
+                ask()
+        assert service.request("GET", "/health").status == 200
+
+
 def test_strangers_cannot_keep_commands_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_MOST_TCP", 5)
     with running(tmp_path) as service, ExitStack() as stack:
@@ -129,7 +155,7 @@ def test_strangers_cannot_keep_commands_out(tmp_path: Path, monkeypatch: pytest.
             stack.enter_context(connect(service))
         for _ in range(2):
             with connect(service) as late:
-                assert late.recv(100).startswith(b"HTTP/1.1 503 ")
+                assert late.recv(1000).startswith(b"HTTP/1.1 503 ")
                 assert is_ended(late)
         assert service.over_unix("GET", "/api/v1/me").status == 200
         stack.close()

@@ -5,7 +5,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,10 @@ import pytest
 from web_service import Running, running
 
 from hvd_transformer.service.jobs import Host, State
+from hvd_transformer.service.remote.address import Address
+from hvd_transformer.service.remote.client import Client
 from hvd_transformer.service.runs.index import RunIndex
-from hvd_transformer.service.web import event_stream
+from hvd_transformer.service.web import event_stream, server
 from hvd_transformer.service.web.event_stream import EventStream, Mark
 from hvd_transformer.service.web.pool import Pool
 
@@ -239,11 +241,25 @@ def test_a_revoked_token_ends_its_stream(service: Running, monkeypatch: pytest.M
             assert lines == [": ping"]
 
 
-def test_only_so_many_readers(service: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_stream, "_MOST_READERS", 1)
-    token = service.token("ann")
-    with closing(Reader(service, token)), closing(Reader(service, token)) as refused:
-        assert (refused.status, refused.headers["retry-after"]) == (503, "60")
+def test_only_so_many_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the connections of a door are for requests; those of another door do not count."""
+    monkeypatch.setattr(server, "_MOST_TCP", 6)
+    with running(tmp_path) as service, ExitStack() as stack:
+        token = service.token("ann")
+        for _ in range(3):
+            stack.enter_context(closing(Reader(service, token)))
+        for _ in range(3):
+            refused = stack.enter_context(closing(Reader(service, token)))
+            assert (refused.status, refused.headers["retry-after"]) == (503, "60")
+            refused.close()
+            assert service.request("GET", "/api/v1/me", token=token).status == 200
+        local = stack.enter_context(closing(Client(Address(tmp_path)).events()))
+        assert next(local) == ("open", {})
+        stack.close()
+        while True:  # until the service has noticed
+            with closing(Reader(service, token)) as reader:
+                if reader.status == 200:
+                    break
 
 
 def test_a_stream_needs_a_login(service: Running) -> None:

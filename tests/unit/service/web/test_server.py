@@ -2,6 +2,7 @@
 
 import http.client
 import os
+import resource
 import shutil
 import socket
 import ssl
@@ -14,6 +15,7 @@ import pytest
 from web_service import running
 
 from hvd_transformer.errors import UserError
+from hvd_transformer.service.web import server
 from hvd_transformer.service.web.listening import Listening
 from hvd_transformer.service.web.server import WebServer
 
@@ -133,6 +135,26 @@ def test_it_ends_while_clients_are_connected(tmp_path: Path) -> None:
         while connection.recv(4096):
             pass
         connection.close()
+
+
+def test_a_thousand_commands_may_wait_at_once(tmp_path: Path) -> None:
+    """Where the system lets the process have so many files, of which most shells allow 1,024 at first."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    try:
+        with running(tmp_path):
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(4096, hard), hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(("files", "room"), [(4096, 1000), (1024, 324), (400, 100)])
+def test_fewer_commands_where_few_files_may_be_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: int, room: int
+) -> None:
+    monkeypatch.setattr(server, "_allow_open_files", lambda: files)
+    with running(tmp_path) as service:
+        assert [door[2].most for door in service.server._server._doors] == [room, 400]
 
 
 def test_it_can_be_stopped_before_it_runs(tmp_path: Path) -> None:

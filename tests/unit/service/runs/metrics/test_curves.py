@@ -5,6 +5,7 @@ import math
 import os
 import random
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -255,6 +256,42 @@ def test_the_memory_of_all_runs_is_bounded(tmp_path: Path) -> None:
     assert 1 < len(sizes) < 20
     assert tmp_path / "19" in sizes
     assert curves.of(tmp_path / "0").points("loss").n == 1000
+
+
+def test_runs_that_are_compared_become_coarser_and_are_not_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look at one would forget another, which would be read again at the next look, for ever."""
+    monkeypatch.setattr(metrics_file, "READ_BYTES", 1 << 16)
+    monkeypatch.setattr(pyramid, "_LEAST_CHUNKS", 16)
+    monkeypatch.setattr(pyramid, "_LEAST_RAW", 256)
+    lines = b"".join(map(line, training(range(1, 8001))))
+    runs = [tmp_path / str(number) for number in range(12)]
+    for run in runs:
+        run.mkdir()
+        (run / "metrics.jsonl").write_bytes(lines)
+    read = []
+    advance = Curve.advance
+    monkeypatch.setattr(Curve, "advance", lambda self, parts=1: read.append(self._run) or advance(self, parts))
+    curves = Curves(limit=2_000_000)  # of which one alone would take a half
+    end = time.monotonic() + 60
+    complete = [False]
+    while not all(complete):
+        complete = [curves.of(run).complete.is_set() for run in runs]  # a page looks at all of them
+        assert time.monotonic() < end
+        assert sum(curves.sizes().values()) < 2_500_000
+        time.sleep(0.01)
+    assert list(curves.sizes()) == runs
+    assert sum(curves.sizes().values()) <= 2_000_000
+    for run in runs:
+        points = curves.of(run).points("loss")
+        assert (max(points.y), min(points.y), points.n) == (10.0, 10 / 8000, 8000)
+    (tmp_path / "metrics.jsonl").write_bytes(lines)
+    monkeypatch.setattr(module, "_LOOKED_SECONDS", 0.0)  # nobody looks at them any more
+    coarsened: list[Path] = []
+    monkeypatch.setattr(Curve, "coarsen", lambda self: coarsened.append(self._run))
+    assert curves.of(tmp_path).complete.wait(30)
+    assert (len(curves.sizes()) < 13, tmp_path in curves.sizes(), coarsened) == (True, True, [])
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import math
 import random
 from array import array
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -37,6 +38,47 @@ def test_is_the_same_however_the_points_come(count: int, parts: list[int], seed:
     _fill(in_parts, steps, values, parts)
     for width in (1, 4, 1000):
         assert repr(_points(whole, -1, count + 1, width)) == repr(_points(in_parts, -1, count + 1, width))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 3000), st.lists(st.integers(1, 400), min_size=1, max_size=5), st.integers(0, 10**6))
+def test_a_coarser_one_has_the_same_extremes(count: int, parts: list[int], seed: int) -> None:
+    """Also where it has become coarser several times, while points came."""
+    draw = random.Random(seed)
+    steps = [float(step) for step in range(count)]
+    values = [draw.random() for _ in range(count)]
+    pyramid, start = Pyramid(), 0
+    with patch.multiple(module, _LEAST_RAW=50, _LEAST_CHUNKS=8):
+        while start < count:
+            size = draw.choice(parts)
+            _fill(pyramid, steps[start : start + size], values[start : start + size], [size])
+            start += size
+            if draw.random() < 0.3:
+                before = pyramid.memory
+                pyramid.coarsen()
+                assert pyramid.memory <= before
+    for width in (1, 4, 1000):
+        points = _points(pyramid, -1, count, width)
+        assert all(values[int(step)] == value for step, value in points)
+        assert {min(values), max(values)} <= {value for _, value in points}
+    low, high = pyramid.view(-1, count, 1000)
+    assert list(low.steps) == sorted(low.steps) and list(high.steps) == sorted(high.steps)
+    assert pyramid.num_points(-1, count) == count
+
+
+def test_it_becomes_as_coarse_as_a_chart() -> None:
+    pyramid = Pyramid()
+    _fill(pyramid, [float(step) for step in range(200_000)], [1.0] * 200_000, [7000])
+    sizes = [pyramid.memory]
+    for _ in range(9):
+        pyramid.coarsen()
+        sizes.append(pyramid.memory)
+    assert sizes[1] < 0.3 * sizes[0]
+    assert 10_000 < sizes[-1] == sizes[-2] < 50_000
+    few = Pyramid()
+    _fill(few, [float(step) for step in range(4096)], [1.0] * 4096, [7000])
+    few.coarsen()
+    assert few.between(0, 5000) is not None
 
 
 def test_every_level_has_the_extremes_in_order() -> None:

@@ -5,6 +5,7 @@ import pwd
 import re
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -68,10 +69,30 @@ def test_a_session_ends_with_its_token(service: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    "cookie", ["hvd_session=", "hvd_session=" + "x" * 43, "other=1", 'hvd_session="', "hvd_session=ä"]
+    "cookie", ["{name}=", "{name}=" + "x" * 43, "other=1", '{name}="', "{name}=ä", "hvd_session={secret}"]
 )
 def test_a_wrong_cookie_is_refused(service: Running, cookie: str) -> None:
-    assert service.request("GET", ME, headers={"Cookie": cookie}).status == 401
+    set_cookie = service.request("POST", "/login", {"token": service.token("ann")}).headers["set-cookie"]
+    name, _, secret = set_cookie.partition(";")[0].partition("=")
+    assert service.request("GET", ME, headers={"Cookie": cookie.format(name=name, secret=secret)}).status == 401
+
+
+def test_two_services_of_one_host_leave_each_others_sessions(tmp_path: Path) -> None:
+    """Browsers send the cookies of a host to all of its ports."""
+    with ExitStack() as stack:
+        jar: dict[str, str] = {}
+        services = []
+        for folder in (tmp_path / "one", tmp_path / "other"):
+            folder.mkdir()
+            services.append(stack.enter_context(running(folder)))
+            answer = services[-1].request("POST", "/login", {"token": services[-1].token("ann")})
+            name, _, secret = answer.headers["set-cookie"].partition(";")[0].partition("=")
+            jar[name] = secret
+        header = "; ".join(f"{name}={secret}" for name, secret in jar.items())
+        for service in services:
+            assert service.request("GET", ME, headers={"Cookie": header}).status == 200
+            document = service.request("GET", "/api/v1/openapi.json", headers={"Cookie": header}).json
+            assert document["components"]["securitySchemes"]["session"]["name"] in jar
 
 
 # The least role of each address; the others of it must be refused. What is not listed is no route.

@@ -137,7 +137,7 @@ def test_headers_of_every_answer(service: Running, token: str, path: str) -> Non
 
 def test_the_cookie_is_for_nobody_but_the_server(service: Running, token: str) -> None:
     cookie = service.request("POST", "/login", {"token": token}).headers["set-cookie"]
-    assert re.fullmatch(r"hvd_session=[\w-]{43}; Path=/; Max-Age=\d+; HttpOnly; SameSite=Strict", cookie)
+    assert re.fullmatch(r"hvd_session_[0-9a-f]{8}=[\w-]{43}; Path=/; Max-Age=\d+; HttpOnly; SameSite=Strict", cookie)
     assert token not in cookie
 
 

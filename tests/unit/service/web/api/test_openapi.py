@@ -11,10 +11,11 @@ from web_service import running
 
 from hvd_transformer.service.jobs import Placement
 from hvd_transformer.service.storage.tokens import Role
+from hvd_transformer.service.web.access.authentication import session_cookie
 from hvd_transformer.service.web.api.openapi import document
 from hvd_transformer.service.web.app import ROUTES
 
-DOCUMENT = document(ROUTES, "1.2.3")
+DOCUMENT = document(ROUTES, "1.2.3", "hvd_session_0a1b2c3d")
 
 # What OpenAPI 3.1 asks of a document, of those parts that ours has (spec.openapis.org/oas/v3.1.0).
 REFERENCE = {
@@ -181,4 +182,6 @@ def test_every_route_that_answers_is_in_it_and_every_route_in_it_answers(tmp_pat
                     schema_of(method, path, answer.status).validate(answer.json)
             unknown = "DELETE" if "delete" not in item else "PUT"
             assert service.request(unknown, address, token=token).status == 405
-        assert service.request("GET", "/api/v1/openapi.json", token=token).json == DOCUMENT
+        assert service.request("GET", "/api/v1/openapi.json", token=token).json == document(
+            ROUTES, "1.2.3", session_cookie(service.store.service_id())
+        )

@@ -10,6 +10,7 @@ import pytest
 from web_service import Running, running
 
 from hvd_transformer.service.jobs import Placement, State
+from hvd_transformer.service.runs import folders
 
 RUNS = "/api/v1/runs"
 
@@ -63,7 +64,20 @@ def test_filters_and_pages(service: Running, token: str) -> None:
         cursor = f"&cursor={page['next']}"
     assert found == [1, 3, 5]
     assert [runs[row["id"]] for row in get(service, f"{RUNS}?text=R3", token)["items"]] == [3]
-    assert get(service, f"{RUNS}?user=nobody", token) == {"items": [], "next": None, "total": 0, "keys": []}
+    nothing = {"items": [], "next": None, "total": 0, "keys": [], "notes": []}
+    assert get(service, f"{RUNS}?user=nobody", token) == nothing
+
+
+def test_users_are_told_which_runs_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "MOST_FOLDERS", 2)
+    with running(tmp_path) as service:
+        run = service.make_run("zz-first")
+        for name in ("a", "b", "c"):
+            (tmp_path / "runs" / name).mkdir()
+        service.runs.refresh()
+        page = get(service, RUNS, service.token("ann"))
+        assert [row["id"] for row in page["items"]] == [run]
+        assert [line.partition(" has more than ")[0] for line in page["notes"]] == [f"{tmp_path}/runs"]
 
 
 def test_a_table_sorted_by_long_values_has_a_second_page(service: Running, token: str) -> None:
