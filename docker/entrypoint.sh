@@ -11,6 +11,7 @@
 set -euo pipefail
 
 readonly wait_seconds=60
+leaves=0 # 1: this worker is asked to end
 
 # Makes the key pair $1 unless it is there: a container that starts again, or a mounted key.
 make_key() { [ -e "$1" ] || (umask 077 && ssh-keygen -q -t ed25519 -N '' -f "$1"); }
@@ -38,11 +39,12 @@ agents() { grep -l '[h]vd_transformer.launch.node.node_agent' /proc/[0-9]*/cmdli
 # The ranks save, then the container ends. An agent that begins meanwhile is told, too.
 leave() {
     local found
+    leaves=1
     while found=$(agents || true) && [ -n "$found" ]; do
         xargs kill -TERM <<<"$found" 2>/dev/null || true
         sleep 0.2
     done
-    kill -TERM "$sshd"
+    kill -TERM "$sshd" 2>/dev/null || true # it may have ended
 }
 
 case ${1:-} in
@@ -56,9 +58,13 @@ case ${1:-} in
         /usr/sbin/sshd -D -e -f /etc/ssh/hvd-transformer_sshd_config &
         sshd=$!
         trap leave TERM
-        while kill -0 "$sshd" 2>/dev/null; do
-            wait "$sshd" || true # a signal also ends the wait
+        code=0
+        wait "$sshd" || code=$?
+        while kill -0 "$sshd" 2>/dev/null; do # a signal also ends the wait
+            code=0
+            wait "$sshd" || code=$?
         done
+        exit $((leaves ? 0 : code))
         ;;
     launcher)
         make_key ~/.ssh/id_ed25519

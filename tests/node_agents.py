@@ -55,6 +55,6 @@ def agents_of(folder: str) -> list[int]:
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             words = file.read_bytes().decode().split("\0")
-            if words[1:4] == ["-m", "hvd_transformer.launch.node.node_agent", folder]:
+            if words[1:2] == ["-c"] and "launch.node.node_agent" in words[2] and words[3:4] == [folder]:
                 found.append(int(file.parent.name))
     return found

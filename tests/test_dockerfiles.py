@@ -88,3 +88,13 @@ def test_the_image_installs_extras_that_setup_cfg_has():
 def test_the_cluster_gives_ranks_the_time_to_save():
     services = yaml.safe_load((REPOSITORY / "docker" / "compose.yaml").read_text(encoding="utf-8"))["services"]
     assert all(int(service["stop_grace_period"].removesuffix("s")) > TimeLimits().save for service in services.values())
+
+
+def test_workers_have_shared_memory_for_nccl():
+    """Containers have 64 MB of it."""
+    services = yaml.safe_load((REPOSITORY / "docker" / "compose.yaml").read_text(encoding="utf-8"))["services"]
+    assert {service["shm_size"] for service in services.values()} == {"1gb"}
+    readme = (REPOSITORY / "docker" / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    workers = [line for line in readme.splitlines() if re.match(r"docker run .* worker$", line)]
+    assert workers
+    assert all(" --shm-size=1g " in line for line in workers)

@@ -163,7 +163,7 @@ def _child(request: bytes, answers: int, seconds: float) -> NoReturn:
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
         answer = check(asked)
     except MemoryError:
-        answer = {"error": f"the configuration needs more than {_MEMORY_BYTES >> 20} MiB to be read"}
+        answer = {"error": f"the configuration needs more than {most >> 20} MiB to be read"}
     with os.fdopen(answers, "wb") as stream:
         stream.write(json.dumps(answer).encode())
     os._exit(0)

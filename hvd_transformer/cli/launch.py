@@ -108,7 +108,7 @@ def _bench(words: Sequence[str]) -> Worker:
     default="30m",
     show_default=True,
     metavar="TIME",
-    help="End the job if it has made no new step for so long after a failure.",
+    help="End the job if it has made no new step for so long after a failure or without a host that left.",
 )
 @options.timeout("--start-timeout", "Time for a new host to answer. Default: 30s, 6s in the preflight")
 @options.timeout("--silence-timeout", "Time after which a host that sends nothing counts as lost. Default: 8s")
@@ -172,7 +172,7 @@ def _launch(chosen: LaunchOptions, exit_file: ExitFile) -> None:
     worker = worker_of(chosen.settings)
     tensor = worker.config.parallel.tensor
     script = chosen.host_discovery_script
-    find = find_hosts(chosen.num_ranks, chosen.hosts, chosen.hostfile, script, environment, tensor)
+    find = find_hosts(chosen.num_ranks, chosen.hosts, chosen.hostfile, script, os.environ, tensor)
     pool = HostPool(find, chosen.num_ranks, tensor)
     hosts = pool.hosts()
     min_ranks = resolve_min_ranks(chosen.min_ranks, chosen.num_ranks, sum(host.slots for host in hosts), tensor)

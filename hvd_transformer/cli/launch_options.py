@@ -52,6 +52,8 @@ class LaunchOptions:
             raise UserError(
                 f"--silence-timeout: must be at least {_LEAST_SILENCE} seconds, as hosts report every second"
             )
+        if self.detach and self.scheduler is not None:
+            raise UserError("--detach: not with --scheduler, which writes a job file; the scheduler runs the job")
         if self.memory_gib is not None:
             if self.scheduler != "kubernetes":
                 raise UserError("--memory-gib: only with --scheduler kubernetes")

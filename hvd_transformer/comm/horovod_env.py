@@ -1,9 +1,14 @@
 """This rank's place from the launcher's environment variables, and defaults for Horovod's variables."""
 
+import math
 import os
 import re
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import NamedTuple
+
+from hvd_transformer.control_groups import control_groups
 
 # The variables of rank, world size and ranks on this host. Of srun those of a step: a batch script has its job's.
 _LAUNCHERS = {
@@ -107,6 +112,21 @@ def horovod_wakes_up() -> bool:
         return False
 
 
-def usable_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def usable_cores(root: Path = Path("/")) -> int:
+    """Cores this process may run on, and for which its control groups give it time: a container's CPU limit."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return math.ceil(min(cores, _cpu_quota(root)))
+
+
+def _cpu_quota(root: Path) -> float:
+    """Seconds of CPU time per second that the control groups of this process allow; infinite without a limit.
+
+    `launch/node/probe.py` has the same for other hosts.
+    """
+    quotas = [math.inf]
+    for group, number in control_groups("cpu", root):
+        names = ("cpu.max",) if number == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        with suppress(OSError, ValueError):  # no such group, or "max"
+            quota, period = map(int, " ".join((group / name).read_text(encoding="ascii") for name in names).split())
+            quotas += [quota / period] * (quota > 0 and period > 0)  # -1: no limit
+    return min(quotas)

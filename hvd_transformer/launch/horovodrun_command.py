@@ -23,12 +23,13 @@ from hvd_transformer.plugin import CODE
 _NAMES = {
     "PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "HOME", "USER", "TMPDIR",
     "LANG", "TERM", "TZ", "PYTHONUNBUFFERED", "SSH_AUTH_SOCK", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER",
+    "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING",
     "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "no_proxy", "NO_PROXY", CODE,
 }  # fmt: skip
 # Locale, threads per rank, and the tuning variables of torch, Horovod, gloo, NCCL, Open MPI, UCX and libfabric.
 _PREFIXES = (
     "LC_", "OMP_", "MKL_", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_", "TRITON_", "CUBLAS_", "HOROVOD_", "NCCL_",
-    "OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_", "UCX_", "FI_",
+    "GLOO_", "OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_", "UCX_", "FI_",
 )  # fmt: skip
 # They may hold a password, so they go to the ranks as the variables of --env do.
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")

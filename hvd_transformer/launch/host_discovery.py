@@ -19,10 +19,17 @@ _LOOK_SECONDS = 5.0  # between two searches for new hosts
 Examine = Callable[[Sequence[Host]], Mapping[str, Finding]]
 
 
+def of_no_host(refused: Mapping[str, Finding], hosts: Sequence[Host]) -> list[Finding]:
+    """The findings about none of these hosts: about this one, which reaches the others and may run no rank."""
+    names = {host.name for host in hosts}
+    return [finding for host, finding in refused.items() if host not in names]
+
+
 class HostDiscovery:
     """Searches, while a job runs, for new hosts that would give it more ranks, and connects to them.
 
     Those that cannot be reached or used go, each with the reason, to `set_aside`, which excludes them for a while.
+    `examining` is held while hosts are examined, here and by the job's own starts.
     """
 
     def __init__(
@@ -31,11 +38,12 @@ class HostDiscovery:
         now: Horovodrun,
         connections: HostConnections,
         examine: Examine,
+        examining: threading.Lock,
         set_aside: Callable[[Mapping[str, object]], object],
     ) -> None:
         self.found: list[Host] | None = None
         self._pool, self._now, self._connections, self._examine = pool, now, connections, examine
-        self._set_aside = set_aside
+        self._examining, self._set_aside = examining, set_aside
         self._closed = threading.Event()
         threading.Thread(target=self._look, daemon=True).start()
 
@@ -47,7 +55,10 @@ class HostDiscovery:
         while self.found is None and not self._closed.wait(_LOOK_SECONDS):
             with suppress(UserError):  # no answer from the script or a host: try again later
                 if new := self._new():
-                    if unusable := self._unusable(new):
+                    unusable = self._unusable(new)
+                    if self._closed.is_set():
+                        return
+                    if unusable:
                         self._set_aside(unusable)
                     else:
                         self.found = new
@@ -60,8 +71,16 @@ class HostDiscovery:
             for host, connection in opened.items()
             if isinstance(connection, NoConnection)
         }
-        others = [host for host in self._now.hosts if host.name not in names]
-        return silent or self._examine([*others, *new])
+        if silent:
+            return silent
+        hosts = [*(host for host in self._now.hosts if host.name not in names), *new]
+        with self._examining:
+            if self._closed.is_set():  # the next start may have agents on them, which answer no questions
+                return {}
+            refused = self._examine(hosts)
+        for finding in of_no_host(refused, hosts):  # the job runs without them
+            return {name: HostLost(name, str(finding)) for name in names}
+        return refused
 
     def _new(self) -> list[Host]:
         """The hosts with slots that the job does not have, if they give it more ranks."""

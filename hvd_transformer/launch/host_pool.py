@@ -1,8 +1,11 @@
 """The hosts that a job may use now: from the command line or a discovery script, without those that cool down."""
 
+import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from hvd_transformer.errors import UserError
@@ -11,6 +14,8 @@ from hvd_transformer.launch.hostfile import Host, assign, parse_hostfile, parse_
 COOL_DOWN_SECONDS = 10.0  # for which a lost host is excluded; doubled each time it is lost again
 _MOST_SECONDS = 640.0
 _SCRIPT_SECONDS = 30.0
+_LOOK_SECONDS = 0.02
+_READ_BYTES = 1 << 20  # more than a pipe holds
 
 FindHosts = Callable[[], list[Host]]
 
@@ -112,17 +117,49 @@ def from_script(script: Path, environment: Mapping[str, str]) -> FindHosts:
 
     def find() -> list[Host]:
         try:
-            done = subprocess.run(
-                [path], env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, timeout=_SCRIPT_SECONDS
-            )
+            code, text, errors = _run(path, environment)
         except subprocess.TimeoutExpired:
             raise UserError(f"{name}: did not end within {_SCRIPT_SECONDS:.0f} seconds") from None
         except OSError as error:
             raise UserError(f"{name}: cannot be run: {error.strerror}") from None
-        if done.returncode:
-            said = done.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
-            raise UserError(f"{name}: exit code {done.returncode}: {said[-1]}")
-        text = done.stdout.decode(errors="replace")
+        if code:
+            said = errors.strip().splitlines() or ["no message"]
+            raise UserError(f"{name}: exit code {code}: {said[-1]}")
         return parse_hostfile(text, name) if text.strip() else []
 
     return find
+
+
+def _run(path: Path, environment: Mapping[str, str]) -> tuple[int, str, str]:
+    """Exit code, output and error output of a script once it has ended; what it has started ends with it.
+
+    Raises `subprocess.TimeoutExpired`, and `OSError` if it cannot be started.
+    """
+    process = subprocess.Popen(
+        [path],
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        start_new_session=True,
+    )
+    with process:
+        assert process.stdout and process.stderr
+        said = {process.stdout: b"", process.stderr: b""}
+        for stream in said:
+            os.set_blocking(stream.fileno(), False)
+        deadline, ended = time.monotonic() + _SCRIPT_SECONDS, False
+        try:
+            while not ended:
+                ended = process.poll() is not None
+                for stream in said:  # not to their end: a process in the background may keep them open
+                    said[stream] += stream.read(_READ_BYTES) or b""
+                if not ended and time.monotonic() > deadline:
+                    raise subprocess.TimeoutExpired([path], _SCRIPT_SECONDS)
+                time.sleep(0.0 if ended else _LOOK_SECONDS)
+        finally:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+    output, errors = (text.decode(errors="replace") for text in said.values())
+    return process.returncode, output, errors

@@ -38,7 +38,7 @@ def parse_hosts(text: str) -> list[Host]:
     """
     items = re.split(r",(?![^\[\]]*\])", text)  # not at commas within a range
     places = [(f"-H {_quoted(item)}", item.strip()) for item in items]
-    return _unique((where, host) for where, item in places for host in _hosts([item], where))
+    return _unique((where, host, False) for where, item in places for host in _hosts([item], where))
 
 
 def read_hostfile(file: Path) -> list[Host]:
@@ -68,7 +68,7 @@ def parse_hostfile(text: str, name: str) -> list[Host]:
     Raises `UserError`, which names file and line.
     """
     if text.lstrip().startswith("{"):
-        return _unique(_rank_table(text, name))
+        return _unique((where, host, False) for where, host in _rank_table(text, name))
     found = _unique(_lines(text, name))
     if not found:
         raise UserError(f"{name}: no hosts; {_FORMS}, one per line")
@@ -92,12 +92,16 @@ def assign(hosts: list[Host], num_ranks: int) -> list[Host]:
     return result
 
 
-def _lines(text: str, name: str) -> Iterator[tuple[str, Host]]:
+def _lines(text: str, name: str) -> Iterator[tuple[str, Host, bool]]:
+    """Place and host, and whether it may be listed again: as a name alone, once per slot.
+
+    PBS, SGE and LSF list hosts so; Open MPI counts them in the same way.
+    """
     for number, line in enumerate(text.split("\n"), start=1):
         words = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split()
         where = f"{name}, line {number}"
         for host in _hosts(words, where) if words else ():
-            yield where, host
+            yield where, host, len(words) == 1 and not set(words[0]) & set("[:")
 
 
 def _hosts(words: list[str], where: str) -> list[Host]:
@@ -196,18 +200,26 @@ def _listed(gpus: tuple[int, ...]) -> str:
     return _quoted(",".join(map(str, gpus)))[1:-1]
 
 
-def _unique(found: Iterable[tuple[str, Host]]) -> list[Host]:
-    """The hosts. Raises `UserError` if one is listed twice, or if there are too many."""
-    places: dict[str, str] = {}
-    result = []
-    for where, host in found:
-        if host.name.lower() in places:
-            raise UserError(f"{where}: host {host.name} is listed already: {places[host.name.lower()]}")
-        places[host.name.lower()] = where
-        result.append(host)
+def _unique(found: Iterable[tuple[str, Host, bool]]) -> list[Host]:
+    """The hosts; the slots of one that is listed again are added up where each time it may be (the third value).
+
+    Raises `UserError` if another is listed twice, or if there are too many hosts or slots.
+    """
+    places: dict[str, tuple[str, bool]] = {}
+    result: dict[str, Host] = {}
+    for where, host, again in found:
+        name = host.name.lower()
+        if name in places:
+            first, too = places[name]
+            if not (again and too):
+                raise UserError(f"{where}: host {host.name} is listed already: {first}")
+            host = result[name]._replace(slots=_slots(str(result[name].slots + host.slots), where))
+        else:
+            places[name] = where, again
+        result[name] = host
         if len(result) > MAX_HOSTS:
             raise UserError(f"{where}: more than {MAX_HOSTS} hosts")
-    return result
+    return list(result.values())
 
 
 def _quoted(text: str) -> str:

@@ -19,7 +19,7 @@ class Limits:
     """What `launch` tolerates."""
 
     restarts: int
-    give_up_seconds: float  # from the first failure after the last new step
+    give_up_seconds: float  # from the first failure, or stop, after the last new step
 
 
 class Verdict(NamedTuple):
@@ -55,6 +55,11 @@ class RestartPolicy:
         self._last_step, self._fruitless, self._failing_since = step, 0, None
         return True
 
+    def note_stop(self, ended: AttemptResult) -> None:
+        """Note a start whose ranks have saved so that the job resumes on other hosts: it may wait for them in vain."""
+        self.note_steps(ended)
+        self._begin_time()
+
     def judge(self, ended: AttemptResult, *, replaceable: Callable[[str], bool]) -> Verdict:
         """Count a failure. `replaceable`: whether the job can go on without a host."""
         step = _reached(ended)
@@ -81,6 +86,9 @@ class RestartPolicy:
 
     def _note_failure(self, new_steps: bool) -> None:
         self._fruitless += not new_steps
+        self._begin_time()
+
+    def _begin_time(self) -> None:
         if self._failing_since is None:
             self._failing_since = self._now()
 

@@ -18,7 +18,7 @@ from hvd_transformer.launch.attempt import AttemptResult, Stop, run_attempt
 from hvd_transformer.launch.connection.connections import HostConnections
 from hvd_transformer.launch.doctor.findings import Finding
 from hvd_transformer.launch.horovodrun_command import Horovodrun
-from hvd_transformer.launch.host_discovery import Examine, HostDiscovery
+from hvd_transformer.launch.host_discovery import Examine, HostDiscovery, of_no_host
 from hvd_transformer.launch.host_pool import HostPool
 from hvd_transformer.launch.hostfile import Host
 from hvd_transformer.launch.output.launch_output import LaunchOutput
@@ -59,6 +59,7 @@ class Supervisor:
     ) -> None:
         self._plan, self._horovodrun, self._pool, self._output = plan, horovodrun, pool, output
         self._connections, self._examine = connections, examine or (lambda hosts: {})
+        self._examining = threading.Lock()  # no start begins while hosts are examined: agents answer no questions
         self._policy = RestartPolicy(plan.limits)
         self._stop: Stop | None = None
         self._asked, self._asking = 0, threading.Lock()  # to stop, as a count of signals, before `run`
@@ -83,7 +84,7 @@ class Supervisor:
                 stop.request(self._asked)
         try:
             code = 1
-            hosts: list[Host] | None = self._first_hosts()
+            hosts = self._first_hosts(stop)
             while hosts is not None and not stop.count:
                 try:
                     ended = self._start(hosts, stop)
@@ -96,7 +97,7 @@ class Supervisor:
                         return code
                 # Also before the first rank ran: a restart waits for as many hosts as the job may run with.
                 again = self._begun or self._policy.restarts > 0
-                hosts = self._wait_for_hosts(stop) if again else self._first_hosts()
+                hosts = self._wait_for_hosts(stop) if again else self._first_hosts(stop)
             return code
         finally:
             stop.restore()
@@ -126,30 +127,39 @@ class Supervisor:
             "lost": list(self._lost),
         }
 
-    def _first_hosts(self) -> list[Host]:
-        """The hosts of the first start, without those that cannot be used.
+    def _first_hosts(self, stop: Stop) -> list[Host] | None:
+        """The hosts of the first start, without those that cannot be used; None: asked to stop.
 
         Raises `UserError`, which names such a host, if the others have too few slots.
         """
-        while True:
+        while not stop.count:
             hosts = self._pool.hosts()
             refused = self._look_at(hosts)
             if not refused:
                 return hosts
             first = next(iter(refused.values()))
             self._set_aside(refused, otherwise=UserError(f"{first} (--no-preflight starts anyway)"))
+        return None
 
     def _look_at(self, hosts: Sequence[Host]) -> Mapping[str, Finding]:
-        """The hosts among these that cannot be used, and why."""
-        refused = self._examine(hosts)
+        """The hosts among these that cannot be used, and why.
+
+        Raises `UserError` for a problem of this host if it runs no rank: excluding hosts does not help.
+        """
+        with self._examining:
+            refused = self._examine(hosts)
         self._refused |= {host: f"{finding.message}; {finding.cure}" for host, finding in refused.items()}
+        for finding in of_no_host(refused, hosts):
+            raise UserError(str(finding))
         return refused
 
     def _start(self, hosts: list[Host], stop: Stop) -> AttemptResult:
         plan, policy = self._plan, self._policy
         self._refused, self._lost = {}, ()
         horovodrun, self._hosts = replace(self._horovodrun, hosts=hosts), hosts
-        newcomers = HostDiscovery(self._pool, horovodrun, self._connections, self._examine, self._set_aside)
+        newcomers = HostDiscovery(
+            self._pool, horovodrun, self._connections, self._examine, self._examining, self._set_aside
+        )
         self._output.start(hosts, f"restart {policy.restarts} of {plan.limits.restarts}" if policy.restarts else "")
 
         def look(agents: HostAgents) -> bool:
@@ -191,7 +201,7 @@ class Supervisor:
             self._cause = ""
             return False
         if ended.stopped and not ended.lost:  # to add or leave hosts: a rank that was asked to stop exits with 1
-            self._policy.note_steps(ended)
+            self._policy.note_stop(ended)
             self._set_aside(ended.leaving)
             self._cause = "; ".join(ended.leaving.values())
             self._next = "resuming"
@@ -257,21 +267,20 @@ class Supervisor:
         while not stop.count:
             try:
                 hosts, why = self._pool.hosts(), ""
-            except UserError as error:  # a discovery script may fail occasionally
-                hosts, why = [], str(error)
-            if self._enough(hosts):
-                refused = self._look_at(hosts)
-                if not refused:
-                    ranks = sum(host.slots for host in hosts)
-                    self._output.message(f"{self._next}: {ranks} ranks on {_names(hosts)}")
-                    return hosts
+                refused = self._look_at(hosts) if self._enough(hosts) else None
+            except UserError as error:  # a discovery script may fail occasionally, and so may this host's network
+                hosts, why, refused = [], str(error), None
+            ranks = sum(host.slots for host in hosts)
+            if refused:
                 self._set_aside(refused)
+            elif refused is not None:
+                self._output.message(f"{self._next}: {ranks} ranks on {_names(hosts)}")
+                return hosts
             elif not told:
-                ranks = sum(host.slots for host in hosts)
                 self._output.message(why or f"waiting for hosts: {ranks} slots now, {self._plan.min_ranks} needed")
                 told = True
             if (late := self._policy.out_of_time()) is not None:
-                self._cause = f"{self._cause}; {late}"
+                self._cause = "; ".join(filter(None, (self._cause, late)))
                 self._output.message(late)
                 return None
             self._sleep(1.0, stop)

@@ -3,10 +3,17 @@
 import resource
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
+
+from hvd_transformer.control_groups import control_groups
+
+# A control group's files of its limit and its use, and the prefix of the names in memory.stat, by version.
+_MEMORY_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    2: ("memory.max", "memory.current", ""),
+}
 
 
 def peak_resident_bytes() -> int:
@@ -34,31 +41,13 @@ def host_memory_left(root: Path = Path("/")) -> HostMemory | None:
         total, available = values["MemTotal"], values["MemAvailable"]
     except (OSError, ValueError, KeyError, IndexError):
         return None
-    for group, limit, used, prefix in _control_groups(root):
+    for group, version in control_groups("memory", root):
+        limit, used, prefix = _MEMORY_FILES[version]
         with suppress(OSError, ValueError):  # no such group, or "max"
             most, now = (int((group / name).read_text(encoding="ascii")) for name in (limit, used))
             now -= min(now, _file_cache(group / "memory.stat", prefix))
             total, available = min(total, most), min(available, max(0, most - now))
     return HostMemory(total, available)
-
-
-def _control_groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
-    """The folders of this process's control group and those around it, all of which limit it, and the names of their
-    files: a job of Slurm or systemd has its own. In a container its group is the outermost one that is seen."""
-    path = {"": "/", "memory": "/"}  # by controller: of version 2 there is one for all
-    with suppress(OSError, ValueError):
-        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-            _, controllers, own = line.split(":", 2)
-            path |= dict.fromkeys(controllers.split(","), own)
-    mount = root / "sys/fs/cgroup"
-    for top, own, names in (
-        (mount, path[""], ("memory.max", "memory.current", "")),
-        (mount / "memory", path["memory"], ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")),
-    ):
-        parts = [part for part in own.split("/") if part]
-        inside = [] if ".." in parts else parts  # it is not below what is mounted here
-        for depth in range(len(inside) + 1):
-            yield top.joinpath(*inside[:depth]), *names
 
 
 def _file_cache(stat: Path, prefix: str) -> int:

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +12,8 @@ from typing import Any
 import pytest
 from conftest import BIN, REPOSITORY, rank_environment
 from hosts import Hosts
+
+from hvd_transformer.comm.horovod_env import usable_cores
 
 pytestmark = pytest.mark.distributed
 NUM_HOSTS = 3
@@ -56,7 +57,7 @@ def test_healthy_hosts_pass_and_are_described(hosts: Hosts, folder: Path) -> Non
     for host, answer in found["hosts"].items():
         assert answer["python"] == sys.version.split()[0]
         assert answer["versions"]["torch"] == importlib.metadata.version("torch")
-        assert answer["cores"] == len(os.sched_getaffinity(0))
+        assert answer["cores"] == usable_cores()
         assert answer["interfaces"] == {"eth0": hosts.address(host)}
         assert "gloo" in answer["horovod"]["features"]
         assert answer["horovod"]["mpi"] == answer["mpi4py"]["mpi"]

@@ -53,7 +53,7 @@ class HostConnections:
         self.run(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._names.shutdown()
+        self._names.shutdown(cancel_futures=True)
         self._loop.close()
 
     async def open(self, hosts: Iterable[str], seconds: float) -> dict[str, HostConnection | NoConnection]:

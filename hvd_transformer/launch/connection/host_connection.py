@@ -22,7 +22,11 @@ from hvd_transformer.launch.connection.ssh import Ssh, ssh_command, was_dropped
 from hvd_transformer.launch.node import probe
 
 _SOURCE = Path(probe.__file__).read_bytes()
-_START = "import sys; exec(sys.stdin.buffer.read(int(sys.argv[1])))"
+# With `-c` and `-m` Python imports from the current folder first, over ssh the home folder, whatever its files are
+# called. Python 3.10 has no option against it, so both programs remove that entry, "" with `-c`, before they import.
+_SAFE_PATH = "import sys; sys.path[:] = filter(None, sys.path); "
+_START = _SAFE_PATH + "exec(sys.stdin.buffer.read(int(sys.argv[1])))"
+_AGENT = _SAFE_PATH + "from hvd_transformer.launch.node.node_agent import main; sys.exit(main())"
 _PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds before another try, if sshd dropped the connection
 _LINE_BYTES = 1 << 24  # more than the longest message of an agent
 _UNSENT_BYTES = 1 << 16  # above which a host is sent no more pings: it takes nothing
@@ -65,6 +69,7 @@ class HostConnection:
         self.is_agent = self.lost = False
         self.listener: AgentListener | None = None
         self._process, self._said = process, deque[str](maxlen=_LAST_LINES)
+        self._asking = asyncio.Lock()
         self._heard = 0.0
         self._tasks = [asyncio.create_task(self._read_errors())]
 
@@ -99,8 +104,10 @@ class HostConnection:
         command, its_environment = [sys.executable, "-u", "-c", _START, str(len(_SOURCE))], dict(environment)
         if not local:
             command = ssh_command(ssh, host, command, seconds)
-            its_environment.pop("LC_ALL", None)
-            its_environment["LC_MESSAGES"] = "C"  # `why_refused` reads English
+            # ssh itself may need any variable of the user's, such as KRB5CCNAME. It sends none but those of SendEnv.
+            its_environment = {**os.environ, **environment, "LC_MESSAGES": "C"}  # `why_refused` reads English
+            for name in ("LC_ALL", "DISPLAY"):  # no X11 for the ranks
+                its_environment.pop(name, None)
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -130,9 +137,12 @@ class HostConnection:
         return self._said[-1] if self._said else ""
 
     async def ask(self, question: str, **arguments: Any) -> Any:
-        """Call a function of the probe. Raises `NoConnection`."""
-        self._write({"ask": question, **arguments})
-        return await self._answer()
+        """Call a function of the probe, one at a time. Raises `NoConnection`, and `UserError` after `become_agent`."""
+        async with self._asking:
+            if self.is_agent:
+                raise UserError(f"host {self.host}: its node agent answers no questions")
+            self._write({"ask": question, **arguments})
+            return await self._answer()
 
     async def become_agent(self, folder: str, environment: Mapping[str, str]) -> None:
         """Replace the probe by the node agent, whose private folder's name begins with `folder`.
@@ -140,8 +150,7 @@ class HostConnection:
         Raises `NoConnection`.
         """
         paths = {name: environment[name] for name in ("PYTHONPATH",) if name in environment}
-        words = [sys.executable, "-m", "hvd_transformer.launch.node.node_agent", folder]
-        await self.ask("become", command=words, environment=paths)
+        await self.ask("become", command=[sys.executable, "-c", _AGENT, folder], environment=paths)
         self.is_agent, self._heard = True, asyncio.get_running_loop().time()
         self._tasks.append(asyncio.create_task(self._listen()))
 

@@ -100,6 +100,7 @@ _HOSTS = 32
 _ANSWER = 4.5  # seconds, at least: nvidia-smi may take 4 of them
 _LINK_SECONDS = 0.5
 _SHARING_SECONDS = 3.0
+_REMOVED_SECONDS = 1.0  # for a file that was made to be removed before this process may end
 _CLOCK_ROUNDS = 3
 
 
@@ -288,16 +289,48 @@ async def _sees_output(job: Job, probes: Probes, until: float) -> dict[str, bool
 
     Empty if this host cannot create one, or not in time: its storage may stand still, and nobody here waits for that.
     """
-    loop = asyncio.get_running_loop()
-    making = loop.run_in_executor(None, _mark, job.folders["output_dir"])
+    marker = _Marker(job.folders["output_dir"])
     try:
-        await asyncio.wait([making], timeout=until - loop.time())
-        if not making.done() or making.exception() is not None:
+        await asyncio.wait([marker.made], timeout=until - asyncio.get_running_loop().time())
+        path = marker.made.result() if marker.made.done() else None
+        if path is None:
             return {}
-        marker = str(making.result())
-        return await probes.each(lambda connection: ask(connection, "exists", until, path=marker))
+        return await probes.each(lambda connection: ask(connection, "exists", until, path=str(path)))
     finally:
-        making.add_done_callback(lambda made: made.exception() or loop.run_in_executor(None, _unmark, made.result()))
+        marker.remove()
+        await asyncio.wait([marker.ended], timeout=_REMOVED_SECONDS if marker.made.done() else 0.0)
+
+
+class _Marker:
+    """A file in the output folder, which a thread makes and removes: the storage may stand still.
+
+    Nobody waits for the thread, not even the end of this process. `made`: its path, None if it cannot be made.
+    """
+
+    def __init__(self, output: str) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.made: asyncio.Future[Path | None] = self._loop.create_future()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        self._unwanted = threading.Event()
+        threading.Thread(target=self._work, args=[output], daemon=True).start()
+
+    def remove(self) -> None:
+        """Remove it, if need be once it is made. Returns at once."""
+        self._unwanted.set()
+
+    def _work(self, output: str) -> None:
+        path = None
+        with suppress(Exception):  # what is wrong with the folder is a finding of this host
+            path = _mark(output)
+        self._tell(self.made.set_result, path)
+        if path is not None:
+            self._unwanted.wait()
+            _unmark(path)
+        self._tell(self.ended.set_result, None)
+
+    def _tell(self, tell: Callable[[_T], object], what: _T) -> None:
+        with suppress(RuntimeError):  # the loop is closed: it came too late
+            self._loop.call_soon_threadsafe(tell, what)
 
 
 def _mark(output: str) -> Path:

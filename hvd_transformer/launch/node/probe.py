@@ -13,6 +13,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import mmap
 import os
 import platform
@@ -89,7 +90,7 @@ def facts(environment: dict[str, str], cwd: str, folders: dict[str, str], full: 
         "machine": platform.machine(),
         "versions": {name: _version(name) for name in _DISTRIBUTIONS},
         "source": _source_digest(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": _cores(),
         "number_formats": _number_formats(),
         "load": os.getloadavg()[0],
         "memory": memory.get("MemTotal", 0),
@@ -198,6 +199,27 @@ def _source_digest() -> str | None:
     for file in sorted(folder.rglob("*.py")):
         digest.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def _cores(root: Path = Path("/")) -> int:
+    """As `usable_cores` in comm/horovod_env.py."""
+    path = {"": "/", "cpu": "/"}  # by controller: of version 2 there is one for all
+    with suppress(OSError, ValueError):
+        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            _, controllers, own = line.split(":", 2)
+            path.update(dict.fromkeys(controllers.split(","), own))
+    mount, quotas = root / "sys/fs/cgroup", [math.inf]
+    for top, own, names in (
+        (mount, path[""], ("cpu.max",)),
+        (mount / "cpu", path["cpu"], ("cpu.cfs_quota_us", "cpu.cfs_period_us")),
+    ):
+        inside = [part for part in own.split("/") if part]
+        for depth in range(1 + (0 if ".." in inside else len(inside))):
+            with suppress(OSError, ValueError):  # no such group, or "max"
+                texts = [top.joinpath(*inside[:depth], name).read_text(encoding="ascii") for name in names]
+                quota, period = map(int, " ".join(texts).split())
+                quotas += [quota / period] * (quota > 0 and period > 0)  # -1: no limit
+    return math.ceil(min(len(os.sched_getaffinity(0)), *quotas))
 
 
 def _number_formats() -> list[str]:

@@ -2,6 +2,7 @@
 
 import os
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from hvd_transformer.comm.horovod_env import (
     set_defaults,
     usable_cores,
 )
+from hvd_transformer.launch.node import probe
 
 
 @pytest.fixture(autouse=True)
@@ -182,7 +184,41 @@ def test_usable_cores_are_those_this_process_may_run_on() -> None:
         assert usable_cores() == 1
     finally:
         os.sched_setaffinity(0, cores)
-    assert usable_cores() == len(cores)
+    assert usable_cores(Path("/nowhere")) == len(cores)
+
+
+QUOTAS = {
+    "no limit": ("0::/\n", {"cpu.max": "max 100000\n"}, 8),
+    "no groups": ("", {}, 8),
+    "a container": ("0::/\n", {"cpu.max": "200000 100000\n"}, 2),
+    "a part of a core": ("0::/\n", {"cpu.max": "50000 100000\n"}, 1),
+    "more than two": ("0::/\n", {"cpu.max": "250000 100000\n"}, 3),
+    "more than there are": ("0::/\n", {"cpu.max": "1600000 100000\n"}, 8),
+    "a group around it": ("0::/a/b\n", {"a/cpu.max": "300000 100000\n", "a/b/cpu.max": "max 100000\n"}, 3),
+    "the smallest": ("0::/a/b\n", {"a/cpu.max": "600000 100000\n", "a/b/cpu.max": "500000 100000\n"}, 5),
+    "not below the mount": ("0::/../a\n", {"a/cpu.max": "200000 100000\n"}, 8),
+    "version 1": ("4:cpu,cpuacct:/\n", {"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2),
+    "version 1, no limit": ("4:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
+    "version 1, inside": (
+        "4:cpu:/job\n0::/other\n", {"cpu/job/cpu.cfs_quota_us": "70000\n", "cpu/job/cpu.cfs_period_us": "10000\n"}, 7
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", QUOTAS)
+def test_usable_cores_are_those_that_a_cpu_limit_leaves(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container's, for example: torch would start a thread for each core of its host. The doctor's are the same."""
+    groups, files, cores = QUOTAS[case]
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(groups)
+    for name, text in files.items():
+        file = tmp_path / "sys/fs/cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert usable_cores(tmp_path) == probe._cores(tmp_path) == cores
 
 
 def test_collectives_on_gpus_end_on_a_stream_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,10 @@
 """Which hosts are taken into a job: with real probes, under a stand-in for ssh."""
 
 import os
+import subprocess
+import sys
 import threading
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -60,6 +63,34 @@ def test_an_output_folder_that_stands_still_keeps_nobody(
     go.write_bytes(b"")
     admission._connections.run(examine.asyncio.sleep(0.5))
     assert made and not made[0].exists()
+
+
+STANDS_STILL = """
+import os, sys, time
+from hvd_transformer.launch.connection.ssh import Ssh
+from hvd_transformer.launch.doctor import examine
+from hvd_transformer.launch.doctor.findings import Job
+from hvd_transformer.launch.hostfile import Host
+
+examine._mark = lambda output: time.sleep(60)
+job = Job([Host("localhost", 1)], 1, "cpu", "/tmp", {"output_dir": "/tmp/x", "/tmp": "/tmp"})
+examine.examine(job, Ssh(), dict(os.environ))
+print("examined", flush=True)
+"""
+
+
+def test_the_doctor_ends_while_the_output_folder_stands_still() -> None:
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", STANDS_STILL], capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stdout) == (0, "examined\n"), done.stderr
+    assert time.monotonic() - began < 40
+
+
+def test_the_file_that_tells_is_removed_before_the_answer(admission: Admission, tmp_path: Path) -> None:
+    """The process may end at once."""
+    assert admission.refused(HOSTS) == {}
+    assert admission._sharing == {host.name for host in HOSTS}
+    assert not list(tmp_path.rglob(".hvd-transformer-*"))
 
 
 def test_a_host_shows_the_gpus_that_are_named_for_it(

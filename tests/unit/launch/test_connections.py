@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from hvd_transformer.launch.connection import host_connection
 from hvd_transformer.launch.connection.connections import HostConnections
 from hvd_transformer.launch.connection.host_connection import HostConnection, NoConnection
 from hvd_transformer.launch.connection.ssh import Ssh
+from hvd_transformer.launch.horovodrun_command import launcher_environment
 from hvd_transformer.launch.node.agent_folder import sockets
 
 
@@ -170,3 +172,83 @@ def test_two_that_want_the_same_new_host_get_one_connection(
         found = [pool.submit(connections.run, connections.open(["far.invalid"], 30.0)) for _ in range(2)]
     first, second = (own.result()["far.invalid"] for own in found)
     assert isinstance(first, HostConnection) and first is second
+
+
+def test_a_probe_is_asked_one_question_at_a_time(connections: HostConnections) -> None:
+    (found,) = connections.run(connections.open(["far.invalid"], 30.0)).values()
+    assert isinstance(found, HostConnection)
+
+    async def ask_all() -> list[bool]:
+        return await asyncio.gather(*(found.ask("exists", path=path) for path in ("/tmp", "/no/such", "/tmp")))
+
+    assert connections.run(ask_all()) == [True, False, True]
+
+
+def test_an_agent_is_asked_no_questions(connections: HostConnections) -> None:
+    ready(connections, "far.invalid")
+    (found,) = connections.run(connections.open(["far.invalid"], 30.0)).values()
+    assert isinstance(found, HostConnection)
+    with pytest.raises(UserError, match="host far.invalid: its node agent answers no questions"):
+        connections.run(found.ask("exists", path="/tmp"))
+    assert not found.lost
+
+
+SHADOWS = [
+    "asyncio",
+    "contextlib",
+    "json",
+    "pathlib",
+    "random",
+    "re",
+    "runpy",
+    "selectors",
+    "signal",
+    "socket",
+    "typing",
+]
+
+
+@pytest.mark.parametrize("host", ["localhost", "far.invalid"])
+def test_no_file_of_the_home_folder_takes_the_place_of_the_standard_library(
+    connections: HostConnections, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    """It is the current folder of what ssh starts, and Python imports from there first; 3.10 always does."""
+    home = tmp_path / "home"
+    home.mkdir()
+    for name in [*SHADOWS, "hvd_transformer"]:
+        (home / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close(); raise SystemExit({name!r})")
+    monkeypatch.chdir(home)
+    assert "PYTHONSAFEPATH" not in os.environ
+    ready(connections, host).close()
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("host", ["localhost", "far.invalid"])
+def test_pythonpath_counts_for_the_agent(ssh_log: Path, tmp_path: Path, host: str) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "sitecustomize.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
+    own = os.pathsep.join(path for path in sys.path if path)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'code'}{os.pathsep}{own}"}
+    with closing(HostConnections(Ssh(), environment)) as connections:
+        (found,) = connections.run(connections.open([host], 30.0)).values()
+        assert isinstance(found, HostConnection)
+        (tmp_path / "ran").unlink(missing_ok=True)
+        ready(connections, host).close()
+        assert (tmp_path / "ran").exists()
+
+
+def test_ssh_has_the_whole_environment_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tickets of Kerberos, an agent of gpg; but no screen, which it would offer to the ranks."""
+    said = tmp_path / "said"
+    told = "$KRB5CCNAME $XDG_RUNTIME_DIR ${DISPLAY-none} ${LC_ALL-none} $LC_MESSAGES"
+    (tmp_path / "ssh").write_text(f'#!/bin/sh\necho "{told}" >{said}\nexit 255\n')
+    (tmp_path / "ssh").chmod(0o755)
+    for name, value in {"KRB5CCNAME": "FILE:/tmp/krb", "XDG_RUNTIME_DIR": "/run/user/7", "DISPLAY": ":0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    environment = launcher_environment(os.environ, [])
+    assert "KRB5CCNAME" not in environment  # of horovodrun and the ranks
+    with closing(HostConnections(Ssh(), environment)) as connections:
+        connections.run(connections.open(["far.invalid"], 30.0))
+    assert said.read_text() == "FILE:/tmp/krb /run/user/7 none none C\n"

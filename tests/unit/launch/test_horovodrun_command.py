@@ -89,6 +89,11 @@ ENVIRONMENT = {
     "FI_PROVIDER": "tcp",
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     "SSL_CERT_FILE": "/etc/ca.pem",
+    "GLOO_SOCKET_IFNAME": "eth0",
+    "CUDA_LAUNCH_BLOCKING": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "CUDA_MODULE_LOADING": "EAGER",
+    "CUDA_HOME": "/usr/local/cuda",  # of this host
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_MCA_btl": "tcp",
     "OMPI_COMM_WORLD_RANK": "0",  # of an mpirun around this one
@@ -104,7 +109,8 @@ def test_nothing_travels_but_the_allowed_and_the_named() -> None:
     given = launcher_environment(ENVIRONMENT, named)
     assert given.pop("PATH") == f"{Path(sys.executable).parent}:/usr/bin"
     allowed = {"HOME", "LC_ALL", "OMP_NUM_THREADS", "HOROVOD_CYCLE_TIME", "NCCL_DEBUG", "UCX_TLS"}
-    allowed |= {"FI_PROVIDER", "PYTORCH_CUDA_ALLOC_CONF", "SSL_CERT_FILE"}
+    allowed |= {"FI_PROVIDER", "PYTORCH_CUDA_ALLOC_CONF", "SSL_CERT_FILE", "GLOO_SOCKET_IFNAME"}
+    allowed |= {"CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"}
     for name in ("OMPI_MCA_orte_launch_agent", "OPAL_PREFIX"):  # where Open MPI is a Python package
         given.pop(name, None)
     assert given.pop("PYTHONSAFEPATH") == "1"

@@ -1,11 +1,19 @@
 """The hosts that a command line selects, and the fewest ranks that it accepts."""
 
+import os
+import signal
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+from waiting import wait_until
 
+from hvd_transformer.cli.launch import launch
 from hvd_transformer.errors import UserError
-from hvd_transformer.launch.host_pool import HostPool, find_hosts, resolve_min_ranks
+from hvd_transformer.launch import host_pool
+from hvd_transformer.launch.host_pool import HostPool, find_hosts, from_script, resolve_min_ranks
 from hvd_transformer.launch.hostfile import Host
 
 
@@ -72,3 +80,59 @@ def test_ranks_that_share_matrices_are_whole_groups() -> None:
 def test_a_host_is_never_excluded_for_more_than_ten_minutes_or_so() -> None:
     pool = HostPool(lambda: [Host("h1", 2)], None)
     assert [pool.cool_down("h1") for _ in range(10)] == [10, 20, 40, 80, 160, 320, 640, 640, 640, 640]
+
+
+def script(folder: Path, text: str) -> Path:
+    file = folder / "script"
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(0o755)
+    return file
+
+
+def has_ended(file: Path) -> bool:
+    """Whether the process whose number is in the file has."""
+    stat = Path(f"/proc/{file.read_text().strip()}/stat")
+    return not stat.exists() or " Z " in stat.read_text()
+
+
+def test_the_discovery_script_has_the_environment_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what no rank gets, such as the token that it needs for its question."""
+    monkeypatch.setenv("MY_SLOTS", "3")
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    file = script(tmp_path, '[ -z "$PYTHONSAFEPATH" ] && echo localhost:$MY_SLOTS')
+    words = ["--host-discovery-script", str(file), "--gloo", "--dry-run", "--", "training.device=cpu"]
+    done = CliRunner().invoke(launch, words, catch_exceptions=False)
+    assert " -np 3 -H localhost:3 " in done.output
+
+
+@pytest.mark.parametrize("starts", ["sleep 60", "setsid sleep 60"])
+def test_what_a_discovery_script_starts_keeps_nobody_waiting(tmp_path: Path, starts: str) -> None:
+    """It has the script's output, and ends with it unless it has a session of its own."""
+    child = tmp_path / "child"
+    file = script(tmp_path, f"{starts} & echo $! >{child}; echo h1:2; echo noted >&2")
+    began = time.monotonic()
+    try:
+        assert from_script(file, {"PATH": "/usr/bin:/bin"})() == [Host("h1", 2)]
+        assert time.monotonic() - began < 10
+        if starts == "sleep 60":
+            wait_until(lambda: has_ended(child))
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(int(child.read_text()), signal.SIGKILL)
+
+
+def test_a_discovery_script_that_takes_too_long_ends_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_pool, "_SCRIPT_SECONDS", 0.5)
+    child = tmp_path / "child"
+    file = script(tmp_path, f"sleep 60 & echo $! >{child}; wait")
+    with pytest.raises(UserError, match="did not end within 0 seconds"):
+        from_script(file, {"PATH": "/usr/bin:/bin"})()
+    wait_until(lambda: has_ended(child))
+
+
+def test_a_discovery_script_may_print_much(tmp_path: Path) -> None:
+    file = script(tmp_path, "for at in $(seq 9000); do echo a-long-name-of-a-host-$at:2; done; seq 50000 >&2")
+    found = from_script(file, {"PATH": "/usr/bin:/bin"})()
+    assert (len(found), found[-1]) == (9000, Host("a-long-name-of-a-host-9000", 2))

@@ -61,6 +61,12 @@ def test_each_form(text: str) -> None:
     assert parse_hostfile(text, "hosts") == hosts(LINES[text])
 
 
+def test_a_name_alone_is_one_slot_each_time() -> None:
+    """The machine files of PBS, SGE and LSF."""
+    text = "n1\nn2\nn1  # again\n\nN1\nn3:4\nn2\n"
+    assert parse_hostfile(text, "hosts") == hosts([("n1", 3), ("n2", 2), ("n3", 4)])
+
+
 OPTIONS = {
     "h1:2,h2:2": [("h1", 2), ("h2", 2)],
     " h1:2 , h2 ": [("h1", 2), ("h2", 1)],
@@ -116,7 +122,12 @@ MALFORMED = {
     "node[a-c]": "[a-c]: not a range of numbers",
     "node[0-99999]": "[0-99999]: more than 10000 hosts",
     "a[0-999]b[0-999]": "'a[0-999]b[0-999]' is 1000000 hosts; at most 10000",
-    "a\nb\nA": "line 3: host A is listed already: hosts, line 1",
+    "a\nb\nA:1": "line 3: host A is listed already: hosts, line 1",
+    "a slots=1\nb\na": "line 3: host a is listed already: hosts, line 1",
+    "a gpus=0\na gpus=1": "line 2: host a is listed already: hosts, line 1",
+    "a\na gpus=1": "line 2: host a is listed already: hosts, line 1",
+    "a[1-2]\na1": "line 2: host a1 is listed already: hosts, line 1",
+    "b\n" + "a\n" * 1025: "line 1026: '1025' slots; a host has 1 to 1024",
     "node[1-3]\nnode2:4": "line 2: host node2 is listed already: hosts, line 1",
     "a[0-6000]\nb[0-6000]": "line 2: more than 10000 hosts",
     "": "no hosts",

@@ -1,6 +1,7 @@
 """What the probe finds on a host: its GPUs, and folders that may not be entered."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,13 @@ def test_gpus_are_those_that_cuda_shows(visible: str | None, count: int, monkeyp
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert len(probe._visible(probe._all_devices())) == count
+
+
+def test_the_cores_are_those_that_a_rank_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_cores", lambda: 3)
+    monkeypatch.setattr(sys, "path", sys.path)
+    monkeypatch.setattr(probe, "_all_devices", list)
+    assert probe.facts({}, str(Path.cwd()), {}, full=False)["cores"] == 3
 
 
 def test_a_gpu_that_shares_the_host_s_memory_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

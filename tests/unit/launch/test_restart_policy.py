@@ -100,6 +100,22 @@ def test_the_time_begins_anew_when_a_start_that_was_asked_to_end_made_steps() ->
     assert policy.judge_lost_host().give_up is None
 
 
+def test_the_time_counts_from_a_stop_too() -> None:
+    """A host that has left may not come back."""
+    clock = Clock()
+    policy = RestartPolicy(Limits(9, 60.0), clock)
+    left = AttemptResult(1, None, {}, True, {0: {"step": 9, "loss": 2.5}}, "", {"h2": "host h2 is about to end"})
+    policy.note_stop(left)
+    clock.now += 59
+    assert policy.out_of_time() is None
+    policy.note_stop(left)  # no new step
+    clock.now += 2
+    assert policy.out_of_time() == "giving up: no new step for 60 s after a failure (--give-up-after)"
+    policy.note_stop(left._replace(beats={0: {"step": 10, "loss": 2.5}}))
+    clock.now += 59
+    assert policy.out_of_time() is None
+
+
 def test_a_failure_of_another_cause_ends_the_row() -> None:
     policy = RestartPolicy(Limits(9, 60.0))
     assert judge(policy, failed(5, "h1"), "h1") == (None, [])

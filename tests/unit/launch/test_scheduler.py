@@ -329,6 +329,7 @@ def test_the_file_is_written_once(tmp_path: Path, scheduler: str) -> None:
         (["--scheduler", "compose", "--dry-run", "--", "model.widht=3"], "unknown key"),
         (["--scheduler", "slurm", "--memory-gib", "4"], "--memory-gib: only with --scheduler kubernetes"),
         (["--scheduler", "kubernetes", "--memory-gib", "nan"], "--memory-gib nan: must be above 0"),
+        (["--scheduler", "slurm", "--dry-run", "--detach"], "--detach: not with --scheduler, which writes a job file"),
         (["--scheduler", "slurm", "--output", "/proc/none"], "/proc/none/job.sbatch: cannot be written: "),
     ],
 )  # fmt: skip

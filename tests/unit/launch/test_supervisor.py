@@ -224,6 +224,65 @@ def test_without_enough_others_it_refuses_the_start(stand: Path) -> None:
     assert not (stand / "starts-0").exists()
 
 
+OWN = Finding("launcher", "no network interface in common with the others: it has eth0", "give it the same name")
+
+
+def test_a_problem_of_the_launchers_own_host_ends_the_start(stand: Path) -> None:
+    """No host of the job can be excluded for it."""
+    examined, told = [], list[Supervisor]()
+
+    def examine(hosts: Sequence[Host]) -> Mapping[str, Finding]:
+        examined.append(hosts)
+        assert len(examined) < 3, "it looks again and again"
+        return {OWN.host: OWN}
+
+    with pytest.raises(UserError, match="^host launcher: no network interface in common with the others: it has eth0;"):
+        supervise(stand, "exit 0", given(far=2), examine=examine, watch=told.append)
+    assert not (stand / "starts-0").exists()
+    assert told[0].how()["refused"] == {"launcher": f"{OWN.message}; {OWN.cure}"}  # not wrong input
+
+
+def test_a_restart_waits_for_the_launchers_own_network(stand: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    findings: list[Mapping[str, Finding]] = [{}, {OWN.host: OWN}, {OWN.host: OWN}, {}]
+    script = "[ $start = 2 ] && exit 0; exit 1"
+    assert supervise(stand, script, given(far=1), restarts=1, examine=lambda hosts: findings.pop(0)) == 0
+    assert starts(stand) == [1, 1]
+    said = capfd.readouterr().err
+    assert said.count("host launcher: no network interface in common with the others") == 1
+    assert "excluded" not in said
+
+
+def test_a_signal_ends_the_search_for_the_first_hosts(stand: Path) -> None:
+    examined = []
+
+    def examine(hosts: Sequence[Host]) -> Mapping[str, Finding]:
+        examined.append(hosts)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return refusing("far.invalid")(hosts)
+
+    assert supervise(stand, "exit 0", given(localhost=2, far=2), examine=examine) == 1
+    assert len(examined) == 1
+    assert not (stand / "starts-0").exists()
+
+
+def test_a_host_that_leaves_for_good_is_waited_for_no_longer_than_asked_for(
+    stand: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    told: list[Supervisor] = []
+    hurry = threading.Timer(30, os.kill, [os.getpid(), signal.SIGTERM])
+    hurry.start()
+    leave = "until [ -e ready-0 ]; do sleep 0.05; done; kill -TERM $PPID"  # its node agent: the host is about to end
+    script = f'trap "exit 1" TERM; touch ready-$HOROVOD_RANK; [ $HOROVOD_RANK = 1 ] && {{ {leave}; }}'
+    script += "; while :; do sleep 0.05; done"
+    hosts = given(localhost=1, far=1)
+    assert supervise(stand, script, hosts, restarts=3, min_ranks=2, give_up_seconds=2, watch=told.append) == 1
+    hurry.cancel()
+    assert starts(stand) == [2]
+    why = "giving up: no new step for 2 s after a failure (--give-up-after)"
+    assert (told[0].how()["stopped"], told[0].how()["cause"]) == (None, f"host far.invalid is about to end; {why}")
+    assert why in capfd.readouterr().err
+
+
 def test_it_tells_refused_hosts_from_wrong_input(stand: Path) -> None:
     told: list[Supervisor] = []
     with pytest.raises(UserError):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from node_agents import connections_opened
 
+from hvd_transformer.comm.horovod_env import usable_cores
 from hvd_transformer.launch.doctor import examine
 from hvd_transformer.service.jobs import Host
 from hvd_transformer.service.launching import host_checks
@@ -69,7 +70,7 @@ def examined(stand: Stand, *hosts: Host) -> Iterator[HostChecks]:
 
 
 def test_it_tells_who_is_down_and_what_the_others_have(stand: Stand) -> None:
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     with examined(stand, ONE, REFUSED, Host("many.invalid", 2 * cores)) as checks:
         assert checks.down() == {"refused.invalid": WHY}
         states = checks.states()
