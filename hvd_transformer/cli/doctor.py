@@ -28,7 +28,7 @@ def doctor(
     settings: tuple[str, ...],
 ) -> None:
     """Check all hosts in parallel, up to 32 within ten seconds: ssh access, software versions, clocks, folders, GPUs
-    for the slots, and the network, whose bandwidth is measured. Two ranks then add up on two GPUs of a host.
+    for the slots, and the network, whose bandwidth is measured. Two ranks then run an allreduce on two GPUs of a host.
 
     `hvd-transformer doctor -H h1:2,h2:2 -- --preset python-docs output_dir=runs/four`
 

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, TypeVar
 from hvd_transformer.launch.connection.connections import HostConnections
 from hvd_transformer.launch.connection.host_connection import HostConnection, NoConnection
 from hvd_transformer.launch.connection.ssh import Ssh, why_refused
-from hvd_transformer.launch.doctor import findings, gpu_sum
+from hvd_transformer.launch.doctor import findings, gpu_allreduce
 from hvd_transformer.launch.doctor.findings import Answer, Finding, Job, Link
-from hvd_transformer.launch.doctor.gpu_sum import GpuSum
+from hvd_transformer.launch.doctor.gpu_allreduce import GpuAllreduce
 from hvd_transformer.launch.hostfile import Host
 from hvd_transformer.launch.node import probe
 
@@ -111,7 +111,7 @@ class Examination(NamedTuple):
     skews: dict[str, tuple[float, float]]  # seconds ahead of this host, and the uncertainty
     common: list[str]  # network interfaces that all hosts share, that of the ranks first
     links: list[Link]
-    gpu_sums: dict[str, GpuSum]  # whether two ranks on two GPUs add up
+    gpu_allreduces: dict[str, GpuAllreduce]  # a trial on two GPUs of each host
     findings: list[Finding]
 
 
@@ -193,8 +193,8 @@ async def _examine(job: Job, connections: HostConnections, environment: Mapping[
         addresses = {host: answer["interfaces"][common[0]] for host, answer in answers.items()}
         links = await _ring(probes, addresses, measured)
         found += findings.about_links(common[0], links)
-    sums = await probes.each(lambda connection: _gpu_sum(job, answers[connection.host], connection))
-    found += gpu_sum.about_gpu_sums(sums)
+    sums = await probes.each(lambda connection: _gpu_allreduce(job, answers[connection.host], connection))
+    found += gpu_allreduce.about_gpu_allreduces(sums)
     return Examination(answers, skews, common, links, sums, probes.silent + found)
 
 
@@ -264,12 +264,12 @@ def _about(
     return found, findings.common_interfaces(job.network_interface, interfaces, reached)
 
 
-async def _gpu_sum(job: Job, answer: Answer, connection: HostConnection) -> GpuSum:
+async def _gpu_allreduce(job: Job, answer: Answer, connection: HostConnection) -> GpuAllreduce:
     async def run(command: list[str], seconds: float) -> Any:
         until = asyncio.get_running_loop().time() + 2 * seconds  # the host itself ends the command after `seconds`
         return await ask(connection, "run", until, command=command, seconds=seconds)
 
-    return await gpu_sum.add_up(job.device, answer, run)
+    return await gpu_allreduce.try_allreduce(job.device, answer, run)
 
 
 async def _skew(connection: HostConnection, until: float) -> tuple[float, float]:

@@ -35,7 +35,7 @@ def to_json(found: Examination) -> dict[str, Any]:
         "hosts": {host: {**answer, "clock": found.skews.get(host)} for host, answer in found.answers.items()},
         "interfaces": found.common,
         "links": [link._asdict() for link in found.links],
-        "gpu_sums": {host: str(result) for host, result in found.gpu_sums.items()},
+        "gpu_allreduces": {host: str(result) for host, result in found.gpu_allreduces.items()},
         "findings": [finding._asdict() for finding in found.findings],
     }
 
@@ -74,12 +74,12 @@ def _network(common: list[str]) -> Iterator[Text]:
 def _gpus(found: Examination) -> Iterator[Text]:
     """One line for each result that is no problem, and the hosts that have it."""
     hosts: dict[str, list[str]] = {}
-    for host, result in found.gpu_sums.items():
+    for host, result in found.gpu_allreduces.items():
         if result.error is None:
             hosts.setdefault(str(result), []).append(host)
     for words, those in hosts.items():
         where = "" if len(those) == len(found.answers) else f" ({', '.join(those)})"
-        yield Text(f"the sum of two ranks on two GPUs: {words}{where}")
+        yield Text(f"allreduce of two GPUs: {words}{where}")
 
 
 def _lines(found: Examination) -> Iterator[Text]:

@@ -14,11 +14,11 @@ from waiting import wait_until
 
 from hvd_transformer.config import load
 from hvd_transformer.launch.connection.ssh import Ssh
-from hvd_transformer.launch.doctor import gpu_sum
+from hvd_transformer.launch.doctor import gpu_allreduce
 from hvd_transformer.launch.doctor.examine import examine
 from hvd_transformer.launch.doctor.findings import Job
 from hvd_transformer.launch.doctor.findings_table import as_table, to_json
-from hvd_transformer.launch.doctor.gpu_sum import GpuSum, about_gpu_sums, add_up, read
+from hvd_transformer.launch.doctor.gpu_allreduce import GpuAllreduce, about_gpu_allreduces, read, try_allreduce
 from hvd_transformer.launch.horovodrun_command import Horovodrun, launcher_environment
 from hvd_transformer.launch.hostfile import parse_hosts
 from hvd_transformer.launch.node import probe
@@ -35,13 +35,13 @@ Exit code: 1
 """
 
 
-def tried(answer: Mapping[str, Any], device: str = "auto", code: int | None = 0, output: str = RIGHT) -> GpuSum:
+def tried(answer: Mapping[str, Any], device: str = "auto", code: int | None = 0, output: str = RIGHT) -> GpuAllreduce:
     async def run(command: list[str], seconds: float) -> dict[str, Any]:
-        assert command == gpu_sum.command()
-        assert seconds > gpu_sum.SECONDS  # the ranks end by themselves first
+        assert command == gpu_allreduce.command()
+        assert seconds > gpu_allreduce.SECONDS  # the ranks end by themselves first
         return {"code": code, "output": output}
 
-    return asyncio.run(add_up(device, answer, run))
+    return asyncio.run(try_allreduce(device, answer, run))
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])
@@ -63,7 +63,7 @@ def test_two_gpus_and_nccl_are_tried(device: str) -> None:
 def test_what_is_not_tried_says_why(device: str, changed: dict[str, Any], why: str) -> None:
     result = tried({**ANSWER, **changed}, device, code=1)  # would be an error
     assert str(result) == f"not checked: {why}"
-    assert about_gpu_sums({"a": result}) == []
+    assert about_gpu_allreduces({"a": result}) == []
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,8 @@ def test_what_is_not_tried_says_why(device: str, changed: dict[str, Any], why: s
     ],
 )
 def test_ranks_that_cannot_add_up_are_a_problem_of_their_host(code: int | None, output: str, error: str) -> None:
-    [finding] = about_gpu_sums({"a": GpuSum(), "b": read({"code": code, "output": output})})
-    assert finding[:2] == ("b", f"two ranks on two GPUs cannot add up: {error}")
+    [finding] = about_gpu_allreduces({"a": GpuAllreduce(), "b": read({"code": code, "output": output})})
+    assert finding[:2] == ("b", f"the allreduce of two GPUs failed: {error}")
     assert "-H b:2 -- bench allreduce" in finding.cure
     assert finding.problem
 
@@ -103,24 +103,24 @@ def test_a_command_that_hangs_is_ended_with_its_children() -> None:
 @pytest.mark.parametrize(
     ("printed", "shown"),
     [
-        (RIGHT, "the sum of two ranks on two GPUs: right"),
-        ("[0]<stdout>:the sum is wrong", "problem localhost: two ranks on two GPUs cannot add up: the sum is wrong"),
-        (None, "the sum of two ranks on two GPUs: not checked: no GPU"),
+        (RIGHT, "allreduce of two GPUs: right"),
+        ("[0]<stdout>:the sum is wrong", "problem localhost: the allreduce of two GPUs failed: the sum is wrong"),
+        (None, "allreduce of two GPUs: not checked: no GPU"),
     ],
 )
 def test_the_examination_tries_it_on_the_host(
     printed: str | None, shown: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stand_in = [sys.executable, "-c", f"print({printed!r})"]
-    monkeypatch.setattr(gpu_sum, "command", lambda: stand_in)
-    monkeypatch.setattr(gpu_sum, "why_not", lambda device, answer: None if printed else "no GPU")
+    monkeypatch.setattr(gpu_allreduce, "command", lambda: stand_in)
+    monkeypatch.setattr(gpu_allreduce, "why_not", lambda device, answer: None if printed else "no GPU")
     horovodrun = Horovodrun(parse_hosts("localhost:1"))
     job = Job.of(horovodrun, load(None, None, [f"output_dir={tmp_path}"]))
     found = examine(job, Ssh(), launcher_environment(os.environ, []))
     console = Console(width=200, file=StringIO())
     console.print(as_table(found, ["localhost"]))
     assert shown in console.file.getvalue()
-    assert list(to_json(found)["gpu_sums"]) == ["localhost"]
+    assert list(to_json(found)["gpu_allreduces"]) == ["localhost"]
 
 
 @pytest.mark.distributed
@@ -128,4 +128,4 @@ def test_the_examination_tries_it_on_the_host(
 def test_two_real_ranks_add_up_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in launcher_environment(os.environ, []).items():
         monkeypatch.setenv(name, value)
-    assert read(probe.run(gpu_sum.command("cpu"), gpu_sum.SECONDS)) == GpuSum()
+    assert read(probe.run(gpu_allreduce.command("cpu"), gpu_allreduce.SECONDS)) == GpuAllreduce()

@@ -1,4 +1,4 @@
-"""Whether two ranks on two GPUs of a host can add up: two short-lived ranks sum a tensor with Horovod over NCCL.
+"""A trial allreduce on two GPUs of a host: two short-lived ranks sum a tensor with Horovod over NCCL.
 
 Everything else may be right where NCCL fails: in a container without shared memory, on cards that cannot reach each
 other's memory, or with a driver too old for its CUDA.
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from hvd_transformer.launch.doctor.findings import Answer, Finding
 
-SECONDS = 60.0  # in which the ranks import torch, connect and add up
+SECONDS = 60.0  # in which the ranks import torch, connect and run the allreduce
 RANKS = 2
 _RIGHT, _WRONG = "the sum is right", "the sum is wrong"
 # Ranks that wait for each other in NCCL hear no signal but one whose default action ends them.
@@ -33,8 +33,8 @@ hvd.shutdown()
 Run = Callable[[list[str], float], Awaitable[Mapping[str, Any]]]  # a command and seconds → `probe.run`'s answer
 
 
-class GpuSum(NamedTuple):
-    """Of one host: `why_not` it was not checked, or else the `error`, or neither: the sum is right."""
+class GpuAllreduce(NamedTuple):
+    """The result on one host: `why_not` it was not tried, its `error`, or neither if the sum is right."""
 
     why_not: str | None = None
     error: str | None = None
@@ -59,37 +59,37 @@ def why_not(device: str, answer: Answer) -> str | None:
 
 
 def command(kind: str = "cuda", seconds: float = SECONDS) -> list[str]:
-    """What a host runs: horovodrun beside its Python, which has the same path everywhere."""
+    """The command for a host: horovodrun beside its Python, which has the same path everywhere."""
     horovodrun = str(Path(sys.executable).with_name("horovodrun"))
     ranks = ["-np", str(RANKS), "-H", f"localhost:{RANKS}", "--gloo", "--start-timeout", str(int(seconds))]
     return [horovodrun, *ranks, sys.executable, "-c", _SUM, kind, str(int(seconds))]
 
 
-async def add_up(device: str, answer: Answer, run: Run) -> GpuSum:
-    """Try it on the host that gave this answer."""
+async def try_allreduce(device: str, answer: Answer, run: Run) -> GpuAllreduce:
+    """Run it on the host that gave this answer."""
     if (reason := why_not(device, answer)) is not None:
-        return GpuSum(why_not=reason)
+        return GpuAllreduce(why_not=reason)
     return read(await run(command(), SECONDS + 10))
 
 
-def read(result: Mapping[str, Any]) -> GpuSum:
-    """What the ranks found, from what they printed."""
+def read(result: Mapping[str, Any]) -> GpuAllreduce:
+    """The result from the output of the ranks."""
     lines = str(result["output"]).splitlines()
     of_ranks = [line.partition(">:")[2].strip() for line in lines if re.match(r"\[\d+\]<std(out|err)>:", line)]
     if result["code"] == 0 and of_ranks.count(_RIGHT) == RANKS:
-        return GpuSum()
+        return GpuAllreduce()
     if result["code"] is None:
-        return GpuSum(error=f"no answer within {SECONDS:.0f} seconds")
+        return GpuAllreduce(error=f"no answer within {SECONDS:.0f} seconds")
     telling = [line for line in of_ranks if re.match(rf"[\w.]*(Error|Exception)\b|{_WRONG}", line)]
     said = telling or [line for line in of_ranks or lines if line.strip()] or [f"exit code {result['code']}"]
-    return GpuSum(error=said[-1])
+    return GpuAllreduce(error=said[-1])
 
 
-def about_gpu_sums(sums: Mapping[str, GpuSum]) -> list[Finding]:
-    """A problem for each host whose ranks cannot add up."""
+def about_gpu_allreduces(sums: Mapping[str, GpuAllreduce]) -> list[Finding]:
+    """A problem for each host on which it failed."""
     cure = "`NCCL_DEBUG=INFO hvd-transformer launch -H {host}:2 -- bench allreduce` shows where NCCL stops"
     return [
-        Finding(host, f"two ranks on two GPUs cannot add up: {result.error}", cure.format(host=host))
+        Finding(host, f"the allreduce of two GPUs failed: {result.error}", cure.format(host=host))
         for host, result in sums.items()
         if result.error is not None
     ]
