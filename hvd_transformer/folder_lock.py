@@ -57,11 +57,14 @@ class FolderLock:
         self._released = threading.Event()
         self._writing = threading.Lock()  # whoever releases waits: the number of the closed file may be another's
 
-    def take(self, waits: Callable[[str], object] = lambda line: None) -> None:
+    def take(
+        self, waits: Callable[[str], object] = lambda line: None, look: Callable[[], object] | None = None
+    ) -> None:
         """Take the lock. `waits` is told, in a line, if that means to wait for an owner that may have ended.
 
         Raises `UserError`, which names the owner, if it is alive, or if the lock is a link, and `OSError` if the
-        folder cannot be written.
+        folder cannot be written. With `look` it waits for a living owner, too; that is called meanwhile, and an
+        exception of it ends the wait.
         """
         watch: _Watch | None = None
         told = False
@@ -74,7 +77,9 @@ class FolderLock:
                 self._remove(watch)
                 continue
             patience = JOB_END_SECONDS if watch.same_job() else END_SECONDS
-            if watch.alive() and watch.seconds() > patience:
+            if look is not None:
+                look()
+            elif watch.alive() and watch.seconds() > patience:
                 raise UserError(f"{folder}: in use by {watch.who()}; wait for it, end it, or choose another folder")
             if not told:
                 waits(f"{folder}: was in use by {watch.who()}; waiting for its end")

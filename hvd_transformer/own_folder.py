@@ -27,7 +27,11 @@ def check_own(path: Path) -> None:
     It could lead anywhere, or its owner could change what is written there. In other folders it is up to their rights
     who works together there. Root's are used, too, and those that a group of this user shares.
     """
-    for whole in dict.fromkeys((path.absolute(), path.resolve())):
+    try:
+        resolved = path.resolve()
+    except RuntimeError:  # before Python 3.13
+        raise UserError(f"{path}: leads into a loop of symbolic links") from None
+    for whole in dict.fromkeys((path.absolute(), resolved)):
         for part in reversed((whole, *whole.parents)):
             with suppress(FileNotFoundError, NotADirectoryError):
                 if part.parent.stat().st_mode & _EVERYONE == _EVERYONE and part != part.parent:

@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-from hvd_transformer.data.as_transformers_tokenizer import tokenizer_json
 from hvd_transformer.data.chat_template import end_tokens
 from hvd_transformer.data.pretrained_tokenizer import PretrainedTokenizer
 from hvd_transformer.data.tokenizers import UNKNOWN, BPETokenizer, Tokenizer
@@ -23,8 +22,7 @@ def add_tokenizer(writer: Any, tokenizer: Tokenizer, num_rows: int) -> None:
 
     if not isinstance(tokenizer, BPETokenizer | PretrainedTokenizer):
         raise UserError(f"data.tokenizer={tokenizer.kind}: only byte-level BPE")
-    text = tokenizer.files()[BPETokenizer.file_name] if isinstance(tokenizer, PretrainedTokenizer) else None
-    found = json.loads(text or tokenizer_json(tokenizer))
+    found = json.loads(tokenizer.files()[BPETokenizer.file_name])
     model = found["model"]
     split = _split(found)
     if split is None or model["type"] != "BPE" or found["normalizer"] is not None:

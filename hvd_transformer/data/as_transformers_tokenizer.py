@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import Any
 
 from hvd_transformer.data.pretrained_tokenizer import CONFIG, PretrainedTokenizer
 from hvd_transformer.data.tokenizers import (
@@ -25,6 +26,7 @@ _CLASS = "PreTrainedTokenizerFast"  # reads tokenizer.json as it is
 
 def transformers_files(tokenizer: Tokenizer, max_length: int) -> dict[str, str]:
     """tokenizer.json and tokenizer_config.json, as texts by file name. Raises `UserError` if they cannot hold it."""
+    config: dict[str, Any]
     if isinstance(tokenizer, PretrainedTokenizer):
         files = tokenizer.files()
         config = json.loads(files[CONFIG])
@@ -38,7 +40,7 @@ def transformers_files(tokenizer: Tokenizer, max_length: int) -> dict[str, str]:
         "clean_up_tokenization_spaces": False,
     }
     if tokenizer.document_end is not None:
-        config["eos_token"] = DOCUMENT_END
+        config |= {"eos_token": DOCUMENT_END, "split_special_tokens": True}  # in a text it is text
     return {BPETokenizer.file_name: tokenizer_json(tokenizer), CONFIG: json.dumps(config, indent=2) + "\n"}
 
 

@@ -1,4 +1,7 @@
-"""Build a folder exactly once although several processes ask for it: file lock, temporary folder, atomic rename.
+"""Build a folder exactly once although several processes ask for it: file locks, temporary folder, atomic rename.
+
+Processes of a host wait for each other by a lock of the kernel. On some network file systems other hosts do not see it,
+so whoever builds takes a `FolderLock`, too.
 
 A build that keeps the file `PROGRESS` in its folder finds all its files again after a kill, a stop or an error.
 """
@@ -16,6 +19,7 @@ from typing import IO, Any, NamedTuple, TypeVar
 
 from hvd_transformer.atomic import sync_folder
 from hvd_transformer.errors import UserError
+from hvd_transformer.folder_lock import FolderLock, owner_of
 from hvd_transformer.own_folder import check_own, make_own_folder
 
 T = TypeVar("T")
@@ -29,6 +33,10 @@ _USER_ERRNOS = {
     errno.EACCES,
     errno.EDQUOT,
     errno.EEXIST,
+    errno.EIO,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
     errno.ENOENT,  # a file of the source that was removed meanwhile
     errno.ENOSPC,
     errno.ENOTDIR,
@@ -85,7 +93,10 @@ def build_once(
                 return found
             if error is not None:
                 raise UserError(error)
-            _build_aside(folder, build, lock_file)
+            with _alone(folder, lock_file, should_stop) as builder:
+                if (found := load(folder)) is not None:  # another host has built it
+                    return found
+                _build_aside(folder, build, lock_file, builder)
             found = load(folder)
     except OSError as error:
         raise UserError(_explain(error, folder)) from None
@@ -93,7 +104,37 @@ def build_once(
     return found
 
 
-def _build_aside(folder: Path, build: Callable[[Path], None], lock_file: IO[str]) -> None:
+@contextmanager
+def _alone(folder: Path, lock_file: IO[str], should_stop: ShouldStop) -> Iterator[FolderLock]:
+    """Hold the folder's lock among hosts, too. Raises the error of a builder on another one that failed meanwhile."""
+
+    def look() -> None:
+        if should_stop():
+            raise Stopped
+
+    failures_before = _read_failure(lock_file)[0]
+    builder = FolderLock(_builder(folder), "a preparation of data")
+    check_own(_builder(folder))
+    builder.take(look=look)
+    try:
+        failures, error = _read_failure(lock_file)
+        if error is not None and failures > failures_before:
+            raise UserError(error)
+        yield builder
+    finally:
+        builder.release()
+
+
+def _builder(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.builder")
+
+
+def _replaced(folder: Path) -> str:
+    """The message of a builder that was suspended for so long that another one took over."""
+    return f"{folder}: prepared by another host at the same time; start again"
+
+
+def _build_aside(folder: Path, build: Callable[[Path], None], lock_file: IO[str], builder: FolderLock) -> None:
     """Build in a temporary folder, then rename it. An error of the user is recorded in the lock file for the waiting
     processes."""
     aside = folder.with_name(f".{folder.name}.tmp")
@@ -111,6 +152,8 @@ def _build_aside(folder: Path, build: Callable[[Path], None], lock_file: IO[str]
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         sync_folder(aside)
+        if builder.lost:
+            raise UserError(_replaced(folder))
         if folder.exists():  # damaged
             shutil.rmtree(folder.rename(aside / _DAMAGED))
         aside.rename(folder)
@@ -118,7 +161,10 @@ def _build_aside(folder: Path, build: Callable[[Path], None], lock_file: IO[str]
             (folder / name).unlink(missing_ok=True)
         sync_folder(folder.parent)
     except (UserError, OSError) as error:
-        message = str(error) if isinstance(error, UserError) else _explain(error, Path(lock_file.name))
+        if builder.lost:  # whatever became of its files
+            message = _replaced(folder)
+        else:
+            message = str(error) if isinstance(error, UserError) else _explain(error, Path(lock_file.name))
         failures = _read_failure(lock_file)[0] + 1
         with suppress(OSError):  # full disk: the waiting processes will notice themselves
             lock_file.truncate(0)
@@ -126,7 +172,7 @@ def _build_aside(folder: Path, build: Callable[[Path], None], lock_file: IO[str]
             lock_file.flush()
         raise UserError(message) from None
     finally:
-        if not (aside / PROGRESS).is_file():
+        if not builder.lost and not (aside / PROGRESS).is_file():
             shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -151,11 +197,12 @@ def _locked(path: Path, should_stop: ShouldStop) -> Iterator[tuple[IO[str], str 
 def unclaimed(aside: Path) -> Iterator[bool]:
     """Whether nobody builds in this temporary folder; then nobody does in the context. Raises `UserError` and
     `OSError`."""
-    lock = aside.with_name(f"{aside.name.removeprefix('.').removesuffix('.tmp')}.lock")
+    folder = aside.with_name(aside.name.removeprefix(".").removesuffix(".tmp"))
+    lock = folder.with_name(f"{folder.name}.lock")
     for path in (aside, lock):
         check_own(path)
     with open(lock, "a+", encoding="utf-8", opener=_open_no_link) as file:  # noqa: PTH123
-        yield _try_lock(file)
+        yield _try_lock(file) and owner_of(_builder(folder)) is None
 
 
 def _open_no_link(path: str, flags: int) -> int:

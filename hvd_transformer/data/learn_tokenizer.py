@@ -18,7 +18,7 @@ from hvd_transformer.data.shards import check_shards, cut_splits, text_bytes
 from hvd_transformer.data.text_corpus import Corpus
 from hvd_transformer.data.text_files import Piece
 from hvd_transformer.data.tokenizers import (
-    DOCUMENT_END,
+    DOCUMENT_SPECIALS,
     UNKNOWN,
     VOCABULARY_KINDS,
     BPETokenizer,
@@ -28,7 +28,7 @@ from hvd_transformer.data.tokenizers import (
 from hvd_transformer.data.words import count_words
 from hvd_transformer.errors import UserError
 
-FORMAT = 1  # of a kept tokenizer; another number learns all of them anew
+FORMAT = 2  # of a kept tokenizer; another number learns all of them anew
 LEAST_PIECE = 2**12  # bytes of a sample's pieces, at least
 Item = TypeVar("Item")
 Text = tuple[CorpusPieces, Spans]  # the training split of a corpus
@@ -75,20 +75,29 @@ def total(counts: Iterable[Counter[str]]) -> Counter[str]:
     return result
 
 
-def learn_common_tokenizer(config: DataConfig, corpora: Sequence[Corpus], context: PrepareContext) -> Tokenizer:
-    """One tokenizer for several corpora, learned from all their training splits now unless it exists.
+def learn_common_tokenizer(
+    config: DataConfig, corpora: Sequence[Corpus], has_documents: bool, context: PrepareContext
+) -> Tokenizer:
+    """One tokenizer for a mixture, learned now unless it exists from the training splits of these corpora, those of
+    the sources that are trained on.
 
     Raises `UserError` if the data cannot be used, `Stopped` on request.
     """
     own = tokenizer_settings(config, sum(corpus.train_bytes for corpus in corpora))
-    settings = {"format": FORMAT, "corpora": [corpus.identity for corpus in corpora], **own}
+    identities = [corpus.identity for corpus in corpora]
+    settings = {"format": FORMAT, "corpora": identities, "documents": has_documents, **own}
+    sources = [source.config.source for source in mixed_sources(config) if source.weight != 0]
 
     def write(folder: Path) -> dict[str, Any]:
-        for source, corpus in zip(mixed_sources(config), corpora, strict=True):
-            check_shards({"source": source.config.source, "corpus": corpus.identity}, folder.parent)
+        for source, corpus in zip(sources, corpora, strict=True):
+            check_shards({"source": source, "corpus": corpus.identity}, folder.parent)
         context.report(f"Learning one tokenizer {config.tokenizer} for {', '.join(corpus.name for corpus in corpora)}")
         tokenizer = learn_tokenizer(
-            [(CorpusPieces(config, corpus, context), cut_splits(corpus.splits, context)["train"]) for corpus in corpora]
+            [
+                (CorpusPieces(config, corpus, context), cut_splits(corpus.splits, context)["train"])
+                for corpus in corpora
+            ],
+            has_documents,
         )
         tokenizer.save(folder)
         return {"format": FORMAT, "tokenizer": tokenizer.digest}
@@ -100,12 +109,12 @@ def learn_common_tokenizer(config: DataConfig, corpora: Sequence[Corpus], contex
     return prepare_folder(config, "mixture", settings, write, read, context)
 
 
-def learn_tokenizer(texts: Sequence[Text]) -> Tokenizer:
-    """The tokenizer of `data.tokenizer` for all these texts. Raises `UserError` if they have no token."""
+def learn_tokenizer(texts: Sequence[Text], has_documents: bool) -> Tokenizer:
+    """The tokenizer of `data.tokenizer` for all these texts, with an end token for documents. Raises `UserError` if
+    they have no token."""
     first, spans = texts[0]
     config, context = first.config, first.context
-    has_documents = any(reader.has_documents for reader, _ in texts)
-    specials = (UNKNOWN, DOCUMENT_END) if has_documents else (UNKNOWN,)
+    specials = DOCUMENT_SPECIALS if has_documents else (UNKNOWN,)
     if config.tokenizer == BPETokenizer.kind:
         return BPETokenizer.train(
             (text for piece in _sample(texts) for text in piece.texts()),

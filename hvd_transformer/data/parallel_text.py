@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 
+from hvd_transformer.config.schema import DataConfig
+from hvd_transformer.data.build_once import ShouldStop
 from hvd_transformer.data.sacrebleu_sets import PREFIX, sacrebleu_files
 from hvd_transformer.data.splits import ExampleFiles, Files, RawExample, Reader, find_splits, first_file
 from hvd_transformer.data.text_files import read_lines
@@ -17,10 +19,14 @@ _TABS = ("{}.tsv", "{}.tsv.gz")
 class PairFiles(ExampleFiles):
     """The two files of each split, source first, or its single tab-separated file."""
 
+    def __init__(self, config: DataConfig, should_stop: ShouldStop = lambda: False) -> None:
+        super().__init__(config)
+        self.should_stop = should_stop  # for a test set that is downloaded
+
     def find(self, folder: Path) -> dict[str, Files]:
         found = find_splits(self.stems, lambda stem: self._named(folder, stem))
         if (self.config.test or "").startswith(PREFIX):
-            found["test"] = sacrebleu_files(self.config)
+            found["test"] = sacrebleu_files(self.config, self.should_stop)
         if "test" not in found and not self.config.test and (files := self._other_test(folder)):
             found["test"] = files
         return found

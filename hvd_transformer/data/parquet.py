@@ -90,6 +90,10 @@ def _opened(path: Path, column: str) -> Iterator[Any]:
             schema = file.schema_arrow
             if column not in schema.names:
                 raise UserError(f"{path}: has no column {column} (data.text_column); it has {', '.join(schema.names)}")
+            if schema.names.count(column) > 1:
+                raise UserError(
+                    f"{path}: has several columns {column} (data.text_column); give each column its own name"
+                )
             kind = schema.field(column).type
             kind = kind.value_type if types.is_dictionary(kind) else kind
             if not any(check(kind) for check in (types.is_string, types.is_large_string, types.is_string_view)):

@@ -14,12 +14,11 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,8 +44,9 @@ from hvd_transformer.data.tokenizers import SPECIALS, VOCABULARY_KINDS, BPEToken
 from hvd_transformer.errors import UserError
 
 FORMAT = 3  # of prepared examples; another number prepares all of them anew
+Item = TypeVar("Item")
 _MOST_LABELS = 1000  # of which each may have a single sample
-_CHUNK = 2000  # samples encoded at a time
+_CHUNK, _CHUNK_CHARACTERS = 2000, 2**22  # samples encoded at a time, at most: so many, or of about so much text
 
 
 class TrainedVocabulary(NamedTuple):
@@ -172,7 +172,7 @@ class _ExampleWriter:
                 sentences=True,
                 should_stop=self.context.should_stop,
             )
-        counts = total(self.context.map(partial(_count, config.tokenizer), _chunks(self._texts(columns))))
+        counts = total(self.context.map(partial(_count, config.tokenizer), _chunks(self._texts(columns), len)))
         return build_vocabulary(config.tokenizer, counts, config.vocab_size, config.min_frequency, SPECIALS)
 
     def _sample(self, columns: Sequence[int]) -> Iterator[str]:
@@ -203,7 +203,7 @@ class _ExampleWriter:
         # The raw texts of the training split are needed only where it is evaluated.
         keep_raw = split != "train" or len(self.source.splits) == 1
         raw = (folder / f"{split}.jsonl").open("w", encoding="utf-8") if keep_raw else None
-        for chunk, encoded in self.context.map(partial(_encode, encoder), _chunks(self._read(split))):
+        for chunk, encoded in self.context.map(partial(_encode, encoder), _chunks(self._read(split), _size)):
             samples = zip(chunk, encoded, strict=True)
             usable = [
                 (example, encoder.shorten(arrays, limits))
@@ -281,16 +281,27 @@ class _ExampleWriter:
         return True
 
     def _read(self, split: str) -> Iterator[RawExample]:
-        for number, example in enumerate(self.source.splits[split]()):
-            if number % _CHUNK == 0 and self.context.should_stop():
+        for chunk in _chunks(self.source.splits[split](), _size):
+            if self.context.should_stop():
                 raise Stopped
-            yield example
+            yield from chunk
 
 
-def _chunks(items: Iterable[Any]) -> Iterator[list[Any]]:
-    iterator = iter(items)
-    while chunk := list(islice(iterator, _CHUNK)):
+def _chunks(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Lists of items in order, by their sizes in characters."""
+    chunk, characters = list[Item](), 0
+    for item in items:
+        chunk.append(item)
+        characters += size(item)
+        if len(chunk) == _CHUNK or characters >= _CHUNK_CHARACTERS:
+            yield chunk
+            chunk, characters = [], 0
+    if chunk:
         yield chunk
+
+
+def _size(example: RawExample) -> int:
+    return sum(map(len, example.texts))
 
 
 def _count(kind: str, texts: list[str]) -> Counter[str]:

@@ -4,14 +4,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hvd_transformer.config.mixture import mixed_sources, origin, source_names
+from hvd_transformer.config.mixture import MixedSource, mixed_sources, origin, source_names
 from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data.build_once import PrepareContext
 from hvd_transformer.data.learn_tokenizer import learn_common_tokenizer
 from hvd_transformer.data.prepare_text import prepare_corpus
 from hvd_transformer.data.prepared import PreparedData
 from hvd_transformer.data.splits import SPLITS, chosen_split
-from hvd_transformer.data.text_corpus import Corpus, open_corpus
+from hvd_transformer.data.text_corpus import Corpus, open_corpus, open_evaluated
 from hvd_transformer.data.token_corpus import TokenCorpus, needs_tokenizer
 from hvd_transformer.data.token_file import MixedTokens, Tokens
 from hvd_transformer.data.tokenizers import Tokenizer, sha256
@@ -34,16 +34,23 @@ def prepare_sources(config: DataConfig, tokenizer: Tokenizer | None, context: Pr
     """
     if config.sources is None:
         return prepare_corpus(config, open_corpus(config, context), tokenizer, context)
-    corpora = [open_corpus(source.config, context) for source in mixed_sources(config)]
+    corpora = [_open(source, context) for source in mixed_sources(config)]
     tokenizer = tokenizer or _learned(config, corpora, context)
     return _mixture(config, corpora, tokenizer, context)
 
 
 def _learned(config: DataConfig, corpora: Sequence[Corpus | TokenCorpus], context: PrepareContext) -> Tokenizer:
+    """The tokenizer for all sources, learned from those that are trained on."""
     texts = [corpus for corpus in corpora if not isinstance(corpus, TokenCorpus)]
     if len(texts) < len(corpora):
         raise needs_tokenizer(config)
-    return learn_common_tokenizer(config, texts, context)
+    has_documents = any("columns" in corpus.identity for corpus in texts)
+    trained = [corpus for corpus in texts if "train" in corpus.splits]
+    return learn_common_tokenizer(config, trained, has_documents, context)
+
+
+def _open(source: MixedSource, context: PrepareContext) -> Corpus | TokenCorpus:
+    return (open_evaluated if source.weight == 0 else open_corpus)(source.config, context)
 
 
 def prepare_split(
@@ -53,7 +60,7 @@ def prepare_split(
     if config.sources is None:
         corpus = open_corpus(config, context).only(wanted, origin(config))
         return prepare_corpus(config, corpus, tokenizer, context)
-    corpora = [open_corpus(source.config, context) for source in mixed_sources(config)]
+    corpora = [_open(source, context) for source in mixed_sources(config)]
     split = chosen_split(wanted, {name for corpus in corpora for name in corpus.splits}, origin(config))
     parts = [corpus.only(split, origin(config)) if split in corpus.splits else None for corpus in corpora]
     return _mixture(config, parts, tokenizer, context)

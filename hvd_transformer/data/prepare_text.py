@@ -25,6 +25,7 @@ from hvd_transformer.data.learn_tokenizer import learn_tokenizer, tokenizer_sett
 from hvd_transformer.data.parquet import Rows
 from hvd_transformer.data.prepare_folder import prepare_folder
 from hvd_transformer.data.prepared import PreparedData, read_corpus, token_dtype
+from hvd_transformer.data.pretrained_tokenizer import PretrainedTokenizer
 from hvd_transformer.data.progress import Mark, Place, Progress
 from hvd_transformer.data.shards import check_shards, cut_splits
 from hvd_transformer.data.take_over import take_over
@@ -36,6 +37,7 @@ from hvd_transformer.data.words import WordEncoder, parts
 from hvd_transformer.errors import UserError
 
 FORMAT = 1  # of a prepared corpus; another number prepares all of them anew
+_FORMAT_WITH_END = 2  # of those whose learned tokenizer has an end token: `</s>` in a text was one in format 1
 SAVED_BYTES = 64 * 2**20  # of text: a kill loses no more work
 
 
@@ -52,7 +54,7 @@ def prepare_corpus(
     if isinstance(corpus, TokenCorpus):
         return prepare_tokens(config, corpus, tokenizer, context)
     own = tokenizer_settings(config, corpus.train_bytes) if tokenizer is None else {"tokenizer": tokenizer.digest}
-    settings = {"format": FORMAT, "corpus": corpus.identity, **own}
+    settings = {"format": _format(corpus, tokenizer), "corpus": corpus.identity, **own}
     if tokenizer is not None and "columns" in corpus.identity:
         settings["document_end"] = tokenizer.document_end  # the digest does not tell it
     write = _TextWriter(config, corpus, tokenizer, context).write
@@ -69,7 +71,8 @@ class _TextWriter:
     context: PrepareContext
 
     def write(self, folder: Path) -> dict[str, Any]:
-        settings = {"format": FORMAT, "source": self.config.source, "corpus": self.corpus.identity}
+        used = _format(self.corpus, self.tokenizer)
+        settings = {"format": used, "source": self.config.source, "corpus": self.corpus.identity}
         check_shards(settings, folder.parent)
         text = CorpusPieces(self.config, self.corpus, self.context)
         if text.has_documents and self.tokenizer is not None and self.tokenizer.document_end is None:
@@ -83,7 +86,7 @@ class _TextWriter:
             progress = found
         else:
             spans = cut_splits(self.corpus.splits, self.context)
-            tokenizer = self.tokenizer or learn_tokenizer([(text, spans["train"])])
+            tokenizer = self.tokenizer or learn_tokenizer([(text, spans["train"])], text.has_documents)
             progress = Progress.begin(folder, settings, tokenizer, spans)
             take_over(progress)
         tokenizer = progress.tokenizer
@@ -91,7 +94,7 @@ class _TextWriter:
             self.context.report(f"{self.corpus.name}: resumes after {progress.num_tokens:,} tokens")
         dtype = token_dtype(tokenizer.vocab_size)
         return {
-            "format": FORMAT,
+            "format": FORMAT,  # of the files: equal tokens have equal digests
             "dtype": dtype,
             "vocab_size": tokenizer.vocab_size,
             "tokenizer": {"kind": tokenizer.kind, "file": tokenizer.file_name, "sha256": tokenizer.digest},
@@ -148,6 +151,13 @@ class _TextWriter:
             encoded = self.context.map(partial(_encode, tokenizer, dtype), pieces())
         for tokens in encoded:
             yield *sizes.popleft(), tokens
+
+
+def _format(corpus: Corpus, tokenizer: Tokenizer | None) -> int:
+    if isinstance(tokenizer, PretrainedTokenizer):
+        return FORMAT
+    has_end = "columns" in corpus.identity if tokenizer is None else tokenizer.document_end is not None
+    return _FORMAT_WITH_END if has_end else FORMAT
 
 
 def _amount(text: CorpusPieces) -> str:

@@ -16,7 +16,10 @@ from hvd_transformer.huggingface import from_folder, origin
 
 CONFIG = "tokenizer_config.json"  # no tokenizer of ours has this file
 _TEMPLATE = "chat_template.jinja"
-_FILES = ("tokenizer.json", CONFIG, "special_tokens_map.json", _TEMPLATE)
+_MAP = "special_tokens_map.json"  # of older folders
+_FILES = ("tokenizer.json", CONFIG, _MAP, _TEMPLATE)
+_TOKENS = ("bos_token", "eos_token", "pad_token")
+_END = "<|endoftext|>"  # of GPT-2 and others, some of whose folders do not name it
 # Keys that tell how it was read, not what it is.
 _READ_KEYS = ("is_local", "local_files_only", "name_or_path")
 
@@ -28,13 +31,16 @@ class PretrainedTokenizer(Tokenizer):
     file_name = "tokenizer.json"
 
     def __init__(self, files: Mapping[str, str]) -> None:
+        """Raises `UserError`, which begins with the file's name, for a damaged one, and for tokenizer.json any other
+        exception."""
         from tokenizers import Tokenizer as Model
 
         self._files = dict(files)
+        self.config = _read_object(CONFIG, files[CONFIG])
+        self._map = _read_object(_MAP, files.get(_MAP, "{}"))
         self.model = Model.from_str(files["tokenizer.json"])
         self.model.no_padding()
         self.model.no_truncation()
-        self.config: dict[str, Any] = json.loads(files[CONFIG])
 
     @classmethod
     def load(cls, folder: Path) -> "PretrainedTokenizer":
@@ -72,12 +78,15 @@ class PretrainedTokenizer(Tokenizer):
         try:
             if not path.is_dir() and (converted := convert(path, given)):
                 return cls({cls.file_name: converted.tokenizer.to_str(), CONFIG: json.dumps(converted.special)})
-            texts = _texts(path) if path.is_dir() else {cls.file_name: file.read_text(encoding="utf-8")}
-            return cls({CONFIG: "{}", **texts})
-        except UserError:
-            raise
+            # The small files beside a tokenizer.json belong to it, beside another file perhaps not.
+            texts = _texts(file.parent) if file.name == cls.file_name else {}
+            texts[cls.file_name] = _read(file)
         except OSError as error:
             raise UserError(f"{given}: cannot be read: {error.strerror}") from None
+        try:
+            return cls({CONFIG: "{}", **texts})
+        except UserError as error:
+            raise UserError(f"{given}: {error}") from None
         except Exception as error:  # tokenizers raises Exception itself
             said = str(error).splitlines() or [type(error).__name__]
             raise UserError(f"{given}: not a valid tokenizer.json: {said[0]}") from None
@@ -90,7 +99,7 @@ class PretrainedTokenizer(Tokenizer):
     def longest(self) -> int | None:
         """The maximum number of tokens of a sentence, if the folder states one."""
         found = self.config.get("model_max_length")
-        return int(found) if found is not None and found < 10**9 else None
+        return int(found) if isinstance(found, int | float) and found < 10**9 else None
 
     @property
     def pad(self) -> int:
@@ -108,13 +117,23 @@ class PretrainedTokenizer(Tokenizer):
             return self
         if self.document_end is None:
             return None
-        config = {**self.config, "pad_token": self.config["eos_token"]}
+        config = {**self.config, "pad_token": self._given("eos_token")}
         return type(self)({**self._files, CONFIG: _config_text(config)})
 
     def _special(self, key: str) -> int | None:
-        token = self.config.get(key)
+        token = self._given(key)
         found = self.model.token_to_id(token["content"] if isinstance(token, dict) else token) if token else None
         return None if found is None else int(found)
+
+    def _given(self, key: str) -> Any:
+        """The special token that the folder names by this key, as a text or a table with its content."""
+        found = self.config.get(key) or self._map.get(key)
+        return _END if not found and key == "eos_token" and self._has_end else found
+
+    @cached_property
+    def _has_end(self) -> bool:
+        added = self.model.get_added_tokens_decoder().values()
+        return any(token.special and token.content == _END for token in added)
 
     def encode(self, text: str) -> Ids:
         return np.array(self.model.encode(text, add_special_tokens=False).ids, np.uint32)
@@ -184,9 +203,32 @@ class PretrainedTokenizer(Tokenizer):
         return sha256(f"{self._files['tokenizer.json']} {self.own_pad}")
 
 
+def _read_object(name: str, text: str) -> dict[str, Any]:
+    """A JSON file with special tokens. Raises `UserError`, which begins with its name."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{name}: not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{name}: must be a JSON object")
+    for key in _TOKENS:
+        token = found.get(key)
+        if not isinstance(token["content"] if isinstance(token, dict) and "content" in token else token or "", str):
+            raise UserError(f"{name}: {key} must be a token, such as </s>, not {json.dumps(token)[:40]}")
+    return found
+
+
 def _config_text(config: Mapping[str, Any]) -> str:
     return json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False)
 
 
 def _texts(folder: Path) -> dict[str, str]:
-    return {name: (folder / name).read_text(encoding="utf-8") for name in _FILES if (folder / name).is_file()}
+    """The files of a folder. Raises `UserError` for one that is not UTF-8, and `OSError`."""
+    return {name: _read(folder / name) for name in _FILES if (folder / name).is_file()}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not valid UTF-8: {error.reason}") from None

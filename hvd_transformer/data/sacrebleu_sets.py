@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from hvd_transformer.config.schema import DataConfig
-from hvd_transformer.data.build_once import build_once
+from hvd_transformer.data.build_once import ShouldStop, Stopped, build_once
+from hvd_transformer.data.in_thread import in_thread
 from hvd_transformer.data.splits import Files
 from hvd_transformer.errors import UserError
 
@@ -14,12 +15,13 @@ PREFIX = "sacrebleu:"
 _STALL_SECONDS = 60.0
 
 
-def sacrebleu_files(config: DataConfig) -> Files:
+def sacrebleu_files(config: DataConfig, should_stop: ShouldStop) -> Files:
     """The source file and the first reference of the test set that `data.test` names, in `data.cache_dir`. They come
     from sacrebleu's cache (the folder SACREBLEU, by default ~/.sacrebleu), to which they are downloaded unless they are
     there: by one rank per cache, as sacrebleu's own files grow under their final names.
 
-    Raises `UserError` if sacrebleu does not know the set or the language pair, or if it cannot be downloaded.
+    Raises `UserError` if sacrebleu does not know the set or the language pair, or if it cannot be downloaded, and
+    `Stopped` on request.
     """
     from sacrebleu.dataset import DATASETS
 
@@ -38,14 +40,28 @@ def sacrebleu_files(config: DataConfig) -> Files:
         return files if all(file.is_file() for file in files) else None
 
     def build(aside: Path) -> None:
-        for file, language in zip(_fetch(data_set, pair, given), languages, strict=True):
+        for file, language in zip(_fetch(data_set, pair, given, should_stop), languages, strict=True):
             shutil.copyfile(file, aside / f"test.{language}")
 
-    return build_once(folder, load, build, lambda: False)
+    return build_once(folder, load, build, should_stop)
 
 
-def _fetch(data_set: Any, pair: str, given: str) -> Files:
-    """The files in sacrebleu's cache."""
+def _fetch(data_set: Any, pair: str, given: str, should_stop: ShouldStop) -> Files:
+    """The files in sacrebleu's cache. Where it is stopped, no part of a download stays there: sacrebleu would take it
+    for the whole."""
+    new = [archive for archive in _archives(data_set).values() if not archive.exists()]
+
+    def look() -> None:
+        if should_stop():
+            for archive in new:
+                archive.unlink(missing_ok=True)
+            raise Stopped
+
+    return in_thread(lambda: _download(data_set, pair, given), look)
+
+
+def _download(data_set: Any, pair: str, given: str) -> Files:
+    """The files in sacrebleu's cache. Raises `UserError`."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(_STALL_SECONDS)  # sacrebleu sets none
     try:

@@ -68,9 +68,18 @@ def _text_bytes(span: TextSpan) -> int:
 
 
 def cut_splits(splits: dict[str, TextSplit], context: PrepareContext) -> dict[str, tuple[TextSpan, ...]]:
-    """The spans of each split, those with a `share` cut: rows are counted, and compressed files read to their ends."""
+    """The spans of each split, those with a `share` cut: rows are counted, and compressed files read to their ends.
+
+    Raises `UserError`.
+    """
     spans = next((split.spans for split in splits.values() if split.share), ())
+    for span in spans:
+        check_no_array(span)  # to find where its single line ends, all of it would be read
     lengths = _in_threads(_length, spans, context)
+    if spans and not sum(lengths):
+        others = f" and {len(spans) - 1} more files" if len(spans) > 1 else ""
+        kind = "rows" if spans[0].path.suffix == PARQUET else "text"
+        raise UserError(f"{spans[0].path}{others}: no {kind} in {'them' if others else 'it'}")
 
     def place(share: float) -> tuple[int, int]:
         """The number of the span where this share of all ends, and the position in it."""
@@ -89,7 +98,6 @@ def cut_splits(splits: dict[str, TextSplit], context: PrepareContext) -> dict[st
         found = [*whole[: last - first], *(replace(span, end=end) for span in whole[last - first :][:1])]
         found[:1] = [replace(span, start=start) for span in found[:1]]
         if not (left := tuple(span for span in found if span.start < (span.end or 0))):
-            check_no_array(spans[0])
             raise UserError(
                 f"{spans[0].path}: data.split leaves the {name} split of {len(spans)} files empty (cuts are at line "
                 "ends); give it a larger share, or two shares for no test split"

@@ -102,6 +102,12 @@ class Source(Generic[T]):
         split = chosen_split(wanted, self.splits, origin)
         return type(self)(self.name, {**self.identity, "only": split}, {split: self.splits[split]})
 
+    def evaluated(self: AnySource) -> AnySource:
+        """Without the training split. What is evaluated as a whole is the valid split."""
+        names = {split: "valid" if split == WHOLE else split for split in self.splits if split != "train"}
+        splits = {name: self.splits[split] for split, name in names.items()}
+        return type(self)(self.name, {**self.identity, "only": list(splits)}, splits)
+
 
 ExampleSource = Source[Reader]
 
@@ -207,7 +213,8 @@ class _RandomSplit:
     @cached_property
     def _ends(self) -> tuple[int, NDArray[np.int64]]:
         """The number of rows, and where each split ends in their random order."""
-        number = sum(1 for _ in self.read())
+        if not (number := sum(1 for _ in self.read())):
+            raise UserError(f"{self.path}: has no rows")
         ends = np.rint(np.cumsum(self.shares) * number).astype(np.int64)
         ends[-1] = number if sum(self.shares) > 1 - 1e-9 else ends[-1]
         for split, size in zip(SPLITS, np.diff(ends, prepend=0), strict=False):

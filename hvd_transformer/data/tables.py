@@ -76,8 +76,13 @@ def _comma_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _column(path: Path, names: list[str], key: str, name: str) -> int:
+    first = "its first line must name the columns"
+    if not any(names):
+        raise UserError(f"{path}: {first}, such as {name}")
     if name not in names:
-        raise UserError(f"{key}={name}: {path} has no such column; it has {', '.join(names)}")
+        raise UserError(f"{key}={name}: {path} has no such column; it has {', '.join(names)} ({first})")
+    if names.count(name) > 1:
+        raise UserError(f"{key}={name}: {path} has several columns of this name; give each column its own name")
     return names.index(name)
 
 

@@ -46,6 +46,10 @@ _TEXTS = ("{}.txt", "{}.raw", "wiki.{}.tokens", "wiki.{}.raw", "ptb.{}.txt", "{}
 _PATTERNS = (*_TEXTS, *(pattern for ending in ENDINGS if (pattern := f"{{}}{ending}") not in _TEXTS))
 _SHARDS = "{}[-_.]*"  # as Hugging Face names them: train-00000-of-00008.parquet
 _NAMED = "(?:{})[-_.]"
+_OTHER_DATA = re.compile(r"[-_]\D")  # train_small.txt beside train.txt is not a shard
+# Of files that are no running text, in other cases of letters, too: their syntax would be trained on.
+_ROWS = (".jsonl", ".ndjson", ".jsonlines", ".json", PARQUET, ".csv", ".tsv")
+_PACKED = (".bz2", ".xz", ".zip")
 Corpus = Source[TextSplit]
 
 
@@ -55,34 +59,46 @@ def open_corpus(config: DataConfig, context: PrepareContext = ALONE) -> Corpus |
 
     Raises `UserError` with what is missing or empty, and what is allowed.
     """
-    source = config.source
+    return _open(config, context, trained=True)
+
+
+def open_evaluated(config: DataConfig, context: PrepareContext = ALONE) -> Corpus | TokenCorpus:
+    """Like `open_corpus`, for a source that is only evaluated: without the training split. A folder needs only a valid
+    split. A file, or the files of a pattern, is the valid split as a whole."""
+    return _open(config, context, trained=False).evaluated()
+
+
+def _open(config: DataConfig, context: PrepareContext, trained: bool) -> Corpus | TokenCorpus:
+    source, shares = config.source, config.split if trained else None
     if source in SOURCES:
         check_no_names(config, f"{source} is not a folder")
     if source == "python-docs":
         _refuse_column(config, source)
         return _open_python_docs(Path(config.cache_dir).expanduser().absolute(), context)
     if source in TEXTS:
-        return _open_folder(fetch_published(config, TEXTS, context), config, source)
+        return _open_folder(fetch_published(config, TEXTS, context), config, trained, source)
     path = Path(source).expanduser()
     try:
         if path.is_dir():
             path = path.resolve()
             stems = split_stems(config, _STEMS)
-            if not _find(path, config) and (folder := open_token_folder(path, stems)) is not None:
+            if not _find(path, config) and (folder := open_token_folder(path, stems, trained)) is not None:
                 _refuse_column(config, str(path))
                 return folder
-            return _open_folder(path, config)
-        if (tokens := open_token_file(path, config.split)) is not None:
+            return _open_folder(path, config, trained)
+        if (tokens := open_token_file(path, shares)) is not None:
             check_no_names(config, f"{path} is one file, which data.split splits")
             _refuse_column(config, str(path))
             return tokens
         if path.is_file():
             check_no_names(config, f"{path} is one file, which data.split splits")
+            _refuse_rows(path)
             there = path.resolve()  # in the cache of huggingface_hub it has no ending
-            return _open_file(there if ending(there) == ending(path) else path.absolute(), config)
+            path = there if ending(there) == ending(path) else path.absolute()
+            return _open_file(path, config) if trained else _open_whole(path, config)
         if glob.has_magic(source):
             check_no_names(config, f"{source} is cut by data.split")
-            return _open_pattern(path, config)
+            return _open_pattern(path, config, shares)
     except OSError as error:
         raise UserError(f"{error.filename or path}: cannot be read: {error.strerror}") from None
     except (NotImplementedError, ValueError) as error:  # of a pattern
@@ -101,13 +117,18 @@ def open_text(config: DataConfig, path: Path, wanted: str | None) -> Corpus | To
             return folder.only(wanted, str(path))
         split = chosen_split(wanted, files, str(path))
         found = _whole(files[split], config)
-    else:
-        check_whole(wanted, path)
-        if (tokens := open_token_file(path, None)) is not None:
-            return tokens
-        split, found = WHOLE, _whole((path,), config)
+        _check_not_empty(found, "the file is empty")
+        return _corpus(path.stem, {split: found})
+    check_whole(wanted, path)
+    if (tokens := open_token_file(path, None)) is not None:
+        return tokens
+    return _open_whole(path, config)
+
+
+def _open_whole(path: Path, config: DataConfig) -> Corpus:
+    found = _whole((path,), config)
     _check_not_empty(found, "the file is empty")
-    return _corpus(path.stem, {split: found})
+    return _corpus(path.stem, {WHOLE: found})
 
 
 def _open_python_docs(cache: Path, context: PrepareContext) -> Corpus:
@@ -139,17 +160,21 @@ def _open_python_docs(cache: Path, context: PrepareContext) -> Corpus:
 
 def _find(folder: Path, config: DataConfig) -> dict[str, Files]:
     def find(stem: str) -> Files:
-        shards = f"{folder}: {stem}"
-        return (
-            first_file(folder, stem, _PATTERNS)
-            or find_shards((folder / stem).glob("*"), shards)
-            or find_shards(folder.glob(_SHARDS.format(stem)), shards)
-        )
+        origin, named = f"{folder}: {stem}", first_file(folder, stem, _PATTERNS) or ()
+        beside = set(folder.glob(_SHARDS.format(stem))).difference(named)
+        if named:
+            beside = {path for path in beside if not _OTHER_DATA.match(path.name.removeprefix(stem))}
+        kinds = [named, find_shards((folder / stem).glob("*"), origin), find_shards(beside, origin)]
+        found = [files for files in kinds if files]
+        if len(found) > 1:
+            one, other = (files[0].relative_to(folder) for files in found[:2])
+            raise UserError(f"{origin}: both {one} and {other}; the same documents may be there twice; move one away")
+        return found[0] if found else ()
 
     return find_splits(split_stems(config, _STEMS), find)
 
 
-def _open_folder(folder: Path, config: DataConfig, name: str | None = None) -> Corpus:
+def _open_folder(folder: Path, config: DataConfig, trained: bool, name: str | None = None) -> Corpus:
     if not any(folder.iterdir()):
         raise UserError(f"{folder}: the folder is empty; it must hold train.txt, valid.txt and test.txt")
     files, splits = _find(folder, config), dict[str, TextSplit]()
@@ -157,7 +182,7 @@ def _open_folder(folder: Path, config: DataConfig, name: str | None = None) -> C
         if split in files:
             splits[split] = _whole(files[split], config)
             _check_not_empty(splits[split], f"the {split} split is empty")
-        elif number < len(config.split):
+        elif split == "valid" or (trained and number < len(config.split)):
             stems = split_stems(config, _STEMS)[split]
             accepted = ", ".join(pattern.format(stem) for stem in stems for pattern in _TEXTS)
             raise UserError(
@@ -175,6 +200,7 @@ def _open_file(path: Path, config: DataConfig) -> Corpus:
     if not _is_plain(path):
         return _corpus(path.stem, _shares(_whole((path,), config), config.split))
     size, shares, column = path.stat().st_size, config.split, _column(path, config)
+    check_no_array(TextSpan(path, 0, size, column))  # a cut in its single line would read all of it
     cut = boundary if column is None else line_boundary
     splits: dict[str, TextSplit] = {}
     start, total = 0, 0.0
@@ -182,7 +208,6 @@ def _open_file(path: Path, config: DataConfig) -> Corpus:
         total += share
         end = size if total > 1 - 1e-9 else max(start, cut(path, round(total * size)))
         if end == start:
-            check_no_array(TextSpan(path, 0, size, column))
             raise UserError(
                 f"{path}: data.split={list(shares)} leaves the {split} split empty (cuts are at line ends); "
                 "give it a larger share, two shares for no test split, or a file with more lines"
@@ -192,8 +217,9 @@ def _open_file(path: Path, config: DataConfig) -> Corpus:
     return _corpus(path.stem, splits)
 
 
-def _open_pattern(pattern: Path, config: DataConfig) -> Corpus | TokenCorpus:
-    """Cut all files of a pattern, such as shards/*.jsonl.gz, by shares of their text or tokens."""
+def _open_pattern(pattern: Path, config: DataConfig, shares: list[float] | None) -> Corpus | TokenCorpus:
+    """Cut all files of a pattern, such as shards/*.jsonl.gz, by shares of their text or tokens (None: all of them, to
+    be evaluated)."""
     given = f"data.source={config.source}"
     pattern = pattern.absolute()
     paths = list(Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor))))
@@ -209,8 +235,9 @@ def _open_pattern(pattern: Path, config: DataConfig) -> Corpus | TokenCorpus:
     name = files[0].parent.name
     if not texts:
         _refuse_column(config, given)
-        return open_token_files(files, config.split, name)
-    return _corpus(name, _shares(_whole(files, config), config.split))
+        return open_token_files(files, shares, name)
+    whole = _whole(files, config)
+    return _corpus(name, {WHOLE: whole} if shares is None else _shares(whole, shares))
 
 
 def _shares(whole: TextSplit, shares: list[float]) -> dict[str, TextSplit]:
@@ -236,11 +263,29 @@ def _check_not_empty(split: TextSplit, what: str) -> None:
 
 
 def _column(path: Path, config: DataConfig) -> str | None:
-    """The column with the text, of documents. Raises `UserError` if one is named for another file."""
+    """The column with the text, of documents. Raises `UserError` if one is named for another file, and for a file of
+    rows or a compressed one whose ending is none of `ENDINGS`."""
     if has_documents(path):
         return config.text_column
+    _refuse_rows(path)
     _refuse_column(config, str(path))
     return None
+
+
+def _refuse_rows(path: Path) -> None:
+    if has_documents(path):
+        return
+    name = path.name.lower()
+    if name.endswith(_PACKED):
+        raise UserError(f"{path}: of compressed files only .gz and .zst are read")
+    for end in COMPRESSED:
+        name = name.removesuffix(end)
+    if name.endswith(_ROWS):
+        lines = ", ".join(f"{kind}{end}" for kind in (".jsonl", ".json") for end in ("", *COMPRESSED))
+        raise UserError(
+            f"{path}: its rows would be read as running text; documents must end in {lines} or {PARQUET}, running text "
+            "in another name such as .txt"
+        )
 
 
 def _refuse_column(config: DataConfig, given: str) -> None:

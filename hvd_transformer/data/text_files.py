@@ -100,10 +100,10 @@ def _document(line: bytes, column: str) -> str:
 
 
 def check_no_array(span: TextSpan) -> None:
-    """Raise `UserError` for JSON lines that are a JSON array: in a single line no split is found."""
+    """Raise `UserError` for JSON lines that are a JSON array, before its single line is read as a whole."""
     if span.column is not None and not span.path.name.endswith(".parquet"):
         with opened(span.path) as file:
-            if file.read(64).lstrip().startswith(b"["):
+            if file.read(64).removeprefix(BOM_UTF8).lstrip().startswith(b"["):
                 raise UserError(f"{span.path}: each line {_NO_OBJECT} {span.column}, not an array")
 
 
@@ -121,10 +121,16 @@ def read_pieces(span: TextSpan, piece_bytes: int = PIECE_BYTES) -> Iterator[Piec
     """Yield the span in order, in pieces of at most `piece_bytes`.
 
     A piece ends before white space, at a line end if possible (see `_cut`), so that tokenizing it piece by piece gives
-    the same tokens as tokenizing the whole text. The cuts depend on the text alone: results do not depend on which
-    process works on which piece. JSON lines are cut between lines; a line longer than a piece makes a longer one.
-    A byte order mark is no text. Raises `UserError` if the file shrinks meanwhile.
+    the same tokens as tokenizing the whole text. That is true of the tokenizers that are learned here, where the text
+    has such white space, and of others that split text like GPT-2. Other tokenizers of `data.tokenizer` may have other
+    tokens at the cuts: some add a space to the start of a text, and some have tokens that span words.
+
+    The cuts depend on the text alone: results do not depend on which process works on which piece. JSON lines are cut
+    between lines; a line longer than a piece makes a longer one. A byte order mark is no text. Raises `UserError` if
+    the file shrinks meanwhile, or is a JSON array instead.
     """
+    if not span.start:
+        check_no_array(span)
     position, rest, at_end = span.start, bytearray(), False
     with opened(span.path, span.start) as file:
         while not at_end:

@@ -32,14 +32,15 @@ class TokenCorpus(Source[Spans]):
     """Splits of ready token files."""
 
 
-def open_token_folder(folder: Path, stems: Mapping[str, tuple[str, ...]]) -> TokenCorpus | None:
+def open_token_folder(folder: Path, stems: Mapping[str, tuple[str, ...]], trained: bool = True) -> TokenCorpus | None:
     """The token files of a folder: `train.bin` and `val.bin`, or several per split, such as `train_000.bin`, Megatron's
-    `train_text_document.bin` with its index, or all of `train/`. None if it has none. Raises `UserError`."""
+    `train_text_document.bin` with its index, or all of `train/`. None if it has none. If it is not `trained` on, it
+    needs no training split. Raises `UserError`."""
     found = {split: next(filter(None, (_find(folder, stem) for stem in stems[split])), ()) for split in SPLITS}
     if not any(found.values()) and not find_token_files(folder.glob("*"), str(folder)):
         return None
     for split in ("train", "valid"):
-        if not found[split]:
+        if not found[split] and (trained or split != "train"):
             accepted = " or ".join(f"{stem}.bin" for stem in stems[split])
             raise UserError(
                 f"{folder}: token files, but none of the {split} split; it must hold {accepted}, or several such as "
@@ -56,13 +57,13 @@ def open_token_file(path: Path, shares: list[float] | None) -> TokenCorpus | Non
     if not path.is_file():
         return None
     path = path.with_suffix(TOKENS).absolute()
-    if shares is None:
-        return _corpus(path.stem, {WHOLE: ForeignTokens([path]).spans()})
     return open_token_files((path,), shares, path.stem)
 
 
-def open_token_files(files: Files, shares: list[float], name: str) -> TokenCorpus:
-    """Some token files together, cut by shares as one. Raises `UserError`."""
+def open_token_files(files: Files, shares: list[float] | None, name: str) -> TokenCorpus:
+    """Some token files together, cut by shares as one (None: all of them, to be evaluated). Raises `UserError`."""
+    if shares is None:
+        return _corpus(name, {WHOLE: ForeignTokens(files).spans()})
     tokens, ends = ForeignTokens(files), accumulate(shares, initial=0.0)
     splits = {split: tokens.spans(*share) for split, share in zip(SPLITS, pairwise(ends), strict=False)}
     for split, spans in splits.items():

@@ -26,6 +26,7 @@ UNKNOWN = "<unk>"  # always token 0
 SPECIALS = (UNKNOWN, "<pad>", "<s>", "</s>")
 PAD, BEGIN, END = range(1, 4)
 DOCUMENT_END = "</s>"  # token 1 of a tokenizer that is learned from documents
+DOCUMENT_SPECIALS = (UNKNOWN, DOCUMENT_END)
 BPE_VOCAB_SIZE = 4096
 Ids = NDArray[np.uint32]
 
@@ -118,13 +119,16 @@ def _rebuild(kind: type[Tokenizer], text: str) -> Tokenizer:
 
 
 class VocabularyTokenizer(Tokenizer):
-    """A tokenizer whose tokens are words or characters, each with a number."""
+    """A tokenizer whose tokens are words or characters, each with a number.
+
+    `ends_documents`: token 1 is the end of a document. Without it, `</s>` may be the most frequent word of a text.
+    """
 
     file_name = "vocabulary.json"
     separator: ClassVar[str]  # between decoded tokens
 
-    def __init__(self, tokens: Sequence[str]) -> None:
-        self.tokens = list(tokens)
+    def __init__(self, tokens: Sequence[str], ends_documents: bool = False) -> None:
+        self.tokens, self.ends_documents = list(tokens), ends_documents
 
     @property
     def vocab_size(self) -> int:
@@ -132,14 +136,17 @@ class VocabularyTokenizer(Tokenizer):
 
     @cached_property
     def json_text(self) -> str:
-        return json.dumps({"kind": self.kind, "tokens": self.tokens}, ensure_ascii=False, indent=0)
+        found: dict[str, Any] = {"kind": self.kind, "tokens": self.tokens}
+        more = {"ends_documents": True} if self.ends_documents else {}  # others are as before there was such a key
+        return json.dumps(found | more, ensure_ascii=False, indent=0)
 
     @classmethod
     def from_json(cls, text: str) -> "VocabularyTokenizer":
-        tokens = json.loads(text)["tokens"]
+        found = json.loads(text)
+        tokens = found["tokens"]
         if not tokens or tokens[0] != UNKNOWN or not all(isinstance(token, str) for token in tokens):
             raise ValueError(f"its tokens must be a list of strings, {UNKNOWN} first")
-        return cls(tokens)
+        return cls(tokens, bool(found.get("ends_documents")))
 
     @property
     def document_end(self) -> int | None:
@@ -163,11 +170,14 @@ class WordTokenizer(VocabularyTokenizer):
 
     @cached_property
     def numbers(self) -> dict[str, int]:
-        """Token → token number. "<pad>" in a sentence is an unknown word: its own token would be taken for padding."""
+        """Token → token number. "<pad>" in a sentence is an unknown word: its own token would be taken for padding. So
+        is "</s>" in a document, which would end there."""
         found = {token: number for number, token in enumerate(self.tokens)}
         if tuple(self.tokens[: len(SPECIALS)]) == SPECIALS:
             for special in SPECIALS[PAD:]:
                 del found[special]
+        elif self.ends_documents:
+            del found[DOCUMENT_END]
         return found
 
     def encode(self, text: str) -> Ids:
@@ -212,7 +222,8 @@ class BPETokenizer(Tokenizer):
 
     def __init__(self, model: "HuggingFaceTokenizer") -> None:
         self.model = model
-        if model.token_to_id(SPECIALS[PAD]) == PAD:  # "<pad>" in a sentence is text: it would be taken for padding
+        # In a sentence "<pad>" is text: it would be taken for padding. So is "</s>" in a document, which would end.
+        if model.token_to_id(SPECIALS[PAD]) == PAD or model.token_to_id(DOCUMENT_END) == 1:
             model.encode_special_tokens = True
 
     @property
@@ -307,7 +318,9 @@ def build_vocabulary(
             f"data.min_frequency={min_frequency}: leaves a vocabulary of nothing but {', '.join(specials)}; the most "
             f"frequent token of the training split occurs {max(counts.values(), default=0)} times"
         )
-    return VOCABULARY_KINDS[kind](tokens)
+    # Character vocabularies need no mark: `</s>` is no character.
+    ends_documents = kind == WordTokenizer.kind and tuple(specials) == DOCUMENT_SPECIALS
+    return VOCABULARY_KINDS[kind](tokens, ends_documents)
 
 
 def sha256(text: str) -> str:

@@ -69,7 +69,7 @@ class RowSink:
             if self._sum is None:
                 self._sum = torch.zeros_like(self._like, device=rows.device)
             _add_all(self._sum, self._rows)
-            self._rows.clear()  # from here on at once: in groups, the order of the sums would depend on the micro-batches
+            self._rows.clear()  # from here on at once: the order of sums must not depend on the micro-batches
 
     def clear(self) -> None:
         self._rows.clear()

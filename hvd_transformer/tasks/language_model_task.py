@@ -69,8 +69,7 @@ class LanguageModelTask(DecoderTask):
         self.samples: WindowDataset | BlendedDataset | ColumnDataset
         shortest = min(map(len, _files(tokens)))
         if isinstance(tokens, MixedTokens):
-            needed, trained = length + 1, zip(tokens.files, mixed_sources(config.data), strict=True)
-            shortest = min(len(file) for file, source in trained if source.weight != 0)
+            needed = length + 1
             self.samples = self._mixture(tokens)
             self.sampler = StepSampler(self.samples.num_items, num_samples, training.batch_samples, replica)
         elif config.data.batching == "windows":
@@ -89,7 +88,7 @@ class LanguageModelTask(DecoderTask):
             )
 
     def _mixture(self, tokens: MixedTokens) -> BlendedDataset:
-        seed, sources = self.config.seed, mixed_sources(self.config.data)
+        seed, sources = self.config.seed, [source for source in mixed_sources(self.config.data) if source.weight != 0]
         datasets = [WindowDataset(file, self.length, seed + number) for number, file in enumerate(tokens.files)]
         available = [dataset.num_items for dataset in datasets]
         weights, epochs = [source.weight for source in sources], [source.epochs for source in sources]

@@ -45,7 +45,7 @@ class TranslationTask(ExampleTask):
     def prepare_evaluation(cls, config: Config, context: PrepareContext, wanted: EvaluationSpec) -> PreparedExamples:
         data, shared = config.data, config.model.share_embeddings
         if wanted.path is not None:
-            source = PairFiles(data).open_split(wanted.path, wanted.split)
+            source = PairFiles(data, context.should_stop).open_split(wanted.path, wanted.split)
         else:
             source = open_pairs(config, context).only(wanted.split, f"data.source={data.source}")
         learned = TrainedVocabulary(
@@ -166,4 +166,4 @@ class TranslationTask(ExampleTask):
 
 
 def open_pairs(config: Config, context: PrepareContext) -> ExampleSource:
-    return PairFiles(config.data).open(source_path(config.data, PAIRS, context), config.seed)
+    return PairFiles(config.data, context.should_stop).open(source_path(config.data, PAIRS, context), config.seed)

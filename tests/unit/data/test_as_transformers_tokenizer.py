@@ -8,7 +8,14 @@ from tokenizers import models
 
 from hvd_transformer.data.as_transformers_tokenizer import tokenizer_json, transformers_files, vocabulary_of
 from hvd_transformer.data.pretrained_tokenizer import PretrainedTokenizer
-from hvd_transformer.data.tokenizers import SPECIALS, BPETokenizer, CharTokenizer, WordTokenizer, build_vocabulary
+from hvd_transformer.data.tokenizers import (
+    DOCUMENT_SPECIALS,
+    SPECIALS,
+    BPETokenizer,
+    CharTokenizer,
+    WordTokenizer,
+    build_vocabulary,
+)
 
 TEXT = "A room, <pad> b </s><s> x<pad> <PAD>\x1c</s>\t<s> <unk> c.</s>"
 
@@ -25,6 +32,22 @@ def test_special_tokens_in_a_sentence_are_text(kind: type) -> None:
     assert theirs.decode(ids).strip() == ours.decode_line(ids)
     assert tuple(vocabulary_of(text)[: len(SPECIALS)]) == SPECIALS
     assert len(vocabulary_of(text)) == ours.vocab_size
+
+
+@pytest.mark.parametrize("kind", [BPETokenizer, CharTokenizer, WordTokenizer])
+def test_the_end_token_in_a_document_is_text(kind: type, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    if kind is BPETokenizer:
+        ours = BPETokenizer.train([TEXT] * 5, 600, 1, specials=DOCUMENT_SPECIALS)
+    else:
+        ours = build_vocabulary(kind.kind, kind.count(TEXT), None, 1, DOCUMENT_SPECIALS)
+    for name, text in transformers_files(ours, 100).items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    library, theirs = Model.from_str(tokenizer_json(ours)), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ids = ours.encode(TEXT).tolist()
+    assert library.encode(TEXT).ids == theirs(TEXT)["input_ids"] == ids
+    assert theirs.eos_token_id == ours.document_end == 1
+    assert 1 not in ids
 
 
 def test_greek_words_end_as_in_python() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from hvd_transformer.config import load
+from hvd_transformer.data import prepare_examples as prepare_examples_module
 from hvd_transformer.data.build_once import PrepareContext
 from hvd_transformer.data.parallel_text import PairFiles
 from hvd_transformer.data.prepare_examples import TrainedVocabulary, prepare_examples
@@ -216,3 +217,23 @@ def test_folders_of_the_format_before_are_not_read(pairs: Path, monkeypatch: pyt
     now = prepared(pairs)
     monkeypatch.setattr("hvd_transformer.data.prepare_examples.FORMAT", 1)
     assert prepared(pairs).folder != now.folder
+
+
+@pytest.mark.parametrize("tokenizer", ["basic_english", "char"])
+def test_long_samples_are_worked_on_in_smaller_parts(
+    pairs: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two thousand long ones would take gigabytes. What is written is the same."""
+    words = f"data.tokenizer={tokenizer}", "data.sequence_length=200"
+    digest = prepared(pairs, *words).digest
+    monkeypatch.setattr(prepare_examples_module, "_CHUNK_CHARACTERS", 30)
+    sizes: list[int] = []
+
+    def mapped(function: Any, chunks: Iterator[list[Any]]) -> Iterator[Any]:
+        for chunk in chunks:
+            sizes.append(len(chunk))
+            yield function(chunk)
+
+    again = prepared(pairs, *words, f"data.cache_dir={pairs.parent / 'again'}", map=mapped)
+    assert again.digest == digest
+    assert max(sizes) < len(TRAIN) and sum(sizes) >= len(TRAIN) + len(VALID)

@@ -1,13 +1,16 @@
 """A Hugging Face folder's tokenizer gives what transformers does."""
 
+import json
 import pickle
 from pathlib import Path
 
 import pytest
 from huggingface import WORDS, write_bert
+from tokenizers import Tokenizer, models
 
 from hvd_transformer.data.load_tokenizer import load_tokenizer
 from hvd_transformer.data.pretrained_tokenizer import PretrainedTokenizer
+from hvd_transformer.errors import UserError
 
 transformers = pytest.importorskip("transformers")
 TEXTS = ["the room was good", "Not VERY clean!", "unheard of", "a"]
@@ -41,3 +44,73 @@ def test_it_is_kept_and_sent_whole(folder: Path, tmp_path: Path) -> None:
         assert isinstance(other, PretrainedTokenizer)
         assert other.json_text == ours.json_text
         assert [ids.tolist() for ids in other.encode_lines(TEXTS)] == [ids.tolist() for ids in ours.encode_lines(TEXTS)]
+
+
+@pytest.fixture
+def gpt2(tmp_path: Path) -> Path:
+    """A folder in which no file names the end token."""
+    model = Tokenizer(models.BPE({"a": 0, "b": 1, "</s>": 2}, []))
+    model.add_special_tokens(["<|endoftext|>"])
+    model.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["", "tokenizer.json"])
+def test_the_end_token_is_found_wherever_the_folder_has_it(gpt2: Path, name: str) -> None:
+    def end() -> int | None:
+        tokenizer = PretrainedTokenizer.open(gpt2 / name)
+        padded = tokenizer.with_pad()
+        assert padded is not None and padded.own_pad == tokenizer.document_end
+        return tokenizer.document_end
+
+    assert end() == 3  # GPT-2's own
+    (gpt2 / "tokenizer_config.json").write_text('{"model_max_length": 1024}')
+    assert end() == 3
+    (gpt2 / "special_tokens_map.json").write_text('{"eos_token": {"content": "b"}}')
+    assert end() == 1
+    (gpt2 / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    assert end() == 2
+
+
+def test_a_tokenizer_file_of_another_name_has_no_files_beside_it(gpt2: Path) -> None:
+    (gpt2 / "tokenizer.json").rename(gpt2 / "other.json")
+    (gpt2 / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    assert PretrainedTokenizer.open(gpt2 / "other.json").document_end == 3
+
+
+@pytest.mark.parametrize("name", ["", "tokenizer.json"])
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", "must be a JSON object"),
+        ("{", "not valid JSON: Expecting property name"),
+        ("[" * 100_000, "not valid JSON: maximum recursion depth exceeded"),
+        ('{"eos_token": 5}', "eos_token must be a token, such as </s>, not 5"),
+        ('{"pad_token": {"content": [1]}}', 'pad_token must be a token, such as </s>, not {"content": [1]}'),
+        ('{"bos_token": {"text": "a"}}', 'bos_token must be a token, such as </s>, not {"text": "a"}'),
+    ],
+)
+def test_a_broken_small_file_is_named(gpt2: Path, name: str, file: str, content: str, message: str) -> None:
+    (gpt2 / file).write_text(content)
+    with pytest.raises(UserError) as caught:
+        PretrainedTokenizer.open(gpt2 / name)
+    assert str(caught.value).startswith(f"data.tokenizer={gpt2 / name}: {file}: {message}")
+
+
+def test_a_broken_tokenizer_file_is_named(gpt2: Path) -> None:
+    (gpt2 / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="not a valid tokenizer.json: "):
+        PretrainedTokenizer.open(gpt2)
+    (gpt2 / "tokenizer.json").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="/tokenizer.json: not valid UTF-8"):
+        PretrainedTokenizer.open(gpt2)
+    (gpt2 / "tokenizer.json").write_text("{}")
+    (gpt2 / "tokenizer_config.json").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="/tokenizer_config.json: not valid UTF-8"):
+        PretrainedTokenizer.open(gpt2)
+
+
+def test_a_maximum_length_that_is_no_number_is_none(gpt2: Path) -> None:
+    (gpt2 / "tokenizer_config.json").write_text(json.dumps({"model_max_length": "x"}))
+    assert PretrainedTokenizer.open(gpt2).longest is None

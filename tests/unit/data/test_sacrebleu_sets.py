@@ -3,6 +3,8 @@
 import hashlib
 import io
 import tarfile
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from sacrebleu.dataset import DATASETS
 from sacrebleu.dataset.fake_sgml import FakeSGMLDataset
 
 from hvd_transformer.config import load
+from hvd_transformer.data.build_once import Stopped
 from hvd_transformer.data.parallel_text import PairFiles
 from hvd_transformer.errors import UserError
 
@@ -94,6 +97,31 @@ def test_without_a_network_or_with_another_archive_one_line_says_so(tmp_path: Pa
     (tmp_path / "test.tgz").write_bytes(archive())
     make_set((tmp_path / "test.tgz").as_uri(), "0" * 32)
     assert "cannot be downloaded (its checksum differs); put file://" in refused(tmp_path)
+
+
+def test_a_download_stops_on_request(tmp_path: Path, make_set: MakeSet) -> None:
+    """Nothing is left of it, which sacrebleu would take for the whole."""
+    own = make_set("file:///absent.tgz")
+    archive, begun, end = Path(own._rawdir) / "own.absent.tgz", threading.Event(), threading.Event()
+
+    def download(pair: str) -> str:
+        archive.parent.mkdir(parents=True)
+        archive.write_bytes(b"half")
+        begun.set()
+        end.wait(20)
+        return "none"
+
+    own.get_source_file = download
+    for split in ("train", "valid"):
+        for language in ("de", "en"):
+            (tmp_path / f"{split}.{language}").write_text(f"{split}\n")
+    given = ["task=translation", "data.test=sacrebleu:own", f"data.cache_dir={tmp_path / 'ours'}"]
+    started = time.monotonic()
+    with pytest.raises(Stopped):
+        PairFiles(load(overrides=given).data, begun.is_set).open(tmp_path, seed=1)
+    assert time.monotonic() - started < 10
+    assert not archive.exists()
+    end.set()
 
 
 def test_unknown_sets_and_pairs_are_refused(tmp_path: Path, make_set: MakeSet) -> None:

@@ -104,10 +104,27 @@ def test_a_row_without_label_is_named(tmp_path: Path, ending: str) -> None:
     assert refused(file) == f"{file}, line 3: label is empty; each text needs a label"
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "{file}: its first line must name the columns, such as text"),
+        ("\ntext,label\na,1\n", "{file}: its first line must name the columns, such as text"),
+        ("text,label\n", "{file}: has no rows"),
+        ("text,label,text\na,1,b\n", "data.text_column=text: {file} has several columns of this name; give each "),
+        ("label,text,label\n1,a,1\n", "data.label_column=label: {file} has several columns of this name; give each "),
+    ],
+)
+def test_a_table_without_rows_or_with_odd_columns(tmp_path: Path, text: str, message: str) -> None:
+    for name, data in {"x.csv": text, "x.tsv": text.replace(",", "\t")}.items():
+        (file := tmp_path / name).write_text(data)
+        assert refused(file).startswith(message.format(file=file))
+
+
 def test_what_is_missing_is_told_with_what_there_is(tmp_path: Path) -> None:
     file = tmp_path / "x.csv"
     file.write_text("review,stars\na,1\n")
-    assert refused(file) == f"data.text_column=text: {file} has no such column; it has review, stars"
+    told = "has no such column; it has review, stars (its first line must name the columns)"
+    assert refused(file) == f"data.text_column=text: {file} {told}"
     assert refused(file, "data.text_column=review").startswith("data.label_column=label: ")
     lines = tmp_path / "x.jsonl"
     lines.write_text('{"text": "a", "label": 1}\n{"text": "a"}\n')

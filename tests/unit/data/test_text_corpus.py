@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hvd_transformer.config.schema import DataConfig
 from hvd_transformer.data import python_docs
-from hvd_transformer.data.text_corpus import open_corpus, open_text
+from hvd_transformer.data.text_corpus import open_corpus, open_evaluated, open_text
 from hvd_transformer.errors import UserError
 
 
@@ -83,6 +83,80 @@ def test_folder(tmp_path, names):
     corpus = open_corpus(DataConfig(source=str(folder), cache_dir=str(tmp_path)))
     assert [read(span).decode() for span in spans(corpus)] == [f"text of {name}\n" for name in names]
     assert corpus.name == "corpus"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a.JSONL", "a.ndjson", "a.jsonlines", "a.csv", "a.tsv.gz", "a.Json", "a.PARQUET", "a.txt.bz2", "a.jsonl.xz"],
+)
+def test_files_of_rows_are_no_running_text(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('{"text": "a"}\n' * 100)
+    config = DataConfig(source=str(tmp_path / name), cache_dir=str(tmp_path / "cache"))
+    only = "only .gz and .zst are read" if name.endswith((".bz2", ".xz")) else "must end in .jsonl"
+    for opened in (lambda: open_corpus(config), lambda: open_text(config, tmp_path / name, None)):
+        with pytest.raises(UserError, match=f"/{name}: .*{only}"):
+            opened()
+
+
+def test_rows_are_no_running_text_where_the_file_is_a_link(tmp_path: Path) -> None:
+    """As in the cache of huggingface_hub."""
+    (tmp_path / "blob").write_text("text,label\n" * 100)
+    (tmp_path / "a.csv").symlink_to("blob")
+    with pytest.raises(UserError, match="/a.csv: its rows would be read as running text"):
+        open_corpus(DataConfig(source=str(tmp_path / "a.csv"), cache_dir=str(tmp_path / "cache")))
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["train.jsonl", "train-0.jsonl"], "both train.jsonl and train-0.jsonl"),
+        (["train.jsonl", "train/0.jsonl"], "both train.jsonl and train/0.jsonl"),
+        (["train/0.jsonl", "train-0.jsonl"], "both train/0.jsonl and train-0.jsonl"),
+        (["train.txt", "train-0.jsonl"], "both train.txt and train-0.jsonl"),
+        (["train.txt", "train/0.txt"], "both train.txt and train/0.txt"),
+    ],
+)
+def test_a_split_that_is_there_twice(tmp_path: Path, names: list[str], told: str) -> None:
+    (tmp_path / "corpus" / "train").mkdir(parents=True)
+    folder = fill(tmp_path / "corpus", *names, "valid.txt", "test.txt")
+    with pytest.raises(UserError, match=f"corpus: train: {told}"):
+        open_corpus(DataConfig(source=str(folder), cache_dir=str(tmp_path / "cache")))
+
+
+def test_other_data_beside_a_split(tmp_path: Path) -> None:
+    folder = fill(tmp_path / "corpus", "train.txt", "train_small.txt", "train-notes.jsonl", "valid.txt", "test.txt")
+    corpus = open_corpus(DataConfig(source=str(folder), cache_dir=str(tmp_path / "cache")))
+    assert [span.path for span in corpus.splits["train"].spans] == [folder / "train.txt"]
+
+
+def test_only_evaluated(tmp_path: Path) -> None:
+    """Without a training split; a file is evaluated as a whole."""
+    folder = fill(tmp_path / "corpus", "valid.txt")
+    shards = fill(tmp_path / "shards", "train-0.jsonl", "valid-0.jsonl", "test-0.jsonl")
+    for source, wanted in {
+        folder: {"valid": [folder / "valid.txt"]},
+        shards: {"valid": [shards / "valid-0.jsonl"], "test": [shards / "test-0.jsonl"]},
+        folder / "valid.txt": {"valid": [folder / "valid.txt"]},
+        tmp_path / "sh*" / "*0.jsonl": None,
+        tmp_path / "shards" / "t[e]*0.jsonl": {"valid": [shards / "test-0.jsonl"]},
+    }.items():
+        config = DataConfig(source=str(source), cache_dir=str(tmp_path))
+        if wanted is None:
+            with pytest.raises(UserError, match="has files of the splits train and valid and test"):
+                open_evaluated(config)
+            continue
+        corpus = open_evaluated(config)
+        assert {split: [span.path for span in own.spans] for split, own in corpus.splits.items()} == wanted
+        assert all(own.share is None for own in corpus.splits.values()) and corpus.train_bytes == 0
+
+
+@pytest.mark.parametrize("source", ["tokens", "tokens/val.bin", "tokens/*.bin"])
+def test_token_files_that_are_only_evaluated(tmp_path: Path, source: str) -> None:
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens" / "val.bin").write_bytes(bytes(20))
+    corpus = open_evaluated(DataConfig(source=str(tmp_path / source), cache_dir=str(tmp_path)))
+    ((split, (span,)),) = corpus.splits.items()
+    assert (split, span.path, span.start, span.end) == ("valid", tmp_path / "tokens" / "val.bin", 0, 10)
 
 
 def test_the_files_of_splits_can_be_named(tmp_path):

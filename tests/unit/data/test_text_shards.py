@@ -161,6 +161,12 @@ GOOD = b'{"text": "a cat"}\n'
 BAD = [
     ("x.parquet", table_bytes(TABLE.drop(["text"])), "has no column text (data.text_column); it has id, url"),
     ("x.parquet", table_bytes(TABLE), "text (data.text_column) must be a column of strings, not list<"),
+    (
+        "x.parquet",
+        table_bytes(pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])),
+        "has several columns text (data.text_column); give each column its own name",
+    ),
+    ("x.jsonl", b"[" + GOOD.strip() + b"]", ": each line must be a JSON object with the column text, not an array"),
     ("x.parquet", table_bytes(TABLE)[:-9], "not a valid Parquet file: "),
     ("x.parquet", table_bytes(pyarrow.table({"text": ["a", "b", None]})), "row 2: text must be a text, not null"),
     ("x.jsonl.gz", gzip.compress(GOOD * 9)[:-5], "damaged: Compressed file ended before"),
@@ -268,3 +274,42 @@ def test_progress_is_told_within_a_shard(
     assert train == sorted(train)
     assert (len(set(train)) > 10) == tells
     assert max(train) < 100
+
+
+@pytest.mark.parametrize("source", ["x.jsonl", "x.jsonl.gz", "*.jsonl"])
+def test_an_array_is_refused_before_its_line_is_read(
+    source: str, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its single line may have many gigabytes."""
+
+    def refuse(*given: object) -> int:
+        pytest.fail("looks for the end of the line")
+
+    for module in ("text_corpus", "shards"):
+        monkeypatch.setattr(f"hvd_transformer.data.{module}.line_boundary", refuse)
+    data = b"\xef\xbb\xbf [" + b",".join([GOOD.strip()] * 2000) + b"]"
+    name = source.replace("*", "x")
+    (tmp_path / name).write_bytes(compressed(data, Path(name).suffix))
+    with pytest.raises(UserError, match=f"{name}: each line must be a JSON object with the column text, not an array"):
+        prepare(tmp_path / source, tokenizer, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("x.txt.gz", gzip.compress(b""), "x.txt.gz: no text in it"),
+        ("x.jsonl.zst", compressed(b"", ".zst"), "x.jsonl.zst: no text in it"),
+        (
+            "x.parquet",
+            table_bytes(pyarrow.table({"text": pyarrow.array([], pyarrow.string())})),
+            "parquet: no rows in it",
+        ),
+        ("*.txt", b"", "x.txt: no text in it"),
+    ],
+    ids=["gz", "zst", "parquet", "pattern"],
+)
+def test_nothing_in_it(name: str, data: bytes, message: str, tokenizer: Path, tmp_path: Path) -> None:
+    """That is not for other shares of `data.split` to mend."""
+    (tmp_path / name.replace("*", "x")).write_bytes(data)
+    with pytest.raises(UserError, match=message):
+        prepare(tmp_path / name, tokenizer, tmp_path)

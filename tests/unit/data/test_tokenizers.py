@@ -18,6 +18,7 @@ from torchtext.vocab import Vocab
 from hvd_transformer.data.load_tokenizer import load_tokenizer
 from hvd_transformer.data.tokenizers import (
     BEGIN,
+    DOCUMENT_SPECIALS,
     END,
     PAD,
     SPECIALS,
@@ -88,6 +89,29 @@ def test_special_tokens_in_a_sentence_are_text(kind):
         tokenizer = build_vocabulary(kind, count(SAMPLE + text), None, 1, SPECIALS)
     for again in (tokenizer, pickle.loads(pickle.dumps(tokenizer))):
         assert not np.isin(again.encode_lines([text])[0], [PAD, BEGIN, END]).any()
+
+
+@pytest.mark.parametrize("kind", ["basic_english", "char", "bpe"])
+def test_the_end_token_in_a_document_is_text(kind: str) -> None:
+    """As a token it would end the document there."""
+    text = "a </s> b </s><unk>"
+    if kind == "bpe":
+        tokenizer = BPETokenizer.train([SAMPLE], 600, 1, specials=DOCUMENT_SPECIALS)
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    else:
+        count = {"basic_english": WordTokenizer.count, "char": CharTokenizer.count}[kind]
+        tokenizer = build_vocabulary(kind, count(SAMPLE + text), None, 1, DOCUMENT_SPECIALS)
+    for again in (tokenizer, pickle.loads(pickle.dumps(tokenizer))):
+        assert again.document_end == 1
+        assert 1 not in again.encode(text)
+        assert not any(1 in ids for ids in again.encode_texts([text, "</s>"]))
+
+
+def test_the_most_frequent_word_of_running_text_may_be_an_end_mark() -> None:
+    tokenizer = build_vocabulary("basic_english", WordTokenizer.count("<s> a </s> <s> b </s>"), None, 1)
+    assert tokenizer.tokens[:3] == ["<unk>", "</s>", "<s>"]
+    assert tokenizer.encode("a </s>").tolist() == [3, 1]
+    assert tokenizer.json_text == json.dumps({"kind": "basic_english", "tokens": tokenizer.tokens}, indent=0)
 
 
 @pytest.mark.parametrize(
