@@ -16,14 +16,18 @@ def eval_samples(training: TrainingConfig) -> int | None:
     return training.eval_batches * (training.eval_batch_size or training.batch_samples)
 
 
-def rate_replicas(training: TrainingConfig, dp: int, local_steps: int = 1) -> float:
+def rate_replicas(training: TrainingConfig, dp: int, local_steps: int = 1, batch_size: int | None = None) -> float:
     """The number of replicas that `optimizer.lr` is scaled by.
 
     With `global_batch_size` it is the number that would process a step in one accumulation step each, so that the
     learning rate does not depend on the real number `dp` of replicas. Without accumulation both are the same. With
     local steps each replica updates by its own samples, 1 / dp of a step's.
+
+    `batch_size`: the one that the run began with. Another one of a resumed run cuts the same step into other
+    accumulation steps, which must not change its rate.
     """
-    replicas = dp if training.global_batch_size is None else training.global_batch_size / training.batch_samples
+    batch_size = batch_size or training.batch_samples
+    replicas = dp if training.global_batch_size is None else training.global_batch_size / batch_size
     return replicas if local_steps == 1 else replicas / dp
 
 

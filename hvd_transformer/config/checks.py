@@ -1,5 +1,7 @@
 """Checks across keys: settings that do not fit together."""
 
+import math
+
 from hvd_transformer.config.fine_tuning_checks import check_fine_tuning
 from hvd_transformer.config.mixture import check_mixture
 from hvd_transformer.config.schema import LEARNED_TOKENIZERS, Config, ModelConfig, OptimizerConfig, allowed
@@ -141,7 +143,7 @@ def _check_rope(model: ModelConfig) -> None:
             raise UserError(
                 f"model.rope_scaling: {key}: not with rope_type={kind}, which has {', '.join((*needed, *possible))}"
             )
-        if isinstance(value, str) or value <= 0:
+        if isinstance(value, str) or not 0 < value < math.inf:
             raise UserError(f"model.rope_scaling: {key}={value}: must be a number above 0")
     if kind == "llama3" and float(scaling["high_freq_factor"]) <= float(scaling["low_freq_factor"]):
         raise UserError("model.rope_scaling: high_freq_factor must be above low_freq_factor")

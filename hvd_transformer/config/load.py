@@ -62,8 +62,8 @@ def load_again(values: Mapping[str, Any], origin: str, overrides: Sequence[str] 
     Raises `UserError`, also for a word that sets a key which must not change.
     """
     settings = _Settings()
-    for key, value in values.items():
-        settings.add(key, value, origin)
+    for key, value in values.items():  # of JSON, where no value is null and "none" a name
+        settings.add(key, strict_yaml.QuotedText(value) if isinstance(value, str) else value, origin)
     for word in overrides:
         settings.add_word(word)
         key = word.partition("=")[0].strip()
@@ -83,7 +83,7 @@ def check_words(overrides: Sequence[str]) -> None:
 
 def dump(config: Config) -> str:
     """The configuration as YAML, which `load(file=…)` turns back into the same configuration."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return strict_yaml.dump(config.model_dump(mode="json"))
 
 
 class _Settings:

@@ -1,11 +1,38 @@
-"""YAML in which a key may be set once: PyYAML keeps the last value, and drops the others without a word."""
+"""YAML in which a key may be set once: PyYAML keeps the last value, and drops the others without a word.
+
+Numbers and quoted words remember how they were written: a folder 1.10 is not 1.1, and a label "none" is not a missing
+one.
+"""
 
 from typing import Any
 
 import yaml
 
+# Words for "no value", without quotes; in any case.
+NONE_WORDS = ("none", "null")
 _MOST_LEVELS = 20
 _MOST_VALUES = 100_000
+
+
+class _Written:
+    """A number that is text as it was written, where text is wanted."""
+
+    text: str
+
+    def __str__(self) -> str:  # pydantic asks it for the text of a number, too
+        return self.text
+
+
+class _WrittenInt(_Written, int):
+    pass
+
+
+class _WrittenFloat(_Written, float):
+    pass
+
+
+class QuotedText(str):
+    """Text that was in quotes, so that "none" is a name."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -17,7 +44,46 @@ class _Loader(yaml.SafeLoader):
                 if key.value in seen:
                     raise yaml.composer.ComposerError(None, None, f"{key.value} is set twice", key.start_mark)
                 seen.add(key.value)
+                if key.tag in (_INT, _FLOAT):  # a label, such as 007
+                    key.tag = _TEXT
         return node
+
+    def _written_int(self, node: yaml.ScalarNode) -> int:
+        made = _WrittenInt(self.construct_yaml_int(node))
+        made.text = node.value
+        return made
+
+    def _written_float(self, node: yaml.ScalarNode) -> float:
+        made = _WrittenFloat(self.construct_yaml_float(node))
+        made.text = node.value
+        return made
+
+    def _written_text(self, node: yaml.ScalarNode) -> str:
+        text: str = self.construct_yaml_str(node)
+        return QuotedText(text) if node.style in ("'", '"') else text
+
+
+_INT, _FLOAT, _TEXT = (f"tag:yaml.org,2002:{name}" for name in ("int", "float", "str"))
+_Loader.add_constructor(_INT, _Loader._written_int)
+_Loader.add_constructor(_FLOAT, _Loader._written_float)
+_Loader.add_constructor(_TEXT, _Loader._written_text)
+
+
+class _Dumper(yaml.SafeDumper):
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        node: yaml.ScalarNode = super().represent_str(data)
+        if data.lower() in NONE_WORDS:  # else it would be read as no value
+            node.style = "'"
+        return node
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+
+
+def dump(content: Any) -> str:
+    """YAML that `parse` reads as this content."""
+    text: str = yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return text
 
 
 def parse(text: str) -> Any:

@@ -9,14 +9,17 @@ from hvd_transformer.errors import UserError
 from hvd_transformer.nn.cross_entropy import GPU_CHUNK
 from hvd_transformer.planning.memory_estimate import MemoryEstimate, estimate_memory
 from hvd_transformer.planning.memory_plan import batch_samples
+from hvd_transformer.tasks.registry import task_class
+from hvd_transformer.tasks.task import ExampleTask
 
 
 class Saving(NamedTuple):
-    """A key, the value to try, and the bytes that the device in question would have less."""
+    """A key, the value to try, the bytes that the device in question would have less, and what else changes."""
 
     key: str
     value: str | int
     num_bytes: int
+    effect: str = ""
 
 
 def savings(
@@ -35,7 +38,7 @@ def savings(
     full = _needed(estimate_memory(config, vocab_size, dp, evaluation=evaluation), stage)
     found: dict[str, Saving] = {}
     for key, value in _candidates(config, dp, evaluation):
-        if resumes and not may_change(key):
+        if resumes and (not may_change(key) or key in _fixed_batch_keys(config)):
             continue
         try:
             changed = with_value(config, key, value)
@@ -45,7 +48,7 @@ def savings(
             continue
         saved = full - needed
         if saved > (found[key].num_bytes if key in found else 0):
-            found[key] = Saving(key, value, saved)
+            found[key] = Saving(key, value, saved, _effect(config, key, resumes))
     return sorted(found.values(), key=lambda saving: -saving.num_bytes)  # of equal ones, the first candidate first
 
 
@@ -54,6 +57,24 @@ def with_value(config: Config, key: str, value: Any) -> Config:
     section, _, name = key.partition(".")
     update = {name: value} | ({"partition": "auto"} if key == "parallel.pipeline" else {})
     return config.model_copy(update={section: getattr(config, section).model_copy(update=update)})
+
+
+def _fixed_batch_keys(config: Config) -> set[str]:
+    """The keys that a resumed run may not change, or not before its epoch ends (`training.run_directory`)."""
+    if config.data.batching == "columns":
+        return {"training.batch_size"}
+    return {"training.batch_size", "data.batch_tokens"} if issubclass(task_class(config), ExampleTask) else set()
+
+
+def _effect(config: Config, key: str, resumes: bool) -> str:
+    """How another value of this key changes training itself, where the key does not say it."""
+    if key not in ("training.batch_size", "data.batch_tokens"):
+        return ""
+    if config.training.global_batch_size is None:
+        return "fewer samples per step"
+    scaling = config.optimizer.lr_scaling
+    # A resumed run keeps its rate.
+    return "" if resumes or scaling == "none" else f"a higher learning rate by optimizer.lr_scaling={scaling}"
 
 
 def _needed(estimates: Sequence[MemoryEstimate], stage: int | None) -> int:

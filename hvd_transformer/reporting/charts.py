@@ -12,9 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from hvd_transformer.reporting.step_lines import is_number
+from hvd_transformer.reporting.metrics_log import Columns
 
-Rows = Sequence[Mapping[str, Any]]
 Floats = NDArray[np.float64]
 Curve = tuple[Floats, Floats]  # steps, values
 
@@ -27,11 +26,11 @@ _PERCENT, _FRACTIONS = {"bleu", "bleu_words", "chrf"}, {"accuracy", "precision",
 _MOST_POINTS = 1000
 
 
-def loss_chart(rows: Rows) -> bytes:
+def loss_chart(columns: Columns) -> bytes:
     """Training and validation loss by step; with perplexity on the right axis if it is reported."""
     figure, (axes,) = _figure("Loss", 1)
-    raw = _series(rows, "loss")
-    valid = _series(rows, "valid_loss", average=False)
+    raw = _series(columns, "loss")
+    valid = _series(columns, "valid_loss", average=False)
     smooth = _draw(axes, raw, "train")
     if valid[0].size:
         best = int(np.argmin(valid[1]))
@@ -41,19 +40,19 @@ def loss_chart(rows: Rows) -> bytes:
         axes.plot(*valid, color=ORANGE, linewidth=1.6, label=label, **_markers(valid, 60))
     axes.set_ylabel("loss (nats)")
     _frame_loss(axes, np.concatenate([raw[1], smooth, valid[1]]))
-    if any(key.endswith("perplexity") for row in rows for key in row):
+    if any(key.endswith("perplexity") for key in columns.keys):
         _perplexity_axis(axes)
     _legend(axes, "best")
     return _png(figure, [axes], [raw, valid])
 
 
-def metric_charts(rows: Rows) -> dict[str, bytes]:
+def metric_charts(columns: Columns) -> dict[str, bytes]:
     """Charts of the other validation metrics by step: "bleu", in percent; "scores", accuracy and other fractions;
     "losses", those of the sources of a mixture; and one for each metric of a custom task, by its key, such as
     "valid_rmse". Metrics without values get no chart."""
     charts: dict[str, dict[str, Curve]] = {}
-    for key in dict.fromkeys(key for row in rows for key in row):
-        curve = _series(rows, key, average=False)
+    for key in columns.keys:
+        curve = _series(columns, key, average=False)
         if not key.startswith("valid_") or key in _DRAWN_WITH_THE_LOSS or not curve[0].size:
             continue
         name = key.removeprefix("valid_")
@@ -95,15 +94,15 @@ def _spaced(name: str) -> str:
     return name.replace("_", " ")
 
 
-def learning_rate_chart(rows: Rows) -> bytes:
+def learning_rate_chart(columns: Columns) -> bytes:
     """The learning rate, and below it the gradient norm before clipping."""
     figure, (top, bottom) = _figure("Learning rate and gradient norm", 2)
-    rate = _series(rows, "lr", average=False)
+    rate = _series(columns, "lr", average=False)
     top.plot(*rate, color=BLUE, linewidth=1.8, **_markers(rate, 10))
     top.set_ylabel("learning rate")
     top.set_ylim(bottom=0)
     top.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
-    norms = _series(rows, "grad_norm")
+    norms = _series(columns, "grad_norm")
     _draw(bottom, norms, "norm")
     bottom.set_ylabel("gradient norm")
     positive = norms[1][norms[1] > 0]
@@ -115,13 +114,13 @@ def learning_rate_chart(rows: Rows) -> bytes:
     return _png(figure, [top, bottom], [rate, norms])
 
 
-def throughput_chart(rows: Rows, unit: str) -> bytes:
+def throughput_chart(columns: Columns, unit: str) -> bytes:
     """Tokens, or whatever `unit` says, per second of the whole job, with the median; below it, where it is known, how
     long a rank waits in a step."""
-    waits = {name: _series(rows, f"{name}_wait_milliseconds") for name in ("communication", "data")}
+    waits = {name: _series(columns, f"{name}_wait_milliseconds") for name in ("communication", "data")}
     waits = {name: series for name, series in waits.items() if series[0].size}
     figure, (axes, *more) = _figure("Throughput", 2 if waits else 1)
-    speed = _series(rows, "tokens_per_second")
+    speed = _series(columns, "tokens_per_second")
     axes.plot(*speed, color=BLUE, linewidth=1.2, **_markers(speed, 10))
     if speed[0].size:
         median = float(np.median(speed[1]))
@@ -131,14 +130,15 @@ def throughput_chart(rows: Rows, unit: str) -> bytes:
     axes.yaxis.set_major_formatter("{x:,.0f}")
     _legend(axes, "lower right")
     for panel in more:
-        _draw_waits(panel, rows, waits)
+        _draw_waits(panel, columns, waits)
     return _png(figure, [axes, *more], [speed, *waits.values()])
 
 
-def _draw_waits(axes: Axes, rows: Rows, waits: Mapping[str, Curve]) -> None:
+def _draw_waits(axes: Axes, columns: Columns, waits: Mapping[str, Curve]) -> None:
     """Milliseconds of a step, and of these the time that a rank waits: the mean over the ranks."""
     colours = {"communication": ORANGE, "data": GREEN}
-    curves = {"step": _series(rows, "milliseconds_per_step")} | {f"waiting for {name}": waits[name] for name in waits}
+    curves = {"step": _series(columns, "milliseconds_per_step")}
+    curves |= {f"waiting for {name}": waits[name] for name in waits}
     for name, series in curves.items():
         if series[0].size:
             colour = colours.get(name.removeprefix("waiting for "), BLUE)
@@ -149,11 +149,10 @@ def _draw_waits(axes: Axes, rows: Rows, waits: Mapping[str, Curve]) -> None:
     _legend(axes, "upper right")
 
 
-def _series(rows: Rows, key: str, average: bool = True) -> Curve:
+def _series(columns: Columns, key: str, average: bool = True) -> Curve:
     """Steps and finite values of `key`. Of a long series the averages of neighbouring points, or without `average` the
     least and the largest of them, and the last point of all: labels tell it and the best one."""
-    points = [(row["step"], row[key]) for row in rows if is_number(row.get(key))]
-    steps, values = np.array(points, dtype=np.float64).reshape(-1, 2).T
+    steps, values = map(np.array, columns.curve(key))
     size = math.ceil(steps.size / _MOST_POINTS)
     if size <= 1:
         return steps, values

@@ -6,27 +6,36 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from hvd_transformer.errors import UserError
-from hvd_transformer.reporting.step_lines import AppendedFile, cut_after, read_line
+from hvd_transformer.reporting.step_lines import AppendedFile, cut_after, is_number, read_line
+
+_EVALUATED = "valid_loss"  # in the lines of evaluations
 
 
 class MetricsLog:
     """Append to `metrics.jsonl` and `tensorboard/` of a run directory; used only by rank 0.
 
-    Lines after `resume_step` are removed: a killed process wrote them for steps that this one repeats. A full disk is
-    reported once through `warn`; the lines stay in memory until there is space.
+    Lines after `resume_step` are removed: a killed process wrote them for steps that this one repeats. With `evaluates`
+    it evaluates `resume_step` again, and the line of that evaluation is removed, too. A full disk is reported once
+    through `warn`; the lines stay in memory until there is space.
     """
 
-    def __init__(self, folder: Path, resume_step: int, warn: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, resume_step: int, warn: Callable[[str], None], *, evaluates: bool = False) -> None:
         self._path = folder / "metrics.jsonl"
         self._resume_step = resume_step
         self._warn = warn
         self._warned = False
-        cut_after(self._path, resume_step)
+        cut_after(
+            self._path,
+            lambda row: (
+                row["step"] <= resume_step and not (evaluates and row["step"] == resume_step and _EVALUATED in row)
+            ),
+        )
         self._lines = AppendedFile(self._path)
         self._lines.append(b"")  # created at once, as it marks the folder as a run directory
         self._events: AppendedFile | None = None
@@ -95,15 +104,49 @@ def _event(**fields: Any) -> bytes:
     return buffer.getvalue()
 
 
-def read_rows(run: Path) -> list[dict[str, Any]]:
+def read_rows(run: Path) -> Iterator[dict[str, Any]]:
     """The complete lines of metrics.jsonl; a run in progress may be writing the last one. Raises `UserError`."""
-    path = run / "metrics.jsonl"
     try:
-        lines = path.read_bytes().splitlines()
+        file = (run / "metrics.jsonl").open("rb")
     except OSError as error:
         reason = "no metrics.jsonl in it" if run.is_dir() else (error.strerror or "").lower()
         raise UserError(f"{run}: not a run directory: {reason}") from None
-    return [row for row in map(read_line, lines) if row is not None]
+
+    def rows() -> Iterator[dict[str, Any]]:
+        with file:
+            for line in file:
+                if (row := read_line(line)) is not None:
+                    yield row
+
+    return rows()
+
+
+class Columns:
+    """The numbers of many rows by key, in the order of their first rows: 16 bytes each."""
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        self.newest: dict[str, Any] = {}  # of each key the last value, if there is one
+        self._curves: dict[str, tuple[array[float], array[float]]] = {}
+        for row in rows:
+            step = row["step"]
+            for key, value in row.items():
+                if key not in self._curves:
+                    self._curves[key] = array("d"), array("d")
+                if is_number(value):
+                    steps, values = self._curves[key]
+                    steps.append(step)
+                    values.append(value)
+                if value is not None:
+                    self.newest[key] = value
+
+    @property
+    def keys(self) -> list[str]:
+        """All keys, also those without any number."""
+        return list(self._curves)
+
+    def curve(self, key: str) -> tuple["array[float]", "array[float]"]:
+        """The steps at which a key has a number, and the numbers."""
+        return self._curves.get(key, (array("d"), array("d")))
 
 
 def read_summary(path: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from hvd_transformer import atomic
 from hvd_transformer.reporting import charts
-from hvd_transformer.reporting.metrics_log import read_rows, read_summary
+from hvd_transformer.reporting.metrics_log import Columns, read_rows, read_summary
 from hvd_transformer.reporting.progress import duration
 from hvd_transformer.reporting.step_lines import is_number
 
@@ -41,27 +41,26 @@ def write_report(run: Path) -> Path:
     Also works for a run that is in progress or was interrupted, with what is there so far. Raises `UserError` for a
     folder that is not a run directory, `OSError` if it cannot be written to.
     """
-    rows = read_rows(run)
+    columns = Columns(read_rows(run))
     summary = read_summary(run / "summary.json")
-    if rows and rows[-1].get("step", 0) > summary.get("steps", math.inf):  # of an earlier end: the run was resumed
+    if columns.newest.get("step", 0) > summary.get("steps", math.inf):  # of an earlier end: the run was resumed
         summary = {}
     images = {
-        "loss": charts.loss_chart(rows),
-        **charts.metric_charts(rows),
-        "learning_rate": charts.learning_rate_chart(rows),
-        "throughput": charts.throughput_chart(rows, str(summary.get("unit", "tokens"))),
+        "loss": charts.loss_chart(columns),
+        **charts.metric_charts(columns),
+        "learning_rate": charts.learning_rate_chart(columns),
+        "throughput": charts.throughput_chart(columns, str(summary.get("unit", "tokens"))),
     }
     for name, png in images.items():
         atomic.write_bytes(run / f"{name}.png", png)
     report = run / "report.html"
-    atomic.write_text(report, _page(run, rows, summary, images))
+    atomic.write_text(report, _page(run, columns.newest, summary, images))
     return report
 
 
-def _page(run: Path, rows: list[dict[str, Any]], summary: Mapping[str, Any], images: Mapping[str, bytes]) -> str:
+def _page(run: Path, newest: Mapping[str, Any], summary: Mapping[str, Any], images: Mapping[str, bytes]) -> str:
     folder = run.resolve()
-    newest = {key: value for row in rows for key, value in row.items() if value is not None}
-    numbers = newest | {"step": summary.get("steps", newest.get("step"))} | dict(summary)
+    numbers = dict(newest) | {"step": summary.get("steps", newest.get("step"))} | dict(summary)
     unit = summary.get("unit", "tokens")
     headlines = "".join(
         f"<div><dt>{escape(label.format(unit=unit))}</dt><dd>{escape(_words(key, numbers[key]))}</dd></div>"

@@ -12,15 +12,15 @@ _MOST_CHARACTERS = 1000  # of a text
 class SamplesLog:
     """Append to `samples.jsonl` of a run directory, which the first samples create; used only by rank 0.
 
-    Lines after `resume_step` are removed, as from metrics.jsonl. A full disk is reported once through `warn`; the lines
-    stay in memory until there is space.
+    Lines after `resume_step`, or with `evaluates` from it on, are removed, as from metrics.jsonl. A full disk is
+    reported once through `warn`; the lines stay in memory until there is space.
     """
 
-    def __init__(self, folder: Path, resume_step: int, warn: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, resume_step: int, warn: Callable[[str], None], *, evaluates: bool = False) -> None:
         self._path = folder / "samples.jsonl"
         self._warn = warn
         self._warned = False
-        cut_after(self._path, resume_step)
+        cut_after(self._path, lambda row: row["step"] <= resume_step - evaluates)
         self._lines = AppendedFile(self._path)
 
     def write(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:

@@ -3,14 +3,14 @@
 import json
 import math
 import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeGuard
-
-from hvd_transformer import atomic
+from typing import Any, BinaryIO, TypeGuard
 
 # Records kept in memory while the disk is full; later ones are dropped.
 _MOST_WAITING = 10_000
+_BLOCK_BYTES = 1 << 16  # read at once
 
 
 class AppendedFile:
@@ -57,23 +57,40 @@ class AppendedFile:
             self._descriptor = None
 
 
-def cut_after(path: Path, step: int) -> None:
-    """Remove the lines after `step`, and incomplete lines."""
+def cut_after(path: Path, keeps: Callable[[Mapping[str, Any]], bool]) -> None:
+    """Remove the lines after the last one that `keeps` accepts, and incomplete lines.
+
+    Reads no more of the file than that: lines are in the order of their steps. Needs no space on the disk.
+    """
     try:
-        data = path.read_bytes()
+        file = path.open("r+b")
     except FileNotFoundError:
         return
-    lines = [line for line in data.splitlines(keepends=True) if line.endswith(b"\n")]
-    kept = b"".join(line for line in lines if (row := read_line(line)) and row["step"] <= step)
-    if kept == data:
-        return
-    try:
-        atomic.write_bytes(path, kept)
-    except OSError:
-        # No space for a second file. What is removed is nearly always the end, and truncating needs no space.
-        if not data.startswith(kept):
-            raise
-        os.truncate(path, len(kept))
+    with file:
+        size = file.seek(0, os.SEEK_END)
+        lines = _from_end(file, size)
+        end = next((end for end, line in lines if (row := read_line(line)) is not None and keeps(row)), 0)
+        if end < size:
+            file.truncate(end)
+
+
+def _from_end(file: BinaryIO, size: int) -> Iterator[tuple[int, bytes]]:
+    """The complete lines of a file, the last one first, each with the place of its end."""
+    begin, rest = size, b""  # of what has been read, and the line whose beginning has not
+    while begin > 0:
+        length = min(begin, _BLOCK_BYTES)
+        begin = file.seek(begin - length)
+        data = file.read(length) + rest
+        rest, *lines = data.split(b"\n")
+        if not lines:
+            continue
+        end = begin + len(data) - len(lines.pop())  # an incomplete last line, or what is behind the last line feed
+        for line in reversed(lines):
+            yield end, line
+            end -= len(line) + 1
+        rest += b"\n"
+    if rest.endswith(b"\n"):
+        yield len(rest), rest
 
 
 def read_line(line: bytes) -> dict[str, Any] | None:

@@ -126,5 +126,6 @@ def _saving_words(found: Sequence[Saving]) -> str:
     if not found:
         return "No single key makes it smaller"
     return "By the plan it helps most to set " + ", ".join(
-        f"{saving.key}={saving.value} (-{bytes_text(saving.num_bytes)})" for saving in found
+        f"{saving.key}={saving.value} (-{bytes_text(saving.num_bytes)}{saving.effect and f'; {saving.effect}'})"
+        for saving in found
     )

@@ -4,7 +4,8 @@ import ctypes
 import gc
 import os
 import signal
-from collections.abc import Iterator
+from _thread import start_new_thread
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -14,6 +15,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: str | None = None
+        self.on_first: Callable[[], object] | None = None  # called at the first signal, in a thread of its own
         self._previous = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def __bool__(self) -> bool:
@@ -22,7 +24,11 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.signal = signal.Signals(number).name
+        is_first, self.signal = self.signal is None, signal.Signals(number).name
+        if is_first and self.on_first is not None:
+            # The signal may have interrupted a print, within which another one fails or waits forever. Not `threading`,
+            # whose locks may be held likewise.
+            start_new_thread(self.on_first, ())
 
     def end_at_once(self) -> None:
         """Let a signal end this process at once from now on: there is nothing to save."""

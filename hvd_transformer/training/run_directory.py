@@ -17,7 +17,7 @@ from hvd_transformer import atomic
 from hvd_transformer.checkpoint import manifest
 from hvd_transformer.checkpoint.manifest import Verify
 from hvd_transformer.checkpoint.store import CheckpointStore, read_state, resolve
-from hvd_transformer.config import Config, dump, load
+from hvd_transformer.config import Config, dump
 from hvd_transformer.config.schema import flatten, may_change
 from hvd_transformer.errors import UserError
 from hvd_transformer.folder_lock import FolderLock
@@ -61,6 +61,10 @@ class RunDirectory:
             self.abandon()
             raise
         return checkpoint
+
+    def holds(self, checkpoint: Path) -> bool:
+        """Whether a checkpoint is this run's own, and not one of another run that this one begins with."""
+        return checkpoint.parent.resolve() == self.store.folder.resolve()
 
     def batch_size(self) -> dict[str, Any] | None:
         """What an earlier start has found for `training.batch_size=auto`, as it was given to `begin`."""
@@ -140,13 +144,12 @@ class RunDirectory:
         self._lock.release()
 
     def _is_ours(self) -> bool:
-        """Whether the folder has a configuration of hvd-train."""
-        file = self.path / "config.yaml"
+        """Whether the folder has a configuration of hvd-train, perhaps of another version with other keys."""
         try:
-            content = yaml.safe_load(file.read_text(encoding="utf-8"))
-            return isinstance(content, dict) and "output_dir" in content and bool(load(file=file))
-        except (OSError, ValueError, yaml.YAMLError, UserError):
+            content = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
             return False
+        return isinstance(content, dict) and "output_dir" in content and ("task" in content or "model" in content)
 
 
 def check_agreement(config: Config, checkpoint: Path) -> None:

@@ -31,11 +31,12 @@ from hvd_transformer.training.run_directory import RunDirectory
 from hvd_transformer.training.state import StepResult, Wishes
 from hvd_transformer.training.step_costs import StepCosts, show_costs
 from hvd_transformer.training.summary import finite, of_split, run_summary
-from hvd_transformer.training.trainer import Trainer
+from hvd_transformer.training.trainer import Diverged, Trainer
 
 log = logging.getLogger(__name__)
 
 _PAUSES = 1.0, 4.0  # seconds before the last checkpoint is written again
+_LONG_EVALUATION = 5.0  # seconds; launchers that stop a job wait no longer, and kill it
 
 
 class Session:
@@ -51,7 +52,10 @@ class Session:
         trackers: Trackers,
         environment: Mapping[str, Any],
         peak: float | None = None,
+        *,
+        saved_step: int | None = None,
     ) -> None:
+        """`saved_step`: that of the run's own checkpoint that it resumes from."""
         self.config, self.world, self.trainer, self.run = trainer.config, trainer.world, trainer, run
         self.progress, self.data_digest, self.heartbeat = progress, data_digest, heartbeat
         self.environment = environment
@@ -60,26 +64,32 @@ class Session:
         heartbeat.step, heartbeat.total_steps = trainer.state.step, trainer.total_steps
         heartbeat.unit = trainer.task.unit
         self.saver = Saver(run.store, self.world, self.warn)
-        self.metrics = MetricsLog(run.path, trainer.state.step, self.warn) if self.world.rank == 0 else None
-        self.samples = SamplesLog(run.path, trainer.state.step, self.warn) if self.world.rank == 0 else None
+        step, again = trainer.state.step, trainer.state.step > 0 and self._evaluation_due()
+        is_first = self.world.rank == 0
+        self.metrics = MetricsLog(run.path, step, self.warn, evaluates=again) if is_first else None
+        self.samples = SamplesLog(run.path, step, self.warn, evaluates=again) if is_first else None
         self.trackers = trackers
         trackers.follow(run.path, self.config, trainer.state.step)
-        self.saved_step = trainer.state.step if trainer.state.step else None
+        self.saved_step = saved_step
         self.saved_at = time.monotonic()
         self.valid: dict[str, float] | None = None
+        self.evaluation_seconds = math.inf  # of the last one, on the slowest rank
+        self.status: str | None = None  # None: training goes on
         self.tested_step: int | None = None  # whose weights the metrics of a finished run are of
 
     def train(self, stop: StopRequest) -> str:
         """Train until the end ("finished") or until a rank was asked to stop ("stopped"). Collective."""
         state = self.trainer.state
         self.progress.start(self.trainer.total_steps, state.step)
-        stopped = False
+        stopped, stop.on_first = False, partial(self._answer, stop)
         timeline, file = self.trainer.engine.timeline, self.run.path / f"timeline-{self.world.rank:03d}.json"
         profiled = ProfiledSteps(timeline, file, self.warn, wanted=self.config.profile)
         try:
-            if state.step and self._evaluate_if_due():  # stopped or killed before it could be
-                self.save(best=True)
-            steps = takewhile(lambda _: not self._patience_ended(), self.trainer.steps())
+            if state.step and self._evaluation_due():  # stopped or killed before it could be
+                best, stopped = self._evaluate(stop)
+                if best or stopped:
+                    self.save(best)
+            steps = takewhile(lambda _: not stopped and not self._patience_ended(), self.trainer.steps())
             for number, plan in enumerate(steps, start=1):
                 profiled.begin(number)
                 self.heartbeat.phase = "step"
@@ -89,13 +99,20 @@ class Session:
                 result = self.trainer.step(plan, wishes, costs, report=self._report_due(plan))
                 profiled.end(number)
                 self._record(result)
-                stopped = result.totals.wishes.stop
-                best = not stopped and self._evaluate_if_due()
-                if best or result.totals.wishes.save or stopped or self._save_due():
+                best, stopped = False, result.totals.wishes.stop
+                saves = result.totals.wishes.save or stopped or self._save_due()
+                if not stopped and self._evaluation_due():
+                    if saves and self.evaluation_seconds > _LONG_EVALUATION:  # the job may be killed in it
+                        self.save(best=False)
+                        saves = False
+                    best, stopped = self._evaluate(stop)
+                if best or saves or stopped:
                     self.save(best)
                 if stopped:
                     break
             profiled.write()
+            if not stopped and self.valid is not None:
+                self._check_last(self.valid)  # not saved: the next start shall not resume from weights that are NaN
             self.save(best=False)
             self._save_until_written()
         except BaseException:
@@ -103,7 +120,21 @@ class Session:
             self.saver.wait(ending=True)
             raise
         self.progress.stop()
-        return "stopped" if stopped else "finished"
+        self.status = "stopped" if stopped else "finished"
+        return self.status
+
+    def _answer(self, stop: StopRequest) -> None:
+        """Say what follows from the first signal, in a thread of its own."""
+        place = "evaluation" if self.heartbeat.phase == "evaluation" else "step"
+        text = f"the job stops after this {place} and saves a checkpoint"
+        if self.status is not None:
+            text = "training has ended and is saved; only the last evaluation and the report are missing"
+        self.progress.message(f"{stop.signal}: {text}; Ctrl-C again ends it at once")
+
+    def _check_last(self, valid: Mapping[str, float]) -> None:
+        """Raise `Diverged` if the last weights give no validation loss."""
+        if not math.isfinite(valid["loss"]):
+            raise Diverged(self.trainer.state.step, f"the last validation loss is {valid['loss']}")
 
     def finish(self, status: str) -> dict[str, Any]:
         """Test the best weights (after "finished"), write summary and report; returns the summary. Collective."""
@@ -116,31 +147,44 @@ class Session:
                 for split in ("valid", "test"):
                     if self.trainer.task.has_split(split) and not (split == "valid" and self.valid and not best):
                         self.heartbeat.phase = "evaluation"
-                        summary |= of_split(split, self.trainer.evaluate(split).metrics)
+                        found = self.trainer.evaluate(split).metrics
+                        if split == "valid" and not best:
+                            self._check_last(found)
+                        summary |= of_split(split, found)
                         self.heartbeat.phase = "end"
         if self.samples is not None:
             self.samples.close()
         if self.metrics is not None:
-            # Not at the start, which would wait for the drawing library.
-            from hvd_transformer.reporting.run_report import write_report
-
             self.metrics.close()
             try:
                 atomic.write_text(self.run.path / "summary.json", json.dumps(finite(summary), indent=1) + "\n")
-                write_report(self.run.path)
-            except (OSError, UserError) as error:
-                self.warn(f"{self.run.path}: summary and report could not be written: {error}")
-            except Exception as error:  # of the drawing library: the run is complete without
-                log.exception("the report could not be written")
-                self.warn(f"{self.run.path}: the report could not be written: {error}")
+            except OSError as error:
+                self.warn(f"{self.run.path}: the summary could not be written: {error}")
         self.trackers.end(status, finite(summary), self.warn)
+        if self.metrics is not None:
+            self._write_report()  # last, as a long run's takes time, and whoever stops a job may not wait for it
         self.saver.close()
         return summary
+
+    def _write_report(self) -> None:
+        # Not at the start, which would wait for the drawing library.
+        from hvd_transformer.reporting.run_report import write_report
+
+        try:
+            write_report(self.run.path)
+        except (OSError, UserError) as error:
+            self.warn(f"{self.run.path}: the report could not be written: {error}")
+        except Exception as error:  # of the drawing library: the run is complete without
+            log.exception("the report could not be written")
+            self.warn(f"{self.run.path}: the report could not be written: {error}")
 
     def save(self, best: bool) -> None:
         """Save a checkpoint of this step, unless there is one; the replicas are compared first. Collective."""
         state = self.trainer.state
         if self.saved_step == state.step and not best:
+            return
+        if self.trainer.steps_without_loss:
+            log.warning("step %d: not saved, as its loss is no number", state.step)
             return
         self.run.check()
         self.heartbeat.enter_phase("checkpoint")
@@ -187,7 +231,7 @@ class Session:
         interval["seconds"] += result.seconds
         interval["steps"] += 1
         known = self.heartbeat.loss, self.heartbeat.tokens_per_second
-        if totals.targets:
+        if totals.targets and math.isfinite(totals.loss):  # the other steps of the interval keep their loss
             interval["loss"] += totals.loss * totals.targets
             interval["count"] += totals.targets
             known = totals.loss, interval["count"] / interval["seconds"]
@@ -255,13 +299,16 @@ class Session:
         work: list[float] = gathered().tolist()
         return self.stragglers.judge(work, self.warn) if self.world.rank == 0 else {}
 
-    def _evaluate_if_due(self) -> bool:
-        """Evaluate the validation split if it is time; returns whether to keep it as the best so far."""
+    def _evaluation_due(self) -> bool:
+        """Whether it is time to evaluate the validation split."""
         state, every = self.trainer.state, self.config.training.eval_every
-        epoch_ended = state.remaining is None
-        due = epoch_ended if every is None else state.step % every == 0
-        if state.evaluated_step == state.step or not (due or state.step == self.trainer.total_steps):
-            return False
+        due = state.remaining is None if every is None else state.step % every == 0
+        return state.evaluated_step != state.step and (due or state.step == self.trainer.total_steps)
+
+    def _evaluate(self, stop: StopRequest) -> tuple[bool, bool]:
+        """Evaluate the validation split; returns whether to keep it as the best so far, and whether a rank was asked to
+        stop meanwhile. Collective."""
+        state = self.trainer.state
         state.evaluated_step = state.step
         self.saved_step = None  # a checkpoint of this step is to hold what is found
         self.heartbeat.enter_phase("evaluation")
@@ -270,6 +317,10 @@ class Session:
             self.valid = self.trainer.evaluate("valid").metrics
             seconds = time.perf_counter() - began
             samples = self._text_samples()
+        if math.isfinite(self.valid["loss"]):
+            self.trainer.steps_without_loss = 0  # the weights are numbers, whatever the last batch was
+        told = torch.tensor([bool(stop), time.perf_counter() - began], dtype=torch.float64)
+        stopped, self.evaluation_seconds = self.world.all_reduce_(told, "evaluation.end", "max").tolist()
         value = chosen(self.valid, self.config.training.best_metric)
         best = is_better(value, state.best)
         state.not_better = 0 if best else state.not_better + 1
@@ -283,10 +334,10 @@ class Session:
         if self.metrics is not None:
             self.metrics.write(
                 state.step,
-                epoch=state.epoch + (0 if epoch_ended else 1),
+                epoch=state.epoch + (0 if state.remaining is None else 1),
                 **of_split("valid", self.valid),
             )
-        return best and self.config.checkpoint.keep_best
+        return best and self.config.checkpoint.keep_best, bool(stopped)
 
     def _text_samples(self) -> Sequence[Mapping[str, str]]:
         """Text samples of the model as it is now. Collective."""

@@ -1,9 +1,10 @@
 """How far a job has come, and the result of one step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from hvd_transformer.config.schema import TrainingConfig
 from hvd_transformer.data.sampler import Intervals
 
 
@@ -26,6 +27,7 @@ class TrainState:
     best_step: int | None = None
     not_better: int = 0  # evaluations since then
     evaluated_step: int | None = None
+    rate_batch_size: int | None = None  # the training.batch_size that the learning rate is scaled by
     train_loss: float | None = None  # of the last line of metrics.jsonl
     # Since the last line of metrics.jsonl.
     interval: dict[str, float] = field(
@@ -38,8 +40,19 @@ class TrainState:
     def choose_best_by(self, metric: str) -> None:
         """Forget the best evaluation so far if `training.best_metric` has changed."""
         if self.best_metric not in (None, metric):  # None: a new job, or a checkpoint older than this member
-            self.best, self.best_step, self.not_better, self.evaluated_step = None, None, 0, None
+            self.forget_best()
         self.best_metric = metric
+
+    def forget_best(self) -> None:
+        """Forget all evaluations so far."""
+        self.best, self.best_step, self.not_better, self.evaluated_step = None, None, 0, None
+
+    def keep_rate(self, training: TrainingConfig, made_with: Mapping[str, Any]) -> None:
+        """Keep the batch size that the learning rate was scaled by; `made_with`: a checkpoint's configuration."""
+        if self.rate_batch_size is None:  # a new job, or a checkpoint older than this member
+            self.rate_batch_size = made_with.get("training.batch_size", training.batch_samples)
+        if training.global_batch_size is None:  # without effect now: later it counts from here
+            self.rate_batch_size = training.batch_samples
 
     def advance(self, remaining: Intervals, samples: int, targets: int) -> None:
         """Count one more step; `remaining` is what is left of its epoch."""

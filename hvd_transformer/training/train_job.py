@@ -75,7 +75,8 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | No
         is_auto = config.training.batch_size == "auto"
         of_epoch = epoch_batch_size(config, checkpoint) if is_auto and checkpoint is not None else None
         found, to_keep = settle_batch_size(config, world, mesh, data, kept, of_epoch, progress, heartbeat)
-        trainer = _assemble(found, world, mesh, data, checkpoint, progress, heartbeat)
+        is_own = world.broadcast_object(checkpoint is not None and directory.holds(checkpoint))
+        trainer = _assemble(found, world, mesh, data, checkpoint, is_own, progress, heartbeat)
         agree(world, trackers.check)
         first_on_host = world.hosts.index(world.host) == world.rank
         agree(
@@ -87,8 +88,9 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | No
         directory.abandon()
         raise
     try:
-        return _train(found, world, directory, data, trainer, checkpoint, progress, stop, watchdog, trackers)
+        return _train(found, world, directory, data, trainer, checkpoint, is_own, progress, stop, watchdog, trackers)
     finally:
+        stop.on_first = None  # which keeps the session and its threads
         trackers.close()
         directory.release()
 
@@ -100,6 +102,7 @@ def _train(
     data: Data,
     trainer: Trainer,
     checkpoint: Path | None,
+    is_own: bool,
     progress: ProgressDisplay,
     stop: StopRequest,
     watchdog: Watchdog,
@@ -130,14 +133,17 @@ def _train(
             log.info(line)
     if world.broadcast_object(peak is not None):
         trainer.task.count_flops()
-    session = Session(trainer, directory, progress, data.digest, heartbeat, trackers, environment, peak and peak.rate)
+    session = Session(
+        trainer, directory, progress, data.digest, heartbeat, trackers, environment, peak and peak.rate,
+        saved_step=state.step if is_own else None,
+    )  # fmt: skip
     explained = partial(explain_out_of_memory, config, mesh, trainer.task, world, heartbeat)
     with only_new_garbage(), explained():
         status = session.train(stop)
     if status == "stopped":  # said first: a launcher may not wait for what follows
         saved = (
             "this step could not be saved: the same command resumes from the checkpoint before it"
-            if session.saver.unsaved == state.step
+            if session.saver.unsaved == state.step or session.saved_step != state.step
             else "everything is saved: the same command resumes from here"
         )
         progress.message(
@@ -161,13 +167,20 @@ def _assemble(
     mesh: ParallelMesh,
     data: Data,
     checkpoint: Path | None,
+    is_own: bool,
     progress: ProgressDisplay,
     heartbeat: Heartbeat,
 ) -> Trainer:
-    """A trainer with initial or restored weights: what wrong input can make fail when the data are there."""
+    """A trainer with initial or restored weights: what wrong input can make fail when the data are there.
+
+    `is_own`: the checkpoint is of this run directory.
+    """
     saved = read_checked(checkpoint, data.digest, world)
     state = TrainState() if saved is None else TrainState.load(saved["position"])
     state.choose_best_by(config.training.best_metric)
+    if not is_own:
+        state.forget_best()  # which is in the other run's folder
+    state.keep_rate(config.training, {} if saved is None else saved["config"])
     task = agree(world, lambda: _make_task(config, data, mesh))
     with explain_out_of_memory(config, mesh, task, world, heartbeat):
         trainer = Trainer(config, world, mesh, task, state, draw=saved is None)

@@ -54,11 +54,19 @@ log = logging.getLogger(__name__)
 class Diverged(RuntimeError):
     """The loss or the gradient is no longer a number."""
 
-    def __init__(self, step: int, loss: float, norm: float) -> None:
+    def __init__(self, step: int, problem: str) -> None:
         super().__init__(
-            f"step {step}: the loss is {loss} and the gradient's norm {norm}; a lower "
-            "optimizer.lr, more optimizer.warmup_steps or a smaller optimizer.clip_norm may help"
+            f"step {step}: {problem}; a lower optimizer.lr, more optimizer.warmup_steps or a smaller "
+            "optimizer.clip_norm may help"
         )
+
+    @classmethod
+    def in_step(cls, step: int, loss: float, norm: float) -> "Diverged":
+        return cls(step, f"the loss is {loss} and the gradient's norm {norm}")
+
+
+# Skipped steps in a row whose loss, and not only its gradient, is no number: the scale of the loss is not the reason.
+_MOST_WITHOUT_LOSS = 3
 
 
 class Trainer:
@@ -86,12 +94,14 @@ class Trainer:
         )
         task.tick = self.engine.timeline.tick
         self.loss_scaler = LossScaler(config.training.precision)
-        self.lr_replicas = rate_replicas(config.training, mesh.dp, config.communication.local_steps)
+        local_steps = config.communication.local_steps
+        self.lr_replicas = rate_replicas(config.training, mesh.dp, local_steps, state.rate_batch_size)
         self.total_steps = self._count_steps()
         self.updates_ahead = has_streams(mesh.device) and self.engine.takes_factor
         self.prefetch = Prefetch(self._fetch)
         self._next: StepPlan | None = None  # of the same epoch
         self._unsent = Sums()  # of the local steps that the other ranks do not know of
+        self.steps_without_loss = 0  # the last steps in a row; the weights may be no numbers any more
 
     def steps(self) -> Iterator[StepPlan]:
         """The steps that are left, over the epochs; `step` advances the state after each."""
@@ -151,7 +161,7 @@ class Trainer:
         norm *= factor
         if local:
             if not math.isfinite(totals.loss):
-                raise Diverged(state.step + 1, totals.loss, norm)
+                raise Diverged.in_step(state.step + 1, totals.loss, norm)
             self._unsent = Sums() if sends else self._unsent.plus(stats.own())
         if not summed.targets:
             log.info("step %d: no samples for this replica, whose weights stay", state.step + 1)
@@ -159,6 +169,7 @@ class Trainer:
             if not ahead:
                 engine.update(factor * clip_factor(norm, clip_norm), rate)
             self.loss_scaler.good()
+            self.steps_without_loss = 0
             state.updates += 1
         else:
             engine.grad_sync.wire.skip_step()
@@ -178,11 +189,13 @@ class Trainer:
 
     def _skip(self, totals: StepTotals, norm: float, *, local: bool) -> None:
         """Handle gradients that are not finite: lower the loss scale, or raise `Diverged`. Collective."""
+        if not local:  # a local step's loss is told to all ranks, which then end
+            self.steps_without_loss = 0 if math.isfinite(totals.loss) else self.steps_without_loss + 1
         if self.engine.overflowed_in_transit():
             log.warning("step %d is skipped: a sum of gradients overflowed in transit", self.state.step + 1)
-        elif not self.loss_scaler.overflowed():
+        elif self.steps_without_loss >= _MOST_WITHOUT_LOSS or not self.loss_scaler.overflowed():
             if not local:
-                raise Diverged(self.state.step + 1, totals.loss, norm)
+                raise Diverged.in_step(self.state.step + 1, totals.loss, norm)
             self._unsent = Sums(loss=math.nan)  # all ranks end alike, when they hear of it
 
     def synchronize(self) -> None:
@@ -221,7 +234,8 @@ class Trainer:
         for name, part in zip(parts, found, strict=True):
             if name and part.num_targets:  # none in an evaluation of few samples
                 metrics[f"{name}_loss"] = self.task.metrics(*part)["loss"]
-        return Evaluation(metrics, count)
+        # A task of one's own may give them as NumPy's numbers or tensors, which JSON and messages do not take.
+        return Evaluation({name: float(value) for name, value in metrics.items()}, count)
 
     def text_samples(self, split: str) -> Sequence[Mapping[str, str]]:
         """Text samples after the evaluation of a split; empty on the ranks of other replicas. Collective."""

@@ -16,5 +16,5 @@ class CheckpointConfig(Section):
     resume: str = changeable(
         "auto",
         "auto: resume from the newest complete checkpoint in output_dir; never: refuse an output_dir that has one; "
-        "or the checkpoint (or run directory) to start from",
+        "or the checkpoint (or run directory) of another run to start from, whose best evaluation does not count here",
     )

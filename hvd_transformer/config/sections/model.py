@@ -1,8 +1,9 @@
 """The keys of the section `model`."""
 
+from contextlib import suppress
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from hvd_transformer.config.sections.key import (
     OptionalCount,
@@ -14,8 +15,19 @@ from hvd_transformer.config.sections.key import (
     none_word,
 )
 
+
+def _with_numbers(scaling: dict[str, float | str]) -> dict[str, float | str]:
+    """YAML reads 2e0, which has no point, as text."""
+    found = dict(scaling)
+    for key, value in scaling.items():
+        with suppress(ValueError):  # the name in `rope_type`; `config.checks` refuses others
+            found[key] = float(value)
+    return found
+
+
 # As in the config.json of transformers; `config.checks` knows the keys.
-RopeScaling = Annotated[dict[str, float | str] | None, BeforeValidator(none_word)]
+_RopeTable = Annotated[dict[str, float | str], AfterValidator(_with_numbers)]
+RopeScaling = Annotated[_RopeTable | None, BeforeValidator(none_word)]
 LoraTargets = Annotated[
     Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] | None, BeforeValidator(none_word)
 ]

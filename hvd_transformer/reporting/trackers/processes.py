@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from hvd_transformer import atomic
 from hvd_transformer.config import Config
@@ -78,19 +78,23 @@ class Trackers:
         """Send the rest and end the run; waits for that, but not for a server that does not answer."""
         self._order({"end": {"status": status, "summary": dict(summary)}})
         deadline = time.monotonic() + (_END_SECONDS if status == "finished" else _STOP_SECONDS)
-        for name, process in self._processes.items():
-            done = False
-            while not done and time.monotonic() < deadline:
-                heard, ended = self._hear(name, deadline)
-                done = "done" in heard
+        waiting, unsent = set(self._processes), list[str]()
+        while waiting and (seconds := deadline - time.monotonic()) > 0:
+            poll = select.poll()
+            for name in waiting:
+                poll.register(self._stream(name), select.POLLIN)
+            poll.poll(seconds * 1000)  # all together: one that hangs takes no other's time
+            for name in list(waiting):
+                heard, ended = self._hear(name)
                 for line in heard:
                     if line.startswith("told "):
                         warn(line.partition(" ")[2])
-                if ended:
-                    break
-            if not done:
-                warn(f"{name}: not everything was sent; the same command sends the rest")
-                process.kill()
+                if "done" in heard or ended:
+                    waiting.remove(name)
+                    unsent += [] if "done" in heard else [name]
+        for name in (*unsent, *waiting):
+            warn(f"{name}: not everything was sent; the same command sends the rest")
+            self._processes[name].kill()
         self.close()
 
     def close(self) -> None:
@@ -118,10 +122,14 @@ class Trackers:
                 return ""
         return f"refused did not start within {_CHECK_SECONDS:.0f} s"
 
-    def _hear(self, name: str, deadline: float | None = None) -> tuple[list[str], bool]:
-        """The whole lines that a process has written, and whether it has ended; waits for either until `deadline`."""
+    def _stream(self, name: str) -> IO[bytes]:
         stream = self._processes[name].stdout
         assert stream is not None
+        return stream
+
+    def _hear(self, name: str, deadline: float | None = None) -> tuple[list[str], bool]:
+        """The whole lines that a process has written, and whether it has ended; waits for either until `deadline`."""
+        stream = self._stream(name)
         seconds = 0.0 if deadline is None else max(0.0, deadline - time.monotonic())
         poll = select.poll()  # takes any descriptor, select() those below 1024
         poll.register(stream, select.POLLIN)

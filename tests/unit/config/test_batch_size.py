@@ -71,6 +71,13 @@ def test_with_local_steps_the_rate_is_that_of_one_replica() -> None:
     assert rate_replicas(grows, 1, local_steps=8) == rate_replicas(grows, 1)
 
 
+def test_a_run_that_resumes_with_another_batch_size_keeps_its_rate() -> None:
+    fixed = settings("training.batch_size=2", "training.global_batch_size=24").training
+    assert rate_replicas(fixed, 3, batch_size=4) == 6
+    assert rate_replicas(fixed, 3, local_steps=8, batch_size=4) == 2
+    assert rate_replicas(settings("training.batch_size=2").training, 3, batch_size=4) == 3
+
+
 AUTO = ["training.batch_size=auto", "optimizer.lr_scaling=none"]
 
 

@@ -209,3 +209,15 @@ def test_a_sample_for_the_tokenizer_is_for_byte_pairs() -> None:
     for size in ("none", "10.0"):
         with pytest.raises(UserError, match=f"^data.tokenizer_sample_mb={size}: only with data.tokenizer=bpe; "):
             load(overrides=["data.tokenizer=char", f"data.tokenizer_sample_mb={size}"])
+
+
+def test_the_numbers_of_rope_scaling_may_be_written_without_a_point() -> None:
+    """YAML reads 2e0 as a word."""
+    for written in ("2e0", "2", "'2'"):
+        table = f"model.rope_scaling={{rope_type: linear, factor: {written}}}"
+        found = load(overrides=["model.position=rotary", table]).model.rope_scaling
+        assert found == {"rope_type": "linear", "factor": 2.0} and isinstance(found["factor"], float)
+    for wrong in ("two", "-1e0", "inf", "nan"):
+        table = f"model.rope_scaling={{rope_type: linear, factor: {wrong}}}"
+        with pytest.raises(UserError, match=r"model\.rope_scaling: factor=.*: must be a number above 0"):
+            load(overrides=["model.position=rotary", table])

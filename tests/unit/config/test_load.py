@@ -1,5 +1,6 @@
 """Settings are merged in a fixed order; an invalid one gives an error with key, place and what is allowed."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -356,6 +357,60 @@ def test_labels_and_names_may_look_like_numbers(tmp_path: Path) -> None:
         "0": 1.0,
         "1": 2.5,
     }
+
+
+def test_names_are_what_was_written_and_not_what_yaml_makes_of_it(tmp_path: Path) -> None:
+    """YAML reads 007 as 7, 0123 as 83, 12:30 as 750, 1_0 as 10 and 1.10 as 1.1."""
+    found = load(
+        file=written(
+            tmp_path,
+            "task: classification\noutput_dir: 1.10\ntracking_project: 2024_05\ndata:\n  positive_label: 007\n"
+            "  source: 0x1F\n  class_weights: {007: 2, 0123: 0x3, 12:30: 1.50, 1_0: 1, 1.10: 1, .5: 1}\n",
+        )
+    )
+    assert (found.output_dir, found.tracking_project, found.data.positive_label) == ("1.10", "2024_05", "007")
+    assert found.data.source == "0x1F"
+    weights = {"007": 2.0, "0123": 3.0, "12:30": 1.5, "1_0": 1.0, "1.10": 1.0, ".5": 1.0}
+    assert found.data.class_weights == weights
+    assert load(file=written(tmp_path, dump(found))) == found
+    # Numbers stay numbers, and a message shows what was written.
+    assert load(file=written(tmp_path, "seed: 0x10\noptimizer: {lr: 2_0.50}\n")).optimizer.lr == 20.5
+    file = written(tmp_path, "optimizer: {lr: -1.10}\n")
+    assert refused(file=file) == f"optimizer.lr=-1.10 ({file}): must be greater than 0"
+    # Two names that are one number.
+    assert load(overrides=["task=classification", "data.class_weights={7: 1, 007: 2}"]).data.class_weights == {
+        "7": 1.0,
+        "007": 2.0,
+    }
+
+
+@pytest.mark.parametrize("word", ["none", "None", "null", "NULL"])
+def test_none_in_quotes_is_a_name(word: str, tmp_path: Path) -> None:
+    for quote in ("'", '"'):
+        text = f"task: classification\ndata: {{positive_label: {quote}{word}{quote}}}\n"
+        found = load(file=written(tmp_path, text))
+        assert found.data.positive_label == word
+        assert load(file=written(tmp_path, dump(found))) == found  # as config.yaml
+        assert load_again(json.loads(json.dumps(flatten(found))), "checkpoint") == found
+    plain = load(file=written(tmp_path, f"task: classification\ndata: {{positive_label: {word}}}\n"))
+    assert plain.data.positive_label is None
+    assert load_again(flatten(plain), "checkpoint") == plain
+    # What is no name is nothing, however it is written.
+    assert load(file=written(tmp_path, f"training: {{max_steps: '{word}'}}\n")).training.max_steps is None
+
+
+def test_all_values_are_plain_ones(tmp_path: Path) -> None:
+    """Whatever remembers how it was written stays with the reader."""
+
+    def kinds(value: Any) -> set[type]:
+        inner = [*value, *value.values()] if isinstance(value, dict) else value
+        return set().union(*map(kinds, inner)) if isinstance(inner, (list, tuple)) else {type(value)}
+
+    text = (
+        "task: 'classification'\noutput_dir: 7\ntracking: ['wandb']\nseed: 07\nmodel: {d_model: '96'}\n"
+        "data: {source: 'a', class_weights: {1: 2.50}, split: [0.90, '0.1'], label_column: 1.0}\n"
+    )
+    assert kinds(load(file=written(tmp_path, text)).model_dump()) == {str, int, float, bool, type(None)}
 
 
 def test_a_rate_without_a_point_is_a_number_also_in_yaml(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_a_saving_is_what_the_plan_of_the_other_value_has_less() -> None:
         return sum(plan.memory(plan.stages[0]))
 
     whole = planned()
-    for key, value, num_bytes in found[:2]:
+    for key, value, num_bytes, _ in found[:2]:
         assert num_bytes == pytest.approx(whole - planned(f"{key}={value}"), abs=4 * (6 * T * D * 4)), key
 
 
@@ -76,12 +76,35 @@ def test_what_a_configuration_cannot_have_is_not_proposed(monkeypatch: pytest.Mo
     assert "parallel.pipeline" not in keys(stage=None)  # two stages with 60 each on one host
     assert "training.precision" in keys()
     assert "training.precision" not in keys(resumes=True)
+    # What a resumed run may not change, or not before its epoch ends.
+    assert "training.batch_size" in keys(resumes=True)
+    assert "training.batch_size" not in keys("data.batching=columns", resumes=True)
     assert "model.loss_chunk" not in keys("training.device=cpu")
     evaluated = keys("training.eval_batch_size=16", evaluation=True)
     assert "training.eval_batch_size" in evaluated
     assert not evaluated & {"training.batch_size", "parallel.recompute", "parallel.micro_batches"}
     texts = ["task=translation", "data.source=multi30k", "data.batch_tokens=100", "data.tokenizer=basic_english"]
     assert "data.batch_tokens" in keys(*texts) and "training.batch_size" not in keys(*texts)
+    assert not keys(*texts, resumes=True) & {"data.batch_tokens", "training.batch_size"}
+
+
+def test_what_else_a_smaller_batch_changes_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def estimated(config: Config, *_: int, **__: bool) -> list[MemoryEstimate]:
+        return [MemoryEstimate(config.training.batch_samples, 0, 0, 0, 0)]
+
+    monkeypatch.setattr(memory_savings, "estimate_memory", estimated)
+
+    def effect(*words: str, resumes: bool = False) -> str:
+        config = load(overrides=[*SMALL, "training.device=cuda", *words])
+        (found,) = savings(config, V, 1, 0, resumes=resumes)
+        assert found.key == "training.batch_size"
+        return found.effect
+
+    fixed = "training.global_batch_size=48"
+    assert effect() == effect(resumes=True) == "fewer samples per step"
+    assert effect(fixed) == "a higher learning rate by optimizer.lr_scaling=linear"
+    assert effect(fixed, "optimizer.lr_scaling=sqrt") == "a higher learning rate by optimizer.lr_scaling=sqrt"
+    assert effect(fixed, "optimizer.lr_scaling=none") == effect(fixed, resumes=True) == ""
 
 
 def test_an_evaluation_keeps_nothing_for_backward() -> None:

@@ -1,16 +1,20 @@
 """metrics.jsonl and TensorBoard hold the same numbers, each step once, whatever happened."""
 
+import gc
 import json
 import math
 import subprocess
 import sys
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hvd_transformer.reporting.metrics_log import MetricsLog
+from hvd_transformer.reporting import step_lines
+from hvd_transformer.reporting.metrics_log import Columns, MetricsLog, read_rows
 
 
 def fail(message: str) -> None:
@@ -57,7 +61,8 @@ def test_a_resumed_run_holds_each_step_once(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, 0, fail)
     for step in (10, 20, 30, 40):
         log.write(step, loss=step / 10)
-    log.write(20, valid_loss=1.0)
+        if step == 20:
+            log.write(step, valid_loss=1.0)
     log.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 50, "lo')
@@ -76,6 +81,56 @@ def test_a_resumed_run_holds_each_step_once(tmp_path: Path) -> None:
     ]
     assert curve(tmp_path, "loss") == [(10, 1), (20, 2), (30, -3), (40, -4), (50, -5)]
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_an_evaluation_that_is_repeated_is_removed(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, 0, fail)
+    for step in (10, 20, 30):
+        log.write(step, loss=1.0)
+        log.write(step, valid_loss=2.0)
+    log.close()
+    MetricsLog(tmp_path, 20, fail, evaluates=True).close()
+    assert [(row["step"], "valid_loss" in row) for row in rows(tmp_path)] == [(10, False), (10, True), (20, False)]
+    MetricsLog(tmp_path, 20, fail).close()
+    MetricsLog(tmp_path, 10, fail).close()
+    assert [(row["step"], "valid_loss" in row) for row in rows(tmp_path)] == [(10, False), (10, True)]
+
+
+@pytest.mark.parametrize("block", [1, 2, 7, 64, 1 << 16])
+@pytest.mark.parametrize("tail", [b"", b'{"step": 9', b"\n", b"\r\n{}\n\n"])
+def test_lines_are_cut_wherever_the_blocks_end(
+    block: int, tail: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_lines, "_BLOCK_BYTES", block)
+    lines = [json.dumps({"step": step, "text": "x" * (step * 5 % 13)}).encode() + b"\n" for step in range(1, 9)]
+    path = tmp_path / "lines.jsonl"
+    for last in range(10):
+        path.write_bytes(b"".join(lines) + tail)
+        step_lines.cut_after(path, lambda row, last=last: row["step"] <= last)
+        assert path.read_bytes() == b"".join(lines[:last])
+    path.write_bytes(tail)
+    step_lines.cut_after(path, lambda row: True)
+    assert path.read_bytes() == b""
+
+
+def test_a_long_file_is_neither_read_whole_at_the_start_nor_kept_at_the_end(tmp_path: Path) -> None:
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step in range(20_000):
+            file.write(json.dumps({"step": step} | {f"metric_{key}": step / 7 + key for key in range(20)}) + "\n")
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+
+    def peak(action: Callable[[], object]) -> float:
+        """Of memory, as a fraction of the file."""
+        gc.collect()
+        tracemalloc.start()
+        try:
+            action()
+            return tracemalloc.get_traced_memory()[1] / size
+        finally:
+            tracemalloc.stop()
+
+    assert peak(lambda: step_lines.cut_after(tmp_path / "metrics.jsonl", lambda row: row["step"] <= 19_990)) < 0.1
+    assert peak(lambda: Columns(read_rows(tmp_path))) < 0.8
 
 
 @pytest.mark.parametrize("tail", [b'{"step": 2', b'{"step": 2}', b"\0\0\0\0", b'[1]\n{"st', b'"\xff\n', b"{}\n"])

@@ -18,6 +18,7 @@ from PIL import Image
 from hvd_transformer.cli.report import report
 from hvd_transformer.errors import UserError
 from hvd_transformer.reporting import charts
+from hvd_transformer.reporting.metrics_log import Columns
 from hvd_transformer.reporting.run_report import write_report
 
 CHARTS = ("loss.png", "learning_rate.png", "throughput.png")
@@ -68,7 +69,7 @@ def test_the_legend_of_many_curves_is_whole(count: int, monkeypatch: pytest.Monk
     rows = [{"step": step, **{f"valid_source{n}_loss": 5 - step / 10 + n for n in range(count)}} for step in (1, 2, 3)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert set(charts.metric_charts(rows)) == {"losses"}
+        assert set(charts.metric_charts(Columns(rows))) == {"losses"}
     assert legends == [count]
 
 

@@ -50,6 +50,9 @@ def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     assert [row["step"] for row in rows(tmp_path)] == [10, 20]
     log.write(30, [{"text": "again 30"}])
     assert [row["samples"][0]["text"] for row in rows(tmp_path)] == ["first 10", "first 20", "again 30"]
+    # Those of an evaluation that is repeated are written again.
+    SamplesLog(tmp_path, 30, fail, evaluates=True).write(30, [{"text": "once more"}])
+    assert [row["samples"][0]["text"] for row in rows(tmp_path)] == ["first 10", "first 20", "once more"]
 
 
 FULL_DISK = """

@@ -332,6 +332,27 @@ def test_a_server_that_never_answers_does_not_keep_the_job(
         assert told == ["mlflow: not everything was sent; the same command sends the rest"]
 
 
+def test_a_tracker_that_hangs_takes_no_time_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its own process, which here begins with an order to end."""
+    says = {
+        "wandb": "import time; time.sleep(100)",
+        "mlflow": "print('told mlflow: logs again'); print('done', flush=True)",
+        "trackio": "pass",
+    }
+
+    def start(name: str) -> "subprocess.Popen[bytes]":
+        code = f"import sys; sys.stdin.readline(); {says[name]}"
+        return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+
+    monkeypatch.setattr(processes, "_start", start)
+    monkeypatch.setattr(processes, "find_spec", lambda name: True)
+    monkeypatch.setattr(processes, "_END_SECONDS", 3.0)
+    told: list[str] = []
+    Trackers(list(says)).end("finished", {}, told.append)
+    unsent = [f"{name}: not everything was sent; the same command sends the rest" for name in ("trackio", "wandb")]
+    assert told == ["mlflow: logs again", *unsent]
+
+
 @pytest.mark.slow
 def test_a_server_that_is_away_is_told_once(
     tmp_path: Path, environment: Mapping[str, str], monkeypatch: pytest.MonkeyPatch

@@ -75,7 +75,7 @@ def test_the_line_says_what_was_allocated_beside_the_plan(corpus: Path, tmp_path
     weights, gradients, optimizer, _ = map(bytes_text, plan.memory(stage))
     assert f"weights {weights} + gradients {gradients} + optimizer {optimizer} + activations " in line
     assert re.search(r"activations [\d.]+ [KM]iB, of which the loss with its logits [\d.]+ [KM]iB", line)
-    keys = re.findall(r"([a-z_]+\.[a-z_]+)=(\S+) \(-([\d.]+) ([KM])iB\)", line)
+    keys = re.findall(r"([a-z_]+\.[a-z_]+)=(\S+) \(-([\d.]+) ([KM])iB[;)]", line)
     saved = [float(number) * {"K": 1, "M": 1024}[unit] for *_, number, unit in keys]
     assert len(keys) == 3 and saved == sorted(saved, reverse=True)
     assert {key for key, *_ in keys} <= {"parallel.recompute", "parallel.micro_batches", "training.batch_size"}

@@ -150,6 +150,26 @@ def test_another_programs_config_yaml_is_not_overwritten(tmp_path: Path) -> None
     assert contents(tmp_path) == before
 
 
+@pytest.mark.parametrize("text", ["removed_key: 3\n", "optimizer: {name: sophia}\n"])
+def test_a_run_of_another_version_with_other_keys_is_a_run(text: str, tmp_path: Path) -> None:
+    made = config(tmp_path)
+    claim(made)
+    newest = save(made, 10)
+    file = tmp_path / "config.yaml"
+    file.write_text(f"{file.read_text().partition('optimizer:')[0]}{text}")
+    assert claim(made) == (newest, [])
+    assert load(file=file) == made
+
+
+def test_whether_a_checkpoint_is_the_runs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = config(tmp_path / "old"), config(tmp_path / "new")
+    checkpoint = save(old, 10)
+    assert RunDirectory(old).holds(checkpoint) and not RunDirectory(new).holds(checkpoint)
+    monkeypatch.chdir(tmp_path)
+    assert RunDirectory(config(Path("old"))).holds(checkpoint)
+    assert RunDirectory(old).holds(Path("old/checkpoints/best/../step-00000010"))
+
+
 def test_a_file_in_the_place_of_the_folder_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("precious")
     assert refused(config(tmp_path / "file")).startswith(f"output_dir={tmp_path}/file: cannot be made: ")

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -297,10 +298,32 @@ def test_a_loss_that_is_no_number_is_told_with_its_step_and_changes_nothing(prec
 
 def test_float16_that_overflows_at_any_scale_has_diverged() -> None:
     job = trainer(settings("training.precision=fp16", "training.max_steps=100"))
-    job.task.model.head.weight.data[0, 0] = math.nan
+    job.engine.grad_norm = lambda: torch.tensor(math.inf)
     with pytest.raises(Diverged, match="^step 17: "):
         run(job)
     assert job.loss_scaler.scale == 1.0
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_float16_without_a_loss_is_not_a_matter_of_the_scale(ahead: bool) -> None:
+    job = trainer(settings("training.precision=fp16", "training.max_steps=100"))
+    job.updates_ahead = ahead
+    plans, sound = job.steps(), job.task.model.head.weight.data[0, 0].clone()
+    for value in (math.nan, math.nan, sound, math.nan, math.nan):  # as long as it is a batch or two
+        job.task.model.head.weight.data[0, 0] = value
+        job.step(next(plans))
+    assert (job.state.updates, job.steps_without_loss) == (1, 2)
+    with pytest.raises(Diverged, match="^step 6: the loss is nan"):
+        job.step(next(plans))
+
+
+def test_metrics_of_a_task_may_be_any_kind_of_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task of one's own takes them from NumPy or torch."""
+    job = trainer(settings())
+    made = {"loss": torch.tensor(1.5), "rmse": np.float32(0.5), "hits": 3}
+    monkeypatch.setattr(job.task, "metrics", lambda sums, count: made)
+    found = job.evaluate("valid").metrics
+    assert found == {"loss": 1.5, "rmse": 0.5, "hits": 3.0} and set(map(type, found.values())) == {float}
 
 
 @pytest.mark.parametrize("batching", ["windows", "columns"])
