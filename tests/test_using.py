@@ -34,9 +34,12 @@ def run(program: str, *words: object, code: int = 0, text: str = "") -> str:
 
 
 def train(folder: Path, name: str, source: Path, *words: str) -> Path:
-    settings = [f"data.source={source}", f"data.cache_dir={folder / 'cache'}", f"output_dir={folder / name}", *SMALL]
-    run("hvd-train", *settings, *words)
+    run("hvd-train", *settings(folder, name, source), *words)
     return folder / name
+
+
+def settings(folder: Path, name: str, source: Path) -> list[str]:
+    return [f"data.source={source}", f"data.cache_dir={folder / 'cache'}", f"output_dir={folder / name}", *SMALL]
 
 
 def sentences(number: int) -> list[list[str]]:
@@ -205,14 +208,14 @@ def test_rows_of_a_model_without_a_token_are_not_written(folder: Path) -> None:
 
 
 def test_a_model_that_has_diverged_is_told(folder: Path) -> None:
-    """Its evaluation, after the step that spoilt it and before the one that would find out, ends in good order."""
+    """The checkpoint of the step that spoilt it is there: only the next step finds out."""
     (folder / "few.tsv").write_text("a b c\tc b a\nb c a\ta c b\n" * 20)
     more = ["task=translation", "data.tokenizer=basic_english", "data.split=[0.8, 0.2]", "optimizer.warmup_steps=0"]
-    more += ["optimizer.lr=1e38", "optimizer.clip_norm=none", "training.max_steps=1"]
-    model = train(folder, "diverged", folder / "few.tsv", *more)
-    summary = json.loads((model / "summary.json").read_text())
-    assert summary["valid_bleu"] == 0
-    message = run("hvd-transformer", "translate", model / "checkpoints" / "latest", text="a b\n", code=2)
+    more += ["optimizer.lr=1e38", "optimizer.clip_norm=none", "training.max_steps=2", "training.eval_every=2"]
+    given = settings(folder, "diverged", folder / "few.tsv")
+    message = run("hvd-train", *given, *more, "checkpoint.every_steps=1", code=1)
+    assert message.startswith("hvd-train: step 2: the loss is nan")
+    message = run("hvd-transformer", "translate", folder / "diverged", text="a b\n", code=2)
     assert message.count("\n") == 1 and message.endswith("contains NaN or infinity: the training has diverged\n")
 
 
