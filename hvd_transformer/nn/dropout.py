@@ -141,7 +141,8 @@ def seeded_dropout(values: Tensor, rate: float, seed: int) -> Tensor:
 
 @torch.library.custom_op("hvd_transformer::dropout_mask", mutates_args=())
 def _cpu_mask(like: Tensor, rate: float, seed: int) -> Tensor:
-    """Draw the mask to multiply values by: 0 where they are dropped, elsewhere 1 / (1 - rate), to keep the mean.
+    """Draw the mask to multiply values by: 0 where they are dropped, elsewhere 1 / (1 - rate), for the rate
+    rounded to 65,536ths, to keep the mean.
 
     It uses 16 random bits per value, which is six times as fast as torch's generator: see `DropoutBits`.
     """

@@ -13,7 +13,7 @@ _purpose: Purpose = "results"
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Whether this tensor is on a GPU, or is a fake tensor inside `assume_gpu`."""
+    """Whether this tensor is on a GPU; inside `assume_gpu` always true."""
     return _assumes_gpu or tensor.is_cuda
 
 

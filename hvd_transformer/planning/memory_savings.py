@@ -70,7 +70,7 @@ def _effect(config: Config, key: str, resumes: bool) -> str:
     """How another value of this key changes training itself, where the key does not say it."""
     if key not in ("training.batch_size", "data.batch_tokens"):
         return ""
-    if config.training.global_batch_size is None:
+    if config.training.global_batch_size is None or key == "data.batch_tokens":
         return "fewer samples per step"
     scaling = config.optimizer.lr_scaling
     # A resumed run keeps its rate.

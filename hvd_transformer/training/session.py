@@ -111,8 +111,6 @@ class Session:
                 if stopped:
                     break
             profiled.write()
-            if not stopped and self.valid is not None:
-                self._check_last(self.valid)  # not saved: the next start shall not resume from weights that are NaN
             self.save(best=False)
             self._save_until_written()
         except BaseException:
@@ -337,6 +335,10 @@ class Session:
                 epoch=state.epoch + (0 if state.remaining is None else 1),
                 **of_split("valid", self.valid),
             )
+        if not stopped and (state.step == self.trainer.total_steps or self._out_of_patience()):
+            self._check_last(
+                self.valid
+            )  # before it is saved: the next start shall not resume from weights that are NaN
         return best and self.config.checkpoint.keep_best, bool(stopped)
 
     def _text_samples(self) -> Sequence[Mapping[str, str]]:
@@ -345,9 +347,13 @@ class Session:
             return ()  # nothing can be sampled from logits that are no numbers
         return self.trainer.text_samples("valid")
 
+    def _out_of_patience(self) -> bool:
+        patience = self.config.training.patience
+        return patience is not None and self.trainer.state.not_better >= patience
+
     def _patience_ended(self) -> bool:
         state, patience = self.trainer.state, self.config.training.patience
-        if patience is None or state.not_better < patience:
+        if not self._out_of_patience():
             return False
         self.progress.message(
             f"step {state.step}: {state.not_better} evaluations in a row without improvement, "

@@ -21,8 +21,8 @@ class OptimizerConfig(Section):
     lr_scaling: Literal["linear", "sqrt", "none"] = fixed(
         "linear",
         "scaling of the learning rate with the number of replicas dp: lr x dp, lr x sqrt(dp), or lr; with "
-        "training.global_batch_size, global_batch_size / batch_size replaces dp, where a resumed run keeps the "
-        "batch_size that it began with",
+        "training.global_batch_size, global_batch_size / batch_size replaces dp; a run that resumes with "
+        "another batch_size keeps its learning rate",
     )
     weight_decay: float = fixed(0.01, "weight decay; not applied to biases, norms and embeddings", ge=0)
     momentum: float = fixed(0.0, "momentum, for sgd", ge=0, lt=1)

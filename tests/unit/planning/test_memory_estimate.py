@@ -105,6 +105,10 @@ def test_what_else_a_smaller_batch_changes_is_said(monkeypatch: pytest.MonkeyPat
     assert effect(fixed) == "a higher learning rate by optimizer.lr_scaling=linear"
     assert effect(fixed, "optimizer.lr_scaling=sqrt") == "a higher learning rate by optimizer.lr_scaling=sqrt"
     assert effect(fixed, "optimizer.lr_scaling=none") == effect(fixed, resumes=True) == ""
+    # A step is global_batch_size / batch_size batches, whatever these hold.
+    assert (
+        memory_savings._effect(load(overrides=[*SMALL, fixed]), "data.batch_tokens", False) == "fewer samples per step"
+    )
 
 
 def test_an_evaluation_keeps_nothing_for_backward() -> None:

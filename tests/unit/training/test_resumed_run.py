@@ -268,9 +268,12 @@ def test_an_evaluation_that_is_repeated_has_one_line(
     assert samples == [2, 4]
 
 
-def test_weights_that_are_no_numbers_at_the_end_are_no_success(train: Train, evaluations, tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", ["none", "2", "6"])
+def test_weights_that_are_no_numbers_at_the_end_are_no_success(
+    train: Train, evaluations, tmp_path: Path, every: str
+) -> None:
     evaluations([2.0, 1.0, math.nan])
-    done = train("checkpoint.every_steps=none")
+    done = train(f"checkpoint.every_steps={every}")
     assert done.returncode == 1 and "done:" not in done.stdout
     (line,) = done.stderr.splitlines()
     assert "step 6: the last validation loss is nan; a lower optimizer.lr" in line
@@ -280,6 +283,13 @@ def test_weights_that_are_no_numbers_at_the_end_are_no_success(train: Train, eva
     # A stop may have saved them before.
     evaluations([math.nan] * 9)
     assert train("checkpoint.keep_best=false", "training.max_steps=4").returncode == 1
+
+
+def test_weights_that_are_no_numbers_as_patience_ends(train: Train, evaluations, tmp_path: Path) -> None:
+    evaluations([1.0, math.nan, math.nan])
+    done = train("checkpoint.every_steps=2", "training.patience=1")
+    assert done.returncode == 1 and "step 4: the last validation loss is nan" in done.stderr
+    assert steps(tmp_path / "run") == [2]
 
 
 def test_a_signal_in_the_last_evaluation_is_answered(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
