@@ -4,7 +4,7 @@ Each rank reads its part, where it sees the folder.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,13 @@ SEND_BYTES = 32 << 20
 _Chunk = list[tuple[str, TensorShard]]  # with the names of the tensors
 
 
-def read_checked(folder: Path | None, data_digest: str, world: World) -> dict[str, Any] | None:
+def read_checked(
+    folder: Path | None, data_digest: str, split_digests: Mapping[str, str], world: World
+) -> dict[str, Any] | None:
     """The state of a checkpoint, read by rank 0 and sent to all. Collective.
+
+    `split_digests`: of the tokens of each split, where they are known. Equal ones will do: another version may describe
+    the same tokens by another `data_digest`.
 
     Raises `UserError` if the checkpoint has another format or was trained on other data.
     """
@@ -37,7 +42,8 @@ def read_checked(folder: Path | None, data_digest: str, world: World) -> dict[st
         if folder is None:
             return None
         state = read_current_state(folder)
-        if state["data_digest"] != data_digest:
+        same_tokens = split_digests and state.get("splits") == dict(split_digests)
+        if state["data_digest"] != data_digest and not same_tokens:
             raise UserError(
                 f"{folder}: trained on other data than data.source gives now; was it changed? Use another "
                 "output_dir for a new run"

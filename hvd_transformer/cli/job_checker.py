@@ -32,7 +32,7 @@ from hvd_transformer.cli.service_options import NOT_FOR_JOBS, check_engine_optio
 from hvd_transformer.cli.train import command, config_of_job
 from hvd_transformer.config.batch_size import check_step_size
 from hvd_transformer.config.load import load
-from hvd_transformer.config.schema import Config, flatten
+from hvd_transformer.config.schema import Config, flatten, may_be_none
 from hvd_transformer.config.strict_yaml import NONE_WORDS
 from hvd_transformer.errors import UserError
 from hvd_transformer.service.submitting import code_snapshot
@@ -111,7 +111,7 @@ def _word(key: str, value: Any) -> str:
         return json.dumps(value)
     if value.startswith(("[", "{")):
         raise UserError(f"{key}={value}: a text that begins like a list or a table cannot be submitted")
-    if value.lower() in NONE_WORDS:
+    if value.lower() in NONE_WORDS and may_be_none(key):
         raise UserError(f"{key}={value}: a name that means no value on a command line cannot be submitted")
     return value
 

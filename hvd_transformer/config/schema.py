@@ -4,7 +4,7 @@ The keys of each section are in a file of `config.sections`. The schema is the s
 `config.yaml`, and the rules for what may change when a run resumes.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic.fields import FieldInfo
 
@@ -100,6 +100,11 @@ def field(key: str) -> FieldInfo:
 def may_change(key: str) -> bool:
     """Tell whether a run may resume from a checkpoint that has another value for this dotted key."""
     return bool(_extra(key)["may_change"])
+
+
+def may_be_none(key: str) -> bool:
+    """Tell whether this dotted key may have no value."""
+    return type(None) in get_args(field(key).annotation)
 
 
 def allowed(key: str) -> str | None:

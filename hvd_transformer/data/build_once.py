@@ -76,12 +76,14 @@ def build_once(
     load: Callable[[Path], T | None],
     build: Callable[[Path], None],
     should_stop: ShouldStop = lambda: False,
+    report: Callable[[str], object] = lambda line: None,
 ) -> T:
     """Return `load(folder)`; if that is None (missing or damaged), call `build(aside)` first.
 
     One process builds; the others wait and then load. If the builder fails with a `UserError`, the waiting processes
     raise the same error; if it dies, the next process removes its leftovers, unless they have `PROGRESS`, and builds.
-    Raises `UserError`, also for a place that another user has prepared (`own_folder.py`), and `Stopped`.
+    `report` is told, in a line, of a wait for another host. Raises `UserError`, also for a place that another user has
+    prepared (`own_folder.py`), and `Stopped`.
     """
     try:
         check_own(folder)
@@ -93,7 +95,7 @@ def build_once(
                 return found
             if error is not None:
                 raise UserError(error)
-            with _alone(folder, lock_file, should_stop) as builder:
+            with _alone(folder, lock_file, should_stop, report) as builder:
                 if (found := load(folder)) is not None:  # another host has built it
                     return found
                 _build_aside(folder, build, lock_file, builder)
@@ -105,7 +107,9 @@ def build_once(
 
 
 @contextmanager
-def _alone(folder: Path, lock_file: IO[str], should_stop: ShouldStop) -> Iterator[FolderLock]:
+def _alone(
+    folder: Path, lock_file: IO[str], should_stop: ShouldStop, report: Callable[[str], object]
+) -> Iterator[FolderLock]:
     """Hold the folder's lock among hosts, too. Raises the error of a builder on another one that failed meanwhile."""
 
     def look() -> None:
@@ -115,7 +119,7 @@ def _alone(folder: Path, lock_file: IO[str], should_stop: ShouldStop) -> Iterato
     failures_before = _read_failure(lock_file)[0]
     builder = FolderLock(_builder(folder), "a preparation of data")
     check_own(_builder(folder))
-    builder.take(look=look)
+    builder.take(report, look=look)
     try:
         failures, error = _read_failure(lock_file)
         if error is not None and failures > failures_before:

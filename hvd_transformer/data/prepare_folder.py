@@ -52,4 +52,4 @@ def prepare_folder(
         index["settings"] = {"source": config.source, **settings}
         (aside / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
-    return build_once(folder, load, build, context.should_stop)
+    return build_once(folder, load, build, context.should_stop, context.report)

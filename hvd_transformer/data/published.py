@@ -89,7 +89,11 @@ def fetch_published(config: DataConfig, table: Mapping[str, Published], context:
             f"valid.{languages} and test.{languages} into {folder} by hand"
             + (f"; {data_set.test}" if data_set.test else "")
         )
-    return build_once(folder, load, lambda aside: _fetch(data_set, aside, folder, context), context.should_stop)
+
+    def build(aside: Path) -> None:
+        _fetch(data_set, aside, folder, context)
+
+    return build_once(folder, load, build, context.should_stop, context.report)
 
 
 class DownloadError(Exception):

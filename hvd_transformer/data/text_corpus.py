@@ -46,7 +46,7 @@ _TEXTS = ("{}.txt", "{}.raw", "wiki.{}.tokens", "wiki.{}.raw", "ptb.{}.txt", "{}
 _PATTERNS = (*_TEXTS, *(pattern for ending in ENDINGS if (pattern := f"{{}}{ending}") not in _TEXTS))
 _SHARDS = "{}[-_.]*"  # as Hugging Face names them: train-00000-of-00008.parquet
 _NAMED = "(?:{})[-_.]"
-_OTHER_DATA = re.compile(r"[-_]\D")  # train_small.txt beside train.txt is not a shard
+_NUMBERED = re.compile(r"[-_.]\d")  # beside train.txt only these are shards, not train_small.txt or train.meta.json
 # Of files that are no running text, in other cases of letters, too: their syntax would be trained on.
 _ROWS = (".jsonl", ".ndjson", ".jsonlines", ".json", PARQUET, ".csv", ".tsv")
 _PACKED = (".bz2", ".xz", ".zip")
@@ -150,7 +150,7 @@ def _open_python_docs(cache: Path, context: PrepareContext) -> Corpus:
                 "choose another data.source"
             )
 
-    spans = build_once(folder, load, build, context.should_stop)
+    spans = build_once(folder, load, build, context.should_stop, context.report)
     sizes, splits = (
         {split: span.size for split, span in spans.items()},
         {split: TextSplit((spans[split],)) for split in spans},
@@ -163,7 +163,7 @@ def _find(folder: Path, config: DataConfig) -> dict[str, Files]:
         origin, named = f"{folder}: {stem}", first_file(folder, stem, _PATTERNS) or ()
         beside = set(folder.glob(_SHARDS.format(stem))).difference(named)
         if named:
-            beside = {path for path in beside if not _OTHER_DATA.match(path.name.removeprefix(stem))}
+            beside = {path for path in beside if _NUMBERED.match(path.name.removeprefix(stem))}
         kinds = [named, find_shards((folder / stem).glob("*"), origin), find_shards(beside, origin)]
         found = [files for files in kinds if files]
         if len(found) > 1:

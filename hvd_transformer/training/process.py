@@ -6,7 +6,7 @@ import os
 import signal
 from _thread import start_new_thread
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 
@@ -28,7 +28,8 @@ class StopRequest:
         if is_first and self.on_first is not None:
             # The signal may have interrupted a print, within which another one fails or waits forever. Not `threading`,
             # whose locks may be held likewise.
-            start_new_thread(self.on_first, ())
+            with suppress(RuntimeError):  # no more threads
+                start_new_thread(self.on_first, ())
 
     def end_at_once(self) -> None:
         """Let a signal end this process at once from now on: there is nothing to save."""

@@ -149,7 +149,7 @@ class RunDirectory:
             content = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError):
             return False
-        return isinstance(content, dict) and "output_dir" in content and ("task" in content or "model" in content)
+        return isinstance(content, dict) and content.keys() >= {"output_dir", "task", "model", "data"}
 
 
 def check_agreement(config: Config, checkpoint: Path) -> None:

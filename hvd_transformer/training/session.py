@@ -131,8 +131,8 @@ class Session:
 
     def _check_last(self, valid: Mapping[str, float]) -> None:
         """Raise `Diverged` if the last weights give no validation loss."""
-        if not math.isfinite(valid["loss"]):
-            raise Diverged(self.trainer.state.step, f"the last validation loss is {valid['loss']}")
+        if not math.isfinite(loss := valid.get("loss", 0.0)):
+            raise Diverged(self.trainer.state.step, f"the last validation loss is {loss}")
 
     def finish(self, status: str) -> dict[str, Any]:
         """Test the best weights (after "finished"), write summary and report; returns the summary. Collective."""
@@ -315,8 +315,9 @@ class Session:
             self.valid = self.trainer.evaluate("valid").metrics
             seconds = time.perf_counter() - began
             samples = self._text_samples()
-        if math.isfinite(self.valid["loss"]):
-            self.trainer.steps_without_loss = 0  # the weights are numbers, whatever the last batch was
+        # Whatever the last batch was: weights that give no loss are not saved.
+        finite_loss = math.isfinite(self.valid.get("loss", 0.0))
+        self.trainer.steps_without_loss = 0 if finite_loss else max(1, self.trainer.steps_without_loss)
         told = torch.tensor([bool(stop), time.perf_counter() - began], dtype=torch.float64)
         stopped, self.evaluation_seconds = self.world.all_reduce_(told, "evaluation.end", "max").tolist()
         value = chosen(self.valid, self.config.training.best_metric)

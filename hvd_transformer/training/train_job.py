@@ -175,7 +175,7 @@ def _assemble(
 
     `is_own`: the checkpoint is of this run directory.
     """
-    saved = read_checked(checkpoint, data.digest, world)
+    saved = read_checked(checkpoint, data.digest, getattr(data, "split_digests", {}), world)
     state = TrainState() if saved is None else TrainState.load(saved["position"])
     state.choose_best_by(config.training.best_metric)
     if not is_own:

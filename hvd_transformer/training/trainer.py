@@ -163,6 +163,7 @@ class Trainer:
             if not math.isfinite(totals.loss):
                 raise Diverged.in_step(state.step + 1, totals.loss, norm)
             self._unsent = Sums() if sends else self._unsent.plus(stats.own())
+            self.steps_without_loss = 0  # the same on all ranks, which save together
         if not summed.targets:
             log.info("step %d: no samples for this replica, whose weights stay", state.step + 1)
         elif math.isfinite(norm) and math.isfinite(summed.loss):

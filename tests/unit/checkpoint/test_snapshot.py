@@ -36,7 +36,7 @@ def saved(job: Trainer, folder: Path) -> Path:
 
 
 def resumed(checkpoint: Path, *overrides: str) -> Trainer:
-    saved = read_checked(checkpoint, "digest", World())
+    saved = read_checked(checkpoint, "digest", {}, World())
     job = trainer(settings(*overrides), position=TrainState.load(saved["position"]))
     with torch.no_grad():
         for bucket in job.engine.buffers:
@@ -150,7 +150,7 @@ def test_a_position_survives_json() -> None:
 
 
 def test_without_a_checkpoint_a_job_begins_at_the_beginning() -> None:
-    assert read_checked(None, "digest", World()) is None
+    assert read_checked(None, "digest", {}, World()) is None
 
 
 def test_other_tokens_and_other_formats_are_refused(tmp_path: Path) -> None:
@@ -158,11 +158,17 @@ def test_other_tokens_and_other_formats_are_refused(tmp_path: Path) -> None:
     run(job, 1)
     checkpoint = saved(job, tmp_path)
     with pytest.raises(UserError, match="trained on other data than data.source gives now"):
-        read_checked(checkpoint, "another digest", World())
+        read_checked(checkpoint, "another digest", {}, World())
     state = json.loads((checkpoint / "state.json").read_text())
+    # Another version may describe the same tokens in other words.
+    (checkpoint / "state.json").write_text(json.dumps(state | {"splits": {"train": "a", "valid": "b"}}))
+    assert read_checked(checkpoint, "another digest", {"train": "a", "valid": "b"}, World()) is not None
+    for others in ({"train": "a", "valid": "c"}, {"train": "a"}, {}):
+        with pytest.raises(UserError, match="trained on other data than data.source gives now"):
+            read_checked(checkpoint, "another digest", others, World())
     (checkpoint / "state.json").write_text(json.dumps(state | {"format": 99}))
     with pytest.raises(UserError, match="format 99, but this version reads formats 2 and 3"):
-        read_checked(checkpoint, "digest", World())
+        read_checked(checkpoint, "digest", {}, World())
 
 
 @pytest.mark.parametrize(

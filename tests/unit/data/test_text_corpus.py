@@ -124,7 +124,15 @@ def test_a_split_that_is_there_twice(tmp_path: Path, names: list[str], told: str
 
 
 def test_other_data_beside_a_split(tmp_path: Path) -> None:
-    folder = fill(tmp_path / "corpus", "train.txt", "train_small.txt", "train-notes.jsonl", "valid.txt", "test.txt")
+    others = [
+        "train_small.txt",
+        "train-notes.jsonl",
+        "train.json",
+        "train.meta.json",
+        "train.txt.gz",
+        "test.results.json",
+    ]
+    folder = fill(tmp_path / "corpus", "train.txt", "valid.txt", "test.txt", *others)
     corpus = open_corpus(DataConfig(source=str(folder), cache_dir=str(tmp_path / "cache")))
     assert [span.path for span in corpus.splits["train"].spans] == [folder / "train.txt"]
 

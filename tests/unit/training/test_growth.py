@@ -109,7 +109,7 @@ def of_a_job(folder: Path, num_ranks: int, *words: str) -> Costs:
         with job(1, *(word for word in words if "tensor" not in word and "vocab" not in word)) as (alone, _):
             run(alone, 1)
             store.save(alone.capture("digest", 0, False))
-        state = read_checked(store.steps()[-1], "digest", World())
+        state = read_checked(store.steps()[-1], "digest", {}, World())
         assert state is not None
         costs["load"] = calls(lambda: trainer.restore(store.steps()[-1], state))
         if isinstance(trainer.world, FakeWorld):

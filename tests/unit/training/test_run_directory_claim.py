@@ -142,8 +142,9 @@ def test_another_projects_logs_do_not_make_its_folder_ours(tmp_path: Path) -> No
     assert "holds other files" in refused(config(tmp_path))
 
 
-def test_another_programs_config_yaml_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("server: {port: 80}\n")
+@pytest.mark.parametrize("text", ["server: {port: 80}\n", "output_dir: there\nmodel: meta-llama\ntask: chat\n"])
+def test_another_programs_config_yaml_is_not_overwritten(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.yaml").write_text(text)
     (tmp_path / "app.py").write_text("precious")
     before = contents(tmp_path)
     refused(config(tmp_path))

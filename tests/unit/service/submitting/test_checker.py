@@ -72,6 +72,8 @@ def test_values_that_are_not_plain_words(tmp_path: Path) -> None:
         UserError, match=r"^data.source=\[a\]: a text that begins like a list or a table cannot be submitted"
     ):
         as_words(load(file=tmp_path / "c.yaml"))
+    config = load(overrides=["optimizer.lr_scaling=none"])  # a choice like others
+    assert as_words(config) == ["optimizer.lr_scaling=none"]
     (tmp_path / "c.yaml").write_text("task: classification\ndata: {positive_label: 'none'}")
     with pytest.raises(UserError, match="^data.positive_label=none: a name that means no value on a"):
         as_words(load(file=tmp_path / "c.yaml"))
