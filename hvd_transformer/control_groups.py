@@ -9,7 +9,8 @@ def control_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Pa
     """Folders of this process's group and those around it, all of which limit it, each with its version: 1 or 2.
 
     `controller` is one of version 1, such as "memory"; version 2 has one hierarchy for all. In a container the group is
-    the outermost one that is visible. The folders may be missing.
+    the outermost one that is visible. The folders may be missing, and the same one may come twice: version 1 may mount
+    controllers together as "cpu,cpuacct", in any order, with or without a link "cpu" to it.
     """
     path = {"": "/", controller: "/"}
     with suppress(OSError, ValueError):
@@ -17,7 +18,8 @@ def control_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Pa
             _, controllers, own = line.split(":", 2)
             path |= dict.fromkeys(controllers.split(","), own)
     mount = root / "sys/fs/cgroup"
-    for top, own, version in ((mount, path[""], 2), (mount / controller, path[controller], 1)):
+    joint = sorted(top for top in mount.glob(f"*{controller}*") if controller in top.name.split(","))
+    for top, own, version in ((mount, path[""], 2), *((top, path[controller], 1) for top in joint)):
         parts = [part for part in own.split("/") if part]
         inside = [] if ".." in parts else parts  # not below what is mounted here
         for depth in range(len(inside) + 1):

@@ -32,7 +32,7 @@ _PREFIXES = (
     "GLOO_", "OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_", "UCX_", "FI_",
 )  # fmt: skip
 # They may hold a password, so they go to the ranks as the variables of --env do.
-_PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
 
 def launcher_environment(environment: Mapping[str, str], named: Sequence[str]) -> dict[str, str]:
@@ -64,7 +64,7 @@ def secret_values(environment: Mapping[str, str], named: Sequence[str]) -> dict[
     for name in named:
         if name not in environment:
             raise UserError(f"--env {name}: not set in this environment")
-    proxies = (name for name in _PROXIES if name in environment)
+    proxies = (name for name in PROXIES if name in environment)
     return {name: environment[name] for name in [*proxies, *named]}
 
 

@@ -131,9 +131,10 @@ def from_script(script: Path, environment: Mapping[str, str]) -> FindHosts:
 
 
 def _run(path: Path, environment: Mapping[str, str]) -> tuple[int, str, str]:
-    """Exit code, output and error output of a script once it has ended; what it has started ends with it.
+    """Exit code, output and error output of a script once it has ended.
 
-    Raises `subprocess.TimeoutExpired`, and `OSError` if it cannot be started.
+    What it has started in the background goes on, but nobody reads its output any more. A script that takes too long is
+    killed with what it has started. Raises `subprocess.TimeoutExpired`, and `OSError` if it cannot be started.
     """
     process = subprocess.Popen(
         [path],
@@ -158,8 +159,9 @@ def _run(path: Path, environment: Mapping[str, str]) -> tuple[int, str, str]:
                 if not ended and time.monotonic() > deadline:
                     raise subprocess.TimeoutExpired([path], _SCRIPT_SECONDS)
                 time.sleep(0.0 if ended else _LOOK_SECONDS)
-        finally:
+        except BaseException:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
+            raise
     output, errors = (text.decode(errors="replace") for text in said.values())
     return process.returncode, output, errors

@@ -17,7 +17,7 @@ from hvd_transformer.launch.agents import HostAgents, HostLost
 from hvd_transformer.launch.attempt import AttemptResult, Stop, run_attempt
 from hvd_transformer.launch.connection.connections import HostConnections
 from hvd_transformer.launch.doctor.findings import Finding
-from hvd_transformer.launch.horovodrun_command import Horovodrun
+from hvd_transformer.launch.horovodrun_command import PROXIES, Horovodrun
 from hvd_transformer.launch.host_discovery import Examine, HostDiscovery, of_no_host
 from hvd_transformer.launch.host_pool import HostPool
 from hvd_transformer.launch.hostfile import Host
@@ -26,6 +26,8 @@ from hvd_transformer.launch.restart_policy import Limits, RestartPolicy, Verdict
 from hvd_transformer.launch.root_cause import in_words
 
 _NAMES = 8  # of hosts, in a message
+_LOOK_SECONDS = 1.0  # between two looks at the hosts that a restart waits for
+_FAILED_SECONDS = 5.0  # after a look that failed
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Supervisor:
     ) -> None:
         self._plan, self._horovodrun, self._pool, self._output = plan, horovodrun, pool, output
         self._connections, self._examine = connections, examine or (lambda hosts: {})
+        connections.withhold(plan.values.keys() - PROXIES)  # a ProxyCommand may need them
         self._examining = threading.Lock()  # no start begins while hosts are examined: agents answer no questions
         self._policy = RestartPolicy(plan.limits)
         self._stop: Stop | None = None
@@ -148,9 +151,9 @@ class Supervisor:
         """
         with self._examining:
             refused = self._examine(hosts)
-        self._refused |= {host: f"{finding.message}; {finding.cure}" for host, finding in refused.items()}
         for finding in of_no_host(refused, hosts):
             raise UserError(str(finding))
+        self._refused |= {host: f"{finding.message}; {finding.cure}" for host, finding in refused.items()}
         return refused
 
     def _start(self, hosts: list[Host], stop: Stop) -> AttemptResult:
@@ -263,7 +266,7 @@ class Supervisor:
 
     def _wait_for_hosts(self, stop: Stop) -> list[Host] | None:
         """Wait until usable hosts have enough slots for the next start; None: give up."""
-        told = False
+        told = ""
         while not stop.count:
             try:
                 hosts, why = self._pool.hosts(), ""
@@ -276,14 +279,14 @@ class Supervisor:
             elif refused is not None:
                 self._output.message(f"{self._next}: {ranks} ranks on {_names(hosts)}")
                 return hosts
-            elif not told:
-                self._output.message(why or f"waiting for hosts: {ranks} slots now, {self._plan.min_ranks} needed")
-                told = True
+            elif (line := why or f"waiting for hosts: {ranks} slots now, {self._plan.min_ranks} needed") != told:
+                self._output.message(line)
+                told = line
             if (late := self._policy.out_of_time()) is not None:
-                self._cause = "; ".join(filter(None, (self._cause, late)))
+                self._cause = "; ".join(filter(None, (self._cause, why, late)))
                 self._output.message(late)
                 return None
-            self._sleep(1.0, stop)
+            self._sleep(_FAILED_SECONDS if why else _LOOK_SECONDS, stop)
         return None
 
     def _sleep(self, seconds: float, stop: Stop) -> None:

@@ -33,6 +33,7 @@ class HostConnections:
         # The folder that each agent creates on its host has this name and an ending of its own.
         self.folder = f"/tmp/hvd-transformer-{os.getpid()}-{secrets.token_hex(4)}"
         self._ssh, self._environment = ssh, environment
+        self._withheld: set[str] = set()
         self._open: dict[str, HostConnection] = {}
         self._opening: dict[str, asyncio.Lock] = {}
         self._turns = asyncio.Semaphore(_AT_A_TIME)
@@ -42,6 +43,10 @@ class HostConnections:
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
         self._pinging = asyncio.run_coroutine_threadsafe(self._ping(), self._loop)
+
+    def withhold(self, names: Iterable[str]) -> None:
+        """Keep variables of this process, which only the ranks may see, from every ssh that is started after this."""
+        self._withheld |= set(names)
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Run a coroutine on the thread of the connections and return its result."""
@@ -99,7 +104,9 @@ class HostConnections:
                 await connection.close()
                 connection = None
             if connection is None:
-                connection = await HostConnection.open(host, local, self._ssh, self._environment, seconds, self._turns)
+                connection = await HostConnection.open(
+                    host, local, self._ssh, self._environment, seconds, self._turns, self._withheld
+                )
                 self._open[host] = connection
             return connection
 

@@ -12,7 +12,7 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,6 +33,8 @@ _UNSENT_BYTES = 1 << 16  # above which a host is sent no more pings: it takes no
 _LAST_LINES = 20  # kept of what a host prints to standard error
 _LAST_WORDS_SECONDS = 0.5  # to read them
 _KILLED_SECONDS, _LOOK_SECONDS = 2.0, 0.02
+# Paths, without which ssh may reach no host: it keeps them even if they are also for the ranks.
+_FOR_SSH = {"SSH_AUTH_SOCK", "KRB5CCNAME", "KRB5_CONFIG"}
 
 Message = dict[str, Any]
 
@@ -82,16 +84,18 @@ class HostConnection:
         environment: Mapping[str, str],
         seconds: float,
         turns: asyncio.Semaphore,
+        withheld: Collection[str] = (),
     ) -> "HostConnection":
         """Start the probe on the host, in its turn, and wait up to `seconds` for its first word.
 
-        Raises `NoConnection`, and `UserError` if this host has no ssh.
+        `withheld`: variables of this process that ssh does not get. Raises `NoConnection`, and `UserError` if this host
+        has no ssh.
         """
         pauses = list(_PAUSES)
         while True:
             try:
                 async with turns:
-                    return await cls._start(host, local, ssh, environment, seconds)
+                    return await cls._start(host, local, ssh, environment, seconds, withheld)
             except NoConnection as error:
                 if local or not pauses or not was_dropped(error.said):
                     raise
@@ -99,15 +103,18 @@ class HostConnection:
 
     @classmethod
     async def _start(
-        cls, host: str, local: bool, ssh: Ssh, environment: Mapping[str, str], seconds: float
+        cls,
+        host: str,
+        local: bool,
+        ssh: Ssh,
+        environment: Mapping[str, str],
+        seconds: float,
+        withheld: Collection[str],
     ) -> "HostConnection":
         command, its_environment = [sys.executable, "-u", "-c", _START, str(len(_SOURCE))], dict(environment)
         if not local:
             command = ssh_command(ssh, host, command, seconds)
-            # ssh itself may need any variable of the user's, such as KRB5CCNAME. It sends none but those of SendEnv.
-            its_environment = {**os.environ, **environment, "LC_MESSAGES": "C"}  # `why_refused` reads English
-            for name in ("LC_ALL", "DISPLAY"):  # no X11 for the ranks
-                its_environment.pop(name, None)
+            its_environment = _of_ssh(environment, withheld)
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -249,3 +256,20 @@ class HostConnection:
             self._said.extend(line.decode(errors="replace").strip() for line in lines)
         if unended.strip():
             self._said.append(unended.decode(errors="replace").strip())
+
+
+def _of_ssh(environment: Mapping[str, str], withheld: Collection[str]) -> dict[str, str]:
+    """The environment of ssh: of this process and `environment`, without what may be secret.
+
+    ssh and its ProxyCommand may need any variable of the user's, but with SendEnv they may also pass it on.
+    """
+    secret = set(withheld) - _FOR_SSH
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in secret and not name.startswith("HVD_TRANSFORMER_")  # as a token of the service
+    }
+    result = {**own, **environment, "LC_MESSAGES": "C"}  # `why_refused` reads English
+    for name in ("LC_ALL", "DISPLAY"):  # no X11 for the ranks
+        result.pop(name, None)
+    return result

@@ -209,9 +209,10 @@ def _cores(root: Path = Path("/")) -> int:
             _, controllers, own = line.split(":", 2)
             path.update(dict.fromkeys(controllers.split(","), own))
     mount, quotas = root / "sys/fs/cgroup", [math.inf]
+    joint = [top for top in mount.glob("*cpu*") if "cpu" in top.name.split(",")]  # also "cpu,cpuacct"
     for top, own, names in (
         (mount, path[""], ("cpu.max",)),
-        (mount / "cpu", path["cpu"], ("cpu.cfs_quota_us", "cpu.cfs_period_us")),
+        *((top, path["cpu"], ("cpu.cfs_quota_us", "cpu.cfs_period_us")) for top in joint),
     ):
         inside = [part for part in own.split("/") if part]
         for depth in range(1 + (0 if ".." in inside else len(inside))):

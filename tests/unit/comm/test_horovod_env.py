@@ -198,6 +198,19 @@ QUOTAS = {
     "the smallest": ("0::/a/b\n", {"a/cpu.max": "600000 100000\n", "a/b/cpu.max": "500000 100000\n"}, 5),
     "not below the mount": ("0::/../a\n", {"a/cpu.max": "200000 100000\n"}, 8),
     "version 1": ("4:cpu,cpuacct:/\n", {"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2),
+    "version 1, without a link": (
+        "4:cpu,cpuacct:/job\n",
+        {f"cpu,cpuacct/job/cpu.cfs_{name}_us": f"{time}\n" for name, time in (("quota", 300000), ("period", 100000))},
+        3,
+    ),
+    "version 1, in another order": (
+        "4:cpuacct,cpu:/\n",
+        {f"cpu,cpuacct/cpu.cfs_{name}_us": f"{time}\n" for name, time in (("quota", 400000), ("period", 100000))},
+        4,
+    ),
+    "version 1, other controllers": (
+        "4:cpuset:/\n", {"cpuset/cpu.cfs_quota_us": "200000\n", "cpuset/cpu.cfs_period_us": "100000\n"}, 8
+    ),
     "version 1, no limit": ("4:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
     "version 1, inside": (
         "4:cpu:/job\n0::/other\n", {"cpu/job/cpu.cfs_quota_us": "70000\n", "cpu/job/cpu.cfs_period_us": "10000\n"}, 7

@@ -23,8 +23,14 @@ from hvd_transformer.launch.connection import host_connection
 from hvd_transformer.launch.connection.connections import HostConnections
 from hvd_transformer.launch.connection.host_connection import HostConnection, NoConnection
 from hvd_transformer.launch.connection.ssh import Ssh
-from hvd_transformer.launch.horovodrun_command import launcher_environment
+from hvd_transformer.launch.horovodrun_command import Horovodrun, launcher_environment, secret_values
+from hvd_transformer.launch.host_pool import HostPool
+from hvd_transformer.launch.hostfile import Host
 from hvd_transformer.launch.node.agent_folder import sockets
+from hvd_transformer.launch.output.launch_output import LaunchOutput
+from hvd_transformer.launch.output.launch_screen import Screen
+from hvd_transformer.launch.restart_policy import Limits
+from hvd_transformer.launch.supervisor import LaunchPlan, Supervisor
 
 
 def test_a_host_that_cannot_be_reached_is_named_with_what_ssh_says(connections: HostConnections) -> None:
@@ -237,7 +243,7 @@ def test_pythonpath_counts_for_the_agent(ssh_log: Path, tmp_path: Path, host: st
         assert (tmp_path / "ran").exists()
 
 
-def test_ssh_has_the_whole_environment_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ssh_has_the_environment_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tickets of Kerberos, an agent of gpg; but no screen, which it would offer to the ranks."""
     said = tmp_path / "said"
     told = "$KRB5CCNAME $XDG_RUNTIME_DIR ${DISPLAY-none} ${LC_ALL-none} $LC_MESSAGES"
@@ -252,3 +258,32 @@ def test_ssh_has_the_whole_environment_of_the_user(tmp_path: Path, monkeypatch: 
     with closing(HostConnections(Ssh(), environment)) as connections:
         connections.run(connections.open(["far.invalid"], 30.0))
     assert said.read_text() == "FILE:/tmp/krb /run/user/7 none none C\n"
+
+
+def test_ssh_gets_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With SendEnv it may pass on all that it has. What it needs itself it keeps, also if it is named by --env."""
+    said = tmp_path / "said"
+    (tmp_path / "ssh").write_text(f"#!/bin/sh\nenv >{said}\nexit 255\n")
+    (tmp_path / "ssh").chmod(0o755)
+    own = {
+        "MY_TOKEN": "named",
+        "HVD_TRANSFORMER_TOKEN": "of-the-service",
+        "KRB5CCNAME": "FILE:/tmp/krb",
+        "https_proxy": "http://proxy",
+        "MY_OWN": "1",
+    }
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    named = ["MY_TOKEN", "KRB5CCNAME"]
+    environment, values = launcher_environment(os.environ, named), secret_values(os.environ, named)
+    pool = HostPool(lambda: [Host("far.invalid", 1)], None)
+    plan = LaunchPlan([], [], values, environment, Limits(0, 0.0), 1)
+    with (
+        closing(HostConnections(Ssh(), environment)) as connections,
+        closing(LaunchOutput(Screen(), None)) as output,
+    ):
+        Supervisor(plan, Horovodrun(pool.hosts()), pool, connections, output)
+        connections.run(connections.open(["far.invalid"], 30.0))
+    found = dict(line.split("=", 1) for line in said.read_text().splitlines() if "=" in line)
+    assert {name for name in own if name in found} == {"KRB5CCNAME", "https_proxy", "MY_OWN"}

@@ -14,6 +14,7 @@ from waiting import wait_until
 
 from hvd_transformer.errors import UserError
 from hvd_transformer.launch import host_discovery, host_pool, restart_policy
+from hvd_transformer.launch import supervisor as supervisor_module
 from hvd_transformer.launch.agents import HostAgents
 from hvd_transformer.launch.connection.connections import HostConnections
 from hvd_transformer.launch.connection.ssh import Ssh
@@ -239,10 +240,13 @@ def test_a_problem_of_the_launchers_own_host_ends_the_start(stand: Path) -> None
     with pytest.raises(UserError, match="^host launcher: no network interface in common with the others: it has eth0;"):
         supervise(stand, "exit 0", given(far=2), examine=examine, watch=told.append)
     assert not (stand / "starts-0").exists()
-    assert told[0].how()["refused"] == {"launcher": f"{OWN.message}; {OWN.cure}"}  # not wrong input
+    assert told[0].how()["refused"] == {}  # no other hosts would help: a service does not queue the job again
 
 
-def test_a_restart_waits_for_the_launchers_own_network(stand: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_restart_waits_for_the_launchers_own_network(
+    stand: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "_FAILED_SECONDS", 0.1)
     findings: list[Mapping[str, Finding]] = [{}, {OWN.host: OWN}, {OWN.host: OWN}, {}]
     script = "[ $start = 2 ] && exit 0; exit 1"
     assert supervise(stand, script, given(far=1), restarts=1, examine=lambda hosts: findings.pop(0)) == 0
@@ -250,6 +254,38 @@ def test_a_restart_waits_for_the_launchers_own_network(stand: Path, capfd: pytes
     said = capfd.readouterr().err
     assert said.count("host launcher: no network interface in common with the others") == 1
     assert "excluded" not in said
+
+
+def test_while_it_waits_it_says_what_is_new(
+    stand: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First there is no host, then this host's network has a problem: told once, looked at seldom, named at the end."""
+    searches, examined = list[float](), list[float]()
+    told: list[Supervisor] = []
+
+    def find() -> list[Host]:
+        if told and told[0].how()["cause"]:  # it waits
+            searches.append(time.monotonic())
+            return [Host("far.invalid", 1)] if len(searches) > 6 else []
+        return [Host("far.invalid", 1)]
+
+    def examine(hosts: Sequence[Host]) -> Mapping[str, Finding]:
+        if not searches:
+            return {}
+        examined.append(time.monotonic())
+        return {OWN.host: OWN}
+
+    monkeypatch.setattr(supervisor_module, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(supervisor_module, "_FAILED_SECONDS", 1.0)
+    code = supervise(stand, "exit 7", find, restarts=1, give_up_seconds=3, examine=examine, watch=told.append)
+    assert (code, starts(stand)) == (7, [1])
+    assert 2 <= len(examined) <= 5
+    said = capfd.readouterr().err
+    assert said.count("waiting for hosts: 0 slots now, 1 needed") == 1
+    assert said.count(str(OWN)) == 1
+    late = "giving up: no new step for 3 s after a failure (--give-up-after)"
+    assert told[0].how()["cause"].endswith(f"; {OWN}; {late}")
+    assert told[0].how()["refused"] == {}
 
 
 def test_a_signal_ends_the_search_for_the_first_hosts(stand: Path) -> None:
