@@ -7,6 +7,7 @@ launchers that run, settles those that have ended, and queues the lost jobs agai
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -68,6 +69,7 @@ class Manager:
         self._accounted: dict[int, float] = {}  # up to when each job's usage is written down, monotonic
         self._promised: Mapping[int, Promise] = {}  # starts that the scheduler has reserved, for its next pass
         self._refusals: dict[int, tuple[int, float]] = {}  # of jobs that could not start: how often, rest until
+        self._refused_elsewhere: deque[int] = deque()  # and that are not counted yet
         self._due = threading.Event()  # a pass of the scheduler
         self._closing = threading.Event()
         self._looked = time.monotonic()
@@ -92,6 +94,10 @@ class Manager:
     def kill(self, job: int) -> None:
         """Kill the ranks of a job that is being stopped, in place of letting them save. From any thread."""
         self._stops.kill(job)
+
+    def refused(self, job: int) -> None:
+        """Let a job rest that could not be handed over to its scheduler, and is queued again. From any thread."""
+        self._refused_elsewhere.append(job)
 
     def problem(self) -> str | None:
         """Why the service does not do its work now, if so."""
@@ -199,13 +205,14 @@ class Manager:
             self._suspect(hosts)
         self._due.set()
 
-    def _note_refusal(self, job: int, refused: bool) -> None:
+    def _note_refusal(self, job: int, refused: bool, at_once: bool = True) -> None:
         """A job that could not be started, or that somebody else has ended, is tried again at once, elsewhere, but does
-        not go round in circles.
+        not go round in circles. Without `at_once` it rests first.
         """
         count = self._refusals.get(job, (0, 0.0))[0] + 1
         if refused:
-            rest = 0.0 if count == 1 else rest_seconds(count - 1)
+            tries = count - at_once
+            rest = rest_seconds(tries) if tries else 0.0
             self._refusals[job] = count, time.monotonic() + rest
         else:
             self._refusals.pop(job, None)
@@ -233,6 +240,12 @@ class Manager:
         """Drop the counts of jobs that have left the queue."""
         known = self._attempts.keys() | set(queued)
         self._refusals = {job: refusal for job, refusal in self._refusals.items() if job in known}
+
+    def _not_submitted(self) -> list[int]:
+        """The jobs that are handed over, but that their schedulers do not have yet: they may be refused again."""
+        if not (self._refusals or self._refused_elsewhere):
+            return []
+        return [attempt.job for attempt in self._store.external_attempts() if attempt.external is None]
 
     def _known(self, id: int) -> Job:
         job = self._store.job(id)
@@ -262,8 +275,11 @@ class Manager:
         began = time.monotonic()
         running = self._running()
         limits, elsewhere = self._store.all_limits(), self._store.external_owners()
+        not_submitted = self._not_submitted()  # before the queue is read, to which they may return
         now, hosts, queued = time.time(), self._store.hosts(), self._store.waiting()
-        self._forget_refusals(job.id for job in queued)
+        while self._refused_elsewhere:
+            self._note_refusal(self._refused_elsewhere.popleft(), True, at_once=False)
+        self._forget_refusals([*not_submitted, *(job.id for job in queued)])
         still = self._still_refused(began)
         resting = {job for job, (_, until) in self._refusals.items() if until > began}  # they keep their reasons
         could_run = fits([host for host in hosts if not (host.down or host.drained)])

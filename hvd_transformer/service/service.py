@@ -128,7 +128,15 @@ class TrainingService:
             Engine.SLURM: Slurm(commands),
             Engine.KUBERNETES: Kubernetes(commands, store.service_id()),
         }
-        external = ExternalJobs(store, backends, checker.job_file, options.state, commands, lambda: manager.wake())
+        external = ExternalJobs(
+            store,
+            backends,
+            checker.job_file,
+            options.state,
+            commands,
+            lambda: manager.wake(),
+            lambda job: manager.refused(job),
+        )
         checks = HostChecks(store.hosts, options.runs.resolve(), lambda: _busy(store), lambda: manager.wake())
         launches = PlainLaunches(launchers.pids, lambda: [host.name for host in store.hosts()], lambda: manager.wake())
         manager = Manager(

@@ -11,10 +11,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from hvd_transformer.errors import WRONG_INPUT, UserError
-from hvd_transformer.service.engines.backend import Backend, EngineFault, Sighting, Submission, files_of
+from hvd_transformer.service.engines.backend import Backend, Ended, EngineFault, Sighting, Submission, files_of
 from hvd_transformer.service.engines.commands import Commands
 from hvd_transformer.service.engines.conclusion import conclude
 from hvd_transformer.service.jobs import Cause, Engine, Job, State
@@ -24,7 +23,7 @@ from hvd_transformer.service.settlement import settle
 from hvd_transformer.service.storage.external_table import ExternalAttempt
 from hvd_transformer.service.storage.store import Store
 from hvd_transformer.service.submitting.code_snapshot import install
-from hvd_transformer.service.submitting.not_now import NotNow, check_folder, error_of, rest_seconds
+from hvd_transformer.service.submitting.not_now import NotNow, SlowFolders, check_folder, error_of
 
 LOOK_SECONDS = 5.0  # between two looks at the schedulers
 _LEAST_REST = 1.0  # between them if something has changed meanwhile
@@ -36,20 +35,17 @@ _log = logging.getLogger(__name__)
 JobFile = Callable[[Job, str], str]  # the text of the job file, with what it makes named so
 
 
-class _Rest(NamedTuple):
-    """Of an attempt that cannot be submitted now."""
-
-    tries: int
-    until: float  # monotonic
-    why: str
+class _Unchecked(NotNow):
+    """The checking process does not answer: for this job, or for any."""
 
 
 class ExternalJobs:
     """One thread, from `start` to `close`; jobs go on after `close`.
 
     `state`: the service's state folder; `commands`: that the backends run; `job_file` raises `UserError`, and
-    `NotNow` for what has nothing to do with the job; `wake_manager` is called when an attempt has ended. `wake`,
-    `accept` and `kill` may be called from any thread.
+    `NotNow` for what has nothing to do with the job; `wake_manager` is called when an attempt has ended, and `refused`
+    with a job that cannot be submitted now, just before it is queued again. `wake`, `accept` and `kill` may be called
+    from any thread.
     """
 
     def __init__(
@@ -60,15 +56,17 @@ class ExternalJobs:
         state: Path,
         commands: Commands,
         wake_manager: Callable[[], object] = lambda: None,
+        refused: Callable[[int], object] = lambda job: None,
         seconds: float = LOOK_SECONDS,
     ) -> None:
         self._store, self._backends, self._job_file, self._state = store, backends, job_file, state
         self._commands = commands
-        self._wake_manager, self._seconds = wake_manager, seconds
+        self._wake_manager, self._refused, self._seconds = wake_manager, refused, seconds
         self._service = store.service_id()
         stopping = store.jobs([State.STOPPING])  # before this service was started
         self._to_kill = {job.id for job in stopping if job.engine in backends and job.stopping is Cause.KILLED}
-        self._rests: dict[int, _Rest] = {}  # by job
+        self._waited: dict[int, float] = {}  # by job: when it was last seen in the scheduler's queue
+        self._folders = SlowFolders()
         self._due, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="external jobs", daemon=True)
 
@@ -126,6 +124,7 @@ class ExternalJobs:
         return bool(attempts)
 
     def _follow(self, backend: Backend, named: Mapping[str, ExternalAttempt]) -> None:
+        looked = time.time()
         seen = backend.look({name: attempt.external for name, attempt in named.items()})
         words: dict[ExternalAttempt, str] = {}
         stopping: list[tuple[ExternalAttempt, Sighting]] = []
@@ -139,6 +138,8 @@ class ExternalJobs:
                 continue
             if found.external != attempt.external:  # the service ended between its submission and this
                 self._store.set_external(attempt.job, attempt.number, found.external)
+            if found.ended is None and not found.runs:
+                self._waited[attempt.job] = looked
             if found.ended is not None:
                 self._end(attempt, found)
             elif attempt.state is State.STOPPING:
@@ -169,12 +170,9 @@ class ExternalJobs:
         self._to_kill.difference_update(attempt.job for attempt, _ in kill)
 
     def _submit(self, backend: Backend, attempts: Sequence[ExternalAttempt]) -> None:
-        words, tried = dict[ExternalAttempt, str](), 0
+        words, away = dict[ExternalAttempt, str](), dict[ExternalAttempt, str]()
+        tried = unchecked = 0
         for at, attempt in enumerate(attempts):
-            rest = self._rests.get(attempt.job)
-            if rest is not None and rest.until > time.monotonic() and attempt.state is not State.STOPPING:
-                words[attempt] = rest.why
-                continue
             job = self._known(attempt)
             if job.state is State.STOPPING:
                 self._settle(attempt, not_started("it was stopped before"))
@@ -186,7 +184,11 @@ class ExternalJobs:
             try:
                 external = backend.submit(self._submission(job, attempt, seconds))
             except NotNow as error:  # of this job alone: the others do not wait for it
-                words[attempt] = self._put_off(attempt, error)
+                unchecked += isinstance(error, _Unchecked)
+                if unchecked > 1:  # of all jobs
+                    words |= dict.fromkeys(attempts[at:], f"{backend.title}: {error}")
+                    break
+                away[attempt] = not_started(str(error)).cause
                 continue
             except UserError as error:
                 self._settle(attempt, Exit(WRONG_INPUT, str(error)))
@@ -195,33 +197,40 @@ class ExternalJobs:
                 break
             else:
                 self._store.set_external(job.id, attempt.number, external)
-                self._rests.pop(job.id, None)
-            tried += 1
+            tried, unchecked = tried + 1, 0
         self._tell(words)
+        self._put_off(away)
 
-    def _put_off(self, attempt: ExternalAttempt, error: NotNow) -> str:
-        """Let it rest; returns why it waits."""
-        tries = self._rests[attempt.job].tries + 1 if attempt.job in self._rests else 1
-        rest = _Rest(tries, time.monotonic() + rest_seconds(tries), not_started(str(error)).cause)
-        self._rests[attempt.job] = rest
-        return rest.why
+    def _put_off(self, away: Mapping[ExternalAttempt, str]) -> None:
+        """Queue jobs again, with the reasons why they were not submitted."""
+        if not away:
+            return
+        for attempt in away:  # first, so that they rest as soon as they are queued
+            self._refused(attempt.job)
+        with self._store.batch():
+            for attempt, why in away.items():
+                self._store.withdraw(attempt.job, attempt.number, why)
+        self._wake_manager()  # others of their owners may be handed over
 
     def _submission(self, job: Job, attempt: ExternalAttempt, seconds: float | None) -> Submission:
-        """Raises `UserError` for what is wrong with the job, `NotNow` for a folder that is away or a full disk, and
-        `EngineFault` if no job can be submitted now.
+        """Raises `UserError` for what is wrong with the job, `NotNow` for a folder that is away, a full disk or a job
+        file that cannot be made now.
         """
         claim, run = f"hvd-{self._service}-{job.id}", Path(job.output_dir)
-        check_folder(job.folder)
-        values = secret_values(job)
+        attempts = files_of(job, attempt.number).folder
+        self._folders.ask(Path(job.folder), lambda: check_folder(job.folder))
+        values: Mapping[str, str] = {}
+        if job.env_names:
+            values = self._folders.ask(Path(job.env_file or "").parent, lambda: secret_values(job))
         try:
-            files_of(job, attempt.number).folder.mkdir(parents=True, exist_ok=True)
+            self._folders.ask(run.parent, lambda: attempts.mkdir(parents=True, exist_ok=True))
             code = install(self._state / "code" / job.code, run) if job.code else None
         except OSError as error:
             raise error_of(error, f"{error.filename or run}: {error.strerror or error}") from None
         try:
             file = self._job_file(job, claim)
         except NotNow as error:
-            raise EngineFault(str(error)) from None
+            raise _Unchecked(str(error)) from None
         return Submission(self._name(attempt), claim, self._service, job, attempt.number, file, seconds, values, code)
 
     def _seconds_left(self, job: Job) -> float | None:
@@ -234,16 +243,20 @@ class ExternalJobs:
         files = files_of(job, attempt.number)
         told = files.read_exit()
         ended, at_limit = conclude(job, seen, told, "" if told is not None else files.last_line())
-        self._settle(attempt, ended, at_limit)
+        # Between two looks it may have begun and ended; one that was cancelled may never have begun.
+        ran = told is not None or seen.ended not in (Ended.CANCELLED, Ended.PREEMPTED)
+        self._settle(attempt, ended, at_limit, ran)
 
-    def _settle(self, attempt: ExternalAttempt, ended: Exit, at_limit: bool = False) -> None:
+    def _settle(self, attempt: ExternalAttempt, ended: Exit, at_limit: bool = False, ran: bool = False) -> None:
         with self._store.batch():  # nobody cancels the job between the decision and its end
             job = self._known(attempt)
             if at_limit and job.stopping is None:
                 job = self._store.update(job.id, state=State.STOPPING, stopping=Cause.TIME_LIMIT)
+            if ran:
+                self._store.set_ran(job.id, attempt.number, self._waited.get(job.id, 0.0))
             job = settle(self._store, job, attempt.number, ended, time.time())
         self._to_kill.discard(job.id)
-        self._rests.pop(job.id, None)
+        self._waited.pop(job.id, None)
         self._wake_manager()  # jobs may wait for it
 
     def _known(self, attempt: ExternalAttempt) -> Job:

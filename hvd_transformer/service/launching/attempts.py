@@ -29,7 +29,7 @@ from hvd_transformer.service.launching.launch_command import launch_environment,
 from hvd_transformer.service.launching.orphans import Orphans
 from hvd_transformer.service.outcome import Exit, not_started
 from hvd_transformer.service.submitting.code_snapshot import install
-from hvd_transformer.service.submitting.not_now import NotNow, check_folder, error_of, make_run_folder
+from hvd_transformer.service.submitting.not_now import NotNow, SlowFolders, check_folder, check_run_folder, error_of
 
 LAUNCHER = (sys.executable, "-m", "hvd_transformer.cli.main")
 # The shell becomes the launcher, so the process is written down before there is anything that could be lost; with a
@@ -88,7 +88,7 @@ class Launchers:
     def __init__(self, state: Path, command: Sequence[str] = LAUNCHER) -> None:
         self._state, self._command = state, tuple(command)
         self._launchers: dict[int, _Launcher] = {}  # by job
-        self._watches = _Watches()
+        self._watches, self._folders = _Watches(), SlowFolders()
 
     def spool(self, job: int) -> Path:
         """The spool folder of a job."""
@@ -107,7 +107,7 @@ class Launchers:
         """
         files = AttemptFiles(self.spool(job.id), attempt.number)
         try:
-            _check_folders(job)
+            self._check_folders(job)
             files.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_hosts(files.folder, attempt.allocation)
             if job.code:
@@ -129,8 +129,7 @@ class Launchers:
         None: it would, or would tell what is wrong with the job.
         """
         try:
-            _check_folders(job)
-            secret_values(job)
+            self._check_folders(job)
         except NotNow as error:
             return _refusal(error).cause
         except UserError:
@@ -220,6 +219,17 @@ class Launchers:
         for end in self._watches.pipe:
             os.close(end)
 
+    def _check_folders(self, job: Job) -> None:
+        """Raise `NotNow` or `UserError` for what the launcher could not use: it would end with wrong input.
+
+        A folder may never answer; the other jobs do not wait for it.
+        """
+        run = Path(job.output_dir)
+        self._folders.ask(Path(job.folder), lambda: check_folder(job.folder))
+        self._folders.ask(run.parent, lambda: check_run_folder(run))
+        if job.env_names:
+            self._folders.ask(Path(job.env_file or "").parent, lambda: secret_values(job))
+
     def _spawn(self, job: Job, files: AttemptFiles, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         descriptors = [files.take_lock()]
         try:
@@ -295,12 +305,6 @@ class Launchers:
                 signal.pidfd_send_signal(found.pidfd, number)
             elif found.pid is not None and found.files.is_held():
                 os.kill(found.pid, number)
-
-
-def _check_folders(job: Job) -> None:
-    """Raise `NotNow` or `UserError` for a folder that the launcher could not use: it would end with wrong input."""
-    check_folder(job.folder)
-    make_run_folder(Path(job.output_dir))
 
 
 def _refusal(error: UserError) -> Exit:

@@ -57,6 +57,23 @@ class ExternalTable(AttemptTable):
             )
             self._write(connection, self._known(connection, job), {"state": State.RUNNING, "reason": reason})
 
+    def set_ran(self, job: int, number: int, since: float) -> None:
+        """Its ranks ran, though nobody saw them begin: what passes after `since` is running time."""
+        with self.database.write() as connection:
+            query = "UPDATE attempts SET began = max(began, ?), waits = 0 WHERE job = ? AND number = ? AND waits"
+            connection.execute(query, (since, job, number))
+
+    def withdraw(self, job: int, number: int, reason: str) -> None:
+        """Forget an attempt that was never handed over: STARTING → QUEUED. Does nothing if its job is being stopped.
+
+        Its number is used again: should the scheduler have it after all, it is found by its name.
+        """
+        with self.database.write() as connection:
+            known = self._known(connection, job)
+            if known.state is State.STARTING:
+                connection.execute("DELETE FROM attempts WHERE job = ? AND number = ?", (job, number))
+                self._write(connection, known, {"state": State.QUEUED, "reason": reason})
+
     def set_asked_to_stop(self, attempts: Iterable[tuple[int, int]]) -> None:
         """The scheduler was asked to stop these attempts, by job and number: a second signal would kill their ranks."""
         query = "UPDATE attempts SET asked_to_stop = 1 WHERE job = ? AND number = ?"

@@ -772,6 +772,34 @@ def test_jobs_of_other_schedulers_are_handed_over_and_left_alone(service: Servic
     assert external not in service.launchers.adopted and service.state(external) is State.STARTING
 
 
+def test_a_job_that_its_scheduler_cannot_get_now_rests_before_it_is_handed_over_again(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = a_clock(monkeypatch)
+    job = service.add(engine=Engine.SLURM)
+    handed_over: list[float] = []
+    for _ in range(40):
+        service.turn()
+        if service.handed_over:
+            handed_over.append(clock[0])
+            service.handed_over.clear()
+            service.store.start(job, (), time.time())
+            service.manager.schedule()  # meanwhile
+            service.manager.refused(job)
+            service.store.withdraw(job, 1, "not started: /project: does not answer")
+            service.manager.schedule()
+        clock[0] += 5
+    rests = [later - earlier for earlier, later in zip(handed_over, handed_over[1:], strict=False)]
+    assert rests == [10.0, 20.0, 40.0, 80.0]
+    assert service.job(job).reason == "not started: /project: does not answer"
+    assert service.store.attempts(job) == []
+    service.turn()
+    service.store.start(job, (), time.time())
+    service.store.set_external(job, 1, "7")  # it was submitted
+    service.turn()
+    assert service.manager._refusals == {}
+
+
 def test_jobs_of_unknown_length_are_as_long_as_recent_ones(service: Service) -> None:
     """A slot is free for 100 s, and recent jobs ran for 50 s."""
     for _ in range(10):

@@ -108,21 +108,32 @@ class Curve:
         with self._lock:
             return list(self._comparisons)
 
-    def coarsen(self) -> bool:
-        """Take less memory: close views are then less exact or read again. Returns False if it takes the least."""
-        before = self.memory
-        with self._lock:
+    def coarsen(self) -> int | None:
+        """Take less memory, in bytes: close views are then less exact or read again.
+
+        Returns None if it takes the least, or is in use now: a read of its file may hang, and nobody waits for that.
+        """
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            before = self._measure()
             self._blocks.forget()
             for pyramid in self._pyramids.values():
                 pyramid.coarsen()
-        return self.memory < before
+            after = self._measure()
+        finally:
+            self._lock.release()
+        return after if after < before else None
 
     @property
     def memory(self) -> int:
         """Bytes of memory, roughly."""
         with self._lock:
-            pyramids = sum(pyramid.memory for pyramid in self._pyramids.values())
-            return _LEAST_BYTES + pyramids + self._axes.memory + self._blocks.memory
+            return self._measure()
+
+    def _measure(self) -> int:
+        pyramids = sum(pyramid.memory for pyramid in self._pyramids.values())
+        return _LEAST_BYTES + pyramids + self._axes.memory + self._blocks.memory
 
     def _add(self, lines: bytes) -> None:
         rows = in_order(parse(lines), self.last_step)

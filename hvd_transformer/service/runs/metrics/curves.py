@@ -103,8 +103,8 @@ class Curves:
         run, first = next(iter(self._kept.items()))
         if time.monotonic() - first.looked < _LOOKED_SECONDS:
             for kept in sorted(self._kept.values(), key=lambda kept: kept.memory, reverse=True):
-                if kept.curve.coarsen():
-                    self._count(kept, kept.curve.memory)
+                if (memory := kept.curve.coarsen()) is not None:
+                    self._count(kept, memory)
                     return
         self._forget(run)
 

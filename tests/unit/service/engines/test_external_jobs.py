@@ -1,6 +1,8 @@
 """The loop that follows jobs elsewhere: a real database, and a scheduler that a test moves on."""
 
 import json
+import os
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +17,11 @@ from hvd_transformer.service.engines.backend import Ended, EngineFault, Sighting
 from hvd_transformer.service.engines.commands import Commands
 from hvd_transformer.service.engines.external_jobs import ExternalJobs
 from hvd_transformer.service.jobs import Attempt, Cause, Engine, Job, Needs, State
+from hvd_transformer.service.launching.attempts import Launchers
+from hvd_transformer.service.manager import Manager
+from hvd_transformer.service.storage.settings import Limits
 from hvd_transformer.service.storage.store import Store
+from hvd_transformer.service.submitting import not_now
 from hvd_transformer.service.submitting.checker import Checker
 from hvd_transformer.service.submitting.not_now import NotNow
 
@@ -68,14 +74,21 @@ class Service:
     def __init__(self, folder: Path) -> None:
         self.folder, self.scheduler = folder, FakeScheduler()
         self.job_file_fault: UserError | None = None
+        self.faulty: set[int] = set()  # the only jobs that have it, if there are any
+        self.refused: list[int] = []
+        self.checked: list[int] = []
         self.store = Store(folder / "service.db")
         self.jobs = self._new()
 
     def _new(self) -> ExternalJobs:
-        return ExternalJobs(self.store, {Engine.SLURM: self.scheduler}, self._job_file, self.folder, Commands())
+        backends = {Engine.SLURM: self.scheduler}
+        return ExternalJobs(
+            self.store, backends, self._job_file, self.folder, Commands(), lambda: None, self.refused.append
+        )
 
     def _job_file(self, job: Job, name: str) -> str:
-        if self.job_file_fault is not None:
+        self.checked.append(job.id)
+        if self.job_file_fault is not None and job.id in (self.faulty or {job.id}):
             raise self.job_file_fault
         return f"file of {name}"
 
@@ -84,12 +97,16 @@ class Service:
         self.store = Store(self.folder / "service.db")
         self.jobs = self._new()
 
-    def add(self, **fields: Any) -> int:
+    def queue(self, **fields: Any) -> int:
         given = {
             "output_dir": str(self.folder / "runs" / "{id}"), "folder": str(self.folder), "needs": Needs(2, 2),
             "engine": Engine.SLURM,
         }  # fmt: skip
         (number,) = self.store.add_jobs([new_job(**{**given, **fields})])
+        return number
+
+    def add(self, **fields: Any) -> int:
+        number = self.queue(**fields)
         self.jobs.accept([number])
         return number
 
@@ -175,35 +192,65 @@ def test_what_the_scheduler_refuses_fails_at_once(service: Service) -> None:
     assert service.store.attempts(number)[0].code == 2
 
 
-def a_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The monotonic clock, to go on as the test says."""
-    clock = [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    return clock
-
-
-def test_jobs_wait_for_a_folder_that_is_away_and_the_others_do_not(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock, folder = a_clock(monkeypatch), service.folder / "project"
+def test_jobs_wait_for_a_folder_that_is_away_and_the_others_do_not(service: Service) -> None:
+    folder = service.folder / "project"
     away = [service.add(folder=str(folder)) for _ in range(30)]  # more than are submitted at once
     other = service.add()
     service.jobs.look()
     assert [sent.job.id for sent in service.scheduler.submitted] == [other]
     why = f"not started: {folder}: No such file or directory; the job starts in this folder"
-    assert {(service.job(job).state, service.job(job).reason) for job in away} == {(State.STARTING, why)}
-    folder.mkdir()
-    service.jobs.look()  # they rest
-    assert len(service.scheduler.submitted) == 1
-    service.cancel(away[0])  # which does not wait for their rest
+    assert {(service.job(job).state, service.job(job).reason) for job in away} == {(State.QUEUED, why)}
+    assert service.refused == away
+    assert service.store.external_owners() == {service.job(other).owner: 1}  # they use up nobody's limit
+    service.scheduler.see("1", ended=Ended.EXITED, code=0)
     service.jobs.look()
-    assert service.job(away[0]).state is State.CANCELLED
-    clock[0] += 11
+    looks = service.scheduler.looks
+    assert not service.jobs.look() and service.scheduler.looks == looks  # nobody is asked about jobs that rest
+    service.jobs.accept(away)
+    service.cancel(away[0])
+    folder.mkdir()
     for _ in range(3):
         service.jobs.look()
+    assert service.job(away[0]).state is State.CANCELLED
     assert [sent.job.id for sent in service.scheduler.submitted] == [other, *away[1:]]
     assert service.job(away[1]).reason == "job 2: Resources"
-    assert len(service.store.attempts(away[1])) == 1
+    assert [attempt.number for attempt in service.store.attempts(away[1])] == [1]
+
+
+def test_the_manager_lets_jobs_rest_that_cannot_be_submitted_now(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No attempts pile up, another job of the owner has its turn, and no retry is used up."""
+    clock = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    launchers = Launchers(service.folder / "state")
+    manager = Manager(service.store, launchers, lambda run: None, hand_over=lambda jobs: service.jobs.accept(jobs))
+    service.store.set_limits(Limits(max_running=1))
+    job, other = service.queue(), service.queue()
+    service.job_file_fault, service.faulty = NotNow("it does not answer"), {job}
+    refused: list[float] = []
+
+    def turn() -> None:
+        manager.schedule()
+        service.jobs.look()
+        while service.refused:
+            manager.refused(service.refused.pop())
+            refused.append(clock[0] - 1000.0)
+        clock[0] += 5
+
+    turn()
+    assert (service.job(job).state, service.job(job).reason) == (State.QUEUED, "not started: it does not answer")
+    for _ in range(40):
+        turn()
+    assert (service.store.attempts(job), service.job(job).retries) == ([], 0)
+    assert [sent.job.id for sent in service.scheduler.submitted] == [other]
+    assert refused == [0.0]
+    service.scheduler.see("1", ended=Ended.EXITED, code=0)
+    service.job_file_fault = None
+    for _ in range(2):
+        turn()
+    assert [sent.job.id for sent in service.scheduler.submitted] == [other, job]
+    launchers.close()
 
 
 def test_a_private_file_that_is_away_and_a_full_disk_are_waited_for(
@@ -229,7 +276,10 @@ def test_a_private_file_that_is_away_and_a_full_disk_are_waited_for(
     secret.chmod(0o600)
     service.restart()
     service.jobs.look()
-    assert (service.job(number).state, service.job(full).state) == (State.FAILED, State.STARTING)
+    assert service.job(number).state is State.QUEUED
+    service.jobs.accept([number, full])
+    service.jobs.look()
+    assert (service.job(number).state, service.job(full).state) == (State.FAILED, State.QUEUED)
     assert service.job(number).reason == f"--env TOKEN: not in {secret}"
 
 
@@ -243,19 +293,68 @@ def test_a_run_directory_that_is_a_file_is_wrong_input(service: Service) -> None
 
 
 def test_a_fault_of_the_checking_process_fails_no_job(service: Service) -> None:
-    numbers = [service.add(), service.add()]
+    numbers = [service.add() for _ in range(3)]
     service.job_file_fault = NotNow("the process that checks configurations does not answer; try again")
     service.jobs.look()
-    for number in numbers:
-        job = service.job(number)
-        assert (job.state, job.reason) == (State.STARTING, f"Slurm: {service.job_file_fault}")
+    assert [(service.job(number).state, service.job(number).reason) for number in numbers] == [
+        (State.QUEUED, f"not started: {service.job_file_fault}"),
+        (State.STARTING, f"Slurm: {service.job_file_fault}"),
+        (State.STARTING, f"Slurm: {service.job_file_fault}"),
+    ]
+    assert service.checked == numbers[:2]  # each takes a minute to find that out
     service.job_file_fault = None
+    service.jobs.accept(numbers[:1])
     service.jobs.look()
-    assert len(service.scheduler.submitted) == 2
+    assert len(service.scheduler.submitted) == 3
     service.job_file_fault = UserError("--image: is needed")  # what it says of the job
     wrong = service.add()
     service.jobs.look()
     assert (service.job(wrong).state, service.job(wrong).reason) == (State.FAILED, "--image: is needed")
+
+
+def test_jobs_whose_checks_hang_keep_no_others_from_their_submission(service: Service) -> None:
+    bad, good, also_bad, also_good = numbers = [service.add() for _ in range(4)]
+    service.job_file_fault = NotNow("the process that checks configurations does not answer; try again")
+    service.faulty = {bad, also_bad}
+    service.jobs.look()
+    assert [sent.job.id for sent in service.scheduler.submitted] == [good, also_good]
+    assert [service.job(number).state for number in numbers] == [State.QUEUED, State.STARTING] * 2
+    assert service.refused == [bad, also_bad]
+
+
+def test_jobs_do_not_wait_for_the_folder_of_another_that_never_answers(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stat, hung, go = os.stat, str(service.folder / "hung"), threading.Event()
+
+    def hang(path: Any, *more: Any, **named: Any) -> os.stat_result:
+        if str(path).startswith(hung):
+            go.wait(60)
+        return stat(path, *more, **named)
+
+    monkeypatch.setattr(not_now, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(os, "stat", hang)
+    stuck, other = service.add(folder=hung), service.add()
+    try:
+        service.jobs.look()
+    finally:
+        go.set()
+    assert (service.job(stuck).state, service.job(other).state) == (State.QUEUED, State.STARTING)
+    assert service.job(stuck).reason == f"not started: {hung}: does not answer"
+    assert [sent.job.id for sent in service.scheduler.submitted] == [other]
+
+
+def test_a_run_directory_behind_a_link_whose_target_is_away_is_waited_for(service: Service) -> None:
+    link = service.folder / "link"
+    link.symlink_to(service.folder / "scratch")
+    number = service.add(output_dir=str(link / "{id}"))
+    service.jobs.look()
+    why = f"not started: {link}: this symbolic link leads to a folder that does not exist"
+    assert (service.job(number).state, service.job(number).reason) == (State.QUEUED, why)
+    (service.folder / "scratch").mkdir()
+    service.jobs.accept([number])
+    service.jobs.look()
+    assert len(service.scheduler.submitted) == 1
 
 
 def test_a_fault_of_the_database_fails_no_job(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,6 +390,29 @@ def test_the_time_in_the_scheduler_s_own_queue_is_no_running_time(service: Servi
     service.jobs.accept([number])
     service.jobs.look()
     assert [sent.seconds for sent in service.scheduler.submitted] == [3600.0, 3600.0]
+
+
+@pytest.mark.parametrize("how", ["told", "lost", "time limit"])
+@pytest.mark.parametrize("away", [True, False], ids=["service away", "between two looks"])
+def test_a_job_that_begins_and_ends_unseen_has_run(service: Service, how: str, away: bool) -> None:
+    number = service.add(time_limit=7200.0)
+    for _ in range(2):
+        service.jobs.look()
+    with service.store.database.write() as connection:
+        connection.execute("UPDATE attempts SET began = began - 3600")
+    if away:
+        service.restart()
+    if how == "told":
+        service.tell(number, code=1, lost=["h1"])
+    ended = {"told": Ended.EXITED, "lost": Ended.LOST, "time limit": Ended.TIME_LIMIT}[how]
+    service.scheduler.see("1", "job 1", ended=ended, code=1)
+    service.jobs.look()
+    # What it was seen to wait is no running time.
+    assert [one.seconds for one in service.store.attempts(number)] == [pytest.approx(3600 if away else 0, abs=60)]
+    if how != "time limit":
+        service.jobs.accept([number])
+        service.jobs.look()
+        assert service.scheduler.submitted[-1].seconds == pytest.approx(3600 if away else 7200, abs=60)
 
 
 def test_ranks_that_save_get_no_second_signal(service: Service) -> None:

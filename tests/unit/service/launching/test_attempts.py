@@ -5,9 +5,12 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from hvd_transformer.service.jobs import Attempt, Job, Needs, Placement, State
 from hvd_transformer.service.launching import attempts, orphans
 from hvd_transformer.service.launching.attempts import Change, Launchers
 from hvd_transformer.service.outcome import Exit, not_started
+from hvd_transformer.service.submitting import not_now
 
 # Does what its words after -- say, in order. Leaves a line of its own for every time that it was started.
 STUB = """
@@ -280,6 +284,40 @@ def test_a_run_directory_that_cannot_be_written_now_is_waited_for(
     assert launchers.why_not_now(of) == expected.cause
     monkeypatch.undo()
     assert launchers.why_not_now(of) is None
+
+
+@pytest.mark.parametrize("which", ["folder", "run", "env_file"])
+def test_a_folder_that_never_answers_keeps_no_other_job_from_its_start(
+    tmp_path: Path, launchers: Launchers, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    hung, go, looks = tmp_path / "hung", threading.Event(), list[str]()
+    hung.mkdir()
+    of = job(tmp_path, number=1)
+    if which == "folder":
+        of = replace(of, folder=str(hung))
+    elif which == "run":
+        of = replace(of, output_dir=str(hung / "1"))
+    else:
+        of = replace(of, env_names=("A",), env_file=str(hung / "values"))
+
+    def hang(do: Callable[..., Any], path: Any, *more: Any, **named: Any) -> Any:
+        if str(path).startswith(str(hung)) and not go.is_set():
+            looks.append(str(path))
+            go.wait(60)
+        return do(path, *more, **named)
+
+    monkeypatch.setattr(not_now, "_ANSWER_SECONDS", 0.2)
+    for name in ("stat", "lstat", "open"):
+        monkeypatch.setattr(os, name, partial(hang, getattr(os, name)))
+    expected = not_started(f"{hung}: does not answer")
+    try:
+        assert launchers.start(of, attempt(of), {}) == expected
+        assert launchers.why_not_now(of) == expected.cause
+        start(launchers, job(tmp_path, "exit=4", number=2))
+        assert changes(launchers, 1) == [Change(2, 1, Exit(4, ""))]
+        assert len(looks) == 1
+    finally:
+        go.set()
 
 
 @pytest.mark.parametrize("name", ["hosts", "begun", "out"])

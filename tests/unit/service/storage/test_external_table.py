@@ -7,7 +7,7 @@ import pytest
 from new_jobs import new_job, on
 
 from hvd_transformer.errors import UserError
-from hvd_transformer.service.jobs import ACTIVE, Engine, Host, State
+from hvd_transformer.service.jobs import ACTIVE, Cause, Engine, Host, State
 from hvd_transformer.service.storage.external_table import ExternalAttempt
 from hvd_transformer.service.storage.store import Store
 
@@ -70,6 +70,32 @@ def test_the_service_has_one_id_for_ever(store: Store, tmp_path: Path) -> None:
     other = Store(tmp_path / "other.db")
     assert other.service_id() != id
     other.close()
+
+
+def test_an_attempt_that_was_never_handed_over_is_forgotten(store: Store) -> None:
+    (job,) = store.add_jobs([new_job(engine=Engine.SLURM)])
+    for _ in range(3):
+        store.start(job, (), 1000.0)
+        store.withdraw(job, 1, "not started: /project: does not answer")
+        assert (store.job(job).state, store.job(job).reason) == (  # type: ignore[union-attr]
+            State.QUEUED,
+            "not started: /project: does not answer",
+        )
+        assert (store.attempts(job), store.external_attempts(), store.external_owners()) == ([], [], {})
+    store.start(job, (), 1000.0)
+    store.update(job, state=State.STOPPING, stopping=Cause.CANCELLED)
+    store.withdraw(job, 1, "")  # too late
+    assert [attempt.state for attempt in store.external_attempts()] == [State.STOPPING]
+
+
+@pytest.mark.parametrize(("since", "seconds"), [(0.0, 100.0), (1060.0, 40.0)])
+def test_ranks_that_nobody_saw_begin_ran(store: Store, since: float, seconds: float) -> None:
+    (job,) = store.add_jobs([new_job(engine=Engine.SLURM)])
+    store.start(job, (), 1000.0)
+    store.set_ran(job, 1, since)
+    store.set_ran(job, 1, 1090.0)  # that is known
+    store.end_attempt(job, 1, ended=1100.0, state=State.FAILED)
+    assert [attempt.seconds for attempt in store.attempts(job)] == [seconds]
 
 
 @pytest.mark.parametrize("query", ["external_attempts", "external_owners", "open_attempts"])

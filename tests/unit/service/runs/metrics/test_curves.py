@@ -294,6 +294,44 @@ def test_runs_that_are_compared_become_coarser_and_are_not_forgotten(
     assert (len(curves.sizes()) < 13, tmp_path in curves.sizes(), coarsened) == (True, True, [])
 
 
+def test_nobody_waits_for_a_file_that_hangs_while_memory_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pyramid, "_LEAST_CHUNKS", 16)
+    monkeypatch.setattr(pyramid, "_LEAST_RAW", 256)
+    runs = [tmp_path / str(number) for number in range(3)]
+    for run, count in zip(runs, (4000, 2000, 2000), strict=True):
+        run.mkdir()
+        add_lines(run, training(range(1, count + 1)))
+    curves, go, hangs = Curves(), threading.Event(), threading.Event()
+    hung = curves.of(runs[0])  # the largest
+    assert hung.complete.wait(30)
+    curves._limit = sum(curves.sizes().values())
+
+    def hang() -> None:
+        hangs.set()
+        go.wait(60)
+
+    monkeypatch.setattr(hung._file, "read", hang)
+    waiting = threading.Thread(target=curves.of, args=[runs[0]], daemon=True)
+    waiting.start()
+    assert hangs.wait(30)
+    shown = threading.Event()
+
+    def look() -> None:
+        for run in runs[1:]:
+            assert curves.of(run).points("loss").n == 2000
+        shown.set()
+
+    threading.Thread(target=look, daemon=True).start()
+    try:
+        assert shown.wait(30)
+    finally:
+        go.set()
+    waiting.join(30)
+    assert sum(curves.sizes().values()) <= curves._limit
+
+
 @pytest.fixture
 def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Curve]]:
     """Whose turn it was in the background, which waits at its first turn until `go`."""
