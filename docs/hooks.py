@@ -86,7 +86,7 @@ def configuration_page() -> str:
         lines += ["", f"## {f'{section}: ' if section else ''}{title}", ""]
         lines += ["| key | type | default | meaning | resume |", "|---|---|---|---|---|"]
         lines += [_key_row(key) for key in KEYS if key.rpartition(".")[0] == section]
-    lines += ["", "## Presets", "", "| preset | what |", "|---|---|"]
+    lines += ["", "## Presets", "", "| preset | description |", "|---|---|"]
     lines += [_row(f"`{name}`", _text(preset_summary(name))) for name in preset_names()]
     return "\n".join(lines) + "\n"
 
