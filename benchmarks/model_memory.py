@@ -3,6 +3,9 @@
 own        the bytes of its weights, gradients and optimizer state once they are there
 held       the anonymous memory that building added to that of a rank with a tiny model (Anonymous in smaps_rollup)
 peak       how far its memory rose meanwhile above that of the rank with the tiny model (VmHWM)
+
+Blocks that are freed go back to the kernel at once, as in `benchmarks.sharded_memory`: what glibc keeps of them in its
+heap depends on where small blocks happen to lie, and differs from run to run by a tenth of all.
 """
 
 import gc
@@ -27,7 +30,6 @@ from hvd_transformer.config import Config
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.parallel.mesh import ParallelMesh, process_groups
 from hvd_transformer.parallel.replica_check import broadcast_parameters
-from hvd_transformer.training.process import keep_freed_memory
 from hvd_transformer.training.state import TrainState
 from hvd_transformer.training.trainer import Trainer
 
@@ -58,7 +60,6 @@ def build(config: Config, world: World, layout: ParallelMesh) -> Trainer:
 
 def measure(file: Path, settings: Sequence[str]) -> None:
     """One rank."""
-    keep_freed_memory()
     config, tiny = make_config([*MODEL, *settings]), make_config([*MODEL, *settings, *TINY])
     world = World.start(groups=process_groups(launched().size, config.parallel.tensor))
     layout = ParallelMesh.of(config, world)
@@ -88,7 +89,8 @@ def run(ranks: int, settings: Sequence[str]) -> list[dict[str, float]]:
         file = Path(folder) / "rank"
         launch = ["horovodrun", "-np", str(ranks), "-H", f"localhost:{ranks}", "--gloo"] if ranks > 1 else []
         command = [*launch, sys.executable, "-m", "benchmarks.model_memory", "--one", str(file), *settings]
-        subprocess.run(command, env={**os.environ, **ENVIRONMENT}, check=True, stdout=subprocess.DEVNULL)
+        environment = {**os.environ, **ENVIRONMENT, "MALLOC_MMAP_THRESHOLD_": "65536"}
+        subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
         return [json.loads(file.with_name(f"rank-{rank}").read_text(encoding="utf-8")) for rank in range(ranks)]
 
 
