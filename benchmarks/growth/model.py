@@ -85,7 +85,7 @@ def measure(n: float | None, settings: Sequence[str], num_words: int = WORDS) ->
 
         def of_resumed(session: Session) -> None:
             folder = session.run.store.steps()[-1]
-            state = read_checked(folder, session.data_digest, session.world)
+            state = read_checked(folder, session.data_digest, {}, session.world)
             assert state is not None
             found["load"] = [least(lambda: session.trainer.restore(folder, state))]
 
