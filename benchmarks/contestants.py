@@ -21,6 +21,7 @@ from benchmarks.workload import SyntheticTask, make_config
 from hvd_transformer.comm.horovod_env import launched
 from hvd_transformer.comm.world import World
 from hvd_transformer.data.sampler import Replica
+from hvd_transformer.nn.matmul import keep_few_shapes
 from hvd_transformer.parallel.mesh import ParallelMesh, process_groups
 from hvd_transformer.parallel.replica_check import broadcast_parameters
 from hvd_transformer.training.job_setup import compile_layers
@@ -71,6 +72,7 @@ KINDS: dict[str, Callable[[str, Sequence[str], Peer], None]] = {
 def main(peer: str, kind: str, socket: str, settings: tuple[str, ...]) -> None:
     """One rank of a contestant."""
     keep_freed_memory()
+    keep_few_shapes()
     KINDS[kind](socket, settings, Peer(**json.loads(peer)))
 
 

@@ -11,6 +11,7 @@ from hvd_transformer.bench.timing import repeats, series, warm_up
 from hvd_transformer.comm.horovod_env import usable_cores
 from hvd_transformer.comm.world import World
 from hvd_transformer.monitoring.host_usage import HostMemory, host_memory_left
+from hvd_transformer.nn.matmul import matmul
 from hvd_transformer.planning.constants import Constants
 from hvd_transformer.planning.device_peak import device_name
 
@@ -56,8 +57,7 @@ def _matmul_rates(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[in
     """FLOP/s of products of square matrices, by their side."""
     for side in _SIDES[device.type]:
         left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-        product = torch.empty(side, side, device=device, dtype=dtype)
-        seconds = _seconds(partial(torch.mm, left, right, out=product), device)
+        seconds = _seconds(partial(matmul, left, right), device)
         yield side, 2 * side**3 / seconds
         if 2**3 * seconds > _MOST_SECONDS:  # the next product
             return

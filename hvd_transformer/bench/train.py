@@ -35,6 +35,7 @@ from hvd_transformer.config.batch_size import check_step_size
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.errors import UserError
 from hvd_transformer.monitoring.heartbeat import Heartbeat
+from hvd_transformer.nn.matmul import keep_few_shapes
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.planning.memory_plan import batch_samples
 from hvd_transformer.planning.model_costs import fake_model, layer_costs
@@ -107,6 +108,7 @@ def bench_train(config: Config, vocab_size: int, seconds: float, world: World, h
     Raises `UserError` on all ranks if the job cannot run as configured.
     """
     keep_freed_memory()
+    keep_few_shapes()
     devices = checked_mesh(config, world).devices  # before a rank is on its own
     flops_per_sample = agree(world, lambda: _flops_per_sample(config, vocab_size) if world.rank == 0 else 0.0)
     alone = None

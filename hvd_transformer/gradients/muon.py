@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hvd_transformer.gradients.shared_matrices import SharedMatrices
+from hvd_transformer.nn.matmul import matmul
 
 MOMENTUM = 0.95
 # Newton-Schulz: x → a x + b x³ + c x⁵ in a few steps. These are Polar Express (Amsel et al. 2025, arXiv 2505.16932,
@@ -61,15 +62,15 @@ def orthogonalise(matrix: Tensor) -> Tensor:
     if is_tall:
         values = values.t()
     small, large = values.shape
-    norm, gram, square = _normalised(values @ values.t())
+    norm, gram, square = _normalised(matmul(values, values.t()))
     first = _polynomial(gram, square, 0)
     if large >= 2 * small and not in_half:
-        values = _factor(first, gram).div_(norm) @ values
+        values = matmul(_factor(first, gram).div_(norm), values)
     else:
-        values = first.div_(norm) @ values
+        values = matmul(first.div_(norm), values)
         for step in range(1, len(STEPS)):
-            gram = values @ values.t()
-            values = _polynomial(gram, gram @ gram, step) @ values
+            gram = matmul(values, values.t())
+            values = matmul(_polynomial(gram, matmul(gram, gram), step), values)
     result: Tensor = values.t() if is_tall else values
     return result.to(matrix.dtype)
 
@@ -82,7 +83,7 @@ def _normalised(gram: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     trace = gram.diagonal().sum().clamp_(min=_EPSILON**2)  # torch 2.11 has no trace of bfloat16 on CPUs
     gram = gram / trace  # σ⁸ itself may be too small a number
-    square = gram @ gram
+    square = matmul(gram, gram)
     bound = torch.linalg.vector_norm(square).sqrt_().mul_(_MARGIN**2).clamp_(min=_EPSILON)
     return (trace * bound).sqrt_(), gram.div_(bound), square.div_(bound.square())
 
@@ -103,9 +104,9 @@ def _factor(first: Tensor, gram: Tensor) -> Tensor:
     """
     factor = last = first
     for step in range(1, len(STEPS)):
-        gram = last @ gram @ last
-        last = _polynomial(gram, gram @ gram, step)
-        factor = last @ factor
+        gram = matmul(matmul(last, gram), last)
+        last = _polynomial(gram, matmul(gram, gram), step)
+        factor = matmul(last, factor)
     return factor
 
 

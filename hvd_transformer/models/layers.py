@@ -15,6 +15,7 @@ from hvd_transformer.models.positions import LearnedPositions, SinusoidalPositio
 from hvd_transformer.nn.cross_entropy import fused_cross_entropy
 from hvd_transformer.nn.dropout import Dropout
 from hvd_transformer.nn.kernels import FusibleLayer
+from hvd_transformer.nn.matmul import linear
 from hvd_transformer.nn.parallel_layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -70,9 +71,9 @@ class FeedForward(FusibleLayer):
             return  # they have the values of nn.Linear
         for weight in (*self.input.weight.chunk(parts), self.output.weight):
             nn.init.xavier_uniform_(weight)
-        for linear in (self.input, self.output):
-            if linear.bias is not None:
-                nn.init.zeros_(linear.bias)
+        for layer in (self.input, self.output):
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         values = self.input(hidden)
@@ -124,8 +125,8 @@ class Block(nn.Module):
         self.norm2 = make_norm(config)
         self.dropout = Dropout(config.dropout)
         self.norm: Literal["pre", "post"] = config.norm
-        for linear in (self.attention.output, self.feedforward.output):
-            init_residual(linear, config)
+        for layer in (self.attention.output, self.feedforward.output):
+            init_residual(layer, config)
 
     def forward(
         self,
@@ -191,8 +192,7 @@ class VocabularyHead(VocabParallelLayer, WeightGradLayer, FusibleLayer):
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., D] to logits [..., V], or of its part."""
         shadow = None if torch.is_grad_enabled() else self._shadow(hidden)
-        logits: Tensor = F.linear(self.norm(hidden), self.weight if shadow is None else shadow, self.bias)
-        return logits
+        return linear(self.norm(hidden), self.weight if shadow is None else shadow, self.bias)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] to logits [..., V] of the whole vocabulary, on every share."""

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from hvd_transformer.nn.contracts import WeightGrads
 from hvd_transformer.nn.dry_run import chunks
 from hvd_transformer.nn.kernels import Kernels
-from hvd_transformer.nn.matmul import addmm_, autocast_dtype, count_pad_rows
+from hvd_transformer.nn.matmul import addmm_, autocast_dtype, count_pad_rows, linear, matmul
 from hvd_transformer.nn.parallel_layers import VocabShard, detach_with_anchor, local_vocab_index
 
 # Tokens per chunk: a GPU wants large matrices. On a CPU at least CPU_CHUNK, and up to CPU_LOGITS logits: 16 MiB, which
@@ -106,7 +106,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
             hidden_chunk, target = hidden[rows], targets[rows, None]  # [C, D], [C, 1]
             if compute_dtype is not None:
                 hidden_chunk = hidden_chunk.to(compute_dtype)
-            padded_logits = F.linear(hidden_chunk, matmul_weight, matmul_bias)  # [C, V + num_pad_rows]
+            padded_logits = linear(hidden_chunk, matmul_weight, matmul_bias)  # [C, V + num_pad_rows]
             logits = padded_logits[:, :vocab_size] if num_pad_rows else padded_logits  # [C, V]
             if grad_hidden is not None and shard is None and kernels is not None and kernels.fit(logits):
                 loss += kernels.cross_entropy_(logits, target, smoothing).sum()
@@ -119,7 +119,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
                 grad_bias += grad_logits.sum(0)
             if grad_logits.dtype != logits.dtype:
                 grad_logits = logits.copy_(grad_logits)  # in place: the padding columns of `padded_logits` stay zero
-            grad_hidden[rows] = (padded_logits if num_pad_rows else grad_logits) @ matmul_weight
+            grad_hidden[rows] = matmul(padded_logits if num_pad_rows else grad_logits, matmul_weight)
             if grad_weight is None:
                 saved_grad_logits.append(grad_logits)
             else:
@@ -154,7 +154,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
                 ctx.weight_grads.put(hidden, grad_logits)
             else:
                 weight_dtype, bias_dtype = ctx.dtypes
-                grad_weight = (grad_logits.t() @ hidden).to(weight_dtype)
+                grad_weight = matmul(grad_logits.t(), hidden).to(weight_dtype)
                 grad_bias = None if bias_dtype is None else grad_logits.sum(0, dtype=bias_dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None
 

@@ -1,7 +1,14 @@
-"""Matrix products in mixed precision: 16-bit operands accumulated in float32, and rows aligned for fast GPU kernels."""
+"""Matrix products: by the faster of a CPU's two libraries, and in mixed precision with 16-bit operands accumulated in
+float32 and rows aligned for fast GPU kernels."""
+
+import os
+from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from hvd_transformer.processor import is_amd
 
 aten = torch.ops.aten
 
@@ -24,24 +31,79 @@ def _writes_float32(operand: Tensor, out_dtype: torch.dtype) -> bool:
     return _HAS_FLOAT32_OUT and operand.is_cuda and operand.dtype.itemsize == 2 and out_dtype == torch.float32
 
 
-def matmul(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Return `left @ right` in `out_dtype`, which may have more bits than the operands."""
-    if _writes_float32(left, out_dtype):
+def linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """values [..., D_in] @ weight.T [D_in, D_out] + bias [D_out] → [..., D_out]."""
+    if _takes_onednn(values, weight.size(0)):
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(values, weight, bias, "none", [], "")
+        return result
+    return F.linear(values, weight, bias)
+
+
+def matmul(left: Tensor, right: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    """left [..., K] @ right [K, M] in `out_dtype`, which may have more bits than the operands; None: in theirs."""
+    if out_dtype is not None and _writes_float32(left, out_dtype):
         result: Tensor = aten.mm.dtype(left, right, out_dtype)
         return result
-    return (left @ right).to(out_dtype)
+    product = linear(left, right.t())
+    return product if out_dtype is None else product.to(out_dtype)
 
 
 def addmm_(out: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
     """Compute `out += left @ right`, or `=` if `first`. The operands may have fewer bits than `out` [N, M]."""
-    if out.dtype == left.dtype:
+    if out.dtype == left.dtype and not _takes_onednn(left, right.size(1)):
         out.addmm_(left, right, beta=0 if first else 1)
     elif _writes_float32(left, out.dtype):
         aten.addmm.dtype_out(out, left, right, out.dtype, beta=0 if first else 1, out=out)
     elif first:
-        out.copy_(left @ right)
+        out.copy_(matmul(left, right))
     else:
-        out.add_(left @ right)
+        out.add_(matmul(left, right))
+
+
+# Smaller products take longer in oneDNN, which looks up the kernel for their shape.
+_LEAST_SIDE, _LEAST_MULTIPLICATIONS = 8, 1 << 20
+
+
+def _takes_onednn(left: Tensor, columns: int) -> bool:
+    """Whether oneDNN is to multiply the float32 matrices left [..., K] and another with so many columns.
+
+    Not where autograd or autocast would have to follow: oneDNN is called in an autograd function, or without gradients.
+    """
+    if left.dtype != torch.float32 or left.device.type != "cpu":
+        return False
+    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        return False
+    count, depth = left.numel(), left.size(-1)
+    return (
+        count * columns >= _LEAST_MULTIPLICATIONS
+        and min(depth, columns, count // depth) >= _LEAST_SIDE
+        and _onednn_is_faster()
+        # torch's own switch: `torch.backends.mkldnn.flags(enabled=False)`.
+        and torch._C._get_mkldnn_enabled()
+        # What counts FLOPs or memory knows torch's operators.
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
+
+
+@cache
+def _onednn_is_faster() -> bool:
+    """Whether oneDNN's float32 products are faster than those of MKL, which torch calls: on AMD's processors, where MKL
+    does not use AVX-512."""
+    return is_amd() and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+# The shapes that oneDNN and torch's layer around it keep what they prepared for: far more than one step has. By default
+# they are 1,024 each, which takes gigabytes where the number of tokens varies.
+_KEPT_SHAPES = 64
+
+
+def keep_few_shapes() -> None:
+    """Make oneDNN forget the shapes of matrix products of long ago, unless the user has set how many it keeps.
+
+    Call before the first product.
+    """
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, str(_KEPT_SHAPES))
 
 
 def count_pad_rows(weight: Tensor) -> int:

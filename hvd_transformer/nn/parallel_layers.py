@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hvd_transformer.nn.contracts import EmbeddingGrads, TensorGroup, TensorSplit, WeightGrads
-from hvd_transformer.nn.matmul import autocast_dtype, matmul
+from hvd_transformer.nn.matmul import autocast_dtype, linear, matmul
 
 
 class VocabShard(NamedTuple):
@@ -184,8 +184,8 @@ class RowParallelLinear(Linear):
 
 def _linear(values: Tensor, weight: Tensor, bias: Tensor | None, row_group: TensorGroup | None) -> Tensor:
     if row_group is None:
-        return F.linear(values, weight, bias)
-    result = F.linear(values, weight)
+        return linear(values, weight, bias)
+    result = linear(values, weight)
     row_group.sum_(result)()
     return result if bias is None else result.add_(bias)  # once, not on each rank
 
@@ -216,7 +216,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # No `once_differentiable`: the decorator costs as much time as the rest of this function's Python code.
         values, weight = ctx.saved_tensors
-        grad_values = grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None
+        grad_values = matmul(grad, weight.to(grad.dtype)) if ctx.needs_input_grad[0] else None
         # Start the all-reduce of a column-parallel layer first: the weight gradient is computed meanwhile.
         wait = None if grad_values is None or ctx.column_group is None else ctx.column_group.sum_(grad_values)
         # Detached: a deferred weight gradient would otherwise keep the graph of `values` alive.

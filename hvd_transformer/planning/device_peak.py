@@ -6,7 +6,7 @@ import torch
 
 from hvd_transformer.errors import UserError
 from hvd_transformer.planning.constants import MEASURED, Constants, Precision, device_names, load
-from hvd_transformer.planning.processor import processor_name
+from hvd_transformer.processor import processor_name
 
 
 class Peak(NamedTuple):

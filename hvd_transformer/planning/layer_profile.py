@@ -12,6 +12,7 @@ from torch import Tensor
 from hvd_transformer.gradients.muon import hidden_matrices
 from hvd_transformer.gradients.weight_grads import WeightGradStore
 from hvd_transformer.nn.contracts import Layer, MicroBatch, Tensors
+from hvd_transformer.nn.matmul import addmm_
 from hvd_transformer.nn.parallel_layers import VocabParallelEmbedding, WeightGradLayer
 from hvd_transformer.planning.pass_memory import (
     PASS_MODES,
@@ -190,9 +191,6 @@ class ParameterGrads:
         layer = self._layer
         weight, bias = layer.weight.grad, None if layer.bias is None else layer.bias.grad
         assert weight is not None
-        if weight.dtype == grad.dtype:
-            weight.addmm_(grad.t(), values)
-        else:
-            weight.add_(grad.t() @ values)
+        addmm_(weight, grad.t(), values, first=False)
         if bias is not None:
             bias.add_(grad.sum(0, dtype=bias.dtype))

@@ -21,9 +21,9 @@ from hvd_transformer.nn.contracts import Layer, MicroBatch
 from hvd_transformer.own_folder import make_own_folder
 from hvd_transformer.planning.layer_profile import LayerProfile
 from hvd_transformer.planning.pass_memory import PassMemory, PassMode
-from hvd_transformer.planning.processor import processor_name
+from hvd_transformer.processor import processor_name
 
-FORMAT = 4  # of the file and of the measurement; files of another format are ignored
+FORMAT = 5  # of the file and of the measurement; files of another format are ignored
 
 log = logging.getLogger("hvd_transformer")
 

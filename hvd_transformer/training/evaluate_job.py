@@ -18,6 +18,7 @@ from hvd_transformer.data.splits import WHOLE
 from hvd_transformer.errors import UserError
 from hvd_transformer.models.lora import base_folder
 from hvd_transformer.monitoring.watchdog import Watchdog
+from hvd_transformer.nn.matmul import keep_few_shapes
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.planning.partition import check_partition
 from hvd_transformer.plugin import CODE
@@ -125,6 +126,7 @@ def evaluate(
     Raises `UserError` on all ranks if the input is wrong, `Stopped` if a signal arrives while data is prepared.
     """
     keep_freed_memory()
+    keep_few_shapes()
     heartbeat = watchdog.heartbeat
     saved = _read_and_send(request.checkpoint, world)
     config = agree(world, lambda: evaluation_config(saved, request))

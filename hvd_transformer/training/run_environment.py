@@ -13,7 +13,7 @@ from hvd_transformer.comm.horovod_env import usable_cores
 from hvd_transformer.comm.world import World
 from hvd_transformer.config import Config
 from hvd_transformer.parallel.mesh import ParallelMesh
-from hvd_transformer.planning.processor import number_formats, processor_name
+from hvd_transformer.processor import number_formats, processor_name
 
 _IF_USED = ("horovod", "mpi4py", "transformers")
 

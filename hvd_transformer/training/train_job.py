@@ -16,6 +16,7 @@ from hvd_transformer.config.mixture import source_name
 from hvd_transformer.errors import UserError
 from hvd_transformer.monitoring.heartbeat import Heartbeat
 from hvd_transformer.monitoring.watchdog import Watchdog
+from hvd_transformer.nn.matmul import keep_few_shapes
 from hvd_transformer.own_folder import make_own_folder
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.parallel.replica_check import broadcast_parameters
@@ -53,6 +54,7 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | No
     wrong.
     """
     keep_freed_memory()
+    keep_few_shapes()
     watchdog = watchdog or Watchdog(world.rank, world.size)
     heartbeat = watchdog.heartbeat
     heartbeat.link = world.link

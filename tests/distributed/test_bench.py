@@ -11,7 +11,7 @@ from hosts import no_space
 from jobs import started, tiny, write_corpus
 
 from hvd_transformer.planning.constants import Constants, load, save
-from hvd_transformer.planning.processor import processor_name
+from hvd_transformer.processor import processor_name
 
 pytestmark = pytest.mark.distributed
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hvd_transformer.launch.node import probe
-from hvd_transformer.planning.processor import number_formats
+from hvd_transformer.processor import number_formats
 
 TWO = "NVIDIA H200, 143771, 143000\nNVIDIA H200, 143771, 143000\n"
 

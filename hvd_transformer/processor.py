@@ -1,4 +1,4 @@
-"""The processor of a device: its name, and the number formats that it has instructions for."""
+"""The processor of a device: its name, its maker, and the number formats that it has instructions for."""
 
 import platform
 from contextlib import suppress
@@ -14,6 +14,11 @@ def processor_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return _cpu_line("model name") or platform.processor() or platform.machine()
+
+
+def is_amd() -> bool:
+    """Whether this host's CPU is an x86 processor by AMD."""
+    return _cpu_line("vendor_id") == "AuthenticAMD"
 
 
 def number_formats() -> list[str]:

@@ -1,0 +1,177 @@
+"""Matrix products by oneDNN against float64 ones, on any processor; what must be left to torch; memory."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from hvd_transformer.nn import matmul as products
+from hvd_transformer.nn.matmul import addmm_, linear, matmul
+from hvd_transformer.nn.parallel_layers import Linear
+
+pytestmark = pytest.mark.skipif(
+    not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")),
+    reason="this torch has no oneDNN",
+)
+
+N, K, M = 96, 80, 144  # more than 2^20 multiplications
+
+
+@pytest.fixture(autouse=True)
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on a processor where oneDNN is faster, and where products are called from."""
+    monkeypatch.setattr(products, "_onednn_is_faster", lambda: True)
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
+    """The shapes that oneDNN was called with."""
+    found: list[tuple[int, ...]] = []
+    real = torch.ops.mkldnn._linear_pointwise
+
+    class Counted:
+        @staticmethod
+        def _linear_pointwise(values: Tensor, *rest: object) -> Tensor:
+            found.append(tuple(values.shape))
+            return real(values, *rest)
+
+    monkeypatch.setattr(torch.ops, "mkldnn", Counted)
+    yield found
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-4)
+
+
+def test_products_of_any_layout(calls: list[tuple[int, ...]]) -> None:
+    left, right, bias = torch.randn(N, K), torch.randn(K, M), torch.randn(M)
+    wanted = left.double() @ right.double()
+    close(matmul(left, right), wanted)
+    close(matmul(left.t().contiguous().t(), right.t().contiguous().t()), wanted)
+    close(matmul(left.view(4, N // 4, K), right, torch.float64).view(N, M), wanted)
+    close(linear(left, right.t(), bias), wanted + bias)
+    close(linear(torch.randn(N, 2 * K)[:, :K].copy_(left), right.t().contiguous()), wanted)
+    assert len(calls) == 5
+
+
+def test_sums_of_products(calls: list[tuple[int, ...]]) -> None:
+    left, right = torch.randn(N, K), torch.randn(K, M)
+    out = torch.full((N, M), torch.nan)
+    addmm_(out, left, right, first=True)
+    addmm_(out, left, right, first=False)
+    close(out, 2 * left.double() @ right.double())
+    assert len(calls) == 2
+
+
+def test_what_is_no_number_stays_so() -> None:
+    left = torch.randn(N, K)
+    left[3, 5], left[7, 2] = torch.nan, torch.inf
+    found = matmul(left, torch.ones(K, M))
+    assert found[3].isnan().all() and found[7].isinf().all() and found[8:].isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(0, K, M), (1, K, M), (N, 0, M), (N, K, 0), (7, 512, 512), (32, 32, 32)])
+def test_small_products_are_torchs(shape: tuple[int, int, int], calls: list[tuple[int, ...]]) -> None:
+    rows, depth, columns = shape
+    left, right = torch.randn(rows, depth), torch.randn(depth, columns)
+    close(matmul(left, right), left.double() @ right.double())
+    assert not calls
+
+
+def test_other_number_formats_are_torchs(calls: list[tuple[int, ...]]) -> None:
+    left, right = torch.randn(N, K), torch.randn(K, M)
+    assert matmul(left.double(), right.double()).dtype == torch.float64
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(left, right.t()).dtype == torch.bfloat16
+    assert not calls
+
+
+def test_the_switch_of_torch_holds(calls: list[tuple[int, ...]]) -> None:
+    with torch.backends.mkldnn.flags(enabled=False):
+        matmul(torch.randn(N, K), torch.randn(K, M))
+    assert not calls
+
+
+def test_counters_see_torchs_operators() -> None:
+    with FlopCounterMode(display=False) as counter:
+        linear(torch.randn(N, K), torch.randn(M, K))
+    assert counter.get_total_flops() == 2 * N * K * M
+
+
+def test_a_layer_and_its_gradients(calls: list[tuple[int, ...]]) -> None:
+    """Those of torch's layer in float64, with the weight's gradients going to a sink."""
+
+    class Sink:
+        def put(self, values: Tensor, grad: Tensor) -> None:
+            self.weight = torch.zeros(M, K)
+            addmm_(self.weight, grad.t(), values, first=True)
+
+    layer, values = Linear(K, M), torch.randn(3, N // 3, K, requires_grad=True)
+    wanted, wanted_values = torch.nn.Linear(K, M).double(), values.detach().double().requires_grad_()
+    wanted.load_state_dict(layer.state_dict())
+    layer.weight_grads = sink = Sink()  # type: ignore[assignment]
+    factor = torch.randn(3, N // 3, M)
+    with torch.enable_grad():
+        (layer(values) * factor).sum().backward()
+        (wanted(wanted_values) * factor).sum().backward()
+    assert values.grad is not None and wanted_values.grad is not None and wanted.weight.grad is not None
+    close(values.grad, wanted_values.grad)
+    close(sink.weight, wanted.weight.grad)
+    assert len(calls) == 3
+    close(layer(values), wanted(wanted_values))
+    assert len(calls) == 4
+
+
+def test_autograd_follows_torchs_products(calls: list[tuple[int, ...]]) -> None:
+    left, right = torch.randn(N, K, requires_grad=True), torch.randn(M, K)
+    with torch.enable_grad():
+        linear(left, right).sum().backward()
+    assert left.grad is not None
+    close(left.grad, right.double().sum(0).expand(N, K))
+    assert not calls
+
+
+PROGRAM = """
+import sys, torch
+from hvd_transformer.nn import matmul
+matmul._onednn_is_faster = lambda: True
+torch.set_grad_enabled(False)
+if sys.argv[1] == "few":
+    matmul.keep_few_shapes()
+weight, values = torch.randn(512, 128), torch.randn(800, 128)
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
+matmul.linear(values, weight)
+before = resident()
+for rows in range(799, 300, -1):  # each fits into the memory of the one before
+    matmul.linear(values[:rows], weight)
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
+def test_shapes_of_long_ago_take_no_memory() -> None:
+    def grown(word: str) -> float:
+        clean = {key: value for key, value in os.environ.items() if "CACHE_CAPACITY" not in key}
+        output = subprocess.run(
+            [sys.executable, "-c", PROGRAM, word], env=clean, check=True, capture_output=True, text=True
+        )
+        return float(output.stdout)
+
+    assert grown("few") < grown("all") / 3
+
+
+def test_the_users_choice_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
+    products.keep_few_shapes()
+    assert os.environ["LRU_CACHE_CAPACITY"] == "7"
+    assert os.environ.pop("ONEDNN_PRIMITIVE_CACHE_CAPACITY") == "64"
