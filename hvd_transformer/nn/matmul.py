@@ -50,7 +50,11 @@ def matmul(left: Tensor, right: Tensor, out_dtype: torch.dtype | None = None) ->
 
 def addmm_(out: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
     """Compute `out += left @ right`, or `=` if `first`. The operands may have fewer bits than `out` [N, M]."""
-    if out.dtype == left.dtype and not _takes_onednn(left, right.size(1)):
+    if out.dtype == left.dtype and _takes_onednn(left, right.size(1)):
+        rows = max(1, _MOST_BESIDE // right.size(1))  # oneDNN cannot add to `out`
+        for part, own in zip(out.split(rows), left.split(rows), strict=True):
+            part.copy_(linear(own, right.t())) if first else part.add_(linear(own, right.t()))
+    elif out.dtype == left.dtype:
         out.addmm_(left, right, beta=0 if first else 1)
     elif _writes_float32(left, out.dtype):
         aten.addmm.dtype_out(out, left, right, out.dtype, beta=0 if first else 1, out=out)
@@ -62,6 +66,7 @@ def addmm_(out: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
 
 # Smaller products take longer in oneDNN, which looks up the kernel for their shape.
 _LEAST_SIDE, _LEAST_MULTIPLICATIONS = 8, 1 << 20
+_MOST_BESIDE = 1 << 20  # values beside the sum that they are to be added to: 4 MiB
 
 
 def _takes_onednn(left: Tensor, columns: int) -> bool:

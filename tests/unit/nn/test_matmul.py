@@ -71,6 +71,15 @@ def test_sums_of_products(calls: list[tuple[int, ...]]) -> None:
     assert len(calls) == 2
 
 
+def test_the_product_beside_a_sum_is_small(calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_MOST_BESIDE", 40 * M)
+    left, right = torch.randn(N + 3, 5 * K), torch.randn(5 * K, M)
+    out = torch.zeros(N + 3, M)
+    addmm_(out, left, right, first=False)
+    close(out, left.double() @ right.double())
+    assert calls == [(40, 5 * K), (40, 5 * K), (N + 3 - 80, 5 * K)]
+
+
 def test_what_is_no_number_stays_so() -> None:
     left = torch.randn(N, K)
     left[3, 5], left[7, 2] = torch.nan, torch.inf

@@ -168,8 +168,10 @@ def test_the_pipelines_peak(schedule: str, recompute: str, more: list[str]) -> N
         schedule=schedule, recompute=recompute, precision=config.training.precision,
     )  # fmt: skip
     install_parameter_grads(model, pipeline.stages[0].weight_grads)
-    pipeline.forward_backward([batches[:1]], 1.0, [].append)  # makes the tables of positions
-    measured = really_allocated(lambda: pipeline.forward_backward([batches], 1.0, [].append))
+    # oneDNN, which some processors multiply with, holds up to 4 MiB of a weight's gradient beside the buffer.
+    with torch.backends.mkldnn.flags(enabled=config.training.precision != "fp32"):
+        pipeline.forward_backward([batches[:1]], 1.0, [].append)  # makes the tables of positions
+        measured = really_allocated(lambda: pipeline.forward_backward([batches], 1.0, [].append))
     assert planned == pytest.approx(measured, rel=0.002)
 
 
