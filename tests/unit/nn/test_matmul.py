@@ -175,7 +175,7 @@ def test_shapes_of_long_ago_take_no_memory() -> None:
         )
         return float(output.stdout)
 
-    assert grown("few") < grown("all") / 3
+    assert grown("few") < grown("all") / 2
 
 
 def test_the_users_choice_holds(monkeypatch: pytest.MonkeyPatch) -> None:
