@@ -21,7 +21,7 @@ from hvd_transformer.data.sampler import Replica
 from hvd_transformer.tasks.language_model_task import LanguageModelTask
 from hvd_transformer.training.job_setup import initial_weights
 from hvd_transformer.training.lr_schedule import learning_rate
-from hvd_transformer.training.process import keep_freed_memory
+from hvd_transformer.training.process import tune_memory
 
 PRESET = "shakespeare-char"
 
@@ -66,7 +66,7 @@ def validation_loss(model: LossModule, task: LanguageModelTask) -> float:
 @click.argument("settings", nargs=-1)
 def main(peer: str, settings: tuple[str, ...]) -> None:
     """Train and evaluate one rank."""
-    keep_freed_memory()
+    tune_memory()
     config = load(preset=PRESET, overrides=settings)
     torch.distributed.init_process_group("gloo")
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()

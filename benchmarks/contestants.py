@@ -21,11 +21,10 @@ from benchmarks.workload import SyntheticTask, make_config
 from hvd_transformer.comm.horovod_env import launched
 from hvd_transformer.comm.world import World
 from hvd_transformer.data.sampler import Replica
-from hvd_transformer.nn.matmul import keep_few_shapes
 from hvd_transformer.parallel.mesh import ParallelMesh, process_groups
 from hvd_transformer.parallel.replica_check import broadcast_parameters
 from hvd_transformer.training.job_setup import compile_layers
-from hvd_transformer.training.process import keep_freed_memory
+from hvd_transformer.training.process import tune_memory
 from hvd_transformer.training.state import TrainState
 from hvd_transformer.training.trainer import Trainer
 
@@ -71,8 +70,7 @@ KINDS: dict[str, Callable[[str, Sequence[str], Peer], None]] = {
 @click.argument("settings", nargs=-1)
 def main(peer: str, kind: str, socket: str, settings: tuple[str, ...]) -> None:
     """One rank of a contestant."""
-    keep_freed_memory()
-    keep_few_shapes()
+    tune_memory()
     KINDS[kind](socket, settings, Peer(**json.loads(peer)))
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from benchmarks.plain_model import PlainBlock, sum_of_losses
 from hvd_transformer.data.text_files import boundary
-from hvd_transformer.training.process import keep_freed_memory
+from hvd_transformer.training.process import tune_memory
 
 BLOCK, BATCH, LAYERS, HEADS, WIDTH = 64, 12, 4, 4, 128
 ITERATIONS, WARMUP, RATE, LEAST_RATE = 2000, 100, 1e-3, 1e-4
@@ -82,7 +82,7 @@ def validation_loss(model: nn.Module, tokens: Tensor) -> float:
 @click.option("--iterations", default=ITERATIONS, show_default=True, type=click.IntRange(1), help="Stop after these.")
 def main(text: Path, seed: int, every: int, iterations: int) -> None:
     """Train nanoGPT's model on a text."""
-    keep_freed_memory()
+    tune_memory()
     torch.manual_seed(seed)
     train, valid, vocab_size = read(text)
     model = NanoGPT(vocab_size)

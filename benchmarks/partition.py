@@ -25,7 +25,7 @@ from hvd_transformer.nn.contracts import Layer, MicroBatch
 from hvd_transformer.parallel.pipeline import Pipeline, Stage
 from hvd_transformer.planning import partition
 from hvd_transformer.planning.layer_profile import NoRows, measure_layers
-from hvd_transformer.training.process import keep_freed_memory
+from hvd_transformer.training.process import tune_memory
 
 WIDTHS = (64, 64, 256, 64, 128, 64, 2048, 1024)
 VOCABULARY, SAMPLES, MICRO_BATCHES = 1000, 2, 8
@@ -72,7 +72,7 @@ def uneven_layers() -> list[Layer]:
 
 def measure(rounds: int, steps: int) -> Result:
     """Chooses as training does, then measures all."""
-    keep_freed_memory()
+    tune_memory()
     layers = uneven_layers()
     length = make_config().data.sequence_length
     tokens = torch.randint(VOCABULARY, (2, MICRO_BATCHES, SAMPLES, length))

@@ -27,7 +27,7 @@ from hvd_transformer.data.sampler import Replica
 from hvd_transformer.parallel import pipeline_schedule
 from hvd_transformer.planning import schedule_drawing
 from hvd_transformer.planning.layer_profile import measure_layers
-from hvd_transformer.training.process import keep_freed_memory
+from hvd_transformer.training.process import tune_memory
 
 F1B, GPIPE, ZERO = "pipeline of 2, 1F1B", "pipeline of 2, gpipe", "pipeline of 2, zero bubble"
 NONE, TWICE, TORCH = "no pipeline", "no pipeline, twice at once", "torch 1F1B"
@@ -84,7 +84,7 @@ def measure_stages() -> Stages:
     task = SyntheticTask(config, Replica(0, 1))
     count = config.parallel.micro_batches
     batch = tuple(tensor[: config.training.batch_size // count] for tensor in task.batch(0, range(task.batch_size)))
-    keep_freed_memory()
+    tune_memory()
     costs = measure_layers(task.layers, task.micro_batch(batch), torch.device("cpu"))
     seconds = [cost.seconds for cost in costs]
     return Stages([sum(seconds[: CUT[0]]), sum(seconds[CUT[0] :])], count)

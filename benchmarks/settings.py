@@ -1,7 +1,7 @@
 """What every contestant of a paired benchmark gets, ours and the peers alike. A help that one has, all have.
 
 threads      one per rank (two in all where two cores are given to one process), and no more for the launcher
-allocator    `training.process.keep_freed_memory`, called by `contestants.main` before anything is allocated
+memory       `training.process.tune_memory`, called by `contestants.main` before anything is allocated
 garbage      `training.process.only_new_garbage`, around all blocks
 interface    the loopback for whoever uses sockets
 warm-up      unmeasured steps before each block, the same number for all; the others stand still meanwhile

@@ -1,4 +1,4 @@
-"""The processor of a device: its name, its maker, and the number formats that it has instructions for."""
+"""The processor of a device: its name, its vendor, and the number formats that it has instructions for."""
 
 import platform
 from contextlib import suppress
@@ -17,7 +17,7 @@ def processor_name(device: torch.device) -> str:
 
 
 def is_amd() -> bool:
-    """Whether this host's CPU is an x86 processor by AMD."""
+    """Whether this host has an AMD CPU."""
     return _cpu_line("vendor_id") == "AuthenticAMD"
 
 

@@ -19,8 +19,7 @@ from hvd_transformer.comm.world import World, agree
 from hvd_transformer.config import Config
 from hvd_transformer.errors import UserError
 from hvd_transformer.monitoring.heartbeat import Heartbeat
-from hvd_transformer.nn.matmul import keep_few_shapes
-from hvd_transformer.training.process import StopRequest, keep_freed_memory
+from hvd_transformer.training.process import StopRequest, tune_memory
 from hvd_transformer.training.trainer import Trainer
 
 _LEAST, _MOST = 2, 20  # checkpoints
@@ -54,8 +53,7 @@ def bench_checkpoint(
     Raises `UserError` on all ranks if the folder cannot be written, the job cannot run as configured, or a rank is
     asked to stop.
     """
-    keep_freed_memory()
-    keep_few_shapes()
+    tune_memory()
     with trainer_of(config, vocab_size, world, heartbeat) as trainer, _temporary(folder, world) as place:
         trainer.step(next(trainer.task.sampler.epoch()))  # the optimizer has a state from here on
         store = CheckpointStore(place, keep_last=1)

@@ -35,7 +35,6 @@ from hvd_transformer.config.batch_size import check_step_size
 from hvd_transformer.data.sampler import Replica
 from hvd_transformer.errors import UserError
 from hvd_transformer.monitoring.heartbeat import Heartbeat
-from hvd_transformer.nn.matmul import keep_few_shapes
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.planning.memory_plan import batch_samples
 from hvd_transformer.planning.model_costs import fake_model, layer_costs
@@ -43,7 +42,7 @@ from hvd_transformer.planning.partition import check_partition
 from hvd_transformer.tasks.registry import task_class
 from hvd_transformer.training.determinism import choose_kernels
 from hvd_transformer.training.job_setup import compile_layers, initial_weights
-from hvd_transformer.training.process import keep_freed_memory, only_new_garbage
+from hvd_transformer.training.process import only_new_garbage, tune_memory
 from hvd_transformer.training.state import StepResult, TrainState
 from hvd_transformer.training.trainer import Trainer
 
@@ -107,8 +106,7 @@ def bench_train(config: Config, vocab_size: int, seconds: float, world: World, h
 
     Raises `UserError` on all ranks if the job cannot run as configured.
     """
-    keep_freed_memory()
-    keep_few_shapes()
+    tune_memory()
     devices = checked_mesh(config, world).devices  # before a rank is on its own
     flops_per_sample = agree(world, lambda: _flops_per_sample(config, vocab_size) if world.rank == 0 else 0.0)
     alone = None

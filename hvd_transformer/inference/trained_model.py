@@ -30,7 +30,7 @@ from hvd_transformer.models import lora, pretrained
 from hvd_transformer.models.classifier import Classifier
 from hvd_transformer.models.encoder_decoder import EncoderDecoder
 from hvd_transformer.models.language_model import LanguageModel
-from hvd_transformer.nn.matmul import keep_few_shapes
+from hvd_transformer.nn.matmul import limit_onednn_caches
 from hvd_transformer.parallel.precision import weight_dtype
 from hvd_transformer.parallel.replica_check import checksum
 
@@ -64,7 +64,7 @@ class Trained:
 
 def load_trained(path: Path, task: str, device: str = "cpu") -> Trained:
     """Load the model in evaluation mode. Raises `UserError` if it is missing, damaged, diverged, or not of `task`."""
-    keep_few_shapes()
+    limit_onednn_caches()
     folder, facts = read_facts(path)
     if facts["task"] != task:
         raise UserError(f"{path}: a checkpoint of task={facts['task']}, not of task={task}")

@@ -33,7 +33,9 @@ def _writes_float32(operand: Tensor, out_dtype: torch.dtype) -> bool:
 
 def linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """values [..., D_in] @ weight.T [D_in, D_out] + bias [D_out] → [..., D_out]."""
-    if _takes_onednn(values, weight.size(0)):
+    if _uses_onednn(values, weight.size(0)):
+        if not (weight.is_contiguous() or weight.t().is_contiguous()):
+            weight = weight.contiguous()  # else oneDNN takes a thousand times as long
         result: Tensor = torch.ops.mkldnn._linear_pointwise(values, weight, bias, "none", [], "")
         return result
     return F.linear(values, weight, bias)
@@ -50,10 +52,15 @@ def matmul(left: Tensor, right: Tensor, out_dtype: torch.dtype | None = None) ->
 
 def addmm_(out: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
     """Compute `out += left @ right`, or `=` if `first`. The operands may have fewer bits than `out` [N, M]."""
-    if out.dtype == left.dtype and _takes_onednn(left, right.size(1)):
-        rows = max(1, _MOST_BESIDE // right.size(1))  # oneDNN cannot add to `out`
-        for part, own in zip(out.split(rows), left.split(rows), strict=True):
-            part.copy_(linear(own, right.t())) if first else part.add_(linear(own, right.t()))
+    if out.dtype == left.dtype and _uses_onednn(left, right.size(1)):
+        rows = max(1, _MOST_TEMPORARY // right.size(1))  # oneDNN cannot write to `out`
+        # Copied at once: rows are far apart in the transpose of a gradient.
+        for part, own in zip(out.split(rows), left.contiguous().split(rows), strict=True):
+            product = linear(own, right.t())
+            if first:
+                part.copy_(product)
+            else:
+                part.add_(product)
     elif out.dtype == left.dtype:
         out.addmm_(left, right, beta=0 if first else 1)
     elif _writes_float32(left, out.dtype):
@@ -64,16 +71,14 @@ def addmm_(out: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
         out.add_(matmul(left, right))
 
 
-# Smaller products take longer in oneDNN, which looks up the kernel for their shape.
-_LEAST_SIDE, _LEAST_MULTIPLICATIONS = 8, 1 << 20
-_MOST_BESIDE = 1 << 20  # values beside the sum that they are to be added to: 4 MiB
+# Smaller and narrower products take longer in oneDNN, which looks up the kernel for their shape.
+_LEAST_SIDE, _LEAST_MULTIPLICATIONS = 16, 1 << 20
+_MOST_TEMPORARY = 1 << 20  # values of a product that is then added to a sum: 4 MiB
 
 
-def _takes_onednn(left: Tensor, columns: int) -> bool:
-    """Whether oneDNN is to multiply the float32 matrices left [..., K] and another with so many columns.
-
-    Not where autograd or autocast would have to follow: oneDNN is called in an autograd function, or without gradients.
-    """
+def _uses_onednn(left: Tensor, columns: int) -> bool:
+    """Whether oneDNN multiplies left [..., K] and a matrix [K, `columns`]: large float32 matrices on a CPU where it is
+    faster, outside of what autograd and autocast record."""
     if left.dtype != torch.float32 or left.device.type != "cpu":
         return False
     if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
@@ -92,23 +97,20 @@ def _takes_onednn(left: Tensor, columns: int) -> bool:
 
 @cache
 def _onednn_is_faster() -> bool:
-    """Whether oneDNN's float32 products are faster than those of MKL, which torch calls: on AMD's processors, where MKL
-    does not use AVX-512."""
+    """Whether oneDNN multiplies float32 matrices faster than MKL, which torch calls: on AMD CPUs, where MKL does not
+    use AVX-512."""
     return is_amd() and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-# The shapes that oneDNN and torch's layer around it keep what they prepared for: far more than one step has. By default
-# they are 1,024 each, which takes gigabytes where the number of tokens varies.
-_KEPT_SHAPES = 64
+# oneDNN and torch's layer around it each cache what they prepare for the shapes of a product, up to 1,024 of them. That
+# takes gigabytes where the number of tokens varies; one step has far fewer shapes than these.
+_CACHED_SHAPES = 64
 
 
-def keep_few_shapes() -> None:
-    """Make oneDNN forget the shapes of matrix products of long ago, unless the user has set how many it keeps.
-
-    Call before the first product.
-    """
+def limit_onednn_caches() -> None:
+    """Keep the caches of oneDNN small, unless the user has set their size. Call before the first product."""
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(name, str(_KEPT_SHAPES))
+        os.environ.setdefault(name, str(_CACHED_SHAPES))
 
 
 def count_pad_rows(weight: Tensor) -> int:

@@ -18,7 +18,6 @@ from hvd_transformer.data.splits import WHOLE
 from hvd_transformer.errors import UserError
 from hvd_transformer.models.lora import base_folder
 from hvd_transformer.monitoring.watchdog import Watchdog
-from hvd_transformer.nn.matmul import keep_few_shapes
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.planning.partition import check_partition
 from hvd_transformer.plugin import CODE
@@ -34,7 +33,7 @@ from hvd_transformer.training.job_setup import (
     prepare_data,
 )
 from hvd_transformer.training.out_of_memory import explain_out_of_memory
-from hvd_transformer.training.process import StopRequest, keep_freed_memory
+from hvd_transformer.training.process import StopRequest, tune_memory
 from hvd_transformer.training.state import TrainState
 from hvd_transformer.training.trainer import Trainer
 
@@ -125,8 +124,7 @@ def evaluate(
 
     Raises `UserError` on all ranks if the input is wrong, `Stopped` if a signal arrives while data is prepared.
     """
-    keep_freed_memory()
-    keep_few_shapes()
+    tune_memory()
     heartbeat = watchdog.heartbeat
     saved = _read_and_send(request.checkpoint, world)
     config = agree(world, lambda: evaluation_config(saved, request))

@@ -62,6 +62,14 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(_MMAP_THRESHOLD, LARGEST_KEPT_BLOCK)) and bool(mallopt(_TRIM_THRESHOLD, KEPT_END))
 
 
+def tune_memory() -> None:
+    """Let the steps of a job share their memory: `keep_freed_memory`, and small caches of oneDNN."""
+    from hvd_transformer.nn.matmul import limit_onednn_caches  # imports torch, unlike the rest of this file
+
+    keep_freed_memory()
+    limit_onednn_caches()
+
+
 @contextmanager
 def only_new_garbage() -> Iterator[None]:
     """Within it, Python's garbage collector looks at objects made since it was entered only.

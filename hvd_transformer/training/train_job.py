@@ -16,7 +16,6 @@ from hvd_transformer.config.mixture import source_name
 from hvd_transformer.errors import UserError
 from hvd_transformer.monitoring.heartbeat import Heartbeat
 from hvd_transformer.monitoring.watchdog import Watchdog
-from hvd_transformer.nn.matmul import keep_few_shapes
 from hvd_transformer.own_folder import make_own_folder
 from hvd_transformer.parallel.mesh import ParallelMesh
 from hvd_transformer.parallel.replica_check import broadcast_parameters
@@ -37,7 +36,7 @@ from hvd_transformer.training.job_setup import (
 )
 from hvd_transformer.training.lr_schedule import scaling_warning
 from hvd_transformer.training.out_of_memory import explain_out_of_memory
-from hvd_transformer.training.process import StopRequest, keep_freed_memory, only_new_garbage
+from hvd_transformer.training.process import StopRequest, only_new_garbage, tune_memory
 from hvd_transformer.training.run_directory import RunDirectory, epoch_batch_size
 from hvd_transformer.training.run_environment import environment_lines, run_environment, slow_precision
 from hvd_transformer.training.session import Session
@@ -53,8 +52,7 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog | No
     `watchdog` learns what this rank is doing. Raises `UserError` on every rank, before training starts, if the input is
     wrong.
     """
-    keep_freed_memory()
-    keep_few_shapes()
+    tune_memory()
     watchdog = watchdog or Watchdog(world.rank, world.size)
     heartbeat = watchdog.heartbeat
     heartbeat.link = world.link
