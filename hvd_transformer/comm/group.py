@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from hvd_transformer.comm.shared_buffers import SharedBuffers
 from hvd_transformer.comm.streams import adopt
 
 # Interval at which a pending collective is polled; `prompt` groups use the second one.
@@ -29,13 +30,14 @@ class Link:
     """This process's connection to Horovod, shared by all of its groups.
 
     `sums_whole`: an allreduce is cheaper than a reduce-scatter. `waits_asleep`: Horovod's own wait sleeps; published
-    Horovod spins. `gloo`: gloo runs the collectives. `ended` counts the collectives that this rank has waited for, and
+    Horovod spins. `gloo`: gloo runs the collectives. `shared_buffers`: all ranks are on one host. `ended` counts the collectives that this rank has waited for, and
     `stream_waits` tell which ones its GPUs wait for. Other threads may read it and `waiting`.
     """
 
     def __init__(self, horovod: ModuleType | None, who: str) -> None:
         self.horovod, self.who = horovod, who
         self.sums_whole = self.waits_asleep = self.gloo = False
+        self.shared_buffers: SharedBuffers | None = None
         self._waiting: dict[str, int] = {}
         self.stream_waits: list[Callable[[], dict[str, int]]] = []
         self.ended = 0
@@ -103,6 +105,11 @@ class Group:
     @property
     def _horovod(self) -> ModuleType | None:
         return None if self.size == 1 else self._link.horovod
+
+    def zeros_like(self, tensor: Tensor) -> Tensor:
+        """Contiguous zeros, where `all_reduce_async_` and `reduce_scatter_async` need no copies if that is possible."""
+        buffers = self._link.shared_buffers if self.size > 1 and tensor.device.type == "cpu" else None
+        return torch.zeros_like(tensor) if buffers is None else buffers.zeros_like(tensor)
 
     def all_reduce_async_(self, tensor: Tensor, name: str, operation: Operation = "sum") -> Callable[[], Tensor]:
         """Start to reduce a contiguous tensor over the ranks, in place; the function returned waits, and returns it."""

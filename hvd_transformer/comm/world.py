@@ -10,6 +10,7 @@ import torch
 
 from hvd_transformer.comm.group import Group, Link
 from hvd_transformer.comm.horovod_env import cannot_join, horovod_wakes_up, launched, set_defaults, usable_cores
+from hvd_transformer.comm.shared_buffers import SharedBuffers
 from hvd_transformer.errors import UserError
 
 Result = TypeVar("Result")
@@ -79,6 +80,8 @@ class World(Group):
         world.link.horovod, world.link.who = hvd, f"rank {world.rank} on {world.host}"
         world.link.waits_asleep = horovod_wakes_up()
         world.hosts = world._find_hosts()
+        if len(set(world.hosts)) == 1:
+            world.link.shared_buffers = SharedBuffers.find(hvd)
         # Over gloo published Horovod's reduce-scatter takes up to twice the CPU of its allreduce; between hosts
         # bandwidth counts. Within a host ours goes through shared memory (docker/patches/within_host.patch).
         world.link.gloo = world.backend == "gloo"
@@ -106,6 +109,12 @@ class World(Group):
         if hvd is None:
             return False
         return bool(hvd.nccl_built()) or (hvd.mpi_enabled() and (hvd.cuda_built() or hvd.rocm_built()))
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Other ranks' memory in this process's resident set."""
+        buffers = self.link.shared_buffers
+        return 0 if buffers is None else buffers.mapped_bytes
 
     def backend_for(self, device: torch.device) -> str:
         """The library that sums tensors of the device: nccl, if Horovod was built with it, gloo, mpi or none."""

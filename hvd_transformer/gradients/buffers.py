@@ -10,7 +10,7 @@ decay first:
     shadow      | w7 | w6 | w5 | b7 | b6 | b5 |      mixed precision: the parameters in 16 bits
 """
 
-from collections.abc import Hashable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -57,8 +57,8 @@ class GradBuffer:
     """A flat block of parameters and the one of their gradients; parameters become views into it.
 
     `own` is this rank's shard; if `by_rows` (a buffer of one matrix), each shard is a number of rows. `gradients` stay
-    between steps: those of the shard only, or of the whole block. Where only the shard's stay, the memory for the whole
-    block is there from the first gradient of a backward to `close`.
+    between steps: those of the shard only, or of the whole block, then in memory from `zeros_like`. Where only the
+    shard's stay, the memory for the whole block is there from the first gradient of a backward to `close`.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class GradBuffer:
         shard: ZeroShard = WHOLE,
         *,
         by_rows: bool = False,
+        zeros_like: Callable[[Tensor], Tensor] = torch.zeros_like,
     ) -> None:
         first = parameters[0][1]
         step = ALIGNMENT // first.element_size()
@@ -88,7 +89,7 @@ class GradBuffer:
             slot.view(self.parameters).copy_(slot.parameter.data)
             slot.parameter.data = slot.view(self.parameters)
         # After the copies, so that the memory of the weights that were copied can be used again.
-        self.gradients = torch.zeros_like(self.own_parameters if shard.gradients else self.parameters)
+        self.gradients = torch.zeros_like(self.own_parameters) if shard.gradients else zeros_like(self.parameters)
         self.shadow: Tensor | None = None
         self._shadow_is_old = False
         # The state of one step.
@@ -244,12 +245,13 @@ def make_grad_buffers(
     shard: ZeroShard = WHOLE,
     *,
     apart: Sequence[Set[str]] = (),
+    zeros_like: Callable[[Tensor], Tensor] = torch.zeros_like,
 ) -> list[GradBuffer]:
     """Group named parameters, given in the model's order, into buffers of about `bucket_bytes`.
 
     A buffer has one dtype and device; a parameter larger than `bucket_bytes` gets one alone. Parameters named in
     `alone` are matrices that get a buffer each, sharded by rows. Each set of names in `apart` shares no buffer with
-    others.
+    others. `zeros_like` makes the gradients (`GradBuffer`).
     """
     groups: list[list[tuple[str, nn.Parameter]]] = []
     unfinished: dict[Hashable, list[tuple[str, nn.Parameter]]] = {}
@@ -266,4 +268,4 @@ def make_grad_buffers(
         unfinished[kind].append((name, parameter))
         sizes[kind] += parameter.nbytes
     groups += unfinished.values()
-    return [GradBuffer(group, no_decay, shard, by_rows=group[0][0] in alone) for group in groups]
+    return [GradBuffer(group, no_decay, shard, by_rows=group[0][0] in alone, zeros_like=zeros_like) for group in groups]

@@ -138,7 +138,13 @@ def add_buffers(
         else:
             bucket_bytes, embeddings = max_bucket_bytes, set()
         buffers = make_grad_buffers(
-            own, no_decay, bucket_bytes, alone, mesh.zero_shard, apart=(hidden, embeddings, unsplit)
+            own,
+            no_decay,
+            bucket_bytes,
+            alone,
+            mesh.zero_shard,
+            apart=(hidden, embeddings, unsplit),
+            zeros_like=mesh.dp_group.zeros_like,
         )
         matrices = None
         if hidden:

@@ -58,12 +58,14 @@ def explain_out_of_memory(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        text = f"{world.link.who}: {_explain(error, config, mesh, task, heartbeat)}"
+        text = f"{world.link.who}: {_explain(error, config, mesh, task, world, heartbeat)}"
         log.error("%s", text, exc_info=error)
         raise OutOfMemory(text, has_stepped=heartbeat.loss is not None) from error
 
 
-def _explain(error: Exception, config: Config, mesh: ParallelMesh, task: Task, heartbeat: Heartbeat) -> str:
+def _explain(
+    error: Exception, config: Config, mesh: ParallelMesh, task: Task, world: World, heartbeat: Heartbeat
+) -> str:
     on_cpu, evaluates = mesh.device.type == "cpu", heartbeat.phase == "evaluation"
     planned = with_value(config, "training.device", mesh.device.type)  # not auto
     try:
@@ -78,7 +80,7 @@ def _explain(error: Exception, config: Config, mesh: ParallelMesh, task: Task, h
         log.info("no plan: %s", unknown)
         stage = None if on_cpu else _stage(error, [0] * len(mesh.devices))
         plan = f"A smaller training.{'eval_' if evaluates else ''}batch_size needs less"
-    return f"out of memory {_when(heartbeat)}{_place(error)}; {_device_words(mesh.devices[stage or 0])}. {plan}"
+    return f"out of memory {_when(heartbeat)}{_place(error)}; {_device_words(mesh.devices[stage or 0], world)}. {plan}"
 
 
 def _when(heartbeat: Heartbeat) -> str:
@@ -101,9 +103,9 @@ def _stage(error: Exception, totals: Sequence[int]) -> int:
     return int(found[1]) if found else totals.index(max(totals))
 
 
-def _device_words(device: torch.device) -> str:
+def _device_words(device: torch.device, world: World) -> str:
     if device.type == "cpu":
-        host, peak = host_memory_left(), bytes_text(peak_resident_bytes())
+        host, peak = host_memory_left(), bytes_text(peak_resident_bytes() - world.mapped_bytes)
         has = (
             "" if host is None else f"the host has {bytes_text(host.total)}, {bytes_text(host.available)} of it free; "
         )

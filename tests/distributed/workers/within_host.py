@@ -12,6 +12,8 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor
 
+from hvd_transformer.comm.shared_buffers import SharedBuffers
+
 # A slot has 512 KiB: one value, a few, whole slots and a bit more, and more chunks than there are slots.
 COUNTS = (1, 7, 131_072, 131_073, 900_001)
 TYPES = (torch.float32, torch.float64, torch.float16, torch.int32, torch.int64)
@@ -95,6 +97,60 @@ def reduce_scattered() -> None:
         _same(found, total.split(sizes)[hvd.rank()], f"parts of {rows}")
 
 
+def reduced_in_place() -> int:
+    """Tensors that the other ranks can map, alone and beside one that they cannot; returns the bytes mapped."""
+    buffers = SharedBuffers.find(hvd)
+    assert buffers is not None
+    before = buffers.mapped_bytes
+    for dtype in TYPES:
+        # A part of a buffer that begins somewhere else on each rank.
+        own = buffers.zeros_like(torch.empty(1_000_100, dtype=dtype))[3 * hvd.rank() :][:900_001]
+        assert not own.any()
+        for name, operation in OPERATIONS.items():
+            for count in COUNTS:
+                each = [values(rank, count, dtype) for rank in range(hvd.size())]
+                if dtype == torch.float16 and name == "Sum":
+                    wanted = reduce(operation, [one.float() for one in each]).half()
+                else:
+                    wanted = reduce(operation, each)
+                sent = own[:count].copy_(each[hvd.rank()])
+                hvd.allreduce_(sent, name=f"shared.{dtype}.{name}.{count}", op=getattr(hvd, name))
+                _same(sent, wanted, f"{name} in shared memory of {count} {dtype}")
+                # Not of this rank, or not in place: all copy.
+                mixed = own[:count].copy_(each[hvd.rank()]) if hvd.rank() else each[0].clone()
+                hvd.allreduce_(mixed, name=f"mixed.{dtype}.{name}.{count}", op=getattr(hvd, name))
+                _same(mixed, wanted, f"{name} of {count} {dtype} in two kinds of memory")
+    mapped = buffers.mapped_bytes - before
+    rows = 50_001
+    each = [values(rank, rows * 7, torch.float32).view(rows, 7) for rank in range(hvd.size())]
+    sent = buffers.zeros_like(each[0]).copy_(each[hvd.rank()])
+    sizes = [rows // hvd.size() + (rank < rows % hvd.size()) for rank in range(hvd.size())]
+    found = hvd.reducescatter(sent, name="shared.parts", op=hvd.Sum)
+    sent.fill_(7)  # nobody reads it any more
+    _same(found, reduce(torch.add, each).split(sizes)[hvd.rank()], "parts of shared memory")
+    return mapped
+
+
+def freed() -> int:
+    """Memory that is freed is free, although others have mapped it; returns how much of it stays, in bytes."""
+    buffers = SharedBuffers.find(hvd)
+    assert buffers is not None
+
+    def resident() -> int:
+        status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return 1024 * int(next(line for line in status if line.startswith("RssShmem:")).split()[1])
+
+    before = resident()
+    for turn in range(4):
+        own = buffers.zeros_like(torch.empty(4 << 20, dtype=torch.float32)).fill_(hvd.rank() + 1)
+        hvd.allreduce_(own, name=f"freed.{turn}", op=hvd.Sum)
+        assert (own == hvd.size() * (hvd.size() + 1) // 2).all()
+        assert resident() - before >= own.nbytes * hvd.size()  # one's own, and the others'
+        del own
+        hvd.barrier()
+    return resident() - before
+
+
 def in_order() -> bool:
     """Many collectives in flight at once come back with the right sums, each time the same bits."""
     for turn in range(3):
@@ -114,7 +170,9 @@ def everything() -> dict[str, Any]:
     gathered()
     reduce_scattered()
     in_order()
-    return {"checks": checks, "sharing": sharing(), "left": left_behind()}
+    mapped, kept = reduced_in_place(), freed()
+    assert kept < 1 << 20, f"{kept:,} bytes are not free"
+    return {"checks": checks, "mapped": mapped, "sharing": sharing(), "left": left_behind()}
 
 
 def _same(found: Tensor, wanted: Tensor, what: str) -> None:
