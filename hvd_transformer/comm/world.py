@@ -111,10 +111,10 @@ class World(Group):
         return bool(hvd.nccl_built()) or (hvd.mpi_enabled() and (hvd.cuda_built() or hvd.rocm_built()))
 
     @property
-    def mapped_bytes(self) -> int:
+    def bytes_of_others(self) -> int:
         """Other ranks' memory in this process's resident set."""
         buffers = self.link.shared_buffers
-        return 0 if buffers is None else buffers.mapped_bytes
+        return 0 if buffers is None else buffers.bytes_of_others
 
     def backend_for(self, device: torch.device) -> str:
         """The library that sums tensors of the device: nccl, if Horovod was built with it, gloo, mpi or none."""

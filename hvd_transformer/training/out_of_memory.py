@@ -105,7 +105,7 @@ def _stage(error: Exception, totals: Sequence[int]) -> int:
 
 def _device_words(device: torch.device, world: World) -> str:
     if device.type == "cpu":
-        host, peak = host_memory_left(), bytes_text(peak_resident_bytes() - world.mapped_bytes)
+        host, peak = host_memory_left(), bytes_text(peak_resident_bytes() - world.bytes_of_others)
         has = (
             "" if host is None else f"the host has {bytes_text(host.total)}, {bytes_text(host.available)} of it free; "
         )

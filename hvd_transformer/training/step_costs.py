@@ -76,7 +76,7 @@ class StepCosts:
     def _peak_memory(self) -> int:
         """Peak bytes of this rank's fullest GPU, or of its process on a CPU."""
         if self._mesh.device.type == "cpu":
-            return peak_resident_bytes() - self._world.mapped_bytes
+            return peak_resident_bytes() - self._world.bytes_of_others
         return max(torch.cuda.max_memory_allocated(device) for device in set(self._mesh.devices))
 
 
