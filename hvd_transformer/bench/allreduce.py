@@ -153,7 +153,7 @@ def _measure(
     world: World, device: torch.device, size: int, libraries: dict[str, AllReduce], seconds: float
 ) -> SizeResult:
     """One size. Raises `AssertionError` if a library's sum is wrong. Collective."""
-    tensor = torch.zeros(size // ITEM, device=device)
+    tensor = world.zeros_like(torch.empty(size // ITEM, device=device))  # as gradients are
     counts, calls = {}, {}
     for name, all_reduce_ in libraries.items():
         _check_sum(world, tensor, name, all_reduce_)

@@ -32,6 +32,13 @@ def test_collectives_have_torchs_results(world, size, backend):
         assert done == {"checks": 150, "of_others": of_others, "sharing": True, "left": []}
 
 
+def test_training_sums_gradients_where_they_are(world):
+    (done, others), (plain, _) = (world(2, "gloo").call("shared_gradients:trained", shares) for shares in (True, False))
+    assert done == others
+    assert done["of_others"] == done["gradients"] // 2 > 100_000  # of the other rank's, half
+    assert plain == {**done, "of_others": 0}
+
+
 def results(output: str) -> list[dict[str, object]]:
     """Of all ranks, from the launcher's screen, where mpirun may put its own marks behind them."""
     decode = json.JSONDecoder().raw_decode

@@ -183,7 +183,7 @@ def _measure_link(group: Group, device: torch.device) -> tuple[float, float]:
     """Seconds of a small allreduce between these devices, and seconds per byte of a large one. Collective."""
 
     def seconds(count: int, repeats: int) -> float:
-        values, found = torch.zeros(count, device=device), []
+        values, found = group.zeros_like(torch.empty(count, device=device)), []
         for _ in range(repeats):
             group.barrier()
             began = time.perf_counter()
