@@ -58,7 +58,7 @@ def allreduce_report(world: World, result: AllReduceResult, known: Constants | N
     backend, device, link = result.backend, result.device, link_of(result)
     notes = list(result.notes)
     if link is None:
-        notes.append("constants: no link, which takes --sizes of at most 4K and of at least 1M")
+        notes.append("constants: no link, which takes --sizes of at most 4K and of 1M to 8M, the larger one slower")
     values = {"bench": "allreduce", **_world(world), "backend": backend, "device": device, "sizes": sizes}
     return Report(
         values={**values, "notes": notes},
