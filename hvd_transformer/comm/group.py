@@ -29,9 +29,9 @@ class PeerLost(RuntimeError):
 class Link:
     """This process's connection to Horovod, shared by all of its groups.
 
-    `sums_whole`: an allreduce is cheaper than a reduce-scatter. `waits_asleep`: Horovod's own wait sleeps;
-    published Horovod spins. `gloo`: gloo runs the collectives. `shared_buffers`: all ranks are on one host. `ended`
-    counts the collectives that this rank has waited for, and `stream_waits` tell which ones its GPUs wait for.
+    `sums_whole`: an allreduce is cheaper than a reduce-scatter. `waits_asleep`: Horovod's own wait sleeps; published
+    Horovod spins. `gloo`: gloo runs the collectives. `shared_buffers`: memory that ranks share, if all are on one host.
+    `ended` counts the collectives that this rank has waited for, and `stream_waits` tell which ones its GPUs wait for.
     Other threads may read it and `waiting`.
     """
 

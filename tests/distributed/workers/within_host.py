@@ -101,7 +101,6 @@ def reduced_in_place() -> int:
     """Tensors that the other ranks can map, alone and beside one that they cannot; returns the bytes of others."""
     buffers = SharedBuffers.find(hvd)
     assert buffers is not None
-    before = buffers.bytes_of_others
     for dtype in TYPES:
         # A part of a buffer that begins somewhere else on each rank.
         own = buffers.zeros_like(torch.empty(1_000_100, dtype=dtype))[3 * hvd.rank() :][:900_001]
@@ -120,7 +119,7 @@ def reduced_in_place() -> int:
                 mixed = own[:count].copy_(each[hvd.rank()]) if hvd.rank() else each[0].clone()
                 hvd.allreduce_(mixed, name=f"mixed.{dtype}.{name}.{count}", op=getattr(hvd, name))
                 _same(mixed, wanted, f"{name} of {count} {dtype} in two kinds of memory")
-    of_others = buffers.bytes_of_others - before
+    of_others = buffers.bytes_of_others
     rows = 50_001
     each = [values(rank, rows * 7, torch.float32).view(rows, 7) for rank in range(hvd.size())]
     sent = buffers.zeros_like(each[0]).copy_(each[hvd.rank()])
@@ -143,11 +142,10 @@ def freed() -> None:
     hvd.barrier()  # earlier buffers are free
     before, close = resident(), 1 << 20
     for turn in range(4):
-        of_others = buffers.bytes_of_others
         own = buffers.zeros_like(torch.empty(4 << 20, dtype=torch.float32)).fill_(hvd.rank() + 1)
         hvd.allreduce_(own, name=f"freed.{turn}", op=hvd.Sum)
         assert (own == hvd.size() * (hvd.size() + 1) // 2).all()
-        of_others = buffers.bytes_of_others - of_others
+        of_others = buffers.bytes_of_others  # no longer of those that are free
         assert abs(resident() - before - own.nbytes - of_others) < close, f"{resident() - before:,}, {of_others:,}"
         hvd.barrier()  # all ranks have looked
         del own
