@@ -107,6 +107,11 @@ class Group:
     def _horovod(self) -> ModuleType | None:
         return None if self.size == 1 else self._link.horovod
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether `zeros_like` can have memory in which the ranks' tensors are summed without copies."""
+        return self.size > 1 and self._link.shared_buffers is not None
+
     def zeros_like(self, tensor: Tensor) -> Tensor:
         """Contiguous zeros, where `all_reduce_async_` and `reduce_scatter_async` need no copies if that is possible."""
         buffers = self._link.shared_buffers if self.size > 1 and tensor.device.type == "cpu" else None

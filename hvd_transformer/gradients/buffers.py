@@ -57,8 +57,8 @@ class GradBuffer:
     """A flat block of parameters and the one of their gradients; parameters become views into it.
 
     `own` is this rank's shard; if `by_rows` (a buffer of one matrix), each shard is a number of rows. `gradients` stay
-    between steps: those of the shard only, or of the whole block, then in memory from `zeros_like`. Where only the
-    shard's stay, the memory for the whole block is there from the first gradient of a backward to `close`.
+    between steps: those of the shard only, or of the whole block. Where only the shard's stay, the memory for the whole
+    block is there from the first gradient of a backward to `close`.
     """
 
     def __init__(
@@ -68,7 +68,6 @@ class GradBuffer:
         shard: ZeroShard = WHOLE,
         *,
         by_rows: bool = False,
-        zeros_like: Callable[[Tensor], Tensor] = torch.zeros_like,
     ) -> None:
         first = parameters[0][1]
         step = ALIGNMENT // first.element_size()
@@ -88,8 +87,6 @@ class GradBuffer:
         for slot in self.slots:
             slot.view(self.parameters).copy_(slot.parameter.data)
             slot.parameter.data = slot.view(self.parameters)
-        # After the copies, so that the memory of the weights that were copied can be used again.
-        self.gradients = torch.zeros_like(self.own_parameters) if shard.gradients else zeros_like(self.parameters)
         self.shadow: Tensor | None = None
         self._shadow_is_old = False
         # The state of one step.
@@ -98,8 +95,14 @@ class GradBuffer:
         self._norms: dict[str, Tensor] | None = None
         self._views: dict[str, Tensor] = {}
         self._flat: Tensor | None = None
-        if not shard.gradients:
-            self._open(self.gradients)
+        # After the copies, so that the memory of the weights that were copied can be used again.
+        self.place_gradients(torch.zeros_like(self.own_parameters if shard.gradients else self.parameters))
+
+    def place_gradients(self, memory: Tensor) -> None:
+        """Keep the gradients in this memory, which is zero: of the whole block, or in ZeRO stage 2 of the shard."""
+        self.gradients = memory
+        if not self.shard.gradients:
+            self._open(memory)
         self._own_views = {
             slot.name: self.own_gradients[own]
             for slot in self.slots
@@ -245,13 +248,12 @@ def make_grad_buffers(
     shard: ZeroShard = WHOLE,
     *,
     apart: Sequence[Set[str]] = (),
-    zeros_like: Callable[[Tensor], Tensor] = torch.zeros_like,
 ) -> list[GradBuffer]:
     """Group named parameters, given in the model's order, into buffers of about `bucket_bytes`.
 
     A buffer has one dtype and device; a parameter larger than `bucket_bytes` gets one alone. Parameters named in
     `alone` are matrices that get a buffer each, sharded by rows. Each set of names in `apart` shares no buffer with
-    others. `zeros_like` makes the gradients (`GradBuffer`).
+    others.
     """
     groups: list[list[tuple[str, nn.Parameter]]] = []
     unfinished: dict[Hashable, list[tuple[str, nn.Parameter]]] = {}
@@ -268,4 +270,21 @@ def make_grad_buffers(
         unfinished[kind].append((name, parameter))
         sizes[kind] += parameter.nbytes
     groups += unfinished.values()
-    return [GradBuffer(group, no_decay, shard, by_rows=group[0][0] in alone, zeros_like=zeros_like) for group in groups]
+    return [GradBuffer(group, no_decay, shard, by_rows=group[0][0] in alone) for group in groups]
+
+
+def place_together(buffers: Sequence[GradBuffer], zeros_like: Callable[[Tensor], Tensor]) -> None:
+    """Move the gradients of CPU buffers into one block of memory from `zeros_like`; ZeRO stage 2 keeps its own.
+
+    One block for all: each costs an open file, and every other rank a mapping (`comm.shared_buffers`).
+    """
+    kinds: dict[torch.dtype, list[GradBuffer]] = {}
+    for buffer in buffers:
+        if buffer.gradients.device.type == "cpu" and not buffer.shard.gradients:
+            kinds.setdefault(buffer.gradients.dtype, []).append(buffer)
+    for dtype, group in kinds.items():
+        step = ALIGNMENT // dtype.itemsize
+        lengths = [-(-buffer.gradients.numel() // step) * step for buffer in group]
+        block = zeros_like(torch.empty(sum(lengths), dtype=dtype))
+        for buffer, part in zip(group, block.split(lengths), strict=True):
+            buffer.place_gradients(part[: buffer.gradients.numel()])

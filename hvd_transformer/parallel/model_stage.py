@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hvd_transformer.config.schema import Config, OptimizerConfig
 from hvd_transformer.errors import UserError
-from hvd_transformer.gradients.buffers import GradBuffer, make_grad_buffers
+from hvd_transformer.gradients.buffers import GradBuffer, make_grad_buffers, place_together
 from hvd_transformer.gradients.muon import hidden_matrices, orthogonalise_cost
 from hvd_transformer.gradients.optimizer import FlatOptimizer, names_without_decay
 from hvd_transformer.gradients.param_all_gather import ParamAllGather
@@ -138,14 +138,10 @@ def add_buffers(
         else:
             bucket_bytes, embeddings = max_bucket_bytes, set()
         buffers = make_grad_buffers(
-            own,
-            no_decay,
-            bucket_bytes,
-            alone,
-            mesh.zero_shard,
-            apart=(hidden, embeddings, unsplit),
-            zeros_like=mesh.dp_group.zeros_like,
+            own, no_decay, bucket_bytes, alone, mesh.zero_shard, apart=(hidden, embeddings, unsplit)
         )
+        if mesh.dp_group.shares_memory:
+            place_together(buffers, mesh.dp_group.zeros_like)
         matrices = None
         if hidden:
             matrices = SharedMatrices(

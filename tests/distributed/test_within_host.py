@@ -35,6 +35,7 @@ def test_collectives_have_torchs_results(world, size, backend):
 def test_training_sums_gradients_where_they_are(world):
     (done, others), (plain, _) = (world(2, "gloo").call("shared_gradients:trained", shares) for shares in (True, False))
     assert done == others
+    assert (done["files"], done["buffers"] > 1) == (2, True)  # one of each rank, however many buffers there are
     assert done["of_others"] == done["gradients"] // 2 > 100_000  # of the other rank's, half
     assert plain["losses"] == done["losses"]
 

@@ -1,5 +1,6 @@
 """A case for the ranks of a world: training with gradients in memory that the ranks share."""
 
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -11,11 +12,19 @@ from hvd_transformer.comm.world import World
 def trained(shares: bool) -> dict[str, Any]:
     """Some steps, with gradients in memory that the ranks share or not: losses, and bytes of gradients."""
     world = World.start()
-    wide = ("model.d_model=64", "model.d_feedforward=256", "optimizer.lr=0.01")
+    wide = ("model.d_model=64", "model.d_feedforward=256", "optimizer.lr=0.01", "communication.bucket_mb=0.1")
     with patch.object(world.link, "shared_buffers", world.link.shared_buffers if shares else None):
         job = small_job.trainer(small_job.settings(*wide), world, replica=world.rank)
     losses = small_job.run(job, 3)
     gradients = sum(buffer.gradients.nbytes for buffer in job.engine.buffers)
     job.engine.check_replicas("at the end")
     job.close()
-    return {"losses": losses, "gradients": gradients, "of_others": world.bytes_of_others}
+    maps = [line.split() for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()]
+    files = len({words[4] for words in maps if words[5:] and words[5] == "/memfd:horovod"})  # by inode
+    return {
+        "buffers": len(job.engine.buffers),
+        "files": files,
+        "losses": losses,
+        "gradients": gradients,
+        "of_others": world.bytes_of_others,
+    }

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from hvd_transformer.gradients.buffers import ZeroShard, make_grad_buffers
+from hvd_transformer.gradients.buffers import ZeroShard, make_grad_buffers, place_together
 from hvd_transformer.planning.pass_memory import AllocationTracker
 
 FORMATS = [torch.float32, torch.float64, torch.bfloat16]
@@ -171,3 +171,39 @@ def test_norms_are_those_of_the_shards_own_gradients() -> None:
     assert not any(buffer.norms().values())  # of the new step
     (padding,) = make_grad_buffers({"one": nn.Parameter(torch.ones(3))}, set(), 2**20, shard=ZeroShard(1, 2))
     assert padding.norms() == {}
+
+
+def test_gradients_of_buffers_placed_together_lie_in_one_block_per_dtype():
+    parameters = {f"w{n}": nn.Parameter(torch.ones(n, 3)) for n in (5, 2, 7)}
+    parameters["double"] = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    buffers = make_grad_buffers(parameters, set(), 4, shard=ZeroShard(1, 2))
+    blocks = []
+
+    def zeros_like(tensor):
+        blocks.append(torch.zeros_like(tensor))
+        return blocks[-1]
+
+    place_together(buffers, zeros_like)
+    assert sorted(str(block.dtype) for block in blocks) == ["torch.float32", "torch.float64"]
+    for number, buffer in enumerate(buffers, start=1):
+        assert buffer.gradients.shape == buffer.parameters.shape
+        for slot in buffer.slots:
+            slot.parameter.grad = torch.full_like(slot.parameter, number)
+            buffer.store_grad(slot)
+        assert buffer.close() is buffer.gradients
+    for number, buffer in enumerate(buffers, start=1):  # none has written into another's part
+        (block,) = (block for block in blocks if block.dtype == buffer.gradients.dtype)
+        assert buffer.gradients.untyped_storage().data_ptr() == block.untyped_storage().data_ptr()
+        (slot,) = buffer.slots
+        assert slot.view(buffer.gradients).unique().tolist() == [number]
+        own = buffer.own_part(slot.start, slot.stop)
+        norm = number * (own.stop - own.start) ** 0.5 if own else None
+        assert {name: float(value) for name, value in buffer.norms().items()} == (
+            {slot.name: pytest.approx(norm)} if own else {}
+        )
+
+
+def test_gradients_of_a_shard_alone_stay_where_they_are():
+    buffers = make_grad_buffers({"w": nn.Parameter(torch.ones(4, 3))}, set(), 4, shard=ZeroShard(0, 2, gradients=True))
+    place_together(buffers, None)
+    assert buffers[0].gradients.shape == buffers[0].own_parameters.shape
