@@ -57,7 +57,7 @@ def test_nothing_is_allocated_for_one_rank_other_devices_and_no_elements():
 
 
 def test_published_horovod_has_none():
-    published = ctypes.CDLL(None)  # the C library, which has no function of that name
+    published = ctypes.CDLL("libc.so.6")  # has no function of that name
     assert SharedBuffers.find(SimpleNamespace(mpi_ops=SimpleNamespace(_basics=SimpleNamespace()))) is None
     horovod = SimpleNamespace(mpi_ops=SimpleNamespace(_basics=SimpleNamespace(MPI_LIB_CTYPES=published)))
     assert SharedBuffers.find(horovod) is None
