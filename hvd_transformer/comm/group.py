@@ -108,13 +108,17 @@ class Group:
         return None if self.size == 1 else self._link.horovod
 
     @property
+    def _shared_buffers(self) -> SharedBuffers | None:
+        return None if self.size == 1 else self._link.shared_buffers
+
+    @property
     def shares_memory(self) -> bool:
-        """Whether `zeros_like` can have memory in which the ranks' tensors are summed without copies."""
-        return self.size > 1 and self._link.shared_buffers is not None
+        """Whether tensors of `zeros_like` on a CPU are summed without copies, if the system has memory for that."""
+        return self._shared_buffers is not None
 
     def zeros_like(self, tensor: Tensor) -> Tensor:
-        """Contiguous zeros, where `all_reduce_async_` and `reduce_scatter_async` need no copies if that is possible."""
-        buffers = self._link.shared_buffers if self.size > 1 and tensor.device.type == "cpu" else None
+        """Contiguous zeros; if the group `shares_memory`, in memory that `all_reduce_async_` need not copy."""
+        buffers = self._shared_buffers if tensor.device.type == "cpu" else None
         return torch.zeros_like(tensor) if buffers is None else buffers.zeros_like(tensor)
 
     def all_reduce_async_(self, tensor: Tensor, name: str, operation: Operation = "sum") -> Callable[[], Tensor]:

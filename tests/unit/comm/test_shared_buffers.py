@@ -13,7 +13,7 @@ def library(memory):
     return SimpleNamespace(
         horovod_shared_buffer_allocate=Mock(return_value=memory and ctypes.addressof(memory)),
         horovod_shared_buffer_free=Mock(),
-        horovod_shared_bytes_of_others=Mock(return_value=7),
+        horovod_shared_bytes_of_others=Mock(),
     )
 
 
@@ -61,7 +61,3 @@ def test_published_horovod_has_none():
     assert SharedBuffers.find(SimpleNamespace(mpi_ops=SimpleNamespace(_basics=SimpleNamespace()))) is None
     horovod = SimpleNamespace(mpi_ops=SimpleNamespace(_basics=SimpleNamespace(MPI_LIB_CTYPES=published)))
     assert SharedBuffers.find(horovod) is None
-
-
-def test_what_others_have_is_known():
-    assert SharedBuffers(library(None)).bytes_of_others == 7
