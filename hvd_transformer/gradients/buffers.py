@@ -276,7 +276,7 @@ def make_grad_buffers(
 def place_together(buffers: Sequence[GradBuffer], zeros_like: Callable[[Tensor], Tensor]) -> None:
     """Move the gradients of CPU buffers into one block of memory from `zeros_like`; ZeRO stage 2 keeps its own.
 
-    One block, not one per buffer, as each takes an open file, and a mapping in every other rank (`comm.shared_buffers`).
+    One block, not one per buffer, as each takes an open file and a mapping in every other rank (`comm.shared_buffers`).
     """
     kinds: dict[torch.dtype, list[GradBuffer]] = {}
     for buffer in buffers:
