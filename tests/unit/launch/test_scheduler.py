@@ -185,9 +185,16 @@ def test_the_ranks_save_and_the_job_goes_on_unless_it_is_cancelled(
     assert interrupted(tmp_path, number) == again
 
 
-def interrupted(folder: Path, number: signal.Signals) -> bool:
-    """Whether a job that gets this signal queues itself again."""
-    script = start_script(slurm.script(job(output_dir=str(folder / "a run"))), folder, WAITS)
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_right_after_the_start_reaches_the_ranks(tmp_path: Path, number: signal.Signals) -> None:
+    assert interrupted(tmp_path, number, pause="sleep 1") == (number == signal.SIGUSR1)
+
+
+def interrupted(folder: Path, number: signal.Signals, pause: str = "") -> bool:
+    """Whether a job that gets this signal queues itself again. `pause`: where a slow host's shell is held up."""
+    text = slurm.script(job(output_dir=str(folder / "a run")))
+    assert text.count("launcher=$!\n") == 1
+    script = start_script(text.replace("launcher=$!\n", f"{pause}\nlauncher=$!\n"), folder, WAITS)
     assert script.stdout
     assert script.stdout.readline() == "ready\n"
     script.send_signal(number)
