@@ -31,6 +31,7 @@ def test_pages_by_two_keys_and_the_list_of_keys(visit: Visit) -> None:
     for key, path in (("q", "/queue"), ("h", "/hosts"), ("c", "/compare"), ("r", "/")):
         page.press("g", key)
         _until_at(page, path)
+    page.sees("gpt-small/warmup-2k")  # the page's own keys are there, too
     page.press("?")
     page.sees("Keyboard shortcuts", "dialog")
     for text in ("go to runs", "filter", "compare what is selected", "light, dark or as the system"):
