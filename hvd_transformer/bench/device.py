@@ -24,6 +24,7 @@ _CALLS = {"cpu": 1, "cuda": 20}  # per timing: a GPU is to be kept busy, as in t
 _COPY_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
 
 
+@torch.no_grad()  # as the layers multiply: autograd would have another library's products
 def measure_device(device: torch.device) -> Constants:
     """The constants of the device alone, without links and training. Takes a few seconds."""
     threads = torch.get_num_threads()
