@@ -193,19 +193,28 @@ def few_devices(hosts: Hosts, folder: Path) -> AbstractContextManager[object]:
     return undone_by(script.unlink)
 
 
+HOLD = """
+import socket, sys, time
+connection = socket.create_connection(("h3", 22))
+print(flush=True)
+while "drop connection" not in open(sys.argv[1]).read():
+    time.sleep(0.05)
+"""
+
+
 def test_connections_that_a_busy_sshd_drops_are_tried_again(hosts: Hosts, folder: Path) -> None:
-    """It lets one client at a time tell who it is, and another takes two seconds for that."""
-    hold = "import socket, sys, time; s = socket.create_connection(('h3', 22)); print(flush=True); time.sleep(2)"
+    """It lets one client at a time tell who it is, and another is at that until one has been dropped."""
+    log = hosts.folder / "h3.log"
     config = hosts.folder / "sshd_config"
     usual = config.read_text()
     config.write_text(usual.replace("MaxStartups 100", "MaxStartups 1:100:1"))
     with server(hosts, "-o", "LogLevel=VERBOSE"):
         config.write_text(usual)  # the server has read it
-        with hosts.popen("h1", [sys.executable, "-c", hold], stdout=subprocess.PIPE) as holder:
+        with hosts.popen("h1", [sys.executable, "-c", HOLD, str(log)], stdout=subprocess.PIPE) as holder:
             assert holder.stdout.readline() == b"\n"
             code, found = examined(hosts, folder, "h1:1,h3:1")
         assert (code, problems(found)) == (0, [])
-        assert "drop connection" in (hosts.folder / "h3.log").read_text()
+        assert "drop connection" in log.read_text()
 
 
 # Each on h3: what is found and a part of what to do.

@@ -12,6 +12,7 @@ import pytest
 from commands import command
 from conftest import BIN, rank_environment
 from jobs import Job, started, state, steps, summary, tiny, write_corpus
+from waiting import wait_until
 
 from hvd_transformer.launch.attempt import AttemptResult, Stop, run_attempt
 from hvd_transformer.launch.connection.connections import HostConnections
@@ -157,7 +158,8 @@ def run_shell(tmp_path):
             stop.restore()
 
     yield run_it
-    assert not [file for file in Path("/proc").glob("[0-9]*/environ") if has(file, f"HOROVOD_TEST_JOB={tmp_path}")]
+    mark = f"HOROVOD_TEST_JOB={tmp_path}"
+    wait_until(lambda: not any(has(file, mark) for file in Path("/proc").glob("[0-9]*/environ")))  # one may be ending
     assert not private_folders(os.getpid())
 
 

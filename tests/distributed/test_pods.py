@@ -142,8 +142,8 @@ def test_a_worker_that_is_started_again_lets_its_launcher_in(cluster):
     assert "restart 1 of 3" in made.launcher.text()
 
 
-# Takes three seconds to end.
-AGENT = """bash -c 'trap "trap : TERM; sleep 3; exit" TERM; echo; while :; do sleep 0.1; done' \
+# Takes six seconds to end.
+AGENT = """bash -c 'trap "trap : TERM; sleep 6; exit" TERM; echo; while :; do sleep 0.1; done' \
 hvd_transformer.launch.node.node_agent"""
 
 
@@ -165,4 +165,4 @@ def test_an_agent_that_begins_while_the_worker_ends_is_ended_too(hosts, cluster,
             assert agent.stdout and agent.stdout.readline() == b"\n"
             if number == 0:
                 made.workers["h2"].signal(signal.SIGTERM)
-        assert made.workers["h2"].wait(20) == 0, made.workers["h2"].text()
+        assert made.workers["h2"].wait(60) == 0, made.workers["h2"].text()

@@ -61,8 +61,7 @@ def test_an_output_folder_that_stands_still_keeps_nobody(
     assert admission.refused(HOSTS) == {}
     assert not made
     go.write_bytes(b"")
-    admission._connections.run(examine.asyncio.sleep(0.5))
-    assert made and not made[0].exists()
+    wait_until(lambda: made and not made[0].exists())
 
 
 STANDS_STILL = """

@@ -183,7 +183,8 @@ connections = HostConnections(Ssh(), dict(os.environ))
 agents = HostAgents(["localhost", "far.invalid"], connections)
 agents.begin({})
 agents.wait_ready()
-order = {"command": ["sh", "-c", "trap 'touch saved-$HOROVOD_RANK; exit' TERM; while :; do sleep 0.02; done"]}
+script = "trap 'touch saved-$HOROVOD_RANK; exit' TERM; touch ready-$HOROVOD_RANK; while :; do sleep 0.02; done"
+order = {"command": ["sh", "-c", script]}
 ranks = [{"HOROVOD_RANK": str(rank), "HOROVOD_HOSTNAME": host} for rank, host in enumerate(agents._agent_of)]
 agents.start({**order, "cwd": os.getcwd(), "environment": {}}, ranks)
 while agents.running < 2:
@@ -202,7 +203,7 @@ def test_a_killed_launcher_leaves_nothing_and_its_ranks_save(ssh_log: Path, tmp_
     assert launcher.stdout
     base = Path(launcher.stdout.readline().strip())
     assert len(list(base.parent.glob(f"{base.name}-*"))) == 2
-    time.sleep(0.2)  # for the shells to set their traps
+    wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
     launcher.kill()
     wait_until(lambda: not list(base.parent.glob(f"{base.name}-*")))
     assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
@@ -218,8 +219,10 @@ from hvd_transformer.launch.connection.ssh import Ssh
 time_limits._RANK_SILENCE = 1.0
 connections = HostConnections(Ssh(), dict(os.environ), time_limits.TimeLimits(silence=2.0))
 agents = HostAgents(["localhost", "far.invalid"], connections)
+silence, connections.limits = connections.limits, time_limits.TimeLimits()  # a start may take longer
 agents.begin({})
 agents.wait_ready()
+connections.limits = silence
 ranks = [{"HOROVOD_RANK": str(rank), "HOROVOD_HOSTNAME": host} for rank, host in enumerate(agents._agent_of)]
 agents.start({"command": [sys.executable, "-c", sys.argv[1]], "cwd": os.getcwd(), "environment": {}}, ranks)
 while len(agents.beats) < 2:
@@ -281,9 +284,9 @@ def test_a_killed_agent_takes_its_ranks_with_it(connections: HostConnections) ->
 
 
 def test_a_host_is_lost_after_the_time_that_was_asked_for(ssh_log: Path) -> None:
-    limits = TimeLimits(silence=1.5)
-    with closing(HostConnections(Ssh(), dict(os.environ), limits)) as connections:
+    with closing(HostConnections(Ssh(), dict(os.environ))) as connections:
         agents = ready(connections, "far.invalid")
+        connections.limits = TimeLimits(silence=1.5)
         (pid,) = agents_of(connections.folder)
         os.kill(pid, signal.SIGSTOP)
         try:

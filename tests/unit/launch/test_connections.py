@@ -61,7 +61,14 @@ def test_what_ssh_has_started_keeps_nobody_waiting(connections: HostConnections,
     assert isinstance(found, NoConnection)
     assert time.monotonic() - began < 4
     jump = int((ssh_log.parent / "jump").read_text())
-    wait_until(lambda: not Path(f"/proc/{jump}").exists() or " Z " in Path(f"/proc/{jump}/stat").read_text())
+
+    def has_ended() -> bool:
+        try:
+            return " Z " in Path(f"/proc/{jump}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+
+    wait_until(has_ended)
 
 
 def test_a_connection_that_sshd_drops_is_tried_again(
@@ -109,10 +116,10 @@ def test_what_a_killed_agent_left_is_removed_by_the_next_one(ssh_log: Path) -> N
         for pid in agents_of(left.folder):
             os.kill(pid, signal.SIGKILL)
         wait_until(lambda: gone.lost)
-        assert len(folders(left)) == 1
         with closing(HostConnections(Ssh(), dict(os.environ))) as new:
             ready(new, "far.invalid").close()
-            assert (len(folders(left)), len(folders(used)), len(folders(new))) == (0, 2, 1)
+            wait_until(lambda: not folders(left))  # an agent of another test may be removing it
+            assert (len(folders(used)), len(folders(new))) == (2, 1)
     assert not any(map(folders, (left, used, new)))
 
 

@@ -71,6 +71,7 @@ def test_where_nvidia_smi_takes_long_the_driver_is_asked(tmp_path: Path, monkeyp
         (tmp_path / "gpus" / place / "information").write_text(text)
     names = [(device["name"], device["memory"]) for device in probe._all_devices()]
     assert names == [("GPU", 0), ("NVIDIA A100", 0)]
+    monkeypatch.setattr(probe, "_LATE", 20.0)
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")  # the driver does not work
     assert probe._all_devices() == []
 

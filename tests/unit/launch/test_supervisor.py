@@ -465,10 +465,12 @@ def test_launchers_of_the_same_job_name_their_starts_alike_but_not_the_same(stan
 
 def test_new_hosts_are_taken_in_after_the_ranks_have_saved(stand: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_discovery, "_LOOK_SECONDS", 0.2)
-    script = 'trap "touch saved; exit 1" TERM; [ $HOROVOD_SIZE = 3 ] && exit 0; while :; do sleep 0.05; done'
+    script = (
+        'trap "touch saved; exit 1" TERM; touch ready; [ $HOROVOD_SIZE = 3 ] && exit 0; while :; do sleep 0.05; done'
+    )
 
     def find() -> list[Host]:
-        return given(localhost=1, far=8)() if (stand / "starts-0").exists() else given(localhost=1)()
+        return given(localhost=1, far=8)() if (stand / "ready").exists() else given(localhost=1)()
 
     assert supervise(stand, script, find, num_ranks=3) == 0
     assert starts(stand) == [1, 3]
@@ -563,13 +565,13 @@ def test_a_discovery_script_names_the_hosts_of_now(tmp_path: Path) -> None:
     [
         ("echo no list >&2; exit 3", "exit code 3: no list"),
         ("echo a:0", "line 1: '0' slots; a host has 1 to 1024"),
-        ("sleep 9", "did not end within 0 seconds"),
+        ("sleep 30", "did not end within 3 seconds"),
     ],
 )
 def test_a_discovery_script_that_fails_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str
 ) -> None:
-    monkeypatch.setattr(host_pool, "_SCRIPT_SECONDS", 0.4)
+    monkeypatch.setattr(host_pool, "_SCRIPT_SECONDS", 3.0)
     script = write_script(tmp_path, text)
     with pytest.raises(UserError) as raised:
         from_script(script, os.environ)()
@@ -580,7 +582,13 @@ def test_a_discovery_script_that_fails_is_named(
 def test_a_discovery_script_that_fails_as_a_rank_fails_does_not_end_the_job(stand: Path) -> None:
     """As when both come from a network that is away for a moment."""
     find = from_script(write_script(stand, f"[ -e {stand}/away ] && exit 1; echo localhost:2"), os.environ)
-    threading.Timer(6, (stand / "away").unlink, kwargs={"missing_ok": True}).start()
+
+    def come_back() -> None:
+        wait_until((stand / "away").exists, 60)
+        time.sleep(3)
+        (stand / "away").unlink()
+
+    threading.Thread(target=come_back, daemon=True).start()
     script = f"[ $start = 2 ] && exit 0; {beat(5)} [ $HOROVOD_RANK = 0 ] && exec sleep 100; touch away; exit 7"
     assert supervise(stand, script, find, restarts=1) == 0
     assert starts(stand) == [2, 2]

@@ -70,12 +70,12 @@ def test_the_file_says_how_the_rank_is_and_goes_in_the_end(monkeypatch, tmp_path
     logs.mkdir()
     monkeypatch.setenv(FOLDER, str(private))
     watchdog = Watchdog(3, 4)
+    watchdog.heartbeat.total_steps, watchdog.heartbeat.unit = 9, "samples"
+    watchdog.heartbeat.stepped(7, 2.5, 1000.0)
+    watchdog.heartbeat.work_seconds, watchdog.heartbeat.mfu = 0.25, 0.375
     watchdog.start()
     try:
         watchdog.use(logs, ["h1", "h1", "h2", "h2"])
-        watchdog.heartbeat.total_steps, watchdog.heartbeat.unit = 9, "samples"
-        watchdog.heartbeat.stepped(7, 2.5, 1000.0)
-        watchdog.heartbeat.work_seconds, watchdog.heartbeat.mfu = 0.25, 0.375
         beat = read(private / "beat-3", time.monotonic() + 20)
         # faulthandler writes the newest 100 threads; other tests of this process may have left as many.
         stack = (
@@ -183,7 +183,7 @@ def test_while_the_storage_stands_still_nobody_is_late(monkeypatch, tmp_path) ->
     look(60)
     assert not ended
     moves.set()
-    time.sleep(0.1)
+    monkeypatch.setattr("hvd_transformer.monitoring.watchdog._ANSWER_SECONDS", 5.0)
     look(4)  # the others need a moment, too
     assert not ended
     look(4)
@@ -191,6 +191,7 @@ def test_while_the_storage_stands_still_nobody_is_late(monkeypatch, tmp_path) ->
 
     ended.clear()
     moves.clear()
+    monkeypatch.setattr("hvd_transformer.monitoring.watchdog._ANSWER_SECONDS", 0.01)
     watchdog.heartbeat.tick()
     look(440)
     assert not ended

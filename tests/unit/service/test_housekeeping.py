@@ -73,6 +73,7 @@ def test_it_ends_while_it_measures(store: Store, tmp_path: Path, monkeypatch: py
         (tmp_path / "runs" / "a" / name).write_text("{}\n")
     store.set_limits(Limits(disk_bytes=1))
     housekeeping = Housekeeping(store, RunIndex(tmp_path / "runs"), Curves(), tmp_path)
+    monkeypatch.setattr(housekeeping_module, "_END_SECONDS", 12.0)
     measured, scandir = Event(), os.scandir
 
     def slow(folder: str) -> "os._ScandirIterator[str]":
@@ -86,7 +87,7 @@ def test_it_ends_while_it_measures(store: Store, tmp_path: Path, monkeypatch: py
     assert measured.wait(30)
     began = time.monotonic()
     housekeeping.close()
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 8
     assert not any(thread.is_alive() for thread in housekeeping._threads)
     assert housekeeping.disk_bytes() is None  # not the half of it
 

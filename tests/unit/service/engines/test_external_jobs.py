@@ -332,7 +332,8 @@ def test_jobs_do_not_wait_for_the_folder_of_another_that_never_answers(
             go.wait(60)
         return stat(path, *more, **named)
 
-    monkeypatch.setattr(not_now, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(not_now, "_ANSWER_SECONDS", 2.0)
+    monkeypatch.setattr(not_now, "_ANSWER_SECONDS_MEANWHILE", 20.0)
     monkeypatch.setattr(os, "stat", hang)
     stuck, other = service.add(folder=hung), service.add()
     try:

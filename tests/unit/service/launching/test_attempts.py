@@ -306,7 +306,8 @@ def test_a_folder_that_never_answers_keeps_no_other_job_from_its_start(
             go.wait(60)
         return do(path, *more, **named)
 
-    monkeypatch.setattr(not_now, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(not_now, "_ANSWER_SECONDS", 2.0)
+    monkeypatch.setattr(not_now, "_ANSWER_SECONDS_MEANWHILE", 20.0)
     for name in ("stat", "lstat", "open"):
         monkeypatch.setattr(os, name, partial(hang, getattr(os, name)))
     expected = not_started(f"{hung}: does not answer")

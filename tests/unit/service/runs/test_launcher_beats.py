@@ -2,12 +2,13 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from made_runs import foreign_lock, left_over_lock
+from waiting import wait_until
 
 from hvd_transformer.folder_lock import FolderLock
 from hvd_transformer.launch.output.launch_server import LaunchServer
@@ -46,36 +47,41 @@ def launcher(tmp_path: Path) -> Iterator[_Launcher]:
     made.close()
 
 
-def _repeat(launcher: _Launcher, *seen: dict[str, Any]) -> threading.Event:
-    """Publish until the event is set: a client that is not connected yet is told nothing."""
+def _repeat(launcher: _Launcher, *seen: dict[str, Any]) -> Callable[[], None]:
+    """Publish until the returned function is called: a client that is not connected yet is told nothing."""
     end = threading.Event()
 
     def publish() -> None:
         while not end.wait(0.01):
             launcher.look(*seen)
 
-    threading.Thread(target=publish, daemon=True).start()
-    return end
+    thread = threading.Thread(target=publish, daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        end.set()
+        thread.join()
+
+    return stop
 
 
 def test_heartbeats_of_a_launched_run(tmp_path: Path, launcher: _Launcher, beats: LauncherBeats) -> None:
-    end = _repeat(launcher, {"rank": 0, "age": 1.5}, {"rank": 1, "age": 0.5})
+    stop = _repeat(launcher, {"rank": 0, "age": 1.5}, {"rank": 1, "age": 0.5})
     found = beats.of(tmp_path, wait=30)
-    end.set()
+    stop()
     assert [beat.beat["rank"] for beat in found] == [0, 1]
     assert 1.5 <= found[0].age < 10
     assert found[0].age - found[1].age == pytest.approx(1.0)
-    later = beats.of(tmp_path)
-    assert later[0].age > found[0].age  # nothing new was told: it has become older
+    wait_until(lambda: beats.of(tmp_path)[0].age > found[0].age)  # nothing new is told: it becomes older
     assert launcher.asked == []
 
 
 def test_heartbeats_of_an_earlier_start_are_forgotten(
     tmp_path: Path, launcher: _Launcher, beats: LauncherBeats
 ) -> None:
-    end = _repeat(launcher, {"rank": 0, "age": 0.0})
+    stop = _repeat(launcher, {"rank": 0, "age": 0.0})
     assert beats.of(tmp_path, wait=30)
-    end.set()
+    stop()
     launcher.server.publish("start", hosts=[["h1", 1]], restart="restart 1 of 3")
     while beats.of(tmp_path, wait=0):
         time.sleep(0.001)
@@ -92,17 +98,17 @@ def test_without_a_launcher_here_there_are_none(tmp_path: Path, beats: LauncherB
 
 def test_the_end_of_a_launcher_is_noticed(tmp_path: Path, beats: LauncherBeats) -> None:
     launcher = _Launcher(tmp_path)
-    end = _repeat(launcher, {"rank": 0, "age": 0.0})
+    stop = _repeat(launcher, {"rank": 0, "age": 0.0})
     assert beats.of(tmp_path, wait=30)
-    end.set()
+    stop()
     launcher.close()
     while not beats._connections[tmp_path].closed:
         time.sleep(0.001)
     assert beats.of(tmp_path, wait=0) == []
     again = _Launcher(tmp_path)
-    end = _repeat(again, {"rank": 7, "age": 0.0})
+    stop = _repeat(again, {"rank": 7, "age": 0.0})
     assert [beat.beat["rank"] for beat in beats.of(tmp_path, wait=30)] == [7]
-    end.set()
+    stop()
     again.close()
 
 
@@ -110,15 +116,15 @@ def test_a_connection_that_nobody_asks_is_closed(
     tmp_path: Path, launcher: _Launcher, beats: LauncherBeats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_IDLE_SECONDS", 0.05)
-    end = _repeat(launcher, {"rank": 0, "age": 0.0})
+    stop = _repeat(launcher, {"rank": 0, "age": 0.0})
     beats.of(tmp_path, wait=30)
     connection = beats._connections[tmp_path]
     while not connection.closed:
         time.sleep(0.001)
-    end.set()
+    stop()
 
 
 def test_rubbish_from_a_launcher_does_no_harm(tmp_path: Path, launcher: _Launcher, beats: LauncherBeats) -> None:
-    end = _repeat(launcher, {"no": "rank"})
+    stop = _repeat(launcher, {"no": "rank"})
     assert beats.of(tmp_path, wait=30) == []
-    end.set()
+    stop()

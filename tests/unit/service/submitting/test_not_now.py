@@ -68,7 +68,8 @@ def test_a_link_whose_target_is_away_passes(tmp_path: Path, below: str) -> None:
 
 
 def test_nobody_waits_for_a_folder_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(not_now, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(not_now, "_ANSWER_SECONDS", 2.0)
+    monkeypatch.setattr(not_now, "_ANSWER_SECONDS_MEANWHILE", 20.0)
     folders, go, begun = SlowFolders(), threading.Event(), list[str]()
     hung, other = Path("/hung"), Path("/other")
 

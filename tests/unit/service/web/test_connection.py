@@ -75,7 +75,8 @@ def test_the_second_request_of_a_connection_has_the_limit_too(service: Running) 
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         answer = b""
         while b'{"status":"ok"}' not in answer:
-            answer += connection.recv(4096)
+            assert (part := connection.recv(4096))
+            answer += part
         connection.sendall(b"GET /health HT")
         assert is_ended(connection)
 

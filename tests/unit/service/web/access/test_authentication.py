@@ -12,7 +12,7 @@ import pytest
 from web_service import Running, running
 
 from hvd_transformer.service.storage.tokens import Role
-from hvd_transformer.service.web.access import authentication
+from hvd_transformer.service.web.access import authentication, guesses
 
 ME = "/api/v1/me"
 
@@ -141,7 +141,8 @@ def test_the_role_that_each_route_needs(service: Running, method: str, path: str
             assert answer.error == f"needs the role {least}; yours is {role}"
 
 
-def test_guessing_is_slowed_down_but_locks_nobody_out(tmp_path: Path) -> None:
+def test_guessing_is_slowed_down_but_locks_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guesses, "_FIRST_WAIT", 60.0)
     with running(tmp_path) as service:
         known, cookie = service.token("ann"), service.request("POST", "/login", {"token": service.token("bob")})
         session = {"Cookie": cookie.headers["set-cookie"].partition(";")[0]}
@@ -159,16 +160,18 @@ def test_guessing_is_slowed_down_but_locks_nobody_out(tmp_path: Path) -> None:
 def test_a_clock_that_is_set_back_makes_no_client_wait_for_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(guesses, "_FIRST_WAIT", 5.0)
     with running(tmp_path) as service:
         statuses = [service.request("GET", ME, token=f"guess {number}").status for number in range(11)]
         assert statuses[-1] == 429
         before = time.time() - 86_400
         monkeypatch.setattr(authentication.time, "time", lambda: before)
-        time.sleep(1.1)
+        time.sleep(5.1)
         assert service.request("GET", ME, token="guess").status == 401
 
 
-def test_behind_a_proxy_the_guesser_is_its_client(tmp_path: Path) -> None:
+def test_behind_a_proxy_the_guesser_is_its_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guesses, "_FIRST_WAIT", 60.0)
     with running(tmp_path, behind_proxy=True, public_hosts=("train.example",)) as service:
 
         def status(client: str, token: str = "wrong") -> int:
