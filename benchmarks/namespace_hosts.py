@@ -106,7 +106,7 @@ class NamespaceHosts:
 
     def shape(self, mbit: int) -> None:
         """Limits what each host sends on eth0 to so many Mbit/s, by a token bucket (tc-tbf)."""
-        burst = max(32_000, 250 * mbit)  # bytes: 2 ms of it, and several packets
+        burst = max(32_000, 64 * mbit)  # bytes: some packets, but little of a message, whose rest alone has this speed
         for host in self.names:
             words = f"qdisc replace dev eth0 root tbf rate {mbit}mbit burst {burst} latency 400ms"
             checked(*self.enter(host), "tc", *words.split())

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 CHROMIUM, CHROMEDRIVER = Path("/usr/bin/chromium"), Path("/usr/bin/chromedriver")
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 60.0
 PHONE, DESK = (360, 740), (1280, 800)
 _OPTIONS = (
     "--headless=new",

@@ -21,17 +21,18 @@ def _tab_until(page: Browser, script: str, most: int = 80) -> None:
     raise AssertionError(f"not reached with {most} tabs: {script}")
 
 
-def _until_at(page: Browser, path: str) -> None:
-    page.until(lambda: page.run("return location.pathname") == path, path)
-
-
 def test_pages_by_two_keys_and_the_list_of_keys(visit: Visit) -> None:
     page = visit()
     page.sees("gpt-small/warmup-2k")
-    for key, path in (("q", "/queue"), ("h", "/hosts"), ("c", "/compare"), ("r", "/")):
-        page.press("g", key)
-        _until_at(page, path)
-    page.sees("gpt-small/warmup-2k")  # the page's own keys are there, too
+    for key, path, seen in (
+        ("q", "/queue", "after job 43, which runs"),
+        ("h", "/hosts", "slots used"),
+        ("c", "/compare", "Choose runs to compare"),
+        ("r", "/", "gpt-small/warmup-2k"),
+    ):
+        page.press("g" + key)
+        page.until(lambda path=path: page.run("return location.pathname") == path, path)
+        page.sees(seen)  # the page's own keys are there, too
     page.press("?")
     page.sees("Keyboard shortcuts", "dialog")
     for text in ("go to runs", "filter", "compare what is selected", "light, dark or as the system"):

@@ -29,9 +29,10 @@ def test_a_lost_connection_is_shown_and_can_be_retried(visit: Visit, service: Fa
 def test_a_page_that_could_not_be_loaded_comes_with_the_connection(visit: Visit, service: FakeServer) -> None:
     page = visit("/hosts")
     page.sees("node1")
+    page.sees("Live", "#connection")
     service.state.down = True
     service.state.close_streams()
-    page.press("g", "q")
+    page.press("gq")
     page.sees("The page could not be loaded", "#messages")
     page.sees("Connection lost at", "#connection")
     service.state.down = False
@@ -64,6 +65,7 @@ def test_a_change_without_a_connection_says_that_nothing_was_done(visit: Visit, 
     page = visit("/hosts")
     page.click("[data-action=resume-node4]")
     page.sees("Up", "[data-host=node4]")
+    page.sees("Live", "#connection")
     service.state.down = True
     service.state.close_streams()
     page.click("[data-action=drain-node4]")
@@ -115,6 +117,7 @@ def test_an_error_of_the_service_is_one_line_that_counts(visit: Visit, service: 
     service.state.refuse = None
     page.button("Try again").click()
     page.sees("node1")
+    page.sees("Live", "#connection")
     service.state.refuse = (503, "the database is locked: another service uses it")
 
     def is_counted() -> bool:

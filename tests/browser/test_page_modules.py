@@ -13,7 +13,13 @@ from browser.fake_service import FakeServer
 
 @pytest.fixture
 def page(visit: Visit) -> Browser:
-    return visit("/no/such/page")
+    return _page(visit)
+
+
+def _page(visit: Visit) -> Browser:
+    page = visit("/no/such/page")
+    page.sees("There is no such page.")  # the login is done
+    return page
 
 
 def _call(page: Browser, module: str, expression: str, *arguments: Any) -> Any:
@@ -111,7 +117,7 @@ def test_charts_group_a_metric_with_its_values_on_other_data(page: Browser) -> N
 
 
 def test_curves_that_were_read_at_different_times_are_all_continued(visit: Visit, service: FakeServer) -> None:
-    page, run = visit("/no/such/page"), service.state.runs[0]
+    page, run = _page(visit), service.state.runs[0]
     run.step, run.speed, run.extra_steps = 300, 0.0, 0
     script = """
       const { Curves } = await import('/static/curves.js');
@@ -144,6 +150,19 @@ def _row_pages(page: Browser, steps: str) -> Any:
       {steps}
     """
     return page.run(script)
+
+
+def test_an_answer_that_a_newer_question_has_overtaken_is_not_told(page: Browser) -> None:
+    steps = """
+      const told = [];
+      rows.onPage = ({ items }) => told.push(items[0]);
+      const first = rows.restart(), second = rows.restart();
+      answers.reverse();
+      await answer('new'); await answer('old');
+      await Promise.all([first, second]);
+      return told;
+    """
+    assert _row_pages(page, steps) == ["new"]
 
 
 def test_news_while_rows_are_being_read_is_not_lost(page: Browser) -> None:

@@ -100,6 +100,7 @@ def page(window: Browser, link: str) -> Iterator[Browser]:
     window.screen(chromium.DESK)
     window.complaints()
     window.driver.get(link)
+    window.one("#filter")  # the login is done
     window.click("nav a[href='/queue']")
     yield window
     complaints = window.complaints()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from browser import chromium
 from browser.chromium import Browser
 from browser.test_page_shape import MOST_BYTES
 from hvd_transformer.folder_lock import FolderLock
@@ -61,6 +62,7 @@ def link(run: Path, tmp_path: Path) -> Iterator[str]:
 
 
 def test_a_run_in_the_table_and_on_its_page(window: Browser, link: str, run: Path) -> None:
+    window.screen(chromium.DESK)
     window.complaints()
     window.driver.get(link)
     window.sees("<b>first", "tbody")
@@ -86,6 +88,7 @@ def test_a_run_in_the_table_and_on_its_page(window: Browser, link: str, run: Pat
 @pytest.mark.slow
 def test_twenty_pages_are_live_at_once(window: Browser, link: str, run: Path) -> None:
     """More than the connections that a browser opens to one service."""
+    window.screen(chromium.DESK)
     window.complaints()
     window.driver.get(link)
     window.sees("<b>first", "tbody")

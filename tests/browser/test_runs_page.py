@@ -248,7 +248,7 @@ def test_what_fails_is_said_until_it_is_closed(visit: Visit, service: FakeServer
     page = visit("/?text=translation/de")
     page.sees("translation/de-en")
     service.state.set_state(service.state.job(46), "SUCCEEDED")
-    page.sees("Succeeded")
+    page.sees("Succeeded", "tbody")
     page.click("thead input")
     service.state.refuse = (429, "too many requests: try again in 3 s")
     page.button("Cancel", ".selected").click()
@@ -271,9 +271,10 @@ def test_selected_runs_are_compared(visit: Visit) -> None:
 
 def test_changes_arrive_by_themselves(visit: Visit, service: FakeServer) -> None:
     page = visit("/?text=classifier/imdb")
-    page.sees("Starting")
+    page.sees("Starting", "tbody")
+    page.sees("Live", "#connection")
     service.state.set_state(service.state.job(47), "RUNNING")
-    page.sees("Running")
+    page.sees("Running", "tbody")
 
 
 def test_who_may_only_look_has_no_buttons(visit: Visit) -> None:

@@ -1,4 +1,5 @@
-// Lines at the top of the page: errors stay until they are closed, confirmations go by themselves.
+// Errors are lines at the top of the page that stay until they are closed. Confirmations lie over its bottom and go by
+// themselves: they must not move what is being clicked.
 
 import { h } from "./dom.js";
 
@@ -23,7 +24,7 @@ export function showError(error) {
     toLogin();
     return;
   }
-  show("error", error.message || String(error));
+  show("error", ".errors", error.message || String(error));
 }
 
 /**
@@ -31,12 +32,12 @@ export function showError(error) {
  * @param {string} text
  */
 export function showDone(text) {
-  const line = show("done", text);
+  const line = show("done", ".confirmations", text);
   setTimeout(() => line.remove(), 6000);
 }
 
-function show(kind, text) {
-  const box = document.getElementById("messages");
+function show(kind, place, text) {
+  const box = document.querySelector(`#messages ${place}`);
   const same = [...box.children].find((line) => line.dataset.text === text);
   if (same) {
     same.dataset.times = String(Number(same.dataset.times) + 1);

@@ -4,9 +4,13 @@ const SIZE = 50;
 
 /** The rows read so far. Of reads that overlap, the one for the newest question counts. */
 export class RowPages {
-  /** @param {(cursor: ?string, limit: number) => Promise<{items: any[], next: ?string, total?: number}>} load */
-  constructor(load) {
+  /**
+   * @param {(cursor: ?string, limit: number) => Promise<{items: any[], next: ?string, total?: number}>} load
+   * @param {(page: Object) => void} [onPage] told each page that counts
+   */
+  constructor(load, onPage = () => {}) {
     this.load = load;
+    this.onPage = onPage;
     this.rows = [];
     this.total = null; // null: nothing has been read
     this.pages = []; // {cursor, start, next} of each page, in order
@@ -101,5 +105,6 @@ export class RowPages {
 
   #count(page) {
     this.total = page.total ?? this.rows.length + (page.next ? SIZE : 0);
+    this.onPage(page);
   }
 }

@@ -28,17 +28,18 @@ export async function open({ main, query, signal }) {
   const count = h("span", { class: "count" });
   const notes = h("div", { class: "notices", id: "notes" });
 
-  const load = async (cursor, limit) => {
+  const load = (cursor, limit) => {
     const { sort, order, ...filter } = state;
     const ordered = sort ? { sort, order } : NEWEST;
-    const page = await get("runs", { ...filter, ...ordered, cursor, limit, config: chosenKeys() }, signal);
+    return get("runs", { ...filter, ...ordered, cursor, limit, config: chosenKeys() }, signal);
+  };
+  const showPage = (page) => {
     metrics = page.keys || metrics;
     redraw(
       notes,
       (page.notes || []).map((line) => h("p", { class: "notice wait" }, line)),
     );
     count.textContent = `${number(page.total)} ${page.total === 1 ? "run" : "runs"}`;
-    return page;
   };
   const showOrder = () =>
     table.setSort(state.sort || NEWEST.sort, (state.sort ? state.order : NEWEST.order) === "desc");
@@ -60,6 +61,7 @@ export async function open({ main, query, signal }) {
     label: "Runs and jobs",
     columns: runColumns(chosenColumns()),
     load,
+    onPage: showPage,
     key: ({ id }) => id,
     onOpen: open_,
     onSort: (key) => {

@@ -27,6 +27,7 @@ export class Table {
    * @param {string} options.label for screen readers
    * @param {Column[]} options.columns
    * @param {(cursor: ?string, limit: number) => Promise<{items: any[], next: ?string, total?: number}>} options.load
+   * @param {(page: Object) => void} [options.onPage] told each page of the newest question
    * @param {(row: any) => string} options.key
    * @param {(row: any) => void} [options.onOpen] Enter or a click on a row
    * @param {(key: string) => void} [options.onSort]
@@ -36,7 +37,7 @@ export class Table {
    */
   constructor(options) {
     Object.assign(this, options);
-    this.pages = new RowPages(options.load);
+    this.pages = new RowPages(options.load, options.onPage);
     this.chosen = new Selection(options.key, () => this.#selectionChanged());
     this.active = 0;
     this.drawn = new Map();
@@ -167,7 +168,7 @@ export class Table {
     this.nothing.hidden = count > 0;
     this.table.hidden = count === 0;
     this.table.setAttribute("aria-rowcount", String(waiting ? -1 : count + 1));
-    if (!count) replace(this.nothing, this.empty());
+    if (!count) redraw(this.nothing, this.empty());
     const kept = new Map();
     for (let index = from; index < to; index += 1) kept.set(index, this.#row(index));
     this.drawn = kept;
