@@ -1,6 +1,6 @@
 """The step time that `hvd-transformer plan --scale` predicts, against the measured one.
 
-    python -m benchmarks.plan_time [--hosts]
+    python -m benchmarks.plan_time [--hosts [--mbit 1000]]
 
 The constants are measured on the spot by `hvd-transformer bench`: `train` for the model, `allreduce` for each link. A
 shared machine changes its pace within minutes, which is no fault of a prediction: so constants and steps are measured
@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -146,31 +147,35 @@ def _on_one_host(constants: Path, options: Options) -> Found:
     return compared(one_host(), constants, 2, options)
 
 
-def _on_two_hosts(constants: Path, options: Options) -> Found:
+def _on_two_hosts(constants: Path, options: Options, speeds: Sequence[int]) -> Found:
     found: Found = {}
     with LinkedHosts() as hosts:
         launcher = [*hosts.enter("h1"), "horovodrun", "-np", "2", "-H", "h1:1,h2:1", "--gloo"]
         launcher += ["--network-interfaces", "eth0"]
-        for mbit, steps in STEPS.items():
+        for mbit in speeds:
             hosts.shape(mbit)
             _bench_here("gloo", ["train", *SETTINGS, *SMALL], constants)
             _bench(["allreduce", "--sizes", SIZES], constants, launcher, hosts.environment)
-            steps_of_link = compared(two_hosts(hosts), constants, 1, replace(options, steps=steps))
+            steps_of_link = compared(two_hosts(hosts), constants, 1, replace(options, steps=STEPS[mbit]))
             found |= {f"{name}, {mbit} Mbit/s": step for name, step in steps_of_link.items()}
     return found
 
 
 @click.command()
 @click.option("--hosts", is_flag=True, help="Two hosts over links of three speeds, in place of one host.")
+@click.option(
+    "--mbit", multiple=True, type=click.Choice([str(speed) for speed in STEPS]), help="Of --hosts. Default: all."
+)
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(1), help="Constants, then steps.")
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(1), help="Blocks of each, in each repeat.")
 @click.option("--json", "file", type=click.Path(path_type=Path), help="Write every figure to this, too.")
-def main(hosts: bool, repeats: int, rounds: int, file: Path | None) -> None:
+def main(hosts: bool, mbit: tuple[str, ...], repeats: int, rounds: int, file: Path | None) -> None:
     """Compare predicted with measured step times."""
     if hosts and (why := missing(["tc"])) is not None:
         click.echo(f"benchmark: {why}", err=True)
         sys.exit(1)
-    measure, found, texts = _on_two_hosts if hosts else _on_one_host, [], []
+    speeds = list(map(int, mbit)) or list(STEPS)
+    measure, found, texts = partial(_on_two_hosts, speeds=speeds) if hosts else _on_one_host, [], []
     for number in range(1, repeats + 1):
         click.echo(f"repeat {number} of {repeats}", err=True)
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
