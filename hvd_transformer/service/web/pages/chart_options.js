@@ -4,21 +4,25 @@ import { h } from "./dom.js";
 import { compact, duration } from "./format.js";
 
 const SCRIPT = "/static/uplot/uPlot.iife.min.js";
+const SHEET = "/static/uplot/uPlot.min.css";
 const NEAR_PIXELS = 16; // a line so close to the cursor stands out
 
 let library = null;
 
 /**
- * Loads uPlot once.
- * @returns {Promise<void>}
+ * Loads uPlot once, with its style: without it a chart does not know where the mouse is.
+ * @returns {Promise<any>}
  */
 export function loadLibrary() {
-  library ??= new Promise((resolve, reject) => {
-    const failed = () => reject(new Error(`The charts could not be loaded: ${SCRIPT}`));
-    const sheet = h("link", { rel: "stylesheet", href: "/static/uplot/uPlot.min.css" });
-    document.head.append(sheet, h("script", { src: SCRIPT, on: { load: resolve, error: failed } }));
-  });
+  library ??= Promise.all([loaded("link", "href", SHEET, { rel: "stylesheet" }), loaded("script", "src", SCRIPT)]);
   return library;
+}
+
+function loaded(tag, address, file, more = {}) {
+  return new Promise((resolve, reject) => {
+    const failed = () => reject(new Error(`The charts could not be loaded: ${file}`));
+    document.head.append(h(tag, { ...more, [address]: file, on: { load: resolve, error: failed } }));
+  });
 }
 
 /**
