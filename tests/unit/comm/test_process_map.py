@@ -6,9 +6,9 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
+from waiting import is_running, wait_until
 
 from hvd_transformer.comm.process_map import FEW_ITEMS, _LazyMap, mpi_size, process_map, worker_map
 from hvd_transformer.errors import UserError
@@ -75,18 +75,7 @@ def test_processes_end_with_a_killed_parent(tmp_path):
         workers = [int(word) for word in parent.stdout.readline().split()]
         assert workers
         parent.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while any(running(worker) for worker in workers):
-        assert time.monotonic() < deadline, "workers outlive their parent"
-        time.sleep(0.05)
-
-
-def running(process: int) -> bool:
-    """Whether the process is running (a zombie is not)."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    wait_until(lambda: not any(map(is_running, workers)), 10)
 
 
 def test_without_mpi_worker_map_is_local(monkeypatch):

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from node_agents import Started, agents_of, connections_opened, folders, ready
-from waiting import wait_until
+from waiting import is_running, wait_until
 
 from hvd_transformer.errors import UserError
 from hvd_transformer.launch.connection import connections as connections_module
@@ -61,14 +61,7 @@ def test_what_ssh_has_started_keeps_nobody_waiting(connections: HostConnections,
     assert isinstance(found, NoConnection)
     assert time.monotonic() - began < 4
     jump = int((ssh_log.parent / "jump").read_text())
-
-    def has_ended() -> bool:
-        try:
-            return " Z " in Path(f"/proc/{jump}/stat").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-
-    wait_until(has_ended)
+    wait_until(lambda: not is_running(jump))
 
 
 def test_a_connection_that_sshd_drops_is_tried_again(

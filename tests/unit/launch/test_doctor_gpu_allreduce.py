@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from waiting import wait_until
+from waiting import is_running, wait_until
 
 from hvd_transformer.config import load
 from hvd_transformer.launch.connection.ssh import Ssh
@@ -88,15 +88,8 @@ def test_a_command_that_hangs_is_ended_with_its_children() -> None:
     shell = "sleep 60 & echo started $!; wait"
     result = probe.run(["sh", "-c", shell], 3.0)
     assert result["code"] is None
-    child = Path(f"/proc/{result['output'].split()[1]}/stat")
-
-    def has_ended() -> bool:
-        try:
-            return child.read_text().split()[2] == "Z"
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-
-    wait_until(has_ended, 10)
+    child = int(result["output"].split()[1])
+    wait_until(lambda: not is_running(child), 10)
     assert probe.run(["/no/such/command"], 1) == {"code": 127, "output": "/no/such/command: No such file or directory"}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from waiting import wait_until
+from waiting import is_running, wait_until
 
 from hvd_transformer.cli.launch import launch
 from hvd_transformer.errors import UserError
@@ -89,14 +89,6 @@ def script(folder: Path, text: str) -> Path:
     return file
 
 
-def has_ended(file: Path) -> bool:
-    """Whether the process whose number is in the file has."""
-    try:
-        return " Z " in Path(f"/proc/{file.read_text().strip()}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
 def test_the_discovery_script_has_the_environment_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also what no rank gets, such as the token that it needs for its question."""
     monkeypatch.setenv("MY_SLOTS", "3")
@@ -117,7 +109,7 @@ def test_what_a_discovery_script_starts_goes_on_and_keeps_nobody_waiting(tmp_pat
         assert from_script(file, {"PATH": "/usr/bin:/bin"})() == [Host("h1", 2)]
         assert time.monotonic() - began < 10
         time.sleep(0.3)
-        assert not has_ended(child)
+        assert is_running(int(child.read_text()))
     finally:
         with suppress(ProcessLookupError):
             os.kill(int(child.read_text()), signal.SIGKILL)
@@ -131,7 +123,7 @@ def test_a_discovery_script_that_takes_too_long_ends_with_its_children(
     file = script(tmp_path, f"sleep 60 & echo $! >{child}; wait")
     with pytest.raises(UserError, match="did not end within 3 seconds"):
         from_script(file, {"PATH": "/usr/bin:/bin"})()
-    wait_until(lambda: has_ended(child))
+    wait_until(lambda: not is_running(int(child.read_text())))
 
 
 def test_a_discovery_script_may_print_much(tmp_path: Path) -> None:
