@@ -41,7 +41,7 @@ def load(
     settings = _Settings()
     if preset is not None:
         if preset not in (names := preset_names()):
-            raise UserError(f"--preset {preset}: no such preset{_nearest(preset, names)}; presets: {', '.join(names)}")
+            raise UserError(f"--preset {preset}: no such preset{_nearest(preset, names)} (presets: {', '.join(names)})")
         settings.add_text((PRESETS / f"{preset}.yaml").read_text(encoding="utf-8"), f"preset {preset}")
     if file is not None:
         try:
