@@ -58,7 +58,7 @@ class TokenWriter:
 
     def add(self, values: NDArray[Any]) -> None:
         """Append numbers (T,)."""
-        data = values.astype(self.dtype, copy=False).tobytes()
+        data = np.ascontiguousarray(values, self.dtype).data
         self._digest.update(data)
         self._file.write(data)
         self.count += len(values)

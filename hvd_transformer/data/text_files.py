@@ -150,7 +150,9 @@ def read_pieces(span: TextSpan, piece_bytes: int = PIECE_BYTES) -> Iterator[Piec
             elif not (cut := rest.rfind(b"\n", len(rest) - len(more)) + 1):  # there is none before
                 continue
             if cut:
-                yield Piece(span.path, position, bytes(rest[:cut]), span.column)
+                with memoryview(rest) as whole:
+                    data = bytes(whole[:cut])
+                yield Piece(span.path, position, data, span.column)
             position += cut
             del rest[:cut]
 
@@ -160,7 +162,7 @@ def _cut(data: bytearray) -> int:
 
     Preferably before a line feed that follows no other white space, else before such a space, else (a single word of
     megabytes) anywhere. No token of the byte-pair tokenizer's pattern spans a character and the white space after it;
-    in basic_english, `<br />` is the only one.
+    in basic_english, which drops quotation marks first, `<br />` is the only one.
     """
     for space in (b"\n", b" "):
         cut = len(data)
@@ -168,8 +170,8 @@ def _cut(data: bytearray) -> int:
             cut = data.rfind(space, len(data) // 2, cut)
             if cut <= 0:
                 break
-            before = data[max(cut - 4, 0) : cut].decode("utf-8", "ignore")
-            if before and not before[-1].isspace() and before[-3:].lower() != "<br":
+            before = data[max(cut - 16, 0) : cut].decode("utf-8", "ignore")
+            if before and not before[-1].isspace() and before.replace('"', "")[-3:].lower() != "<br":
                 return cut
     for back in range(1, 4):
         if back < len(data) and data[-back] >= 0xC0:  # the first byte of a character that may continue behind the end

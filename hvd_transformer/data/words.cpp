@@ -12,6 +12,8 @@ using Byte = unsigned char;
 
 // Words are followed by this many zeros, so that they are read eight bytes at a time.
 constexpr uint64_t PADDING = 8;
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the first of eight bytes is the lowest");
+constexpr uint64_t ONES = 0x0101010101010101u, HIGH = 0x80 * ONES;
 
 uint64_t eight(const Byte* bytes) {
     uint64_t value;
@@ -109,6 +111,22 @@ struct Ascii {
 };
 constexpr Ascii ASCII;
 
+// In each byte of `bytes`, all below 0x80, the high bit if it is at least `least`.
+constexpr uint64_t at_least(uint64_t bytes, char least) { return (bytes + (0x80 - least) * ONES) & HIGH; }
+
+// The number of ASCII letters and digits with which the eight bytes begin: those in lower case, then zeros.
+uint32_t take_letters(uint64_t& bytes) {
+    const uint64_t low = bytes & ~HIGH, lower = low | 0x20 * ONES;
+    const uint64_t letters = at_least(lower, 'a') & ~at_least(lower, 'z' + 1);
+    const uint64_t digits = at_least(low, '0') & ~at_least(low, '9' + 1);
+    const uint64_t others = ((letters | digits) & ~bytes & HIGH) ^ HIGH;
+    bytes |= (letters & ~bytes) >> 2;  // 0x80 >> 2 is what lower case adds
+    if (!others) return 8;
+    const uint32_t count = static_cast<uint32_t>(__builtin_ctzll(others)) / 8;
+    bytes &= (uint64_t{1} << 8 * count) - 1;
+    return count;
+}
+
 // What follows "<br />" here, or null; quotation marks have been dropped before it is looked for.
 const Byte* after_break(const Byte* text, const Byte* end) {
     for (const char* expected = "<br />"; *expected; expected++, text++) {
@@ -142,17 +160,30 @@ template <class Emit>
 void each_word(const Byte* text, uint64_t size, const uint32_t* lower, uint32_t limit, Emit emit) {
     const Byte* const end = text + size;
     // Two bytes may become three: U+0130, U+023A.
-    Byte* const word = static_cast<Byte*>(malloc(size + size / 2 + 2 * PADDING));
+    Byte* const word = static_cast<Byte*>(malloc(size + size / 2 + 3 * PADDING));
     Byte* out = word;
+    const Byte* padded = nullptr;  // zeros follow if it is `out`
     const auto flush = [&] {
         if (out == word) return;
-        memset(out, 0, PADDING);
+        if (padded != out) memset(out, 0, PADDING);
         emit(word, static_cast<uint32_t>(out - word));
         out = word;
+        padded = nullptr;
     };
     while (text < end) {
-        while (text < end && ASCII.letter[*text]) *out++ = ASCII.letter[*text++];
+        // A word of up to eight letters is stored once: the processor reads it back without waiting.
+        for (uint32_t count = 8; count == 8 && end - text >= 8; text += count, padded = out += count) {
+            uint64_t letters = eight(text);
+            count = take_letters(letters);
+            memcpy(out, &letters, 8);
+            memset(out + 8, 0, PADDING);
+        }
         if (text == end) break;
+        if (const Byte letter = ASCII.letter[*text]) {
+            *out++ = letter;
+            text++;
+            continue;
+        }
         switch (ASCII.kind[*text]) {
             case SPACE: flush(); text++; break;
             case TOKEN:

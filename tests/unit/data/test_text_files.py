@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hvd_transformer.cli.options import window
 from hvd_transformer.data.text_files import Piece, TextSpan, boundary, line_boundary, read_lines, read_pieces
+from hvd_transformer.data.tokenizers import WordTokenizer
 from hvd_transformer.errors import UserError
 
 TEXTS = st.text(st.sampled_from("ab  \n\n\t.<br />é\u00a0\u2028日😀"), max_size=300)
@@ -37,6 +38,13 @@ def test_a_piece_ends_at_a_line_end_where_it_can(tmp_path):
     found = pieces(tmp_path / "text", data, 100)
     assert len(found) > 10
     assert all(piece.data.startswith(b"\n") for piece in found[1:])
+
+
+def test_no_piece_ends_within_a_line_break_of_basic_english(tmp_path):
+    text = 'one <br /> two <b"R" /> three ' * 50
+    for size in range(40, 60):
+        for piece in pieces(tmp_path / "text", text.encode(), size):
+            assert set(WordTokenizer.count(piece.text())) <= {"one", "two", "three"}
 
 
 @pytest.mark.parametrize("column", [None, "text"])
