@@ -19,7 +19,6 @@ from hvd_transformer.data.tokenizers import WordTokenizer
 from hvd_transformer.data.words import is_native
 
 REPORT_SECONDS = 10.0
-NATIVE_BYTES = 2**20  # of a piece: threads, which cost less to feed than processes, all work to the end
 Spans = tuple[TextSpan, ...]
 
 
@@ -74,10 +73,6 @@ class CorpusPieces:
     def is_native(self, kind: str) -> bool:
         """Whether native code counts and encodes for a tokenizer of this kind."""
         return kind == WordTokenizer.kind and self._words_are_native
-
-    def piece_bytes(self, kind: str) -> int:
-        """At most so many bytes of text are counted or encoded at a time for a tokenizer of this kind."""
-        return NATIVE_BYTES if self.is_native(kind) else PIECE_BYTES
 
     @cached_property
     def _words_are_native(self) -> bool:

@@ -123,8 +123,7 @@ def learn_tokenizer(texts: Sequence[Text], has_documents: bool) -> Tokenizer:
             specials=specials,
             should_stop=context.should_stop,
         )
-    size = min(reader.piece_bytes(config.tokenizer) for reader, _ in texts)
-    pieces = chain.from_iterable(_pieces(text, "counting tokens", size) for text in texts)
+    pieces = chain.from_iterable(_pieces(text, "counting tokens") for text in texts)
     if all(reader.is_native(config.tokenizer) for reader, _ in texts):
         running = (piece for piece in pieces if isinstance(piece, Piece))
         counts = count_words(first.libraries, context.thread_map, running)

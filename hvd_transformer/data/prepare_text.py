@@ -33,7 +33,7 @@ from hvd_transformer.data.text_corpus import Corpus
 from hvd_transformer.data.text_files import Piece
 from hvd_transformer.data.token_corpus import TokenCorpus, prepare_tokens
 from hvd_transformer.data.tokenizers import Tokenizer, WordTokenizer
-from hvd_transformer.data.words import WordEncoder
+from hvd_transformer.data.words import WordEncoder, parts
 from hvd_transformer.errors import UserError
 
 FORMAT = 1  # of a prepared corpus; another number prepares all of them anew
@@ -137,13 +137,15 @@ class _TextWriter:
     ) -> Iterator[tuple[Place, int, NDArray[Any]]]:
         """From a place on: the place after each piece, its size in bytes and its token numbers (T,)."""
         sizes: deque[tuple[Place, int]] = deque()  # of the pieces that are being encoded
+        is_native = text.is_native(tokenizer.kind)
 
         def pieces() -> Iterator[Piece | Rows]:
-            for number, piece in text.read(spans, phase, text.piece_bytes(tokenizer.kind), start):
-                sizes.append((Place(number, piece.end), piece.size))
-                yield piece
+            for number, whole in text.read(spans, phase, start=start):
+                for piece in parts([whole]) if is_native and isinstance(whole, Piece) else (whole,):
+                    sizes.append((Place(number, piece.end), piece.size))
+                    yield piece
 
-        if isinstance(tokenizer, WordTokenizer) and text.is_native(tokenizer.kind):
+        if isinstance(tokenizer, WordTokenizer) and is_native:
             encoded = self.context.thread_map(WordEncoder(text.libraries, tokenizer, dtype), pieces())
         else:
             encoded = self.context.map(partial(_encode, tokenizer, dtype), pieces())

@@ -160,11 +160,12 @@ def read_pieces(span: TextSpan, piece_bytes: int = PIECE_BYTES) -> Iterator[Piec
 def _cut(data: bytearray) -> int:
     """The length of a piece that starts with `data`: in its second half, and never within a character.
 
-    Preferably before a line feed that follows no other white space, else before such a space, else (a single word of
-    megabytes) anywhere. No token of the byte-pair tokenizer's pattern spans a character and the white space after it;
-    in basic_english, which drops quotation marks first, `<br />` is the only one.
+    Preferably before a line feed that follows no other white space, else before such a space, such a carriage return or
+    such a tab, else (a single word of megabytes) anywhere. No token of the byte-pair tokenizer's pattern spans a
+    character and the white space after it; in basic_english, which drops quotation marks first, `<br />` is the only
+    one.
     """
-    for space in (b"\n", b" "):
+    for space in (b"\n", b" ", b"\r", b"\t"):
         cut = len(data)
         for _ in range(1000):  # beyond that the text is blank: no good place
             cut = data.rfind(space, len(data) // 2, cut)

@@ -51,7 +51,8 @@ struct Table {
     // The slot of the word, or the free one where it belongs.
     uint64_t find(const Byte* word, uint32_t size) const {
         const uint64_t mask = slots.size() - 1;
-        uint64_t slot = hashed(word, size) & mask;
+        // The highest bits of the product: lower ones do not depend on the last letters.
+        uint64_t slot = hashed(word, size) >> (__builtin_clzll(slots.size()) + 1);
         while (slots[slot] && !is(slots[slot], word, size)) slot = (slot + 1) & mask;
         return slot;
     }

@@ -47,6 +47,14 @@ def test_no_piece_ends_within_a_line_break_of_basic_english(tmp_path):
             assert set(WordTokenizer.count(piece.text())) <= {"one", "two", "three"}
 
 
+@pytest.mark.parametrize("between", ["\r\n", "\t", "\r"])
+def test_no_piece_ends_within_a_word_of_a_list(tmp_path, between):
+    words = [f"word{number}" for number in range(100)]
+    for size in range(40, 60):
+        found = pieces(tmp_path / "list", (between.join(words) + between).encode(), size)
+        assert [word for piece in found for word in piece.text().split()] == words
+
+
 @pytest.mark.parametrize("column", [None, "text"])
 def test_a_byte_order_mark_is_no_text(tmp_path, column):
     path = tmp_path / "text"

@@ -21,7 +21,7 @@ from hvd_transformer.data.prepared import PreparedData
 from hvd_transformer.data.text_corpus import open_corpus
 from hvd_transformer.data.text_files import Piece
 from hvd_transformer.data.tokenizers import WordTokenizer
-from hvd_transformer.data.words import LIBRARY, WordEncoder, Words, WordTable, count_words, is_native
+from hvd_transformer.data.words import LIBRARY, WordEncoder, Words, WordTable, count_words, is_native, parts
 from hvd_transformer.errors import UserError
 
 ODD = st.sampled_from(
@@ -54,7 +54,7 @@ def test_words_are_pythons_and_torchtexts(folder, text):
     assert counts == Counter(reference) == WordTokenizer.count(text)
     known = sorted(counts.keys() - {"<unk>"})[::2]  # the others are unknown
     tokenizer = WordTokenizer(["<unk>", *known])
-    (ids,) = map(WordEncoder(folder, tokenizer, "<u2"), pieces(text.encode())) if text else ([],)
+    (ids,) = map(WordEncoder(folder, tokenizer, "<u2"), parts(pieces(text.encode()))) if text else ([],)
     assert list(ids) == tokenizer.encode(text).tolist()
 
 
@@ -73,7 +73,7 @@ def test_a_large_vocabulary(folder):
     counts = count_words(folder, map, pieces(text.encode()))
     assert counts == Counter(map(str, numbers * 2))
     tokens = sorted(counts, key=int)
-    (ids,) = map(WordEncoder(folder, WordTokenizer(["<unk>", *tokens]), "<u4"), pieces(text.encode()))
+    (ids,) = map(WordEncoder(folder, WordTokenizer(["<unk>", *tokens]), "<u4"), parts(pieces(text.encode())))
     assert [tokens[number - 1] for number in ids[: len(numbers)]] == list(map(str, numbers))
 
 
@@ -140,7 +140,7 @@ def without_a_compiler(function: Callable[[Any], Any], items: Iterable[Any]) -> 
 @pytest.mark.parametrize("settings", [{}, {"vocab_size": 100, "min_frequency": 90}])
 def test_files_are_those_of_python(corpus, tmp_path, folder, monkeypatch, settings):
     monkeypatch.setattr(corpus_pieces, "PIECE_BYTES", 16384)
-    monkeypatch.setattr(corpus_pieces, "NATIVE_BYTES", 3000)
+    monkeypatch.setattr(words, "PART_BYTES", 3000)
     expected = prepare(corpus, tmp_path, PrepareContext(), **settings)
     assert not (tmp_path / "kernels").exists()
     with process_map(2) as in_threads:
