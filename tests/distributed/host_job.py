@@ -43,6 +43,9 @@ def settings(corpus: Path, run: Path, num_ranks: int, num_steps: int) -> list[st
     ]  # fmt: skip
 
 
+ENDLESS = 100_000  # steps
+
+
 class Place(NamedTuple):
     """A run directory: its path on the hosts, and where this process sees that of rank 0's host."""
 
@@ -68,6 +71,7 @@ class HostJob:
         backend: str = "gloo",
         more: Sequence[str] = (),
         options: Sequence[str | int] = (),
+        num_steps: int = ENDLESS,
     ) -> None:
         self.hosts, self.corpus, self.place, self.rng, self.how = hosts, corpus, place, rng, how
         self.names = [*hosts.names[1:], "h1"]
@@ -84,9 +88,9 @@ class HostJob:
         self._read, self._log = 0, list[str]()
         self._launchers: list[int] = []
         self._terminal = Terminal(self.output) if how == "terminal" else None
-        self.popen = self.launch()
+        self.popen = self.launch(num_steps)
 
-    def launch(self, num_steps: int = 100_000) -> subprocess.Popen[bytes]:
+    def launch(self, num_steps: int = ENDLESS) -> subprocess.Popen[bytes]:
         """Starts it, or lets it go on."""
         detached = ["--detach"] if self.how == "detached" else []
         words = [*self._words, *detached, "--"]
