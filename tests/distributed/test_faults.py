@@ -124,13 +124,13 @@ def suffer(job: HostJob, fault: Fault, after_steps: int) -> float:
     time.sleep(job.rng.uniform(0, 6 * PACE_SECONDS))
     saved, starts, began = job.checkpoint(), len(job.starts()), time.monotonic()
     fault.inject(job)
-    before = len(job.log())
+    before, shown = len(job.log()), job.text().count("\nstep ")
     if fault.first_heals:
         fault.heal(job)
     if fault.restarts:
         job.wait(lambda: len(job.starts()) > starts and job.steps_since_start())
-    else:
-        job.wait(lambda: any(" step " in line for line in job.log()[before:]))
+    else:  # the disk may be full on which the log is
+        job.wait(lambda: any(" step " in line for line in job.log()[before:]) or job.text().count("\nstep ") > shown)
     seconds = time.monotonic() - began
     if not fault.first_heals and not fault.shrinks:
         fault.heal(job)
