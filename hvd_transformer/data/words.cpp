@@ -172,18 +172,16 @@ void each_word(const Byte* text, uint64_t size, const uint32_t* lower, uint32_t 
         padded = nullptr;
     };
     while (text < end) {
-        // A word of up to eight letters is stored once: the processor reads it back without waiting.
-        for (uint32_t count = 8; count == 8 && end - text >= 8; text += count, padded = out += count) {
-            uint64_t letters = eight(text);
-            count = take_letters(letters);
-            memcpy(out, &letters, 8);
-            memset(out + 8, 0, PADDING);
-        }
-        if (text == end) break;
-        if (const Byte letter = ASCII.letter[*text]) {
-            *out++ = letter;
-            text++;
-            continue;
+        if (ASCII.letter[*text]) {
+            // A word of up to eight letters is stored once: the processor reads it back without waiting.
+            for (uint32_t count = 8; count == 8 && end - text >= 8; text += count, padded = out += count) {
+                uint64_t letters = eight(text);
+                count = take_letters(letters);
+                memcpy(out, &letters, 8);
+                memset(out + 8, 0, PADDING);
+            }
+            while (text < end && ASCII.letter[*text]) *out++ = ASCII.letter[*text++];
+            if (text == end) break;
         }
         switch (ASCII.kind[*text]) {
             case SPACE: flush(); text++; break;
