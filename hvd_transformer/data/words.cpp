@@ -212,6 +212,16 @@ void each_word(const Byte* text, uint64_t size, const uint32_t* lower, uint32_t 
     free(word);
 }
 
+template <class Number>
+uint64_t encode_words(
+    const Table* table, const Byte* text, uint64_t size, const uint32_t* lower, uint32_t limit, Number* out) {
+    Number* next = out;
+    each_word(text, size, lower, limit, [&](const Byte* word, uint32_t bytes) {
+        *next++ = static_cast<Number>(table->value(word, bytes));
+    });
+    return next - out;
+}
+
 }  // namespace
 
 extern "C" {
@@ -273,12 +283,13 @@ void count_words(Table* table, const Byte* text, uint64_t size, const uint32_t* 
 }
 
 // The values of all words, those of unknown ones are 0, into `out`, which has room for `size`. Returns their number.
-uint64_t encode_words(
+uint64_t encode_words_16(
+    const Table* table, const Byte* text, uint64_t size, const uint32_t* lower, uint32_t limit, uint16_t* out) {
+    return encode_words(table, text, size, lower, limit, out);
+}
+
+uint64_t encode_words_32(
     const Table* table, const Byte* text, uint64_t size, const uint32_t* lower, uint32_t limit, uint32_t* out) {
-    uint64_t count = 0;
-    each_word(text, size, lower, limit, [&](const Byte* word, uint32_t bytes) {
-        out[count++] = static_cast<uint32_t>(table->value(word, bytes));
-    });
-    return count;
+    return encode_words(table, text, size, lower, limit, out);
 }
 }

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvd_transformer.data.text_files import Piece
-from hvd_transformer.data.tokenizers import Ids, WordTokenizer
+from hvd_transformer.data.tokenizers import WordTokenizer
 from hvd_transformer.native_library import CannotCompile, NativeLibrary
 
 WORTH_COMPILING = 8 * 2**20  # bytes of text
@@ -25,6 +25,7 @@ PART_BYTES = 2**20  # at least, of what a thread works on at a time
 LIBRARY = NativeLibrary(Path(__file__).with_name("words.cpp"))
 Map = Callable[..., Iterator[Any]]
 
+_MOST_WORDS = 2**18  # of a table for counting that is kept, about 10 MB
 _LIMIT = 0x20000  # no letter from here on has a lower case
 _PLAIN, _HAS_SIGMA, _INVALID = range(3)
 _P, _N, _C = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32
@@ -38,7 +39,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "table_add": (None, [_P, _P, _P, _P, _N]),
     "table_get": (None, [_P, _P, _P, _P]),
     "count_words": (None, [_P, *_TEXT, _P, _C]),
-    "encode_words": (_N, [_P, *_TEXT, _P, _C, _P]),
+    "encode_words_16": (_N, [_P, *_TEXT, _P, _C, _P]),
+    "encode_words_32": (_N, [_P, *_TEXT, _P, _C, _P]),
 }
 
 
@@ -56,12 +58,39 @@ def count_words(folder: Path, mapped: Map, pieces: Iterable[Piece]) -> Counter[s
     """The number of occurrences of each word. `mapped` may work on several parts of a piece at once, in threads."""
     library = _library(folder)
     assert not isinstance(library, str), library
-    table = WordTable(library)
-    for words in mapped(partial(_count, folder), parts(pieces)):
-        table.add(words)
+    table, counter = WordTable(library), _Counter(folder, library)
+    for words in mapped(counter, parts(pieces)):
+        if words is not None:
+            table.add(words)
+    for kept in counter.tables:
+        table.add(kept.words())
     found = table.words()
     del table
     return Counter(found.as_dict())
+
+
+class _Counter:
+    """Counts words of parts into `tables`, as many as there are threads at work: most words are in them already. Gives
+    back those of a table that has become large. Pickled without tables: another process gives back every part's."""
+
+    def __init__(self, folder: Path, library: ctypes.CDLL) -> None:
+        self.folder, self.library = folder, library
+        self.tables: list[WordTable] = []  # that no thread is using
+
+    def __call__(self, piece: Piece) -> "Words | None":
+        text = _checked(self.library, piece)
+        try:
+            table = self.tables.pop()
+        except IndexError:
+            table = WordTable(self.library)
+        table.count(text)
+        if len(table) > _MOST_WORDS:
+            return table.words()
+        self.tables.append(table)
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (_count, self.folder)
 
 
 class WordEncoder:
@@ -74,7 +103,7 @@ class WordEncoder:
         """The token numbers of one of the `parts` (T,)."""
         if self._table is None:  # another host, without a compiler
             return self.tokenizer.encode(piece.text()).astype(self.dtype)
-        return self._table.encode(_checked(self._table.library, piece)).astype(self.dtype)
+        return self._table.encode(_checked(self._table.library, piece), self.dtype)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _encoder, (self.folder, self.tokenizer, self.dtype)
@@ -127,13 +156,16 @@ class WordTable:
     def __del__(self) -> None:
         self.library.table_free(self._address)
 
+    def __len__(self) -> int:
+        return int(self.library.table_words(self._address))
+
     def add(self, words: Words) -> None:
         """Add the numbers to those of the same words; new ones start with 0."""
         self.library.table_add(self._address, *(array.ctypes.data for array in words), len(words.ends))
 
     def words(self) -> Words:
         """A copy of all of it, in the order in which the words came."""
-        count, size = self.library.table_words(self._address), self.library.table_bytes(self._address)
+        count, size = len(self), self.library.table_bytes(self._address)
         words = Words(np.empty(size, np.uint8), np.empty(count, np.uint64), np.empty(count, np.uint64))
         self.library.table_get(self._address, *(array.ctypes.data for array in words))
         return words
@@ -142,11 +174,11 @@ class WordTable:
         """Add 1 to the number of a word for each time that it occurs."""
         self.library.count_words(self._address, text, len(text), self._lower.ctypes.data, _LIMIT)
 
-    def encode(self, text: bytes) -> Ids:
-        """The numbers of the words (T,); 0 for unknown ones."""
-        numbers = np.empty(len(text), np.uint32)
-        lower, out = self._lower.ctypes.data, numbers.ctypes.data
-        count = self.library.encode_words(self._address, text, len(text), lower, _LIMIT, out)
+    def encode(self, text: bytes, dtype: str) -> NDArray[Any]:
+        """The numbers of the words (T,) in 16 or 32 bit; 0 for unknown ones."""
+        numbers = np.empty(len(text), dtype)
+        encode = self.library.encode_words_16 if numbers.itemsize == 2 else self.library.encode_words_32
+        count = encode(self._address, text, len(text), self._lower.ctypes.data, _LIMIT, numbers.ctypes.data)
         return numbers[:count]
 
 

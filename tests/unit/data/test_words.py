@@ -77,6 +77,21 @@ def test_a_large_vocabulary(folder):
     assert [tokens[number - 1] for number in ids[: len(numbers)]] == list(map(str, numbers))
 
 
+@pytest.mark.parametrize("most", [0, 300, 10**6])
+def test_tables_are_kept_while_they_are_small(folder, monkeypatch, most):
+    monkeypatch.setattr(words, "PART_BYTES", 1000)
+    monkeypatch.setattr(words, "_MOST_WORDS", most)
+    made: list[WordTable] = []
+    monkeypatch.setattr(words, "WordTable", lambda library: made.append(WordTable(library)) or made[-1])
+    text = "\n".join(f"{number} {number + 1} {number % 7}" for number in range(3000))
+    assert len(list(parts(pieces(text.encode())))) > 20
+    with process_map(2) as mapped:
+        counts = count_words(folder, mapped.in_threads, pieces(text.encode()))
+    assert counts == WordTokenizer.count(text)
+    *kept, largest = sorted(map(len, made[1:]))  # the first one is the sum
+    assert (len(kept) > 5) == (most < 10**6) and (most == 10**6 or largest < most + 400)
+
+
 def test_words_come_back(folder):
     numbers = {"b": 3, "": 0, "été 😀": 2**40, "a" * 100: 1}
     assert Words.of(numbers).as_dict() == numbers
