@@ -212,6 +212,7 @@ void each_word(const Byte* text, uint64_t size, const uint32_t* lower, uint32_t 
     free(word);
 }
 
+// The values of all words, those of unknown ones are 0, into `out`, which has room for `size`. Returns their number.
 template <class Number>
 uint64_t encode_words(
     const Table* table, const Byte* text, uint64_t size, const uint32_t* lower, uint32_t limit, Number* out) {
@@ -282,7 +283,6 @@ void count_words(Table* table, const Byte* text, uint64_t size, const uint32_t* 
     });
 }
 
-// The values of all words, those of unknown ones are 0, into `out`, which has room for `size`. Returns their number.
 uint64_t encode_words_16(
     const Table* table, const Byte* text, uint64_t size, const uint32_t* lower, uint32_t limit, uint16_t* out) {
     return encode_words(table, text, size, lower, limit, out);
