@@ -16,9 +16,15 @@ def processor_name(device: torch.device) -> str:
     return _cpu_line("model name") or platform.processor() or platform.machine()
 
 
-def is_amd() -> bool:
-    """Whether this host has an AMD CPU."""
-    return _cpu_line("vendor_id") == "AuthenticAMD"
+def amd_family() -> int | None:
+    """The family of this host's AMD CPU: 25 is Zen 3 and Zen 4, 26 is Zen 5. None for another vendor's."""
+    family = _cpu_line("cpu family")
+    return int(family) if family is not None and _cpu_line("vendor_id") == "AuthenticAMD" else None
+
+
+def has_instructions(name: str) -> bool:
+    """Whether this host's CPU has these instructions, named as Linux does: "avx512f"."""
+    return name in (_cpu_line("flags") or "").split()
 
 
 def number_formats() -> list[str]:

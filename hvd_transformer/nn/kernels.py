@@ -176,7 +176,8 @@ class _Gelu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (derivative,) = ctx.saved_tensors
-        return None, grad * derivative, None, None, None, None
+        # In place, as nothing else needs the derivative; autograd refuses a second backward.
+        return None, derivative.mul_(grad), None, None, None, None
 
 
 class _Heads(ctypes.Structure):

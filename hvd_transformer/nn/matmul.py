@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hvd_transformer.processor import is_amd
+from hvd_transformer.processor import amd_family, has_instructions
 
 aten = torch.ops.aten
 
@@ -52,7 +52,7 @@ def matmul(left: Tensor, right: Tensor, out_dtype: torch.dtype | None = None) ->
 
 def addmm_(out: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
     """Compute `out += left @ right`, or `=` if `first`. The operands may have fewer bits than `out` [N, M]."""
-    if out.dtype == left.dtype and _uses_onednn(left, right.size(1)):
+    if out.dtype == left.dtype and _uses_onednn(left, right.size(1), into_sum=True):
         rows = max(1, _MOST_TEMPORARY // right.size(1))  # oneDNN cannot write to `out`
         # Copied at once: rows are far apart in the transpose of a gradient.
         for part, own in zip(out.split(rows), left.contiguous().split(rows), strict=True):
@@ -76,9 +76,9 @@ _LEAST_SIDE, _LEAST_MULTIPLICATIONS = 16, 1 << 20
 _MOST_TEMPORARY = 1 << 20  # values of a product that is then added to a sum: 4 MiB
 
 
-def _uses_onednn(left: Tensor, columns: int) -> bool:
+def _uses_onednn(left: Tensor, columns: int, *, into_sum: bool = False) -> bool:
     """Whether oneDNN multiplies left [..., K] and a matrix [K, `columns`]: large float32 matrices on a CPU where it is
-    faster, outside of what autograd and autocast record."""
+    faster, outside of what autograd and autocast record. `into_sum`: the product is added to a sum."""
     if left.dtype != torch.float32 or left.device.type != "cpu":
         return False
     if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
@@ -87,7 +87,7 @@ def _uses_onednn(left: Tensor, columns: int) -> bool:
     return (
         count * columns >= _LEAST_MULTIPLICATIONS
         and min(depth, columns, count // depth) >= _LEAST_SIDE
-        and _onednn_is_faster()
+        and _onednn_is_faster(into_sum)
         # torch's own switch: `torch.backends.mkldnn.flags(enabled=False)`.
         and torch._C._get_mkldnn_enabled()
         # What counts FLOPs or memory knows torch's operators.
@@ -95,11 +95,21 @@ def _uses_onednn(left: Tensor, columns: int) -> bool:
     )
 
 
+_ZEN_5 = 26  # the family
+
+
 @cache
-def _onednn_is_faster() -> bool:
-    """Whether oneDNN multiplies float32 matrices faster than MKL, which torch calls: on AMD CPUs, where MKL does not
-    use AVX-512."""
-    return is_amd() and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+def _onednn_is_faster(into_sum: bool) -> bool:
+    """Whether oneDNN multiplies float32 matrices faster than MKL, which torch calls: on AMD CPUs with AVX-512, which
+    MKL does not use there.
+
+    Zen 4 computes 512 bits in two halves. It gains less, and loses that where products are added to a sum: MKL writes
+    to the sum itself, and reads a transposed gradient as it is.
+    """
+    family = amd_family()
+    if family is None or not has_instructions("avx512f") or (into_sum and family < _ZEN_5):
+        return False
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 # oneDNN and torch's layer around it each cache what they prepare for the shapes of a product, up to 1,024 of them. That

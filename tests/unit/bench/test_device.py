@@ -30,7 +30,7 @@ def test_products_are_those_of_the_layers(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(device, "_SIDES", {"cpu": (128,)})
     monkeypatch.setattr(device, "_SECONDS", 0.001)
     monkeypatch.setattr(device, "_COPY_BYTES", {"cpu": 1 << 16})
-    monkeypatch.setattr(matmul, "_onednn_is_faster", lambda: True)
+    monkeypatch.setattr(matmul, "_onednn_is_faster", lambda _: True)
     used = set()
     uses = matmul._uses_onednn
 

@@ -21,12 +21,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 N, K, M = 96, 80, 144  # more than 2^20 multiplications
+IS_FASTER = products._onednn_is_faster.__wrapped__  # without the cache
 
 
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a processor where oneDNN is faster, and where products are called from."""
-    monkeypatch.setattr(products, "_onednn_is_faster", lambda: True)
+    monkeypatch.setattr(products, "_onednn_is_faster", lambda _: True)
     with torch.no_grad():
         yield
 
@@ -49,6 +50,24 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
 
 def close(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "instructions", "faster"),
+    [
+        (None, "avx512f", (False, False)),  # not AMD's
+        (25, "avx2", (False, False)),  # Zen 3
+        (25, "avx512f", (True, False)),  # Zen 4
+        (26, "avx512f", (True, True)),  # Zen 5
+    ],
+)
+def test_where_onednn_is_faster(
+    family: int | None, instructions: str, faster: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, and where the product is added to a sum."""
+    monkeypatch.setattr(products, "amd_family", lambda: family)
+    monkeypatch.setattr(products, "has_instructions", lambda name: name == instructions)
+    assert tuple(map(IS_FASTER, (False, True))) == faster
 
 
 def test_products_of_any_layout(calls: list[tuple[int, ...]]) -> None:
@@ -172,7 +191,7 @@ def test_autograd_follows_torchs_products(calls: list[tuple[int, ...]]) -> None:
 PROGRAM = """
 import sys, torch
 from hvd_transformer.nn import matmul
-matmul._onednn_is_faster = lambda: True
+matmul._onednn_is_faster = lambda _: True
 torch.set_grad_enabled(False)
 if sys.argv[1] == "few":
     matmul.limit_onednn_caches()

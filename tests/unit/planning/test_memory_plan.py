@@ -180,7 +180,7 @@ def planned_and_measured(schedule: str, recompute: str, more: list[str]) -> tupl
 )
 def test_the_pipelines_peak(schedule: str, recompute: str, more: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """What the real pipeline's tensors take from the allocator at most is the plan's, where torch multiplies."""
-    monkeypatch.setattr(matmul, "_onednn_is_faster", lambda: False)
+    monkeypatch.setattr(matmul, "_onednn_is_faster", lambda _: False)
     planned, measured, _ = planned_and_measured(schedule, recompute, more)
     assert planned == pytest.approx(measured, rel=0.002)
 
@@ -190,7 +190,7 @@ def test_the_pipelines_peak_where_onednn_multiplies(
     schedule: str, recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At most one weight's gradient more, made beside the buffer, and the transpose of its output's gradient."""
-    monkeypatch.setattr(matmul, "_onednn_is_faster", lambda: True)
+    monkeypatch.setattr(matmul, "_onednn_is_faster", lambda _: True)
     planned, measured, largest = planned_and_measured(schedule, recompute, ["model.dropout=0.1"])
     assert 0.998 * planned <= measured <= 1.002 * planned + largest
 
