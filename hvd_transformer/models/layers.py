@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hvd_transformer.config.schema import ModelConfig
 from hvd_transformer.models.attention import CrossAttention, KVCache, SelfAttention
 from hvd_transformer.models.documents import Documents
-from hvd_transformer.models.norms import make_last_norm, make_norm
+from hvd_transformer.models.norms import FusibleNorm, make_last_norm, make_norm
 from hvd_transformer.models.positions import LearnedPositions, SinusoidalPositions
 from hvd_transformer.nn.cross_entropy import fused_cross_entropy
 from hvd_transformer.nn.dropout import Dropout
@@ -139,9 +139,10 @@ class Block(nn.Module):
         hidden = self._around(self.norm1, hidden, lambda values: self.attention(values, allowed, past, documents))
         return self._around(self.norm2, hidden, self.feedforward)
 
-    def _around(self, norm: nn.Module, hidden: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+    def _around(self, norm: FusibleNorm, hidden: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
         if self.norm == "pre":
-            result: Tensor = self.dropout(part(norm(hidden)), hidden)
+            normed, hidden = norm.fork(hidden)
+            result: Tensor = self.dropout(part(normed), hidden)
         else:
             result = norm(self.dropout(part(hidden), hidden))
         return result

@@ -298,6 +298,76 @@ void gelu(float* out, float* derivatives, const float* values, const int16_t* bi
     });
 }
 
+// out = (values - mean) × scale × weight + bias by row, where scale is 1 / √(variance + epsilon); `statistics` [rows, 2]
+// gets mean and scale. Without `centers` the mean is zero (root mean square norm); `bias` may be null.
+void norm_forward(float* out, float* statistics, const float* values, const float* weight, const float* bias,
+                  int64_t rows, int64_t width, int32_t centers, float epsilon) {
+    with_or_without(bias, [=](auto has_bias) {
+#pragma omp parallel for if (rows * width >= kParallelFrom)
+        for (int64_t row = 0; row < rows; ++row) {
+            const float* own = values + row * width;
+            float sum = 0.0f, square_sum = 0.0f;
+            if (centers) {
+#pragma omp simd reduction(+ : sum)
+                for (int64_t i = 0; i < width; ++i) sum += own[i];
+            }
+            const float mean = sum / width;
+#pragma omp simd reduction(+ : square_sum)
+            for (int64_t i = 0; i < width; ++i) square_sum += (own[i] - mean) * (own[i] - mean);
+            const float scale = 1.0f / std::sqrt(square_sum / width + epsilon);
+#pragma omp simd
+            for (int64_t i = 0; i < width; ++i)
+                out[row * width + i] = (own[i] - mean) * scale * weight[i] + (has_bias ? bias[i] : 0.0f);
+            statistics[2 * row] = mean;
+            statistics[2 * row + 1] = scale;
+        }
+    });
+}
+
+// The gradients of values, weight and bias from `grad` of `out`. `residual`, the gradient of the values from elsewhere,
+// is added to theirs unless it is null. Rows are summed in as many parts whatever the number of threads.
+void norm_backward(float* grad_values, float* grad_weight, float* grad_bias, const float* grad, const float* residual,
+                   const float* values, const float* weight, const float* statistics, int64_t rows, int64_t width,
+                   int32_t centers) {
+    constexpr int64_t kSums = 16;
+    std::vector<float> sums(kSums * 2 * width);
+    float* first_sums = sums.data();
+    with_or_without(residual, [=](auto has_residual) {
+#pragma omp parallel for if (rows * width >= kParallelFrom)
+        for (int64_t part = 0; part < kSums; ++part) {
+            float *weight_sums = first_sums + part * 2 * width, *bias_sums = weight_sums + width;
+            for (int64_t row = rows * part / kSums; row < rows * (part + 1) / kSums; ++row) {
+                const float *own = values + row * width, *own_grad = grad + row * width;
+                const float mean = statistics[2 * row], scale = statistics[2 * row + 1];
+                float sum = 0.0f, product_sum = 0.0f;
+#pragma omp simd reduction(+ : sum, product_sum)
+                for (int64_t i = 0; i < width; ++i) {
+                    const float normal = (own[i] - mean) * scale;
+                    sum += own_grad[i] * weight[i];
+                    product_sum += own_grad[i] * weight[i] * normal;
+                    weight_sums[i] += own_grad[i] * normal;
+                    bias_sums[i] += own_grad[i];
+                }
+                const float grad_mean = centers ? sum / width : 0.0f, slope = product_sum / width;
+#pragma omp simd
+                for (int64_t i = 0; i < width; ++i)
+                    grad_values[row * width + i] =
+                        scale * (own_grad[i] * weight[i] - grad_mean - (own[i] - mean) * scale * slope) +
+                        (has_residual ? residual[row * width + i] : 0.0f);
+            }
+        }
+    });
+    for (int64_t i = 0; i < width; ++i) {
+        float weight_sum = 0.0f, bias_sum = 0.0f;
+        for (int64_t part = 0; part < kSums; ++part) {
+            weight_sum += first_sums[part * 2 * width + i];
+            bias_sum += first_sums[part * 2 * width + width + i];
+        }
+        grad_weight[i] = weight_sum;
+        if (grad_bias) grad_bias[i] = bias_sum;
+    }
+}
+
 // out [B, T, H, D/H] = (softmax(query × keyᵀ × softmax_scale) × dropout) × value; without dropout `bits` [B, H, T, S]
 // is null. A query sees the keys that `allowed` [B, S] marks (null: all), if `causal` those up to its own position
 // (the queries are the last of the keys), and those from `starts` [B, T] on, which never decreases (null: key 0).

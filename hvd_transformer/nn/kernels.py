@@ -1,4 +1,4 @@
-"""Fused CPU kernels of a training step: dropout + residual, GELU + dropout, attention, and cross-entropy.
+"""Fused CPU kernels of a training step: norms, dropout + residual, GELU + dropout, attention, and cross-entropy.
 
 They are autograd functions between the linear layers, which stay as they are. So the kernels work with everything that
 builds on linear layers: weight-gradient stores, tensor groups, recomputation, stages in threads. The calls release
@@ -18,6 +18,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "random_bits": [_P, _P, _N],
     "dropout": [_P, _P, _P, _P, _N, _I, _F],
     "gelu": [_P, _P, _P, _P, _N, _I, _F],
+    "norm_forward": [_P, _P, _P, _P, _P, _N, _N, _I, _F],
+    "norm_backward": [_P, _P, _P, _P, _P, _P, _P, _P, _N, _N, _I],
     "attention_forward": [_P] * 9,
     "attention_backward": [_P] * 13,
     "cross_entropy": [_P, _P, _P, _N, _N, _F],
@@ -79,6 +81,19 @@ class Kernels:
         needs_grad = torch.is_grad_enabled() and values.requires_grad
         result: Tensor = _Gelu.apply(  # type: ignore[no-untyped-call]
             self.library, values, needs_grad, *(dropout_bits or _NO_DROPOUT)
+        )
+        return result
+
+    def norm(
+        self, values: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, *, centers: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Layer norm of values [..., D], without `centers` root mean square norm; and the values themselves.
+
+        Who also uses the values, as a residual connection does, takes the second result: backward then adds up the
+        gradients of both where it computes them.
+        """
+        result: tuple[Tensor, Tensor] = _Norm.apply(  # type: ignore[no-untyped-call]
+            self.library, values, weight, bias, epsilon, centers
         )
         return result
 
@@ -178,6 +193,44 @@ class _Gelu(torch.autograd.Function):
         (derivative,) = ctx.saved_tensors
         # In place, as nothing else needs the derivative; autograd refuses a second backward.
         return None, derivative.mul_(grad), None, None, None, None
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        library: ctypes.CDLL,
+        values: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        epsilon: float,
+        centers: bool,
+    ) -> tuple[Tensor, Tensor]:
+        width = weight.numel()
+        out, statistics = torch.empty_like(values), values.new_empty(values.numel() // width, 2)
+        library.norm_forward(
+            out.data_ptr(), statistics.data_ptr(), values.data_ptr(), weight.data_ptr(), _address(bias),
+            statistics.size(0), width, centers, epsilon,
+        )  # fmt: skip
+        ctx.save_for_backward(values, weight, statistics)
+        ctx.library, ctx.centers, ctx.has_bias = library, centers, bias is not None
+        ctx.set_materialize_grads(False)
+        return out, values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, residual: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return None, residual, None, None, None, None
+        values, weight, statistics = ctx.saved_tensors
+        grad, residual = grad.contiguous(), None if residual is None else residual.contiguous()
+        grad_values, grad_weight = torch.empty_like(values), torch.empty_like(weight)
+        grad_bias = torch.empty_like(weight) if ctx.has_bias else None
+        ctx.library.norm_backward(
+            grad_values.data_ptr(), grad_weight.data_ptr(), _address(grad_bias), grad.data_ptr(), _address(residual),
+            values.data_ptr(), weight.data_ptr(), statistics.data_ptr(), *statistics.shape[:1], weight.numel(),
+            ctx.centers,
+        )  # fmt: skip
+        return None, grad_values, grad_weight, grad_bias, None, None
 
 
 class _Heads(ctypes.Structure):

@@ -79,6 +79,31 @@ def test_gelu(kernels: Kernels, shape: tuple[int, int], drops: bool) -> None:
         torch.testing.assert_close(kernels.gelu(both[0][0], drawn).double(), wanted.detach(), rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 3, 64), (1, 1)])
+@pytest.mark.parametrize(("centers", "has_bias"), [(True, True), (True, False), (False, False)])
+def test_norms_beside_a_residual_connection(
+    kernels: Kernels, shape: tuple[int, ...], centers: bool, has_bias: bool
+) -> None:
+    width = shape[-1]
+    both = inputs(shape, (width,), *[(width,)] * has_bias, spread=3.0)
+
+    def plain(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        norm = F.layer_norm(values, (width,), weight, bias, 1e-3)
+        return norm if centers else F.rms_norm(values, (width,), weight, 1e-3)
+
+    (values, weight, *biases), wide = both
+    bias = biases[0] if has_bias else None
+    for residual in (0.0, 0.7):
+        normed, same = kernels.norm(values, weight, bias, 1e-3, centers=centers)
+        assert torch.equal(same, values)
+        check(normed + residual * same, plain(*wide) + residual * wide[0], *both, atol=rounding(values.numel()))
+    normed, _ = kernels.norm(values, weight, bias, 1e-3, centers=centers)
+    check(normed, plain(*wide), *both, atol=rounding(values.numel()))
+    _, same = kernels.norm(values, weight, bias, 1e-3, centers=centers)
+    (grad,) = torch.autograd.grad(same.sum(), [values])
+    assert torch.equal(grad, torch.ones_like(values))
+
+
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (5, 5), (3, 18), (35, 35), (64, 80), (150, 150)])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
@@ -139,6 +164,7 @@ def test_what_is_not_a_number_stays_so(kernels: Kernels) -> None:
     good = torch.ones(1, 1, 4, 40)
     bad = torch.full_like(good, math.nan)
     assert kernels.gelu(bad, kernels.draw(bad.shape, 0.1, seed=1)).isnan().any()
+    assert kernels.norm(bad, torch.ones(40), None, 1e-5, centers=True)[0].isnan().all()
     for heads in ((bad, good, good), (good, bad, good), (good, good, bad)):
         assert kernels.attention(*heads, True, None, None).isnan().all()
     for value in (math.nan, math.inf):
