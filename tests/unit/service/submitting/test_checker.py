@@ -1,5 +1,6 @@
 """The process that checks configurations, for real: its lines against hvd-train's own, its limits and its crashes."""
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -251,6 +252,7 @@ def test_a_check_has_limits(tmp_path: Path) -> None:
 
 def test_what_becomes_of_a_child_that_dies(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     def crash(request: object) -> None:
+        faulthandler.disable()  # pytest's would write of it to the screen
         os.kill(os.getpid(), signal.SIGSEGV)
 
     def fail(request: object) -> None:
