@@ -17,7 +17,7 @@ class Sink:
     def __init__(self, function: Callable[[Tensor, Any], object]) -> None:
         self.function = function
 
-    def put(self, first: Tensor, second: Tensor) -> None:
+    def put(self, first: Tensor, second: Tensor, kernels: object = None) -> None:
         self.function(first, second)
 
     def put_formed(self, weight_grad: Tensor, bias_grad: Tensor | None, factor: Tensor) -> None:

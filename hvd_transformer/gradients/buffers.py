@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hvd_transformer.nn.matmul import addmm_
+from hvd_transformer.nn.kernels import Kernels
+from hvd_transformer.nn.matmul import weight_grad_
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ class GradBuffer:
             add(view, gradient, self._is_first(slot))
             slot.parameter.grad = view
 
-    def add_product(self, slot: ParamSlot, values: Tensor, grad: Tensor) -> None:
+    def add_product(self, slot: ParamSlot, values: Tensor, grad: Tensor, kernels: Kernels | None) -> None:
         """Add a weight's gradient `grad.T @ values`, or a bias's: the sum of `grad` over its rows."""
         view, first = self._view(slot), self._is_first(slot)
         if view.ndim == 1:
@@ -170,7 +171,7 @@ class GradBuffer:
             else:
                 view.add_(grad.sum(0, dtype=view.dtype))
         else:
-            addmm_(view, grad.t(), values, first=first)
+            weight_grad_(view, grad, values, first=first, kernels=kernels)
 
     def add_scaled(self, slot: ParamSlot, gradient: Tensor, factor: Tensor) -> None:
         """Add a gradient × the scalar `factor`."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hvd_transformer.gradients.buffers import GradBuffer, ParamSlot
 from hvd_transformer.gradients.sync import GradSync
+from hvd_transformer.nn.kernels import Kernels
 from hvd_transformer.nn.parallel_layers import VocabParallelEmbedding, WeightGradLayer
 
 
@@ -61,10 +62,10 @@ class BufferedWeightGrads:
     def __init__(self, store: WeightGradStore, sync: GradSync, slots: Sequence[tuple[GradBuffer, ParamSlot]]) -> None:
         self._store, self._sync, self._slots = store, sync, slots
 
-    def put(self, values: Tensor, grad: Tensor) -> None:
+    def put(self, values: Tensor, grad: Tensor, kernels: Kernels | None) -> None:
         # Asked now: by the time that a deferred product is added, the buffer may expect a later backward's.
         counted = [buffer.missing > 0 for buffer, _ in self._slots]
-        self._store.put(partial(self._add, values, grad, counted))
+        self._store.put(partial(self._add, values, grad, kernels, counted))
 
     def put_formed(self, weight_grad: Tensor, bias_grad: Tensor | None, factor: Tensor) -> None:
         for (buffer, slot), gradient in zip(self._slots, (weight_grad, bias_grad), strict=False):
@@ -74,10 +75,10 @@ class BufferedWeightGrads:
             if buffer.missing > 0:
                 self._sync.count_grad(buffer)
 
-    def _add(self, values: Tensor, grad: Tensor, counted: Sequence[bool]) -> None:
+    def _add(self, values: Tensor, grad: Tensor, kernels: Kernels | None, counted: Sequence[bool]) -> None:
         for (buffer, slot), counts in zip(self._slots, counted, strict=True):
             self._sync.check_unsent(buffer, slot)
-            buffer.add_product(slot, values, grad)
+            buffer.add_product(slot, values, grad, kernels)
             if counts:
                 self._sync.count_grad(buffer)
 

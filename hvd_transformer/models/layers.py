@@ -177,7 +177,7 @@ class DecoderBlock(Block):
         return self._around(self.norm2, hidden, self.feedforward)
 
 
-class VocabularyHead(VocabParallelLayer, WeightGradLayer, FusibleLayer):
+class VocabularyHead(VocabParallelLayer, WeightGradLayer):
     """The final norm (of pre-norm models) and the vocabulary projection. Label `smoothing` applies only in training."""
 
     def __init__(self, vocab_size: int, config: ModelConfig, smoothing: float = 0.0) -> None:

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from hvd_transformer.nn.contracts import WeightGrads
 from hvd_transformer.nn.dry_run import chunks
 from hvd_transformer.nn.kernels import Kernels
-from hvd_transformer.nn.matmul import addmm_, autocast_dtype, count_pad_rows, linear, matmul
+from hvd_transformer.nn.matmul import autocast_dtype, count_pad_rows, linear, matmul, weight_grad_
 from hvd_transformer.nn.parallel_layers import VocabShard, detach_with_anchor, local_vocab_index
 
 # Tokens per chunk: a GPU wants large matrices. On a CPU at least CPU_CHUNK, and up to CPU_LOGITS logits: 16 MiB, which
@@ -123,14 +123,15 @@ class _FusedCrossEntropy(torch.autograd.Function):
             if grad_weight is None:
                 saved_grad_logits.append(grad_logits)
             else:
-                addmm_(grad_weight, grad_logits.t(), hidden_chunk, first=rows.start == 0)
+                weight_grad_(grad_weight, grad_logits, hidden_chunk, first=rows.start == 0, kernels=kernels)
         if shard is not None:
             waits = [shard.group.sum_(sums) for sums in (loss[None], grad_hidden) if sums is not None]
             for wait in waits:
                 wait()
         saved_hidden = hidden if saved_grad_logits else None
         ctx.save_for_backward(saved_hidden, grad_hidden, grad_weight, grad_bias, *saved_grad_logits)
-        ctx.weight_grads, ctx.dtypes = weight_grads, (weight.dtype, None if bias is None else bias.dtype)
+        ctx.weight_grads, ctx.kernels = weight_grads, kernels
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         return loss
 
     @staticmethod
@@ -151,7 +152,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
             # Detached: a deferred weight gradient would otherwise keep the graph of `hidden` alive.
             hidden = hidden.detach().to(grad_logits.dtype)
             if ctx.weight_grads is not None:
-                ctx.weight_grads.put(hidden, grad_logits)
+                ctx.weight_grads.put(hidden, grad_logits, ctx.kernels)
             else:
                 weight_dtype, bias_dtype = ctx.dtypes
                 grad_weight = matmul(grad_logits.t(), hidden).to(weight_dtype)

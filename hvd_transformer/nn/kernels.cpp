@@ -11,6 +11,8 @@
 #include <type_traits>
 #include <vector>
 
+#include <omp.h>
+
 namespace {
 
 constexpr int64_t kParallelFrom = 32768;  // elements; for fewer, waking threads costs more than it saves
@@ -73,13 +75,14 @@ inline void with_or_without(const void* pointer, Loop loop) {
 }
 
 constexpr int64_t kQueries = kVector;  // queries per block of attention: one in each lane of its vectors
-// Float32 values per register of this machine, and how many rows of a product its registers hold at a time.
+// Float32 values per register of this machine, and how many rows of a product its registers hold at a time: of kVector
+// columns, and of as many vectors as suit large products.
 #if defined(__AVX512F__)
-constexpr int kLanes = 16, kTile = 12;
+constexpr int kLanes = 16, kTile = 12, kWideParts = 4, kWideTile = 6;
 #elif defined(__AVX__)
-constexpr int kLanes = 8, kTile = 6;
+constexpr int kLanes = 8, kTile = 6, kWideParts = 2, kWideTile = 6;
 #else
-constexpr int kLanes = 4, kTile = 2;
+constexpr int kLanes = 4, kTile = 2, kWideParts = 4, kWideTile = 2;
 #endif
 constexpr int kParts = kVector / kLanes;
 
@@ -94,43 +97,43 @@ typedef uint32_t Bits __attribute__((vector_size(kLanes * sizeof(uint32_t))));
 inline UnalignedVector* vectors(float* values) { return reinterpret_cast<UnalignedVector*>(values); }
 inline const UnalignedVector* vectors(const float* values) { return reinterpret_cast<const UnalignedVector*>(values); }
 
-// kVector columns of `product`, in as many rows as `tile` or, if there are fewer, in `rows`.
-template <bool adds, int tile>
+// `parts` vectors of columns of `product`, in as many rows as `tile` or, if there are fewer, in `rows`.
+template <bool adds, int parts, int tile>
 inline void product_of_rows(float* c, int64_t c_row, const float* a, int64_t a_row, int64_t a_column, const float* b,
                             int64_t b_row, int64_t rows, int64_t depth) {
     if constexpr (tile > 1)
         if (rows < tile)
-            return product_of_rows<adds, tile - 1>(c, c_row, a, a_row, a_column, b, b_row, rows, depth);
+            return product_of_rows<adds, parts, tile - 1>(c, c_row, a, a_row, a_column, b, b_row, rows, depth);
     const float* own_rows[tile];
     for (int i = 0; i < tile; ++i) own_rows[i] = a + i * a_row;
-    Vector sums[tile][kParts] = {};
+    Vector sums[tile][parts] = {};
     for (int64_t k = 0; k < depth; ++k) {
         const UnalignedVector* place = vectors(b + k * b_row);
-        Vector factors[kParts];
+        Vector factors[parts];
 #pragma GCC unroll 4
-        for (int part = 0; part < kParts; ++part) factors[part] = place[part];
+        for (int part = 0; part < parts; ++part) factors[part] = place[part];
 #pragma GCC unroll 16
         for (int i = 0; i < tile; ++i)
 #pragma GCC unroll 4
-            for (int part = 0; part < kParts; ++part) sums[i][part] += own_rows[i][k * a_column] * factors[part];
+            for (int part = 0; part < parts; ++part) sums[i][part] += own_rows[i][k * a_column] * factors[part];
     }
 #pragma GCC unroll 16
     for (int i = 0; i < tile; ++i) {
         UnalignedVector* place = vectors(c + i * c_row);
 #pragma GCC unroll 4
-        for (int part = 0; part < kParts; ++part) place[part] = sums[i][part] + (adds ? place[part] : Vector{});
+        for (int part = 0; part < parts; ++part) place[part] = sums[i][part] + (adds ? place[part] : Vector{});
     }
 }
 
-// c [rows, columns] = a [rows, depth] × b [depth, columns], or += if `adds`. Columns are a multiple of kVector. The
-// element (i, k) of a is a[i × a_row + k × a_column]; b and c have their rows b_row and c_row apart.
-template <bool adds>
+// c [rows, columns] = a [rows, depth] × b [depth, columns], or += if `adds`. Columns are a multiple of `parts` vectors.
+// The element (i, k) of a is a[i × a_row + k × a_column]; b and c have their rows b_row and c_row apart.
+template <bool adds, int parts = kParts, int tile = kTile>
 inline void product(float* c, int64_t c_row, const float* a, int64_t a_row, int64_t a_column, const float* b,
                     int64_t b_row, int64_t rows, int64_t columns, int64_t depth) {
-    for (int64_t column = 0; column < columns; column += kVector)
-        for (int64_t row = 0; row < rows; row += kTile)
-            product_of_rows<adds, kTile>(c + row * c_row + column, c_row, a + row * a_row, a_row, a_column, b + column,
-                                         b_row, rows - row, depth);
+    for (int64_t column = 0; column < columns; column += parts * kLanes)
+        for (int64_t row = 0; row < rows; row += tile)
+            product_of_rows<adds, parts, tile>(c + row * c_row + column, c_row, a + row * a_row, a_row, a_column,
+                                               b + column, b_row, rows - row, depth);
 }
 
 // Memory of one thread, aligned for vectors.
@@ -254,6 +257,27 @@ struct Block {
                     dropout_factor_of(bits[i * attn.keys + j], attn.dropout_threshold, attn.dropout_scale);
     }
 };
+
+// c [rows, columns] = aᵀ × b, or += if `adds`, of a [depth, rows] and b [depth, columns] with any number of columns.
+template <bool adds>
+inline void transposed_product(float* c, int64_t c_row, const float* a, int64_t a_row, const float* b, int64_t b_row,
+                               int64_t rows, int64_t columns, int64_t depth) {
+    constexpr int64_t kWide = kWideParts * kLanes;
+    const int64_t wide = columns / kWide * kWide, narrow = (columns - wide) / kVector * kVector;
+    product<adds, kWideParts, kWideTile>(c, c_row, a, 1, a_row, b, b_row, rows, wide, depth);
+    product<adds>(c + wide, c_row, a, 1, a_row, b + wide, b_row, rows, narrow, depth);
+    const int64_t done = wide + narrow, rest = columns - done;
+    if (rest == 0) return;
+    Scratch scratch((depth + rows) * kVector);
+    const Rows padded_b = pad_rows({b + done, b_row}, depth, rest, scratch.take(depth * kVector));
+    float* padded_c = scratch.take(rows * kVector);
+    product<false>(padded_c, kVector, a, 1, a_row, padded_b.start, kVector, rows, kVector, depth);
+    for (int64_t row = 0; row < rows; ++row)
+        for (int64_t i = 0; i < rest; ++i) {
+            float& own = c[row * c_row + done + i];
+            own = padded_c[row * kVector + i] + (adds ? own : 0.0f);
+        }
+}
 
 }  // namespace
 
@@ -511,6 +535,32 @@ void attention_backward(float* grad_query, float* grad_key, float* grad_value, c
             }
         }
     }
+}
+
+// sum [outputs, inputs] = gradᵀ × values, or += if `adds`, of grad [rows, outputs] and values [rows, inputs]. A block of
+// the sum stays in the cache while the rows pass, kDepth at a time. Nothing is copied to be read faster: that would take
+// a tenth of the time of a small product. The order of a sum does not depend on the number of threads.
+void weight_grad(float* sum, const float* grad, const float* values, int64_t rows, int64_t outputs, int64_t inputs,
+                 int32_t adds) {
+    constexpr int64_t kDepth = 128, kMostOutputs = 192, kMostInputs = 512;
+    const bool is_parallel = rows * outputs * inputs >= 32 * kParallelFrom;
+    const int64_t threads = is_parallel ? omp_get_max_threads() : 1;
+    const int64_t blocks = ((outputs - 1) / kMostOutputs / threads + 1) * threads;  // as many for each thread
+    const int64_t height = ((outputs - 1) / blocks / kWideTile + 1) * kWideTile;
+#pragma omp parallel for collapse(2) if (is_parallel)
+    for (int64_t top = 0; top < outputs; top += height)
+        for (int64_t left = 0; left < inputs; left += kMostInputs) {
+            const int64_t block_rows = std::min(height, outputs - top), width = std::min(kMostInputs, inputs - left);
+            for (int64_t first = 0; first == 0 || first < rows; first += kDepth) {
+                const float *a = grad + first * outputs + top, *b = values + first * inputs + left;
+                float* c = sum + top * inputs + left;
+                const int64_t depth = std::min(kDepth, rows - first);
+                if (adds || first > 0)
+                    transposed_product<true>(c, inputs, a, outputs, b, inputs, block_rows, width, depth);
+                else
+                    transposed_product<false>(c, inputs, a, outputs, b, inputs, block_rows, width, depth);
+            }
+        }
 }
 
 // Replaces logits [rows, vocab_size] by the gradient of the cross-entropy with `targets` [rows], and writes the

@@ -1,4 +1,5 @@
-"""Fused CPU kernels of a training step: norms, dropout + residual, GELU + dropout, attention, and cross-entropy.
+"""Fused CPU kernels of a training step: norms, dropout + residual, GELU + dropout, attention, cross-entropy, and weight
+gradients.
 
 They are autograd functions between the linear layers, which stay as they are. So the kernels work with everything that
 builds on linear layers: weight-gradient stores, tensor groups, recomputation, stages in threads. The calls release
@@ -22,6 +23,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "norm_backward": [_P, _P, _P, _P, _P, _P, _P, _P, _N, _N, _I],
     "attention_forward": [_P] * 9,
     "attention_backward": [_P] * 13,
+    "weight_grad": [_P, _P, _P, _N, _N, _N, _I],
     "cross_entropy": [_P, _P, _P, _N, _N, _F],
 }
 
@@ -89,8 +91,8 @@ class Kernels:
     ) -> tuple[Tensor, Tensor]:
         """Layer norm of values [..., D], without `centers` root mean square norm; and the values themselves.
 
-        Who also uses the values, as a residual connection does, takes the second result: backward then adds up the
-        gradients of both where it computes them.
+        A caller that also uses the values, as a residual connection does, takes the second result: backward then adds
+        up the gradients of both where it computes them.
         """
         result: tuple[Tensor, Tensor] = _Norm.apply(  # type: ignore[no-untyped-call]
             self.library, values, weight, bias, epsilon, centers
@@ -118,6 +120,12 @@ class Kernels:
             self.library, query, key, value, causal, allowed, starts, *(dropout_bits or _NO_DROPOUT)
         )
         return result
+
+    def weight_grad_(self, out: Tensor, grad: Tensor, values: Tensor, *, first: bool) -> None:
+        """Compute `out += grad.T @ values`, or `=` if `first`: out [M, K], grad [N, M], values [N, K]."""
+        self.library.weight_grad(
+            out.data_ptr(), grad.data_ptr(), values.data_ptr(), *grad.shape, values.size(1), not first
+        )
 
     def cross_entropy_(self, logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
         """Return the cross-entropies [N] of `targets` [N] given `logits` [N, V]. The gradient replaces the logits."""

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hvd_transformer.nn.kernels import Kernels
 from hvd_transformer.processor import amd_family, has_instructions
 
 aten = torch.ops.aten
@@ -50,25 +51,32 @@ def matmul(left: Tensor, right: Tensor, out_dtype: torch.dtype | None = None) ->
     return product if out_dtype is None else product.to(out_dtype)
 
 
-def addmm_(out: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
-    """Compute `out += left @ right`, or `=` if `first`. The operands may have fewer bits than `out` [N, M]."""
-    if out.dtype == left.dtype and _uses_onednn(left, right.size(1), into_sum=True):
-        rows = max(1, _MOST_TEMPORARY // right.size(1))  # oneDNN cannot write to `out`
+def weight_grad_(out: Tensor, grad: Tensor, values: Tensor, *, first: bool, kernels: Kernels | None = None) -> None:
+    """Compute `out += grad.T @ values`, or `=` if `first`: a weight's gradient [D_out, D_in] from the gradient of its
+    layer's output [N, D_out] and the layer's input [N, D_in], which may have fewer bits than `out`.
+
+    `kernels` are used where they are faster than the libraries.
+    """
+    if out.dtype != grad.dtype:
+        if _writes_float32(grad, out.dtype):
+            aten.addmm.dtype_out(out, grad.t(), values, out.dtype, beta=0 if first else 1, out=out)
+        elif first:
+            out.copy_(matmul(grad.t(), values))
+        else:
+            out.add_(matmul(grad.t(), values))
+    elif kernels is not None and _uses_kernels(out, grad, values, kernels):
+        kernels.weight_grad_(out, grad, values, first=first)
+    elif _uses_onednn(grad.t(), values.size(1), into_sum=True):
+        rows = max(1, _MOST_TEMPORARY // values.size(1))  # oneDNN cannot write to `out`
         # Copied at once: rows are far apart in the transpose of a gradient.
-        for part, own in zip(out.split(rows), left.contiguous().split(rows), strict=True):
-            product = linear(own, right.t())
+        for part, own in zip(out.split(rows), grad.t().contiguous().split(rows), strict=True):
+            product = linear(own, values.t())
             if first:
                 part.copy_(product)
             else:
                 part.add_(product)
-    elif out.dtype == left.dtype:
-        out.addmm_(left, right, beta=0 if first else 1)
-    elif _writes_float32(left, out.dtype):
-        aten.addmm.dtype_out(out, left, right, out.dtype, beta=0 if first else 1, out=out)
-    elif first:
-        out.copy_(matmul(left, right))
     else:
-        out.add_(matmul(left, right))
+        out.addmm_(grad.t(), values, beta=0 if first else 1)
 
 
 # Smaller and narrower products take longer in oneDNN, which looks up the kernel for their shape.
@@ -95,7 +103,23 @@ def _uses_onednn(left: Tensor, columns: int, *, into_sum: bool = False) -> bool:
     )
 
 
-_ZEN_5 = 26  # the family
+def _uses_kernels(out: Tensor, grad: Tensor, values: Tensor, kernels: Kernels) -> bool:
+    """Whether `kernels` multiply grad.T [D_out, N] and values [N, D_in], for a sum `out`."""
+    return (
+        _kernels_are_faster()
+        and grad.numel() * values.size(1) >= _LEAST_MULTIPLICATIONS
+        and kernels.fit(out, grad, values)
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
+
+
+_ZEN_4, _ZEN_5 = 25, 26  # the families: Zen 3 is of Zen 4's, without AVX-512
+
+
+@cache
+def _kernels_are_faster() -> bool:
+    """Whether `nn.kernels` multiply for weight gradients faster than both libraries: on Zen 4, by 1.02 to 1.35."""
+    return amd_family() == _ZEN_4 and has_instructions("avx512f")
 
 
 @cache

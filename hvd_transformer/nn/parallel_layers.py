@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hvd_transformer.nn.contracts import EmbeddingGrads, TensorGroup, TensorSplit, WeightGrads
+from hvd_transformer.nn.kernels import FusibleLayer, Kernels
 from hvd_transformer.nn.matmul import autocast_dtype, linear, matmul
 
 
@@ -108,7 +109,7 @@ def tensor_splits(model: nn.Module, vocabulary: bool) -> dict[str, TensorSplit]:
     return {name: split for name, split in splits.items() if name in names}
 
 
-class WeightGradLayer(SplitLayer):
+class WeightGradLayer(SplitLayer, FusibleLayer):
     """A layer `values @ weight.T + bias`.
 
     While `weight_grads` is set, autograd computes no gradient for weight and bias: `weight_grads` gets the layer's
@@ -153,7 +154,7 @@ class Linear(WeightGradLayer, nn.Linear):
         if self.weight_grads is not None:
             weight, bias, anchor = detach_with_anchor(values, weight, bias)
         result: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-            values, weight, bias, self.weight_grads, anchor, self.column_group, self.row_group, shadow
+            values, weight, bias, self.weight_grads, anchor, self.column_group, self.row_group, shadow, self.kernels
         )
         return result
 
@@ -202,13 +203,14 @@ class _Linear(torch.autograd.Function):
         column_group: TensorGroup | None,
         row_group: TensorGroup | None,
         shadow: Tensor | None,
+        kernels: Kernels | None,
     ) -> Tensor:
         compute_dtype = autocast_dtype(values)
         if compute_dtype is not None:
             values = values.to(compute_dtype)  # saved in this dtype for backward, as autocast does
         matmul_weight = weight if shadow is None else shadow
         ctx.save_for_backward(values, matmul_weight)
-        ctx.weight_grads, ctx.column_group = weight_grads, column_group
+        ctx.weight_grads, ctx.column_group, ctx.kernels = weight_grads, column_group, kernels
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         return _linear(values, matmul_weight, bias, row_group)
 
@@ -223,14 +225,14 @@ class _Linear(torch.autograd.Function):
         values, grad = values.detach().flatten(0, -2), grad.flatten(0, -2)  # [N, D_in], [N, D_out]
         grad_weight = grad_bias = None
         if ctx.weight_grads is not None:
-            ctx.weight_grads.put(values, grad)
+            ctx.weight_grads.put(values, grad, ctx.kernels)
         else:
             weight_dtype, bias_dtype = ctx.dtypes
             grad_weight = matmul(grad.t(), values, weight_dtype)
             grad_bias = None if bias_dtype is None else grad.sum(0, dtype=bias_dtype)
         if wait is not None:
             wait()
-        return grad_values, grad_weight, grad_bias, None, None, None, None, None
+        return grad_values, grad_weight, grad_bias, None, None, None, None, None, None
 
 
 class VocabParallelEmbedding(VocabParallelLayer, nn.Embedding):

@@ -12,7 +12,8 @@ from torch import Tensor
 from hvd_transformer.gradients.muon import hidden_matrices
 from hvd_transformer.gradients.weight_grads import WeightGradStore
 from hvd_transformer.nn.contracts import Layer, MicroBatch, Tensors
-from hvd_transformer.nn.matmul import addmm_
+from hvd_transformer.nn.kernels import Kernels
+from hvd_transformer.nn.matmul import weight_grad_
 from hvd_transformer.nn.parallel_layers import VocabParallelEmbedding, WeightGradLayer
 from hvd_transformer.planning.pass_memory import (
     PASS_MODES,
@@ -176,7 +177,7 @@ class ParameterGrads:
     def __init__(self, layer: WeightGradLayer, store: WeightGradStore) -> None:
         self._layer, self._store = layer, store
 
-    def put(self, values: Tensor, grad: Tensor) -> None:
+    def put(self, values: Tensor, grad: Tensor, kernels: Kernels | None) -> None:
         self._store.put(partial(self._add, values, grad))
 
     @torch.no_grad()
@@ -191,6 +192,6 @@ class ParameterGrads:
         layer = self._layer
         weight, bias = layer.weight.grad, None if layer.bias is None else layer.bias.grad
         assert weight is not None
-        addmm_(weight, grad.t(), values, first=False)
+        weight_grad_(weight, grad, values, first=False)
         if bias is not None:
             bias.add_(grad.sum(0, dtype=bias.dtype))

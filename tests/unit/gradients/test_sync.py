@@ -380,7 +380,7 @@ def test_products_in_another_number_format_are_added_in_the_buckets_own() -> Non
     sync.begin_step()
     values, grad = torch.randn(2, 4, 3, dtype=torch.bfloat16)
     for _ in range(2):
-        model.layers[1].weight_grads.put(values, grad)
+        model.layers[1].weight_grads.put(values, grad, None)
     own = reduced(buckets)
     assert torch.equal(own["layers.1.weight"], 2 * (grad.t() @ values).double())
     assert torch.equal(own["layers.1.bias"], 2 * grad.double().sum(0))

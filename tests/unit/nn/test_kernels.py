@@ -159,6 +159,36 @@ def test_cross_entropy(kernels: Kernels, num_tokens: int, width: int, smoothing:
     check(found, F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing), *both)
 
 
+# Less and more than a vector, a panel and a block of columns; than a tile and a block of rows; than the rows at a time.
+@pytest.mark.parametrize("num_inputs", [1, 15, 16, 64, 90, 530])
+@pytest.mark.parametrize("num_outputs", [1, 5, 12, 200])
+@pytest.mark.parametrize("num_tokens", [0, 1, 127, 300])
+def test_weight_gradients(kernels: Kernels, num_tokens: int, num_outputs: int, num_inputs: int) -> None:
+    torch.manual_seed(5)
+    grad, values = torch.randn(num_tokens, num_outputs), torch.randn(num_tokens, num_inputs)
+    memory = torch.full((num_outputs + 2, num_inputs), math.nan)  # what is around it stays
+    own = memory[1:-1]
+    wanted = grad.double().t() @ values.double()
+    for times in (1, 2):
+        kernels.weight_grad_(own, grad, values, first=times == 1)
+        torch.testing.assert_close(own.double(), times * wanted, rtol=1e-5, atol=2e-5 * times)
+    assert memory[[0, -1]].isnan().all()
+
+
+def test_weight_gradients_are_the_same_on_any_number_of_threads(kernels: Kernels) -> None:
+    grad, values = torch.randn(400, 450), torch.randn(400, 600)
+    found = []
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            found.append(torch.empty(450, 600))
+            kernels.weight_grad_(found[-1], grad, values, first=True)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
 def test_what_is_not_a_number_stays_so(kernels: Kernels) -> None:
     """Training finds out that it has diverged."""
     good = torch.ones(1, 1, 4, 40)

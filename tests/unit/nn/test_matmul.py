@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from hvd_transformer.nn import matmul as products
-from hvd_transformer.nn.matmul import addmm_, linear, matmul
+from hvd_transformer.nn.kernels import Kernels
+from hvd_transformer.nn.matmul import linear, matmul, weight_grad_
 from hvd_transformer.nn.parallel_layers import Linear
 
 pytestmark = pytest.mark.skipif(
@@ -22,12 +23,13 @@ pytestmark = pytest.mark.skipif(
 
 N, K, M = 96, 80, 144  # more than 2^20 multiplications
 IS_FASTER = products._onednn_is_faster.__wrapped__  # without the cache
+KERNELS_ARE = products._kernels_are_faster.__wrapped__
 
 
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a processor where oneDNN is faster, and where products are called from."""
-    monkeypatch.setattr(products, "_onednn_is_faster", lambda _: True)
+    monkeypatch.setattr(products, "_onednn_is_faster", lambda into_sum: True)
     with torch.no_grad():
         yield
 
@@ -53,21 +55,22 @@ def close(found: Tensor, wanted: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "instructions", "faster"),
+    ("family", "instructions", "onednn", "kernels"),
     [
-        (None, "avx512f", (False, False)),  # not AMD's
-        (25, "avx2", (False, False)),  # Zen 3
-        (25, "avx512f", (True, False)),  # Zen 4
-        (26, "avx512f", (True, True)),  # Zen 5
+        (None, "avx512f", (False, False), False),  # not AMD's
+        (25, "avx2", (False, False), False),  # Zen 3
+        (25, "avx512f", (True, False), True),  # Zen 4
+        (26, "avx512f", (True, True), False),  # Zen 5
     ],
 )
-def test_where_onednn_is_faster(
-    family: int | None, instructions: str, faster: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+def test_what_is_faster(
+    family: int | None, instructions: str, onednn: tuple[bool, bool], kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Alone, and where the product is added to a sum."""
+    """oneDNN for products alone and for those that are added to a sum, and the kernels for these."""
     monkeypatch.setattr(products, "amd_family", lambda: family)
     monkeypatch.setattr(products, "has_instructions", lambda name: name == instructions)
-    assert tuple(map(IS_FASTER, (False, True))) == faster
+    assert tuple(map(IS_FASTER, (False, True))) == onednn
+    assert KERNELS_ARE() == kernels
 
 
 def test_products_of_any_layout(calls: list[tuple[int, ...]]) -> None:
@@ -97,7 +100,7 @@ def test_operands_with_gaps_are_copied(weight: Tensor, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.ops, "mkldnn", Seen)
     values, out = torch.randn(N, K), torch.zeros(N, K)
     close(linear(values, weight), values.double() @ weight.double().t())
-    addmm_(out, torch.randn(N, 2 * M)[:, :M].zero_(), weight, first=True)
+    weight_grad_(out, torch.randn(N, 2 * M)[:, :M].zero_().t(), weight, first=True)
     close(linear(torch.randn(2 * N, K)[::2].copy_(values), weight), values.double() @ weight.double().t())
     assert dense == [True] * 3
 
@@ -105,17 +108,61 @@ def test_operands_with_gaps_are_copied(weight: Tensor, monkeypatch: pytest.Monke
 def test_sums_of_products(calls: list[tuple[int, ...]]) -> None:
     left, right = torch.randn(N, K), torch.randn(K, M)
     out = torch.full((N, M), torch.nan)
-    addmm_(out, left, right, first=True)
-    addmm_(out, left, right, first=False)
+    weight_grad_(out, left.t(), right, first=True)
+    weight_grad_(out, left.t(), right, first=False)
     close(out, 2 * left.double() @ right.double())
     assert len(calls) == 2
+
+
+def test_a_sum_of_products_asks_for_what_is_faster_at_sums(
+    calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "_onednn_is_faster", lambda into_sum: not into_sum)
+    left, right, out = torch.randn(N, K), torch.randn(K, M), torch.zeros(N, M)
+    weight_grad_(out, left.t(), right, first=False)
+    assert not calls
+    matmul(left, right)
+    assert len(calls) == 1
+
+
+class CountedKernels:
+    """Kernels that multiply what fits them."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    fit = staticmethod(Kernels.fit)
+
+    def weight_grad_(self, out: Tensor, grad: Tensor, values: Tensor, *, first: bool) -> None:
+        self.calls += 1
+        out.addmm_(grad.t(), values, beta=0 if first else 1)
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_kernels_are_used_where_they_are_faster_and_fit(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_kernels_are_faster", lambda: faster)
+    kernels, grad, values = CountedKernels(), torch.randn(K, N), torch.randn(K, M)
+    wanted = grad.double().t() @ values.double()
+
+    def give(grad: Tensor, dtype: torch.dtype = torch.float32) -> int:
+        before, out = kernels.calls, torch.full((N, M), torch.nan, dtype=dtype)
+        weight_grad_(out, grad, values.to(grad.dtype), first=True, kernels=kernels)  # type: ignore[arg-type]
+        weight_grad_(out, grad, values.to(grad.dtype), first=False, kernels=kernels)  # type: ignore[arg-type]
+        torch.testing.assert_close(out.double(), 2 * wanted, rtol=1e-5, atol=0.5 if grad.dtype.itemsize == 2 else 1e-4)
+        return kernels.calls - before
+
+    assert give(grad) == 2 * faster
+    assert give(grad.t().contiguous().t()) == give(grad.double(), torch.float64) == give(grad.bfloat16()) == 0
+    small = torch.zeros(1, 2)
+    weight_grad_(small, torch.randn(3, 1), torch.randn(3, 2), first=True, kernels=kernels)  # type: ignore[arg-type]
+    assert kernels.calls == 2 * faster
 
 
 def test_the_product_before_a_sum_is_small(calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_MOST_TEMPORARY", 40 * M)
     left, right = torch.randn(N + 3, 5 * K), torch.randn(5 * K, M)
     out = torch.zeros(N + 3, M)
-    addmm_(out, left, right, first=False)
+    weight_grad_(out, left.t(), right, first=False)
     close(out, left.double() @ right.double())
     assert calls == [(40, 5 * K), (40, 5 * K), (N + 3 - 80, 5 * K)]
 
@@ -159,9 +206,9 @@ def test_a_layer_and_its_gradients(calls: list[tuple[int, ...]]) -> None:
     """Those of torch's layer in float64, with the weight's gradients going to a sink."""
 
     class Sink:
-        def put(self, values: Tensor, grad: Tensor) -> None:
+        def put(self, values: Tensor, grad: Tensor, kernels: None) -> None:
             self.weight = torch.zeros(M, K)
-            addmm_(self.weight, grad.t(), values, first=True)
+            weight_grad_(self.weight, grad, values, first=True, kernels=kernels)
 
     layer, values = Linear(K, M), torch.randn(3, N // 3, K, requires_grad=True)
     wanted, wanted_values = torch.nn.Linear(K, M).double(), values.detach().double().requires_grad_()

@@ -4,7 +4,9 @@ import pytest
 import torch
 from small_job import run, settings, trainer, weights
 
+from hvd_transformer.nn import matmul
 from hvd_transformer.nn.kernels import FusibleLayer, Kernels
+from hvd_transformer.nn.parallel_layers import WeightGradLayer
 from hvd_transformer.training.job_setup import compile_layers
 from hvd_transformer.training.trainer import Trainer
 
@@ -50,6 +52,27 @@ def test_compiled_training_is_eager_training(cache: str, words: list[str], monke
     wanted = weights(eager)
     for name, weight in weights(job).items():
         torch.testing.assert_close(weight, wanted[name], rtol=1e-4, atol=1e-6)
+    for trained in (eager, job):
+        trained.engine.close()
+
+
+@pytest.mark.parametrize("words", [[], ["training.accumulation=2"], ["parallel.schedule=zero_bubble", *PIPELINE]])
+def test_kernels_compute_weight_gradients_where_they_are_faster(cache: str, words: list[str], monkeypatch) -> None:
+    monkeypatch.setattr(matmul, "_kernels_are_faster", lambda: True)
+    monkeypatch.setattr(matmul, "_LEAST_MULTIPLICATIONS", 1)
+    shapes: list[torch.Size] = []
+    compute = Kernels.weight_grad_
+
+    def counted(self: Kernels, out: torch.Tensor, *operands: torch.Tensor, first: bool) -> None:
+        shapes.append(out.shape)
+        compute(self, out, *operands, first=first)
+
+    monkeypatch.setattr(Kernels, "weight_grad_", counted)
+    words = ["model.num_layers=2", "optimizer.name=sgd", "optimizer.lr=0.1", "training.max_steps=3", *words, cache]
+    eager, (job, _) = trainer(settings(*words)), compiled(*words)
+    assert run(job) == pytest.approx(run(eager), rel=1e-5)
+    layers = [module for module in job.task.model.modules() if isinstance(module, WeightGradLayer)]
+    assert len(layers) > 8 and set(shapes) == {layer.weight.shape for layer in layers}
     for trained in (eager, job):
         trained.engine.close()
 
