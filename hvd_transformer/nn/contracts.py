@@ -57,7 +57,7 @@ class WeightGrads(Protocol):
     """Receives the weight gradient of one linear layer as two matrices, whose product it is."""
 
     def put(self, values: Tensor, grad: Tensor, kernels: Kernels | None) -> None:
-        """Called in backward with the layer's input [N, D_in], the gradient of its output [N, D_out] and its kernels."""
+        """Called in backward with a layer's input [N, D_in], the gradient of its output [N, D_out], and its kernels."""
 
     def put_formed(self, weight_grad: Tensor, bias_grad: Tensor | None, factor: Tensor) -> None:
         """Called in backward with computed gradients in the shapes of weight and bias, which are still to be multiplied
