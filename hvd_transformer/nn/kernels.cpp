@@ -279,6 +279,57 @@ inline void transposed_product(float* c, int64_t c_row, const float* a, int64_t 
         }
 }
 
+constexpr int kNormRows = 4;  // rows of a norm's backward at a time: their sums for a column stay in registers
+
+struct NormInputs {
+    const float *grad, *residual, *values, *weight, *statistics;
+    int64_t width;
+    bool centers;
+};
+
+struct NormGrads {
+    float *values, *weight_sums, *bias_sums;
+};
+
+// `norm_backward` of `count` rows from `first` on.
+template <int count, bool has_residual>
+inline void norm_backward_of_rows(const NormGrads& out, const NormInputs& in, int64_t first) {
+    const int64_t width = in.width, start = first * width;
+    const float *values = in.values + start, *grad = in.grad + start, *residual = has_residual ? in.residual + start : nullptr;
+    const float* weight = in.weight;
+    float *grad_values = out.values + start, *weight_sums = out.weight_sums, *bias_sums = out.bias_sums;
+    float means[count], scales[count], grad_means[count], slopes[count];
+    for (int row = 0; row < count; ++row) {
+        const float *own = values + row * width, *own_grad = grad + row * width;
+        const float mean = in.statistics[2 * (first + row)], scale = in.statistics[2 * (first + row) + 1];
+        float sum = 0.0f, product_sum = 0.0f;
+#pragma omp simd reduction(+ : sum, product_sum)
+        for (int64_t i = 0; i < width; ++i) {
+            sum += own_grad[i] * weight[i];
+            product_sum += own_grad[i] * weight[i] * (own[i] - mean);
+        }
+        means[row] = mean;
+        scales[row] = scale;
+        grad_means[row] = in.centers ? sum / width : 0.0f;
+        slopes[row] = product_sum * scale / width;
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < width; ++i) {
+        float weight_sum = weight_sums[i], bias_sum = bias_sums[i];
+#pragma GCC unroll 4
+        for (int row = 0; row < count; ++row) {
+            const int64_t place = row * width + i;
+            const float normal = (values[place] - means[row]) * scales[row];
+            weight_sum += grad[place] * normal;
+            bias_sum += grad[place];
+            grad_values[place] = scales[row] * (grad[place] * weight[i] - grad_means[row] - normal * slopes[row]) +
+                                 (has_residual ? residual[place] : 0.0f);
+        }
+        weight_sums[i] = weight_sum;
+        bias_sums[i] = bias_sum;
+    }
+}
+
 }  // namespace
 
 extern "C" {
@@ -353,37 +404,23 @@ void norm_forward(float* out, float* statistics, const float* values, const floa
 void norm_backward(float* grad_values, float* grad_weight, float* grad_bias, const float* grad, const float* residual,
                    const float* values, const float* weight, const float* statistics, int64_t rows, int64_t width,
                    int32_t centers) {
-    constexpr int64_t kSums = 16;
-    std::vector<float> sums(kSums * 2 * width);
+    const int64_t num_sums = std::min<int64_t>(16, rows);
+    std::vector<float> sums(num_sums * 2 * width);
     float* first_sums = sums.data();
     with_or_without(residual, [=](auto has_residual) {
 #pragma omp parallel for if (rows * width >= kParallelFrom)
-        for (int64_t part = 0; part < kSums; ++part) {
-            float *weight_sums = first_sums + part * 2 * width, *bias_sums = weight_sums + width;
-            for (int64_t row = rows * part / kSums; row < rows * (part + 1) / kSums; ++row) {
-                const float *own = values + row * width, *own_grad = grad + row * width;
-                const float mean = statistics[2 * row], scale = statistics[2 * row + 1];
-                float sum = 0.0f, product_sum = 0.0f;
-#pragma omp simd reduction(+ : sum, product_sum)
-                for (int64_t i = 0; i < width; ++i) {
-                    const float normal = (own[i] - mean) * scale;
-                    sum += own_grad[i] * weight[i];
-                    product_sum += own_grad[i] * weight[i] * normal;
-                    weight_sums[i] += own_grad[i] * normal;
-                    bias_sums[i] += own_grad[i];
-                }
-                const float grad_mean = centers ? sum / width : 0.0f, slope = product_sum / width;
-#pragma omp simd
-                for (int64_t i = 0; i < width; ++i)
-                    grad_values[row * width + i] =
-                        scale * (own_grad[i] * weight[i] - grad_mean - (own[i] - mean) * scale * slope) +
-                        (has_residual ? residual[row * width + i] : 0.0f);
-            }
+        for (int64_t part = 0; part < num_sums; ++part) {
+            const NormGrads out{grad_values, first_sums + part * 2 * width, first_sums + part * 2 * width + width};
+            const NormInputs in{grad, residual, values, weight, statistics, width, centers != 0};
+            const int64_t end = rows * (part + 1) / num_sums;
+            int64_t row = rows * part / num_sums;
+            for (; row + kNormRows <= end; row += kNormRows) norm_backward_of_rows<kNormRows, has_residual>(out, in, row);
+            for (; row < end; ++row) norm_backward_of_rows<1, has_residual>(out, in, row);
         }
     });
     for (int64_t i = 0; i < width; ++i) {
         float weight_sum = 0.0f, bias_sum = 0.0f;
-        for (int64_t part = 0; part < kSums; ++part) {
+        for (int64_t part = 0; part < num_sums; ++part) {
             weight_sum += first_sums[part * 2 * width + i];
             bias_sum += first_sums[part * 2 * width + width + i];
         }
