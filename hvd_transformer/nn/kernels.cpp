@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include <omp.h>
@@ -171,9 +172,41 @@ inline Rows pad_rows(Rows rows, int64_t count, int64_t width, float* scratch) {
     return {scratch, padded_width};
 }
 
+template <int... lane>
+inline Vector interleaved(Vector left, Vector right, int first, std::integer_sequence<int, lane...>) {
+    return __builtin_shuffle(left, right, Integers{(lane % 2 * kLanes + lane / 2 + first)...});
+}
+
+// Transposes a square of numbers. Each round interleaves the rows of its first half with those of its second.
+inline void transpose(Vector (&square)[kLanes]) {
+    constexpr std::make_integer_sequence<int, kLanes> lanes;
+#pragma GCC unroll 4
+    for (int done = 1; done < kLanes; done *= 2) {
+        Vector next[kLanes];
+#pragma GCC unroll 8
+        for (int i = 0; i < kLanes / 2; ++i) {
+            next[2 * i] = interleaved(square[i], square[i + kLanes / 2], 0, lanes);
+            next[2 * i + 1] = interleaved(square[i], square[i + kLanes / 2], kLanes / 2, lanes);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) square[i] = next[i];
+    }
+}
+
 // Copies `count` rows × `scale` as columns to `out` [width, kQueries]; the other columns become zero.
 inline void copy_transposed(float* out, Rows rows, int64_t count, int64_t width, float scale) {
-    for (int64_t i = 0; i < width; ++i) {
+    const int64_t whole = width / kLanes * kLanes;
+    for (int64_t i = 0; i < whole; i += kLanes)
+        for (int64_t first = 0; first < kQueries; first += kLanes) {
+            Vector square[kLanes];
+#pragma GCC unroll 16
+            for (int row = 0; row < kLanes; ++row)
+                square[row] = first + row < count ? vectors(rows.from(first + row).start + i)[0] * scale : Vector{};
+            transpose(square);
+#pragma GCC unroll 16
+            for (int row = 0; row < kLanes; ++row) vectors(out + (i + row) * kQueries + first)[0] = square[row];
+        }
+    for (int64_t i = whole; i < width; ++i) {
         for (int64_t row = 0; row < count; ++row) out[i * kQueries + row] = rows.start[row * rows.stride + i] * scale;
         std::fill(out + i * kQueries + count, out + (i + 1) * kQueries, 0.0f);
     }
@@ -487,8 +520,8 @@ void attention_forward(float* out, float* log_sum_exp, const Heads* query, const
     }
 }
 
-// The gradients of query, key and value, laid out as `out`, from `grad` of `out`.
-void attention_backward(float* grad_query, float* grad_key, float* grad_value, const float* grad, const float* out,
+// The gradients of query, key and value, laid out as `grad`, that of `out`.
+void attention_backward(float* grad_query, float* grad_key, float* grad_value, const float* grad,
                         const float* log_sum_exp, const Heads* query, const Heads* key, const Heads* value,
                         const bool* allowed, const int64_t* starts, const int16_t* bits, const AttentionParams& attn) {
     const int64_t padded_dim = padded(attn.head_dim), stride = attn.heads * attn.head_dim;
@@ -527,30 +560,26 @@ void attention_backward(float* grad_query, float* grad_key, float* grad_value, c
                                kQueries, count, kQueries, attn.head_dim);
                 block.mask(weights);
                 if (bits) block.fill_dropout_factors(dropout_factors);
-                // FlashAttention's D: the sum of out × grad per query.
-                alignas(64) float deltas[kQueries] = {}, block_lse[kQueries];
+                alignas(64) float block_lse[kQueries];
                 std::fill(block_lse, block_lse + kQueries, INFINITY);  // weights of queries past the last one are zero
                 std::copy_n(log_sum_exp + head * attn.queries + first, block.rows, block_lse);
-                for (int64_t i = 0; i < block.rows; ++i) {
-                    const float *out_row = attn.row_of(out, head, first + i), *grad_row = own_grad.start + i * stride;
-                    float delta = 0.0f;
-#pragma omp simd reduction(+ : delta)
-                    for (int64_t k = 0; k < attn.head_dim; ++k) delta += out_row[k] * grad_row[k];
-                    deltas[i] = delta;
-                }
                 for (int part = 0; part < kParts; ++part) {
-                    const Vector delta = vectors(deltas)[part];
                     const Vector lse = vectors(block_lse)[part];
                     UnalignedVector* weight = vectors(weights) + part;
                     UnalignedVector* grad_score = vectors(grad_scores) + part;
                     UnalignedVector* dropped_weight = vectors(dropped_weights) + part;
                     const UnalignedVector* dropout_factor = vectors(dropout_factors) + part;
+                    Vector delta = {};  // FlashAttention's D, there the sum of out × grad
                     for (int64_t j = 0; j < count * kParts; j += kParts) {
                         const Vector probability = exp_of<Bits>(weight[j] - lse);
                         const Vector grad_weight = bits ? grad_score[j] * dropout_factor[j] : grad_score[j];
-                        dropped_weight[j] = bits ? probability * dropout_factor[j] : probability;
-                        grad_score[j] = attn.softmax_scale * probability * (grad_weight - delta);
+                        delta += probability * grad_weight;
+                        weight[j] = probability;
+                        grad_score[j] = grad_weight;
+                        if (bits) dropped_weight[j] = probability * dropout_factor[j];
                     }
+                    for (int64_t j = 0; j < count * kParts; j += kParts)
+                        grad_score[j] = attn.softmax_scale * weight[j] * (grad_score[j] - delta);
                 }
                 float* own = attn.row_of(grad_query, head, first);
                 const bool is_aligned = attn.head_dim == padded_dim;

@@ -22,7 +22,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "norm_forward": [_P, _P, _P, _P, _P, _N, _N, _I, _F],
     "norm_backward": [_P, _P, _P, _P, _P, _P, _P, _P, _N, _N, _I],
     "attention_forward": [_P] * 9,
-    "attention_backward": [_P] * 13,
+    "attention_backward": [_P] * 12,
     "weight_grad": [_P, _P, _P, _N, _N, _N, _I],
     "cross_entropy": [_P, _P, _P, _N, _N, _F],
 }
@@ -285,18 +285,19 @@ class _Attention(torch.autograd.Function):
             out.data_ptr(), log_sum_exp.data_ptr(), *_pointers(query, key, value), _address(allowed),
             _address(starts), _address(bits), ctypes.byref(params),
         )  # fmt: skip
-        ctx.save_for_backward(out, log_sum_exp, query, key, value, allowed, starts, bits)
+        ctx.save_for_backward(log_sum_exp, query, key, value, allowed, starts, bits)
         ctx.library, ctx.params = library, params
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        out, log_sum_exp, query, key, value, allowed, starts, bits = ctx.saved_tensors
-        grad, grad_query = grad.contiguous(), torch.empty_like(out)
-        grad_key, grad_value = (out.new_empty(key.transpose(1, 2).shape) for _ in range(2))
+        log_sum_exp, query, key, value, allowed, starts, bits = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_query = torch.empty_like(grad)
+        grad_key, grad_value = (grad.new_empty(key.transpose(1, 2).shape) for _ in range(2))
         ctx.library.attention_backward(
-            grad_query.data_ptr(), grad_key.data_ptr(), grad_value.data_ptr(), grad.data_ptr(), out.data_ptr(),
-            log_sum_exp.data_ptr(), *_pointers(query, key, value), _address(allowed), _address(starts), _address(bits),
+            grad_query.data_ptr(), grad_key.data_ptr(), grad_value.data_ptr(), grad.data_ptr(), log_sum_exp.data_ptr(),
+            *_pointers(query, key, value), _address(allowed), _address(starts), _address(bits),
             ctypes.byref(ctx.params),
         )  # fmt: skip
         grads = (tensor.transpose(1, 2) for tensor in (grad_query, grad_key, grad_value))
