@@ -1,5 +1,7 @@
 """Multi-head attention (Vaswani et al. 2017, section 3.2), and the key-value cache."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,7 +12,7 @@ from hvd_transformer.models.norms import HeadNorm
 from hvd_transformer.models.positions import RotaryPositions
 from hvd_transformer.nn import seeded_attention
 from hvd_transformer.nn.dropout import Dropout
-from hvd_transformer.nn.kernels import FusibleLayer
+from hvd_transformer.nn.kernels import DropoutBits, FusibleLayer, Kernels
 from hvd_transformer.nn.matmul import autocast_dtype
 from hvd_transformer.nn.parallel_layers import ColumnParallelLinear, RowParallelLinear
 
@@ -51,24 +53,28 @@ class Attention(FusibleLayer):
         self.dropout = Dropout(config.dropout, sharded=True)
 
     def mix(
-        self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, documents: Documents | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        allowed: Tensor | None,
+        documents: Documents | None = None,
+        residual: Tensor | None = None,
     ) -> Tensor:
-        """Attend with queries [B, H, T, W] to keys and values [B, G, S, W]; returns [B, T, D].
+        """Attend with queries [B, H, T, W] to keys and values [B, G, S, W]; returns [B, T, D], plus `residual`.
 
         Each of the G heads of keys and values serves H / G neighbouring heads of queries. `allowed` [B, S] marks the
         keys to attend to. In causal attention the queries are the last T of the S positions. With `documents`, which
         needs causal attention and no `allowed`, T = S and each query attends to its own document only.
         """
-        kernels, drops, groups = self.kernels, self.dropout.active, query.size(1) // key.size(1)
+        drops, groups = self.dropout.active, query.size(1) // key.size(1)
         # A GPU's kernels for 16 bits read each head of keys and values for all of its queries.
         shares = query.is_cuda and query.dtype.itemsize == 2 and not drops and allowed is None and documents is None
         shares = shares and seeded_attention.is_ampere(query)  # else torch would form the weights [B, H, T, S]
         if groups > 1 and not shares:
             key, value = (heads.repeat_interleave(groups, 1) for heads in (key, value))
-        if self.training and kernels is not None and kernels.fit(query, key, value, rows=True):
-            shape = (*query.shape[:3], key.size(2))
-            drawn = self.dropout.draw_bits(shape) if drops else None
-            starts = None if documents is None else documents.starts
+        if (kernels := self._fitting_kernels(query, key, value)) is not None:
+            drawn, starts = self._drawn((*query.shape[:3], key.size(2))), _starts(documents)
             mixed = kernels.attention(query, key, value, self.causal, allowed, drawn, starts)
         elif drops and not seeded_attention.fits(query):  # torch's would draw from torch's generator
             mixed = (self._weights(query, key, allowed, documents) @ value).transpose(1, 2)
@@ -87,8 +93,18 @@ class Attention(FusibleLayer):
                     query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=groups > 1 and shares
                 )
             mixed = heads.transpose(1, 2)
-        output: Tensor = self.output(mixed.flatten(2))
+        output: Tensor = self.output(mixed.flatten(2), residual)
         return output
+
+    def _fitting_kernels(self, *tensors: Tensor) -> Kernels | None:
+        """The kernels, if this layer trains with them and they support these tensors."""
+        if self.training and self.kernels is not None and self.kernels.fit(*tensors, rows=True):
+            return self.kernels
+        return None
+
+    def _drawn(self, shape: Sequence[int]) -> DropoutBits | None:
+        """The dropout of weights of this shape, for the kernels."""
+        return self.dropout.draw_bits(shape) if self.dropout.active else None
 
     def _weights(self, query: Tensor, key: Tensor, allowed: Tensor | None, documents: Documents | None) -> Tensor:
         """The attention weights [B, H, T, S] after dropout."""
@@ -117,6 +133,10 @@ def _zero_biases(*layers: nn.Linear) -> None:
     for layer in layers:
         if layer.bias is not None:
             nn.init.zeros_(layer.bias)
+
+
+def _starts(documents: Documents | None) -> Tensor | None:
+    return None if documents is None else documents.starts
 
 
 def _split_heads(projected: Tensor, parts: int, width: int) -> list[Tensor]:
@@ -151,6 +171,7 @@ class SelfAttention(Attention):
         if config.qk_norm:
             self.query_norm, self.key_norm = (HeadNorm(self.head_width, config.norm_eps) for _ in range(2))
         self.qk_norm = config.qk_norm
+        self._is_plain = self.rotary is None and not config.qk_norm  # the kernels take the projection as it is
         for linear in inputs:
             nn.init.xavier_uniform_(linear.weight)
         _zero_biases(*inputs, self.output)
@@ -161,15 +182,19 @@ class SelfAttention(Attention):
         allowed: Tensor | None = None,
         past: KVCache | None = None,
         documents: Documents | None = None,
+        residual: Tensor | None = None,
     ) -> Tensor:
-        """[B, T, D] to [B, T, D]. `allowed` [B, T] marks the keys to attend to; `past` caches previous positions;
-        `documents` keeps documents apart, where rotary positions, which are relative, need not start anew."""
+        """[B, T, D] to [B, T, D], plus `residual`. `allowed` [B, T] marks the keys to attend to; `past` caches previous
+        positions; `documents` keeps documents apart, where rotary positions, which are relative, need not start anew.
+        """
         narrow = autocast_dtype(hidden)
         if narrow is not None:
             hidden = hidden.to(narrow)  # once for all of its products
         if self.qkv is not None:
-            group = self.qkv.column_group
-            query, key, value = _split_heads(self.qkv(hidden), 3, self.head_width)
+            group, projected = self.qkv.column_group, self.qkv(hidden)
+            if past is None and self._is_plain and (kernels := self._fitting_kernels(projected)) is not None:
+                return self._mix_stacked(kernels, projected, allowed, documents, residual)
+            query, key, value = _split_heads(projected, 3, self.head_width)
         else:
             group = self.query.column_group
             (query,) = _split_heads(self.query(hidden), 1, self.head_width)
@@ -180,7 +205,23 @@ class SelfAttention(Attention):
             query, key = self.rotary(query, key, 0 if past is None else past.length)
         if past is not None:
             key, value = past.add(key, value)
-        return self.mix(query, key, value, allowed, documents)
+        return self.mix(query, key, value, allowed, documents, residual)
+
+    def _mix_stacked(
+        self,
+        kernels: Kernels,
+        projected: Tensor,
+        allowed: Tensor | None,
+        documents: Documents | None,
+        residual: Tensor | None,
+    ) -> Tensor:
+        """`mix` of queries, keys and values as the projection [B, T, 3 × H × W] makes them."""
+        stacked = projected.unflatten(-1, (3, -1, self.head_width))
+        batch_size, length, _, num_heads, _ = stacked.shape
+        drawn, starts = self._drawn((batch_size, num_heads, length, length)), _starts(documents)
+        mixed = kernels.self_attention(stacked, self.causal, allowed, drawn, starts)
+        output: Tensor = self.output(mixed.flatten(2), residual)
+        return output
 
 
 class CrossAttention(Attention):
@@ -198,8 +239,16 @@ class CrossAttention(Attention):
             nn.init.uniform_(linear.weight, -bound, bound)
         _zero_biases(self.query, self.key_value, self.output)
 
-    def forward(self, hidden: Tensor, memory: Tensor | None, allowed: Tensor, past: KVCache | None = None) -> Tensor:
-        """[B, T, D] over `memory` [B, S, D] to [B, T, D]. `allowed` [B, S] marks the positions to attend to.
+    def forward(
+        self,
+        hidden: Tensor,
+        memory: Tensor | None,
+        allowed: Tensor,
+        past: KVCache | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """[B, T, D] over `memory` [B, S, D] to [B, T, D], plus `residual`. `allowed` [B, S] marks the positions to
+        attend to.
 
         `past` caches the keys and values of the memory; from the second call on nothing else of it is needed.
         """
@@ -211,4 +260,4 @@ class CrossAttention(Attention):
             key, value = _split_heads(self.key_value(memory), 2, self.head_width)
             if past is not None:
                 past.pair = key, value
-        return self.mix(query, key, value, allowed)
+        return self.mix(query, key, value, allowed, residual=residual)

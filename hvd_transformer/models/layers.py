@@ -1,6 +1,7 @@
 """The layers of a Transformer: embedding, blocks, vocabulary head."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -75,14 +76,15 @@ class FeedForward(FusibleLayer):
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[..., D] to [..., D], plus `residual`."""
         values = self.input(hidden)
         if self.training and self.kernels is not None and self.activation is F.gelu and self.kernels.fit(values):
             drawn = self.dropout.draw_bits(values.shape) if self.dropout.active else None
             values = self.kernels.gelu(values, drawn)
         else:
             values = self.dropout(self.activation(values))
-        output: Tensor = self.output(values)
+        output: Tensor = self.output(values, residual)
         return output
 
 
@@ -136,15 +138,22 @@ class Block(nn.Module):
         documents: Documents | None = None,
     ) -> Tensor:
         """[B, T, D] to [B, T, D]; the others as in `SelfAttention`."""
-        hidden = self._around(self.norm1, hidden, lambda values: self.attention(values, allowed, past, documents))
+        hidden = self._around(
+            self.norm1, hidden, partial(self.attention, allowed=allowed, past=past, documents=documents)
+        )
         return self._around(self.norm2, hidden, self.feedforward)
 
-    def _around(self, norm: FusibleNorm, hidden: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+    def _around(self, norm: FusibleNorm, hidden: Tensor, part: Callable[..., Tensor]) -> Tensor:
+        """`part` with a residual connection, which it adds itself if it is given a `residual`."""
         if self.norm == "pre":
-            normed, hidden = norm.fork(hidden)
-            result: Tensor = self.dropout(part(normed), hidden)
-        else:
-            result = norm(self.dropout(part(hidden), hidden))
+            return self._add(part, *norm.fork(hidden))
+        normed: Tensor = norm(self._add(part, hidden, hidden))
+        return normed
+
+    def _add(self, part: Callable[..., Tensor], values: Tensor, residual: Tensor) -> Tensor:
+        if self.training and self.dropout.kernels is not None and not self.dropout.active:
+            return part(values, residual=residual)  # in its last product
+        result: Tensor = self.dropout(part(values), residual)
         return result
 
 
@@ -172,8 +181,8 @@ class DecoderBlock(Block):
         A `past` that is not empty has all that is needed of the memory.
         """
         own, of_memory = past or (None, None)
-        hidden = self._around(self.norm1, hidden, lambda values: self.attention(values, None, own))
-        hidden = self._around(self.norm3, hidden, lambda values: self.cross(values, memory, allowed, of_memory))
+        hidden = self._around(self.norm1, hidden, partial(self.attention, past=own))
+        hidden = self._around(self.norm3, hidden, partial(self.cross, memory=memory, allowed=allowed, past=of_memory))
         return self._around(self.norm2, hidden, self.feedforward)
 
 

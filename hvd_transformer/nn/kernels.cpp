@@ -212,14 +212,17 @@ inline void copy_transposed(float* out, Rows rows, int64_t count, int64_t width,
     }
 }
 
-// Where the queries, keys or values [B, H, T, D/H] of each head lie, by their strides; rows are contiguous.
+// Where the queries, keys or values [B, H, T, D/H] of each head lie, or their gradients, by their strides; rows are
+// contiguous.
 struct Heads {
-    const float* start;
+    float* start;
     int64_t sample_stride, head_stride, row_stride;
 
-    Rows of(int64_t head, int64_t num_heads) const {
-        return {start + head / num_heads * sample_stride + head % num_heads * head_stride, row_stride};
+    float* at(int64_t head, int64_t num_heads, int64_t row = 0) const {
+        return start + head / num_heads * sample_stride + head % num_heads * head_stride + row * row_stride;
     }
+
+    Rows of(int64_t head, int64_t num_heads) const { return {at(head, num_heads), row_stride}; }
 };
 
 struct AttentionParams {
@@ -520,8 +523,8 @@ void attention_forward(float* out, float* log_sum_exp, const Heads* query, const
     }
 }
 
-// The gradients of query, key and value, laid out as `grad`, that of `out`.
-void attention_backward(float* grad_query, float* grad_key, float* grad_value, const float* grad,
+// The gradients of query, key and value from `grad` of `out`.
+void attention_backward(const Heads* grad_query, const Heads* grad_key, const Heads* grad_value, const float* grad,
                         const float* log_sum_exp, const Heads* query, const Heads* key, const Heads* value,
                         const bool* allowed, const int64_t* starts, const int16_t* bits, const AttentionParams& attn) {
     const int64_t padded_dim = padded(attn.head_dim), stride = attn.heads * attn.head_dim;
@@ -581,23 +584,23 @@ void attention_backward(float* grad_query, float* grad_key, float* grad_value, c
                     for (int64_t j = 0; j < count * kParts; j += kParts)
                         grad_score[j] = attn.softmax_scale * weight[j] * (grad_score[j] - delta);
                 }
-                float* own = attn.row_of(grad_query, head, first);
+                float* own = grad_query->at(head, attn.heads, first);
                 const bool is_aligned = attn.head_dim == padded_dim;
-                product<false>(is_aligned ? own : padded_out, is_aligned ? stride : padded_dim, grad_scores, 1,
+                const int64_t own_stride = grad_query->row_stride;
+                product<false>(is_aligned ? own : padded_out, is_aligned ? own_stride : padded_dim, grad_scores, 1,
                                kQueries, keys.from(begin).start, keys.stride, block.rows, padded_dim, count);
                 if (!is_aligned)
                     for (int64_t i = 0; i < block.rows; ++i)
-                        std::memcpy(own + i * stride, padded_out + i * padded_dim, attn.head_dim * sizeof(float));
+                        std::memcpy(own + i * own_stride, padded_out + i * padded_dim, attn.head_dim * sizeof(float));
                 product<true>(key_grads + begin * padded_dim, padded_dim, grad_scores, kQueries, 1, query_rows.start,
                               query_rows.stride, count, padded_dim, block.rows);
                 product<true>(value_grads + begin * padded_dim, padded_dim, dropped_weights, kQueries, 1,
                               grad_rows.start, grad_rows.stride, count, padded_dim, block.rows);
             }
             for (int64_t j = 0; j < attn.keys; ++j) {
-                const int64_t place =
-                    ((head / attn.heads * attn.keys + j) * attn.heads + head % attn.heads) * attn.head_dim;
-                std::memcpy(grad_key + place, key_grads + j * padded_dim, attn.head_dim * sizeof(float));
-                std::memcpy(grad_value + place, value_grads + j * padded_dim, attn.head_dim * sizeof(float));
+                const size_t bytes = attn.head_dim * sizeof(float);
+                std::memcpy(grad_key->at(head, attn.heads, j), key_grads + j * padded_dim, bytes);
+                std::memcpy(grad_value->at(head, attn.heads, j), value_grads + j * padded_dim, bytes);
             }
         }
     }

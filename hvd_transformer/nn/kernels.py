@@ -117,7 +117,21 @@ class Kernels:
         (FlashAttention, Dao et al. 2022, arXiv 2205.14135). Rows of queries, keys and values must be contiguous.
         """
         result: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-            self.library, query, key, value, causal, allowed, starts, *(dropout_bits or _NO_DROPOUT)
+            self.library, query, key, value, _Mask(causal, allowed, starts, dropout_bits)
+        )
+        return result
+
+    def self_attention(
+        self,
+        stacked: Tensor,
+        causal: bool,
+        allowed: Tensor | None,
+        dropout_bits: DropoutBits | None,
+        starts: Tensor | None = None,
+    ) -> Tensor:
+        """The same of query, key and value in one tensor [B, T, 3, H, D/H]; its gradient needs no copies."""
+        result: Tensor = _SelfAttention.apply(  # type: ignore[no-untyped-call]
+            self.library, stacked, _Mask(causal, allowed, starts, dropout_bits)
         )
         return result
 
@@ -261,47 +275,72 @@ class _AttentionParams(ctypes.Structure):
     ]
 
 
+class _Mask(NamedTuple):
+    """Which weights of attention are not zero: see `Kernels.attention`."""
+
+    causal: bool
+    allowed: Tensor | None
+    starts: Tensor | None
+    dropout_bits: DropoutBits | None
+
+
 class _Attention(torch.autograd.Function):
+    """Of query [B, H, T, D/H], key and value [B, H, S, D/H]."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        library: ctypes.CDLL,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        causal: bool,
-        allowed: Tensor | None,
-        starts: Tensor | None,
-        bits: Tensor | None,
-        threshold: int,
-        scale: float,
-    ) -> Tensor:
-        batch_size, num_heads, num_queries, head_dim = query.shape
-        params = _AttentionParams(*query.shape[:3], key.size(2), head_dim, causal, threshold, head_dim**-0.5, scale)
-        allowed, starts = (None if tensor is None else tensor.contiguous() for tensor in (allowed, starts))
-        out = query.new_empty(batch_size, num_queries, num_heads, head_dim)
-        log_sum_exp = query.new_empty(batch_size, num_heads, num_queries)
-        library.attention_forward(
-            out.data_ptr(), log_sum_exp.data_ptr(), *_pointers(query, key, value), _address(allowed),
-            _address(starts), _address(bits), ctypes.byref(params),
-        )  # fmt: skip
-        ctx.save_for_backward(log_sum_exp, query, key, value, allowed, starts, bits)
-        ctx.library, ctx.params = library, params
-        return out
+    def forward(ctx: Any, library: ctypes.CDLL, query: Tensor, key: Tensor, value: Tensor, mask: _Mask) -> Tensor:
+        return _attention_forward(ctx, library, query, key, value, mask)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        log_sum_exp, query, key, value, allowed, starts, bits = ctx.saved_tensors
-        grad = grad.contiguous()
-        grad_query = torch.empty_like(grad)
-        grad_key, grad_value = (grad.new_empty(key.transpose(1, 2).shape) for _ in range(2))
-        ctx.library.attention_backward(
-            grad_query.data_ptr(), grad_key.data_ptr(), grad_value.data_ptr(), grad.data_ptr(), log_sum_exp.data_ptr(),
-            *_pointers(query, key, value), _address(allowed), _address(starts), _address(bits),
-            ctypes.byref(ctx.params),
-        )  # fmt: skip
-        grads = (tensor.transpose(1, 2) for tensor in (grad_query, grad_key, grad_value))
-        return None, *grads, None, None, None, None, None, None
+        num_keys = ctx.params.keys
+        batch_size, num_queries, *heads = grad.shape
+        grads = [grad.new_empty(batch_size, length, *heads) for length in (num_queries, num_keys, num_keys)]
+        return None, *_attention_backward(ctx, grad, [tensor.transpose(1, 2) for tensor in grads]), None
+
+
+class _SelfAttention(torch.autograd.Function):
+    """Of query, key and value [B, T, 3, H, D/H], whose gradients are written to one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, library: ctypes.CDLL, stacked: Tensor, mask: _Mask) -> Tensor:
+        query, key, value = (part.transpose(1, 2) for part in stacked.unbind(2))
+        return _attention_forward(ctx, library, query, key, value, mask)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        batch_size, length, *heads = grad.shape
+        stacked = grad.new_empty(batch_size, length, 3, *heads)
+        _attention_backward(ctx, grad, [part.transpose(1, 2) for part in stacked.unbind(2)])
+        return None, stacked, None
+
+
+def _attention_forward(
+    ctx: Any, library: ctypes.CDLL, query: Tensor, key: Tensor, value: Tensor, mask: _Mask
+) -> Tensor:
+    batch_size, num_heads, num_queries, head_dim = query.shape
+    bits, threshold, scale = mask.dropout_bits or _NO_DROPOUT
+    params = _AttentionParams(*query.shape[:3], key.size(2), head_dim, mask.causal, threshold, head_dim**-0.5, scale)
+    allowed, starts = (None if tensor is None else tensor.contiguous() for tensor in (mask.allowed, mask.starts))
+    out = query.new_empty(batch_size, num_queries, num_heads, head_dim)
+    log_sum_exp = query.new_empty(batch_size, num_heads, num_queries)
+    library.attention_forward(
+        out.data_ptr(), log_sum_exp.data_ptr(), *_pointers(query, key, value), _address(allowed), _address(starts),
+        _address(bits), ctypes.byref(params),
+    )  # fmt: skip
+    ctx.save_for_backward(log_sum_exp, query, key, value, allowed, starts, bits)
+    ctx.library, ctx.params = library, params
+    return out
+
+
+def _attention_backward(ctx: Any, grad: Tensor, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Write the gradients of query, key and value to `grads` [B, H, T or S, D/H] from `grad` [B, T, H, D/H]."""
+    log_sum_exp, query, key, value, allowed, starts, bits = ctx.saved_tensors
+    ctx.library.attention_backward(
+        *_pointers(*grads), grad.contiguous().data_ptr(), log_sum_exp.data_ptr(), *_pointers(query, key, value),
+        _address(allowed), _address(starts), _address(bits), ctypes.byref(ctx.params),
+    )  # fmt: skip
+    return grads
 
 
 def _pointers(*tensors: Tensor) -> list[Any]:

@@ -142,20 +142,21 @@ class Linear(WeightGradLayer, nn.Linear):
     column_group: TensorGroup | None = None  # column parallel: each rank has some of the output features
     row_group: TensorGroup | None = None  # row parallel: each rank has some of the input features
 
-    def forward(self, values: Tensor) -> Tensor:
-        """values [..., D_in] → [..., D_out]."""
+    def forward(self, values: Tensor, residual: Tensor | None = None) -> Tensor:
+        """values [..., D_in] → [..., D_out], plus `residual` of that shape."""
         is_split = self.column_group is not None or self.row_group is not None
         shadow = self._shadow(values)
         if not torch.is_grad_enabled():
-            return _linear(values, self.weight if shadow is None else shadow, self.bias, self.row_group)
+            return _linear(values, self.weight if shadow is None else shadow, self.bias, self.row_group, residual)
         if self.weight_grads is None and shadow is None and not is_split:
-            return _linear(values, self.weight, self.bias, self.row_group)
+            return _linear(values, self.weight, self.bias, self.row_group, residual)
         weight, bias, anchor = self.weight, self.bias, None
         if self.weight_grads is not None:
             weight, bias, anchor = detach_with_anchor(values, weight, bias)
         result: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-            values, weight, bias, self.weight_grads, anchor, self.column_group, self.row_group, shadow, self.kernels
-        )
+            values, weight, bias, self.weight_grads, anchor, self.column_group, self.row_group, shadow, self.kernels,
+            residual,
+        )  # fmt: skip
         return result
 
 
@@ -183,12 +184,16 @@ class RowParallelLinear(Linear):
         self.row_group = group
 
 
-def _linear(values: Tensor, weight: Tensor, bias: Tensor | None, row_group: TensorGroup | None) -> Tensor:
+def _linear(
+    values: Tensor, weight: Tensor, bias: Tensor | None, row_group: TensorGroup | None, residual: Tensor | None
+) -> Tensor:
     if row_group is None:
-        return linear(values, weight, bias)
+        return linear(values, weight, bias, residual)
     result = linear(values, weight)
     row_group.sum_(result)()
-    return result if bias is None else result.add_(bias)  # once, not on each rank
+    if bias is not None:
+        result.add_(bias)  # once, not on each rank
+    return result if residual is None else result + residual
 
 
 class _Linear(torch.autograd.Function):
@@ -204,6 +209,7 @@ class _Linear(torch.autograd.Function):
         row_group: TensorGroup | None,
         shadow: Tensor | None,
         kernels: Kernels | None,
+        residual: Tensor | None,
     ) -> Tensor:
         compute_dtype = autocast_dtype(values)
         if compute_dtype is not None:
@@ -212,12 +218,13 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(values, matmul_weight)
         ctx.weight_grads, ctx.column_group, ctx.kernels = weight_grads, column_group, kernels
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        return _linear(values, matmul_weight, bias, row_group)
+        return _linear(values, matmul_weight, bias, row_group, residual)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # No `once_differentiable`: the decorator costs as much time as the rest of this function's Python code.
         values, weight = ctx.saved_tensors
+        grad_residual = grad if ctx.needs_input_grad[9] else None
         grad_values = matmul(grad, weight.to(grad.dtype)) if ctx.needs_input_grad[0] else None
         # Start the all-reduce of a column-parallel layer first: the weight gradient is computed meanwhile.
         wait = None if grad_values is None or ctx.column_group is None else ctx.column_group.sum_(grad_values)
@@ -232,7 +239,7 @@ class _Linear(torch.autograd.Function):
             grad_bias = None if bias_dtype is None else grad.sum(0, dtype=bias_dtype)
         if wait is not None:
             wait()
-        return grad_values, grad_weight, grad_bias, None, None, None, None, None, None
+        return grad_values, grad_weight, grad_bias, None, None, None, None, None, None, grad_residual
 
 
 class VocabParallelEmbedding(VocabParallelLayer, nn.Embedding):

@@ -139,6 +139,21 @@ def test_attention_within_documents(kernels: Kernels, length: int, drops: bool) 
     check(found, wanted, *both, atol=rounding(length))
 
 
+@pytest.mark.parametrize(("length", "width"), [(1, 16), (35, 12), (64, 32)])
+def test_self_attention_of_one_tensor(kernels: Kernels, length: int, width: int) -> None:
+    """The same numbers as of three, and one gradient."""
+    stacked = torch.randn(2, length, 3, 4, width, requires_grad=True)
+    drawn = kernels.draw((2, 4, length, length), 0.25, seed=4)
+    allowed = torch.arange(length) < torch.tensor([[length], [1]])
+    starts = torch.arange(length).expand(2, -1) // 3
+    heads = [part.transpose(1, 2) for part in stacked.unbind(2)]
+    for mask in ((False, None, None), (True, None, drawn), (True, allowed, None), (True, None, None, starts)):
+        found, wanted = kernels.self_attention(stacked, *mask), kernels.attention(*heads, *mask)
+        assert torch.equal(found, wanted)
+        grad = torch.randn_like(found)
+        assert torch.equal(*(torch.autograd.grad(mixed, stacked, grad)[0] for mixed in (found, wanted)))
+
+
 def test_attention_where_rows_begin_at_any_number(kernels: Kernels) -> None:
     """Of a wider tensor: loads of vectors must not rely on their alignment."""
     both = inputs(*[(2, 20, 3, 19)] * 3)

@@ -80,8 +80,9 @@ def test_products_of_any_layout(calls: list[tuple[int, ...]]) -> None:
     close(matmul(left.t().contiguous().t(), right.t().contiguous().t()), wanted)
     close(matmul(left.view(4, N // 4, K), right, torch.float64).view(N, M), wanted)
     close(linear(left, right.t(), bias), wanted + bias)
+    close(linear(left, right.t(), bias, torch.ones(N, M)), wanted + bias + 1)
     close(linear(torch.randn(N, 2 * K)[:, :K].copy_(left), right.t().contiguous()), wanted)
-    assert len(calls) == 5
+    assert len(calls) == 6
 
 
 @pytest.mark.parametrize(

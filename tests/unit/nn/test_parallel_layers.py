@@ -42,6 +42,29 @@ def test_products_are_torchs_gradients(shape: tuple[int, ...], bias: bool) -> No
     assert linear.weight.grad is None and (linear.bias is None or linear.bias.grad is None)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("is_contiguous", [True, False])
+@pytest.mark.parametrize("gives_away", [True, False])
+def test_a_residual_is_added(gives_away: bool, is_contiguous: bool, bias: bool) -> None:
+    linear, plain, taken = pair(bias)
+    if not gives_away:
+        linear.weight_grads = None
+    values = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
+    residual = torch.randn(2, 3, 7, dtype=torch.float64)
+    if not is_contiguous:
+        residual = residual.transpose(0, 1).contiguous().transpose(0, 1)
+    residual.requires_grad_()
+    before = residual.detach().clone()
+    found, wanted = linear(values, residual), plain(values) + residual
+    torch.testing.assert_close(found, wanted)
+    assert torch.equal(residual, before)
+    grads = [torch.autograd.grad((result * result).sum(), [values, residual]) for result in (found, wanted)]
+    torch.testing.assert_close(*grads)
+    with torch.no_grad():
+        torch.testing.assert_close(linear(values, residual), wanted)
+    assert len(taken) == gives_away
+
+
 def test_gradcheck_of_the_input() -> None:
     linear, _, _ = pair()
     assert torch.autograd.gradcheck(linear, torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True))
