@@ -78,12 +78,13 @@ class FeedForward(FusibleLayer):
 
     def forward(self, hidden: Tensor, residual: Tensor | None = None) -> Tensor:
         """[..., D] to [..., D], plus `residual`."""
-        values = self.input(hidden)
-        if self.training and self.kernels is not None and self.activation is F.gelu and self.kernels.fit(values):
+        kernels, gelu = self.kernels, self.activation is F.gelu
+        if self.training and kernels is not None and gelu and kernels.fit(hidden, self.input.weight):
+            values = self.input(hidden, adds_bias=False)
             drawn = self.dropout.draw_bits(values.shape) if self.dropout.active else None
-            values = self.kernels.gelu(values, drawn)
+            values = kernels.gelu(values, drawn, self.input.bias)
         else:
-            values = self.dropout(self.activation(values))
+            values = self.dropout(self.activation(self.input(hidden)))
         output: Tensor = self.output(values, residual)
         return output
 

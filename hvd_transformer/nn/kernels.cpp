@@ -392,18 +392,26 @@ void dropout(float* out, const float* residual, const float* values, const int16
     });
 }
 
-// out = gelu(values) × dropout, and its derivative to `derivatives` unless that is null. Without dropout `bits` is
-// null.
-void gelu(float* out, float* derivatives, const float* values, const int16_t* bits, int64_t count,
-          int32_t threshold, float scale) {
+// out = gelu(values + bias) × dropout, and its derivative to `derivatives` unless that is null, of values [rows, width].
+// Without dropout `bits` is null, without a bias `bias`.
+void gelu(float* out, float* derivatives, const float* values, const float* bias, const int16_t* bits, int64_t rows,
+          int64_t width, int32_t threshold, float scale) {
+    const std::vector<float> zeros(bias ? 0 : width);
+    const float* added = bias ? bias : zeros.data();
     with_or_without(bits, [=](auto drops) {
         with_or_without(derivatives, [=](auto with_derivatives) {
-#pragma omp parallel for simd if (parallel : count >= kParallelFrom)
-            for (int64_t i = 0; i < count; ++i) {
-                const Normal normal = normal_at(values[i]);
-                const float dropout_factor = drops ? dropout_factor_of(bits[i], threshold, scale) : 1.0f;
-                out[i] = values[i] * normal.cdf * dropout_factor;
-                if (with_derivatives) derivatives[i] = (normal.cdf + values[i] * normal.density) * dropout_factor;
+#pragma omp parallel for if (rows * width >= kParallelFrom)
+            for (int64_t row = 0; row < rows; ++row) {
+                const int64_t start = row * width;
+#pragma omp simd
+                for (int64_t i = 0; i < width; ++i) {
+                    const float value = values[start + i] + added[i];
+                    const Normal normal = normal_at(value);
+                    const float dropout_factor = drops ? dropout_factor_of(bits[start + i], threshold, scale) : 1.0f;
+                    out[start + i] = value * normal.cdf * dropout_factor;
+                    if (with_derivatives)
+                        derivatives[start + i] = (normal.cdf + value * normal.density) * dropout_factor;
+                }
             }
         });
     });

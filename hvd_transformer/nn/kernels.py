@@ -18,7 +18,7 @@ _F, _I, _N, _P = ctypes.c_float, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 _SIGNATURES: dict[str, list[Any]] = {
     "random_bits": [_P, _P, _N],
     "dropout": [_P, _P, _P, _P, _N, _I, _F],
-    "gelu": [_P, _P, _P, _P, _N, _I, _F],
+    "gelu": [_P, _P, _P, _P, _P, _N, _N, _I, _F],
     "norm_forward": [_P, _P, _P, _P, _P, _N, _N, _I, _F],
     "norm_backward": [_P, _P, _P, _P, _P, _P, _P, _P, _N, _N, _I],
     "attention_forward": [_P] * 9,
@@ -78,11 +78,14 @@ class Kernels:
         result: Tensor = _Dropout.apply(self.library, values, residual, *dropout_bits)  # type: ignore[no-untyped-call]
         return result
 
-    def gelu(self, values: Tensor, dropout_bits: DropoutBits | None) -> Tensor:
-        """Apply GELU (Hendrycks and Gimpel 2016, arXiv 1606.08415), then dropout."""
+    def gelu(self, values: Tensor, dropout_bits: DropoutBits | None, bias: Tensor | None = None) -> Tensor:
+        """Apply GELU (Hendrycks and Gimpel 2016, arXiv 1606.08415) to values [..., D] + `bias` [D], then dropout.
+
+        The bias gets no gradient here: it is the sum of that of the values.
+        """
         needs_grad = torch.is_grad_enabled() and values.requires_grad
         result: Tensor = _Gelu.apply(  # type: ignore[no-untyped-call]
-            self.library, values, needs_grad, *(dropout_bits or _NO_DROPOUT)
+            self.library, values, None if bias is None else bias.detach(), needs_grad, *(dropout_bits or _NO_DROPOUT)
         )
         return result
 
@@ -196,15 +199,18 @@ class _Gelu(torch.autograd.Function):
         ctx: Any,
         library: ctypes.CDLL,
         values: Tensor,
+        bias: Tensor | None,
         needs_grad: bool,
         bits: Tensor | None,
         threshold: int,
         scale: float,
     ) -> Tensor:
         out, derivative = torch.empty_like(values), torch.empty_like(values) if needs_grad else None
+        width = values.size(-1)
         library.gelu(
-            out.data_ptr(), _address(derivative), values.data_ptr(), _address(bits), values.numel(), threshold, scale
-        )
+            out.data_ptr(), _address(derivative), values.data_ptr(), _address(bias), _address(bits),
+            values.numel() // max(1, width), width, threshold, scale,
+        )  # fmt: skip
         # The derivative of GELU and dropout together is saved instead of values and bits: it takes as much memory, and
         # backward is one multiplication.
         ctx.save_for_backward(derivative)
@@ -214,7 +220,7 @@ class _Gelu(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (derivative,) = ctx.saved_tensors
         # In place, as nothing else needs the derivative; autograd refuses a second backward.
-        return None, derivative.mul_(grad), None, None, None, None
+        return None, derivative.mul_(grad), None, None, None, None, None
 
 
 class _Norm(torch.autograd.Function):

@@ -142,20 +142,22 @@ class Linear(WeightGradLayer, nn.Linear):
     column_group: TensorGroup | None = None  # column parallel: each rank has some of the output features
     row_group: TensorGroup | None = None  # row parallel: each rank has some of the input features
 
-    def forward(self, values: Tensor, residual: Tensor | None = None) -> Tensor:
-        """values [..., D_in] → [..., D_out], plus `residual` of that shape."""
+    def forward(self, values: Tensor, residual: Tensor | None = None, *, adds_bias: bool = True) -> Tensor:
+        """values [..., D_in] → [..., D_out], plus `residual` of that shape. Without `adds_bias` the caller adds the
+        bias, whose gradient is still computed here (Megatron's `skip_bias_add`)."""
         is_split = self.column_group is not None or self.row_group is not None
         shadow = self._shadow(values)
         if not torch.is_grad_enabled():
-            return _linear(values, self.weight if shadow is None else shadow, self.bias, self.row_group, residual)
-        if self.weight_grads is None and shadow is None and not is_split:
+            bias = self.bias if adds_bias else None
+            return _linear(values, self.weight if shadow is None else shadow, bias, self.row_group, residual)
+        if self.weight_grads is None and shadow is None and not is_split and adds_bias:
             return _linear(values, self.weight, self.bias, self.row_group, residual)
         weight, bias, anchor = self.weight, self.bias, None
         if self.weight_grads is not None:
             weight, bias, anchor = detach_with_anchor(values, weight, bias)
         result: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
             values, weight, bias, self.weight_grads, anchor, self.column_group, self.row_group, shadow, self.kernels,
-            residual,
+            residual, adds_bias,
         )  # fmt: skip
         return result
 
@@ -210,6 +212,7 @@ class _Linear(torch.autograd.Function):
         shadow: Tensor | None,
         kernels: Kernels | None,
         residual: Tensor | None,
+        adds_bias: bool,
     ) -> Tensor:
         compute_dtype = autocast_dtype(values)
         if compute_dtype is not None:
@@ -218,7 +221,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(values, matmul_weight)
         ctx.weight_grads, ctx.column_group, ctx.kernels = weight_grads, column_group, kernels
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        return _linear(values, matmul_weight, bias, row_group, residual)
+        return _linear(values, matmul_weight, bias if adds_bias else None, row_group, residual)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -239,7 +242,7 @@ class _Linear(torch.autograd.Function):
             grad_bias = None if bias_dtype is None else grad.sum(0, dtype=bias_dtype)
         if wait is not None:
             wait()
-        return grad_values, grad_weight, grad_bias, None, None, None, None, None, None, grad_residual
+        return grad_values, grad_weight, grad_bias, None, None, None, None, None, None, grad_residual, None
 
 
 class VocabParallelEmbedding(VocabParallelLayer, nn.Embedding):

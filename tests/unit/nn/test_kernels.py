@@ -77,6 +77,9 @@ def test_gelu(kernels: Kernels, shape: tuple[int, int], drops: bool) -> None:
     check(kernels.gelu(both[0][0], drawn), wanted, *both)
     with torch.no_grad():
         torch.testing.assert_close(kernels.gelu(both[0][0], drawn).double(), wanted.detach(), rtol=1e-5, atol=2e-6)
+    bias = torch.randn(shape[-1], requires_grad=True)
+    wanted = F.gelu(both[1][0] + bias.detach().double()) * (1 if drawn is None else mask(drawn))
+    check(kernels.gelu(both[0][0], drawn, bias), wanted, *both)
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (2, 3, 64), (1, 1)])

@@ -65,6 +65,25 @@ def test_a_residual_is_added(gives_away: bool, is_contiguous: bool, bias: bool) 
     assert len(taken) == gives_away
 
 
+@pytest.mark.parametrize("gives_away", [True, False])
+def test_a_bias_that_the_caller_adds_gets_its_gradient(gives_away: bool) -> None:
+    linear, plain, taken = pair()
+    if not gives_away:
+        linear.weight_grads = None
+    own, other = (torch.ones(2, 3, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    found, wanted = linear(own, adds_bias=False) + linear.bias.detach(), plain(other)
+    torch.testing.assert_close(found, wanted)
+    for result in (found, wanted):
+        (result * result).sum().backward()
+    torch.testing.assert_close(own.grad, other.grad)
+    if gives_away:
+        check(plain, taken)
+    else:
+        torch.testing.assert_close([linear.weight.grad, linear.bias.grad], [plain.weight.grad, plain.bias.grad])
+    with torch.no_grad():
+        torch.testing.assert_close(linear(own, adds_bias=False), wanted - plain.bias)
+
+
 def test_gradcheck_of_the_input() -> None:
     linear, _, _ = pair()
     assert torch.autograd.gradcheck(linear, torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True))
