@@ -57,13 +57,14 @@ class Kernels:
     @staticmethod
     def fit(*tensors: Tensor | None, rows: bool = False) -> bool:
         """Whether the kernels support these tensors: float32, on the CPU, contiguous (`rows`: only each row)."""
-        return all(
-            tensor.dtype == torch.float32
-            and tensor.device.type == "cpu"
-            and (tensor.stride(-1) == 1 if rows else tensor.is_contiguous())
-            for tensor in tensors
-            if tensor is not None
-        )
+        for tensor in tensors:  # no generator: Python is slow between large products, which have filled the caches
+            if tensor is None:
+                continue
+            if tensor.dtype != torch.float32 or not tensor.is_cpu:
+                return False
+            if not (tensor.stride(-1) == 1 if rows else tensor.is_contiguous()):
+                return False
+        return True
 
     def draw(self, shape: Sequence[int], rate: float, seed: int) -> DropoutBits:
         """Draw random bits for values of this shape from SFC64: the same bits as numpy's with this seed."""
@@ -266,10 +267,6 @@ class _Heads(ctypes.Structure):
 
     _fields_ = [("start", _P), ("sample_stride", _N), ("head_stride", _N), ("row_stride", _N)]
 
-    @classmethod
-    def of(cls, values: Tensor) -> "_Heads":
-        return cls(values.data_ptr(), *values.stride()[:3])
-
 
 class _AttentionParams(ctypes.Structure):
     """The struct `AttentionParams` of kernels.cpp."""
@@ -295,14 +292,18 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, library: ctypes.CDLL, query: Tensor, key: Tensor, value: Tensor, mask: _Mask) -> Tensor:
-        return _attention_forward(ctx, library, query, key, value, mask)
+        shape = (*query.shape[:3], key.size(2), query.size(3))
+        return _attention_forward(ctx, library, shape, [query, key, value], _heads(query, key, value), mask)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        num_keys = ctx.params.keys
+        saved, num_keys = ctx.saved_tensors, ctx.params.keys
         batch_size, num_queries, *heads = grad.shape
-        grads = [grad.new_empty(batch_size, length, *heads) for length in (num_queries, num_keys, num_keys)]
-        return None, *_attention_backward(ctx, grad, [tensor.transpose(1, 2) for tensor in grads]), None
+        grads = [
+            grad.new_empty(batch_size, length, *heads).transpose(1, 2) for length in (num_queries, num_keys, num_keys)
+        ]
+        _attention_backward(ctx, grad, _heads(*grads), _heads(*saved[4:]), saved)
+        return None, *grads, None
 
 
 class _SelfAttention(torch.autograd.Function):
@@ -310,44 +311,56 @@ class _SelfAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, library: ctypes.CDLL, stacked: Tensor, mask: _Mask) -> Tensor:
-        query, key, value = (part.transpose(1, 2) for part in stacked.unbind(2))
-        return _attention_forward(ctx, library, query, key, value, mask)
+        batch_size, length, _, num_heads, head_dim = stacked.shape
+        shape = (batch_size, num_heads, length, length, head_dim)
+        return _attention_forward(ctx, library, shape, [stacked], _stacked_heads(stacked), mask)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        batch_size, length, *heads = grad.shape
-        stacked = grad.new_empty(batch_size, length, 3, *heads)
-        _attention_backward(ctx, grad, [part.transpose(1, 2) for part in stacked.unbind(2)])
-        return None, stacked, None
+        saved = ctx.saved_tensors
+        stacked = saved[4]
+        grads = torch.empty_like(stacked, memory_format=torch.contiguous_format)
+        _attention_backward(ctx, grad, _stacked_heads(grads), _stacked_heads(stacked), saved)
+        return None, grads, None
 
 
 def _attention_forward(
-    ctx: Any, library: ctypes.CDLL, query: Tensor, key: Tensor, value: Tensor, mask: _Mask
+    ctx: Any, library: ctypes.CDLL, shape: Sequence[int], tensors: Sequence[Tensor], heads: Sequence[Any], mask: _Mask
 ) -> Tensor:
-    batch_size, num_heads, num_queries, head_dim = query.shape
+    """`shape`: B, H, T, S, D/H. `heads`: where query, key and value are in `tensors`, which are saved."""
+    batch_size, num_heads, num_queries, _, head_dim = shape
     bits, threshold, scale = mask.dropout_bits or _NO_DROPOUT
-    params = _AttentionParams(*query.shape[:3], key.size(2), head_dim, mask.causal, threshold, head_dim**-0.5, scale)
+    params = _AttentionParams(*shape, mask.causal, threshold, head_dim**-0.5, scale)
     allowed, starts = (None if tensor is None else tensor.contiguous() for tensor in (mask.allowed, mask.starts))
-    out = query.new_empty(batch_size, num_queries, num_heads, head_dim)
-    log_sum_exp = query.new_empty(batch_size, num_heads, num_queries)
+    out = tensors[0].new_empty(batch_size, num_queries, num_heads, head_dim)
+    log_sum_exp = tensors[0].new_empty(batch_size, num_heads, num_queries)
     library.attention_forward(
-        out.data_ptr(), log_sum_exp.data_ptr(), *_pointers(query, key, value), _address(allowed), _address(starts),
-        _address(bits), ctypes.byref(params),
+        out.data_ptr(), log_sum_exp.data_ptr(), *heads, _address(allowed), _address(starts), _address(bits),
+        ctypes.byref(params),
     )  # fmt: skip
-    ctx.save_for_backward(log_sum_exp, query, key, value, allowed, starts, bits)
+    ctx.save_for_backward(log_sum_exp, allowed, starts, bits, *tensors)
     ctx.library, ctx.params = library, params
     return out
 
 
-def _attention_backward(ctx: Any, grad: Tensor, grads: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Write the gradients of query, key and value to `grads` [B, H, T or S, D/H] from `grad` [B, T, H, D/H]."""
-    log_sum_exp, query, key, value, allowed, starts, bits = ctx.saved_tensors
+def _attention_backward(
+    ctx: Any, grad: Tensor, grads: Sequence[Any], heads: Sequence[Any], saved: Sequence[Tensor]
+) -> None:
+    """Write the gradients of query, key and value, where `grads` are, from `grad` [B, T, H, D/H]."""
+    log_sum_exp, allowed, starts, bits, *_ = saved
     ctx.library.attention_backward(
-        *_pointers(*grads), grad.contiguous().data_ptr(), log_sum_exp.data_ptr(), *_pointers(query, key, value),
-        _address(allowed), _address(starts), _address(bits), ctypes.byref(ctx.params),
+        *grads, grad.contiguous().data_ptr(), log_sum_exp.data_ptr(), *heads, _address(allowed), _address(starts),
+        _address(bits), ctypes.byref(ctx.params),
     )  # fmt: skip
-    return grads
 
 
-def _pointers(*tensors: Tensor) -> list[Any]:
-    return [ctypes.byref(_Heads.of(tensor)) for tensor in tensors]
+def _heads(*tensors: Tensor) -> list[Any]:
+    """Where the heads of tensors [B, H, T, D/H] are."""
+    return [ctypes.byref(_Heads(tensor.data_ptr(), *tensor.stride()[:3])) for tensor in tensors]
+
+
+def _stacked_heads(stacked: Tensor) -> list[Any]:
+    """Where those of query, key and value [B, T, 3, H, D/H] are."""
+    sample, row, part, head, _ = stacked.stride()
+    start, step = stacked.data_ptr(), part * stacked.element_size()
+    return [ctypes.byref(_Heads(start + number * step, sample, head, row)) for number in range(3)]

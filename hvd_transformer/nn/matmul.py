@@ -93,7 +93,7 @@ _MOST_TEMPORARY = 1 << 20  # values of a product that is then added to a sum: 4 
 def _uses_onednn(left: Tensor, columns: int, *, into_sum: bool = False) -> bool:
     """Whether oneDNN multiplies left [..., K] and a matrix [K, `columns`]: large float32 matrices on a CPU where it is
     faster, outside of what autograd and autocast record. `into_sum`: the product is added to a sum."""
-    if left.dtype != torch.float32 or left.device.type != "cpu":
+    if not _onednn_is_faster(into_sum) or left.dtype != torch.float32 or not left.is_cpu:
         return False
     if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
         return False
@@ -101,7 +101,6 @@ def _uses_onednn(left: Tensor, columns: int, *, into_sum: bool = False) -> bool:
     return (
         count * columns >= _LEAST_MULTIPLICATIONS
         and min(depth, columns, count // depth) >= _LEAST_SIDE
-        and _onednn_is_faster(into_sum)
         # torch's own switch: `torch.backends.mkldnn.flags(enabled=False)`.
         and torch._C._get_mkldnn_enabled()
         # What counts FLOPs or memory knows torch's operators.

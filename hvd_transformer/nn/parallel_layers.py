@@ -228,11 +228,11 @@ class _Linear(torch.autograd.Function):
         # No `once_differentiable`: the decorator costs as much time as the rest of this function's Python code.
         values, weight = ctx.saved_tensors
         grad_residual = grad if ctx.needs_input_grad[9] else None
-        grad_values = matmul(grad, weight.to(grad.dtype)) if ctx.needs_input_grad[0] else None
+        # Detached: a deferred weight gradient would otherwise keep the graph of `values` alive.
+        shape, values, grad = values.shape, values.detach().flatten(0, -2), grad.flatten(0, -2)  # [N, D_in], [N, D_out]
+        grad_values = matmul(grad, weight.to(grad.dtype)).view(shape) if ctx.needs_input_grad[0] else None
         # Start the all-reduce of a column-parallel layer first: the weight gradient is computed meanwhile.
         wait = None if grad_values is None or ctx.column_group is None else ctx.column_group.sum_(grad_values)
-        # Detached: a deferred weight gradient would otherwise keep the graph of `values` alive.
-        values, grad = values.detach().flatten(0, -2), grad.flatten(0, -2)  # [N, D_in], [N, D_out]
         grad_weight = grad_bias = None
         if ctx.weight_grads is not None:
             ctx.weight_grads.put(values, grad, ctx.kernels)
