@@ -14,13 +14,13 @@
 # (default: all that nvcc knows). CUDA is that of $HOROVOD_CUDA_HOME; else that of pip's packages, if nvcc is
 # there (pip install .[cuda]); else what CMake finds. No GPU is needed.
 #
-# Six changes to the published source: C++17, which torch >= 2.1 asks for, in its two CMake files and for its
+# Seven changes to the published source: C++17, which torch >= 2.1 asks for, in its two CMake files and for its
 # CUDA kernels, whose headers ask for it since CUDA 13; a relative RUNPATH, so that the wheel finds the MPI
 # and the NCCL of whichever environment it is installed in; and the patches, in the order of their names:
-# process_set_interface.patch, so that gloo uses the chosen network interface only; wake_up.patch, with which
-# collectives no longer wait for a cycle; within_host.patch, with which ranks of one host use shared memory.
-# Their first lines say how. The version of the patched wheel is
-# 0.28.1+wakeup.
+# gloo_loop.patch, with which gloo's threads sleep while nothing arrives; process_set_interface.patch, so that
+# gloo uses the chosen network interface only; wake_up.patch, with which collectives no longer wait for a cycle;
+# within_host.patch, with which ranks of one host use shared memory. Their first lines say how. The version of
+# the patched wheel is 0.28.1+wakeup.
 set -euo pipefail
 
 readonly horovod_version=0.28.1
