@@ -16,7 +16,7 @@ from hvd_transformer.models.positions import LearnedPositions, SinusoidalPositio
 from hvd_transformer.nn.cross_entropy import fused_cross_entropy
 from hvd_transformer.nn.dropout import Dropout
 from hvd_transformer.nn.kernels import FusibleLayer
-from hvd_transformer.nn.matmul import linear
+from hvd_transformer.nn.matmul import autocast_dtype, linear
 from hvd_transformer.nn.parallel_layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -79,7 +79,8 @@ class FeedForward(FusibleLayer):
     def forward(self, hidden: Tensor, residual: Tensor | None = None) -> Tensor:
         """[..., D] to [..., D], plus `residual`."""
         kernels, gelu = self.kernels, self.activation is F.gelu
-        if self.training and kernels is not None and gelu and kernels.fit(hidden, self.input.weight):
+        fits = kernels is not None and kernels.fit(hidden, self.input.weight, self.input.bias)
+        if self.training and kernels is not None and fits and gelu and autocast_dtype(hidden) is None:
             values = self.input(hidden, adds_bias=False)
             drawn = self.dropout.draw_bits(values.shape) if self.dropout.active else None
             values = kernels.gelu(values, drawn, self.input.bias)

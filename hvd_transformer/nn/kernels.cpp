@@ -2,7 +2,8 @@
 //
 // Each reads and writes memory once where a chain of torch's operations does so several times. Threads share the
 // elements or rows of large tensors; the result does not depend on their number. Plain loops, which compilers
-// vectorize: `omp simd` allows them to reorder the sums of a row. Only `product` names vectors, of any machine's width.
+// vectorize: `omp simd` allows them to reorder the sums of a row. Products and attention name vectors, of any machine's
+// width.
 
 #include <algorithm>
 #include <cmath>
@@ -172,9 +173,13 @@ inline Rows pad_rows(Rows rows, int64_t count, int64_t width, float* scratch) {
     return {scratch, padded_width};
 }
 
-template <int... lane>
-inline Vector interleaved(Vector left, Vector right, int first, std::integer_sequence<int, lane...>) {
+template <int first, int... lane>
+inline Vector interleaved(Vector left, Vector right, std::integer_sequence<int, lane...>) {
+#if defined(__clang__)
+    return __builtin_shufflevector(left, right, (lane % 2 * kLanes + lane / 2 + first)...);
+#else  // g++ has that from 12 on
     return __builtin_shuffle(left, right, Integers{(lane % 2 * kLanes + lane / 2 + first)...});
+#endif
 }
 
 // Transposes a square of numbers. Each round interleaves the rows of its first half with those of its second.
@@ -185,8 +190,8 @@ inline void transpose(Vector (&square)[kLanes]) {
         Vector next[kLanes];
 #pragma GCC unroll 8
         for (int i = 0; i < kLanes / 2; ++i) {
-            next[2 * i] = interleaved(square[i], square[i + kLanes / 2], 0, lanes);
-            next[2 * i + 1] = interleaved(square[i], square[i + kLanes / 2], kLanes / 2, lanes);
+            next[2 * i] = interleaved<0>(square[i], square[i + kLanes / 2], lanes);
+            next[2 * i + 1] = interleaved<kLanes / 2>(square[i], square[i + kLanes / 2], lanes);
         }
 #pragma GCC unroll 16
         for (int i = 0; i < kLanes; ++i) square[i] = next[i];

@@ -1,9 +1,9 @@
-"""Fused CPU kernels of a training step: norms, dropout + residual, GELU + dropout, attention, cross-entropy, and weight
-gradients.
+"""Fused CPU kernels of a training step: norms, dropout + residual, bias + GELU + dropout, attention, cross-entropy, and
+weight gradients.
 
-They are autograd functions between the linear layers, which stay as they are. So the kernels work with everything that
-builds on linear layers: weight-gradient stores, tensor groups, recomputation, stages in threads. The calls release
-Python's global interpreter lock. Results equal those of torch's operations up to rounding, with the same dropout mask.
+They are autograd functions between the linear layers, which at most leave their bias to GELU. So the kernels work with
+everything that builds on linear layers: weight-gradient stores, tensor groups, recomputation, stages in threads. The
+calls release Python's global interpreter lock. Results equal those of torch's operations up to rounding, with the same dropout mask.
 """
 
 import ctypes
@@ -348,8 +348,9 @@ def _attention_backward(
 ) -> None:
     """Write the gradients of query, key and value, where `grads` are, from `grad` [B, T, H, D/H]."""
     log_sum_exp, allowed, starts, bits, *_ = saved
+    grad = grad.contiguous()
     ctx.library.attention_backward(
-        *grads, grad.contiguous().data_ptr(), log_sum_exp.data_ptr(), *heads, _address(allowed), _address(starts),
+        *grads, grad.data_ptr(), log_sum_exp.data_ptr(), *heads, _address(allowed), _address(starts),
         _address(bits), ctypes.byref(ctx.params),
     )  # fmt: skip
 

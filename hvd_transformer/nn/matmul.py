@@ -41,7 +41,8 @@ def linear(values: Tensor, weight: Tensor, bias: Tensor | None = None, residual:
         return result if residual is None else result.add_(residual)
     if residual is None:
         return F.linear(values, weight, bias)
-    if bias is None or residual.dtype != values.dtype or not residual.is_contiguous() or torch.is_grad_enabled():
+    fits = residual.is_contiguous() and values.dtype == weight.dtype == residual.dtype
+    if bias is None or not fits or torch.is_grad_enabled() or autocast_dtype(values) is not None:
         return F.linear(values, weight, bias) + residual
     total = residual + bias  # the product is added, as torch adds it to the bias
     total.flatten(0, -2).addmm_(values.flatten(0, -2), weight.t())

@@ -238,8 +238,8 @@ class _Linear(torch.autograd.Function):
             ctx.weight_grads.put(values, grad, ctx.kernels)
         else:
             weight_dtype, bias_dtype = ctx.dtypes
-            grad_weight = matmul(grad.t(), values, weight_dtype)
-            grad_bias = None if bias_dtype is None else grad.sum(0, dtype=bias_dtype)
+            grad_weight = matmul(grad.t(), values, weight_dtype) if ctx.needs_input_grad[1] else None
+            grad_bias = grad.sum(0, dtype=bias_dtype) if ctx.needs_input_grad[2] else None
         if wait is not None:
             wait()
         return grad_values, grad_weight, grad_bias, None, None, None, None, None, None, grad_residual, None

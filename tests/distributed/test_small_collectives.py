@@ -1,5 +1,5 @@
-"""No collective is lost or hangs: many small ones at once, also in process sets and after a second init. What has none
-to do sleeps."""
+"""No collective is lost or hangs: many small ones at once, also in process sets and after a second init. Threads sleep
+while there are none."""
 
 import os
 from pathlib import Path

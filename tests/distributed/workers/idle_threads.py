@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 SECONDS = 2
@@ -19,6 +20,7 @@ def _counts() -> dict[str, int]:
     found = {}
     for status in Path("/proc/self/task").glob("*/status"):
         if status.parent.name != str(threading.get_native_id()):
-            lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
-            found[status.parent.name] = int(lines["voluntary_ctxt_switches"])
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
+                found[status.parent.name] = int(lines["voluntary_ctxt_switches"])
     return found

@@ -154,7 +154,11 @@ def test_self_attention_of_one_tensor(kernels: Kernels, length: int, width: int)
         found, wanted = kernels.self_attention(stacked, *mask), kernels.attention(*heads, *mask)
         assert torch.equal(found, wanted)
         grad = torch.randn_like(found)
-        assert torch.equal(*(torch.autograd.grad(mixed, stacked, grad)[0] for mixed in (found, wanted)))
+        both = [torch.autograd.grad(mixed, stacked, grad, retain_graph=True)[0] for mixed in (found, wanted)]
+        assert torch.equal(*both)
+        gapped = grad.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)  # the same in another order of memory
+        for mixed in (found, wanted):
+            assert torch.equal(torch.autograd.grad(mixed, stacked, gapped)[0], both[0])
 
 
 def test_attention_where_rows_begin_at_any_number(kernels: Kernels) -> None:
