@@ -3,7 +3,8 @@ weight gradients.
 
 They are autograd functions between the linear layers, which at most leave their bias to GELU. So the kernels work with
 everything that builds on linear layers: weight-gradient stores, tensor groups, recomputation, stages in threads. The
-calls release Python's global interpreter lock. Results equal those of torch's operations up to rounding, with the same dropout mask.
+calls release Python's global interpreter lock. Results equal those of torch's operations up to rounding, with the same
+dropout mask.
 """
 
 import ctypes
