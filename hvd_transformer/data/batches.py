@@ -28,18 +28,32 @@ class WindowDataset:
     window. Memory does not grow with the number of tokens.
     """
 
+    _AHEAD = 512  # places in the order that are computed at once where steps are short: a few cost as much as all
+
     def __init__(self, tokens: Tokens, length: int, seed: int) -> None:
         self.tokens, self.length, self.seed = tokens, length, seed
         # One window fewer than would fit leaves room to shift the offset; the tokens left out change every epoch.
         self.num_items = max(1, (len(tokens) - 1) // length - 1)
+        self._epoch, self._places = -1, range(0)  # of this epoch, where the samples at these places start
+        self._starts = np.empty(0, np.int64)
 
     def batch(self, epoch: int, items: range) -> Batch:
         """The samples at these positions of the epoch's order."""
+        known = self._places
+        if epoch != self._epoch or items.start < known.start or items.stop > known.stop:
+            goes_on = epoch == self._epoch and 0 <= items.start - known.stop < self._AHEAD // 2
+            ahead = min(items.start + self._AHEAD, self.num_items) if goes_on else 0
+            known = range(items.start, max(items.stop, ahead))
+            self._starts = self._find_starts(epoch, known)
+            self._epoch, self._places = epoch, known
+        starts = self._starts[items.start - known.start : items.stop - known.start]
+        return _batch([self.tokens[start : start + self.length + 1] for start in starts.tolist()])
+
+    def _find_starts(self, epoch: int, places: range) -> NDArray[np.int64]:
         order = Permutation(self.num_items, (self.seed, epoch))
         slack = len(self.tokens) - self.num_items * self.length
         offset = int(np.random.SeedSequence((self.seed, epoch, 1)).generate_state(1)[0]) % slack
-        starts = order[np.arange(items.start, items.stop)] * self.length + offset
-        return _batch([self.tokens[start : start + self.length + 1] for start in starts.tolist()])
+        return order[np.arange(places.start, places.stop)] * self.length + offset
 
 
 class ColumnDataset:

@@ -54,6 +54,21 @@ def test_windows_come_in_the_epochs_order_however_they_are_asked_for(
     assert torch.equal(windows.batch(1, range(start, stop)).inputs, whole[start:stop])
 
 
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.tuples(st.integers(0, 1), st.integers(0, 2900), st.integers(1, 40), st.integers(1, 700)), max_size=4)
+)
+def test_what_was_asked_for_before_does_not_matter(runs: list[tuple[int, int, int, int]]) -> None:
+    """Batches one after the other, of which more are computed ahead, in places and epochs that jump."""
+    tokens = text(9000)
+    windows = WindowDataset(tokens, 3, 3)
+    whole = [WindowDataset(tokens, 3, 3).batch(epoch, range(windows.num_items)).inputs for epoch in range(2)]
+    for epoch, first, size, step in runs:
+        for start in range(first, min(first + 4 * step, windows.num_items), step):
+            items = range(start, min(start + size, windows.num_items))
+            assert torch.equal(windows.batch(epoch, items).inputs, whole[epoch][items.start : items.stop])
+
+
 def test_the_cut_and_the_order_change_with_the_epoch_and_the_seed() -> None:
     tokens = text(1000)
     first = [WindowDataset(tokens, 10, 1).batch(epoch, range(98)).inputs for epoch in range(300)]
