@@ -162,10 +162,13 @@ struct Rows {
     Rows from(int64_t row) const { return {start + row * stride, stride}; }
 };
 
-// The rows themselves if their width is a multiple of kVector, else copies in `scratch` that are padded with zeros.
-inline Rows pad_rows(Rows rows, int64_t count, int64_t width, float* scratch) {
+constexpr int64_t kFewRows = 128;  // more that lie far apart fall into the same few sets of a cache
+
+// The rows themselves if their width is a multiple of kVector and they are few or side by side, else copies in
+// `scratch` that are, padded with zeros.
+inline Rows pack_rows(Rows rows, int64_t count, int64_t width, float* scratch) {
     const int64_t padded_width = padded(width);
-    if (width == padded_width) return rows;
+    if (width == padded_width && (count < kFewRows || rows.stride == width)) return rows;
     for (int64_t row = 0; row < count; ++row) {
         std::memcpy(scratch + row * padded_width, rows.start + row * rows.stride, width * sizeof(float));
         std::fill(scratch + row * padded_width + width, scratch + (row + 1) * padded_width, 0.0f);
@@ -310,7 +313,7 @@ inline void transposed_product(float* c, int64_t c_row, const float* a, int64_t 
     const int64_t done = wide + narrow, rest = columns - done;
     if (rest == 0) return;
     Scratch scratch((depth + rows) * kVector);
-    const Rows padded_b = pad_rows({b + done, b_row}, depth, rest, scratch.take(depth * kVector));
+    const Rows padded_b = pack_rows({b + done, b_row}, depth, rest, scratch.take(depth * kVector));
     float* padded_c = scratch.take(rows * kVector);
     product<false>(padded_c, kVector, a, 1, a_row, padded_b.start, kVector, rows, kVector, depth);
     for (int64_t row = 0; row < rows; ++row)
@@ -488,14 +491,16 @@ void attention_forward(float* out, float* log_sum_exp, const Heads* query, const
     const int64_t padded_dim = padded(attn.head_dim), stride = attn.heads * attn.head_dim;
 #pragma omp parallel if (attn.batch * attn.heads * attn.queries * attn.keys >= kParallelFrom)
     {
-        Scratch scratch(kQueries * (2 * padded_dim + 2 * attn.keys) + attn.keys * padded_dim);
+        Scratch scratch(kQueries * (2 * padded_dim + 2 * attn.keys) + 2 * attn.keys * padded_dim);
         float *scaled_queries = scratch.take(kQueries * padded_dim), *padded_out = scratch.take(kQueries * padded_dim);
         float *weights = scratch.take(attn.keys * kQueries), *dropout_factors = scratch.take(attn.keys * kQueries);
-        float* padded_values = scratch.take(attn.keys * padded_dim);
+        float* packed_keys = scratch.take(attn.keys * padded_dim);
+        float* packed_values = scratch.take(attn.keys * padded_dim);
 #pragma omp for
         for (int64_t head = 0; head < attn.batch * attn.heads; ++head) {
-            const Rows keys = key->of(head, attn.heads), queries = query->of(head, attn.heads);
-            const Rows values = pad_rows(value->of(head, attn.heads), attn.keys, attn.head_dim, padded_values);
+            const Rows queries = query->of(head, attn.heads);
+            const Rows keys = pack_rows(key->of(head, attn.heads), attn.keys, attn.head_dim, packed_keys);
+            const Rows values = pack_rows(value->of(head, attn.heads), attn.keys, attn.head_dim, packed_values);
             for (int64_t first = 0; first < attn.queries; first += kQueries) {
                 const Block block(attn, head, first, allowed, starts, bits);
                 const int64_t count = block.count();
@@ -543,31 +548,33 @@ void attention_backward(const Heads* grad_query, const Heads* grad_key, const He
     const int64_t padded_dim = padded(attn.head_dim), stride = attn.heads * attn.head_dim;
 #pragma omp parallel if (attn.batch * attn.heads * attn.queries * attn.keys >= kParallelFrom)
     {
-        Scratch scratch(kQueries * (5 * padded_dim + 4 * attn.keys) + 3 * attn.keys * padded_dim);
+        Scratch scratch(kQueries * (5 * padded_dim + 4 * attn.keys) + 4 * attn.keys * padded_dim);
         float* scaled_queries = scratch.take(kQueries * padded_dim);
         float* grad_columns = scratch.take(kQueries * padded_dim);
-        float* padded_queries = scratch.take(kQueries * padded_dim);
-        float* padded_grads = scratch.take(kQueries * padded_dim);
+        float* packed_queries = scratch.take(kQueries * padded_dim);
+        float* packed_grads = scratch.take(kQueries * padded_dim);
         float* padded_out = scratch.take(kQueries * padded_dim);
         float* weights = scratch.take(attn.keys * kQueries);
         float* grad_scores = scratch.take(attn.keys * kQueries);
         float* dropout_factors = scratch.take(attn.keys * kQueries);
         float* dropped_weights = bits ? scratch.take(attn.keys * kQueries) : weights;
-        float* padded_keys = scratch.take(attn.keys * padded_dim);
+        float* packed_keys = scratch.take(attn.keys * padded_dim);
+        float* packed_values = scratch.take(attn.keys * padded_dim);
         float* key_grads = scratch.take(attn.keys * padded_dim);
         float* value_grads = scratch.take(attn.keys * padded_dim);
 #pragma omp for
         for (int64_t head = 0; head < attn.batch * attn.heads; ++head) {
-            const Rows keys = pad_rows(key->of(head, attn.heads), attn.keys, attn.head_dim, padded_keys);
-            const Rows values = value->of(head, attn.heads), queries = query->of(head, attn.heads);
+            const Rows queries = query->of(head, attn.heads);
+            const Rows keys = pack_rows(key->of(head, attn.heads), attn.keys, attn.head_dim, packed_keys);
+            const Rows values = pack_rows(value->of(head, attn.heads), attn.keys, attn.head_dim, packed_values);
             std::fill(key_grads, key_grads + attn.keys * padded_dim, 0.0f);
             std::fill(value_grads, value_grads + attn.keys * padded_dim, 0.0f);
             for (int64_t first = 0; first < attn.queries; first += kQueries) {
                 const Block block(attn, head, first, allowed, starts, bits);
                 const int64_t count = block.count(), begin = block.begin;
                 const Rows own_grad = {attn.row_of(grad, head, first), stride};
-                const Rows query_rows = pad_rows(queries.from(first), block.rows, attn.head_dim, padded_queries);
-                const Rows grad_rows = pad_rows(own_grad, block.rows, attn.head_dim, padded_grads);
+                const Rows query_rows = pack_rows(queries.from(first), block.rows, attn.head_dim, packed_queries);
+                const Rows grad_rows = pack_rows(own_grad, block.rows, attn.head_dim, packed_grads);
                 copy_transposed(scaled_queries, query_rows, block.rows, attn.head_dim, attn.softmax_scale);
                 copy_transposed(grad_columns, grad_rows, block.rows, attn.head_dim, 1.0f);
                 product<false>(weights, kQueries, keys.from(begin).start, keys.stride, 1, scaled_queries, kQueries,

@@ -142,7 +142,7 @@ def test_attention_within_documents(kernels: Kernels, length: int, drops: bool) 
     check(found, wanted, *both, atol=rounding(length))
 
 
-@pytest.mark.parametrize(("length", "width"), [(1, 16), (35, 12), (64, 32)])
+@pytest.mark.parametrize(("length", "width"), [(1, 16), (35, 12), (64, 32), (140, 32)])
 def test_self_attention_of_one_tensor(kernels: Kernels, length: int, width: int) -> None:
     """The same numbers as of three, and one gradient."""
     stacked = torch.randn(2, length, 3, 4, width, requires_grad=True)
