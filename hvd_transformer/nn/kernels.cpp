@@ -76,15 +76,14 @@ inline void with_or_without(const void* pointer, Loop loop) {
         loop(std::false_type{});
 }
 
-constexpr int64_t kQueries = kVector;  // queries per block of attention: one in each lane of its vectors
 // Float32 values per register of this machine, and how many rows of a product its registers hold at a time: of kVector
-// columns, and of as many vectors as suit large products.
+// columns, of twice as many, and of as many vectors as suit large products.
 #if defined(__AVX512F__)
-constexpr int kLanes = 16, kTile = 12, kWideParts = 4, kWideTile = 6;
+constexpr int kLanes = 16, kTile = 12, kDoubleTile = 12, kWideParts = 4, kWideTile = 6;
 #elif defined(__AVX__)
-constexpr int kLanes = 8, kTile = 6, kWideParts = 2, kWideTile = 6;
+constexpr int kLanes = 8, kTile = 6, kDoubleTile = 3, kWideParts = 2, kWideTile = 6;
 #else
-constexpr int kLanes = 4, kTile = 2, kWideParts = 4, kWideTile = 2;
+constexpr int kLanes = 4, kTile = 2, kDoubleTile = 1, kWideParts = 4, kWideTile = 2;
 #endif
 constexpr int kParts = kVector / kLanes;
 
@@ -112,30 +111,36 @@ inline void product_of_rows(float* c, int64_t c_row, const float* a, int64_t a_r
     for (int64_t k = 0; k < depth; ++k) {
         const UnalignedVector* place = vectors(b + k * b_row);
         Vector factors[parts];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int part = 0; part < parts; ++part) factors[part] = place[part];
 #pragma GCC unroll 16
         for (int i = 0; i < tile; ++i)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int part = 0; part < parts; ++part) sums[i][part] += own_rows[i][k * a_column] * factors[part];
     }
 #pragma GCC unroll 16
     for (int i = 0; i < tile; ++i) {
         UnalignedVector* place = vectors(c + i * c_row);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int part = 0; part < parts; ++part) place[part] = sums[i][part] + (adds ? place[part] : Vector{});
     }
 }
+
+constexpr int64_t kDepth = 128;  // rows of b that a product reads at a time: they stay in the cache
 
 // c [rows, columns] = a [rows, depth] × b [depth, columns], or += if `adds`. Columns are a multiple of `parts` vectors.
 // The element (i, k) of a is a[i × a_row + k × a_column]; b and c have their rows b_row and c_row apart.
 template <bool adds, int parts = kParts, int tile = kTile>
 inline void product(float* c, int64_t c_row, const float* a, int64_t a_row, int64_t a_column, const float* b,
                     int64_t b_row, int64_t rows, int64_t columns, int64_t depth) {
+    const int64_t own = std::min(depth, kDepth);
     for (int64_t column = 0; column < columns; column += parts * kLanes)
         for (int64_t row = 0; row < rows; row += tile)
             product_of_rows<adds, parts, tile>(c + row * c_row + column, c_row, a + row * a_row, a_row, a_column,
-                                               b + column, b_row, rows - row, depth);
+                                               b + column, b_row, rows - row, own);
+    if (depth > own)
+        product<true, parts, tile>(c, c_row, a + own * a_column, a_row, a_column, b + own * b_row, b_row, rows, columns,
+                                   depth - own);
 }
 
 // Memory of one thread, aligned for vectors.
@@ -201,22 +206,23 @@ inline void transpose(Vector (&square)[kLanes]) {
     }
 }
 
-// Copies `count` rows × `scale` as columns to `out` [width, kQueries]; the other columns become zero.
+// Copies `count` rows × `scale` as columns to `out` [width, columns]; the other columns become zero.
+template <int64_t columns>
 inline void copy_transposed(float* out, Rows rows, int64_t count, int64_t width, float scale) {
     const int64_t whole = width / kLanes * kLanes;
     for (int64_t i = 0; i < whole; i += kLanes)
-        for (int64_t first = 0; first < kQueries; first += kLanes) {
+        for (int64_t first = 0; first < columns; first += kLanes) {
             Vector square[kLanes];
 #pragma GCC unroll 16
             for (int row = 0; row < kLanes; ++row)
                 square[row] = first + row < count ? vectors(rows.from(first + row).start + i)[0] * scale : Vector{};
             transpose(square);
 #pragma GCC unroll 16
-            for (int row = 0; row < kLanes; ++row) vectors(out + (i + row) * kQueries + first)[0] = square[row];
+            for (int row = 0; row < kLanes; ++row) vectors(out + (i + row) * columns + first)[0] = square[row];
         }
     for (int64_t i = whole; i < width; ++i) {
-        for (int64_t row = 0; row < count; ++row) out[i * kQueries + row] = rows.start[row * rows.stride + i] * scale;
-        std::fill(out + i * kQueries + count, out + (i + 1) * kQueries, 0.0f);
+        for (int64_t row = 0; row < count; ++row) out[i * columns + row] = rows.start[row * rows.stride + i] * scale;
+        std::fill(out + i * columns + count, out + (i + 1) * columns, 0.0f);
     }
 }
 
@@ -247,19 +253,24 @@ struct AttentionParams {
     int64_t end_of(int64_t query) const { return causal ? keys - queries + query + 1 : keys; }
 };
 
-// Up to kQueries queries of one head, from `first` on, and the keys `begin` to `end` - 1 that any of them sees. Scores
+// Queries per block of attention: one in each lane of its vectors.
+constexpr int64_t kQueries = kVector, kDoubleQueries = 2 * kVector;
+
+// Up to `most` queries of one head, from `first` on, and the keys `begin` to `end` - 1 that any of them sees. Scores
 // and weights have a row per key and a column per query, so sums over the keys of a query are sums of whole vectors.
+template <int64_t most>
 struct Block {
+    static constexpr int parts = most / kLanes;
     const AttentionParams& attn;
     int64_t head, first, rows, begin, end;
     const bool* is_allowed;  // by key; null: all keys
     const int16_t* bits;
     int64_t common_begin, common_end;  // the keys that all queries of the block see
-    Integers begins[kParts], ends[kParts];
+    Integers begins[parts], ends[parts];
 
     Block(const AttentionParams& its_attn, int64_t its_head, int64_t its_first, const bool* allowed,
           const int64_t* starts, const int16_t* all_bits)
-        : attn(its_attn), head(its_head), first(its_first), rows(std::min(kQueries, attn.queries - first)) {
+        : attn(its_attn), head(its_head), first(its_first), rows(std::min(most, attn.queries - first)) {
         const int64_t* own = starts ? starts + head / attn.heads * attn.queries + first : nullptr;
         begin = own ? own[0] : 0;
         common_begin = own ? own[rows - 1] : 0;
@@ -267,7 +278,7 @@ struct Block {
         end = attn.end_of(first + rows - 1);
         is_allowed = allowed ? allowed + head / attn.heads * attn.keys : nullptr;
         bits = all_bits ? all_bits + (head * attn.queries + first) * attn.keys : nullptr;
-        for (int64_t query = 0; query < kQueries; ++query) {
+        for (int64_t query = 0; query < most; ++query) {
             const int64_t own_or_last = std::min(query, rows - 1);
             begins[query / kLanes][query % kLanes] = own ? own[own_or_last] : 0;
             ends[query / kLanes][query % kLanes] = attn.end_of(first + own_or_last);
@@ -280,9 +291,9 @@ struct Block {
     void mask(float* scores) const {
         const auto mask_some = [&](int64_t from, int64_t to) {
             for (int64_t j = from; j < to; ++j) {
-                UnalignedVector* score = vectors(scores + (j - begin) * kQueries);
+                UnalignedVector* score = vectors(scores + (j - begin) * most);
                 const Integers key = Integers{} + static_cast<int32_t>(j);
-                for (int part = 0; part < kParts; ++part)
+                for (int part = 0; part < parts; ++part)
                     score[part] = (begins[part] <= key) & (key < ends[part]) ? score[part] : Vector{} - INFINITY;
             }
         };
@@ -290,17 +301,168 @@ struct Block {
         mask_some(std::max(begin, std::min(common_end, end)), end);
         if (!is_allowed) return;
         for (int64_t j = begin; j < end; ++j)
-            if (!is_allowed[j]) std::fill_n(scores + (j - begin) * kQueries, kQueries, -INFINITY);
+            if (!is_allowed[j]) std::fill_n(scores + (j - begin) * most, most, -INFINITY);
     }
 
     // Writes what dropout multiplies the weights by, laid out as the weights.
     void fill_dropout_factors(float* factors) const {
         for (int64_t i = 0; i < rows; ++i)
             for (int64_t j = begin; j < end; ++j)
-                factors[(j - begin) * kQueries + i] =
+                factors[(j - begin) * most + i] =
                     dropout_factor_of(bits[i * attn.keys + j], attn.dropout_threshold, attn.dropout_scale);
     }
 };
+
+// Whether blocks of twice as many queries are faster: each block reads all keys, but also those that only its last
+// queries see. Where there are `starts`, a block reads few.
+inline bool suit_double_blocks(const AttentionParams& attn, const int64_t* starts) {
+    return !starts && attn.queries >= kDoubleQueries && attn.keys >= 512;
+}
+
+// `attention_forward` in blocks of `most` queries.
+template <int64_t most>
+void attend(float* out, float* log_sum_exp, const Heads* query, const Heads* key, const Heads* value,
+            const bool* allowed, const int64_t* starts, const int16_t* bits, const AttentionParams& attn) {
+    constexpr int parts = most / kLanes, tile = parts == kParts ? kTile : kDoubleTile;
+    const int64_t padded_dim = padded(attn.head_dim), stride = attn.heads * attn.head_dim;
+#pragma omp parallel if (attn.batch * attn.heads * attn.queries * attn.keys >= kParallelFrom)
+    {
+        Scratch scratch(most * (2 * padded_dim + 2 * attn.keys) + 2 * attn.keys * padded_dim);
+        float *scaled_queries = scratch.take(most * padded_dim), *padded_out = scratch.take(most * padded_dim);
+        float *weights = scratch.take(attn.keys * most), *dropout_factors = scratch.take(attn.keys * most);
+        float* packed_keys = scratch.take(attn.keys * padded_dim);
+        float* packed_values = scratch.take(attn.keys * padded_dim);
+#pragma omp for
+        for (int64_t head = 0; head < attn.batch * attn.heads; ++head) {
+            const Rows queries = query->of(head, attn.heads);
+            const Rows keys = pack_rows(key->of(head, attn.heads), attn.keys, attn.head_dim, packed_keys);
+            const Rows values = pack_rows(value->of(head, attn.heads), attn.keys, attn.head_dim, packed_values);
+            for (int64_t first = 0; first < attn.queries; first += most) {
+                const Block<most> block(attn, head, first, allowed, starts, bits);
+                const int64_t count = block.count();
+                copy_transposed<most>(scaled_queries, queries.from(first), block.rows, attn.head_dim, attn.softmax_scale);
+                product<false, parts, tile>(weights, most, keys.from(block.begin).start, keys.stride, 1, scaled_queries,
+                               most, count, most, attn.head_dim);
+                block.mask(weights);
+                if (bits) block.fill_dropout_factors(dropout_factors);
+                alignas(64) float inverse_sums[most];
+                for (int part = 0; part < parts; ++part) {
+                    UnalignedVector* weight = vectors(weights) + part;
+                    const UnalignedVector* dropout_factor = vectors(dropout_factors) + part;
+                    Vector row_max = Vector{} - INFINITY, row_sum = {};
+                    for (int64_t j = 0; j < count; ++j)
+                        row_max = weight[j * parts] > row_max ? weight[j * parts] : row_max;
+                    for (int64_t j = 0; j < count; ++j) {
+                        const Vector exponential = exp_of<Bits>(weight[j * parts] - row_max);
+                        row_sum += exponential;
+                        weight[j * parts] = bits ? exponential * dropout_factor[j * parts] : exponential;
+                    }
+                    for (int lane = 0; lane < kLanes; ++lane) {
+                        const int64_t i = part * kLanes + lane;
+                        inverse_sums[i] = 1.0f / row_sum[lane];
+                        if (i < block.rows)
+                            log_sum_exp[head * attn.queries + first + i] = row_max[lane] + std::log(row_sum[lane]);
+                    }
+                }
+                float* own = attn.row_of(out, head, first);
+                const bool is_aligned = attn.head_dim == padded_dim;
+                product<false>(is_aligned ? own : padded_out, is_aligned ? stride : padded_dim, weights, 1, most,
+                               values.from(block.begin).start, values.stride, block.rows, padded_dim, count);
+                for (int64_t i = 0; i < block.rows; ++i)
+                    for (int64_t k = 0; k < attn.head_dim; ++k)
+                        own[i * stride + k] =
+                            (is_aligned ? own[i * stride + k] : padded_out[i * padded_dim + k]) * inverse_sums[i];
+            }
+        }
+    }
+}
+
+// `attention_backward` in blocks of `most` queries.
+template <int64_t most>
+void attend_backward(const Heads* grad_query, const Heads* grad_key, const Heads* grad_value, const float* grad,
+                     const float* log_sum_exp, const Heads* query, const Heads* key, const Heads* value,
+                     const bool* allowed, const int64_t* starts, const int16_t* bits, const AttentionParams& attn) {
+    constexpr int parts = most / kLanes, tile = parts == kParts ? kTile : kDoubleTile;
+    const int64_t padded_dim = padded(attn.head_dim), stride = attn.heads * attn.head_dim;
+#pragma omp parallel if (attn.batch * attn.heads * attn.queries * attn.keys >= kParallelFrom)
+    {
+        Scratch scratch(most * (5 * padded_dim + 4 * attn.keys) + 4 * attn.keys * padded_dim);
+        float* scaled_queries = scratch.take(most * padded_dim);
+        float* grad_columns = scratch.take(most * padded_dim);
+        float* packed_queries = scratch.take(most * padded_dim);
+        float* packed_grads = scratch.take(most * padded_dim);
+        float* padded_out = scratch.take(most * padded_dim);
+        float* weights = scratch.take(attn.keys * most);
+        float* grad_scores = scratch.take(attn.keys * most);
+        float* dropout_factors = scratch.take(attn.keys * most);
+        float* dropped_weights = bits ? scratch.take(attn.keys * most) : weights;
+        float* packed_keys = scratch.take(attn.keys * padded_dim);
+        float* packed_values = scratch.take(attn.keys * padded_dim);
+        float* key_grads = scratch.take(attn.keys * padded_dim);
+        float* value_grads = scratch.take(attn.keys * padded_dim);
+#pragma omp for
+        for (int64_t head = 0; head < attn.batch * attn.heads; ++head) {
+            const Rows queries = query->of(head, attn.heads);
+            const Rows keys = pack_rows(key->of(head, attn.heads), attn.keys, attn.head_dim, packed_keys);
+            const Rows values = pack_rows(value->of(head, attn.heads), attn.keys, attn.head_dim, packed_values);
+            std::fill(key_grads, key_grads + attn.keys * padded_dim, 0.0f);
+            std::fill(value_grads, value_grads + attn.keys * padded_dim, 0.0f);
+            for (int64_t first = 0; first < attn.queries; first += most) {
+                const Block<most> block(attn, head, first, allowed, starts, bits);
+                const int64_t count = block.count(), begin = block.begin;
+                const Rows own_grad = {attn.row_of(grad, head, first), stride};
+                const Rows query_rows = pack_rows(queries.from(first), block.rows, attn.head_dim, packed_queries);
+                const Rows grad_rows = pack_rows(own_grad, block.rows, attn.head_dim, packed_grads);
+                copy_transposed<most>(scaled_queries, query_rows, block.rows, attn.head_dim, attn.softmax_scale);
+                copy_transposed<most>(grad_columns, grad_rows, block.rows, attn.head_dim, 1.0f);
+                product<false, parts, tile>(weights, most, keys.from(begin).start, keys.stride, 1, scaled_queries, most,
+                               count, most, attn.head_dim);
+                product<false, parts, tile>(grad_scores, most, values.from(begin).start, values.stride, 1, grad_columns,
+                               most, count, most, attn.head_dim);
+                block.mask(weights);
+                if (bits) block.fill_dropout_factors(dropout_factors);
+                alignas(64) float block_lse[most];
+                std::fill(block_lse, block_lse + most, INFINITY);  // weights of queries past the last one are zero
+                std::copy_n(log_sum_exp + head * attn.queries + first, block.rows, block_lse);
+                for (int part = 0; part < parts; ++part) {
+                    const Vector lse = vectors(block_lse)[part];
+                    UnalignedVector* weight = vectors(weights) + part;
+                    UnalignedVector* grad_score = vectors(grad_scores) + part;
+                    UnalignedVector* dropped_weight = vectors(dropped_weights) + part;
+                    const UnalignedVector* dropout_factor = vectors(dropout_factors) + part;
+                    Vector delta = {};  // FlashAttention's D, there the sum of out × grad
+                    for (int64_t j = 0; j < count * parts; j += parts) {
+                        const Vector probability = exp_of<Bits>(weight[j] - lse);
+                        const Vector grad_weight = bits ? grad_score[j] * dropout_factor[j] : grad_score[j];
+                        delta += probability * grad_weight;
+                        weight[j] = probability;
+                        grad_score[j] = grad_weight;
+                        if (bits) dropped_weight[j] = probability * dropout_factor[j];
+                    }
+                    for (int64_t j = 0; j < count * parts; j += parts)
+                        grad_score[j] = attn.softmax_scale * weight[j] * (grad_score[j] - delta);
+                }
+                float* own = grad_query->at(head, attn.heads, first);
+                const bool is_aligned = attn.head_dim == padded_dim;
+                const int64_t own_stride = grad_query->row_stride;
+                product<false>(is_aligned ? own : padded_out, is_aligned ? own_stride : padded_dim, grad_scores, 1,
+                               most, keys.from(begin).start, keys.stride, block.rows, padded_dim, count);
+                if (!is_aligned)
+                    for (int64_t i = 0; i < block.rows; ++i)
+                        std::memcpy(own + i * own_stride, padded_out + i * padded_dim, attn.head_dim * sizeof(float));
+                product<true>(key_grads + begin * padded_dim, padded_dim, grad_scores, most, 1, query_rows.start,
+                              query_rows.stride, count, padded_dim, block.rows);
+                product<true>(value_grads + begin * padded_dim, padded_dim, dropped_weights, most, 1,
+                              grad_rows.start, grad_rows.stride, count, padded_dim, block.rows);
+            }
+            for (int64_t j = 0; j < attn.keys; ++j) {
+                const size_t bytes = attn.head_dim * sizeof(float);
+                std::memcpy(grad_key->at(head, attn.heads, j), key_grads + j * padded_dim, bytes);
+                std::memcpy(grad_value->at(head, attn.heads, j), value_grads + j * padded_dim, bytes);
+            }
+        }
+    }
+}
 
 // c [rows, columns] = aᵀ × b, or += if `adds`, of a [depth, rows] and b [depth, columns] with any number of columns.
 template <bool adds>
@@ -488,142 +650,16 @@ void norm_backward(float* grad_values, float* grad_weight, float* grad_bias, con
 // on the number of threads.
 void attention_forward(float* out, float* log_sum_exp, const Heads* query, const Heads* key, const Heads* value,
                        const bool* allowed, const int64_t* starts, const int16_t* bits, const AttentionParams& attn) {
-    const int64_t padded_dim = padded(attn.head_dim), stride = attn.heads * attn.head_dim;
-#pragma omp parallel if (attn.batch * attn.heads * attn.queries * attn.keys >= kParallelFrom)
-    {
-        Scratch scratch(kQueries * (2 * padded_dim + 2 * attn.keys) + 2 * attn.keys * padded_dim);
-        float *scaled_queries = scratch.take(kQueries * padded_dim), *padded_out = scratch.take(kQueries * padded_dim);
-        float *weights = scratch.take(attn.keys * kQueries), *dropout_factors = scratch.take(attn.keys * kQueries);
-        float* packed_keys = scratch.take(attn.keys * padded_dim);
-        float* packed_values = scratch.take(attn.keys * padded_dim);
-#pragma omp for
-        for (int64_t head = 0; head < attn.batch * attn.heads; ++head) {
-            const Rows queries = query->of(head, attn.heads);
-            const Rows keys = pack_rows(key->of(head, attn.heads), attn.keys, attn.head_dim, packed_keys);
-            const Rows values = pack_rows(value->of(head, attn.heads), attn.keys, attn.head_dim, packed_values);
-            for (int64_t first = 0; first < attn.queries; first += kQueries) {
-                const Block block(attn, head, first, allowed, starts, bits);
-                const int64_t count = block.count();
-                copy_transposed(scaled_queries, queries.from(first), block.rows, attn.head_dim, attn.softmax_scale);
-                product<false>(weights, kQueries, keys.from(block.begin).start, keys.stride, 1, scaled_queries,
-                               kQueries, count, kQueries, attn.head_dim);
-                block.mask(weights);
-                if (bits) block.fill_dropout_factors(dropout_factors);
-                alignas(64) float inverse_sums[kQueries];
-                for (int part = 0; part < kParts; ++part) {
-                    UnalignedVector* weight = vectors(weights) + part;
-                    const UnalignedVector* dropout_factor = vectors(dropout_factors) + part;
-                    Vector row_max = Vector{} - INFINITY, row_sum = {};
-                    for (int64_t j = 0; j < count; ++j)
-                        row_max = weight[j * kParts] > row_max ? weight[j * kParts] : row_max;
-                    for (int64_t j = 0; j < count; ++j) {
-                        const Vector exponential = exp_of<Bits>(weight[j * kParts] - row_max);
-                        row_sum += exponential;
-                        weight[j * kParts] = bits ? exponential * dropout_factor[j * kParts] : exponential;
-                    }
-                    for (int lane = 0; lane < kLanes; ++lane) {
-                        const int64_t i = part * kLanes + lane;
-                        inverse_sums[i] = 1.0f / row_sum[lane];
-                        if (i < block.rows)
-                            log_sum_exp[head * attn.queries + first + i] = row_max[lane] + std::log(row_sum[lane]);
-                    }
-                }
-                float* own = attn.row_of(out, head, first);
-                const bool is_aligned = attn.head_dim == padded_dim;
-                product<false>(is_aligned ? own : padded_out, is_aligned ? stride : padded_dim, weights, 1, kQueries,
-                               values.from(block.begin).start, values.stride, block.rows, padded_dim, count);
-                for (int64_t i = 0; i < block.rows; ++i)
-                    for (int64_t k = 0; k < attn.head_dim; ++k)
-                        own[i * stride + k] =
-                            (is_aligned ? own[i * stride + k] : padded_out[i * padded_dim + k]) * inverse_sums[i];
-            }
-        }
-    }
+    const auto attend_to = suit_double_blocks(attn, starts) ? attend<kDoubleQueries> : attend<kQueries>;
+    attend_to(out, log_sum_exp, query, key, value, allowed, starts, bits, attn);
 }
 
 // The gradients of query, key and value from `grad` of `out`.
 void attention_backward(const Heads* grad_query, const Heads* grad_key, const Heads* grad_value, const float* grad,
                         const float* log_sum_exp, const Heads* query, const Heads* key, const Heads* value,
                         const bool* allowed, const int64_t* starts, const int16_t* bits, const AttentionParams& attn) {
-    const int64_t padded_dim = padded(attn.head_dim), stride = attn.heads * attn.head_dim;
-#pragma omp parallel if (attn.batch * attn.heads * attn.queries * attn.keys >= kParallelFrom)
-    {
-        Scratch scratch(kQueries * (5 * padded_dim + 4 * attn.keys) + 4 * attn.keys * padded_dim);
-        float* scaled_queries = scratch.take(kQueries * padded_dim);
-        float* grad_columns = scratch.take(kQueries * padded_dim);
-        float* packed_queries = scratch.take(kQueries * padded_dim);
-        float* packed_grads = scratch.take(kQueries * padded_dim);
-        float* padded_out = scratch.take(kQueries * padded_dim);
-        float* weights = scratch.take(attn.keys * kQueries);
-        float* grad_scores = scratch.take(attn.keys * kQueries);
-        float* dropout_factors = scratch.take(attn.keys * kQueries);
-        float* dropped_weights = bits ? scratch.take(attn.keys * kQueries) : weights;
-        float* packed_keys = scratch.take(attn.keys * padded_dim);
-        float* packed_values = scratch.take(attn.keys * padded_dim);
-        float* key_grads = scratch.take(attn.keys * padded_dim);
-        float* value_grads = scratch.take(attn.keys * padded_dim);
-#pragma omp for
-        for (int64_t head = 0; head < attn.batch * attn.heads; ++head) {
-            const Rows queries = query->of(head, attn.heads);
-            const Rows keys = pack_rows(key->of(head, attn.heads), attn.keys, attn.head_dim, packed_keys);
-            const Rows values = pack_rows(value->of(head, attn.heads), attn.keys, attn.head_dim, packed_values);
-            std::fill(key_grads, key_grads + attn.keys * padded_dim, 0.0f);
-            std::fill(value_grads, value_grads + attn.keys * padded_dim, 0.0f);
-            for (int64_t first = 0; first < attn.queries; first += kQueries) {
-                const Block block(attn, head, first, allowed, starts, bits);
-                const int64_t count = block.count(), begin = block.begin;
-                const Rows own_grad = {attn.row_of(grad, head, first), stride};
-                const Rows query_rows = pack_rows(queries.from(first), block.rows, attn.head_dim, packed_queries);
-                const Rows grad_rows = pack_rows(own_grad, block.rows, attn.head_dim, packed_grads);
-                copy_transposed(scaled_queries, query_rows, block.rows, attn.head_dim, attn.softmax_scale);
-                copy_transposed(grad_columns, grad_rows, block.rows, attn.head_dim, 1.0f);
-                product<false>(weights, kQueries, keys.from(begin).start, keys.stride, 1, scaled_queries, kQueries,
-                               count, kQueries, attn.head_dim);
-                product<false>(grad_scores, kQueries, values.from(begin).start, values.stride, 1, grad_columns,
-                               kQueries, count, kQueries, attn.head_dim);
-                block.mask(weights);
-                if (bits) block.fill_dropout_factors(dropout_factors);
-                alignas(64) float block_lse[kQueries];
-                std::fill(block_lse, block_lse + kQueries, INFINITY);  // weights of queries past the last one are zero
-                std::copy_n(log_sum_exp + head * attn.queries + first, block.rows, block_lse);
-                for (int part = 0; part < kParts; ++part) {
-                    const Vector lse = vectors(block_lse)[part];
-                    UnalignedVector* weight = vectors(weights) + part;
-                    UnalignedVector* grad_score = vectors(grad_scores) + part;
-                    UnalignedVector* dropped_weight = vectors(dropped_weights) + part;
-                    const UnalignedVector* dropout_factor = vectors(dropout_factors) + part;
-                    Vector delta = {};  // FlashAttention's D, there the sum of out × grad
-                    for (int64_t j = 0; j < count * kParts; j += kParts) {
-                        const Vector probability = exp_of<Bits>(weight[j] - lse);
-                        const Vector grad_weight = bits ? grad_score[j] * dropout_factor[j] : grad_score[j];
-                        delta += probability * grad_weight;
-                        weight[j] = probability;
-                        grad_score[j] = grad_weight;
-                        if (bits) dropped_weight[j] = probability * dropout_factor[j];
-                    }
-                    for (int64_t j = 0; j < count * kParts; j += kParts)
-                        grad_score[j] = attn.softmax_scale * weight[j] * (grad_score[j] - delta);
-                }
-                float* own = grad_query->at(head, attn.heads, first);
-                const bool is_aligned = attn.head_dim == padded_dim;
-                const int64_t own_stride = grad_query->row_stride;
-                product<false>(is_aligned ? own : padded_out, is_aligned ? own_stride : padded_dim, grad_scores, 1,
-                               kQueries, keys.from(begin).start, keys.stride, block.rows, padded_dim, count);
-                if (!is_aligned)
-                    for (int64_t i = 0; i < block.rows; ++i)
-                        std::memcpy(own + i * own_stride, padded_out + i * padded_dim, attn.head_dim * sizeof(float));
-                product<true>(key_grads + begin * padded_dim, padded_dim, grad_scores, kQueries, 1, query_rows.start,
-                              query_rows.stride, count, padded_dim, block.rows);
-                product<true>(value_grads + begin * padded_dim, padded_dim, dropped_weights, kQueries, 1,
-                              grad_rows.start, grad_rows.stride, count, padded_dim, block.rows);
-            }
-            for (int64_t j = 0; j < attn.keys; ++j) {
-                const size_t bytes = attn.head_dim * sizeof(float);
-                std::memcpy(grad_key->at(head, attn.heads, j), key_grads + j * padded_dim, bytes);
-                std::memcpy(grad_value->at(head, attn.heads, j), value_grads + j * padded_dim, bytes);
-            }
-        }
-    }
+    const auto go_back = suit_double_blocks(attn, starts) ? attend_backward<kDoubleQueries> : attend_backward<kQueries>;
+    go_back(grad_query, grad_key, grad_value, grad, log_sum_exp, query, key, value, allowed, starts, bits, attn);
 }
 
 // sum [outputs, inputs] = gradᵀ × values, or += if `adds`, of grad [rows, outputs] and values [rows, inputs]. A block of
@@ -631,7 +667,7 @@ void attention_backward(const Heads* grad_query, const Heads* grad_key, const He
 // a tenth of the time of a small product. The order of a sum does not depend on the number of threads.
 void weight_grad(float* sum, const float* grad, const float* values, int64_t rows, int64_t outputs, int64_t inputs,
                  int32_t adds) {
-    constexpr int64_t kDepth = 128, kMostOutputs = 192, kMostInputs = 512;
+    constexpr int64_t kMostOutputs = 192, kMostInputs = 512;
     const bool is_parallel = rows * outputs * inputs >= 32 * kParallelFrom;
     const int64_t threads = is_parallel ? omp_get_max_threads() : 1;
     const int64_t blocks = ((outputs - 1) / kMostOutputs / threads + 1) * threads;  // as many for each thread

@@ -107,7 +107,7 @@ def test_norms_beside_a_residual_connection(
     assert torch.equal(grad, torch.ones_like(values))
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (5, 5), (3, 18), (35, 35), (64, 80), (150, 150)])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (5, 5), (3, 18), (35, 35), (64, 80), (150, 150), (33, 520)])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("drops", [False, True])
