@@ -41,7 +41,7 @@ class WindowDataset:
         """The samples at these positions of the epoch's order."""
         known = self._places
         if epoch != self._epoch or items.start < known.start or items.stop > known.stop:
-            goes_on = epoch == self._epoch and 0 <= items.start - known.stop < self._AHEAD // 2
+            goes_on = epoch == self._epoch and known.start <= items.start < known.stop + self._AHEAD // 2
             ahead = min(items.start + self._AHEAD, self.num_items) if goes_on else 0
             known = range(items.start, max(items.stop, ahead))
             self._starts = self._find_starts(epoch, known)

@@ -306,17 +306,19 @@ struct Block {
 
     // Writes what dropout multiplies the weights by, laid out as the weights.
     void fill_dropout_factors(float* factors) const {
-        for (int64_t i = 0; i < rows; ++i)
-            for (int64_t j = begin; j < end; ++j)
-                factors[(j - begin) * most + i] =
-                    dropout_factor_of(bits[i * attn.keys + j], attn.dropout_threshold, attn.dropout_scale);
+        constexpr int64_t kAtOnce = 64;  // keys, whose factors stay in the cache
+        for (int64_t from = begin; from < end; from += kAtOnce)
+            for (int64_t i = 0; i < rows; ++i)
+                for (int64_t j = from; j < std::min(from + kAtOnce, end); ++j)
+                    factors[(j - begin) * most + i] =
+                        dropout_factor_of(bits[i * attn.keys + j], attn.dropout_threshold, attn.dropout_scale);
     }
 };
 
-// Whether blocks of twice as many queries are faster: each block reads all keys, but also those that only its last
-// queries see. Where there are `starts`, a block reads few.
-inline bool suit_double_blocks(const AttentionParams& attn, const int64_t* starts) {
-    return !starts && attn.queries >= kDoubleQueries && attn.keys >= 512;
+// Whether blocks of twice as many queries are faster: keys are read half as often, but more scores are computed that the
+// causal mask hides. With `starts`, blocks usually have few keys. Half a register per query gains nothing.
+inline bool use_double_blocks(const AttentionParams& attn, const int64_t* starts) {
+    return kLanes == kVector && !starts && attn.queries >= kDoubleQueries && attn.keys >= 512;
 }
 
 // `attention_forward` in blocks of `most` queries.
@@ -327,9 +329,10 @@ void attend(float* out, float* log_sum_exp, const Heads* query, const Heads* key
     const int64_t padded_dim = padded(attn.head_dim), stride = attn.heads * attn.head_dim;
 #pragma omp parallel if (attn.batch * attn.heads * attn.queries * attn.keys >= kParallelFrom)
     {
-        Scratch scratch(most * (2 * padded_dim + 2 * attn.keys) + 2 * attn.keys * padded_dim);
+        const int64_t block_size = attn.keys * most;
+        Scratch scratch((bits ? 2 : 1) * block_size + 2 * (most + attn.keys) * padded_dim);
         float *scaled_queries = scratch.take(most * padded_dim), *padded_out = scratch.take(most * padded_dim);
-        float *weights = scratch.take(attn.keys * most), *dropout_factors = scratch.take(attn.keys * most);
+        float *weights = scratch.take(block_size), *dropout_factors = bits ? scratch.take(block_size) : weights;
         float* packed_keys = scratch.take(attn.keys * padded_dim);
         float* packed_values = scratch.take(attn.keys * padded_dim);
 #pragma omp for
@@ -386,16 +389,16 @@ void attend_backward(const Heads* grad_query, const Heads* grad_key, const Heads
     const int64_t padded_dim = padded(attn.head_dim), stride = attn.heads * attn.head_dim;
 #pragma omp parallel if (attn.batch * attn.heads * attn.queries * attn.keys >= kParallelFrom)
     {
-        Scratch scratch(most * (5 * padded_dim + 4 * attn.keys) + 4 * attn.keys * padded_dim);
+        const int64_t block_size = attn.keys * most;
+        Scratch scratch((bits ? 4 : 2) * block_size + (5 * most + 4 * attn.keys) * padded_dim);
         float* scaled_queries = scratch.take(most * padded_dim);
         float* grad_columns = scratch.take(most * padded_dim);
         float* packed_queries = scratch.take(most * padded_dim);
         float* packed_grads = scratch.take(most * padded_dim);
         float* padded_out = scratch.take(most * padded_dim);
-        float* weights = scratch.take(attn.keys * most);
-        float* grad_scores = scratch.take(attn.keys * most);
-        float* dropout_factors = scratch.take(attn.keys * most);
-        float* dropped_weights = bits ? scratch.take(attn.keys * most) : weights;
+        float *weights = scratch.take(block_size), *grad_scores = scratch.take(block_size);
+        float* dropout_factors = bits ? scratch.take(block_size) : weights;  // not read
+        float* dropped_weights = bits ? scratch.take(block_size) : weights;
         float* packed_keys = scratch.take(attn.keys * padded_dim);
         float* packed_values = scratch.take(attn.keys * padded_dim);
         float* key_grads = scratch.take(attn.keys * padded_dim);
@@ -650,16 +653,16 @@ void norm_backward(float* grad_values, float* grad_weight, float* grad_bias, con
 // on the number of threads.
 void attention_forward(float* out, float* log_sum_exp, const Heads* query, const Heads* key, const Heads* value,
                        const bool* allowed, const int64_t* starts, const int16_t* bits, const AttentionParams& attn) {
-    const auto attend_to = suit_double_blocks(attn, starts) ? attend<kDoubleQueries> : attend<kQueries>;
-    attend_to(out, log_sum_exp, query, key, value, allowed, starts, bits, attn);
+    const auto forward = use_double_blocks(attn, starts) ? attend<kDoubleQueries> : attend<kQueries>;
+    forward(out, log_sum_exp, query, key, value, allowed, starts, bits, attn);
 }
 
 // The gradients of query, key and value from `grad` of `out`.
 void attention_backward(const Heads* grad_query, const Heads* grad_key, const Heads* grad_value, const float* grad,
                         const float* log_sum_exp, const Heads* query, const Heads* key, const Heads* value,
                         const bool* allowed, const int64_t* starts, const int16_t* bits, const AttentionParams& attn) {
-    const auto go_back = suit_double_blocks(attn, starts) ? attend_backward<kDoubleQueries> : attend_backward<kQueries>;
-    go_back(grad_query, grad_key, grad_value, grad, log_sum_exp, query, key, value, allowed, starts, bits, attn);
+    const auto backward = use_double_blocks(attn, starts) ? attend_backward<kDoubleQueries> : attend_backward<kQueries>;
+    backward(grad_query, grad_key, grad_value, grad, log_sum_exp, query, key, value, allowed, starts, bits, attn);
 }
 
 // sum [outputs, inputs] = gradᵀ × values, or += if `adds`, of grad [rows, outputs] and values [rows, inputs]. A block of

@@ -124,6 +124,7 @@ OTHERS = {
     "checkpoint": ["shakespeare-char", "--rounds", 1],
     "wake_up": ["--rounds", 1],
     "start_up": ["--rounds", 1],
+    "attention": ["--tokens", 64, "--dropout", 0.1, "--rounds", 1],
 }
 
 

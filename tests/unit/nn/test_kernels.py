@@ -161,6 +161,16 @@ def test_self_attention_of_one_tensor(kernels: Kernels, length: int, width: int)
             assert torch.equal(torch.autograd.grad(mixed, stacked, gapped)[0], both[0])
 
 
+@pytest.mark.parametrize("width", [144, 150])
+def test_attention_of_wide_heads(kernels: Kernels, width: int) -> None:
+    """Scores of more than 128 values, summed up in two parts, in blocks of as many queries as there can be."""
+    both = inputs(*[(1, 520, 2, width)] * 3)
+    query, key, value = (tensor.transpose(1, 2) for tensor in both[1])
+    wanted = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
+    found = kernels.attention(*(tensor.transpose(1, 2) for tensor in both[0]), True, None, None)
+    check(found, wanted, *both, atol=rounding(520))
+
+
 def test_attention_where_rows_begin_at_any_number(kernels: Kernels) -> None:
     """Of a wider tensor: loads of vectors must not rely on their alignment."""
     both = inputs(*[(2, 20, 3, 19)] * 3)
