@@ -31,7 +31,7 @@ class _CannotLoad(CannotCompile):
 
 
 class NativeLibrary(NamedTuple):
-    """A C++ file, and the flags to compile it with."""
+    """A C++ file, which may include headers beside it, and the flags to compile it with."""
 
     source: Path
     flags: Sequence[str] = FLAGS
@@ -92,8 +92,10 @@ class NativeLibrary(NamedTuple):
             raise _CannotLoad(f"the compiled {self.source.stem} cannot be loaded: {error}") from None
 
     def _digest(self) -> str:
-        """Hash of the source, the flags, and what -march=native and the C library are here."""
-        parts = [self.source.read_text(encoding="utf-8"), *self.flags, platform.machine(), *platform.libc_ver()]
+        """Hash of source and headers, the flags, and what -march=native and the C library are here."""
+        files = [self.source, *sorted(self.source.parent.glob("*.h"))]
+        parts = [file.read_text(encoding="utf-8") for file in files]
+        parts += [*self.flags, platform.machine(), *platform.libc_ver()]
         with suppress(OSError):  # Linux only
             lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
             parts += sorted({line for line in lines if line.startswith(("flags", "model name", "Features"))})

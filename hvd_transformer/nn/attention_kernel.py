@@ -1,4 +1,4 @@
-"""The attention of `kernels.cpp` as autograd functions, for `Kernels`."""
+"""The attention of `cpp/attention.h` as autograd functions, for `Kernels`."""
 
 import ctypes
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ _F, _I, _N, _P = ctypes.c_float, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 
 
 class _Heads(ctypes.Structure):
-    """The struct `Heads` of kernels.cpp: the address and the strides of a tensor [B, H, T, D/H]."""
+    """The struct `Heads` of attention.h: the address and the strides of a tensor [B, H, T, D/H]."""
 
     _fields_ = [("start", _P), ("sample_stride", _N), ("head_stride", _N), ("row_stride", _N)]
 
 
 class _AttentionParams(ctypes.Structure):
-    """The struct `AttentionParams` of kernels.cpp."""
+    """The struct `AttentionParams` of attention.h."""
 
     _fields_ = [
         *((name, _N) for name in ("batch", "heads", "queries", "keys", "head_dim")),

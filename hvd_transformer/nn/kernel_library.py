@@ -1,4 +1,4 @@
-"""Compiles and loads `kernels.cpp`, which `kernels.py` calls."""
+"""Compiles and loads `cpp/kernels.cpp`, which `kernels.py` calls."""
 
 import ctypes
 import platform
@@ -11,7 +11,7 @@ from hvd_transformer.native_library import NativeLibrary
 FLAGS = ["-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared"]
 if platform.machine() == "x86_64":
     FLAGS.append("-mprefer-vector-width=512")
-_LIBRARY = NativeLibrary(Path(__file__).with_name("kernels.cpp"), FLAGS)
+_LIBRARY = NativeLibrary(Path(__file__).with_name("cpp") / "kernels.cpp", FLAGS)
 
 
 def load_library(folder: Path) -> ctypes.CDLL:

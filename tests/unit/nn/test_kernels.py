@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hvd_transformer.native_library import NativeLibrary
 from hvd_transformer.nn.cross_entropy import fused_cross_entropy
 from hvd_transformer.nn.kernel_library import CannotCompile, load_library
 from hvd_transformer.nn.kernels import DropoutBits, Kernels
@@ -248,6 +249,17 @@ def test_the_library_is_compiled_once(folder: Path, monkeypatch) -> None:
     monkeypatch.setenv("CXX", "/nowhere/g++")
     load_library(folder)
     assert list(folder.iterdir()) == [file]
+
+
+def test_a_change_of_a_header_compiles_the_library_again(tmp_path: Path) -> None:
+    source, header = tmp_path / "answer.cpp", tmp_path / "answer.h"
+    source.write_text('#include "answer.h"\nextern "C" int answer() { return ANSWER; }\n')
+    for number in (41, 42):
+        header.write_text(f"#define ANSWER {number}\n")
+        library = NativeLibrary(source)
+        assert not library.is_kept(tmp_path / "kept")
+        assert library.load(tmp_path / "kept").answer() == number
+        assert library.is_kept(tmp_path / "kept")
 
 
 @pytest.mark.usefixtures("kernels")
