@@ -25,6 +25,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -279,11 +280,20 @@ def _folder(path: Path) -> dict[str, Any]:
         here = here.parent
     disk = os.statvfs(here)
     full = disk.f_files > 0 and disk.f_favail == 0  # no inodes left
+    has_size = disk.f_blocks > 0  # /proc has none, nor has a tmpfs without limit
     return {
         "exists": exists(str(path)) and not _is_empty(path),
-        "writable": os.access(here, os.W_OK),
-        "free": 0 if full else disk.f_bavail * disk.f_frsize,
+        "writable": os.access(here, os.W_OK) and (has_size or _takes_files(here)),
+        "free": 0 if full else disk.f_bavail * disk.f_frsize if has_size else sys.maxsize,
     }
+
+
+def _takes_files(folder: Path) -> bool:
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def _is_empty(path: Path) -> bool:

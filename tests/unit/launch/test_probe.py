@@ -68,3 +68,14 @@ def test_a_folder_that_may_not_be_entered_is_told_and_does_not_end_the_probe(
     found = probe._folder(closed / "runs" / "x")
     assert not found["exists"] and found["free"] > 0
     assert not probe.exists(str(closed / "runs"))
+
+
+def test_a_file_system_without_a_size_is_not_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as /proc, which takes no files, and a tmpfs without limit, which does."""
+    assert not probe._folder(Path("/proc/runs"))["writable"]
+    real = os.statvfs(tmp_path)
+    without = os.statvfs_result([*real[:2], 0, 0, 0, *real[5:]])
+    monkeypatch.setattr(os, "statvfs", lambda _: without)
+    found = probe._folder(tmp_path)
+    assert found["writable"] and found["free"] > 2**50
+    assert not list(tmp_path.iterdir())
