@@ -125,9 +125,10 @@ void attend(float* out, float* log_sum_exp, const Heads* query, const Heads* key
             for (int64_t first = 0; first < attn.queries; first += most) {
                 const Block<most> block(attn, head, first, allowed, starts, bits);
                 const int64_t count = block.count();
-                copy_transposed<most>(scaled_queries, queries.from(first), block.rows, attn.head_dim, attn.softmax_scale);
+                copy_transposed<most>(scaled_queries, queries.from(first), block.rows, attn.head_dim,
+                                      attn.softmax_scale);
                 product<false, parts, tile>(weights, most, keys.from(block.begin).start, keys.stride, 1, scaled_queries,
-                               most, count, most, attn.head_dim);
+                                            most, count, most, attn.head_dim);
                 block.mask(weights);
                 if (bits) block.fill_dropout_factors(dropout_factors);
                 alignas(64) float inverse_sums[most];
@@ -151,8 +152,8 @@ void attend(float* out, float* log_sum_exp, const Heads* query, const Heads* key
                 }
                 float* own = attn.row_of(out, head, first);
                 const bool is_aligned = attn.head_dim == padded_dim;
-                product<false>(is_aligned ? own : padded_out, is_aligned ? stride : padded_dim, weights, 1, most,
-                               values.from(block.begin).start, values.stride, block.rows, padded_dim, count);
+                deep_product(is_aligned ? own : padded_out, is_aligned ? stride : padded_dim, weights, 1, most,
+                             values.from(block.begin).start, values.stride, block.rows, padded_dim, count);
                 for (int64_t i = 0; i < block.rows; ++i)
                     for (int64_t k = 0; k < attn.head_dim; ++k)
                         own[i * stride + k] =
@@ -201,9 +202,9 @@ void attend_backward(const Heads* grad_query, const Heads* grad_key, const Heads
                 copy_transposed<most>(scaled_queries, query_rows, block.rows, attn.head_dim, attn.softmax_scale);
                 copy_transposed<most>(grad_columns, grad_rows, block.rows, attn.head_dim, 1.0f);
                 product<false, parts, tile>(weights, most, keys.from(begin).start, keys.stride, 1, scaled_queries, most,
-                               count, most, attn.head_dim);
+                                            count, most, attn.head_dim);
                 product<false, parts, tile>(grad_scores, most, values.from(begin).start, values.stride, 1, grad_columns,
-                               most, count, most, attn.head_dim);
+                                            most, count, most, attn.head_dim);
                 block.mask(weights);
                 if (bits) block.fill_dropout_factors(dropout_factors);
                 alignas(64) float block_lse[most];
@@ -230,15 +231,15 @@ void attend_backward(const Heads* grad_query, const Heads* grad_key, const Heads
                 float* own = grad_query->at(head, attn.heads, first);
                 const bool is_aligned = attn.head_dim == padded_dim;
                 const int64_t own_stride = grad_query->row_stride;
-                product<false>(is_aligned ? own : padded_out, is_aligned ? own_stride : padded_dim, grad_scores, 1,
-                               most, keys.from(begin).start, keys.stride, block.rows, padded_dim, count);
+                deep_product(is_aligned ? own : padded_out, is_aligned ? own_stride : padded_dim, grad_scores, 1, most,
+                             keys.from(begin).start, keys.stride, block.rows, padded_dim, count);
                 if (!is_aligned)
                     for (int64_t i = 0; i < block.rows; ++i)
                         std::memcpy(own + i * own_stride, padded_out + i * padded_dim, attn.head_dim * sizeof(float));
                 product<true>(key_grads + begin * padded_dim, padded_dim, grad_scores, most, 1, query_rows.start,
                               query_rows.stride, count, padded_dim, block.rows);
-                product<true>(value_grads + begin * padded_dim, padded_dim, dropped_weights, most, 1,
-                              grad_rows.start, grad_rows.stride, count, padded_dim, block.rows);
+                product<true>(value_grads + begin * padded_dim, padded_dim, dropped_weights, most, 1, grad_rows.start,
+                              grad_rows.stride, count, padded_dim, block.rows);
             }
             for (int64_t j = 0; j < attn.keys; ++j) {
                 const size_t bytes = attn.head_dim * sizeof(float);

@@ -50,21 +50,26 @@ inline void product_of_rows(float* c, int64_t c_row, const float* a, int64_t a_r
     }
 }
 
-constexpr int64_t kDepth = 128;  // rows of b that a product reads at a time: they stay in the cache
-
 // c [rows, columns] = a [rows, depth] × b [depth, columns], or += if `adds`. Columns are a multiple of `parts` vectors.
 // The element (i, k) of a is a[i × a_row + k × a_column]; b and c have their rows b_row and c_row apart.
 template <bool adds, int parts = kParts, int tile = kTile>
 inline void product(float* c, int64_t c_row, const float* a, int64_t a_row, int64_t a_column, const float* b,
                     int64_t b_row, int64_t rows, int64_t columns, int64_t depth) {
-    const int64_t own = std::min(depth, kDepth);
     for (int64_t column = 0; column < columns; column += parts * kLanes)
         for (int64_t row = 0; row < rows; row += tile)
             product_of_rows<adds, parts, tile>(c + row * c_row + column, c_row, a + row * a_row, a_row, a_column,
-                                               b + column, b_row, rows - row, own);
-    if (depth > own)
-        product<true, parts, tile>(c, c_row, a + own * a_column, a_row, a_column, b + own * b_row, b_row, rows, columns,
-                                   depth - own);
+                                               b + column, b_row, rows - row, depth);
+}
+
+constexpr int64_t kDepth = 128;  // rows of b that stay in the cache
+
+// The same of any depth, kDepth rows of b at a time.
+inline void deep_product(float* c, int64_t c_row, const float* a, int64_t a_row, int64_t a_column, const float* b,
+                         int64_t b_row, int64_t rows, int64_t columns, int64_t depth) {
+    product<false>(c, c_row, a, a_row, a_column, b, b_row, rows, columns, std::min(kDepth, depth));
+    for (int64_t k = kDepth; k < depth; k += kDepth)
+        product<true>(c, c_row, a + k * a_column, a_row, a_column, b + k * b_row, b_row, rows, columns,
+                      std::min(kDepth, depth - k));
 }
 
 // Memory of one thread, aligned for vectors.

@@ -164,7 +164,7 @@ def test_self_attention_of_one_tensor(kernels: Kernels, length: int, width: int)
 
 @pytest.mark.parametrize("width", [144, 150])
 def test_attention_of_wide_heads(kernels: Kernels, width: int) -> None:
-    """Scores of more than 128 values, summed up in two parts, in blocks of as many queries as there can be."""
+    """In blocks of as many queries as there can be, over keys in several parts."""
     both = inputs(*[(1, 520, 2, width)] * 3)
     query, key, value = (tensor.transpose(1, 2) for tensor in both[1])
     wanted = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
