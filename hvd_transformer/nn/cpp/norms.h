@@ -22,7 +22,8 @@ struct NormGrads {
 template <int count, bool has_residual>
 inline void norm_backward_of_rows(const NormGrads& out, const NormInputs& in, int64_t first) {
     const int64_t width = in.width, start = first * width;
-    const float *values = in.values + start, *grad = in.grad + start, *residual = has_residual ? in.residual + start : nullptr;
+    const float *values = in.values + start, *grad = in.grad + start;
+    const float* residual = has_residual ? in.residual + start : nullptr;
     const float* weight = in.weight;
     float *grad_values = out.values + start, *weight_sums = out.weight_sums, *bias_sums = out.bias_sums;
     float means[count], scales[count], grad_means[count], slopes[count];
