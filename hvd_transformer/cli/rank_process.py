@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
     Work = Callable[[World, StopRequest, Watchdog], int]
 
+# A rank that has lost another one exits so much later: the first to exit is taken for the cause, and who notes the
+# exits looks at them in turn.
+_CAUSE_SECONDS = 0.3
+
 
 def run_ranks(
     command: str, work: "Work", tensor: int, stall_seconds: float | None = None, mistake: UserError | None = None
@@ -98,6 +102,7 @@ def _run(command: str, work: "Work", rank: int, watchdog: "Watchdog", groups: Se
         _leave(1)
     except PeerLost as error:
         show(command, error)
+        time.sleep(_CAUSE_SECONDS)
         _leave(1)
     except BaseException:
         _report_crash(command, world.rank)
