@@ -61,7 +61,7 @@ def test_command(tmp_path: Path) -> None:
         (["--memory-gib", "0"], "above 0"),
         (["--memory-gib", "nan"], "above 0"),
         (["--output", "picture.pdf"], ".png"),
-        (["--output", "/nonexistent/picture.png"], "cannot be written"),
+        (["--output", "/dev/null/picture.png"], "cannot be written"),
         (["parallel.pipeline=6"], "at most 5"),
         (["parallel.pipeline=2", "parallel.partition=[1, 1]"], "the model has 5"),
         (["data.tokenizer=char"], "--vocab-size"),
