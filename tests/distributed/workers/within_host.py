@@ -102,9 +102,8 @@ def reduced_in_place() -> int:
     """Tensors that the other ranks can map, alone and beside one that they cannot; returns the bytes of others."""
     buffers = SharedBuffers.find(hvd)
     assert buffers is not None
-    gc.collect()  # earlier calls of this world may have left buffers that others have mapped, some of them in use
+    gc.collect()  # earlier calls of this world may have left buffers that others have mapped
     hvd.barrier()
-    earlier = buffers.bytes_of_others
     for dtype in TYPES:
         # A part of a buffer that begins somewhere else on each rank.
         own = buffers.zeros_like(torch.empty(1_000_100, dtype=dtype))[3 * hvd.rank() :][:900_001]
@@ -123,7 +122,7 @@ def reduced_in_place() -> int:
                 mixed = own[:count].copy_(each[hvd.rank()]) if hvd.rank() else each[0].clone()
                 hvd.allreduce_(mixed, name=f"mixed.{dtype}.{name}.{count}", op=getattr(hvd, name))
                 _same(mixed, wanted, f"{name} of {count} {dtype} in two kinds of memory")
-    of_others = buffers.bytes_of_others - earlier
+    of_others = buffers.bytes_of_others
     rows = 50_001
     each = [values(rank, rows * 7, torch.float32).view(rows, 7) for rank in range(hvd.size())]
     sent = buffers.zeros_like(each[0]).copy_(each[hvd.rank()])
