@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hvd_transformer.nn.kernel_library import address
+
 _F, _I, _N, _P = ctypes.c_float, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 
 
@@ -92,7 +94,7 @@ def _forward(
     out = tensors[0].new_empty(batch_size, num_queries, num_heads, head_dim)
     log_sum_exp = tensors[0].new_empty(batch_size, num_heads, num_queries)
     library.attention_forward(
-        out.data_ptr(), log_sum_exp.data_ptr(), *heads, _address(allowed), _address(starts), _address(bits),
+        out.data_ptr(), log_sum_exp.data_ptr(), *heads, address(allowed), address(starts), address(bits),
         ctypes.byref(params),
     )  # fmt: skip
     ctx.save_for_backward(log_sum_exp, allowed, starts, bits, *tensors)
@@ -105,13 +107,9 @@ def _backward(ctx: Any, grad: Tensor, grads: Sequence[Any], heads: Sequence[Any]
     log_sum_exp, allowed, starts, bits, *_ = saved
     grad = grad.contiguous()
     ctx.library.attention_backward(
-        *grads, grad.data_ptr(), log_sum_exp.data_ptr(), *heads, _address(allowed), _address(starts),
-        _address(bits), ctypes.byref(ctx.params),
+        *grads, grad.data_ptr(), log_sum_exp.data_ptr(), *heads, address(allowed), address(starts),
+        address(bits), ctypes.byref(ctx.params),
     )  # fmt: skip
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 def _heads(*tensors: Tensor) -> list[Any]:

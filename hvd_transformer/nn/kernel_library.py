@@ -4,6 +4,8 @@ import ctypes
 import platform
 from pathlib import Path
 
+from torch import Tensor
+
 from hvd_transformer.native_library import CannotCompile as CannotCompile
 from hvd_transformer.native_library import NativeLibrary
 
@@ -17,3 +19,8 @@ _LIBRARY = NativeLibrary(Path(__file__).with_name("cpp") / "kernels.cpp", FLAGS)
 def load_library(folder: Path) -> ctypes.CDLL:
     """Load the compiled kernels from `folder`, where they are compiled first if necessary. Raises `CannotCompile`."""
     return _LIBRARY.load(folder)
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """Where the values of a tensor are, for the kernels; None is a null pointer."""
+    return None if tensor is None else tensor.data_ptr()

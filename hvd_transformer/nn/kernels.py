@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hvd_transformer.nn.attention_kernel import AttentionFunction, AttentionMask, SelfAttentionFunction
+from hvd_transformer.nn.kernel_library import address
 
 _F, _I, _N, _P = ctypes.c_float, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 _SIGNATURES: dict[str, list[Any]] = {
@@ -163,10 +164,6 @@ class FusibleLayer(nn.Module):
     kernels: Kernels | None = None
 
 
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -182,7 +179,7 @@ class _Dropout(torch.autograd.Function):
         ctx.library, ctx.threshold, ctx.scale = library, threshold, scale
         out = torch.empty_like(values)
         library.dropout(
-            out.data_ptr(), _address(residual), values.data_ptr(), bits.data_ptr(), values.numel(), threshold, scale
+            out.data_ptr(), address(residual), values.data_ptr(), bits.data_ptr(), values.numel(), threshold, scale
         )
         return out
 
@@ -212,7 +209,7 @@ class _Gelu(torch.autograd.Function):
         out, derivative = torch.empty_like(values), torch.empty_like(values) if needs_grad else None
         width = values.size(-1)
         library.gelu(
-            out.data_ptr(), _address(derivative), values.data_ptr(), _address(bias), _address(bits),
+            out.data_ptr(), address(derivative), values.data_ptr(), address(bias), address(bits),
             values.numel() // max(1, width), width, threshold, scale,
         )  # fmt: skip
         # The derivative of GELU and dropout together is saved instead of values and bits: it takes as much memory, and
@@ -241,7 +238,7 @@ class _Norm(torch.autograd.Function):
         width = weight.numel()
         out, statistics = torch.empty_like(values), values.new_empty(values.numel() // width, 2)
         library.norm_forward(
-            out.data_ptr(), statistics.data_ptr(), values.data_ptr(), weight.data_ptr(), _address(bias),
+            out.data_ptr(), statistics.data_ptr(), values.data_ptr(), weight.data_ptr(), address(bias),
             statistics.size(0), width, centers, epsilon,
         )  # fmt: skip
         ctx.save_for_backward(values, weight, statistics)
@@ -258,7 +255,7 @@ class _Norm(torch.autograd.Function):
         grad_values, grad_weight = torch.empty_like(values), torch.empty_like(weight)
         grad_bias = torch.empty_like(weight) if ctx.has_bias else None
         ctx.library.norm_backward(
-            grad_values.data_ptr(), grad_weight.data_ptr(), _address(grad_bias), grad.data_ptr(), _address(residual),
+            grad_values.data_ptr(), grad_weight.data_ptr(), address(grad_bias), grad.data_ptr(), address(residual),
             values.data_ptr(), weight.data_ptr(), statistics.data_ptr(), *statistics.shape[:1], weight.numel(),
             ctx.centers,
         )  # fmt: skip

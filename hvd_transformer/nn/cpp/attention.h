@@ -98,7 +98,7 @@ struct Block {
 };
 
 // Whether blocks of twice as many queries are faster: keys are read half as often, but more scores are computed that the
-// causal mask hides. With `starts`, blocks usually have few keys. Half a register per query gains nothing.
+// causal mask hides. With `starts`, blocks usually have few keys. Narrower registers gain nothing.
 inline bool use_double_blocks(const AttentionParams& attn, const int64_t* starts) {
     return kLanes == kVector && !starts && attn.queries >= kDoubleQueries && attn.keys >= 512;
 }
