@@ -131,7 +131,7 @@ def submit(context: click.Context, /, **given: Any) -> None:
 
 _HELP = {
     "hosts": "With --engine slurm or kubernetes: nodes and their slots, such as a:4,b:4.",
-    "image": "With --engine kubernetes: container image. Default: hvd-transformer:cpu, for CUDA hvd-transformer:gpu.",
+    "image": "With --engine kubernetes, which needs it: a container image that the cluster can pull.",
     "memory_gib": "With --engine kubernetes: memory per worker to request. Default: what `plan` estimates.",
 }
 

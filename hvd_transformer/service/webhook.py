@@ -60,6 +60,7 @@ class Webhook:
         self._opener = urllib.request.build_opener(_NoRedirect)
         self._due, self._closing, self._until = Event(), Event(), float("inf")
         self._failures = 0  # in a row
+        self._refusals = 0  # answers to the present news that are errors
         self._thread = Thread(target=self._run, name="webhook", daemon=True)
 
     def start(self) -> None:
@@ -98,7 +99,7 @@ class Webhook:
                 if time.monotonic() >= self._until or not self._tell_one(one):
                     return False
                 self._store.forget_news([one.seq])
-                self._failures = 0
+                self._failures = self._refusals = 0
         return True
 
     def _tell_one(self, news: News) -> bool:
@@ -115,7 +116,8 @@ class Webhook:
         if why is None:
             return True
         error, may_come = why
-        given_up = not may_come and self._failures + 1 >= _TRIES
+        self._refusals += not may_come
+        given_up = self._refusals >= _TRIES
         what = "it is given up" if given_up else f"try {self._failures + 1}"
         _log.warning("%s: job %d: %s (%s)", self._host, job.id, error, what)
         return given_up

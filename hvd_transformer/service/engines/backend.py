@@ -14,6 +14,10 @@ class EngineFault(Exception):
     """The scheduler could not be asked: its command is missing, fails or hangs. It is asked again later."""
 
 
+class OverLimit(EngineFault):
+    """The scheduler takes no more attempts like this one for now. It may take others."""
+
+
 class Ended(Enum):
     """How the scheduler says that an attempt has ended."""
 
@@ -74,7 +78,10 @@ class Backend(Protocol):
         """How an attempt ended that the scheduler does not know any more."""
 
     def submit(self, attempt: Submission) -> str:
-        """Hand an attempt over; returns its id. Raises `UserError` if the scheduler refuses it for good."""
+        """Hand an attempt over; returns its id.
+
+        Raises `UserError` if the scheduler refuses it for good, and `OverLimit` if it refuses it for now.
+        """
 
     def stop(self, sightings: Sequence[Sighting], now: bool) -> None:
         """Let the ranks of these attempts save and end, or with `now` kill them."""

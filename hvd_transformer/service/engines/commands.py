@@ -1,5 +1,6 @@
 """Runs the commands of a scheduler, each within a time limit."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -13,7 +14,13 @@ _LINE = 300  # characters of a message
 
 
 class CommandFailed(EngineFault):
-    """A command ended with an exit code above 0; the message is its last line."""
+    """A command ended with an exit code above 0, or its arguments are too long. The message is its last line; `errors`:
+    all that it printed as errors.
+    """
+
+    def __init__(self, message: str, errors: str = "") -> None:
+        super().__init__(message)
+        self.errors = errors
 
 
 class CommandMissing(EngineFault):
@@ -46,7 +53,8 @@ class Commands:
             )
         except OSError as error:
             missing = isinstance(error, FileNotFoundError) and error.filename == words[0]
-            fault = CommandMissing if missing else EngineFault
+            too_long = error.errno == errno.E2BIG  # for good
+            fault = CommandMissing if missing else CommandFailed if too_long else EngineFault
             raise fault(f"{error.filename or words[0]}: {error.strerror or error}") from None
         self._process = process
         if self._closed:
@@ -59,7 +67,8 @@ class Commands:
             _kill(process)
             self._process = None
         if process.returncode:
-            raise CommandFailed(f"{words[0]}: {_last_line(errors) or f'exit code {process.returncode}'}")
+            last = _last_line(errors) or f"exit code {process.returncode}"
+            raise CommandFailed(f"{words[0]}: {last}", errors)
         return printed
 
     def close(self) -> None:

@@ -13,7 +13,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from hvd_transformer.errors import WRONG_INPUT, UserError
-from hvd_transformer.service.engines.backend import Backend, Ended, EngineFault, Sighting, Submission, files_of
+from hvd_transformer.service.engines.backend import (
+    Backend,
+    Ended,
+    EngineFault,
+    OverLimit,
+    Sighting,
+    Submission,
+    files_of,
+)
 from hvd_transformer.service.engines.commands import Commands
 from hvd_transformer.service.engines.conclusion import conclude
 from hvd_transformer.service.jobs import Cause, Engine, Job, State
@@ -171,18 +179,24 @@ class ExternalJobs:
 
     def _submit(self, backend: Backend, attempts: Sequence[ExternalAttempt]) -> None:
         words, away = dict[ExternalAttempt, str](), dict[ExternalAttempt, str]()
+        over: dict[tuple[str, ...], str] = {}  # by the options that tell accounts and partitions: what they are over
         tried = unchecked = 0
         for at, attempt in enumerate(attempts):
             job = self._known(attempt)
             if job.state is State.STOPPING:
                 self._settle(attempt, not_started("it was stopped before"))
                 continue
+            if (limit := over.get(tuple(job.sbatch))) is not None:  # behind it in the same queue
+                words[attempt] = limit
+                continue
             if tried >= _SUBMIT_AT_ONCE:
                 self.wake()
                 break
             seconds = self._seconds_left(job)  # not below: a fault of the database is none of the job
             try:
-                external = backend.submit(self._submission(job, attempt, seconds))
+                submission = self._submission(job, attempt, seconds)
+                tried += 1
+                external = backend.submit(submission)
             except NotNow as error:  # of this job alone: the others do not wait for it
                 unchecked += isinstance(error, _Unchecked)
                 if unchecked > 1:  # of all jobs
@@ -192,12 +206,14 @@ class ExternalJobs:
                 continue
             except UserError as error:
                 self._settle(attempt, Exit(WRONG_INPUT, str(error)))
+            except OverLimit as fault:
+                words[attempt] = over[tuple(job.sbatch)] = f"{backend.title}: {fault}"
             except EngineFault as fault:
                 words |= dict.fromkeys(attempts[at:], f"{backend.title}: {fault}")
                 break
             else:
                 self._store.set_external(job.id, attempt.number, external)
-            tried, unchecked = tried + 1, 0
+            unchecked = 0
         self._tell(words)
         self._put_off(away)
 

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from hvd_transformer.errors import UserError
+from hvd_transformer.plugin import CODE
 from hvd_transformer.service.engines.backend import Ended, Sighting, Submission
 from hvd_transformer.service.engines.commands import CommandFailed, Commands
 from hvd_transformer.service.launching.launch_command import own_variables
@@ -93,6 +94,8 @@ def _objects(attempt: Submission) -> list[dict[str, Any]]:
         policy["activeDeadlineSeconds"] = math.ceil(attempt.seconds)
     launcher = mpijob["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
     own = own_variables(attempt.job, attempt.files)
+    if attempt.code is not None:  # in the run directory, whose volume the pods and the service share
+        own = {**own, CODE: str(attempt.code)}
     launcher.setdefault("env", []).extend({"name": name, "value": value} for name, value in own.items())
     if attempt.values:
         metadata = {"name": f"{attempt.claim}-env"}

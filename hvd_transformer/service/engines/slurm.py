@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from hvd_transformer.errors import UserError
 from hvd_transformer.own_folder import user_name
 from hvd_transformer.plugin import CODE
-from hvd_transformer.service.engines.backend import Ended, EngineFault, Sighting, Submission
+from hvd_transformer.service.engines.backend import Ended, EngineFault, OverLimit, Sighting, Submission
 from hvd_transformer.service.engines.commands import CommandFailed, CommandMissing, Commands
 from hvd_transformer.service.launching.launch_command import own_variables
 
@@ -36,8 +36,11 @@ _ENDED = {
     "SPECIAL_EXIT": Ended.EXITED,
     "TIMEOUT": Ended.TIME_LIMIT,
 }
-# Refusals of sbatch that may pass: the controller does not answer, or this user has too many jobs for now.
-_PASSING = re.compile(r"contact|timed out|temporar|try again|socket|communication|job submit limit|MaxSubmit", re.I)
+# The controller does not answer: this passes, and no job is to blame.
+_NO_ANSWER = re.compile(r"contact|timed out|temporar|try again|socket|communication", re.I)
+# One message for all limits of accounts and QOS; a line before it may name the limit: QOSMaxSubmitJobPerUserLimit.
+_OVER_LIMIT = "job submit limit"
+_LIMIT = re.compile(r"^sbatch: error: (\w+)$", re.MULTILINE)
 
 
 class Slurm:
@@ -83,10 +86,10 @@ class Slurm:
         try:
             printed = self._commands.run(*words, *job.sbatch, text=attempt.file, env=environment, cwd=job.folder)
         except CommandFailed as error:
-            if _PASSING.search(str(error)):
+            if _NO_ANSWER.search(str(error)):
                 raise
             self._submission_lost = False
-            raise UserError(str(error)) from None
+            raise _refusal(error) from None
         external = printed.strip().partition(";")[0]  # the name of the cluster may follow
         if not external.isdigit():
             raise EngineFault(f"sbatch: printed no job id but {printed[:100]!r}")
@@ -112,6 +115,15 @@ class Slurm:
             if "accounting storage is disabled" in str(error):
                 return ""
             raise
+
+
+def _refusal(error: CommandFailed) -> UserError | OverLimit:
+    """`OverLimit` for a limit on how many jobs there may be at once, and for one that Slurm does not name."""
+    if _OVER_LIMIT not in str(error):
+        return UserError(str(error))
+    limit = found[1] if (found := _LIMIT.search(error.errors)) else None
+    words = str(error) if limit is None else f"{error}: {limit}"
+    return OverLimit(words) if limit is None or "Submit" in limit else UserError(words)
 
 
 def _sightings(text: str, wanted: Mapping[str, str | None]) -> dict[str, Sighting]:

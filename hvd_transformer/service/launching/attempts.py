@@ -82,7 +82,7 @@ class _Watches:
 class Launchers:
     """All attempts that may be running. `state`: the service's state folder; `command`: what `launch` follows.
 
-    `stop` and `wake` may be called from any thread, the rest from one at a time.
+    `wake` may be called from any thread, the rest from one at a time.
     """
 
     def __init__(self, state: Path, command: Sequence[str] = LAUNCHER) -> None:
@@ -167,7 +167,7 @@ class Launchers:
                 yield found.change()
                 found.begun = True
             if found.orphans is not None:
-                exit = None if found.orphans.may_live() else Exit(None, _KILLED)
+                exit = None if self._may_live(found, found.orphans) else Exit(None, _KILLED)
             elif id(found) in ended or (found.pidfd is None and not self._watch_again(found)):
                 exit = self._end(found)
             else:
@@ -189,7 +189,12 @@ class Launchers:
         elif now and time.monotonic() - (found.asked_to_kill or 0.0) > _OBEY_SECONDS:
             self._signal(found, signal.SIGKILL)
             return
-        if not _ask(Path(job.output_dir), found.pid, "kill" if now else "stop"):
+        run = Path(job.output_dir)
+        try:
+            told = self._folders.ask(run, lambda: _ask(run, found.pid, "kill" if now else "stop"))
+        except NotNow:  # the folder does not answer
+            told = False
+        if not told:
             self._signal(found, signal.SIGKILL if now else signal.SIGTERM)
 
     def write_hosts(self, job: Job, allocation: Allocation) -> None:
@@ -294,6 +299,12 @@ class Launchers:
             return not_started("the service ended" if code is None else _KILLED)
         self._lose(found)
         return None
+
+    def _may_live(self, found: _Launcher, orphans: Orphans) -> bool:
+        try:
+            return self._folders.ask(Path(found.job.output_dir), orphans.may_live)
+        except NotNow:  # the folder does not answer
+            return True
 
     def _lose(self, found: _Launcher) -> None:
         hosts = len(found.attempt.allocation)

@@ -11,7 +11,7 @@ from hvd_transformer.service.runs import folders
 from hvd_transformer.service.runs.folders import FolderScan
 from hvd_transformer.service.runs.pace import Progress
 from hvd_transformer.service.runs.plain_files import plain
-from hvd_transformer.service.runs.watched_run import RunRow, WatchedRun, run_id
+from hvd_transformer.service.runs.watched_run import RunRow, WatchedRun, resolved, run_id
 
 __all__ = ["RunIndex", "RunRow", "run_id"]
 _THOROUGH_EVERY = 300  # refreshes between two thorough looks at a run that has ended
@@ -73,7 +73,7 @@ class RunIndex:
 
     def progress(self, path: Path) -> Progress:
         """How far the run in this folder is, and how many seconds it still takes, by the steps of the last minutes."""
-        watched = self._watched.get(path.resolve())
+        watched = self._watched.get(resolved(path))
         return Progress(0, None, None) if watched is None else watched.progress()
 
     def _look(self, watched: WatchedRun, thorough: bool) -> None:

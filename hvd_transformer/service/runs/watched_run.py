@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ _SETTLED_SECONDS = 3.0  # after which a folder's time tells of every later chang
 _LOCK_SECONDS = 3.0  # between two looks at the locks of a running run
 _EVENT_FILE = re.compile(r"events\.out\.tfevents\.([0-9]{10})\.")
 _MOST_TRIES = 10  # to find what the log tells of a start
+_MOST_PATHS = 1 << 16  # that are remembered
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,19 @@ class RunRow:
     problem: str = ""  # what cannot be read, and why
 
 
+def resolved(path: Path) -> Path:
+    """The absolute path without symbolic links, as it was at first: a file system that stands still is not asked."""
+    return _resolved(path.absolute())
+
+
+@lru_cache(_MOST_PATHS)
+def _resolved(path: Path) -> Path:
+    return path.resolve()
+
+
 def run_id(path: Path) -> str:
     """The name of a run in addresses: the first 12 hex digits of the SHA-256 of its absolute, resolved path."""
-    return sha256(os.fsencode(path.resolve())).hexdigest()[:12]
+    return sha256(os.fsencode(resolved(path))).hexdigest()[:12]
 
 
 class WatchedRun:

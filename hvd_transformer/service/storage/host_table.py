@@ -22,13 +22,24 @@ class HostTable(EventLog):
         """Add these hosts, or change the slots, GPUs and threads of those that are known. Others stay.
 
         A host that comes without `gpus` keeps those that are known, unless it is one of `without_gpus`; one without
-        `threads` keeps them if it keeps its slots.
+        `threads` keeps them if it keeps its slots. One that is known by other capitals keeps its name. Raises
+        `UserError` for an IPv6 address.
         """
-        rows = [
-            (h.name, h.slots, json.dumps(h.gpus), h.threads, h.drained, h.down, bool(h.gpus) or h.name in without_gpus)
-            for h in hosts
-        ]
+        hosts = list(hosts)
+        for host in hosts:
+            if ":" in host.name:
+                raise UserError(
+                    f"[{host.name}]: horovodrun knows no IPv6 addresses; use a host name or an IPv4 address"
+                )
         with self.database.write() as connection:
+            known = {row["name"].lower(): row["name"] for row in connection.execute("SELECT name FROM hosts")}
+            rows = [
+                (
+                    known.get(h.name.lower(), h.name), h.slots, json.dumps(h.gpus), h.threads, h.drained, h.down,
+                    bool(h.gpus) or h.name in without_gpus,
+                )
+                for h in hosts
+            ]  # fmt: skip
             connection.executemany(
                 "INSERT INTO hosts (name, slots, gpus, threads, drained, down) VALUES (?, ?, ?, ?, ?, ?)"
                 " ON CONFLICT (name) DO UPDATE SET"
@@ -41,8 +52,9 @@ class HostTable(EventLog):
     def set_drained(self, name: str, drained: bool) -> None:
         """Give the host no new job, or let it have jobs again. Raises `UserError` for an unknown host."""
         with self.database.write() as connection:
-            if bool(_known(connection, name)["drained"]) != drained:
-                connection.execute("UPDATE hosts SET drained = ? WHERE name = ?", (drained, name))
+            host = _known(connection, name)
+            if bool(host["drained"]) != drained:
+                connection.execute("UPDATE hosts SET drained = ? WHERE name = ?", (drained, host["name"]))
                 self.changed(connection, "hosts")
 
     def set_down(self, name: str, why: str) -> None:
@@ -61,7 +73,7 @@ class HostTable(EventLog):
     def remove_host(self, name: str) -> None:
         """Forget a host. Raises `UserError` for an unknown one, or if jobs are on it."""
         with self.database.write() as connection:
-            _known(connection, name)
+            name = _known(connection, name)["name"]
             jobs = [str(job) for job in dict.fromkeys(row["job"] for row in _in_use(connection, name))]
             if jobs:
                 raise UserError(f"host {name}: in use by job {', '.join(jobs)}; drain it and wait, or cancel the job")
@@ -108,7 +120,9 @@ def _in_use(connection: sqlite3.Connection, host: str) -> list[sqlite3.Row]:
 
 
 def _known(connection: sqlite3.Connection, name: str) -> sqlite3.Row:
-    row: sqlite3.Row | None = connection.execute("SELECT * FROM hosts WHERE name = ?", (name,)).fetchone()
+    """The host of this name, in capitals or not."""
+    query = "SELECT * FROM hosts WHERE name = ? COLLATE NOCASE"
+    row: sqlite3.Row | None = connection.execute(query, (name,)).fetchone()
     if row is None:
         raise UserError(f"host {name}: no such host; see hvd-transformer hosts")
     return row

@@ -116,6 +116,19 @@ def test_an_address_that_is_away_gets_the_news_once_it_is_back(store: Store) -> 
     assert ids(posted) == [1, 1, 2]
 
 
+def test_tries_while_the_address_was_away_do_not_count_against_it(store: Store) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    webhook = Webhook(f"http://127.0.0.1:{port}/hook", store, again_after=lambda tries: 0.05)
+    webhook.start()
+    end(store, State.SUCCEEDED)
+    wait_until(lambda: webhook._failures > 2 * module._TRIES)
+    with listening([500, 500, 200], port) as (_, posted):
+        wait_until(lambda: len(posted) == 3)
+        webhook.close()
+    assert ids(posted) == [1, 1, 1]
+
+
 def test_an_error_is_tried_again_and_keeps_no_later_news_from_coming(store: Store) -> None:
     end(store, State.FAILED, State.FAILED)
     with listening([500, 400, 500, 200]) as (address, posted):

@@ -21,6 +21,7 @@ def test_a_command_gets_its_input_and_its_environment(tmp_path: Path) -> None:
         (("no-such-command",), "no-such-command: No such file or directory"),
         (("sh", "-c", "echo first >&2; echo '  the   last ' >&2; exit 3"), "sh: the last"),
         (("sh", "-c", "exit 3"), "sh: exit code 3"),
+        (("sh", "-c", "x" * (1 << 18)), "sh: Argument list too long"),
         (("sh", "-c", "sleep 100 & wait"), "sh: did not end within 0.1 s"),
     ],
 )
@@ -28,6 +29,11 @@ def test_faults(words: tuple[str, ...], line: str) -> None:
     with pytest.raises(EngineFault) as raised:
         Commands(seconds=0.1 if "wait" in words[-1] else 60.0).run(*words)
     assert str(raised.value) == line
+
+
+def test_what_is_too_long_for_a_command_is_no_fault_of_the_scheduler() -> None:
+    with pytest.raises(CommandFailed, match="too long"):
+        Commands().run("true", env={"WORD": "x" * (1 << 18)})
 
 
 def test_close_ends_the_command_that_runs(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from new_jobs import new_job
 
 from hvd_transformer.errors import UserError
 from hvd_transformer.service.actions import Actions
-from hvd_transformer.service.engines.backend import Ended, EngineFault, Sighting, Submission
+from hvd_transformer.service.engines.backend import Ended, EngineFault, OverLimit, Sighting, Submission
 from hvd_transformer.service.engines.commands import Commands
 from hvd_transformer.service.engines.external_jobs import ExternalJobs
 from hvd_transformer.service.jobs import Attempt, Cause, Engine, Job, Needs, State
@@ -37,11 +37,13 @@ class FakeScheduler:
         self.stopped: list[tuple[str, bool]] = []
         self.looks = 0
         self.fault: Exception | None = None
+        self.faulty: set[int] = set()  # the only jobs that have it, if there are any
+        self.asked = 0  # how often it was told
         self.crash = False
 
     def look(self, wanted: Mapping[str, str | None]) -> Mapping[str, Sighting]:
         self.looks += 1
-        if isinstance(self.fault, EngineFault):
+        if isinstance(self.fault, EngineFault) and not isinstance(self.fault, OverLimit):
             raise self.fault
         return {name: found for name, found in self.attempts.items() if name in wanted}
 
@@ -49,7 +51,8 @@ class FakeScheduler:
         return Sighting(external, f"{external} is gone", ended=Ended.EXITED)
 
     def submit(self, attempt: Submission) -> str:
-        if isinstance(self.fault, UserError):
+        if isinstance(self.fault, UserError | OverLimit) and attempt.job.id in (self.faulty or {attempt.job.id}):
+            self.asked += 1
             raise self.fault
         assert attempt.name not in self.attempts, "started twice"
         self.submitted.append(attempt)
@@ -215,6 +218,22 @@ def test_jobs_wait_for_a_folder_that_is_away_and_the_others_do_not(service: Serv
     assert [sent.job.id for sent in service.scheduler.submitted] == [other, *away[1:]]
     assert service.job(away[1]).reason == "job 2: Resources"
     assert [attempt.number for attempt in service.store.attempts(away[1])] == [1]
+
+
+def test_jobs_over_a_limit_of_the_scheduler_wait_and_the_others_do_not(service: Service) -> None:
+    """Those with the same options wait behind the first one, in order; the scheduler is not asked about each."""
+    over = [service.add(sbatch=["--qos=short"]) for _ in range(30)]
+    other = service.add(sbatch=["--qos=long"])
+    service.scheduler.fault, service.scheduler.faulty = OverLimit("job submit limit"), set(over)
+    service.jobs.look()
+    assert service.scheduler.asked == 1
+    assert [sent.job.id for sent in service.scheduler.submitted] == [other]
+    assert {(service.job(job).state, service.job(job).reason) for job in over} == {
+        (State.STARTING, "Slurm: job submit limit")
+    }
+    service.scheduler.fault = None
+    service.jobs.look()
+    assert [sent.job.id for sent in service.scheduler.submitted] == [other, *over[:20]]
 
 
 def test_the_manager_lets_jobs_rest_that_cannot_be_submitted_now(

@@ -184,6 +184,17 @@ def test_a_job_becomes_an_mpijob_and_is_followed(service: Service, cluster: Clus
     assert "hidden" not in "".join(path.read_text(errors="replace") for path in tmp_path.glob("service.db*"))
 
 
+def test_the_code_of_a_job_is_named_to_its_launcher(service: Service, cluster: Cluster, tmp_path: Path) -> None:
+    """As it was at `submit`: the volume of the run directory has it where the service's machine mounts that."""
+    (tmp_path / "mine.py").write_text("class Mine: ...")
+    job = service.submit(words=["task=mine:Mine"])
+    (mpijob,) = cluster.objects("MPIJob")
+    launcher = mpijob["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
+    found = {one["name"]: one.get("value") for one in launcher["env"]}["HVD_TRANSFORMER_CODE"]
+    assert (Path(found) / "mine.py").read_text() == "class Mine: ..."
+    assert Path(found).parent == Path(job.output_dir)
+
+
 def test_a_job_that_fails_and_one_whose_worker_is_evicted(service: Service, cluster: Cluster) -> None:
     service.submit()
     service.submit()

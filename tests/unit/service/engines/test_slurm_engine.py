@@ -7,10 +7,13 @@ import pytest
 from engine_jobs import FakeCommands, job, submission
 
 from hvd_transformer.errors import UserError
-from hvd_transformer.service.engines.backend import Ended, EngineFault, Sighting
+from hvd_transformer.service.engines.backend import Ended, EngineFault, OverLimit, Sighting
 from hvd_transformer.service.engines.commands import CommandFailed, CommandMissing
 from hvd_transformer.service.engines.slurm import Slurm
 
+OVER_LIMIT = (
+    "Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
+)
 # squeue --states=all --noheader --Format='JobID:|,State:|,exit_code:|,Name:|,NodeList:|,Reason:|'
 SQUEUE = """\
 1|COMPLETED|0|hvd-ok|h1|None|
@@ -144,11 +147,7 @@ def test_submit(tmp_path: Path) -> None:
         ("Batch job submission failed: Requested node configuration is not available", UserError),
         ("Batch job submission failed: Unable to contact slurm controller (connect failure)", EngineFault),
         ("Batch job submission failed: Socket timed out on send/recv operation", EngineFault),
-        (
-            "Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user's size and/or "
-            "time limits)",
-            EngineFault,
-        ),
+        (OVER_LIMIT, OverLimit),
     ],
 )
 def test_what_sbatch_refuses_for_good_and_for_now(tmp_path: Path, message: str, kind: type[Exception]) -> None:
@@ -156,6 +155,26 @@ def test_what_sbatch_refuses_for_good_and_for_now(tmp_path: Path, message: str, 
     with pytest.raises(kind) as raised:
         Slurm(commands).submit(submission(job(tmp_path), ""))
     assert message in str(raised.value)
+    assert isinstance(raised.value, OverLimit) == (kind is OverLimit)
+
+
+@pytest.mark.parametrize(
+    ("limit", "kind"),
+    [
+        ("QOSMaxSubmitJobPerUserLimit", OverLimit),
+        ("AssocGrpSubmitJobsLimit", OverLimit),
+        ("QOSMaxWallDurationPerJobLimit", UserError),
+        ("AssocMaxNodePerJobLimit", UserError),
+    ],
+)
+def test_a_job_over_a_limit_for_good_is_wrong_input_and_the_limit_is_named(
+    tmp_path: Path, limit: str, kind: type[Exception]
+) -> None:
+    errors = f"sbatch: error: {limit}\nsbatch: error: {OVER_LIMIT}\n"
+    commands = FakeCommands({"sbatch": CommandFailed(f"sbatch: error: {OVER_LIMIT}", errors)})
+    with pytest.raises(kind) as raised:
+        Slurm(commands).submit(submission(job(tmp_path), ""))
+    assert str(raised.value).endswith(f"time limits): {limit}")
 
 
 def test_stop_signals_what_runs_and_ends_what_waits() -> None:

@@ -599,6 +599,24 @@ def test_one_without_a_socket_gets_a_signal(tmp_path: Path, launchers: Launchers
 
 
 @pytest.mark.usefixtures("soon")
+def test_one_whose_run_directory_does_not_answer_gets_a_signal(
+    tmp_path: Path, launchers: Launchers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manager waits for no file system that stands still."""
+    go = threading.Event()
+    monkeypatch.setattr(not_now, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(attempts, "_ask", lambda run, pid, what: go.wait(60))
+    of = job(tmp_path, "begin", "wait=never")
+    start(launchers, of)
+    changes(launchers, 1)
+    try:
+        launchers.stop(of, attempt(of), now=False)
+        assert changes(launchers, 1) == [Change(1, 1, Exit(143, ""))]
+    finally:
+        go.set()
+
+
+@pytest.mark.usefixtures("soon")
 def test_one_that_does_not_obey_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempts, "_OBEY_SECONDS", 0.2)
     launchers = Launchers(tmp_path / "state", [sys.executable, "-c", SERVED])

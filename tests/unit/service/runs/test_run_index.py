@@ -223,6 +223,18 @@ def test_ids_name_the_real_folder(tmp_path: Path) -> None:
     assert len(run_id(run)) == 12
 
 
+def test_ids_of_known_runs_ask_no_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that stands still would stop the manager and every request."""
+    make_run(tmp_path / "a")
+    index = RunIndex(tmp_path)
+    index.refresh()
+    known = run_id(tmp_path / "a")
+    monkeypatch.setattr(os, "lstat", lambda *words: pytest.fail("it stands still"))
+    monkeypatch.setattr(os, "readlink", lambda *words: pytest.fail("it stands still"))
+    assert run_id(tmp_path / "a") == known
+    assert index.progress(tmp_path / "a").step == index._watched[tmp_path / "a"].row.step
+
+
 def test_too_many_folders_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index, run = RunIndex(tmp_path), make_run(tmp_path / "zz-run", training([1]))
     index.refresh()

@@ -33,6 +33,24 @@ def test_hosts_keep_their_order_and_what_admins_said_of_them(store: Store) -> No
     assert store.hosts() == [Host("h2", 8, (0, 1, 2, 3), 16), Host("h1", 3), Host("h0", 1)]
 
 
+def test_a_host_by_other_capitals_is_the_same_host(store: Store) -> None:
+    """Name servers make no difference; as two hosts its GPUs would be given out twice."""
+    store.put_hosts([Host("H2", 8), Host("N1", 1)])
+    assert store.hosts() == [Host("h2", 8, (0, 1)), Host("h1", 2), Host("N1", 1)]
+    store.put_hosts([Host("H2", 8)], without_gpus=["H2"])
+    store.set_drained("H2", True)
+    assert store.hosts()[0] == Host("h2", 8, drained=True)
+    store.remove_host("H2")
+    assert [host.name for host in store.hosts()] == ["h1", "N1"]
+
+
+def test_an_ipv6_address_is_refused_as_every_job_there_would_fail(store: Store) -> None:
+    before = store.hosts()
+    with pytest.raises(UserError, match=r"^\[2001:db8::5\]: horovodrun knows no IPv6 addresses; use a host name or an"):
+        store.put_hosts([Host("h3", 1), Host("2001:db8::5", 8)])
+    assert store.hosts() == before
+
+
 def test_only_changes_are_told(store: Store) -> None:
     store.set_down("h1", "gone")
     seq = store.last_seq()
