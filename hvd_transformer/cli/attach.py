@@ -17,7 +17,7 @@ def attach(run: Path) -> None:
 
     Ctrl-C leaves the job alone. If it ends, the exit code is the job's.
     """
-    from hvd_transformer.launch.output.launch_client import LaunchClient
+    from hvd_transformer.launch.output.launch_client import LaunchClient, why_it_ended
 
     with closing(LaunchClient(run)) as client:
         try:
@@ -26,5 +26,5 @@ def attach(run: Path) -> None:
             click.echo("left; the job runs on", err=True)
             return
     if code is None:
-        raise UserError(f"{run}: its launcher was killed")
+        raise UserError(f"{run}: {why_it_ended(run)}")
     sys.exit(code)

@@ -28,7 +28,7 @@ _LOOK_SECONDS = 1.0
 def logs(job: str, follow: bool, rank: str, lines: int | None, server: str | None, as_json: bool) -> None:
     """Print the log of a job, or of the run of a directory or id, from the service.
 
-    Without one, logs are files in the run directory: launch.log and logs/rank-NNN.log.
+    Without one, logs are files in the run directory: logs/launch.log and logs/rank-NNN.log.
     """
     from hvd_transformer.cli.log_reader import LogReader
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from hvd_transformer.cli import options
+from hvd_transformer.errors import UserError
 
 
 @click.command()
@@ -20,4 +21,10 @@ def stop(run: Path, now: bool) -> None:
 
     with closing(LaunchClient(run)) as client:
         client.ask("kill" if now else "stop")
-        client.show()
+        code = client.show()
+    while code is None:  # the launcher has left a terminal that took nothing, or has ended
+        try:
+            with closing(LaunchClient(run)) as client:
+                code = client.show()
+        except UserError:
+            return

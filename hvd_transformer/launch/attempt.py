@@ -52,7 +52,7 @@ class Stop:
     def __init__(self) -> None:
         self.count = 0
         self.by: str | None = None  # who asked first: a signal's name, or "request"
-        self._ended = -math.inf  # when the last signal came that is not Ctrl-C
+        self._ended = -math.inf  # when the last signal was counted that is not Ctrl-C
         self._previous = {
             number: signal.signal(number, self._note)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -65,10 +65,10 @@ class Stop:
         now = time.monotonic()
         self.by = self.by or signal.Signals(number).name
         # One request: a scheduler and its script, or a closed terminal and its shell, may both send one.
-        if number == signal.SIGINT or now - self._ended > _SAME_SECONDS:
+        if number == signal.SIGINT:
             self.count += 1
-        if number != signal.SIGINT:
-            self._ended = now
+        elif now - self._ended > _SAME_SECONDS:
+            self.count, self._ended = self.count + 1, now
 
     def request(self, signals: int) -> None:
         """Do as these many signals do in all. Asking again changes nothing."""

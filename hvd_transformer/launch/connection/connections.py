@@ -100,7 +100,7 @@ class HostConnections:
     async def _one(self, host: str, local: bool, seconds: float) -> HostConnection:
         async with self._opening.setdefault(host, asyncio.Lock()):  # two threads may want the same new host
             connection = self._open.get(host)
-            if connection is not None and connection.lost:
+            if connection is not None and connection.has_ended:
                 await connection.close()
                 connection = None
             if connection is None:

@@ -143,6 +143,12 @@ class HostConnection:
         """The last line that ssh or the program printed to standard error."""
         return self._said[-1] if self._said else ""
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether nobody answers any more: an idle probe ends with its ssh, as after a break of the network. The loss
+        of an agent is told to its listener first."""
+        return self.lost or (not self.is_agent and self._process.returncode is not None)
+
     async def ask(self, question: str, **arguments: Any) -> Any:
         """Call a function of the probe, one at a time. Raises `NoConnection`, and `UserError` after `become_agent`."""
         async with self._asking:

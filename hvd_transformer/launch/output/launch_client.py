@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from hvd_transformer.launch.hostfile import Host
 from hvd_transformer.launch.launch_record import launcher_of
 from hvd_transformer.launch.output.launch_screen import Screen
 from hvd_transformer.launch.output.launch_server import Event, is_trusted
+
+_KILLED_SECONDS = 0.5  # for the kernel to close what a killed process had open
 
 
 class LaunchClient:
@@ -41,7 +44,7 @@ class LaunchClient:
         self._socket.sendall(json.dumps({"do": what}).encode() + b"\n")
 
     def show(self) -> int | None:
-        """Show the job until it ends; returns its exit code, or None if its launcher was killed."""
+        """Show the job until it ends; returns its exit code, or None if its launcher tells no more."""
         screen = Screen()
         try:
             for event in self._events():
@@ -60,6 +63,16 @@ class LaunchClient:
             for line in lines:
                 if line.endswith(b"\n"):
                     yield json.loads(line)
+
+
+def why_it_ended(folder: Path) -> str:
+    """Why the launcher of a run directory tells no more, in words."""
+    time.sleep(_KILLED_SECONDS)
+    try:
+        LaunchClient(folder).close()
+    except UserError:
+        return "its launcher was killed"
+    return "this terminal took nothing for so long that the launcher left it; the job runs on: attach again"
 
 
 def _show(screen: Screen, event: str, **values: Any) -> None:

@@ -1,6 +1,9 @@
 """The log of everything that a launched job prints."""
 
+import os
 from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -38,10 +41,23 @@ class LaunchLog:
     def _append(self, text: str) -> None:
         self._unwritten.append(text)
         self._size += len(text)
-        if self._file.parent.is_dir():
-            with self._file.open("a", encoding="utf-8") as file:
-                file.writelines(self._unwritten)
-            self._unwritten.clear()
-            self._size = 0
-        while self._size > _MOST_UNWRITTEN:
-            self._size -= len(self._unwritten.popleft())
+        try:
+            if self._file.parent.is_dir():
+                _append(self._file, self._unwritten)
+                self._unwritten.clear()
+                self._size = 0
+        finally:  # the disk may be full
+            while self._size > _MOST_UNWRITTEN:
+                self._size -= len(self._unwritten.popleft())
+
+
+def _append(path: Path, lines: Iterable[str]) -> None:
+    """Append all lines, or on a full disk none: they are tried again."""
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(lines)
+    except OSError:
+        with suppress(OSError):
+            os.truncate(path, size)
+        raise

@@ -66,9 +66,14 @@ class LaunchServer:
             self._clients.clear()
 
     def _send(self, client: socket.socket, message: Event) -> None:
+        if (outlet := self._clients.get(client)) is None:  # it was left at an earlier message
+            return
         data = json.dumps(message).encode() + b"\n"
-        if not self._clients[client].put(partial(client.sendall, data), size=len(data)):
+        if not outlet.put(partial(client.sendall, data), size=len(data)):
             del self._clients[client]
+            with suppress(OSError):
+                client.shutdown(socket.SHUT_RDWR)  # `close` alone waits for `_serve`, which reads from it
+            outlet.close(0)
             client.close()
 
     def _accept(self) -> None:

@@ -35,6 +35,9 @@ def script(job: ScheduledJob) -> str:
     # The hosts are known when the job runs: the shell expands them; everything else is quoted.
     words = job.launch("-H", _HOSTS)
     at = words.index(_HOSTS)
+    launch = f'{shlex.join(words[:at])} "$hosts" {shlex.join(words[at + 1 :])}'.rstrip()
+    if job.config.checkpoint.resume == "never":  # holds for the first start, not for those after a requeue
+        launch += " ${SLURM_RESTART_COUNT:+checkpoint.resume=auto}"
     return _TEMPLATE.read_text(encoding="utf-8").format(
         options="\n".join(f"#SBATCH {option}" for option in options),
         commands=shlex.quote(str(Path(sys.executable).parent)),
@@ -42,5 +45,5 @@ def script(job: ScheduledJob) -> str:
         run=shlex.quote(str(Path(job.config.output_dir).expanduser())),
         requeues=_REQUEUES,
         try_again=STALLED,
-        launch=f'{shlex.join(words[:at])} "$hosts" {shlex.join(words[at + 1 :])}'.rstrip(),
+        launch=launch,
     )

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from waiting import wait_until
 
 from hvd_transformer.errors import UserError
 from hvd_transformer.folder_lock import Owner
@@ -23,8 +24,8 @@ from hvd_transformer.launch.attempt import AttemptResult
 from hvd_transformer.launch.hostfile import Host
 from hvd_transformer.launch.launch_record import LaunchRecord
 from hvd_transformer.launch.launched_job import LaunchedJob
-from hvd_transformer.launch.output import launch_client
-from hvd_transformer.launch.output.launch_client import LaunchClient
+from hvd_transformer.launch.output import launch_client, outlet
+from hvd_transformer.launch.output.launch_client import LaunchClient, why_it_ended
 from hvd_transformer.launch.output.launch_output import LaunchOutput
 from hvd_transformer.launch.output.launch_screen import Screen
 from hvd_transformer.launch.output.launch_server import LaunchServer, is_trusted
@@ -221,6 +222,25 @@ def test_a_client_that_takes_nothing_delays_nobody(tmp_path: Path) -> None:
         for _ in range(100):
             output.show(0, "out", "x" * 100_000 + "\n")
         assert time.monotonic() - began < 5
+
+
+def test_a_client_that_takes_too_little_is_left_and_told_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outlet, "_MOST_BYTES", 1 << 20)
+    run = tmp_path / "run"
+    with running(run) as (output, _), closing(LaunchClient(run)) as client:
+        server = output._job.server
+        assert server is not None
+        wait_until(lambda: server._clients)
+        for _ in range(100):
+            output.show(0, "out", "x" * 100_000 + "\n")
+        assert not server._clients
+        sys.stdout.flush()
+        assert client.show() is None  # what it was sent before, and then an end
+        assert "attach again" in why_it_ended(run)
+        assert server._thread.is_alive()  # although the last lines alone were too much for this client
+    with pytest.raises(UserError):
+        LaunchClient(run)
+    assert why_it_ended(run) == "its launcher was killed"
 
 
 @contextmanager

@@ -46,6 +46,18 @@ def test_a_later_sigterm_is_a_second_one(stop: Stop, monkeypatch: pytest.MonkeyP
     assert stop.count == 2
 
 
+def test_sigterms_that_follow_each_other_closely_end_with_a_second_one(
+    stop: Stop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five seconds are counted from the first one, not from the last."""
+    counts = []
+    for now in (100.0, 104.0, 108.0, 112.0):
+        monkeypatch.setattr(attempt.time, "monotonic", lambda now=now: now)
+        stop._note(signal.SIGTERM, None)
+        counts.append(stop.count)
+    assert counts == [1, 1, 2, 2]
+
+
 def test_names_of_processes_may_be_any_bytes() -> None:
     """The kernel cuts them at 15 bytes, also within a character; /proc has those of all users."""
     code = "import ctypes, time; ctypes.CDLL(None).prctl(15, b'caf\\xc3'); print(flush=True); time.sleep(60)"

@@ -54,6 +54,19 @@ def test_one_ssh_per_host_serves_all_starts_of_a_job(connections: HostConnection
     assert len(folders(connections)) == 3
 
 
+def test_a_host_whose_idle_connection_has_ended_is_connected_anew_at_once(
+    connections: HostConnections, ssh_log: Path
+) -> None:
+    """As when the network broke for a while: the host is back, and its old ssh has ended."""
+    for count in (1, 2):
+        (connection,) = connections.run(connections.open(["far.invalid"], 30.0)).values()
+        assert isinstance(connection, HostConnection)
+        assert connections_opened(ssh_log) == count
+        assert connections.run(connection.ask("exists", path="/tmp")) is True
+        os.killpg(connection._process.pid, signal.SIGKILL)
+        wait_until(lambda connection=connection: connection.has_ended)  # type: ignore[misc]
+
+
 def test_what_ssh_has_started_keeps_nobody_waiting(connections: HostConnections, ssh_log: Path) -> None:
     """A jump's ssh has its output, and so has the process of ControlPersist, which is in a session of its own."""
     began = time.monotonic()

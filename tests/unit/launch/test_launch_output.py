@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import resource
 import sys
 import threading
 import time
@@ -126,6 +127,25 @@ def test_a_log_whose_folder_never_comes_keeps_the_end(tmp_path: Path, monkeypatc
     log.make_folder = True
     log.close()
     assert (tmp_path / "run" / "launch.log").read_text() == "".join(f"line {number:4}\n" for number in range(90, 100))
+
+
+def test_a_log_on_a_full_disk_has_every_line_once_when_there_is_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_log, "_MOST_UNWRITTEN", 20_000)
+    log, lines = LaunchLog(tmp_path / "launch.log"), [letter * 2999 + "\n" for letter in "abcdefghijklm"]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        for line in lines[:-1]:
+            log.write(line)
+        log._outlet.close(20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (tmp_path / "launch.log").read_text() == lines[0]
+    assert len(log._unwritten) == 6  # the last ones: what waits is limited
+    log._append(lines[-1])
+    assert (tmp_path / "launch.log").read_text() == "".join([lines[0], *lines[-7:]])
 
 
 def test_a_log_without_a_folder_is_lost_unless_nobody_has_seen_it(tmp_path: Path) -> None:

@@ -205,6 +205,18 @@ def interrupted(folder: Path, number: signal.Signals, pause: str = "") -> bool:
     return bool(called)
 
 
+def test_what_forbids_to_resume_holds_for_the_first_start_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a job that was queued again would be refused: by then it has checkpoints."""
+    never = job("checkpoint.resume=never", checkpoint={"resume": "never"})
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    assert run_script(slurm.script(never), tmp_path)[-1] == "checkpoint.resume=never"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert run_script(slurm.script(never), tmp_path)[-2:] == ["checkpoint.resume=never", "checkpoint.resume=auto"]
+    assert run_script(slurm.script(job("seed=1")), tmp_path)[-1] == "seed=1"
+
+
 def test_a_job_that_saves_nothing_is_not_queued_for_ever(tmp_path: Path) -> None:
     latest = tmp_path / "a run" / "checkpoints" / "latest"
     assert [interrupted(tmp_path, signal.SIGUSR1) for _ in range(5)] == [True, True, True, False, False]
