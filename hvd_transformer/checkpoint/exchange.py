@@ -43,7 +43,7 @@ def exchange(
     `held` says what a rank of the group sends of a tensor (None: nothing), and `wanted` has the spans of every rank;
     both must be the same on all ranks. The spans' pieces are whole tensors.
     """
-    limit = EXCHANGE_BYTES // group.size
+    limit = EXCHANGE_BYTES // max(1, sum(map(bool, wanted)))  # those who do not see the folder write nothing
     target_of = {span.piece.name: target for span, target in zip(wanted[group.rank], targets, strict=True)}
     spread = {name for name in own if any(held(rank, name) is not None for rank in range(group.size))}
     chunks = [list(_chunks([span for span in spans if span.piece.name in spread], limit)) for spans in wanted]

@@ -118,6 +118,10 @@ class CheckpointStore:
         found = [(int(match[1]), path) for path in self.folder.iterdir() if (match := _STEP.fullmatch(path.name))]
         return [path for _, path in sorted(found)]
 
+    def has(self, step: int) -> bool:
+        """Whether there is a checkpoint of this step."""
+        return (self.folder / _name(step)).is_dir()
+
     def newest_whole(self, warn: Callable[[str], None], verify: Verify = manifest.verify) -> Path | None:
         """The newest whole checkpoint. Damaged ones after it are reported to `warn` and renamed, never deleted.
 
@@ -151,9 +155,10 @@ class CheckpointStore:
             return None
         return path
 
-    def clean(self) -> None:
+    def clean(self, keep_best: bool = True) -> None:
         """Remove what a killed process left half written, and let `best` name what the newest checkpoint says: the link
-        stayed behind if the process was killed just before, or if a damaged checkpoint was set aside.
+        stayed behind if the process was killed just before, or if a damaged checkpoint was set aside. Without
+        `keep_best` nothing would ever move the link, so there is none.
 
         Call only while no other process writes here. Raises `DamagedCheckpoint`.
         """
@@ -163,7 +168,9 @@ class CheckpointStore:
                     shutil.rmtree(path, ignore_errors=True)
                 else:
                     path.unlink(missing_ok=True)
-        if steps := self.steps():
+        if not keep_best:
+            (self.folder / "best").unlink(missing_ok=True)
+        elif steps := self.steps():
             step = read_state(steps[-1]).get("position", {}).get("best_step")
             if step is not None and (self.folder / _name(step)).is_dir():
                 self._point("best", _name(step))

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     Work = Callable[[World, StopRequest, Watchdog], int]
 
-# A rank that has lost another one exits so much later: the first to exit is taken for the cause, and who notes the
-# exits looks at them in turn.
+# A rank that has lost another one, or lets rank 0 say what is wrong, exits so much later: the first to exit is taken for
+# the cause, and who notes the exits looks at them in turn.
 _CAUSE_SECONDS = 0.3
 
 
@@ -62,6 +62,7 @@ def _run(command: str, work: "Work", rank: int, watchdog: "Watchdog", groups: Se
     from hvd_transformer.parallel.replica_check import ReplicasDiffer
     from hvd_transformer.training.out_of_memory import OutOfMemory
     from hvd_transformer.training.process import StopRequest
+    from hvd_transformer.training.session import NotSaved
     from hvd_transformer.training.trainer import Diverged
 
     stop = StopRequest()
@@ -90,9 +91,11 @@ def _run(command: str, work: "Work", rank: int, watchdog: "Watchdog", groups: Se
             if error.rank != world.rank:
                 time.sleep(1)  # the first to exit is taken for the cause
         return WRONG_INPUT
-    except (Diverged, ReplicasDiffer) as error:
+    except (Diverged, NotSaved, ReplicasDiffer) as error:
         if world.rank == 0:
             show(command, error)
+        else:
+            time.sleep(_CAUSE_SECONDS)
         return 1
     except OutOfMemory as error:
         show(command, error)

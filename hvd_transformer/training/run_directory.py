@@ -84,7 +84,7 @@ class RunDirectory:
         """
         try:
             if rank == 0:
-                self.store.clean()
+                self.store.clean(config.checkpoint.keep_best)
                 atomic.write_text(self.path / "config.yaml", dump(config))
                 if batch_size is not None:
                     atomic.write_text(self.path / _BATCH_SIZE, json.dumps(batch_size, indent=1) + "\n")

@@ -39,6 +39,16 @@ _PAUSES = 1.0, 4.0  # seconds before the last checkpoint is written again
 _LONG_EVALUATION = 5.0  # seconds; launchers that stop a job wait no longer, and kill it
 
 
+class NotSaved(RuntimeError):
+    """The last checkpoint of a run could not be written: its last weights are lost."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(
+            f"step {step}: the last checkpoint could not be written, see the warnings above; the same command trains "
+            "on from the checkpoint before it, if there is one"
+        )
+
+
 class Session:
     """Runs a `Trainer` until the job ends or is stopped; rank 0 writes the run directory."""
 
@@ -112,12 +122,14 @@ class Session:
                     break
             profiled.write()
             self.save(best=False)
-            self._save_until_written()
+            is_saved = self._save_until_written()
         except BaseException:
             self.progress.stop()
             self.saver.wait(ending=True)
             raise
         self.progress.stop()
+        if not (is_saved or stopped):
+            raise NotSaved(self.trainer.state.step)
         self.status = "stopped" if stopped else "finished"
         return self.status
 
@@ -202,20 +214,21 @@ class Session:
         )
         self.saved_step, self.saved_at = state.step, time.monotonic()
 
-    def _save_until_written(self) -> None:
-        """Wait for the last checkpoint. If it could not be written, as on a disk that is full or away for a moment,
-        try again a few times: no other one follows. Collective."""
+    def _save_until_written(self) -> bool:
+        """Wait for the last checkpoint; returns whether there is one. If it could not be written, as on a disk that is
+        full or away for a moment, try again a few times: no other one follows. Collective."""
         state = self.trainer.state
-        for pause in _PAUSES:
+        for pause in (*_PAUSES, None):
             self.heartbeat.enter_phase("end")
             self.saver.wait()
             if not self.world.broadcast_object(self.saver.unsaved == state.step):
-                return
-            time.sleep(pause)
-            self.saved_step = None
-            self.save(best=self.config.checkpoint.keep_best and state.best_step == state.step)
-        self.heartbeat.enter_phase("end")
-        self.saver.wait()
+                return True
+            if pause is not None:
+                time.sleep(pause)
+                self.saved_step = None
+                self.save(best=self.config.checkpoint.keep_best and state.best_step == state.step)
+        # An earlier one of the same step, without the result of the evaluation, is as good.
+        return bool(self.world.broadcast_object(self.saver.store.has(state.step)))
 
     def warn(self, text: str) -> None:
         """Show a warning on rank 0's screen and in its log."""

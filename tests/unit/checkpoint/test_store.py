@@ -289,6 +289,19 @@ def test_the_best_is_named_again_after_a_kill_before_its_link_was_made(tmp_path:
     assert (tmp_path / "best").resolve() == tmp_path / "step-00000002"
 
 
+def test_no_best_is_named_where_none_is_kept(tmp_path: Path) -> None:
+    """Nothing would move the link to a later one: commands would use an old checkpoint for ever."""
+    store = CheckpointStore(tmp_path, 9)
+    for step in (1, 2):
+        store.save(replace(telling(step, best_step=1), best=False))
+    store.clean(keep_best=False)
+    assert not (tmp_path / "best").exists()
+    store.clean()
+    assert (tmp_path / "best").resolve() == tmp_path / "step-00000001"
+    store.clean(keep_best=False)
+    assert not (tmp_path / "best").is_symlink() and len(store.steps()) == 2
+
+
 def test_the_best_before_a_damaged_one_is_named_again_and_kept(tmp_path: Path) -> None:
     store, warnings = CheckpointStore(tmp_path, 9), []
     for step, best in ((1, 1), (2, 1), (3, 3)):

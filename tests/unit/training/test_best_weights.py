@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,14 +30,18 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_texts(tmp_path_factory.mktemp("text"))
 
 
+def six_steps(corpus: Path, run: Path, *words: str, report: bool = False) -> subprocess.CompletedProcess[str]:
+    small = [word for word in SMALL if not word.startswith(("data.cache_dir", "training.max_steps"))]
+    small += [f"data.source={corpus}", f"data.cache_dir={corpus / 'cache'}", f"output_dir={run}"]
+    return command("hvd-train", *small, "training.max_steps=6", "training.eval_every=2", *words, report=report)
+
+
 @pytest.fixture
 def train(corpus: Path, tmp_path: Path) -> Train:
     """Six steps with an evaluation after every second one; the summary, and all that was printed."""
 
     def run(*words: str, report: bool = False) -> tuple[dict[str, Any], str]:
-        small = [word for word in SMALL if not word.startswith(("data.cache_dir", "training.max_steps"))]
-        small += [f"data.source={corpus}", f"data.cache_dir={corpus / 'cache'}", f"output_dir={tmp_path / 'run'}"]
-        done = command("hvd-train", *small, "training.max_steps=6", "training.eval_every=2", *words, report=report)
+        done = six_steps(corpus, tmp_path / "run", *words, report=report)
         assert done.returncode in (0, 1), done.stderr
         return json.loads((tmp_path / "run" / "summary.json").read_text()), done.stdout + done.stderr
 
@@ -136,6 +141,22 @@ def test_the_last_checkpoint_is_tried_again(
     assert (checkpoints / "best").resolve().name == f"step-0000000{best}"
     assert (summary["status"], summary["best_step"]) == ("finished", best)
     assert f"(best, at step {best})" in text
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_an_error_and_the_same_command_goes_on(
+    corpus: Path, tmp_path: Path, full_at, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the weights of the end would be gone, and nobody would start the job again."""
+    full_at(6)
+    done = six_steps(corpus, tmp_path / "run", "checkpoint.every_steps=4")
+    assert done.returncode == 1
+    assert done.stdout.count("the checkpoint of step 6 could not be written") == 3
+    assert done.stderr.count("step 6: the last checkpoint could not be written, see the warnings above") == 1
+    assert "done:" not in done.stdout and not (tmp_path / "run" / "summary.json").exists()
+    monkeypatch.undo()
+    done = six_steps(corpus, tmp_path / "run", "checkpoint.every_steps=4")
+    assert done.returncode == 0
+    assert "after step 4 of 6" in done.stdout and "done: valid loss" in done.stdout
 
 
 def test_a_report_that_cannot_be_drawn_does_not_fail_the_run(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
